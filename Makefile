@@ -1,0 +1,59 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test test-vllm test-vllm-next lint simulate nightly setup clean
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[transformers,zstd,plots]' \
+		pytest pytest-cov pytest-timeout hypothesis ruff 'pyright[nodejs]' import-linter
+	touch $@
+
+demo: setup
+	$(BIN)/kvtier demo
+
+test: setup
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+# The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own.
+test-vllm: $(VLLM_VENV)/.done
+	$(VLLM_PYTHON) -m pytest tests/vllm
+
+# Once more with the Python of the next release, which has no build for CPUs, over the kernels of this one.
+test-vllm-next: $(VLLM_VENV)/.done
+	[ -e $(VLLM_VENV)/next ] || $(VLLM_PYTHON) tests/vllm/next_release.py $(VLLM_VENV)/next
+	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/next VLLM_TARGET_DEVICE=cpu \
+		$(VLLM_PYTHON) -m pytest tests/vllm/test_vllm_interface.py tests/vllm/test_vllm_restore.py
+
+$(VLLM_VENV)/.done: pyproject.toml tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+# More seeds of the simulator than `make test` runs.
+simulate: setup
+	$(BIN)/python -m kvtier.sim --seeds 2000:7000
+
+# What takes too long for every change.
+nightly: setup
+	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m kvtier.sim --seeds 10000:40000
+
+clean:
+	rm -rf $(VENV) $(VLLM_VENV) demo-out
