@@ -1,0 +1,291 @@
+"""The token-hash chain: one key per chunk, each naming the whole prefix that ends with it.
+
+    key[i] = SHA-256( key[i - 1] | u32 tokens in the chunk | its tokens as u32 | extras that start in it )
+
+with the keyed root (`kvtier.keys.fingerprint.root_key`) as key[-1], and all numbers little-endian. A partial chunk at a
+boundary off the grid (a mark) follows the same rule; its token count keeps it apart from every full chunk. FORMAT.md
+specifies the bytes. Equal keys mean equal tokens, extras, fingerprint and secret, from the first token on.
+"""
+
+import hashlib
+import operator
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.types import ChunkKey, Mark, Prefix
+
+KEY_BYTES = 32
+TOKEN_BYTES = 4
+TOKEN_MAX = (1 << 32) - 1
+"""The largest token; it is written in four bytes."""
+
+Tokens = Sequence[int] | npt.NDArray[Any]
+"""A list, tuple, `array.array` of integers, or one-dimensional numpy array of integers."""
+
+_U32 = struct.Struct("<I")
+_ARRAY_CODE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extra:
+    """Something besides tokens that determines the numbers of a request.
+
+    Args:
+        kind: what it is, such as ``adapter``, ``image``, ``salt`` or ``embeddings``; not empty.
+        value: what identifies it, such as an adapter's name and digest, or a digest of an image's pixels.
+        offset: token position at which it starts, counted from the start of the prompt. It enters the key of the chunk
+            that contains this position; later chunks inherit it through the chain.
+
+    Raises:
+        ValueError: an empty kind, a value that is not bytes, or an offset outside 0 .. 2**32 - 1.
+    """
+
+    kind: str
+    value: bytes
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.kind:
+            raise ValueError("an extra needs a kind, got an empty one")
+        if not isinstance(self.value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance] (callers may be untyped)
+            told = type(self.value).__name__
+            raise ValueError(f"extra {self.kind!r}: value must be bytes, got {told}")  # noqa: TRY004
+        if not 0 <= self.offset <= TOKEN_MAX:
+            raise ValueError(f"extra {self.kind!r}: offset must be in 0..{TOKEN_MAX}, got {self.offset}")
+
+
+class Chain:
+    """The keys of one growing request: what was hashed once is not hashed again.
+
+    Not thread-safe; one chain belongs to one request.
+
+    Args:
+        root: 32-byte keyed root.
+        chunk_tokens: tokens in a full chunk.
+        extras: known from the start, in any order. One whose offset the tokens have not reached enters no key yet.
+
+    Raises:
+        ValueError: a root that is not 32 bytes, or an impossible `chunk_tokens`.
+    """
+
+    def __init__(self, root: bytes, chunk_tokens: int, extras: Iterable[Extra] = ()) -> None:
+        if len(root) != KEY_BYTES:
+            raise ValueError(f"root must be {KEY_BYTES} bytes, got {len(root)}")
+        if not 1 <= chunk_tokens <= TOKEN_MAX:
+            raise ValueError(f"chunk_tokens must be in 1..{TOKEN_MAX}, got {chunk_tokens}")
+        self._root = root
+        self._chunk_tokens = chunk_tokens
+        self._keys: list[ChunkKey] = []
+        self._tail = b""
+        self._extras: dict[int, list[Extra]] = {}
+        self._add_extras(extras)
+
+    @property
+    def keys(self) -> tuple[ChunkKey, ...]:
+        """The keys of all full chunks so far."""
+        return tuple(self._keys)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the chain has been given."""
+        return len(self._keys) * self._chunk_tokens + len(self._tail) // TOKEN_BYTES
+
+    def extend(self, tokens: Tokens, extras: Iterable[Extra] = ()) -> None:
+        """Append `tokens`; costs time for the new tokens only.
+
+        Args:
+            tokens: integers in 0 .. 2**32 - 1.
+            extras: further extras, for example an image of a later turn; offsets count from the start of the prompt.
+
+        Raises:
+            ValueError: a token that is no such integer (the message names it and its position), a wrong shape, or an
+                extra whose offset lies in a chunk that has its key already. The chain is then unchanged.
+        """
+        words = token_words(tokens)
+        self._add_extras(extras)
+        self._append(words)
+
+    def mark(self) -> Mark | None:
+        """The boundary after the last token given, or None when it lies on the grid and so needs no mark.
+
+        Take it when the request is there, for example at the end of the prompt: later the tokens may be part of a full
+        chunk, whose key replaces the pending tail.
+        """
+        if not self._tail:
+            return None
+        parent: bytes = self._keys[-1] if self._keys else self._root
+        count = _U32.pack(len(self._tail) // TOKEN_BYTES)
+        told = self._told(len(self._keys), stop=self.tokens)
+        return Mark(ChunkKey(hashlib.sha256(b"".join((parent, count, self._tail, told))).digest()), self.tokens)
+
+    def prefix(self, tokens: int | None = None, marks: Iterable[Mark | None] = ()) -> Prefix:
+        """What the cache is asked about: the full chunks within the leading `tokens` (all by default), and `marks`.
+
+        Marks come out in the order of their ends, each once. None (what `mark` gives on the grid) is left out.
+
+        Raises:
+            ValueError: more tokens than were given, or a mark beyond them or on the grid.
+        """
+        limit = self.tokens if tokens is None else tokens
+        if not 0 <= limit <= self.tokens:
+            raise ValueError(f"tokens must be in 0..{self.tokens}, got {limit}")
+        chosen = sorted({mark for mark in marks if mark is not None}, key=lambda mark: mark.end)
+        for mark in chosen:
+            if mark.end > limit or mark.end % self._chunk_tokens == 0:
+                raise ValueError(f"mark at {mark.end} must be off the grid of {self._chunk_tokens}, at most {limit}")
+        return Prefix(tuple(self._keys[: limit // self._chunk_tokens]), self._chunk_tokens, tuple(chosen))
+
+    def _append(self, words: memoryview) -> None:
+        """Hash the chunks that `words`, after the pending tail, make full."""
+        data = memoryview(self._tail + bytes(words)) if self._tail else words
+        width = self._chunk_tokens * TOKEN_BYTES
+        count = _U32.pack(self._chunk_tokens)
+        parent: bytes = self._keys[-1] if self._keys else self._root
+        whole = len(data) - len(data) % width
+        for start in range(0, whole, width):
+            chunk = len(self._keys)
+            told = self._told(chunk) if chunk in self._extras else _NO_EXTRAS
+            key = ChunkKey(hashlib.sha256(b"".join((parent, count, data[start : start + width], told))).digest())
+            self._keys.append(key)
+            parent = key
+        self._tail = bytes(data[whole:])
+
+    def _add_extras(self, extras: Iterable[Extra]) -> None:
+        hashed = len(self._keys) * self._chunk_tokens
+        added = list(extras)
+        for extra in added:
+            if extra.offset < hashed:
+                raise ValueError(
+                    f"extra {extra.kind!r} starts at token {extra.offset}, but {hashed} tokens have their keys"
+                )
+        for extra in added:
+            self._extras.setdefault(extra.offset // self._chunk_tokens, []).append(extra)
+
+    def _told(self, chunk: int, stop: int = TOKEN_MAX + 1) -> bytes:
+        """The canonical extras of one chunk, of those that start before `stop`."""
+        start = chunk * self._chunk_tokens
+        return canonical_extras([extra for extra in self._extras.get(chunk, ()) if extra.offset < stop], start)
+
+
+def chunk_keys(root: bytes, tokens: Tokens, chunk_tokens: int, extras: Iterable[Extra] = ()) -> tuple[ChunkKey, ...]:
+    """The keys of all full chunks of `tokens`.
+
+    Prefix-stable: more tokens, or extras that start later, never change an earlier key. An extra whose offset lies
+    beyond the last full chunk enters no key, because no chunk that is named here depends on it.
+
+    Args:
+        root: 32-byte keyed root.
+        tokens: integers in 0 .. 2**32 - 1.
+        chunk_tokens: tokens in a full chunk.
+        extras: in any order.
+
+    Raises:
+        ValueError: see `Chain`.
+    """
+    chain = Chain(root, chunk_tokens, extras)
+    chain.extend(tokens)
+    return chain.keys
+
+
+def mark_key(root: bytes, tokens: Tokens, end: int, chunk_tokens: int, extras: Iterable[Extra] = ()) -> ChunkKey:
+    """The key of the partial chunk that ends at token `end`, a boundary off the grid.
+
+    Hashes the prompt up to `end`; `Chain.mark` gives the same for a request that grows.
+
+    Raises:
+        ValueError: `end` beyond the tokens or on the grid; otherwise see `Chain`.
+    """
+    words = token_words(tokens)
+    count = len(words) // TOKEN_BYTES
+    if not 0 <= end <= count:
+        raise ValueError(f"end must be in 0..{count}, got {end}")
+    chain = Chain(root, chunk_tokens, extras)
+    chain.extend(np.frombuffer(words, "<u4", end))
+    mark = chain.mark()
+    if mark is None:
+        raise ValueError(f"end {end} lies on the grid of {chunk_tokens}: the chunk's own key names it")
+    return mark.key
+
+
+def canonical_extras(extras: Sequence[Extra], start: int) -> bytes:
+    """The extras of a chunk that starts at token `start`, as they enter its key: one form whatever their order."""
+    fields = sorted((extra.offset - start, extra.kind.encode(), extra.value) for extra in extras)
+    parts = [_U32.pack(len(fields))]
+    for position, kind, value in fields:
+        parts += [_U32.pack(position), _U32.pack(len(kind)), kind, _U32.pack(len(value)), value]
+    return b"".join(parts)
+
+
+_NO_EXTRAS = canonical_extras((), 0)
+
+
+def token_words(tokens: Tokens) -> memoryview:
+    """The bytes of tokens as u32 little-endian, on any machine; a view, since copying a long prompt costs as much.
+
+    Raises:
+        ValueError: see `Chain.extend`.
+    """
+    if isinstance(tokens, np.ndarray):
+        return _words_of_numpy(tokens)
+    if isinstance(tokens, array):
+        return _words_of_array(tokens)
+    if isinstance(tokens, (list, tuple)):
+        return _words_of_list(tokens)
+    # Strings and bytes are sequences too; guessing what they mean would give keys that nobody meant.
+    raise ValueError(
+        f"tokens must be a list, tuple, array.array or numpy array of integers, got {type(tokens).__name__}"
+    )
+
+
+def _words_of_list(tokens: Sequence[int]) -> memoryview:
+    try:
+        words = array(_ARRAY_CODE, tokens)
+    except (OverflowError, TypeError):
+        position, token = next((at, token) for at, token in enumerate(tokens) if not _is_token(token))
+        raise _bad_token(position, token) from None
+    return little_endian(words, sys.byteorder)
+
+
+def _words_of_array(tokens: "array[int]") -> memoryview:
+    if tokens.typecode == _ARRAY_CODE:
+        return little_endian(tokens, sys.byteorder)
+    if tokens.typecode not in "bBhHiIlLqQ":
+        raise ValueError(f"tokens must be integers, got an array of type code {tokens.typecode!r}")
+    return _words_of_numpy(np.frombuffer(tokens, dtype=tokens.typecode) if tokens else np.empty(0, np.uint32))
+
+
+def _words_of_numpy(tokens: npt.NDArray[Any]) -> memoryview:
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens must have one dimension, got shape {tokens.shape}")
+    if tokens.dtype.kind not in "iu":
+        raise ValueError(f"tokens must be integers, got dtype {tokens.dtype}")
+    if tokens.size and (tokens.min() < 0 or tokens.max() > TOKEN_MAX):
+        position = int(np.argmax((tokens < 0) | (tokens > TOKEN_MAX)))
+        raise _bad_token(position, int(tokens[position]))
+    return memoryview(tokens.astype("<u4", copy=False).tobytes())
+
+
+def little_endian(words: "array[int]", byteorder: str) -> memoryview:
+    """The bytes of `words`, an array in `byteorder`, in little-endian order."""
+    if byteorder != "little":
+        words = words[:]
+        words.byteswap()
+    return memoryview(words).cast("B")
+
+
+def _is_token(token: object) -> bool:
+    try:
+        return 0 <= operator.index(token) <= TOKEN_MAX  # pyright: ignore[reportArgumentType] (that is the question)
+    except TypeError:
+        return False
+
+
+def _bad_token(position: int, token: object) -> ValueError:
+    return ValueError(f"tokens[{position}] must be an integer in 0..{TOKEN_MAX}, got {token!r}")

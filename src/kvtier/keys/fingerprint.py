@@ -1,0 +1,150 @@
+r"""The fingerprint: everything besides tokens that determines the numbers, and the root key made of it.
+
+    digest = SHA-256( "kvtier.fingerprint\0" | canonical JSON )
+    root   = HMAC-SHA-256( secret, "kvtier.root\0" | u32 version | fingerprint digest | u32 chunk_tokens )
+
+Canonical JSON: members sorted by name (by code point), no white space, everything outside ASCII escaped. A number whose
+value is an integer is written as that integer, so 10000 and 10000.0 are one value and -0.0 is 0; any other number is
+written as the shortest decimal that reads back as the same IEEE 754 double (Python's `repr`). NaN and infinities are
+refused.
+"""
+
+import hashlib
+import hmac
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from kvtier.errors import ConfigError
+
+DIGEST_BYTES = 32
+SECRET_BYTES = 32
+_FINGERPRINT_DOMAIN = b"kvtier.fingerprint\0"
+_ROOT_DOMAIN = b"kvtier.root\0"
+_VERSION = 1
+_ROOT_HEAD = struct.Struct("<I32sI")
+_DEPTH_MAX = 32
+_INTEGER_BITS_MAX = 1024  # the largest double has as many; Python refuses to print much larger ones
+_COUNT_MAX = (1 << 32) - 1
+_NOTHING: Mapping[str, object] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """What determines the numbers besides tokens. Two are equal when their digests are.
+
+    The digest is taken when the fingerprint is made; a mapping that is changed afterwards does not change it.
+
+    Args:
+        weights: 32-byte digest of the weights (`kvtier.keys.weights`).
+        revision: the name the weights go by, such as a commit of a model repository; may be empty.
+        attention: settings of attention, such as its implementation, scale, window, soft cap.
+        rope: settings of the position encoding: base, scaling, factors.
+        dtype: of the numbers in the KV cache, such as ``bfloat16``.
+        epoch: counts in-place updates of the weights, which no file shows.
+        other: whatever else changes the numbers, by name.
+
+    Raises:
+        ConfigError: a value that has no canonical JSON form, or that is impossible; the message names it by its path.
+    """
+
+    weights: bytes = field(compare=False)
+    revision: str = field(default="", compare=False)
+    attention: Mapping[str, object] = field(default_factory=lambda: _NOTHING, compare=False)
+    rope: Mapping[str, object] = field(default_factory=lambda: _NOTHING, compare=False)
+    dtype: str = field(compare=False)
+    epoch: int = field(default=0, compare=False)
+    other: Mapping[str, object] = field(default_factory=lambda: _NOTHING, compare=False)
+    digest: bytes = field(init=False, repr=False)
+    """32 bytes."""
+
+    def __post_init__(self) -> None:
+        if len(self.weights) != DIGEST_BYTES:
+            raise ConfigError(f"fingerprint.weights must be a digest of {DIGEST_BYTES} bytes, got {len(self.weights)}")
+        if self.epoch < 0:
+            raise ConfigError(f"fingerprint.epoch must be at least 0, got {self.epoch}")
+        told = {
+            "version": _VERSION,
+            "weights": self.weights.hex(),
+            "revision": self.revision,
+            "attention": self.attention,
+            "rope": self.rope,
+            "dtype": self.dtype,
+            "epoch": self.epoch,
+            "other": self.other,
+        }
+        digest = hashlib.sha256(_FINGERPRINT_DOMAIN + canonical_json(told, "fingerprint")).digest()
+        object.__setattr__(self, "digest", digest)
+
+
+def canonical_json(value: object, where: str = "value") -> bytes:
+    """The one way to write `value`; the module's docstring gives the rules.
+
+    Args:
+        value: None, booleans, finite numbers, strings, lists and tuples, mappings with string names; at most 32 deep.
+        where: what an error calls the value.
+
+    Raises:
+        ConfigError: anything else; the message gives the path to it, for example ``fingerprint.rope.factors[3]``.
+    """
+    plain = _plain(value, where, 0)
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def root_key(secret: bytes, fingerprint_digest: bytes, chunk_tokens: int) -> bytes:
+    """The 32-byte root of every key chain of one model under one secret.
+
+    Args:
+        secret: 32 bytes (`kvtier.keys.secret`); without it nothing can be learnt from a key.
+        fingerprint_digest: `Fingerprint.digest`.
+        chunk_tokens: tokens in a full chunk: chains cut differently share no names.
+
+    Raises:
+        ValueError: a secret or digest that is not 32 bytes, or an impossible `chunk_tokens`. The secret is never shown.
+    """
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"secret must be {SECRET_BYTES} bytes, got {len(secret)}")
+    if len(fingerprint_digest) != DIGEST_BYTES:
+        raise ValueError(f"fingerprint digest must be {DIGEST_BYTES} bytes, got {len(fingerprint_digest)}")
+    if not 1 <= chunk_tokens <= _COUNT_MAX:
+        raise ValueError(f"chunk_tokens must be in 1..{_COUNT_MAX}, got {chunk_tokens}")
+    told = _ROOT_DOMAIN + _ROOT_HEAD.pack(_VERSION, fingerprint_digest, chunk_tokens)
+    return hmac.digest(secret, told, "sha256")
+
+
+def _plain(value: object, where: str, depth: int) -> object:
+    if depth > _DEPTH_MAX:
+        raise ConfigError(f"{where}: nested more than {_DEPTH_MAX} deep")
+    if isinstance(value, Mapping):
+        return _plain_mapping(cast("Mapping[Any, Any]", value), where, depth)
+    if isinstance(value, (list, tuple)):
+        items = cast("list[Any] | tuple[Any, ...]", value)
+        return [_plain(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(items)]
+    if isinstance(value, float):
+        return _plain_float(value, where)
+    # Exact types: an enum or another subclass may print itself in its own way, and that may change.
+    if value is None or type(value) in {bool, str} or (type(value) is int and value.bit_length() <= _INTEGER_BITS_MAX):
+        return value
+    raise ConfigError(
+        f"{where}: {value!r} of type {type(value).__name__} has no canonical form; allowed are None, booleans, "
+        "finite numbers (integers of at most 1024 bits), strings, lists and mappings with string names"
+    )
+
+
+def _plain_mapping(mapping: Mapping[Any, Any], where: str, depth: int) -> dict[str, object]:
+    plain: dict[str, object] = {}
+    for name, item in mapping.items():
+        if type(name) is not str:
+            raise ConfigError(f"{where}: names must be strings, got {name!r} of type {type(name).__name__}")
+        plain[name] = _plain(item, f"{where}.{name}", depth + 1)
+    return plain
+
+
+def _plain_float(value: float, where: str) -> int | float:
+    if not math.isfinite(value):
+        raise ConfigError(f"{where}: numbers must be finite, got {value}")
+    # float(value) also turns subclasses (numpy's float64) into the plain type, whose repr is the shortest decimal.
+    return int(value) if value.is_integer() else float(value)

@@ -1,0 +1,372 @@
+r"""Digest of a model's weights: of its checkpoint's files, or of tensors in memory.
+
+Both hash fixed pieces of 8 MiB in parallel (SHA-256 releases the interpreter lock) and combine them into one digest:
+
+    part   = SHA-256( "kvtier.weights.part\0" | u64 n | head | u64 bytes | SHA-256 of each piece )
+    digest = SHA-256( "kvtier.weights\0" | u64 parts | parts, sorted by name: u64 n | name | part digest )
+
+(n is the length of what follows it.) The name of a file is its path below the directory that all files have in common,
+so a checkpoint may move; its head is empty. A tensor's head is its dtype and shape. Files and tensors of the same
+weights give different digests.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import struct
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple, cast
+
+from kvtier.errors import ConfigError
+
+PIECE_BYTES = 8 << 20
+"""A part of the definition of the digest: never change it."""
+
+THREADS_MAX = 8
+CACHE_BYTES_MAX = 4 << 20
+CACHE_ENTRIES_MAX = 4096
+SETTLE_S = 2.0
+"""File systems tell time in steps of up to 2 s; a file changed so recently may change again without showing it."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) on the caller's thread; bytes in all is 0 where it is not known beforehand."""
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
+_U64 = struct.Struct("<Q")
+_DIGEST_BYTES = 32
+_log = logging.getLogger(__name__)
+
+
+Bytes = bytes | bytearray | memoryview
+
+
+class WeightsDigest(NamedTuple):
+    """A digest and what it cost."""
+
+    digest: bytes
+    """32 bytes."""
+    total_bytes: int
+    hashed_bytes: int
+    """Of these, the bytes that were read and hashed; the rest came from the cache file."""
+    seconds: float
+
+
+class Tensor(NamedTuple):
+    """One tensor in memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    content: Bytes
+    """Its contiguous bytes."""
+
+
+class _Part(NamedTuple):
+    """Something that is hashed piece by piece."""
+
+    name: str
+    head: bytes
+    size_bytes: int
+    piece: Callable[[int, int], bytes]
+    """(offset, length) -> SHA-256 of that piece."""
+
+
+class _Version(NamedTuple):
+    """Which content a file has, as far as the file system tells without reading it."""
+
+    inode: int
+    device: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @property
+    def label(self) -> str:
+        return ":".join(map(str, self))
+
+
+def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
+    """The weight files of a checkpoint: a directory's own (not its subdirectories'), or `path` when it is a file.
+
+    Weights are safetensors, PyTorch and GGUF files and the indexes of sharded ones. When a checkpoint has several
+    kinds all count, because nothing here says which one gets loaded.
+
+    Raises:
+        ConfigError: `path` is missing, cannot be read, or holds no weights.
+    """
+    place = Path(path)
+    if place.is_file():
+        return [place]
+    try:
+        found = sorted(place.iterdir())
+    except OSError as error:
+        raise ConfigError(f"checkpoint {place} cannot be read: {error.strerror}") from error
+    files = [file for file in found if file.name.endswith(_WEIGHT_SUFFIXES) and file.name not in _NOT_WEIGHTS]
+    files = [file for file in files if not file.is_dir()]
+    if not files:
+        raise ConfigError(f"checkpoint {place} holds no weights; looked for *{', *'.join(_WEIGHT_SUFFIXES)}")
+    return files
+
+
+def home_cache() -> Path | None:
+    """Where digests of files are kept for next time, below the user's home; None where there is no such place."""
+    try:
+        place = Path.home() / ".cache" / "kvtier"
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError) as error:
+        _log.info("digests of weights files are not kept: %s", error)
+        return None
+    return place / "weights.json"
+
+
+def digest_files(
+    paths: Iterable[str | os.PathLike[str]],
+    cache_file: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    settle_s: float = SETTLE_S,
+) -> WeightsDigest:
+    """The digest of files, which depends on their contents and on their paths below their common directory.
+
+    Args:
+        paths: the files, in any order.
+        cache_file: where digests of single files are kept, by (inode, device, size, mtime_ns, ctime_ns), mode 0600.
+            One that is damaged, or that others could have written, is ignored and made anew; one that cannot be written
+            costs only time.
+        progress: told after each piece.
+        settle_s: a file changed less than this before is not entered in the cache file.
+
+    Raises:
+        ConfigError: no files; one is missing, cannot be read, or changes while it is read; or two have the same name.
+    """
+    started = perf_counter()
+    files = _named([Path(os.path.abspath(path)) for path in paths])  # noqa: PTH100 (resolve() would follow links)
+    versions = {name: _version(path) for name, path in files.items()}
+    cache = _Cache(Path(cache_file), settle_s) if cache_file is not None else None
+    known = cache.read() if cache else {}
+    fresh = {name: version for name, version in versions.items() if version.label not in known}
+    hashed_bytes = sum(version.size_bytes for version in fresh.values())
+    parts = [_Part(name, b"", fresh[name].size_bytes, _reader_of_file(files[name])) for name in fresh]
+    digests = _digests_of_parts(parts, hashed_bytes, progress)
+    for name, version in fresh.items():
+        if _version(files[name]) != version:
+            raise ConfigError(f"weights file {files[name]} changed while it was being read")
+        known[version.label] = digests[name]
+    if cache and fresh:
+        cache.write(known)
+    combined = _combined({name: known[version.label] for name, version in versions.items()})
+    total_bytes = sum(version.size_bytes for version in versions.values())
+    return WeightsDigest(combined, total_bytes, hashed_bytes, perf_counter() - started)
+
+
+def digest_tensors(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], Bytes]], progress: Progress | None = None
+) -> WeightsDigest:
+    """The digest of tensors in memory, whatever their order; depends on names, dtypes, shapes and contents.
+
+    Args:
+        tensors: (name, dtype, shape, contiguous bytes) of each, such as `Tensor`; taken one by one as threads are free.
+        progress: told after each piece.
+
+    Raises:
+        ConfigError: no tensors, or two of the same name.
+        ValueError: a tensor whose bytes are not contiguous.
+    """
+    started = perf_counter()
+    sizes: list[int] = []
+
+    def parts() -> Iterator[_Part]:
+        for name, dtype, shape, content in tensors:
+            view = _flat(name, content)
+            sizes.append(view.nbytes)
+            yield _Part(name, _head_of_tensor(dtype, shape), view.nbytes, _reader_of_bytes(view))
+
+    combined = _combined(_digests_of_parts(parts(), 0, progress))
+    return WeightsDigest(combined, sum(sizes), sum(sizes), perf_counter() - started)
+
+
+def _named(paths: Sequence[Path]) -> dict[str, Path]:
+    """Each file by its path below the directory that all have in common."""
+    if not paths:
+        raise ConfigError("no weights files were given")
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    named = {path.relative_to(root).as_posix(): path for path in paths}
+    if len(named) != len(paths):
+        raise ConfigError(f"the same weights file was given twice, below {root}")
+    return named
+
+
+def _version(path: Path) -> _Version:
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise ConfigError(f"weights file {path} cannot be read: {error.strerror}") from error
+    return _Version(about.st_ino, about.st_dev, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+
+
+class _Local(threading.local):
+    """One buffer for each thread: fresh memory for every piece would cost as much as half the hashing."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(PIECE_BYTES))
+
+
+_local = _Local()
+
+
+def _reader_of_file(path: Path) -> Callable[[int, int], bytes]:
+    def piece(offset: int, length: int) -> bytes:
+        view = _local.view[:length]
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(offset)
+                count = 0
+                while count < length and (step := file.readinto(view[count:])):
+                    count += step
+        except OSError as error:
+            raise ConfigError(f"weights file {path} cannot be read: {error.strerror}") from error
+        if count < length:
+            raise ConfigError(f"weights file {path} changed while it was being read")
+        return hashlib.sha256(view).digest()
+
+    return piece
+
+
+def _reader_of_bytes(view: memoryview) -> Callable[[int, int], bytes]:
+    return lambda offset, length: hashlib.sha256(view[offset : offset + length]).digest()
+
+
+def _flat(name: str, content: Bytes) -> memoryview:
+    view = memoryview(content)
+    if view.nbytes == 0:
+        return memoryview(b"")  # a view with a zero in its shape cannot be cast
+    if not view.c_contiguous:
+        raise ValueError(f"tensor {name!r}: its bytes must be contiguous")
+    return view.cast("B")
+
+
+def _head_of_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
+    return json.dumps([dtype, [int(size) for size in shape]], separators=(",", ":")).encode()
+
+
+def _digests_of_parts(parts: Iterable[_Part], total_bytes: int, progress: Progress | None) -> dict[str, bytes]:
+    """The digest of each part, by name. At most two pieces for each thread are in flight."""
+    threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
+    # Not the parts themselves: they hold their bytes, which for a model on a device are copies made for us.
+    met: dict[str, tuple[bytes, int]] = {}
+    pieces: dict[str, list[bytes]] = {}
+    done_bytes = 0
+
+    def settle(name: str, length: int, future: Future[bytes]) -> None:
+        nonlocal done_bytes
+        pieces[name].append(future.result())
+        done_bytes += length
+        if progress:
+            progress(done_bytes, total_bytes)
+
+    flying: deque[tuple[str, int, Future[bytes]]] = deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="kvtier-weights")
+    try:
+        for part in parts:
+            if part.name in met:
+                raise ConfigError(f"two weights have the name {part.name!r}")
+            met[part.name], pieces[part.name] = (part.head, part.size_bytes), []
+            for offset in range(0, part.size_bytes, PIECE_BYTES):
+                length = min(PIECE_BYTES, part.size_bytes - offset)
+                flying.append((part.name, length, pool.submit(part.piece, offset, length)))
+                if len(flying) == 2 * threads:
+                    settle(*flying.popleft())
+        while flying:
+            settle(*flying.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return {name: _digest_of_part(head, size_bytes, pieces[name]) for name, (head, size_bytes) in met.items()}
+
+
+def _digest_of_part(head: bytes, size_bytes: int, pieces: Sequence[bytes]) -> bytes:
+    told = (_U64.pack(len(head)), head, _U64.pack(size_bytes), *pieces)
+    return hashlib.sha256(b"kvtier.weights.part\0" + b"".join(told)).digest()
+
+
+def _combined(digests: dict[str, bytes]) -> bytes:
+    if not digests:
+        raise ConfigError("no weights were given")
+    told = [_U64.pack(len(digests))]
+    # Names of files may hold bytes that are no UTF-8; surrogateescape gives those bytes back.
+    for name, digest in sorted((name.encode(errors="surrogateescape"), digest) for name, digest in digests.items()):
+        told += [_U64.pack(len(name)), name, digest]
+    return hashlib.sha256(b"kvtier.weights\0" + b"".join(told)).digest()
+
+
+class _Cache:
+    """A JSON file of digests by file version. Losing it costs time; believing a wrong one would cost wrong tokens."""
+
+    def __init__(self, path: Path, settle_s: float) -> None:
+        self._path = path
+        self._settle_ns = int(settle_s * 1e9)
+
+    def read(self) -> dict[str, bytes]:
+        """Every digest in the file; none when anything about it is odd."""
+        try:
+            with self._path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+                    _log.warning("weights cache %s is ignored: others may have written it", self._path)
+                    return {}
+                text = file.read(CACHE_BYTES_MAX + 1)
+            return _cache_of_text(text)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            _log.warning("weights cache %s is ignored and made anew: %s", self._path, error)
+            return {}
+
+    def write(self, known: dict[str, bytes]) -> None:
+        """Replace the file, whole or not at all, by the newest of `known` that are settled."""
+        draft: Path | None = None
+        try:
+            handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)  # mode 0600
+            draft = Path(name)
+            with os.fdopen(handle, "wb") as file:
+                # The file system's own clock: what it says of the draft compares with what it says of the weights.
+                latest_ns = os.fstat(file.fileno()).st_mtime_ns - self._settle_ns
+                kept = [(label, digest) for label, digest in known.items() if _changed_ns(label) <= latest_ns]
+                digests = {label: digest.hex() for label, digest in kept[-CACHE_ENTRIES_MAX:]}
+                file.write(json.dumps({"version": 1, "digests": digests}, indent=0).encode())
+            draft.replace(self._path)
+        except OSError as error:
+            _log.warning("weights cache %s cannot be written: %s", self._path, error)
+            if draft:
+                with suppress(OSError):
+                    draft.unlink()
+
+
+def _changed_ns(label: str) -> int:
+    return max(map(int, label.split(":")[-2:]))
+
+
+def _cache_of_text(text: bytes) -> dict[str, bytes]:
+    """What a cache file says; ValueError when it is not what `_Cache.write` makes."""
+    if len(text) > CACHE_BYTES_MAX:
+        raise ValueError(f"it is larger than {CACHE_BYTES_MAX} bytes")
+    told: object = json.loads(text)
+    if not isinstance(told, dict) or cast("dict[object, object]", told).get("version") != 1:
+        raise ValueError("it has another version")
+    digests = cast("dict[object, object]", told).get("digests")
+    if not isinstance(digests, dict):
+        raise ValueError("it has no digests")  # noqa: TRY004
+    known: dict[str, bytes] = {}
+    for label, digits in cast("dict[str, object]", digests).items():
+        digest = bytes.fromhex(digits) if isinstance(digits, str) else b""
+        if len(digest) != _DIGEST_BYTES or len([int(number) for number in label.split(":")]) != len(_Version._fields):
+            raise ValueError(f"the digest of {label} is damaged")
+        known[label] = digest
+    return known

@@ -1,0 +1,124 @@
+"""What the bytes of one chunk are: KV groups, their layers, and where each layer lies in a slot.
+
+A payload is layer-major: layer 0 of the whole chunk, then layer 1, ... Each layer begins at a multiple of `ALIGNMENT`,
+so that any layer can be read with direct I/O and sections never cross a layer. What lies inside a layer is the engine's
+own arrangement, named by `pages` and never inferred from a shape.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+
+ALIGNMENT = 4096
+"""Bytes; what direct I/O needs on every device we know (512 or 4096)."""
+
+SECTION_BYTES_MAX = 1 << 20
+"""A section (the unit of checksum and of a ranged read) is at most 1 MiB."""
+
+
+def align_up(count: int, alignment: int = ALIGNMENT) -> int:
+    """The smallest multiple of `alignment` that is at least `count`."""
+    return -(-count // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Full attention: a prefix is valid when every one of its chunks is present."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Sliding window: a boundary is valid when the chunks that cover the `tokens` before it are present."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"window.tokens must be at least 1, got {self.tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Recurrent state: valid at exactly the boundary it was taken at, and nowhere else."""
+
+
+Validity = History | Window | State
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """One KV group's share of a chunk, on one rank.
+
+    Args:
+        validity: which chunks make a boundary restorable.
+        layer_bytes: payload bytes of each of the group's layers in a full chunk, in layer order.
+        pages: the engine's name for what lies inside a layer, for example
+            ``transformers/K[head,token,dim] V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
+    """
+
+    validity: Validity
+    layer_bytes: tuple[int, ...]
+    pages: str
+
+    def __post_init__(self) -> None:
+        if not self.layer_bytes or min(self.layer_bytes) < 1:
+            raise ValueError(f"a group needs layers of at least one byte each, got {self.layer_bytes}")
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each layer in the payload; multiples of `ALIGNMENT`."""
+        offsets: list[int] = []
+        position = 0
+        for size in self.layer_bytes:
+            offsets.append(position)
+            position += align_up(size)
+        return tuple(offsets)
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of a payload in a slot, padding included; a multiple of `ALIGNMENT`."""
+        return self.layer_offsets[-1] + align_up(self.layer_bytes[-1])
+
+    @cached_property
+    def sections(self) -> tuple[tuple[int, int, int], ...]:
+        """(layer, offset in the payload, length) of each section, in order; no section crosses a layer."""
+        cut: list[tuple[int, int, int]] = []
+        for layer, (offset, size) in enumerate(zip(self.layer_offsets, self.layer_bytes, strict=True)):
+            cut += [
+                (layer, offset + start, min(SECTION_BYTES_MAX, size - start))
+                for start in range(0, size, SECTION_BYTES_MAX)
+            ]
+        return tuple(cut)
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """The layout of all KV groups of one model on one engine."""
+
+    chunk_tokens: int
+    groups: tuple[GroupLayout, ...]
+    _digests: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if not self.groups:
+            raise ValueError("a model needs at least one KV group")
+        object.__setattr__(self, "_digests", tuple(_digest(self.chunk_tokens, group) for group in self.groups))
+
+    def digest(self, group: int) -> bytes:
+        """32-byte digest of everything that says how to read one group's bytes; part of its object names."""
+        return self._digests[group]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Payload bytes (without padding) that one token takes, all groups together."""
+        return sum(sum(group.layer_bytes) for group in self.groups) / self.chunk_tokens
+
+
+def _digest(chunk_tokens: int, group: GroupLayout) -> bytes:
+    validity = group.validity
+    rule = f"window:{validity.tokens}" if isinstance(validity, Window) else type(validity).__name__.lower()
+    told = json.dumps([1, chunk_tokens, rule, list(group.layer_bytes), group.pages], separators=(",", ":"))
+    return hashlib.sha256(b"kvtier.layout\0" + told.encode()).digest()

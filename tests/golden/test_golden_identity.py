@@ -1,0 +1,106 @@
+"""Keys, names, fingerprints and roots never change: what one version, machine or Python stores, the next one finds."""
+
+import hashlib
+import hmac
+import struct
+from array import array
+
+import numpy as np
+import pytest
+import worked_example as example
+
+from kvtier.keys.chain import Chain, chunk_keys
+from kvtier.keys.names import object_names
+from kvtier.keys.weights import digest_files, digest_tensors
+
+GOLDEN = {
+    "fingerprint": "366ecaa2445dfb26a188325489a4ab691afed7bd340d6192168feaf506ff58b4",
+    "root": "743c33106493a1fed3e5d360252e9932e6de347d833b4c6e6fe9f21ec79ddc8c",
+    "key[0]": "eaf123eb544cb3a3995d38d1f25ce97ce4c69687541877114364458c8bc81f58",
+    "key[1]": "981b27a61f969ca7d0099831f350d1ca372fd4afdc6b1d657bb1bcdadaa2c7c4",
+    "mark at 10": "55242c5786a03ce4c7cb0f757736bad87067757f1b5998c9d3f82a733210d600",
+    "layout": "aa2286f0b47a3e7765d4ccdd2c40afd2c9a741f878ceb91dd91eb35dc5f10d6a",
+    "name[0]": "cb0f6b8b4271a2acbbeb8ded807250109ab6d4af4652d9d1f05088ef15c0fb1f",
+    "name[1]": "7537546eee570aced469c9540be7714a4035449263548ca469f3c165db5b503c",
+}
+
+
+def made() -> dict[str, bytes]:
+    return {
+        "fingerprint": example.FINGERPRINT.digest,
+        "root": example.ROOT,
+        "key[0]": example.KEYS[0],
+        "key[1]": example.KEYS[1],
+        "mark at 10": example.MARK,
+        "layout": example.LAYOUT.digest(0),
+        "name[0]": example.NAMES[0],
+        "name[1]": example.NAMES[1],
+    }
+
+
+def test_the_worked_example_keeps_its_digests():
+    assert {name: digest.hex() for name, digest in made().items()} == GOLDEN
+
+
+def test_the_digests_follow_from_the_document_alone():
+    """Recomputed with hashlib and struct only, as FORMAT.md says."""
+
+    def told(text: bytes) -> bytes:
+        return struct.pack("<I", len(text)) + text
+
+    root = hmac.new(
+        bytes(range(32)),
+        b"kvtier.root\0" + struct.pack("<I", 1) + bytes.fromhex(GOLDEN["fingerprint"]) + struct.pack("<I", 4),
+        hashlib.sha256,
+    ).digest()
+    extras = struct.pack("<II", 1, 0) + told(b"adapter") + told(b"style/v1")
+    first = hashlib.sha256(root + struct.pack("<5I", 4, 1, 2, 3, 4) + extras).digest()
+    extras = struct.pack("<II", 1, 2) + told(b"image") + told(b"\x01\x02")
+    second = hashlib.sha256(first + struct.pack("<5I", 4, 5, 65_536, 4_294_967_295, 0) + extras).digest()
+    mark = hashlib.sha256(second + struct.pack("<3I", 2, 7, 8) + struct.pack("<I", 0)).digest()
+    layout = hashlib.sha256(b'kvtier.layout\0[1,4,"history",[20,5],"example/bytes"]').digest()
+    name = hashlib.sha256(
+        b"kvtier.object\0" + struct.pack("<I", 1) + layout + struct.pack("<II", 0, 0) + second
+    ).digest()
+    assert [root, first, second, mark, layout, name] == [
+        bytes.fromhex(GOLDEN[which]) for which in ("root", "key[0]", "key[1]", "mark at 10", "layout", "name[1]")
+    ]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        tuple,
+        lambda tokens: array("I", tokens),
+        lambda tokens: array("q", tokens),
+        lambda tokens: np.array(tokens, "<u4"),
+        lambda tokens: np.array(tokens, ">u4"),
+        lambda tokens: np.array(tokens, "<i8"),
+        lambda tokens: np.array(tokens, ">u8"),
+    ],
+)
+def test_the_form_of_the_tokens_does_not_matter(form):
+    assert chunk_keys(example.ROOT, form(example.TOKENS), 4, example.EXTRAS) == example.KEYS
+
+
+def test_a_long_prompt_keeps_its_keys_and_names():
+    chain = Chain(bytes(32), 256)
+    chain.extend([(token * 2_654_435_761) % 151_936 for token in range(8192)])
+    joined = b"".join(chain.keys)
+    assert hashlib.sha256(joined).hexdigest() == "8f75fa5a32c6ccfe20f4d313a74d3b0926e4d6ccf46b451343d05fff52e49e2d"
+    names = object_names(chain.keys, 3, 7, bytes(range(32)))
+    assert (
+        hashlib.sha256(b"".join(names)).hexdigest()
+        == "691c779993e7f56fe985d72244372cc30f0102fce66e0055f41f42bc35237a72"
+    )
+
+
+def test_weights_keep_their_digests(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.safetensors").write_bytes(bytes(range(256)) * 40_000)
+    (tmp_path / "sub" / "b.bin").write_bytes(b"")
+    files = [tmp_path / "sub" / "b.bin", tmp_path / "a.safetensors"]
+    assert digest_files(files).digest.hex() == "a519c5bbd1cbaefb4e9810a32672a90ca6fcf30e238b048121723ef8af9b0c2b"
+    tensors = [("w", "float32", (2, 3), bytes(24)), ("b", "bfloat16", (0,), b""), ("s", "int8", (), b"\x07")]
+    assert digest_tensors(tensors).digest.hex() == "a7f2c67910e7d7a7a894f0f6fc622a6e8cc68824619a9e145d68fab1ea2a791b"

@@ -1,0 +1,44 @@
+"""The worked example of FORMAT.md, from the secret to the frame. Change nothing here: stored data depends on it."""
+
+from kvtier.codec.frame import Identity, frame_bytes, head_bytes, seal
+from kvtier.codec.registry import by_name
+from kvtier.keys.chain import Extra, chunk_keys, mark_key
+from kvtier.keys.fingerprint import Fingerprint, root_key
+from kvtier.keys.names import object_name
+from kvtier.layout import GroupLayout, History, KvLayout
+
+SECRET = bytes(range(32))
+CHUNK_TOKENS = 4
+TOKENS = [1, 2, 3, 4, 5, 65_536, 4_294_967_295, 0, 7, 8]
+EXTRAS = (Extra("image", b"\x01\x02", 6), Extra("adapter", b"style/v1"))
+
+FINGERPRINT = Fingerprint(
+    weights=bytes(range(32, 64)),
+    revision="main",
+    attention={"implementation": "sdpa", "scale": 0.125, "window": None},
+    rope={"theta": 10000.0, "type": "default", "factors": [1, 1.5, 1e-7]},
+    dtype="float32",
+    epoch=2,
+    other={"héllo": True},
+)
+ROOT = root_key(SECRET, FINGERPRINT.digest, CHUNK_TOKENS)
+KEYS = chunk_keys(ROOT, TOKENS, CHUNK_TOKENS, EXTRAS)
+MARK = mark_key(ROOT, TOKENS, 10, CHUNK_TOKENS, EXTRAS)
+
+LAYOUT = KvLayout(CHUNK_TOKENS, (GroupLayout(History(), (20, 5), "example/bytes"),))
+GROUP = LAYOUT.groups[0]
+NAMES = [object_name(key, 0, 0, LAYOUT.digest(0)) for key in KEYS]
+IDENTITY = Identity(NAMES[1], FINGERPRINT.digest, LAYOUT.digest(0), parent=NAMES[0], depth=1, tokens=4, group=0, rank=0)
+
+
+def filled_slot() -> bytearray:
+    """A slot as a gather leaves it after another chunk was there: everything that is not payload is dirty."""
+    slot = bytearray(b"\xee" * frame_bytes(GROUP))
+    at = head_bytes(GROUP)
+    for offset, content in zip(GROUP.layer_offsets, (bytes(range(20)), b"\xf0\xf1\xf2\xf3\xf4"), strict=True):
+        slot[at + offset : at + offset + len(content)] = content
+    return slot
+
+
+def frame() -> bytes:
+    return bytes(seal(memoryview(filled_slot()), GROUP, IDENTITY, by_name("raw")))

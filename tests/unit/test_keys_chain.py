@@ -1,0 +1,211 @@
+"""The token-hash chain: what enters a key, what does not, and which tokens are refused."""
+
+from array import array
+
+import numpy as np
+import pytest
+
+from kvtier.keys.chain import TOKEN_MAX, Chain, Extra, canonical_extras, chunk_keys, little_endian, mark_key
+from kvtier.types import Mark, Prefix
+
+ROOT = bytes(range(32))
+
+
+def test_only_full_chunks_have_keys():
+    assert [len(chunk_keys(ROOT, list(range(count)), 4)) for count in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+
+
+def test_a_key_depends_on_every_token_before_it():
+    tokens = list(range(12))
+    keys = chunk_keys(ROOT, tokens, 4)
+    for position in range(12):
+        changed = [*tokens]
+        changed[position] += 1
+        differs = [one != other for one, other in zip(keys, chunk_keys(ROOT, changed, 4), strict=True)]
+        assert differs == [chunk >= position // 4 for chunk in range(3)]
+
+
+def test_the_root_enters_every_key():
+    assert not set(chunk_keys(ROOT, range_list := list(range(8)), 4)) & set(chunk_keys(bytes(32), range_list, 4))
+
+
+def test_the_same_tokens_cut_differently_share_no_key():
+    tokens = [0] * 16
+    assert not set(chunk_keys(ROOT, tokens, 4)) & set(chunk_keys(ROOT, tokens, 8))
+
+
+@pytest.mark.parametrize(
+    ("extra", "other"),
+    [
+        (Extra("adapter", b"a"), Extra("adapter", b"b")),
+        (Extra("adapter", b"a"), Extra("salt", b"a")),
+        (Extra("adapter", b"a"), Extra("adapte", b"ra")),
+        (Extra("image", b"a", 1), Extra("image", b"a", 2)),
+        (Extra("image", b""), Extra("image", b"\0")),
+    ],
+)
+def test_kind_value_and_place_of_an_extra_enter_the_key(extra, other):
+    tokens = list(range(8))
+    plain = chunk_keys(ROOT, tokens, 4)
+    one, two = chunk_keys(ROOT, tokens, 4, [extra]), chunk_keys(ROOT, tokens, 4, [other])
+    assert all(len({keys[chunk] for keys in (plain, one, two)}) == 3 for chunk in range(2))
+
+
+def test_extras_count_with_their_number_and_not_with_their_order():
+    tokens = list(range(8))
+    extras = [Extra("image", b"a", 1), Extra("image", b"b", 1), Extra("adapter", b"z")]
+    assert chunk_keys(ROOT, tokens, 4, extras) == chunk_keys(ROOT, tokens, 4, extras[::-1])
+    assert chunk_keys(ROOT, tokens, 4, extras) != chunk_keys(ROOT, tokens, 4, [*extras, extras[0]])
+
+
+def test_an_extra_that_no_full_chunk_reaches_enters_no_key():
+    tokens = list(range(6))
+    for offset in (4, 5, 6, 1000):
+        assert chunk_keys(ROOT, tokens, 4, [Extra("image", b"a", offset)]) == chunk_keys(ROOT, tokens, 4)
+
+
+def test_canonical_extras_are_as_the_document_says():
+    assert canonical_extras((), 0) == bytes(4)
+    told = canonical_extras([Extra("b", b"", 9), Extra("a", b"xy", 8)], 8)
+    assert told == bytes.fromhex("02000000 00000000 01000000 61 02000000 7879 01000000 01000000 62 00000000")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("", b""), "needs a kind"),
+        (("image", "text"), "'image': value must be bytes, got str"),
+        (("image", b"", -1), "'image': offset must be in 0..4294967295, got -1"),
+        (("image", b"", 1 << 32), "got 4294967296"),
+    ],
+)
+def test_an_impossible_extra_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Extra(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 2, -3], r"tokens\[2\] must be an integer in 0..4294967295, got -3"),
+        ([1, 1 << 32], r"tokens\[1\] .* got 4294967296"),
+        ((1, 2.0), r"tokens\[1\] .* got 2.0"),
+        ([1, None], r"tokens\[1\] .* got None"),
+        ([[1]], r"tokens\[0\] .* got \[1\]"),
+        (np.array([1, -2]), r"tokens\[1\] .* got -2"),
+        (np.array([1, 1 << 32], np.uint64), r"tokens\[1\] .* got 4294967296"),
+        (array("q", [7, -1]), r"tokens\[1\] .* got -1"),
+        (np.array([1.0]), "dtype float64"),
+        (np.array([True]), "dtype bool"),
+        (np.zeros((1, 2), np.int64), r"one dimension, got shape \(1, 2\)"),
+        (np.array(1), r"one dimension, got shape \(\)"),
+        (array("d", [1.0]), "array of type code 'd'"),
+        ("abcd", "got str"),
+        (b"abcd", "got bytes"),
+        (iter([1]), "got list_iterator"),
+    ],
+)
+def test_what_is_no_token_is_refused_with_value_and_position(tokens, message):
+    chain = Chain(ROOT, 2)
+    chain.extend([5, 6, 7])
+    before = chain.prefix(), chain.mark()
+    with pytest.raises(ValueError, match=message):
+        chain.extend(tokens)
+    assert (chain.prefix(), chain.mark()) == before
+    with pytest.raises(ValueError, match=message):
+        mark_key(ROOT, tokens, 1, 2)
+
+
+@pytest.mark.parametrize("empty", [[], (), array("I"), array("q"), array("h"), np.empty(0, np.int64)])
+def test_no_tokens_are_fine(empty):
+    assert chunk_keys(ROOT, empty, 4) == ()
+
+
+def test_the_largest_token_and_integers_of_numpy_in_a_list_are_fine():
+    assert chunk_keys(ROOT, [np.int64(1), np.uint32(TOKEN_MAX)], 2) == chunk_keys(ROOT, [1, TOKEN_MAX], 2)
+
+
+def test_a_strided_array_counts_by_its_values():
+    assert chunk_keys(ROOT, np.arange(16)[::2], 4) == chunk_keys(ROOT, list(range(0, 16, 2)), 4)
+
+
+def test_words_of_a_big_endian_machine_are_turned():
+    words = array("I", [1, 0x01020304])
+    turned = words[:]
+    turned.byteswap()
+    assert little_endian(turned, "big") == little_endian(words, "little")
+    assert words.tolist() == [1, 0x01020304]
+
+
+@pytest.mark.parametrize(
+    ("root", "chunk_tokens", "message"),
+    [(b"short", 4, "32 bytes, got 5"), (ROOT, 0, "got 0"), (ROOT, 1 << 32, "got 4294967296")],
+)
+def test_an_impossible_chain_is_refused(root, chunk_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        Chain(root, chunk_tokens)
+
+
+def test_a_growing_chain_takes_later_extras_but_none_for_what_is_hashed():
+    chain = Chain(ROOT, 4, [Extra("adapter", b"a")])
+    chain.extend(range_of(0, 6))
+    chain.extend(range_of(6, 12), [Extra("image", b"i", 5)])
+    assert chain.keys == chunk_keys(ROOT, range_of(0, 12), 4, [Extra("adapter", b"a"), Extra("image", b"i", 5)])
+    before = chain.prefix()
+    with pytest.raises(ValueError, match=r"'image' starts at token 11, but 12 tokens have their keys"):
+        chain.extend(range_of(12, 16), [Extra("image", b"j", 12), Extra("image", b"k", 11)])
+    chain.extend(range_of(12, 16))
+    assert chain.prefix(12) == before
+    assert chain.keys == chunk_keys(ROOT, range_of(0, 16), 4, [Extra("adapter", b"a"), Extra("image", b"i", 5)])
+
+
+def test_a_mark_is_a_key_of_the_partial_chunk_and_none_on_the_grid():
+    chain = Chain(ROOT, 4)
+    assert chain.mark() is None
+    marks = []
+    for token in range(9):
+        chain.extend([token])
+        marks.append(chain.mark())
+    assert [mark and mark.end for mark in marks] == [1, 2, 3, None, 5, 6, 7, None, 9]
+    made = [mark for mark in marks if mark]
+    assert len({mark.key for mark in made} | set(chain.keys)) == len(made) + 2
+    assert all(mark_key(ROOT, range_of(0, 9), mark.end, 4) == mark.key for mark in made)
+
+
+def test_a_mark_has_the_extras_that_start_before_it():
+    image = Extra("image", b"i", 5)
+    tokens = range_of(0, 8)
+    assert mark_key(ROOT, tokens, 5, 4, [image]) == mark_key(ROOT, tokens, 5, 4)
+    assert mark_key(ROOT, tokens, 6, 4, [image]) != mark_key(ROOT, tokens, 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("end", "message"), [(-1, "got -1"), (9, "end must be in 0..8, got 9"), (4, "grid of 4"), (0, "grid")]
+)
+def test_a_mark_on_the_grid_or_beyond_the_tokens_is_refused(end, message):
+    with pytest.raises(ValueError, match=message):
+        mark_key(ROOT, range_of(0, 8), end, 4)
+
+
+def test_a_prefix_holds_full_chunks_and_marks_in_order():
+    chain = Chain(ROOT, 4)
+    chain.extend(range_of(0, 6))
+    early = chain.mark()
+    chain.extend(range_of(6, 11))
+    late = chain.mark()
+    assert chain.tokens == 11
+    assert chain.prefix() == Prefix(chain.keys, 4)
+    assert chain.prefix(marks=[late, None, early, late]) == Prefix(chain.keys, 4, (early, late))
+    assert chain.prefix(7, [early]) == Prefix(chain.keys[:1], 4, (early,))
+    for tokens, marks, message in (
+        (12, (), "tokens must be in 0..11, got 12"),
+        (-1, (), "got -1"),
+        (7, [late], "mark at 11 .* at most 7"),
+        (8, [Mark(chain.keys[0], 4)], "mark at 4 must be off the grid of 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chain.prefix(tokens, marks)
+
+
+def range_of(start: int, stop: int) -> list[int]:
+    return list(range(start, stop))
