@@ -1,0 +1,82 @@
+"""Which codecs there are. A codec of ours is one line in `_BUILT_IN`; others come as entry points of `kvtier.codecs`.
+
+An entry point names a class that is made without arguments and whose `name` is the entry point's. Ids below 32,768 are
+ours.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
+
+from kvtier.codec.base import Codec
+from kvtier.errors import ConfigError
+
+ENTRY_POINTS = "kvtier.codecs"
+OUTSIDE_ID_MIN = 1 << 15
+OUTSIDE_ID_MAX = (1 << 32) - 1
+
+_BUILT_IN: dict[str, tuple[int, str, str]] = {
+    # name: (id, module, class); a module is imported when its codec is first asked for
+    "raw": (0, "kvtier.codec.raw", "Raw"),
+    "zstd": (1, "kvtier.codec.zstd", "Zstd"),
+}
+
+
+def names() -> list[str]:
+    """The names of all codecs that are known, whether or not the packages they need are there."""
+    return [*_BUILT_IN, *sorted(_outside_points())]
+
+
+@cache
+def by_name(name: str) -> Codec:
+    """The codec called `name`, with its default settings; one instance for all.
+
+    Raises:
+        ConfigError: no such codec (the message names those known), or it needs a package that is missing.
+    """
+    if name in _BUILT_IN:
+        _, module, attribute = _BUILT_IN[name]
+        return cast("Codec", getattr(import_module(module), attribute)())
+    point = _outside_points().get(name)
+    if point is None:
+        raise ConfigError(f"unknown codec {name!r}; known here: {', '.join(names())}")
+    return _made(point)
+
+
+@cache
+def by_id(number: int) -> Codec:
+    """The codec that a stored frame calls `number`.
+
+    Raises:
+        ConfigError: see `by_name`.
+    """
+    for name, (known, _, _) in _BUILT_IN.items():
+        if known == number:
+            return by_name(name)
+    for name in _outside_points():
+        with suppress(ConfigError):  # one that is broken must not hide the others
+            codec = by_name(name)
+            if codec.id == number:
+                return codec
+    raise ConfigError(f"unknown codec id {number}; known here: {', '.join(names())}")
+
+
+@cache
+def _outside_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in _BUILT_IN}
+
+
+def _made(point: EntryPoint) -> Codec:
+    try:
+        codec = cast("Callable[[], Codec]", point.load())()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(f"codec {point.name!r} ({point.value}) cannot be made: {error}") from error
+    if not OUTSIDE_ID_MIN <= codec.id <= OUTSIDE_ID_MAX or codec.name != point.name:
+        raise ConfigError(
+            f"codec {point.name!r} ({point.value}) must be called so and have an id in "
+            f"{OUTSIDE_ID_MIN}..{OUTSIDE_ID_MAX}, got {codec.name!r} and {codec.id}"
+        )
+    return codec

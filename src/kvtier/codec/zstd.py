@@ -1,0 +1,68 @@
+"""Zstandard: lossless and general. On bfloat16 KV it saves little; its use is on links much slower than a core."""
+
+import threading
+
+from kvtier.errors import ConfigError
+from kvtier.layout import SECTION_BYTES_MAX
+
+try:
+    import zstandard
+except ImportError as error:
+    raise ConfigError("codec 'zstd' needs the package zstandard: pip install 'kvtier[zstd]'") from error
+
+LEVEL_MAX = 19
+_WINDOW_BYTES_MAX = 2 * SECTION_BYTES_MAX
+"""No section needs more; a hostile one could otherwise ask the decoder for 128 MiB."""
+
+
+class Zstd:
+    """Each section is one Zstandard frame that tells its content's size.
+
+    Args:
+        level: 1 (fast) to 19 (small). It concerns writing only: every level reads every other.
+
+    Raises:
+        ConfigError: another level.
+    """
+
+    name: str = "zstd"
+    id: int = 1
+
+    def __init__(self, level: int = 1) -> None:
+        if not 1 <= level <= LEVEL_MAX:
+            raise ConfigError(f"zstd level must be in 1..{LEVEL_MAX}, got {level}")
+        self._level = level
+        # Contexts are costly to make and serve one thread at a time, so each thread keeps its own.
+        self._local = threading.local()
+
+    def bound(self, raw_bytes: int) -> int:
+        """Zstandard's own worst case, ZSTD_COMPRESSBOUND, rounded up."""
+        return raw_bytes + (raw_bytes >> 8) + 512
+
+    def encode(self, raw: memoryview, into: memoryview) -> int:
+        """Compress `raw` into the front of `into`."""
+        compressor: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
+        if compressor is None:
+            compressor = self._local.compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=False)
+        stored = compressor.compress(raw)
+        into[: len(stored)] = stored
+        return len(stored)
+
+    def decode(self, stored: memoryview, into: memoryview) -> None:
+        """Decompress `stored` so that it fills `into` exactly.
+
+        Raises:
+            ValueError: `stored` is not one Zstandard frame whose content has the length of `into`.
+        """
+        decompressor: zstandard.ZstdDecompressor | None = getattr(self._local, "decompressor", None)
+        if decompressor is None:
+            decompressor = self._local.decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
+        try:
+            # The decoder allocates what the frame says, so that is looked at before.
+            told = zstandard.get_frame_parameters(stored).content_size
+            if told != len(into):
+                raise ValueError(f"zstd content of {told} bytes cannot fill {len(into)}")
+            content = decompressor.decompress(stored, max_output_size=len(into), allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"zstd: {error}") from None
+        into[:] = content  # a ValueError too, should the lengths differ after all

@@ -1,0 +1,1 @@
+"""Contract suites: run them against your own tier, codec, policy or copier."""

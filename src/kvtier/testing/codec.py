@@ -1,0 +1,128 @@
+"""What every codec must hold. Subclass `CodecContract` in a pytest module and give it a `make`."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+from kvtier.codec.base import Codec
+from kvtier.layout import SECTION_BYTES_MAX
+
+_LENGTHS = (1, 2, 511, 4095, 4096, 68_608, SECTION_BYTES_MAX)
+_GUARD = 64
+
+
+class CodecContract:
+    """Lossless codecs: what is encoded comes back, and what is damaged never writes where it must not.
+
+    A codec of your own is tested by::
+
+        class TestMine(CodecContract):
+            def make(self) -> Codec:
+                return Mine()
+    """
+
+    def make(self) -> Codec:
+        """A codec; called anew for each test."""
+        raise NotImplementedError
+
+    def test_has_a_name_and_an_id_that_fits_the_frame(self) -> None:
+        """Both are what a frame and a setting refer to."""
+        codec = self.make()
+        assert codec.name
+        assert codec.name == codec.name.lower().strip()
+        assert 0 <= codec.id < 1 << 32
+
+    def test_gives_back_what_it_was_given(self) -> None:
+        """Whatever the content and length."""
+        codec = self.make()
+        for raw in _samples():
+            stored = _encoded(codec, raw)
+            into = bytearray(len(raw))
+            codec.decode(memoryview(stored), memoryview(into))
+            assert into == raw
+
+    def test_stays_within_its_bound_and_leaves_its_input_alone(self) -> None:
+        """`bound` is a promise: the frame reserves no more."""
+        codec = self.make()
+        for raw in _samples():
+            source = bytearray(raw)
+            bound = codec.bound(len(raw))
+            into = bytearray(b"\xa5" * (bound + _GUARD))
+            used = codec.encode(memoryview(source), memoryview(into)[:bound])
+            assert 1 <= used <= bound
+            assert into[bound:] == b"\xa5" * _GUARD
+            assert source == raw
+
+    def test_reads_from_memory_it_may_not_write(self) -> None:
+        """Stored bytes and payloads may be read-only memory."""
+        codec = self.make()
+        raw = _samples()[-1]
+        into = bytearray(len(raw))
+        codec.decode(memoryview(_encoded(codec, raw)).toreadonly(), memoryview(into))
+        assert into == raw
+
+    def test_refuses_another_length(self) -> None:
+        """A section that decodes to more or fewer bytes than expected is damage."""
+        codec = self.make()
+        for raw in (bytes(4096), _noise(4096)):
+            stored = memoryview(_encoded(codec, raw))
+            for length in (0, 1, 4095, 4097, 8192):
+                assert _refuses(codec, stored, length), f"{length} bytes accepted"
+
+    def test_refuses_what_is_cut_off_or_continued(self) -> None:
+        """Wherever the cut is."""
+        codec = self.make()
+        raw = _noise(2048) + bytes(2048)
+        stored = memoryview(_encoded(codec, raw))
+        for cut in {0, 1, 4, len(stored) // 2, len(stored) - 1}:
+            assert _refuses(codec, stored[:cut], len(raw)), f"cut at {cut} accepted"
+        assert _refuses(codec, memoryview(bytes(stored) + b"\0"), len(raw))
+
+    def test_ends_in_value_error_or_not_at_all_on_noise(self) -> None:
+        """A codec without checks of its own may accept noise of the right length; none may do worse."""
+        codec = self.make()
+        stored = _encoded(codec, _noise(2048) + bytes(2048))
+        draw = random.Random(7)
+        for _ in range(300):
+            damaged = bytearray(stored)
+            for _ in range(draw.randrange(1, 4)):
+                damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+            _refuses(codec, memoryview(damaged), 4096)
+            _refuses(codec, memoryview(draw.randbytes(draw.randrange(1, 200))), 4096)
+
+    def test_serves_several_threads_at_once(self) -> None:
+        """One instance for all movers."""
+        codec = self.make()
+
+        def round_trip(seed: int) -> bool:
+            raw = random.Random(seed).randbytes(1 << 14) + bytes([seed]) * (1 << 15)
+            into = bytearray(len(raw))
+            codec.decode(memoryview(_encoded(codec, raw)), memoryview(into))
+            return bytes(into) == raw
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(round_trip, range(64)))
+
+
+def _noise(length: int) -> bytes:
+    return random.Random(length).randbytes(length)
+
+
+def _samples() -> list[bytes]:
+    return [content for length in _LENGTHS for content in (bytes(length), _noise(length), (b"ab" * length)[:length])]
+
+
+def _encoded(codec: Codec, raw: bytes) -> bytes:
+    into = bytearray(codec.bound(len(raw)))
+    return bytes(into[: codec.encode(memoryview(raw), memoryview(into))])
+
+
+def _refuses(codec: Codec, stored: memoryview, length: int) -> bool:
+    """Whether `decode` says ValueError; in any case it must not write outside the buffer that it was given."""
+    memory = bytearray(b"\xa5" * (length + _GUARD))
+    try:
+        codec.decode(stored, memoryview(memory)[:length])
+        refused = False
+    except ValueError:
+        refused = True
+    assert memory[length:] == b"\xa5" * _GUARD
+    return refused

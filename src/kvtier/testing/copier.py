@@ -1,0 +1,226 @@
+"""What every copier must hold. Subclass `CopierContract` in a pytest module and give it a `make`."""
+
+import mmap
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from kvtier.device.base import Copier, Fence
+from kvtier.layout import GroupLayout, KvLayout
+from kvtier.types import RequestId
+
+_REQUEST = RequestId("contract")
+_FILLER = 0xA5
+_COPY_SECONDS_MAX = 30.0
+_FENCE_WAIT_S = 1e-3
+
+
+class CopierWorld(ABC):
+    """An engine's KV memory with the copier that serves it, as the contract needs to see them.
+
+    Args:
+        copier: what is tested.
+        layout: what it was made for; padding at the end of a layer shows more than its absence.
+        request: whose blocks they are.
+    """
+
+    def __init__(self, copier: Copier, layout: KvLayout, request: RequestId = _REQUEST) -> None:
+        self.copier = copier
+        self.layout = layout
+        self.request = request
+
+    @abstractmethod
+    def chunks(self, group: int) -> list[tuple[int, ...]]:
+        """Addresses of at least four full chunks that share nothing; some not in order, where there is an order."""
+
+    @abstractmethod
+    def wrong(self, group: int) -> list[tuple[int, ...]]:
+        """Addresses that the copier must refuse."""
+
+    @abstractmethod
+    def read(self, group: int, blocks: tuple[int, ...]) -> list[bytes]:
+        """What the engine holds at an address: each layer's `layer_bytes`, without padding."""
+
+    @abstractmethod
+    def fill(self, group: int, blocks: tuple[int, ...], layers: list[bytes]) -> None:
+        """Put bytes there, by another way than the copier."""
+
+    @abstractmethod
+    def everything(self) -> bytes:
+        """All of the engine's KV memory."""
+
+
+class CopierContract:
+    """Gather and scatter move exactly the bytes of the chunk, to exactly their place, and nothing else.
+
+    A copier of your own is tested by::
+
+        class TestMine(CopierContract):
+            def make(self) -> CopierWorld:
+                return MyWorld()
+    """
+
+    def make(self) -> CopierWorld:
+        """A world whose memory holds something other than zeros; called anew for each test."""
+        raise NotImplementedError
+
+    def test_gather_puts_each_layer_at_its_offset(self) -> None:
+        """The payload is layer-major, as the layout says."""
+        world = self.make()
+        for number, group in enumerate(world.layout.groups):
+            for blocks in world.chunks(number):
+                payload = _payload(group)
+                _gather(world, number, blocks, payload)
+                assert _layers(group, payload) == world.read(number, blocks)
+
+    def test_gather_leaves_the_engine_alone(self) -> None:
+        """It only reads there."""
+        world = self.make()
+        before = world.everything()
+        for number, group in enumerate(world.layout.groups):
+            for blocks in world.chunks(number):
+                _gather(world, number, blocks, _payload(group))
+        assert world.everything() == before
+
+    def test_scatter_gives_the_engine_each_layer(self) -> None:
+        """What comes from a tier arrives where the engine will read it."""
+        world = self.make()
+        rng = random.Random(2)
+        for number, group in enumerate(world.layout.groups):
+            for blocks in world.chunks(number):
+                layers = [rng.randbytes(size) for size in group.layer_bytes]
+                _scatter(world, number, blocks, _payload(group, layers))
+                assert world.read(number, blocks) == layers
+
+    def test_scatter_touches_no_other_block(self) -> None:
+        """Every other block may be another request's: putting the named ones back puts everything back."""
+        world = self.make()
+        for number, group in enumerate(world.layout.groups):
+            for blocks in world.chunks(number):
+                before, old = world.everything(), world.read(number, blocks)
+                _scatter(world, number, blocks, _payload(group, [bytes(size) for size in group.layer_bytes]))
+                world.fill(number, blocks, old)
+                assert world.everything() == before
+
+    def test_gather_then_scatter_elsewhere_is_a_copy(self) -> None:
+        """A chunk comes back to other blocks than it left."""
+        world = self.make()
+        for number, group in enumerate(world.layout.groups):
+            source, *_, target = world.chunks(number)
+            wanted = world.read(number, source)
+            payload = _payload(group)
+            _gather(world, number, source, payload)
+            _scatter(world, number, target, payload)
+            assert world.read(number, target) == wanted
+            assert world.read(number, source) == wanted
+
+    def test_padding_stays_as_it_is(self) -> None:
+        """Padding belongs to the frame."""
+        world = self.make()
+        for number, group in enumerate(world.layout.groups):
+            first, second, *_ = world.chunks(number)
+            payload = _payload(group)
+            _gather(world, number, first, payload)
+            _scatter(world, number, second, payload)
+            covered = bytearray(payload)
+            for offset, size in zip(group.layer_offsets, group.layer_bytes, strict=True):
+                covered[offset : offset + size] = bytes([_FILLER]) * size
+            assert covered == bytes([_FILLER]) * group.payload_bytes
+
+    def test_scatter_only_reads_the_payload(self) -> None:
+        """Others may read the slot, or write it to a tier, at the same time."""
+        world = self.make()
+        for number, group in enumerate(world.layout.groups):
+            payload = _payload(group, [bytes([layer % 256]) * size for layer, size in enumerate(group.layer_bytes)])
+            before = bytes(payload)
+            _scatter(world, number, world.chunks(number)[0], payload)
+            assert payload == before
+
+    def test_a_slot_that_is_used_again_holds_the_new_chunk_only(self) -> None:
+        """No byte of the chunk before is left."""
+        world = self.make()
+        for number, group in enumerate(world.layout.groups):
+            payload = _payload(group)
+            for blocks in world.chunks(number):
+                _gather(world, number, blocks, payload)
+                assert _layers(group, payload) == world.read(number, blocks)
+
+    def test_different_slots_at_the_same_time(self) -> None:
+        """The mover's threads share one copier."""
+        world = self.make()
+        rng = random.Random(3)
+        jobs = [
+            (number, blocks, [rng.randbytes(size) for size in group.layer_bytes])
+            for number, group in enumerate(world.layout.groups)
+            for blocks in world.chunks(number)
+        ]
+
+        def there_and_back(job: tuple[int, tuple[int, ...], list[bytes]]) -> bool:
+            number, blocks, layers = job
+            group = world.layout.groups[number]
+            payload = _payload(group)
+            _scatter(world, number, blocks, _payload(group, layers))
+            _gather(world, number, blocks, payload)
+            return _layers(group, payload) == layers
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(there_and_back, jobs * 4))
+        for number, blocks, layers in jobs:
+            assert world.read(number, blocks) == layers
+
+    def test_a_wrong_address_is_refused_before_a_byte_moves(self) -> None:
+        """A mistake in an adapter must become a failed transfer, not a wild copy."""
+        world = self.make()
+        before = world.everything()
+        for number, group in enumerate(world.layout.groups):
+            for blocks in world.wrong(number):
+                payload = _payload(group)
+                for copy in (_gather, _scatter):
+                    assert _is_refused(copy, world, number, blocks, payload)
+                assert payload == bytes([_FILLER]) * group.payload_bytes
+        assert world.everything() == before
+
+
+def _is_refused(
+    copy: Callable[[CopierWorld, int, tuple[int, ...], memoryview], None],
+    world: CopierWorld,
+    group: int,
+    blocks: tuple[int, ...],
+    payload: memoryview,
+) -> bool:
+    try:
+        copy(world, group, blocks, payload)
+    except Exception:  # noqa: BLE001 - an error of any kind is a refusal
+        return True
+    return False
+
+
+def _gather(world: CopierWorld, group: int, blocks: tuple[int, ...], payload: memoryview) -> None:
+    _finish(world.copier, world.copier.gather(world.request, group, blocks, payload))
+
+
+def _scatter(world: CopierWorld, group: int, blocks: tuple[int, ...], payload: memoryview) -> None:
+    _finish(world.copier, world.copier.scatter(world.request, group, blocks, payload))
+
+
+def _finish(copier: Copier, fence: Fence | None) -> None:
+    until_s = time.monotonic() + _COPY_SECONDS_MAX
+    while fence is not None and not copier.done(fence):
+        assert time.monotonic() < until_s, "a copy never ends"
+        time.sleep(_FENCE_WAIT_S)
+
+
+def _payload(group: GroupLayout, layers: list[bytes] | None = None) -> memoryview:
+    """A slot's payload with `layers` in their places and a filler everywhere else."""
+    payload = memoryview(mmap.mmap(-1, group.payload_bytes))
+    payload[:] = bytes([_FILLER]) * group.payload_bytes
+    for offset, layer in zip(group.layer_offsets, layers or (), strict=False):
+        payload[offset : offset + len(layer)] = layer
+    return payload
+
+
+def _layers(group: GroupLayout, payload: memoryview) -> list[bytes]:
+    sizes = zip(group.layer_offsets, group.layer_bytes, strict=True)
+    return [bytes(payload[offset : offset + size]) for offset, size in sizes]

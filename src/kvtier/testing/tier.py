@@ -1,0 +1,339 @@
+"""What every tier must hold. Subclass `TierContract` in a pytest module and give it a `make_tier` fixture.
+
+The suite needs pytest and hypothesis.
+"""
+
+import hashlib
+import mmap
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvtier.errors import TierError
+from kvtier.tier.base import About, Tier
+from kvtier.types import Hint, ObjectName
+
+MakeTier = Callable[[int], Tier]
+"""Makes an empty tier with a capacity in bytes."""
+
+BLOCK_BYTES = 4096
+ROOMY_BYTES = 64 << 20
+_DEADLINE_S = 60.0
+
+
+def object_name(number: int) -> ObjectName:
+    """A name that looks like a digest."""
+    return ObjectName(hashlib.sha256(b"name %d" % number).digest())
+
+
+def frame_of(number: int, byte_count: int = 2 * BLOCK_BYTES) -> memoryview:
+    """Page-aligned bytes that belong to `number` and differ at every place from those of other numbers."""
+    buffer = memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
+    buffer[:] = random.Random(number).randbytes(byte_count)
+    return buffer
+
+
+def empty_frame(byte_count: int) -> memoryview:
+    """Page-aligned bytes to read into."""
+    return memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
+
+
+class TierContract:
+    """A tier may forget, but what it gives is what was written, whole, and it keeps to its capacity.
+
+    A tier of your own is tested by::
+
+        class TestMine(TierContract):
+            @pytest.fixture
+            def make_tier(self, tmp_path):
+                return lambda capacity_bytes: Mine(capacity_bytes=capacity_bytes)
+
+    The suite asks for sizes that are multiples of 4096 bytes; smaller and odd ones come from `odd_sizes`.
+    """
+
+    odd_sizes: Sequence[int] = (1, 511, 4095, 4097, 10_000)
+    """Frame lengths beside the multiples of 4096 that the tier must cope with."""
+    forgets_below_capacity = False
+    """Whether the tier may forget although there is room; then only what it gives is checked, not that it gives."""
+
+    @pytest.fixture
+    def tier(self, make_tier: MakeTier) -> Tier:
+        """A tier with room for all that these tests write."""
+        return make_tier(ROOMY_BYTES)
+
+    def test_has_a_name(self, tier: Tier) -> None:
+        """Metrics and errors use it."""
+        assert tier.name
+
+    def test_absent_is_none_and_no_error(self, tier: Tier) -> None:
+        """A miss is a value."""
+        assert tier.contains([object_name(1)]) == [False]
+        assert tier.contains([]) == []
+        assert tier.read(object_name(1), empty_frame(BLOCK_BYTES)) is None
+        tier.delete(object_name(1))
+        assert list(tier.scan()) == []
+
+    def test_an_acknowledged_write_is_readable(self, tier: Tier) -> None:
+        """At once, whole and from another thread."""
+        frame = frame_of(1)
+        assert tier.write(object_name(1), frame)
+        assert tier.contains([object_name(2), object_name(1)]) == [False, True]
+        with ThreadPoolExecutor(1) as other:
+            into = empty_frame(frame.nbytes)
+            assert other.submit(tier.read, object_name(1), into).result(_DEADLINE_S) == frame.nbytes
+        assert into == frame
+        assert list(tier.scan()) == [(object_name(1), frame.nbytes)]
+
+    def test_a_name_that_is_there_is_left_as_it_is(self, tier: Tier) -> None:
+        """Data never changes under a name."""
+        assert tier.write(object_name(1), frame_of(1))
+        assert tier.write(object_name(1), frame_of(2, BLOCK_BYTES))
+        into = empty_frame(3 * BLOCK_BYTES)
+        assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
+        assert into[: 2 * BLOCK_BYTES] == frame_of(1)
+
+    def test_the_tier_keeps_no_hold_of_the_buffers(self, tier: Tier) -> None:
+        """The slot behind a frame is given to another chunk as soon as `write` returns."""
+        frame = frame_of(1)
+        assert tier.write(object_name(1), frame)
+        frame[:] = bytes(frame.nbytes)
+        into = empty_frame(frame.nbytes)
+        assert tier.read(object_name(1), into) == frame.nbytes
+        assert into == frame_of(1)
+        into[:] = bytes(frame.nbytes)
+        again = empty_frame(frame.nbytes)
+        assert tier.read(object_name(1), again) == frame.nbytes
+        assert again == frame_of(1)
+
+    def test_reads_ranges(self, tier: Tier) -> None:
+        """From any offset, into any length, up to the frame's end and not a byte further."""
+        size = 5 * BLOCK_BYTES
+        frame = frame_of(1, size)
+        assert tier.write(object_name(1), frame)
+        for offset in (0, 1, 512, BLOCK_BYTES, 2 * BLOCK_BYTES + 7, size - 1, size, size + BLOCK_BYTES):
+            for wanted in (0, 1, 100, BLOCK_BYTES, 2 * BLOCK_BYTES, size + 3 * BLOCK_BYTES):
+                into = empty_frame(wanted)
+                count = tier.read(object_name(1), into, offset)
+                expected = frame[offset : offset + wanted]
+                assert count is not None
+                assert count == expected.nbytes, (offset, wanted)
+                assert into[:count] == expected, (offset, wanted)
+                assert into[count:] == bytes(wanted - count), "wrote behind what it said it had read"
+
+    def test_reads_into_and_writes_from_unaligned_memory(self, tier: Tier) -> None:
+        """Slots are page-aligned; a caller's own buffers need not be."""
+        padded = empty_frame(4 * BLOCK_BYTES)
+        frame = padded[3 : 3 + 2 * BLOCK_BYTES]
+        frame[:] = frame_of(1)
+        assert tier.write(object_name(1), frame.toreadonly())
+        into = empty_frame(4 * BLOCK_BYTES)[5 : 5 + 2 * BLOCK_BYTES]
+        assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
+        assert into == frame_of(1)
+
+    def test_keeps_frames_of_any_length(self, tier: Tier) -> None:
+        """Frames are multiples of 4096 bytes; nothing breaks when one is not."""
+        for number, size in enumerate(self.odd_sizes):
+            assert tier.write(object_name(number), frame_of(number, size))
+        for number, size in enumerate(self.odd_sizes):
+            into = empty_frame(size + 10)
+            assert tier.read(object_name(number), into) == size
+            assert into[:size] == frame_of(number, size)
+        assert dict(tier.scan()) == {object_name(number): size for number, size in enumerate(self.odd_sizes)}
+
+    def test_what_is_deleted_is_gone_and_may_come_back(self, tier: Tier) -> None:
+        """A bad copy is dropped and healed by the next write, which may have other bytes."""
+        assert tier.write(object_name(1), frame_of(1))
+        tier.delete(object_name(1))
+        assert tier.contains([object_name(1)]) == [False]
+        assert tier.read(object_name(1), empty_frame(BLOCK_BYTES)) is None
+        assert tier.write(object_name(1), frame_of(2))
+        into = empty_frame(2 * BLOCK_BYTES)
+        assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
+        assert into == frame_of(2)
+
+    def test_keeps_to_its_capacity_and_keeps_the_newest(self, make_tier: MakeTier) -> None:
+        """Room is made on demand; the capacity holds after every write."""
+        capacity = 10 * BLOCK_BYTES
+        tier = make_tier(capacity)
+        for number in range(40):
+            blocks = 1 + number % 3
+            assert tier.write(object_name(number), frame_of(number, blocks * BLOCK_BYTES))
+            assert sum(size for _, size in tier.scan()) <= capacity
+            into = empty_frame(blocks * BLOCK_BYTES)
+            assert tier.read(object_name(number), into) == blocks * BLOCK_BYTES
+            assert into == frame_of(number, blocks * BLOCK_BYTES)
+
+    def test_refuses_what_is_larger_than_the_place(self, make_tier: MakeTier) -> None:
+        """And evicts nobody for it."""
+        tier = make_tier(4 * BLOCK_BYTES)
+        assert tier.write(object_name(1), frame_of(1))
+        assert not tier.write(object_name(2), frame_of(2, 5 * BLOCK_BYTES))
+        assert tier.contains([object_name(1), object_name(2)]) == [True, False]
+        assert tier.write(object_name(3), frame_of(3, 4 * BLOCK_BYTES))
+
+    def test_room_is_given_back(self, make_tier: MakeTier) -> None:
+        """A tier that leaks its capacity holds less and less."""
+        tier = make_tier(4 * BLOCK_BYTES)
+        for number in range(50):
+            assert tier.write(object_name(number), frame_of(number, 2 * BLOCK_BYTES))
+            assert tier.write(object_name(number), frame_of(number, 2 * BLOCK_BYTES))
+            if number % 2:
+                tier.delete(object_name(number))
+        assert tier.write(object_name(100), frame_of(100, 2 * BLOCK_BYTES))
+        assert tier.write(object_name(101), frame_of(101, 2 * BLOCK_BYTES))
+        if not self.forgets_below_capacity:
+            assert tier.contains([object_name(100), object_name(101)]) == [True, True]
+
+    def test_accepts_what_a_policy_may_know(self, tier: Tier) -> None:
+        """Parents before and after their children."""
+        about = About(object_name(0), 1, 0, 256, Hint("session", 3, 1e-5))
+        assert tier.write(object_name(1), frame_of(1), about)
+        assert tier.write(object_name(0), frame_of(0), About(tokens=256))
+
+    def test_closed_is_closed(self, tier: Tier) -> None:
+        """Every method but `close` says so."""
+        assert tier.write(object_name(1), frame_of(1))
+        tier.close()
+        tier.close()
+        calls: list[Callable[[], object]] = [
+            lambda: tier.contains([object_name(1)]),
+            lambda: tier.contains([]),
+            lambda: tier.read(object_name(1), empty_frame(BLOCK_BYTES)),
+            lambda: tier.write(object_name(2), frame_of(2)),
+            lambda: tier.write(object_name(2), empty_frame(2 * ROOMY_BYTES)),
+            lambda: tier.delete(object_name(1)),
+            tier.scan,
+        ]
+        for call in calls:
+            with pytest.raises(TierError):
+                call()
+
+    def test_many_threads_never_see_other_bytes(self, make_tier: MakeTier) -> None:
+        """Writers of the same names, readers and deleters at once, with eviction all the time."""
+        capacity = 24 * BLOCK_BYTES
+        tier = make_tier(capacity)
+        frames = [bytes(frame_of(number, (1 + number % 3) * BLOCK_BYTES)) for number in range(30)]
+        start = threading.Barrier(6)
+
+        def work(seed: int) -> int:
+            chance = random.Random(seed)
+            into = empty_frame(4 * BLOCK_BYTES)
+            start.wait(_DEADLINE_S)
+            hits = 0
+            for _ in range(120):
+                number = chance.randrange(len(frames))
+                what = chance.randrange(10)
+                if what < 4:
+                    tier.write(object_name(number), memoryview(frames[number]))
+                elif what < 9:
+                    count = tier.read(object_name(number), into)
+                    if count is not None:
+                        hits += 1
+                        assert into[:count] == frames[number]
+                else:
+                    tier.delete(object_name(number))
+            return hits
+
+        with ThreadPoolExecutor(6) as threads:
+            hits = [future.result(_DEADLINE_S) for future in [threads.submit(work, seed) for seed in range(6)]]
+        assert sum(hits) > 0
+        assert sum(size for _, size in tier.scan()) <= capacity
+
+    def test_behaves_like_a_dict(self, make_tier: MakeTier) -> None:
+        """With room for everything, nothing is lost and nothing is made up."""
+        _run_machine(make_tier, ROOMY_BYTES, may_forget=self.forgets_below_capacity)
+
+    def test_behaves_like_a_dict_that_forgets(self, make_tier: MakeTier) -> None:
+        """Without room, what is there is what was written last under that name."""
+        _run_machine(make_tier, 6 * BLOCK_BYTES, may_forget=True)
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Any sequence of operations, next to a dict. Subclasses set the class attributes."""
+
+    make_tier: MakeTier
+    capacity_bytes: int
+    may_forget: bool
+
+    names = st.integers(0, 7)
+    blocks = st.integers(1, 3)
+
+    @initialize()
+    def begin(self) -> None:
+        """An empty tier, an empty dict."""
+        self.tier = type(self).make_tier(self.capacity_bytes)
+        self.model: dict[ObjectName, bytes] = {}
+
+    def teardown(self) -> None:
+        """Close the tier."""
+        if hasattr(self, "tier"):
+            self.tier.close()
+
+    @rule(number=names, blocks=blocks, content=st.integers(0, 3))
+    def write(self, number: int, blocks: int, content: int) -> None:
+        """What is there stays; what is not there is written."""
+        name = object_name(number)
+        frame = frame_of(content, blocks * BLOCK_BYTES)
+        parent = object_name(number - 1) if number % 4 else None
+        was_there = self.tier.contains([name])[0]
+        assert self.tier.write(name, frame, About(parent, number % 4))
+        if not was_there:
+            self.model[name] = bytes(frame)
+
+    @rule(number=names, offset=st.integers(0, 3), length=st.integers(0, 4))
+    def read(self, number: int, offset: int, length: int) -> None:
+        """The bytes of the dict, or nothing."""
+        into = empty_frame(length * BLOCK_BYTES)
+        count = self.tier.read(object_name(number), into, offset * BLOCK_BYTES)
+        kept = self.model.get(object_name(number))
+        if count is None:
+            assert kept is None or self.may_forget
+            self.model.pop(object_name(number), None)
+        else:
+            assert kept is not None, "gave bytes under a name that is not there"
+            expected = kept[offset * BLOCK_BYTES :][: into.nbytes]
+            assert (count, bytes(into[:count])) == (len(expected), expected)
+
+    @rule(number=names)
+    def delete(self, number: int) -> None:
+        """Gone."""
+        self.tier.delete(object_name(number))
+        self.model.pop(object_name(number), None)
+        assert self.tier.contains([object_name(number)]) == [False]
+
+    @invariant()
+    def agrees(self) -> None:
+        """What a scan shows is in the dict, and all of the dict if nothing may be forgotten."""
+        if not hasattr(self, "tier"):
+            return
+        shown = dict(self.tier.scan())
+        if self.may_forget:
+            assert sum(shown.values()) <= self.capacity_bytes
+            self.model = {name: frame for name, frame in self.model.items() if name in shown}
+        assert shown == {name: len(frame) for name, frame in self.model.items()}
+        assert self.tier.contains(list(self.model)) == [True] * len(self.model)
+
+
+def _run_machine(make_tier: MakeTier, capacity_bytes: int, *, may_forget: bool) -> None:
+    machine = type(
+        "Machine",
+        (TierMachine,),
+        {"make_tier": staticmethod(make_tier), "capacity_bytes": capacity_bytes, "may_forget": may_forget},
+    )
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=25,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+        ),
+    )

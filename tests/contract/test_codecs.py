@@ -1,0 +1,61 @@
+"""Every codec through the shared contract suite."""
+
+import pytest
+
+from kvtier.codec import registry
+from kvtier.codec.base import Codec
+from kvtier.testing.codec import CodecContract
+
+
+class TestRaw(CodecContract):
+    def make(self) -> Codec:
+        return registry.by_name("raw")
+
+
+class TestZstd(CodecContract):
+    def make(self) -> Codec:
+        pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
+        return registry.by_name("zstd")
+
+
+class TestZstdSmall(CodecContract):
+    def make(self) -> Codec:
+        pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
+        from kvtier.codec.zstd import Zstd
+
+        return Zstd(level=19)
+
+
+class Shifts:
+    """A wrong codec: it loses the last byte. The suite must see it."""
+
+    name = "shifts"
+    id = 40_000
+
+    def bound(self, raw_bytes: int) -> int:
+        return raw_bytes
+
+    def encode(self, raw: memoryview, into: memoryview) -> int:
+        into[: len(raw)] = raw
+        return max(len(raw) - 1, 1)
+
+    def decode(self, stored: memoryview, into: memoryview) -> None:
+        into[: len(stored)] = stored
+
+
+class BrokenContract(CodecContract):
+    def make(self) -> Codec:
+        return Shifts()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "test_gives_back_what_it_was_given",
+        "test_refuses_another_length",
+        "test_refuses_what_is_cut_off_or_continued",
+    ],
+)
+def test_the_suite_sees_a_wrong_codec(check):
+    with pytest.raises((AssertionError, ValueError)):
+        getattr(BrokenContract(), check)()

@@ -1,0 +1,309 @@
+"""The frame: in place for raw, packed for the rest, one object's and nobody else's, and readable in parts."""
+
+import numpy as np
+import pytest
+
+from kvtier.codec import registry
+from kvtier.codec.frame import (
+    OPEN_SCRATCH_BYTES,
+    Identity,
+    expect,
+    frame_bytes,
+    head_bytes,
+    open_in_place,
+    open_span,
+    read_head,
+    seal,
+    seal_scratch_bytes,
+    verify_frame,
+)
+from kvtier.codec.head import SECTIONS_MAX, head_bytes_told, plan
+from kvtier.codec.raw import Raw
+from kvtier.errors import CorruptChunkError
+from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, KvLayout
+
+MIB = SECTION_BYTES_MAX
+GROUP = GroupLayout(History(), (5000, MIB + 3 * ALIGNMENT + 7, 1, 4096), "test")
+LAYOUT_DIGEST = KvLayout(16, (GROUP,)).digest(0)
+IDENTITY = Identity(bytes(range(32)), b"\x02" * 32, LAYOUT_DIGEST, b"\x04" * 32, 7, 16, 1, 2)
+SCRATCH = memoryview(bytearray(OPEN_SCRATCH_BYTES))
+HEAD = head_bytes(GROUP)
+
+
+class Halves:
+    """A lossless codec for tests: bytes in pairs that are equal are kept once. Others it makes longer."""
+
+    name = "halves"
+    id = 50_000
+
+    def bound(self, raw_bytes: int) -> int:
+        return raw_bytes + 1
+
+    def encode(self, raw: memoryview, into: memoryview) -> int:
+        content = bytes(raw)
+        if len(content) % 2 == 0 and content[::2] == content[1::2]:
+            into[: len(content) // 2] = content[::2]
+            return len(content) // 2
+        into[: len(content)] = content
+        into[len(content)] = 0
+        return len(content) + 1
+
+    def decode(self, stored: memoryview, into: memoryview) -> None:
+        if 2 * len(stored) != len(into):
+            raise ValueError(f"{len(stored)} halves cannot fill {len(into)}")
+        into[::2] = stored
+        into[1::2] = stored
+
+
+@pytest.fixture(autouse=True)
+def halves(monkeypatch):
+    """Known to the registry as if it were one of ours."""
+    codec = Halves()
+    original = registry.by_id
+    monkeypatch.setattr(registry, "by_id", lambda number: codec if number == codec.id else original(number))
+    return codec
+
+
+def payload_of(group: GroupLayout, *, pairs: bool) -> bytes:
+    """A payload with zero padding; in pairs, or incompressible."""
+    payload = bytearray(group.payload_bytes)
+    draw = np.random.default_rng(3)
+    for offset, size in zip(group.layer_offsets, group.layer_bytes, strict=True):
+        content = draw.integers(0, 256, size, np.uint8)
+        payload[offset : offset + size] = (np.repeat(content, 2)[:size] if pairs else content).tobytes()
+    return bytes(payload)
+
+
+def dirty_slot(group: GroupLayout, payload: bytes) -> memoryview:
+    """A slot that another chunk was in before: head room and padding are full of it."""
+    slot = bytearray(b"\xee" * frame_bytes(group))
+    at = head_bytes(group)
+    for offset, size in zip(group.layer_offsets, group.layer_bytes, strict=True):
+        slot[at + offset : at + offset + size] = payload[offset : offset + size]
+    return memoryview(slot)
+
+
+def sealed(codec, payload: bytes, group: GroupLayout = GROUP, identity: Identity = IDENTITY) -> bytes:
+    scratch = memoryview(bytearray(b"\xdd" * seal_scratch_bytes(group, codec)))
+    return bytes(seal(dirty_slot(group, payload), group, identity, codec, scratch))
+
+
+def opened(frame: bytes, group: GroupLayout = GROUP, identity: Identity = IDENTITY) -> bytes:
+    slot = bytearray(b"\xbb" * frame_bytes(group))
+    slot[: len(frame)] = frame
+    open_in_place(memoryview(slot), len(frame), group, identity, SCRATCH)
+    return bytes(slot[head_bytes(group) :])
+
+
+def test_sizes_of_a_slot():
+    assert HEAD == ALIGNMENT
+    assert frame_bytes(GROUP) == HEAD + GROUP.payload_bytes
+    assert head_bytes(GroupLayout(History(), (1,) * 121, "many")) == 2 * ALIGNMENT
+    with pytest.raises(ValueError, match=f"at most {SECTIONS_MAX} sections, this group has {SECTIONS_MAX + 1}"):
+        head_bytes(GroupLayout(History(), ((SECTIONS_MAX + 1) * MIB,), "huge"))
+
+
+def test_a_raw_frame_is_its_slot():
+    payload = payload_of(GROUP, pairs=False)
+    slot = dirty_slot(GROUP, payload)
+    frame = seal(slot, GROUP, IDENTITY, Raw())
+    assert frame is slot
+    assert bytes(frame[HEAD:]) == payload  # padding included, which was dirty
+    assert seal_scratch_bytes(GROUP, Raw()) == 0
+
+
+def test_opening_a_raw_frame_changes_no_byte():
+    frame = sealed(Raw(), payload_of(GROUP, pairs=False))
+    slot = memoryview(bytearray(frame))
+    open_in_place(slot, len(frame), GROUP, IDENTITY, SCRATCH)
+    assert slot == frame
+
+
+def test_nothing_of_the_chunk_before_leaks_into_a_frame(halves):
+    payload = payload_of(GROUP, pairs=True).replace(b"\xee", b"\0").replace(b"\xdd", b"\0")
+    checksums_and_name = 4096
+    for codec in (Raw(), halves):
+        frame = sealed(codec, payload)
+        assert b"\xee" not in frame[checksums_and_name:]
+        assert b"\xdd" not in frame[checksums_and_name:]
+        assert not any(frame[256 + 32 * len(GROUP.sections) : HEAD])
+
+
+def test_sealing_again_gives_the_same_frame_and_leaves_the_layers_alone(halves):
+    payload = payload_of(GROUP, pairs=True)
+    slot = dirty_slot(GROUP, payload)
+    scratch = memoryview(bytearray(seal_scratch_bytes(GROUP, halves)))
+    first = bytes(seal(slot, GROUP, IDENTITY, Raw()))
+    packed = bytes(seal(slot, GROUP, IDENTITY, halves, scratch))
+    assert bytes(seal(slot, GROUP, IDENTITY, Raw())) == first
+    assert bytes(seal(slot, GROUP, IDENTITY, halves, scratch)) == packed
+
+
+def test_a_packed_frame_is_smaller_and_comes_back(halves):
+    payload = payload_of(GROUP, pairs=True)
+    frame = sealed(halves, payload)
+    assert len(frame) < frame_bytes(GROUP)
+    assert len(frame) % ALIGNMENT == 0
+    assert opened(frame) == payload
+    # 5000 bytes fit in one unit instead of two; the layer of a mebibyte shrinks; the rest saves no unit and stays raw.
+    assert [section.codec for section in read_head(frame).sections] == [halves.id, halves.id, 0, 0, 0]
+
+
+def test_a_payload_that_does_not_shrink_is_stored_raw(halves):
+    payload = payload_of(GROUP, pairs=False)
+    frame = sealed(halves, payload)
+    assert len(frame) == frame_bytes(GROUP)
+    assert frame[HEAD:] == payload
+    head = read_head(frame)
+    assert head.codec == halves.id
+    assert {section.codec for section in head.sections} == {0}
+    assert opened(frame) == payload
+
+
+def test_a_head_tells_all_that_was_said():
+    head = verify_frame(sealed(Raw(), payload_of(GROUP, pairs=False)))
+    assert head.identity == IDENTITY
+    assert (head.version, head.header_bytes, head.codec, head.layers) == (1, HEAD, 0, 4)
+    assert (head.frame_bytes, head.raw_bytes) == (frame_bytes(GROUP), GROUP.payload_bytes)
+    assert [(one.layer, one.payload_offset, one.raw_bytes) for one in head.sections] == list(GROUP.sections)
+    assert all(one.offset == HEAD + one.payload_offset for one in head.sections)
+    assert all(one.stored_bytes == one.raw_bytes for one in head.sections)
+
+
+def test_no_parent_stays_no_parent():
+    frame = sealed(Raw(), payload_of(GROUP, pairs=False), identity=IDENTITY._replace(parent=None))
+    assert read_head(frame).identity.parent is None
+    assert opened(frame)
+
+
+@pytest.mark.parametrize("field", ["name", "fingerprint", "layout_digest"])
+def test_another_objects_frame_is_refused(field):
+    frame = sealed(Raw(), payload_of(GROUP, pairs=False), identity=IDENTITY._replace(**{field: b"\x09" * 32}))
+    with pytest.raises(
+        CorruptChunkError, match=f"wrong {field.replace('_', ' ').replace('name', 'object name')} 0909"
+    ) as caught:
+        opened(frame)
+    assert caught.value.name == IDENTITY.name
+
+
+def test_what_is_no_identity_is_not_compared():
+    frame = sealed(Raw(), payload_of(GROUP, pairs=False))
+    assert opened(frame, identity=Identity(IDENTITY.name, IDENTITY.fingerprint, IDENTITY.layout_digest))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (5000, MIB + 3 * ALIGNMENT + 7, 1, 4095),
+        (5000, MIB + 3 * ALIGNMENT + 7, 1),
+        (5000, MIB + 3 * ALIGNMENT + 7, 4097),
+    ],
+)
+def test_a_frame_of_other_layers_under_the_same_digest_is_refused(layers):
+    other = GroupLayout(History(), layers, "test")
+    frame = sealed(Raw(), payload_of(other, pairs=False), other)
+    with pytest.raises(CorruptChunkError, match="section table is not that of the layout"):
+        opened(frame)
+
+
+def test_layers_are_read_on_their_own(halves):
+    for codec, pairs in ((Raw(), False), (halves, True), (halves, False)):
+        payload = payload_of(GROUP, pairs=pairs)
+        frame = sealed(codec, payload)
+        head = read_head(frame[:HEAD])
+        expect(head, GROUP, IDENTITY)
+        stops = [*GROUP.layer_offsets[1:], GROUP.payload_bytes]
+        for start, stop in ((0, 4), (0, 1), (1, 2), (1, 3), (3, 4)):
+            offset, length = head.span(start, stop)
+            assert offset % ALIGNMENT == length % ALIGNMENT == 0
+            into = bytearray(b"\xbb" * GROUP.payload_bytes)
+            open_span(head, start, stop, memoryview(frame)[offset : offset + length], memoryview(into))
+            first, last = GROUP.layer_offsets[start], stops[stop - 1]
+            assert into[first:last] == payload[first:last]
+            assert set(into[:first]) | set(into[last:]) <= {0xBB}
+
+
+def test_spans_of_all_layers_make_up_the_frame():
+    head = read_head(sealed(Raw(), payload_of(GROUP, pairs=False)))
+    spans = [head.span(layer, layer + 1) for layer in range(head.layers)]
+    assert spans[0][0] == HEAD
+    assert [offset + length for offset, length in spans] == [offset for offset, _ in spans[1:]] + [head.frame_bytes]
+    assert head.span(0, head.layers) == (HEAD, GROUP.payload_bytes)
+
+
+def test_a_span_read_into_its_place_stays_there():
+    payload = payload_of(GROUP, pairs=False)
+    frame = sealed(Raw(), payload)
+    head = read_head(frame)
+    offset, length = head.span(1, 3)
+    slot = bytearray(b"\xbb" * len(frame))
+    slot[offset : offset + length] = frame[offset : offset + length]
+    view = memoryview(slot)
+    open_span(head, 1, 3, view[offset : offset + length], view[HEAD:])
+    assert slot[offset : offset + length] == frame[offset : offset + length]
+    assert set(slot[:offset]) | set(slot[offset + length :]) == {0xBB}
+
+
+@pytest.mark.parametrize("bounds", [(0, 0), (2, 1), (-1, 1), (0, 5), (4, 5)])
+def test_layers_that_are_not_there_are_a_wrong_call(bounds):
+    head = read_head(sealed(Raw(), payload_of(GROUP, pairs=False)))
+    for call in (head.span, head.sections_of):
+        with pytest.raises(ValueError, match=r"must be a part of 0..4, not empty"):
+            call(*bounds)
+
+
+def test_buffers_of_another_size_are_a_wrong_call(halves):
+    payload = payload_of(GROUP, pairs=False)
+    slot = dirty_slot(GROUP, payload)
+    frame = sealed(Raw(), payload)
+    head = read_head(frame)
+    offset, length = head.span(0, 1)
+    span = memoryview(frame)[offset : offset + length]
+    wrong_calls = [
+        lambda: seal(slot[1:], GROUP, IDENTITY, Raw()),
+        lambda: seal(slot.toreadonly(), GROUP, IDENTITY, Raw()),
+        lambda: seal(slot.cast("b"), GROUP, IDENTITY, Raw()),
+        lambda: seal(slot, GROUP, IDENTITY, halves),
+        lambda: seal(slot, GROUP, IDENTITY, halves, memoryview(bytearray(seal_scratch_bytes(GROUP, halves) - 1))),
+        lambda: open_in_place(slot[1:], 0, GROUP, IDENTITY, SCRATCH),
+        lambda: open_in_place(slot, 0, GROUP, IDENTITY, SCRATCH[1:]),
+        lambda: open_span(head, 0, 1, span[1:], slot[HEAD:]),
+        lambda: open_span(head, 0, 1, span, slot),
+    ]
+    for call in wrong_calls:
+        with pytest.raises(ValueError, match="must"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": b"short"},
+        {"fingerprint": b""},
+        {"layout_digest": bytes(33)},
+        {"parent": b"x"},
+        {"depth": -1},
+        {"rank": 1 << 32},
+    ],
+)
+def test_an_identity_that_does_not_fit_is_a_wrong_call(change):
+    with pytest.raises(ValueError, match=r"must"):
+        sealed(Raw(), payload_of(GROUP, pairs=False), identity=IDENTITY._replace(**change))
+
+
+def test_the_front_of_a_frame_tells_how_long_its_head_is():
+    assert head_bytes_told(sealed(Raw(), payload_of(GROUP, pairs=False))[:256]) == HEAD
+    many = GroupLayout(History(), (1,) * 121, "many")
+    frame = sealed(Raw(), payload_of(many, pairs=False), many)
+    assert head_bytes_told(memoryview(frame)[:256]) == 2 * ALIGNMENT
+    with pytest.raises(CorruptChunkError, match="cut off: 4096 bytes of a header of 8192"):
+        read_head(frame[:4096])
+
+
+def test_a_known_table_is_an_equal_result():
+    """`likely` only skips work: with and without it, and with the wrong one, the head is the same."""
+    other = plan(GroupLayout(History(), (1, 2, 3, 4, 5), "other"))
+    for codec, pairs in ((Raw(), False), (Halves(), True)):
+        frame = sealed(codec, payload_of(GROUP, pairs=pairs))
+        heads = [read_head(frame, likely) for likely in (None, plan(GROUP), other)]
+        assert len({str((head.identity, head.sections, head.frame_bytes)) for head in heads}) == 1

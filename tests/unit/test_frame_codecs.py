@@ -1,0 +1,113 @@
+"""The codecs a frame may name: found by name and id, refused with the names that are known, open to outsiders."""
+
+import sys
+
+import pytest
+
+from kvtier.codec import registry
+from kvtier.errors import ConfigError
+
+OUTSIDE = """
+class Mirror:
+    name = "mirror"
+    id = 40_000
+class Low(Mirror):
+    name = "low"
+    id = 7
+class High(Mirror):
+    name = "high"
+    id = 1 << 32
+class Renamed(Mirror):
+    pass
+class Needy(Mirror):
+    def __init__(self, level):
+        pass
+"""
+
+
+@pytest.fixture
+def fresh():
+    """The registry remembers; each test starts and leaves it empty."""
+    caches = (registry.by_name, registry.by_id, registry._outside_points)
+    for one in caches:
+        one.cache_clear()
+    yield
+    for one in caches:
+        one.cache_clear()
+
+
+@pytest.fixture
+def outside(fresh, tmp_path, monkeypatch):
+    """A package of somebody else with codecs, installed."""
+    (tmp_path / "outside_codecs.py").write_text(OUTSIDE)
+    about = tmp_path / "outside_codecs-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-codecs\nVersion: 1.0\n")
+    names = ("Mirror", "Low", "High", "Renamed", "Needy", "Missing")
+    points = "".join(f"{name.lower()} = outside_codecs:{name}\n" for name in names)
+    points += "absent = no_such_module_at_all:Codec\nraw = outside_codecs:Mirror\n"
+    (about / "entry_points.txt").write_text(f"[kvtier.codecs]\n{points}")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("outside_codecs", None)
+
+
+def test_ours_are_found_by_name_and_by_id():
+    pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
+    for name, number in (("raw", 0), ("zstd", 1)):
+        codec = registry.by_name(name)
+        assert (codec.name, codec.id) == (name, number)
+        assert registry.by_id(number) is codec
+    assert registry.names()[:2] == ["raw", "zstd"]
+
+
+def test_an_unknown_codec_is_refused_with_those_known():
+    with pytest.raises(ConfigError, match=r"unknown codec 'lz5'; known here: raw, zstd"):
+        registry.by_name("lz5")
+    with pytest.raises(ConfigError, match=r"unknown codec id 999; known here: raw, zstd"):
+        registry.by_id(999)
+
+
+def test_outsiders_are_found_by_name_and_by_id(outside):
+    codec = registry.by_name("mirror")
+    assert codec.id == 40_000
+    assert registry.by_id(40_000) is codec
+    assert registry.names() == ["raw", "zstd", "absent", "high", "low", "mirror", "missing", "needy", "renamed"]
+
+
+def test_an_outsider_cannot_take_our_name_or_number(outside):
+    assert type(registry.by_name("raw")).__module__ == "kvtier.codec.raw"
+    with pytest.raises(ConfigError, match="unknown codec id 7"):
+        registry.by_id(7)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("low", "id in 32768..4294967295, got 'low' and 7"),
+        ("high", "got 'high' and 4294967296"),
+        ("renamed", "'renamed' .* must be called so .* got 'mirror'"),
+        ("needy", "cannot be made"),
+        ("missing", "cannot be made"),
+        ("absent", "cannot be made: No module named 'no_such_module_at_all'"),
+    ],
+)
+def test_a_broken_outsider_is_refused_by_name(outside, name, message):
+    with pytest.raises(ConfigError, match=message):
+        registry.by_name(name)
+
+
+def test_zstd_without_its_package_is_a_clear_error(fresh, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.delitem(sys.modules, "kvtier.codec.zstd", raising=False)
+    with pytest.raises(ConfigError, match=r"codec 'zstd' needs the package zstandard: pip install 'kvtier\[zstd\]'"):
+        registry.by_name("zstd")
+
+
+@pytest.mark.parametrize("level", [0, 20])
+def test_an_impossible_level_is_refused(level):
+    pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
+    from kvtier.codec.zstd import Zstd
+
+    with pytest.raises(ConfigError, match=f"zstd level must be in 1..19, got {level}"):
+        Zstd(level)

@@ -1,0 +1,263 @@
+"""Hostile and damaged frames: each ends in CorruptChunkError, whatever it says, and takes no memory for it."""
+
+import struct
+import tracemalloc
+
+import pytest
+import xxhash
+
+from kvtier.codec import registry
+from kvtier.codec.frame import (
+    OPEN_SCRATCH_BYTES,
+    Identity,
+    frame_bytes,
+    open_in_place,
+    open_span,
+    read_head,
+    seal,
+    seal_scratch_bytes,
+    verify_frame,
+)
+from kvtier.codec.head import plan
+from kvtier.errors import CorruptChunkError
+from kvtier.layout import GroupLayout, History, KvLayout
+
+pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
+
+GROUP = GroupLayout(History(), (12_288, 5000, (1 << 20) + 8192), "test")
+IDENTITY = Identity(b"\x01" * 32, b"\x02" * 32, KvLayout(16, (GROUP,)).digest(0))
+SCRATCH = memoryview(bytearray(OPEN_SCRATCH_BYTES))
+ENTRY = struct.Struct("<QQIIII")
+
+
+def frame_of(codec_name: str) -> bytes:
+    codec = registry.by_name(codec_name)
+    slot = bytearray(frame_bytes(GROUP))
+    for position in range(0, len(slot), 64):
+        slot[position] = position % 251
+    scratch = memoryview(bytearray(seal_scratch_bytes(GROUP, codec)))
+    return bytes(seal(memoryview(slot), GROUP, IDENTITY, codec, scratch))
+
+
+FRAMES = {name: frame_of(name) for name in ("raw", "zstd")}
+
+
+def resealed(frame: bytes, *patches: tuple[int, str, int], header_bytes: int = 4096) -> bytes:
+    """`frame` with numbers changed and the header checksum made right: what an attacker would do."""
+    changed = bytearray(frame)
+    for position, code, value in patches:
+        struct.pack_into(f"<{code}", changed, position, value)
+    struct.pack_into("<Q", changed, 16, 0)
+    struct.pack_into("<Q", changed, 16, xxhash.xxh3_64_intdigest(bytes(changed[:header_bytes])))
+    return bytes(changed)
+
+
+def entry(row: int, field: str) -> int:
+    """Position of a field of the section table."""
+    return 256 + 32 * row + {"offset": 0, "checksum": 8, "raw": 16, "stored": 20, "layer": 24, "codec": 28}[field]
+
+
+def refusal(frame: bytes) -> str:
+    """What every reader says of `frame`; fails when one does not refuse it."""
+    slot = bytearray(frame_bytes(GROUP))
+    slot[: len(frame)] = frame[: len(slot)]
+    with pytest.raises(CorruptChunkError) as caught:
+        open_in_place(memoryview(slot), len(frame), GROUP, IDENTITY, SCRATCH)
+    with pytest.raises(CorruptChunkError) as again:
+        verify_frame(frame)
+    assert again.value.detail == caught.value.detail or len(frame) > len(slot)
+    return again.value.detail
+
+
+@pytest.mark.parametrize("codec", FRAMES)
+def test_a_frame_cut_anywhere_is_refused(codec):
+    frame = FRAMES[codec]
+    for length in [0, 1, 8, 12, 255, 256, 257, 4095, 4096, 4097, 8192, len(frame) - 4096, len(frame) - 1]:
+        assert "cut off" in (detail := refusal(frame[:length])) or "bytes stored of a frame of" in detail
+
+
+@pytest.mark.parametrize("codec", FRAMES)
+def test_a_frame_that_goes_on_is_refused(codec):
+    assert "bytes stored of a frame of" in refusal(FRAMES[codec] + bytes(4096))
+    assert "bytes stored of a frame of" in refusal(FRAMES[codec] + b"\0")
+
+
+def test_empty_zero_and_foreign_files_are_refused():
+    assert "cut off: 0 bytes" in refusal(b"")
+    assert "wrong magic" in refusal(bytes(8192))
+    assert "wrong magic" in refusal(b"\xff" * 8192)
+    assert "wrong magic" in refusal(FRAMES["raw"].replace(b"\r\n", b"\n", 1))
+
+
+def test_an_impossible_number_of_stored_bytes_is_refused():
+    slot = memoryview(bytearray(frame_bytes(GROUP)))
+    for stored_bytes in (-1, len(slot) + 1, 1 << 70):
+        with pytest.raises(CorruptChunkError, match="bytes stored"):
+            open_in_place(slot, stored_bytes, GROUP, IDENTITY, SCRATCH)
+
+
+@pytest.mark.parametrize("version", [0, 2, 0xFFFFFFFF])
+def test_an_unknown_version_is_refused_by_its_number(version):
+    assert f"unknown version {version}; known here: 1" in refusal(resealed(FRAMES["raw"], (8, "I", version)))
+
+
+SECTIONS = len(GROUP.sections)
+LAST = SECTIONS - 1
+CASES = [
+    ("sections 0", [(44, "I", 0)], "section count 0"),
+    ("sections too many", [(44, "I", 65_537)], "section count 65537"),
+    ("sections 2**32-1", [(44, "I", 0xFFFFFFFF)], "section count 4294967295"),
+    ("one section more", [(44, "I", SECTIONS + 1)], "raw length is not in"),
+    ("one section less", [(44, "I", SECTIONS - 1)], "reserved bytes"),
+    ("sections of a longer header", [(44, "I", 65_536)], "header of 4096 bytes does not fit"),
+    ("a longer header", [(44, "I", 65_536), (12, "I", 2_101_248)], "cut off"),
+    ("header 0", [(12, "I", 0)], "header of 0 bytes"),
+    ("header 2**32-1", [(12, "I", 0xFFFFFFFF)], "header of 4294967295 bytes"),
+    ("frame length 0", [(24, "Q", 0)], "frame of 0 bytes"),
+    ("frame length 2**64-1", [(24, "Q", (1 << 64) - 1)], "frame of 18446744073709551615 bytes"),
+    ("payload length 0", [(32, "Q", 0)], "payload of 0 bytes"),
+    ("payload length 2**63", [(32, "Q", 1 << 63)], "payload of 9223372036854775808 bytes"),
+    ("reserved", [(192, "B", 1)], "reserved bytes"),
+    ("reserved end", [(255, "B", 1)], "reserved bytes"),
+    ("behind the table", [(4095, "B", 1)], "reserved bytes"),
+    ("raw length 0", [(entry(1, "raw"), "I", 0)], "raw length is not in"),
+    ("raw length 2**32-1", [(entry(1, "raw"), "I", 0xFFFFFFFF)], "raw length is not in"),
+    ("raw length above a section", [(entry(1, "raw"), "I", (1 << 20) + 1)], "raw length is not in"),
+    ("stored length 0", [(entry(0, "stored"), "I", 0)], "stored length does not fit"),
+    ("stored length 2**32-1", [(entry(0, "stored"), "I", 0xFFFFFFFF)], "stored length does not fit"),
+    ("layer before", [(entry(0, "layer"), "I", 1)], "layers do not count up"),
+    ("layer gap", [(entry(LAST, "layer"), "I", 4)], "layers do not count up"),
+    ("layer back", [(entry(1, "layer"), "I", 0), (entry(2, "layer"), "I", 0xFFFFFFFF)], "layers do not count up"),
+    ("odd section within a layer", [(entry(2, "layer"), "I", 1), (entry(3, "layer"), "I", 2)], "odd length"),
+    ("offset 0", [(entry(0, "offset"), "Q", 0)], "offsets do not follow"),
+    ("offset past the end", [(entry(LAST, "offset"), "Q", 1 << 40)], "offsets do not follow"),
+    ("offset 2**64-1", [(entry(LAST, "offset"), "Q", (1 << 64) - 1)], "offsets do not follow"),
+    ("offset 2**64-4096", [(entry(0, "offset"), "Q", (1 << 64) - 4096)], "offsets do not follow"),
+    ("overlap", [(entry(1, "offset"), "Q", 4096)], "offsets do not follow"),
+    ("unknown codec of a section", [(entry(0, "codec"), "I", 7)], "another codec than the frame"),
+    ("checksum", [(entry(0, "checksum"), "Q", 0)], "checksum of the section at 4096 does not match"),
+]
+
+
+@pytest.mark.parametrize("codec", FRAMES)
+@pytest.mark.parametrize(("patches", "detail"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_a_head_that_lies_is_refused(codec, patches, detail):
+    tracemalloc.start()
+    try:
+        assert detail in refusal(resealed(FRAMES[codec], *patches))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_section_with_the_codec_the_frame_does_not_have_is_refused():
+    patched = resealed(FRAMES["raw"], (entry(0, "codec"), "I", 1), (entry(0, "stored"), "I", 12_287))
+    assert "another codec than the frame" in refusal(patched)
+    assert "stored length does not fit" in refusal(resealed(FRAMES["raw"], (40, "I", 1), (entry(0, "codec"), "I", 1)))
+
+
+def unknown_codec(frame: bytes, number: int) -> bytes:
+    """A packed frame under another codec id."""
+    rows = [row for row in range(SECTIONS) if struct.unpack_from("<I", frame, entry(row, "codec"))[0]]
+    return resealed(frame, (40, "I", number), *((entry(row, "codec"), "I", number) for row in rows))
+
+
+def test_a_codec_that_is_not_known_here_is_refused_by_its_number():
+    frame = unknown_codec(FRAMES["zstd"], 40_001)
+    verify_frame(frame)  # sound by itself: its checksums match
+    slot = memoryview(bytearray(frame_bytes(GROUP)))
+    slot[: len(frame)] = frame
+    with pytest.raises(CorruptChunkError, match="unknown codec id 40001; known here: raw, zstd"):
+        open_in_place(slot, len(frame), GROUP, IDENTITY, SCRATCH)
+
+
+def rewritten(frame: bytes, row: int, content: bytes) -> bytes:
+    """`frame` with the stored bytes of one section replaced, all checksums made right."""
+    section = read_head(frame).sections[row]
+    assert len(content) == section.stored_bytes
+    changed = bytearray(frame)
+    changed[section.offset : section.offset + len(content)] = content
+    extent = bytes(changed[section.offset : section.offset + section.extent_bytes])
+    return resealed(bytes(changed), (entry(row, "checksum"), "Q", xxhash.xxh3_64_intdigest(extent)))
+
+
+# A Zstandard frame that says that it holds 1 GiB: magic, descriptor, content size, one block of repeated zeros.
+BOMB = bytes.fromhex("28b52ffd e0") + struct.pack("<Q", 1 << 30) + bytes.fromhex("030010 00")
+
+
+def test_a_section_that_claims_a_gibibyte_takes_no_memory():
+    codec = registry.by_name("zstd")
+    for length in (0, 4096, 1 << 20):
+        into = memoryview(bytearray(length))
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match=f"zstd content of 1073741824 bytes cannot fill {length}"):
+                codec.decode(memoryview(BOMB), into)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 1 << 20
+
+
+def test_a_section_that_does_not_decode_is_refused():
+    frame = FRAMES["zstd"]
+    head = read_head(frame)
+    assert head.sections[0].codec == 1
+    stored = head.sections[0].stored_bytes
+    zstandard = pytest.importorskip("zstandard")
+    bomb = BOMB[:stored]
+    small = zstandard.ZstdCompressor().compress(b"x").ljust(stored, b"\0")
+    for content in (bytes(stored), b"\xff" * stored, bomb.ljust(stored, b"\0"), small):
+        hostile = rewritten(frame, 0, content)
+        verify_frame(hostile)
+        slot = memoryview(bytearray(frame_bytes(GROUP)))
+        slot[: len(hostile)] = hostile
+        with pytest.raises(CorruptChunkError, match="section of layer 0: zstd"):
+            open_in_place(slot, len(hostile), GROUP, IDENTITY, SCRATCH)
+        offset, length = head.span(0, 1)
+        hostile_head = read_head(hostile)
+        with pytest.raises(CorruptChunkError, match="section of layer 0: zstd"):
+            open_span(hostile_head, 0, 1, memoryview(hostile)[offset : offset + length], slot[4096:])
+
+
+def test_a_damaged_section_of_a_span_is_refused_and_the_others_are_not():
+    frame = bytearray(FRAMES["raw"])
+    head = read_head(frame)
+    frame[head.sections[1].offset + 10] ^= 4
+    payload = memoryview(bytearray(GROUP.payload_bytes))
+    for layer in range(3):
+        offset, length = head.span(layer, layer + 1)
+        span = memoryview(frame)[offset : offset + length]
+        if layer != 1:
+            open_span(head, layer, layer + 1, span, payload)
+            continue
+        with pytest.raises(CorruptChunkError, match="checksum of the section at 16384"):
+            open_span(head, layer, layer + 1, span, payload)
+
+
+def test_a_frame_larger_than_the_slot_is_refused():
+    larger = GroupLayout(History(), (12_288, 5000, (1 << 20) + 8192, 1), "test")
+    slot = memoryview(bytearray(frame_bytes(larger)))
+    frame = bytes(seal(slot, larger, IDENTITY, registry.by_name("raw")))
+    small = memoryview(bytearray(frame_bytes(GROUP)))
+    small[:] = frame[: len(small)]
+    with pytest.raises(CorruptChunkError, match="section table is not that of the layout"):
+        open_in_place(small, len(small), GROUP, IDENTITY, SCRATCH)
+
+
+def test_a_head_with_the_planned_table_must_still_have_the_planned_sizes():
+    """The shortcut for a known table must not skip what the header says besides the table."""
+    for patches, detail in (([(24, "Q", 4096)], "frame of 4096"), ([(32, "Q", 4096)], "payload of 4096")):
+        with pytest.raises(CorruptChunkError, match=detail):
+            read_head(resealed(FRAMES["raw"], *patches), plan(GROUP))
+    with pytest.raises(CorruptChunkError, match="header checksum does not match"):
+        read_head(FRAMES["raw"][:300] + b"\1" + FRAMES["raw"][301:], plan(GROUP))
+
+
+def test_the_name_of_a_damaged_frame_is_told_where_it_is_known():
+    damaged = bytearray(FRAMES["raw"])
+    damaged[300] ^= 1
+    with pytest.raises(CorruptChunkError) as caught:
+        verify_frame(damaged)
+    assert caught.value.name == IDENTITY.name
