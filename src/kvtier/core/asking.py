@@ -1,0 +1,130 @@
+"""What lower tiers have been asked, and what they have said. Hints only: the reader verifies."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvtier.core.host import Host
+from kvtier.core.limits import Limits
+from kvtier.core.lower import Lowers
+from kvtier.core.work import Item, Known, Question
+from kvtier.types import Command, Prefix, Probe, RequestId
+
+NOBODY = RequestId("")
+
+
+class Asking:
+    """Probes, by request. Answers live as long as the request."""
+
+    def __init__(
+        self, lowers: Lowers, limits: Limits, ranks: int, new_id: Callable[[], int], commands: list[Command]
+    ) -> None:
+        self._lowers = lowers
+        self._limits = limits
+        self._ranks = ranks
+        self._new_id = new_id
+        self._commands = commands
+        self._known: dict[RequestId, Known] = {}
+        self._order = list(lowers.by_name)
+        self._questions: dict[int, Question] = {}
+        self._deadlines: deque[tuple[float, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def ask(self, request: RequestId, prefix: Prefix, host: Host, now_s: float) -> Known | None:
+        """Ask every healthy tier for what is not in host memory; each object once per request.
+
+        Returns:
+            What is known so far; None when there is nobody to ask or too many requests are tracked.
+        """
+        known = self._known.get(request)
+        if known is None:
+            if not len(self._lowers) or len(self._known) >= self._limits.requests:
+                return None
+            known = self._known[request] = Known()
+        if known.asked_prefix is prefix and known.departures == host.departures:
+            return known
+        known.asked_prefix, known.departures = prefix, host.departures
+        keys = [*prefix.keys, *(mark.key for mark in prefix.marks)]
+        unasked = tuple(
+            (key, group)
+            for group, entries in enumerate(host.entries)
+            for key in keys
+            if key not in entries and (key, group) not in known.asked
+        )
+        if unasked:
+            known.asked.update(unasked)
+            for lower in self._lowers:
+                if lower.may_ask(now_s):
+                    lower.health.asked()
+                    self._send(request, known, lower.name, unasked, now_s)
+        return known
+
+    def answered(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
+        """One rank's answer; None when the tier failed. An answer that nobody waits for is ignored."""
+        question = self._questions.get(probe_id)
+        if question is None:
+            return
+        if present is None:
+            question.is_failed = True
+        else:
+            question.present = [a and b for a, b in zip(question.present, present, strict=True)]
+        question.ranks_left -= 1
+        if question.ranks_left:
+            return
+        known = self._close(probe_id, question, now_s)
+        if known is not None and not question.is_failed:
+            for item, is_there in zip(question.objects, question.present, strict=True):
+                if is_there:
+                    said = known.below.setdefault(item, [])
+                    said.append(question.tier)
+                    if len(said) > 1:
+                        said.sort(key=self._order.index)  # the fastest first, whoever answered first
+
+    def expire(self, now_s: float) -> bool:
+        """Unanswered after the deadline means absent, and counts against the tier; returns whether anything changed."""
+        changed = False
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            probe_id = self._deadlines.popleft()[1]
+            question = self._questions.get(probe_id)
+            if question is not None:
+                question.is_failed = True
+                self._close(probe_id, question, now_s)
+                changed = True
+        return changed
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do."""
+        while self._deadlines and self._deadlines[0][1] not in self._questions:
+            self._deadlines.popleft()
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def forget(self, request: RequestId) -> None:
+        """The request is gone."""
+        known = self._known.pop(request, None)
+        for probe_id in known.open_probes if known is not None else ():
+            self._questions[probe_id].request = NOBODY
+
+    def tiers_for(self, request: RequestId, item: Item) -> Sequence[str]:
+        """The tiers to try for an object: those that said they hold it, or all when none did.
+
+        (A load asks only for what can be had. If no tier has it, it was in host memory at the lookup and left since.)
+        """
+        known = self._known.get(request)
+        said = known.below.get(item) if known is not None else None
+        return said or self._order
+
+    def _send(self, request: RequestId, known: Known, tier: str, objects: tuple[Item, ...], now_s: float) -> None:
+        probe = Probe(self._new_id(), tier, objects, now_s + self._limits.probe_deadline_s)
+        self._questions[probe.id] = Question(tier, request, objects, self._ranks, [True] * len(objects))
+        self._deadlines.append((probe.deadline_s, probe.id))
+        known.open_probes.add(probe.id)
+        self._commands.append(probe)
+
+    def _close(self, probe_id: int, question: Question, now_s: float) -> Known | None:
+        del self._questions[probe_id]
+        self._lowers.judge(question.tier, now_s, is_fault=question.is_failed)
+        known = self._known.get(question.request)
+        if known is not None:
+            known.open_probes.discard(probe_id)
+        return known

@@ -1,0 +1,367 @@
+"""The core: what to give, what to keep, what to move. Pure and synchronous; DESIGN principles 1, 3 and 4.
+
+Events go in (lookup, load, store, release, complete, probed), each with the time; commands and events come out
+(`take_commands`, `take_events`). One owner calls it; it never blocks, and it never believes a lower tier.
+
+How it keeps its two promises:
+- never lie: an object is readable only in residency READY or LEAVING, to which only a transfer leads that every rank
+  reported DONE; whoever reads a slot holds a pin; a slot whose thread is late is not reused before the thread answers.
+- never stall: see `traffic`; and every wait has a deadline that `tick` lets pass.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvtier.core.asking import Asking
+from kvtier.core.boundary import chunk_end, longest_boundary, needed_chunks
+from kvtier.core.debts import Debts
+from kvtier.core.host import Host
+from kvtier.core.limits import Limits
+from kvtier.core.lower import Lowers
+from kvtier.core.meters import Meter
+from kvtier.core.offers import Appraiser, Asked
+from kvtier.core.patience import Patience
+from kvtier.core.residency import PRESENCE, READABLE
+from kvtier.core.sources import lookup_sources
+from kvtier.core.tally import Tally
+from kvtier.core.traffic import Traffic
+from kvtier.core.waiting import Waiting
+from kvtier.core.work import HOST, Known, Load, Store
+from kvtier.layout import History, KvLayout
+from kvtier.policy.base import Admitter, Evictor, Held
+from kvtier.types import (
+    ChunkKey,
+    Command,
+    Event,
+    Hint,
+    Lookup,
+    Offer,
+    Outcome,
+    Place,
+    Prefix,
+    Presence,
+    RequestId,
+)
+
+NO_HINT = Hint()
+
+
+class Cache:
+    """One engine's host memory and what it knows of the tiers below.
+
+    Args:
+        layout: the model's KV groups.
+        slots: host slots of each group, at least two each.
+        tiers: names of the lower tiers, fastest first.
+        evictor: makes one host evictor for each group.
+        admitter: decides what may enter host memory.
+        ranks: how many ranks answer each command.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        slots: Sequence[int],
+        tiers: Sequence[str],
+        evictor: Callable[[], Evictor],
+        admitter: Admitter,
+        limits: Limits | None = None,
+        ranks: int = 1,
+    ) -> None:
+        if len(slots) != len(layout.groups) or min(slots) < 2:
+            raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
+        self._layout = layout
+        self._limits = limits or Limits()
+        self._admitter = admitter
+        self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
+        self._last_id = 0
+        self._commands: list[Command] = []
+        self._events: list[Event] = []
+        sizes = [group.payload_bytes for group in layout.groups]
+        self._sizes = sizes
+        self._host = Host(slots, evictor, sizes, self._seconds_saved)
+        self._lowers = Lowers(tiers, self._limits, min(slots), self._events)
+        self._asking = Asking(self._lowers, self._limits, ranks, self._new_id, self._commands)
+        self._tally = Tally()
+        self._meters = {place: Meter() for place in (HOST, *tiers)}
+        self._debts = Debts(self._host, self._lowers, self._limits, self._tally)
+        self._waiting = Waiting(
+            layout=layout,
+            limits=self._limits,
+            host=self._host,
+            debts=self._debts,
+            order=[HOST, *tiers],
+            tally=self._tally,
+            events=self._events,
+        )
+        self._traffic = Traffic(
+            limits=self._limits,
+            ranks=ranks,
+            host=self._host,
+            lowers=self._lowers,
+            asking=self._asking,
+            debts=self._debts,
+            waiting=self._waiting,
+            tally=self._tally,
+            meters=self._meters,
+            new_id=self._new_id,
+            commands=self._commands,
+        )
+        self._appraiser = Appraiser(
+            layout=layout,
+            host=self._host,
+            meters=self._meters,
+            loads=self._waiting.loads.values(),
+            first_tier=self._traffic.first_tier,
+        )
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    def lookup(self, request: RequestId, prefix: Prefix, now_s: float, *, resident_tokens: int = 0) -> Lookup:
+        """How many leading tokens can be given. Asks lower tiers once per request and object; otherwise no effect.
+
+        What it offers does without the leading `resident_tokens`, which the engine holds.
+        """
+        self.tick(now_s)
+        runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
+        if self._has_history_only and not prefix.marks and min(runs) == len(prefix.keys):
+            # Everything is here: neither the rules of boundaries nor any tier has anything to add.
+            tokens = len(prefix.keys) * prefix.chunk_tokens
+            if not tokens:
+                return NOTHING
+            asked = Asked(prefix, resident_tokens, _in_host, runs)
+            offers = self._appraiser.offers(asked, tokens, tokens, now_s)
+            return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), offers)
+        known = self._asking.ask(request, prefix, self._host, now_s)
+        ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
+
+        def place_of(group: int, chunk: int) -> str | None:
+            return self._place_of(known, prefix.key(chunk), group)
+
+        tokens = longest_boundary(
+            self._layout.groups, prefix, lambda group, chunk: place_of(group, chunk) is not None, runs
+        )
+        most = max(len(prefix.keys) * prefix.chunk_tokens, *(mark.end for mark in prefix.marks), 0)
+        if known is not None and known.open_probes and tokens < most:
+            presence = Presence.PROBING
+        elif tokens > ready:
+            presence = Presence.ARRIVING
+        else:
+            presence = Presence.READY if tokens else Presence.ABSENT
+        order = [HOST, *self._lowers.by_name]
+        sources = lookup_sources(self._layout.groups, prefix, tokens, lambda g, c: place_of(g, c) or HOST, order)
+        offers: tuple[Offer, ...] = ()
+        if presence is not Presence.PROBING:
+            offers = self._appraiser.offers(Asked(prefix, resident_tokens, place_of, runs), ready, tokens, now_s)
+        return Lookup(tokens, ready, presence, sources, offers)
+
+    def presence(self, key: ChunkKey, group: int) -> Presence:
+        """Whether host memory has or will have one object."""
+        entry = self._host.find(key, group)
+        return Presence.ABSENT if entry is None else PRESENCE[entry.residency]
+
+    @property
+    def tally(self) -> Tally:
+        """What has been counted so far."""
+        return self._tally
+
+    @property
+    def host(self) -> Host:
+        """Host memory, to be read only."""
+        return self._host
+
+    @property
+    def owed_count(self) -> int:
+        """Objects that some tier is still to receive."""
+        return len(self._host.owed_objects())
+
+    @property
+    def in_flight(self) -> int:
+        """Commands that are out and will be answered."""
+        return len(self._traffic.flights) + len(self._asking)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do next, if nothing else happens."""
+        ends = [self._traffic.next_deadline(), self._asking.next_deadline()]
+        return min((end for end in ends if end is not None), default=None)
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        request: RequestId,
+        prefix: Prefix,
+        tokens: int,
+        places: Sequence[Place],
+        now_s: float,
+        *,
+        resident_tokens: int = 0,
+        patience: Patience | None = None,
+    ) -> None:
+        """Bring the leading `tokens` to `places`; one LoadDone follows, early when it no longer pays (`patience`).
+
+        Raises:
+            ValueError: a load of this request is under way; `tokens` is no boundary; a place is not in the prefix, lies
+                past `tokens` or is named twice; an object that is needed there is neither resident nor has a place.
+        """
+        self.tick(now_s)
+        if request in self._waiting.loads:
+            raise ValueError(f"request {request!r} has a load under way")
+        self._check_load(prefix, tokens, places, resident_tokens)
+        deadline_s = now_s + self._limits.load_deadline_s
+        load = Load(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places))
+        load.begin(now_s, patience, is_alone=not self._waiting.loads)
+        self._waiting.begin_load(load, [(place, prefix.key(place.chunk)) for place in places], now_s)
+        self._traffic.advance(now_s)
+
+    def store(
+        self, request: RequestId, prefix: Prefix, places: Sequence[Place], now_s: float, hint: Hint = NO_HINT
+    ) -> None:
+        """Keep the chunks at `places`; one StoreDone follows.
+
+        Raises:
+            ValueError: a place is not in the prefix.
+        """
+        self.tick(now_s)
+        self._check_places(prefix, places)
+        store = Store(request, prefix, hint, now_s + self._limits.store_patience_s, deque(), len(places))
+        admitted = [(place, prefix.key(place.chunk), self._is_admitted(prefix, place, hint, now_s)) for place in places]
+        self._waiting.begin_store(store, admitted, now_s)
+        self._traffic.advance(now_s)
+        self._waiting.end_store_if_settled(store)
+
+    def release(self, request: RequestId, now_s: float) -> None:
+        """Forget `request`: what has not begun will not; its Done events follow when nothing is in flight."""
+        self._stop(request)
+        self._traffic.advance(now_s)
+
+    def stop(self, now_s: float) -> None:
+        """Release every request that has a load or a store under way; none of them begins anything more."""
+        for request in dict.fromkeys([*self._waiting.loads, *(store.request for store in self._waiting.stores)]):
+            self._stop(request)
+        self._traffic.advance(now_s)
+
+    def flush(self, now_s: float) -> None:
+        """Demote everything that is owed, whatever the policy says about when."""
+        self._debts.flush()
+        self._traffic.advance(now_s)
+
+    # ---- answers ---------------------------------------------------------------------------------------------------
+
+    def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool = False) -> None:
+        """One rank's answer to a transfer. `is_fault`: the tier failed, as against a refusal or a cancellation."""
+        if self._traffic.complete(transfer_id, outcome, now_s, is_fault=is_fault):
+            self._traffic.advance(now_s)
+
+    def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
+        """One rank's answer to a probe; None when the tier failed."""
+        self._asking.answered(probe_id, present, now_s)
+        self._traffic.advance(now_s)  # demotions may have waited for the tier's trial
+
+    def tick(self, now_s: float) -> None:
+        """Let deadlines pass."""
+        if self._asking.expire(now_s) | self._traffic.expire(now_s):
+            self._traffic.advance(now_s)
+
+    # ---- output ----------------------------------------------------------------------------------------------------
+
+    def take_commands(self) -> list[Command]:
+        """What is to be done; each command is given out once."""
+        taken = self._commands.copy()
+        self._commands.clear()
+        return taken
+
+    def take_events(self) -> list[Event]:
+        """What has ended since the last call."""
+        taken = self._events.copy()
+        self._events.clear()
+        return taken
+
+    def check(self) -> None:
+        """Assert every invariant that can be seen from one moment's state.
+
+        Raises:
+            AssertionError: one does not hold, which is a mistake in the core.
+        """
+        self._host.check()
+        self._traffic.check()
+
+    def _stop(self, request: RequestId) -> None:
+        self._asking.forget(request)
+        load = self._waiting.loads.get(request)
+        if load is not None:
+            self._traffic.stop_load(load)
+        for store in [store for store in self._waiting.stores if store.request == request]:
+            self._waiting.give_up(store)
+
+    # ---- small things ----------------------------------------------------------------------------------------------
+
+    def _readable_run(self, group: int, keys: tuple[ChunkKey, ...]) -> int:
+        readable = self._host.readable[group]
+        for count, key in enumerate(keys):
+            if key not in readable:
+                return count
+        return len(keys)
+
+    def _is_ready(self, prefix: Prefix) -> Callable[[int, int], bool]:
+        return lambda group, chunk: prefix.key(chunk) in self._host.readable[group]
+
+    def _place_of(self, known: Known | None, key: ChunkKey, group: int) -> str | None:
+        entry = self._host.find(key, group)
+        if entry is not None:
+            return HOST if entry.residency in READABLE else entry.source
+        if known is not None:
+            for tier in known.below.get((key, group), ()):
+                if self._lowers[tier].health.is_up():
+                    return tier
+        return None
+
+    def _is_admitted(self, prefix: Prefix, place: Place, hint: Hint, now_s: float) -> bool:
+        depth = prefix.depth(place.chunk)
+        parent = prefix.keys[depth - 1] if depth else None
+        size_bytes, saved = self._sizes[place.group], self._seconds_saved(hint)
+        held = Held(
+            prefix.key(place.chunk), parent, depth, size_bytes, place.group, now_s, hint.session, hint.turn, saved
+        )
+        return self._admitter.admit(held, HOST)
+
+    def _check_places(self, prefix: Prefix, places: Sequence[Place]) -> None:
+        chunks = len(prefix.keys) + len(prefix.marks)
+        groups = len(self._layout.groups)
+        for place in places:
+            if not (0 <= place.group < groups and 0 <= place.chunk < chunks):
+                raise ValueError(f"{place} is outside the prefix: {groups} groups, {chunks} chunks")
+
+    def _check_load(self, prefix: Prefix, tokens: int, places: Sequence[Place], resident_tokens: int) -> None:
+        """What LoadDone says is true only if everything that its tokens need was asked for."""
+        groups = self._layout.groups
+        needed = [
+            (index, chunk) for index in range(len(groups)) for chunk in needed_chunks(groups[index], prefix, tokens)
+        ]
+        self._check_places(prefix, places)
+        named = {place[:2] for place in places}
+        if len(named) != len(places):
+            raise ValueError(f"a load names {len(places) - len(named)} of its places twice")
+        for chunk in {chunk for _, chunk in named}:
+            end = chunk_end(prefix, chunk)
+            if end > tokens:
+                raise ValueError(f"chunk {chunk} ends at {end}, past the {tokens} tokens of the load")
+        for group, chunk in needed:
+            if (group, chunk) not in named and chunk_end(prefix, chunk) > resident_tokens:
+                told = f"a load of {tokens} tokens, {resident_tokens} of them resident"
+                raise ValueError(f"{told}, needs chunk {chunk} of group {group}")
+
+    def _seconds_saved(self, hint: Hint) -> float:
+        return hint.seconds_saved_per_token * self._layout.chunk_tokens
+
+    def _new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+
+def _in_host(_group: int, _chunk: int) -> str:
+    return HOST
+
+
+NOTHING = Lookup(0, 0, Presence.ABSENT)

@@ -1,0 +1,94 @@
+"""What lower tiers are owed: which copies from the engine they should have, and when, by the write policy."""
+
+from kvtier.core.host import Host
+from kvtier.core.limits import Limits, WritePolicy
+from kvtier.core.lower import Lowers
+from kvtier.core.residency import Residency
+from kvtier.core.tally import Tally
+from kvtier.core.work import Entry
+from kvtier.types import Link
+
+
+class Debts:
+    """Who is owed what. A debt keeps its object in host memory until it is paid or forgotten."""
+
+    def __init__(self, host: Host, lowers: Lowers, limits: Limits, tally: Tally) -> None:
+        self._host = host
+        self._lowers = lowers
+        self._limits = limits
+        self._tally = tally
+
+    def use(self, entry: Entry, now_s: float) -> None:
+        """A request uses the object; with the selective policy that may be when tiers are to have it."""
+        self._host.touch(entry, now_s)
+        if entry.is_fresh and entry.uses == self._limits.selective_uses and entry.residency is Residency.READY:
+            self.owe(entry, now_s)
+
+    def owe(self, entry: Entry, now_s: float) -> None:
+        """A copy from the engine: should lower tiers have it, and is it time?"""
+        policy = self._limits.write_policy
+        if policy is WritePolicy.SELECTIVE and entry.uses < self._limits.selective_uses:
+            return
+        entry.is_fresh = False
+        tiers = {lower.name for lower in self._lowers if lower.may_tell(now_s)}
+        if tiers:
+            self._host.owe(entry, tiers)
+            if policy is not WritePolicy.BACK:
+                self._queue(entry)
+
+    def flush(self) -> None:
+        """Queue every demotion that is owed."""
+        for entry in self._host.owed_objects():
+            self._queue(entry)
+
+    def slot_for_store(self, group: int, wanted: int) -> int | None:
+        """A slot of `group`, of which `wanted` could be used; None when there is none now."""
+        slot = self._host.take_slot(group)
+        if slot is None and self._let_leave(group, wanted):
+            slot = self._host.take_slot(group)  # whoever leaves no longer shields its parents
+        return slot
+
+    def slot_for_load(self, group: int, wanted: int) -> int | None:
+        """The same for a load, which does not wait for a demotion but with write-back: the demotion is forgotten."""
+        slot = self.slot_for_store(group, wanted)
+        if slot is None and self._limits.write_policy is not WritePolicy.BACK:
+            entry = self._host.oldest_owed(group)
+            if entry is not None:
+                self._forget(entry)
+                slot = self._host.take_slot(group)
+        return slot
+
+    def _let_leave(self, group: int, wanted: int) -> bool:
+        """Write-back: victims go to their tiers first, as many as are `wanted` and as may be on their way at once.
+
+        Returns:
+            Whether one more is leaving.
+        """
+        if self._limits.write_policy is not WritePolicy.BACK:
+            return False
+        before = self._host.leaving[group]
+        most = min((lower.limit[Link.DEMOTE] + lower.late[Link.DEMOTE] for lower in self._lowers), default=0)
+        while self._host.leaving[group] < min(wanted, most):
+            entry = self._host.oldest_owed(group)
+            if entry is None:
+                break
+            self._host.leave(entry)
+            self._queue(entry)
+        return self._host.leaving[group] > before
+
+    def drop_next(self, tier: str) -> None:
+        """`tier` is down: the first demotion in its queue will not be made."""
+        entry, _ = self._lowers[tier].queue.popitem(last=False)
+        self._tally.demotions_dropped += 1
+        self._host.paid(entry, tier)
+
+    def _queue(self, entry: Entry) -> None:
+        for tier in sorted(entry.owed - entry.queued):
+            entry.queued.add(tier)
+            self._lowers[tier].queue[entry] = None
+
+    def _forget(self, entry: Entry) -> None:
+        self._tally.demotions_dropped += len(entry.owed)
+        for tier in sorted(entry.owed):
+            self._lowers[tier].queue.pop(entry, None)
+            self._host.paid(entry, tier)

@@ -1,0 +1,58 @@
+"""A circuit breaker for one tier: after some failures in a row it is left alone for a while, then tried once."""
+
+from dataclasses import dataclass
+
+RETRY_GROWTH = 2.0
+RETRY_SECONDS_MAX = 60.0
+
+
+@dataclass(slots=True)
+class Health:
+    """Whether a tier is worth asking.
+
+    Args:
+        failures_max: failures in a row that close the tier.
+        retry_s: seconds it is left alone the first time; doubles with each failed trial, up to a minute.
+    """
+
+    failures_max: int
+    retry_s: float
+    failures: int = 0
+    rest_s: float = 0.0
+    closed_until_s: float = 0.0
+    is_trial: bool = False
+
+    def is_up(self) -> bool:
+        """Whether the tier counts as healthy."""
+        return self.rest_s == 0.0
+
+    def may_ask(self, now_s: float) -> bool:
+        """Whether to give it work now. While it is down, one trial is let through after each rest."""
+        if self.is_up():
+            return True
+        return not self.is_trial and now_s >= self.closed_until_s
+
+    def asked(self) -> None:
+        """Work was given to it; when it is down, that is its trial."""
+        if not self.is_up():
+            self.is_trial = True
+
+    def succeeded(self) -> bool:
+        """It answered well; returns whether it thereby came back up."""
+        came_back = not self.is_up()
+        self.failures, self.rest_s, self.is_trial = 0, 0.0, False
+        return came_back
+
+    def unanswered(self) -> None:
+        """A trial ended without telling anything about the tier (it was cancelled); another may be made."""
+        self.is_trial = False
+
+    def failed(self, now_s: float) -> bool:
+        """It failed or was late; returns whether it thereby went down."""
+        self.failures += 1
+        went_down = self.is_up() and self.failures >= self.failures_max
+        if went_down or (not self.is_up() and self.is_trial):
+            self.rest_s = self.retry_s if went_down else min(self.rest_s * RETRY_GROWTH, RETRY_SECONDS_MAX)
+            self.closed_until_s = now_s + self.rest_s
+        self.is_trial = False
+        return went_down

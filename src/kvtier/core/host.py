@@ -1,0 +1,251 @@
+"""Host memory as the core sees it: which object is in which slot, and who may leave.
+
+The only place that changes either.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.core.residency import COMING, READABLE, Change, Residency, after
+from kvtier.core.work import Entry
+from kvtier.policy.base import Evictor, Held
+from kvtier.types import ChunkKey, Hint
+
+
+class Host:
+    """The slots of every KV group and the objects in them.
+
+    Args:
+        slots: number of slots of each group.
+        evictor: makes one `Evictor` for each group.
+        seconds_saved: estimated GPU seconds that one reuse of an object with this hint saves.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        evictor: Callable[[], Evictor],
+        object_bytes: Sequence[int],
+        seconds_saved: Callable[[Hint], float],
+    ) -> None:
+        self.slots = tuple(slots)
+        self.entries: list[dict[ChunkKey, Entry]] = [{} for _ in slots]
+        self.readable: list[set[ChunkKey]] = [set() for _ in slots]
+        self.lost: list[Entry] = []
+        self.leaving = [0] * len(self.slots)
+        """Objects of each group that are LEAVING: slots that will be free soon."""
+        self.evictions = 0
+        self.departures = 0
+        """How often an object that could be found was there no more, for whatever reason."""
+        self._free = [list(range(count - 1, -1, -1)) for count in slots]
+        self._evictors = [evictor() for _ in slots]
+        self.object_bytes = tuple(object_bytes)
+        self._seconds_saved = seconds_saved
+        # Counting who could leave keeps a full house cheap: no search for a victim that cannot exist.
+        self._idle_clean = [0] * len(self.slots)
+        self._idle_owed = [0] * len(self.slots)
+
+    def find(self, key: ChunkKey, group: int) -> Entry | None:
+        """The object's entry, unless it is absent or lost."""
+        return self.entries[group].get(key)
+
+    def enter(self, entry: Entry, change: Change) -> None:
+        """Put `entry` into its slot, which `take_slot` gave; `change` is GATHER or PROMOTE."""
+        entry.residency = after(entry.residency, change)
+        self.entries[entry.group][entry.key] = entry
+
+    def arrived(self, entry: Entry, now_s: float) -> None:
+        """The bytes are in the slot."""
+        entry.residency = after(entry.residency, Change.ARRIVED)
+        self.readable[entry.group].add(entry.key)
+        self._count(entry, 1)
+        self._evictors[entry.group].added(self._held(entry, now_s))
+
+    def failed(self, entry: Entry) -> None:
+        """The bytes did not come; the slot is free again."""
+        entry.residency = after(entry.residency, Change.FAILED)
+        self._depart(entry)
+        self._free[entry.group].append(entry.slot)
+
+    def late(self, entry: Entry) -> None:
+        """Nobody waits any more, but a thread may still write: nobody finds it, the slot is not free."""
+        entry.residency = after(entry.residency, Change.LATE)
+        self._depart(entry)
+        self.lost.append(entry)
+
+    def settled(self, entry: Entry) -> None:
+        """The thread behind a late promotion has answered at last."""
+        entry.residency = after(entry.residency, Change.SETTLED)
+        self.lost.remove(entry)
+        self._free[entry.group].append(entry.slot)
+
+    def touch(self, entry: Entry, now_s: float) -> None:
+        """A request uses the object."""
+        entry.uses += 1
+        if entry.residency is Residency.LEAVING:
+            entry.residency = after(entry.residency, Change.WANTED)
+            self.leaving[entry.group] -= 1
+            self._count(entry, 1)
+            self._offer(entry, now_s)
+        elif entry.residency is Residency.READY:
+            self._evictors[entry.group].touched(self._held(entry, now_s))
+
+    def pin(self, entry: Entry) -> None:
+        """Forbid eviction once more."""
+        if not entry.pins:
+            self._count(entry, -1)
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        """Take one pin back."""
+        assert entry.pins > 0, "unpinned more often than pinned"
+        entry.pins -= 1
+        if not entry.pins:
+            self._count(entry, 1)
+            self._leave_if_paid(entry)
+
+    def owe(self, entry: Entry, tiers: set[str]) -> None:
+        """`tiers` are still to receive the object."""
+        self._count(entry, -1)
+        entry.owed |= tiers
+        self._count(entry, 1)
+
+    def paid(self, entry: Entry, tier: str) -> None:
+        """`tier` has received the object, or will not."""
+        self._count(entry, -1)
+        entry.owed.discard(tier)
+        self._count(entry, 1)
+        self._leave_if_paid(entry)
+
+    def has_room(self, group: int) -> bool:
+        """Whether a slot of `group` is free, or may be."""
+        return bool(self._free[group] or self._idle_clean[group])
+
+    def take_slot(self, group: int) -> int | None:
+        """A free slot, evicting an object that is neither pinned nor owed to a tier; None when there is none."""
+        if not self._free[group]:
+            if not self._idle_clean[group]:
+                return None
+            entries = self.entries[group]
+            victim = self._victim(group, lambda name: not _is_idle(entries[ChunkKey(name)], may_owe=False))
+            if victim is None:
+                return None
+            self._evict(victim)
+        return self._free[group].pop()
+
+    def oldest_owed(self, group: int) -> Entry | None:
+        """The object that would leave next, of those that only a debt to a tier keeps."""
+        if not self._idle_owed[group]:
+            return None
+        entries = self.entries[group]
+
+        def stays(name: bytes) -> bool:
+            entry = entries[ChunkKey(name)]
+            return not (entry.owed and _is_idle(entry, may_owe=True))
+
+        return self._victim(group, stays)
+
+    def leave(self, entry: Entry) -> None:
+        """`entry` is a victim that leaves as soon as its tiers have received it."""
+        self._count(entry, -1)
+        entry.residency = after(entry.residency, Change.LEAVE)
+        self.leaving[entry.group] += 1
+        self._evictors[entry.group].removed(entry.key)
+
+    def stuck(self, entry: Entry) -> None:
+        """A late demotion reads the slot, nobody knows how long: until then the evictor need not spare its parents."""
+        entry.stuck += 1
+        self._evictors[entry.group].removed(entry.key)
+
+    def unstuck(self, entry: Entry, now_s: float) -> None:
+        """The thread behind a late demotion has answered at last."""
+        entry.stuck -= 1
+        if entry.residency is Residency.READY:
+            self._offer(entry, now_s)
+
+    def used(self, group: int) -> int:
+        """Slots of `group` that hold something."""
+        return self.slots[group] - len(self._free[group])
+
+    def owed_objects(self) -> list[Entry]:
+        """Every readable object that some tier is still to receive, parents before children."""
+        owed = [entry for entries in self.entries for entry in entries.values() if entry.owed]
+        return sorted(owed, key=lambda entry: entry.depth)
+
+    def check(self) -> None:
+        """Assert that slots, sets, pins and counts agree.
+
+        Raises:
+            AssertionError: they do not, which is a mistake in the core.
+        """
+        for group, entries in enumerate(self.entries):
+            slots = self._free[group] + [entry.slot for entry in self.lost if entry.group == group]
+            readable = clean = owed = leaving = 0
+            for key, entry in entries.items():
+                slots.append(entry.slot)
+                state = entry.residency
+                assert entry.pins >= 0, "negative pins"
+                if state in READABLE:
+                    readable += 1
+                    assert key in self.readable[group], "the set of readable keys lacks one"
+                    clean += state is Residency.READY and not entry.pins and not entry.owed
+                    owed += state is Residency.READY and not entry.pins and bool(entry.owed)
+                    leaving += state is Residency.LEAVING
+                    assert state is Residency.READY or entry.pins or entry.owed, "nothing keeps what is leaving"
+                else:
+                    assert state in COMING, "an absent entry was kept"
+            slots.sort()
+            assert slots == list(range(self.slots[group])), "a slot is lost or shared"
+            assert readable == len(self.readable[group]), "the set of readable keys is stale"
+            assert clean == self._idle_clean[group], "the count of idle objects is wrong"
+            assert owed == self._idle_owed[group], "the count of idle owed objects is wrong"
+            assert leaving == self.leaving[group], "the count of leaving objects is wrong"
+        assert all(entry.residency is Residency.LOST for entry in self.lost), "a lost entry is not lost"
+
+    def _victim(self, group: int, is_pinned: Callable[[bytes], bool]) -> Entry | None:
+        name = self._evictors[group].victim(is_pinned)
+        return None if name is None else self.entries[group][ChunkKey(name)]
+
+    def _evict(self, entry: Entry) -> None:
+        self._count(entry, -1)
+        self.leaving[entry.group] -= entry.residency is Residency.LEAVING
+        entry.residency = after(entry.residency, Change.EVICTED)
+        self._depart(entry)
+        self.readable[entry.group].discard(entry.key)
+        self._evictors[entry.group].removed(entry.key)
+        self._free[entry.group].append(entry.slot)
+        self.evictions += 1
+
+    def _offer(self, entry: Entry, now_s: float) -> None:
+        """The evictor may choose `entry` (again)."""
+        if not entry.stuck:
+            self._evictors[entry.group].added(self._held(entry, now_s))
+
+    def _depart(self, entry: Entry) -> None:
+        del self.entries[entry.group][entry.key]
+        self.departures += 1
+
+    def _leave_if_paid(self, entry: Entry) -> None:
+        if entry.residency is Residency.LEAVING and not entry.pins and not entry.owed:
+            self._evict(entry)
+
+    def _count(self, entry: Entry, step: int) -> None:
+        if entry.residency is Residency.READY and not entry.pins:
+            counts = self._idle_owed if entry.owed else self._idle_clean
+            counts[entry.group] += step
+
+    def _held(self, entry: Entry, now_s: float) -> Held:
+        return Held(
+            entry.key,
+            entry.parent,
+            entry.depth,
+            self.object_bytes[entry.group],
+            entry.group,
+            now_s,
+            entry.hint.session,
+            entry.hint.turn,
+            self._seconds_saved(entry.hint),
+        )
+
+
+def _is_idle(entry: Entry, *, may_owe: bool) -> bool:
+    return entry.residency is Residency.READY and not entry.pins and (may_owe or not entry.owed)

@@ -1,0 +1,43 @@
+"""What the core may have going on at once, and for how long."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class WritePolicy(Enum):
+    """When a host copy is demoted to the lower tiers."""
+
+    THROUGH = "through"  # as soon as it is ready
+    BACK = "back"  # when it is evicted from host memory, or at the end
+    SELECTIVE = "selective"  # at its n-th use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Budgets and deadlines. Counts are transfers of one object; seconds are on the session's clock."""
+
+    gathers: int = 16
+    scatters: int = 16
+    promotes: int = 16
+    """Promotions in flight per tier; all tiers together at most a quarter of the slots of the smallest group."""
+    demotes: int = 8
+    """Demotions in flight per tier; all tiers together at most a quarter of the slots of the smallest group."""
+    waiting_chunks: int = 4096
+    """Objects of all stores together that may wait for a slot; more are dropped."""
+    requests: int = 4096
+    """Requests whose lower-tier answers are kept; more are looked up in host memory only."""
+    probe_deadline_s: float = 0.5
+    load_deadline_s: float = 30.0
+    transfer_deadline_s: float = 10.0
+    store_patience_s: float = 10.0
+    tier_failures: int = 3
+    tier_retry_s: float = 5.0
+    write_policy: WritePolicy = WritePolicy.THROUGH
+    selective_uses: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("gathers", "scatters", "promotes", "demotes", "requests", "tier_failures", "selective_uses"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"limits.{name} must be at least 1, got {getattr(self, name)}")
+        if self.waiting_chunks < 0:
+            raise ValueError(f"limits.waiting_chunks must be at least 0, got {self.waiting_chunks}")

@@ -1,0 +1,89 @@
+"""The lower tiers as the core sees them: health, and what is on the way to and from each."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from kvtier.core.health import Health
+from kvtier.core.limits import Limits
+from kvtier.core.residency import READABLE
+from kvtier.core.work import Entry
+from kvtier.types import Event, Link, TierNotice
+
+
+class Lower:
+    """One lower tier: its breaker, its budgets and its queue of demotions."""
+
+    def __init__(self, name: str, limits: Limits, in_flight_max: int) -> None:
+        self.name = name
+        self.health = Health(limits.tier_failures, limits.tier_retry_s)
+        self.queue: OrderedDict[Entry, None] = OrderedDict()
+        """What waits for a demotion, in order; each owes this tier."""
+        self.out = {Link.PROMOTE: 0, Link.DEMOTE: 0}
+        self.late = {Link.PROMOTE: 0, Link.DEMOTE: 0}
+        """Of those, the ones whose deadline has passed: their threads are stuck and their budget with them."""
+        self.limit = {
+            Link.PROMOTE: min(limits.promotes, in_flight_max),
+            Link.DEMOTE: min(limits.demotes, in_flight_max),
+        }
+
+    def has_room(self, link: Link) -> bool:
+        """Whether one more transfer may go out."""
+        return self.out[link] < self.limit[link]
+
+    def may_ask(self, now_s: float) -> bool:
+        """Whether to give it reads now: it is healthy or due for a trial, and not all of its budget is stuck."""
+        return self.late[Link.PROMOTE] < self.limit[Link.PROMOTE] and self.health.may_ask(now_s)
+
+    def may_tell(self, now_s: float) -> bool:
+        """Whether to give it writes now; as `may_ask`."""
+        return self.late[Link.DEMOTE] < self.limit[Link.DEMOTE] and self.health.may_ask(now_s)
+
+    def ended(self, link: Link, *, is_late: bool) -> None:
+        """One transfer has been answered."""
+        self.out[link] -= 1
+        self.late[link] -= is_late
+
+
+class Lowers:
+    """All lower tiers, fastest first."""
+
+    def __init__(self, names: Sequence[str], limits: Limits, slots_min: int, events: list[Event]) -> None:
+        # A quarter of the slots for the promotions of all tiers, a quarter for their demotions: though all of them
+        # hang, half of host memory goes on.
+        in_flight_max = max(1, slots_min // (4 * max(1, len(names))))
+        self.by_name = {name: Lower(name, limits, in_flight_max) for name in names}
+        self._events = events
+
+    def __iter__(self) -> Iterator[Lower]:
+        return iter(self.by_name.values())
+
+    def __getitem__(self, name: str) -> Lower:
+        return self.by_name[name]
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def judge(self, name: str, now_s: float, *, is_fault: bool) -> None:
+        """A tier has answered, or has failed to; says so when that changes its health."""
+        health = self.by_name[name].health
+        if is_fault:
+            if health.failed(now_s):
+                detail = f"failed {health.failures} times in a row; left alone for {health.rest_s:g} s"
+                self._events.append(TierNotice(name, is_up=False, detail=detail))
+        elif health.succeeded():
+            self._events.append(TierNotice(name, is_up=True, detail="answers again"))
+
+    def check(self, out: dict[Link, int]) -> None:
+        """Assert that budgets hold and that only what is owed waits; `out` are the transfers in flight by link.
+
+        Raises:
+            AssertionError: that is not so, which is a mistake in the core.
+        """
+        for link in (Link.PROMOTE, Link.DEMOTE):
+            assert out[link] == sum([lower.out[link] for lower in self]), f"{link.value}s miscounted"
+        for lower in self:
+            for link, most in lower.limit.items():
+                assert lower.late[link] <= lower.out[link] <= most, f"{link.value}s over budget"
+            for entry in lower.queue:
+                assert lower.name in entry.owed, "a demotion waits that is not owed"
+                assert entry.residency in READABLE, "a demotion waits for what is not whole"

@@ -1,0 +1,261 @@
+"""Load or compute: for each request the way that is expected to be faster, and a bound on what a mistake costs.
+
+The core says what loads would take (`Lookup.offers`), the engine's steps say what computing takes (`prefill`); the plan
+is the least sum. That is a guess about links, and links change. So three things bound what it may cost:
+
+- A load is cut when it no longer pays (`patience`). It may lose `SLACK` of the time that computing everything would
+  take; that much is lost at most on a link that nobody trusts.
+- A link that needs some time before its first byte could never be used so. As long as there is something in the
+  planner's account, a load may therefore lose, on top, twice what it is expected to have lost at its worst moment. The
+  account gets `COMPUTED_SHARE` of the time that went into computing and a tenth of what loads have saved, and pays for
+  what they have lost. A wait behind other loads costs it nothing, as far as the engine would be computing their tokens
+  if it were not for them. So all requests together lose at most that income, what the account had at the
+  start, and what the loads were lent that were open when it ran dry: whatever the links do.
+- A link that cost a load, or is believed to be slower than computing, rests; then one load tries it again, within
+  `SLACK`. The rest doubles with each try that fails, from a second to half a minute, and ends with one that succeeds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from kvtier.core.patience import Patience
+from kvtier.core.prefill import Piece, Prefill
+from kvtier.types import LoadDone, Lookup, Offer
+
+__all__ = ["Piece", "Plan", "Planner"]
+
+SLACK = 0.03
+COMPUTED_SHARE = 0.02
+"""Share of what was computed that may be lost besides; with `SLACK` it is what users are promised: 5 %."""
+SLACK_S_MIN = 0.005
+"""Below this nobody notices, and threads wake up late."""
+ACCOUNT_START_S = 1.0
+ACCOUNT_MOST_S = 10.0
+SAVED_SHARE = 0.1
+"""Share of what was saved that may be lost again."""
+RISKS = 2.0
+"""A load may lose this many times as much on the way as it was expected to."""
+UNKNOWN_WAIT_S = 0.2
+"""What is expected of a link that nobody has used yet."""
+REST_S_MIN = 1.0
+REST_S_MAX = 30.0
+REST_GROWTH = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do about one prompt."""
+
+    total_tokens: int
+    resident_tokens: int
+    tokens: int
+    """Load up to here: a valid boundary past the resident tokens, or these themselves: load nothing."""
+    recompute_s: float
+    """Expected time without any load."""
+    compute_s: float = 0.0
+    """Expected time of computing what is left."""
+    load_s: float = 0.0
+    """Expected time of the load, as far as the engine is not busy with others anyway."""
+    patience: Patience | None = None
+    """For the load; None: it goes on to the end."""
+    is_trial: bool = False
+    """It is not expected to pay: a link that is believed slow is tried again."""
+    place: str = ""
+    """The slowest place that it needs."""
+    risk_s: float = 0.0
+    """What the load will have lost at its worst moment, if all goes as expected."""
+    free_s: float = 0.0
+    """How long it may wait without being later than if there were no loads at all."""
+
+    @property
+    def saved_s(self) -> float:
+        """Expected gain; below zero for a trial."""
+        return self.recompute_s - self.compute_s - self.load_s
+
+
+@dataclass(slots=True)
+class _Rest:
+    """A place that is left alone for a while."""
+
+    until_s: float = 0.0
+    seconds: float = REST_S_MIN
+    lost_s: float = 0.0
+    """What a load has lost on it. Who cannot afford that does not load from it; for others, only tries wait."""
+
+
+class Planner:
+    """The plans of one engine. It has no clock, no thread and no lock: one owner calls it.
+
+    Args:
+        step_tokens: tokens that the engine computes in one step at most; 0: all at once.
+        is_on: False loads whatever there is, to the end.
+    """
+
+    def __init__(self, *, step_tokens: int = 0, is_on: bool = True) -> None:
+        self._step_tokens = step_tokens
+        self._is_on = is_on
+        self._prefill = Prefill()
+        self._account_s = ACCOUNT_START_S
+        self._overhead_s = 0.0
+        self._open = 0
+        """Loads that have begun and not ended."""
+        self._spared_s = 0.0
+        """What computing would take that these are to spare."""
+        self._rests: dict[str, _Rest] = {}
+        self._counts = {"loads": 0, "loads_cut": 0, "trials": 0}
+        self._saved_s = 0.0
+
+    # ---- what computing takes --------------------------------------------------------------------------------------
+
+    def prefilled(self, pieces: Sequence[Piece], seconds: float) -> None:
+        """A step of the engine that computed `pieces` took `seconds`."""
+        self._prefill.add(pieces, seconds)
+        self._earn(COMPUTED_SHARE * seconds)
+
+    def seconds(self, tokens: int, context_tokens: int) -> float:
+        """Expected time of computing `tokens` behind `context_tokens`."""
+        if tokens <= 0:
+            return 0.0
+        costs = self._prefill.costs
+        steps = -(-tokens // self._step_tokens) if self._step_tokens else 1
+        pairs = Piece(tokens, context_tokens).pairs
+        return steps * costs.per_step_s + tokens * costs.per_token_s + pairs * costs.per_pair_s
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Expected time of computing one more token of a prompt, without its attention to those before it."""
+        costs = self._prefill.costs
+        return costs.per_token_s + (costs.per_step_s / self._step_tokens if self._step_tokens else 0.0)
+
+    # ---- plans -----------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, lookup: Lookup, total_tokens: int, *, resident_tokens: int = 0, ahead_s: float = 0.0, now_s: float
+    ) -> Plan:
+        """What to do about a prompt. Has no effect.
+
+        Args:
+            lookup: what can be loaded, and what that takes.
+            total_tokens: of the prompt.
+            resident_tokens: those that the engine holds.
+            ahead_s: how long the engine will compute for others before it can compute for this one.
+            now_s: the time.
+        """
+        recompute_s = self.seconds(total_tokens - resident_tokens, resident_tokens)
+        free_s = ahead_s + self._spared_s
+        nothing = Plan(total_tokens, resident_tokens, resident_tokens, recompute_s, recompute_s, free_s=free_s)
+        offers = [offer for offer in lookup.offers if resident_tokens < offer.tokens <= total_tokens]
+        if not offers:
+            return nothing
+        if not self._is_on:
+            return self._loading(nothing, offers[-1], ahead_s)
+        paying = [self._patient(self._loading(nothing, offer, ahead_s), offer) for offer in offers]
+        best = max([nothing, *(plan for plan in paying if self._is_wise(plan, now_s))], key=lambda plan: plan.saved_s)
+        longest = paying[-1]
+        if longest.tokens > best.tokens and self._is_worth_a_try(longest, best, now_s):
+            return replace(longest, is_trial=True, patience=self._patience(_slack_s(longest)))
+        return best
+
+    def begun(self, plan: Plan, now_s: float) -> None:
+        """The load of `plan` begins; `ended` or `dropped` follows."""
+        self._counts["loads"] += 1
+        self._open += 1
+        self._spared_s += plan.recompute_s - plan.compute_s
+        self._counts["trials"] += plan.is_trial
+        if plan.is_trial:
+            rest = self._rests.setdefault(plan.place, _Rest())
+            rest.until_s, rest.lost_s = now_s + rest.seconds, 0.0
+
+    def ended(self, plan: Plan, done: LoadDone, seconds: float, now_s: float) -> None:
+        """The load of `plan` took `seconds`, and ended as `done` says."""
+        self.dropped(plan)
+        if plan.patience is None:
+            return
+        regret_s = seconds - plan.patience.saved_s(plan.resident_tokens, done.tokens)
+        self._earn(SAVED_SHARE * max(0.0, -regret_s) - max(0.0, regret_s - plan.free_s - _slack_s(plan)))
+        self._saved_s -= regret_s
+        self._counts["loads_cut"] += done.was_cut
+        if done.was_cut or regret_s > plan.free_s + _slack_s(plan):
+            self._failed(plan, regret_s, now_s)
+        elif done.tokens >= plan.tokens:
+            self._rests.pop(plan.place, None)
+
+    def dropped(self, plan: Plan) -> None:
+        """Nobody waits for the load of `plan` any more; nothing is to be learned from it."""
+        self._open -= 1
+        self._spared_s = self._spared_s - plan.recompute_s + plan.compute_s if self._open else 0.0
+
+    def waited(self, seconds: float) -> None:
+        """What a load took besides: from the plan to its beginning, and from its end to the step that goes on."""
+        self._overhead_s = sqrt(self._overhead_s * seconds) if self._overhead_s else seconds
+
+    def snapshot(self) -> dict[str, float]:
+        """Figures to be shown."""
+        costs = self._prefill.costs
+        return {
+            **{f"{name}_s": value for name, value in zip(("per_step", "per_token", "per_pair"), costs, strict=True)},
+            **self._counts,
+            "overhead_s": self._overhead_s,
+            "account_s": self._account_s,
+            "saved_s": self._saved_s,
+        }
+
+    # ---- how a plan is made ----------------------------------------------------------------------------------------
+
+    def _loading(self, nothing: Plan, offer: Offer, ahead_s: float) -> Plan:
+        compute_s = self.seconds(nothing.total_tokens - offer.tokens, offer.tokens)
+        load_s = max(0.0, offer.seconds - ahead_s) + self._overhead_s
+        return replace(nothing, tokens=offer.tokens, compute_s=compute_s, load_s=load_s, place=offer.place)
+
+    def _patient(self, plan: Plan, offer: Offer) -> Plan:
+        """With the patience for its risk, if that can be afforded."""
+        risk_s = self._risk_s(plan.resident_tokens, offer)
+        needed_s = min(RISKS * risk_s, max(risk_s, plan.saved_s))
+        if not offer.is_known:
+            needed_s = max(needed_s, RISKS * UNKNOWN_WAIT_S, plan.free_s)
+        lent_s = needed_s if self._account_s > 0 else min(needed_s, plan.free_s)
+        return replace(plan, risk_s=risk_s, patience=self._patience(_slack_s(plan) + lent_s))
+
+    def _risk_s(self, start: int, offer: Offer) -> float:
+        """First nothing comes; then, perhaps, tokens that are cheaper to compute than to load, before the dear ones."""
+        pace_s = (offer.seconds - offer.wait_s) / (offer.tokens - start)
+        cheap_s, per_pair_s = self.seconds_per_token, self._prefill.costs.per_pair_s
+        if pace_s <= cheap_s + per_pair_s * start:
+            return offer.wait_s
+        even = (pace_s - cheap_s) / per_pair_s if per_pair_s else float(offer.tokens)
+        worst = min(offer.tokens, int(even))
+        return offer.wait_s + pace_s * (worst - start) - self._patience(0.0).saved_s(start, worst)
+
+    def _patience(self, allowance_s: float) -> Patience:
+        return Patience(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s)
+
+    def _is_wise(self, plan: Plan, now_s: float) -> bool:
+        """Whether the load pays, its place does not rest, and its patience is enough for what is expected."""
+        rest = self._rests.get(plan.place)
+        is_resting = rest is not None and now_s < rest.until_s and _slack_s(plan) <= rest.lost_s
+        return not is_resting and plan.patience is not None and plan.risk_s <= plan.patience.allowance_s
+
+    def _is_worth_a_try(self, plan: Plan, best: Plan, now_s: float) -> bool:
+        """Whether the place has rested, no load tells how it is, and it would bring more than a try may cost."""
+        rest = self._rests.get(plan.place)
+        has_rested = rest is None or now_s >= rest.until_s
+        gain_s = best.load_s + best.compute_s - plan.compute_s - self._overhead_s
+        return has_rested and not self._open and gain_s > _slack_s(plan)
+
+    def _failed(self, plan: Plan, regret_s: float, now_s: float) -> None:
+        rest = self._rests.get(plan.place)
+        if rest is None:
+            rest = self._rests[plan.place] = _Rest()
+        elif plan.is_trial or now_s >= rest.until_s:
+            rest.seconds = min(REST_GROWTH * rest.seconds, REST_S_MAX)
+        rest.until_s = max(rest.until_s, now_s + rest.seconds)
+        if not plan.is_trial:
+            rest.lost_s = max(rest.lost_s, regret_s)
+
+    def _earn(self, seconds: float) -> None:
+        self._account_s = min(self._account_s + seconds, ACCOUNT_MOST_S)
+
+
+def _slack_s(plan: Plan) -> float:
+    return max(SLACK_S_MIN, SLACK * plan.recompute_s)

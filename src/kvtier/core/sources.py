@@ -1,0 +1,57 @@
+"""Which place the tokens of a load come from, for reports and metrics."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvtier.core.boundary import chunk_start, needed_chunks
+from kvtier.core.work import HOST
+from kvtier.layout import GroupLayout
+from kvtier.types import Prefix
+
+Sources = tuple[tuple[str, int], ...]
+"""(place, tokens), host first; places that give nothing are left out."""
+
+
+def lookup_sources(
+    groups: Sequence[GroupLayout],
+    prefix: Prefix,
+    tokens: int,
+    place_of: Callable[[int, int], str],
+    order: Sequence[str],
+) -> Sources:
+    """Where a load of the leading `tokens` would come from; `place_of` takes (group, chunk)."""
+    items = [(index, chunk) for index, group in enumerate(groups) for chunk in needed_chunks(group, prefix, tokens)]
+    return load_sources(prefix, tokens, {item: place_of(*item) for item in items}, order)
+
+
+def load_sources(
+    prefix: Prefix,
+    tokens: int,
+    places: Mapping[tuple[int, int], str],
+    order: Sequence[str],
+    resident_tokens: int = 0,
+) -> Sources:
+    """Split the leading `tokens` past `resident_tokens` by place; `places` maps (group, chunk) to where it comes from.
+
+    A chunk counts for the slowest place that one of its groups comes from. A chunk that nobody moves (before a sliding
+    window) counts like the next one that is moved.
+    """
+    slowness = {place: number for number, place in enumerate(order)}
+    by_chunk: dict[int, str] = {}
+    for (_, chunk), place in places.items():
+        known = by_chunk.get(chunk)
+        if known is None or slowness[place] > slowness[known]:
+            by_chunk[chunk] = place
+    full, rest = divmod(tokens, prefix.chunk_tokens)
+    chunks = list(range(full))
+    if rest:
+        chunks += [len(prefix.keys) + number for number, mark in enumerate(prefix.marks) if mark.end == tokens][:1]
+    total = dict.fromkeys(order, 0)
+    end, place = tokens, HOST
+    for chunk in reversed(chunks):
+        start = max(resident_tokens, chunk_start(prefix, chunk))
+        if start >= end:
+            break
+        place = by_chunk.get(chunk, place)
+        total[place] += end - start
+        end = start
+    return tuple((name, count) for name, count in total.items() if count)

@@ -1,0 +1,422 @@
+"""The transfers that are out: what may go out now, and what an answer means.
+
+The rule that keeps everybody moving: nobody holds a slot while waiting for another one. What is readable is scattered
+at once and out of order; a promotion needs one slot and gives it back; stores take what loads leave over, for a bounded
+time.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from kvtier.core.asking import Asking
+from kvtier.core.debts import Debts
+from kvtier.core.host import Host
+from kvtier.core.limits import Limits
+from kvtier.core.lower import Lower, Lowers
+from kvtier.core.meters import Meter
+from kvtier.core.residency import COMING, READABLE, Change
+from kvtier.core.tally import Tally
+from kvtier.core.waiting import Waiting
+from kvtier.core.work import HOST, SEVERITY, Entry, Flight, Load, Store, Waiter
+from kvtier.types import Cancel, ChunkKey, Command, Drop, Hint, Link, Outcome, Place, Prefix, Transfer
+
+
+class Traffic:
+    """Everything that is on its way between the engine, host memory and the lower tiers."""
+
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        ranks: int,
+        host: Host,
+        lowers: Lowers,
+        asking: Asking,
+        debts: Debts,
+        waiting: Waiting,
+        tally: Tally,
+        meters: dict[str, Meter],
+        new_id: Callable[[], int],
+        commands: list[Command],
+    ) -> None:
+        self.flights: dict[int, Flight] = {}
+        self._limits = limits
+        self._ranks = ranks
+        self._host = host
+        self._lowers = lowers
+        self._asking = asking
+        self._debts = debts
+        self._waiting = waiting
+        self._tally = tally
+        self._meters = meters
+        self._new_id = new_id
+        self._commands = commands
+        self._out = {Link.GATHER: 0, Link.SCATTER: 0}
+        self._deadlines: deque[tuple[float, int]] = deque()
+
+    def stop_load(self, load: Load) -> None:
+        """End `load` as soon as nothing of it is in flight."""
+        self._waiting.stop_load(load)
+        unwanted = [
+            flight
+            for flight in self.flights.values()
+            if flight.load is load or (flight.transfer.link is Link.PROMOTE and not flight.entry.waiters)
+        ]
+        self._cancel([flight for flight in unwanted if not flight.is_cancelled])
+
+    def _cancel(self, flights: list[Flight]) -> None:
+        for flight in flights:
+            flight.is_cancelled = True
+        if flights:
+            self._commands.append(Cancel(tuple(flight.transfer.id for flight in flights)))
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> bool:
+        """Let deadlines pass; returns whether anything changed."""
+        changed = False
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            flight = self.flights.get(self._deadlines.popleft()[1])
+            if flight is not None:
+                self._too_late(flight, now_s)
+                changed = True
+        for load in self._waiting.overdue_loads(now_s):
+            load.was_cut = now_s < load.deadline_s
+            self._led(load, self._leading_place(load), now_s)
+            self.stop_load(load)
+            changed = True
+        for store in self._waiting.overdue_stores(now_s):
+            self._waiting.give_up(store)
+            changed = True
+        return changed
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do, if nothing else happens."""
+        while self._deadlines and self._deadlines[0][1] not in self.flights:
+            self._deadlines.popleft()
+        ends = self._waiting.deadlines()
+        if self._deadlines:
+            ends.append(self._deadlines[0][0])
+        return min(ends, default=None)
+
+    # ---- answers ---------------------------------------------------------------------------------------------------
+
+    def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool) -> bool:
+        """One rank's answer; returns whether it was the last one of its transfer."""
+        flight = self.flights.get(transfer_id)
+        if flight is None:
+            return False
+        if outcome is not Outcome.DONE and SEVERITY[outcome] > SEVERITY[flight.outcome]:
+            flight.outcome = outcome
+        flight.is_fault |= is_fault
+        flight.ranks_left -= 1
+        if flight.ranks_left:
+            return False
+        del self.flights[transfer_id]
+        link = flight.transfer.link
+        if link is Link.GATHER:
+            self._gathered(flight, now_s)
+        elif link is Link.SCATTER:
+            self._scattered(flight, now_s)
+        elif link is Link.DEMOTE:
+            self._demoted(flight, now_s)
+        else:
+            self._promoted(flight, now_s)
+        return True
+
+    def _gathered(self, flight: Flight, now_s: float) -> None:
+        self._out[Link.GATHER] -= 1
+        store, entry = flight.store, flight.entry
+        assert store is not None
+        waiters, entry.waiters = entry.waiters, []
+        if flight.outcome is Outcome.DONE:
+            self._host.arrived(entry, now_s)
+            self._waiting.settle_store(store, is_held=True)
+            self._debts.owe(entry, now_s)
+            if waiters:
+                self._waiting.serve(waiters, entry)
+        else:
+            self._host.failed(entry)
+            self._waiting.settle_store(store, is_held=False)
+            self._waiting.retry(waiters)
+        self._waiting.end_store_if_settled(store)
+
+    def _scattered(self, flight: Flight, now_s: float) -> None:
+        self._out[Link.SCATTER] -= 1
+        self._measured(HOST, flight, now_s)
+        load, place, entry = flight.load, flight.place, flight.entry
+        assert load is not None
+        assert place is not None
+        self._host.unpin(entry)
+        if flight.outcome is Outcome.DONE:
+            source, had_led = entry.source, load.has_led
+            self._waiting.delivered(load, place, entry, now_s)
+            if not had_led:
+                self._led(load, source, now_s)
+        else:
+            self._waiting.fail(load, place)
+
+    def _promoted(self, flight: Flight, now_s: float) -> None:
+        lower, entry = self._lowers[flight.transfer.tier], flight.entry
+        lower.ended(Link.PROMOTE, is_late=flight.is_late)
+        self._measured(lower.name, flight, now_s)
+        if flight.outcome is Outcome.CORRUPT:
+            self._tally.corrupt += 1
+            self._commands.append(Drop(lower.name, entry.key, entry.group))
+        if flight.is_late:
+            self._host.settled(entry)
+            return
+        self._judge(flight, now_s)
+        waiters, entry.waiters = entry.waiters, []
+        if flight.outcome is Outcome.DONE:
+            self._host.arrived(entry, now_s)
+            self._waiting.serve(waiters, entry)
+            return
+        self._host.failed(entry)
+        if flight.outcome is not Outcome.CANCELLED:
+            _blame(lower.name, entry, waiters)
+        self._waiting.retry(waiters)
+
+    def _demoted(self, flight: Flight, now_s: float) -> None:
+        lower, entry = self._lowers[flight.transfer.tier], flight.entry
+        lower.ended(Link.DEMOTE, is_late=flight.is_late)
+        if flight.is_late:
+            self._host.unstuck(entry, now_s)
+        else:
+            self._judge(flight, now_s)
+        if flight.outcome is not Outcome.DONE:
+            self._tally.demotions_dropped += 1
+        self._host.unpin(entry)
+        self._host.paid(entry, lower.name)
+
+    def _measured(self, place: str, flight: Flight, now_s: float) -> None:
+        size_bytes = self._host.object_bytes[flight.entry.group]
+        self._meters[place].ended(size_bytes, now_s, is_moved=flight.outcome is Outcome.DONE)
+
+    def _led(self, load: Load, place: str, now_s: float) -> None:
+        """Something of use has come to `load` for the first time, or nothing in time: what waiting for it took."""
+        if load.is_alone and self._waiting.has_history_only and (load.has_led or load.was_cut):
+            self._meters[place].led(now_s - load.begun_s, has_come=load.has_led)
+
+    def _leading_place(self, load: Load) -> str:
+        """Where the first chunk comes from that `load` needs and has not."""
+        key = load.prefix.key(load.run)
+        entry = self._host.find(key, 0)
+        if entry is not None:
+            return HOST if entry.residency in READABLE else entry.source
+        return next(iter(self._asking.tiers_for(load.request, (key, 0))), HOST)
+
+    def _judge(self, flight: Flight, now_s: float) -> None:
+        if flight.outcome is Outcome.CANCELLED:
+            self._lowers[flight.transfer.tier].health.unanswered()
+        else:
+            self._lowers.judge(flight.transfer.tier, now_s, is_fault=flight.is_fault)
+
+    def _too_late(self, flight: Flight, now_s: float) -> None:
+        """A transfer's deadline has passed: nobody waits for it any more, but its thread may still run."""
+        flight.is_late = True
+        self._tally.late += 1
+        transfer, entry = flight.transfer, flight.entry
+        self._lowers[transfer.tier].late[transfer.link] += 1
+        self._lowers.judge(transfer.tier, now_s, is_fault=True)
+        if transfer.link is Link.PROMOTE:
+            waiters, entry.waiters = entry.waiters, []
+            self._host.late(entry)
+            _blame(transfer.tier, entry, waiters)
+            self._waiting.retry(waiters)
+        else:
+            self._host.stuck(entry)
+        self._cancel([flight])
+
+    # ---- what goes out ---------------------------------------------------------------------------------------------
+
+    def advance(self, now_s: float) -> None:
+        """Issue whatever budgets and slots allow: readers first, then loads, then stores, then demotions."""
+        if self._waiting.scatters:
+            self._advance_scatters(now_s)
+        # What one begins, another one may be waiting for, and a dropped debt makes room: again, until nothing moves.
+        while self._advance_once(now_s):
+            pass
+        if self._waiting.scatters:
+            self._advance_scatters(now_s)
+
+    def _advance_once(self, now_s: float) -> bool:
+        """Returns whether this may have helped somebody who was looked at before."""
+        loads = self._waiting.loads
+        is_starving, has_promoted = self._advance_loads(now_s) if loads else (False, False)
+        has_gathered = bool(self._waiting.stores) and not is_starving and self._advance_stores(now_s)
+        has_dropped = self._advance_demotions(now_s)
+        return has_dropped or (has_promoted and len(loads) > 1) or (has_gathered and bool(loads))
+
+    def _advance_scatters(self, now_s: float) -> None:
+        while self._waiting.scatters and self._out[Link.SCATTER] < self._limits.scatters:
+            load, place, entry = self._waiting.scatters.popleft()
+            self._out[Link.SCATTER] += 1
+            self._meters[HOST].began(self._host.object_bytes[entry.group], now_s)
+            self._send(Link.SCATTER, entry, now_s, place=place, load=load)
+
+    def _advance_loads(self, now_s: float) -> tuple[bool, bool]:
+        """Returns whether some load wants a slot that nobody can give, and whether a promotion has begun."""
+        is_starving = has_promoted = False
+        for load in list(self._waiting.loads.values()):
+            while load.todo:
+                place, key = load.todo[0]
+                entry = self._host.find(key, place.group)
+                lower = self._next_tier(load, place, key, now_s) if entry is None else None
+                if entry is not None:
+                    load.todo.popleft()
+                    self._waiting.attach(load, place, entry)
+                elif lower is None:
+                    load.todo.popleft()
+                    self._waiting.fail(load, place)
+                elif not lower.has_room(Link.PROMOTE):
+                    is_starving |= not self._host.has_room(place.group)
+                    break
+                else:
+                    slot = self._debts.slot_for_load(place.group, len(load.todo))
+                    if slot is None:
+                        is_starving = True
+                        break
+                    load.todo.popleft()
+                    self._promote(load, (place, key), slot, lower, now_s)
+                    has_promoted = True
+        return is_starving, has_promoted
+
+    def first_tier(self, load: Load) -> str:
+        """Where the next promotion of `load`, which has some left, comes from first."""
+        place, key = load.todo[0]
+        return self._asking.tiers_for(load.request, (key, place.group))[0]
+
+    def _next_tier(self, load: Load, place: Place, key: ChunkKey, now_s: float) -> Lower | None:
+        item = (key, place.group)
+        tried = load.tried.get(item, ())
+        for tier in self._asking.tiers_for(load.request, item):
+            if tier not in tried and self._lowers[tier].may_ask(now_s):
+                return self._lowers[tier]
+        return None
+
+    def _promote(self, load: Load, item: tuple[Place, ChunkKey], slot: int, lower: Lower, now_s: float) -> None:
+        place, key = item
+        entry = self._new_entry(load.prefix, place, key, slot, Hint())
+        entry.source = lower.name
+        self._host.enter(entry, Change.PROMOTE)
+        self._waiting.attach(load, place, entry)
+        lower.health.asked()
+        lower.out[Link.PROMOTE] += 1
+        self._meters[lower.name].began(self._host.object_bytes[entry.group], now_s)
+        self._send(Link.PROMOTE, entry, now_s, tier=lower.name)
+
+    def _advance_stores(self, now_s: float) -> bool:
+        """Returns whether a gather has begun."""
+        has_gathered = False
+        for store in list(self._waiting.stores):
+            while store.todo:
+                place, key = store.todo[0]
+                entry = self._host.find(key, place.group)
+                if entry is not None:
+                    self._waiting.join(store, place, key, entry)
+                elif self._out[Link.GATHER] >= self._limits.gathers:
+                    return has_gathered
+                else:
+                    slot = self._debts.slot_for_store(place.group, len(store.todo))
+                    if slot is None:
+                        break
+                    entry = self._new_entry(store.prefix, place, key, slot, store.hint)
+                    entry.is_fresh = True
+                    self._host.enter(entry, Change.GATHER)
+                    self._out[Link.GATHER] += 1
+                    self._send(Link.GATHER, entry, now_s, place=place, store=store)
+                    has_gathered = True
+                store.todo.popleft()
+                self._waiting.chunks -= 1
+            self._waiting.end_store_if_settled(store)
+        return has_gathered
+
+    def _advance_demotions(self, now_s: float) -> bool:
+        """Returns whether a debt was dropped, which may have made room for somebody."""
+        has_dropped = False
+        for lower in self._lowers:
+            # While the tier is being tried, its answer decides about the rest.
+            while lower.queue and not lower.health.is_trial:
+                if not lower.may_tell(now_s):
+                    self._debts.drop_next(lower.name)
+                    has_dropped = True
+                    continue
+                if not lower.has_room(Link.DEMOTE):
+                    break
+                entry, _ = lower.queue.popitem(last=False)
+                lower.health.asked()
+                lower.out[Link.DEMOTE] += 1
+                self._host.pin(entry)
+                self._send(Link.DEMOTE, entry, now_s, tier=lower.name)
+        return has_dropped
+
+    def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, hint: Hint) -> Entry:
+        depth = prefix.depth(place.chunk)
+        parent = prefix.keys[depth - 1] if depth and self._waiting.has_parents[place.group] else None
+        return Entry(key, place.group, slot, parent, depth, hint)
+
+    def _send(
+        self,
+        link: Link,
+        entry: Entry,
+        now_s: float,
+        *,
+        tier: str = "",
+        place: Place | None = None,
+        load: Load | None = None,
+        store: Store | None = None,
+    ) -> None:
+        work = load or store
+        transfer = Transfer(  # by position: this is made for every object that moves, and names cost half as much again
+            self._new_id(),
+            link,
+            entry.key,
+            entry.group,
+            entry.slot,
+            tier,
+            None if work is None else work.request,
+            () if place is None else place.blocks,
+            entry.parent,
+            entry.depth,
+            now_s + self._limits.transfer_deadline_s,
+            entry.hint,
+        )
+        self.flights[transfer.id] = Flight(transfer, entry, self._ranks, load, store, place)
+        if tier:
+            # Only tiers can be late: a device copy cannot be abandoned, its blocks and slot are in use until it ends.
+            self._deadlines.append((transfer.deadline_s, transfer.id))
+        self._commands.append(transfer)
+
+    def check(self) -> None:
+        """Assert that pins and budgets agree with what is out.
+
+        Raises:
+            AssertionError: they do not, which is a mistake in the core.
+        """
+        pins: dict[Entry, int] = {}
+        for _, _, entry in self._waiting.scatters:
+            pins[entry] = pins.get(entry, 0) + 1
+        out = dict.fromkeys(Link, 0)
+        for flight in self.flights.values():
+            link, entry = flight.transfer.link, flight.entry
+            out[link] += 1
+            if link is Link.SCATTER or link is Link.DEMOTE:
+                pins[entry] = pins.get(entry, 0) + 1
+                assert entry.residency in READABLE, "a slot is read that is not whole"
+                assert entry.slot == flight.transfer.slot, "a slot changed hands while it is read"
+        for entries in self._host.entries:
+            for entry in entries.values():
+                assert entry.pins == pins.get(entry, 0), "pins do not match the readers"
+                assert not entry.waiters or entry.residency in COMING, "somebody waits for what is here"
+        assert out[Link.GATHER] == self._out[Link.GATHER] <= self._limits.gathers, "gathers over budget"
+        assert out[Link.SCATTER] == self._out[Link.SCATTER] <= self._limits.scatters, "scatters over budget"
+        self._lowers.check(out)
+        self._waiting.check()
+
+
+def _blame(tier: str, entry: Entry, waiters: list[Waiter]) -> None:
+    """Loads that waited do not try this tier again for this object."""
+    for work, _, _ in waiters:
+        if isinstance(work, Load):
+            work.tried.setdefault((entry.key, entry.group), set()).add(tier)

@@ -1,0 +1,246 @@
+"""Loads and stores: what each of them waits for, and how it ends.
+
+Nothing here moves bytes: what is to be scattered, promoted or gathered waits in queues that `traffic` works off.
+"""
+
+from collections import deque
+
+from kvtier.core.boundary import chunk_end, longest_boundary
+from kvtier.core.debts import Debts
+from kvtier.core.host import Host
+from kvtier.core.limits import Limits
+from kvtier.core.residency import READABLE
+from kvtier.core.sources import load_sources
+from kvtier.core.tally import Tally
+from kvtier.core.work import HOST, Entry, Load, Store, Waiter
+from kvtier.layout import History, KvLayout
+from kvtier.types import ChunkKey, Event, LoadDone, Place, RequestId, StoreDone
+
+
+class Waiting:
+    """The open loads and stores.
+
+    Args:
+        order: places from the fastest to the slowest, host memory first.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        limits: Limits,
+        host: Host,
+        debts: Debts,
+        order: list[str],
+        tally: Tally,
+        events: list[Event],
+    ) -> None:
+        self.loads: dict[RequestId, Load] = {}
+        self.stores: list[Store] = []
+        self.chunks = 0
+        """Objects of all stores that wait for a slot."""
+        self.scatters: deque[tuple[Load, Place, Entry]] = deque()
+        """What is here and to be scattered; each holds a pin."""
+        self.has_parents = [isinstance(group.validity, History) for group in layout.groups]
+        self.has_history_only = all(self.has_parents)
+        self._layout = layout
+        self._limits = limits
+        self._host = host
+        self._debts = debts
+        self._order = order
+        self._tally = tally
+        self._events = events
+
+    # ---- begin -----------------------------------------------------------------------------------------------------
+
+    def begin_load(self, load: Load, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
+        """Scatter what is readable, wait for what is coming, promote the rest."""
+        self.loads[load.request] = load
+        found: list[Entry] = []
+        for place, key in places:
+            entry = self._host.find(key, place.group)
+            if entry is None:
+                load.todo.append((place, key))
+            else:
+                found.append(entry)
+                self.attach(load, place, entry)
+        # Deepest first, so that by recency alone a child leaves before its parent.
+        for entry in reversed(found):
+            self._debts.use(entry, now_s)
+        self._end_load_if_settled(load)
+
+    def begin_store(self, store: Store, places: list[tuple[Place, ChunkKey, bool]], now_s: float) -> None:
+        """Gather what is not here, as far as it `is_admitted`."""
+        self.stores.append(store)
+        found: list[Entry] = []
+        for place, key, is_admitted in places:
+            entry = self._host.find(key, place.group)
+            if entry is not None:
+                found.append(entry)
+                self.join(store, place, key, entry)
+            elif is_admitted and self.chunks < self._limits.waiting_chunks:
+                store.todo.append((place, key))
+                self.chunks += 1
+            else:
+                self.settle_store(store, is_held=False)
+        for entry in reversed(found):
+            self._debts.use(entry, now_s)
+
+    # ---- an object that is here, coming, or not coming after all ---------------------------------------------------
+
+    def attach(self, load: Load, place: Place, entry: Entry) -> None:
+        """`load` needs an object that is here or coming."""
+        if entry.residency in READABLE:
+            self._host.pin(entry)
+            self.scatters.append((load, place, entry))
+        else:
+            load.attached.append(entry)
+            entry.waiters.append((load, place, entry.key))
+
+    def join(self, store: Store, place: Place, key: ChunkKey, entry: Entry) -> None:
+        """`store` brings an object that is here or coming: there is nothing to move."""
+        if entry.residency in READABLE:
+            self.settle_store(store, is_held=True)
+        else:
+            store.attached.append(entry)
+            entry.waiters.append((store, place, key))
+
+    def serve(self, waiters: list[Waiter], entry: Entry) -> None:
+        """The object has come."""
+        for work, place, _ in waiters:
+            if isinstance(work, Load):
+                if place.chunk > work.cut:
+                    self.fail(work, place)
+                else:
+                    self.attach(work, place, entry)
+            else:
+                self.settle_store(work, is_held=True)
+                self.end_store_if_settled(work)
+
+    def retry(self, waiters: list[Waiter]) -> None:
+        """The object did not come after all: a load tries the next tier, a store gathers it itself."""
+        for work, place, key in waiters:
+            if isinstance(work, Load):
+                if place.chunk > work.cut:
+                    self.fail(work, place)
+                else:
+                    work.todo.appendleft((place, key))
+            elif self.chunks < self._limits.waiting_chunks:
+                work.todo.append((place, key))
+                self.chunks += 1
+            else:
+                self.settle_store(work, is_held=False)
+                self.end_store_if_settled(work)
+
+    # ---- one object of a load or store is settled --------------------------------------------------------------------
+
+    def delivered(self, load: Load, place: Place, entry: Entry, now_s: float) -> None:
+        """`place` has its bytes."""
+        load.delivered[place.group, place.chunk] = entry.source
+        entry.source = HOST  # whoever uses it from now on finds it here
+        load.unsettled -= 1
+        if self.has_history_only:
+            load.advanced(len(self.has_parents), now_s)
+        self._end_load_if_settled(load)
+
+    def fail(self, load: Load, place: Place) -> None:
+        """`place` will not be delivered. Past a hole in a history nothing is of use, so the rest is not promoted."""
+        load.lose(place)
+        if self.has_parents[place.group] and place.chunk < load.cut:
+            load.cut = place.chunk
+            kept = [item for item in load.todo if item[0].chunk <= place.chunk]
+            for other, _ in load.todo:
+                if other.chunk > place.chunk:
+                    load.lose(other)
+            load.todo = deque(kept)
+        self._end_load_if_settled(load)
+
+    def settle_store(self, store: Store, *, is_held: bool) -> None:
+        """One object of `store` is held, or is not."""
+        store.unsettled -= 1
+        store.held += is_held
+        store.dropped += not is_held
+        self._tally.stores_dropped += not is_held
+
+    # ---- end -------------------------------------------------------------------------------------------------------
+
+    def stop_load(self, load: Load) -> None:
+        """What has not begun will not."""
+        load.is_over = True
+        for place in self._detach(load):
+            load.lose(place)
+        kept: deque[tuple[Load, Place, Entry]] = deque()
+        for item in self.scatters:
+            if item[0] is load:
+                self._host.unpin(item[2])
+                load.lose(item[1])
+            else:
+                kept.append(item)
+        self.scatters = kept
+        self._end_load_if_settled(load)
+
+    def give_up(self, store: Store) -> None:
+        """What still waits, for room or for somebody else's transfer, is dropped."""
+        store.is_over = True
+        self.chunks -= len(store.todo)
+        for _ in self._detach(store):
+            self.settle_store(store, is_held=False)
+        self.end_store_if_settled(store)
+
+    def _detach(self, work: Load | Store) -> list[Place]:
+        """Take `work` off everything that it waits for; returns the places that waited."""
+        places = [place for place, _ in work.todo]
+        work.todo.clear()
+        for entry in work.attached:
+            places += [place for other, place, _ in entry.waiters if other is work]
+            entry.waiters = [waiter for waiter in entry.waiters if waiter[0] is not work]
+        work.attached.clear()
+        return places
+
+    def _end_load_if_settled(self, load: Load) -> None:
+        if load.unsettled or self.loads.get(load.request) is not load:
+            return
+        del self.loads[load.request]
+        tokens = load.tokens
+        if load.failed:
+
+            def is_there(group: int, chunk: int) -> bool:
+                return (group, chunk) in load.delivered or chunk_end(load.prefix, chunk) <= load.resident_tokens
+
+            reached = longest_boundary(self._layout.groups, load.prefix, is_there)
+            tokens = min(load.tokens, max(reached, load.resident_tokens))
+        sources = load_sources(load.prefix, tokens, load.delivered, self._order, load.resident_tokens)
+        failed = tuple(sorted(load.failed))
+        self._events.append(LoadDone(load.request, tokens, load.tokens, failed, sources, load.was_cut))
+
+    def end_store_if_settled(self, store: Store) -> None:
+        """Say so when nothing of `store` is left to do."""
+        if not store.unsettled and store in self.stores:
+            self.stores.remove(store)
+            self._events.append(StoreDone(store.request, store.held, store.dropped))
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def overdue_loads(self, now_s: float) -> list[Load]:
+        """Loads whose deadline has passed, or that no longer pay."""
+        return [load for load in self.loads.values() if load.end_s <= now_s and not load.is_over]
+
+    def overdue_stores(self, now_s: float) -> list[Store]:
+        """Stores whose patience has run out."""
+        return [store for store in self.stores if store.deadline_s <= now_s and not store.is_over]
+
+    def deadlines(self) -> list[float]:
+        """When those that are still waited for will be overdue."""
+        ends = [load.end_s for load in self.loads.values() if not load.is_over]
+        return ends + [store.deadline_s for store in self.stores if not store.is_over]
+
+    def check(self) -> None:
+        """Assert that the counts are right.
+
+        Raises:
+            AssertionError: they are not, which is a mistake in the core.
+        """
+        chunks = sum([len(store.todo) for store in self.stores])
+        assert chunks == self.chunks <= self._limits.waiting_chunks, "waiting stores miscounted or over budget"
+        for work in (*self.loads.values(), *self.stores):
+            assert work.unsettled > 0, "a load or store ended without saying so"

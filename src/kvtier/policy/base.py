@@ -1,0 +1,55 @@
+"""The two interfaces of a policy, and the event that both are told."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+
+class Held(NamedTuple):
+    """One object that a place holds, as a policy sees it."""
+
+    name: bytes
+    """The key in host memory, the object name in a lower tier; unique within the evictor."""
+    parent: bytes | None
+    """Name of the object before it in its prefix; None at the start, for other than history groups, or if unknown."""
+    depth: int
+    """Objects before it in its prefix."""
+    size_bytes: int
+    group: int
+    time_s: float
+    """When this happened, on the caller's clock; never goes back."""
+    session: str | None = None
+    turn: int | None = None
+    seconds_saved: float = 0.0
+    """Estimated GPU seconds that one reuse saves; 0 where nobody knows."""
+
+
+class Evictor(Protocol):
+    """Chooses who leaves. Told of every change; one instance belongs to one owner and needs no lock."""
+
+    def added(self, held: Held) -> None:
+        """`held` entered. Adding a name twice counts as a touch."""
+        ...
+
+    def touched(self, held: Held) -> None:
+        """`held` was used. A name that was never added is ignored."""
+        ...
+
+    def removed(self, name: bytes) -> None:
+        """`name` left, for whatever reason. A name that was never added is ignored."""
+        ...
+
+    def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
+        """Who should leave next, never one that `is_pinned`. Does not remove it.
+
+        Returns:
+            None when all are pinned, or stay for the sake of one that is (a parent for its child).
+        """
+        ...
+
+
+class Admitter(Protocol):
+    """Chooses who may enter a place."""
+
+    def admit(self, held: Held, place: str) -> bool:
+        """Whether `held` may enter `place` ("host" or a lower tier's name)."""
+        ...

@@ -1,0 +1,140 @@
+"""Least recently used first, a child before its parent.
+
+A chunk without the chunks before it serves no prompt; a chunk without the ones after it still does. So a name with a
+present child is never the victim, and among the others (the leaves) the one that was used longest ago goes first. The
+chunks of one prompt may then be touched in any order.
+"""
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
+
+from kvtier.policy.base import Held
+
+_HEAP_SLACK = 64
+"""Heap items that may be left over before the heap is compacted, so that small ones never are."""
+
+
+class _Entry:
+    """One present name. `sequence` is the number of its last use; `is_queued` says that the heap holds it."""
+
+    __slots__ = ("is_present", "is_queued", "name", "parent", "sequence")
+
+    def __init__(self, name: bytes, parent: bytes | None, sequence: int) -> None:
+        self.name = name
+        self.parent = parent
+        self.sequence = sequence
+        self.is_present = True
+        self.is_queued = False
+
+
+class Lru:
+    """Exact LRU over leaves. Every event costs O(log n) amortised.
+
+    The heap is lazy: it holds each leaf once, under the sequence number it had when it was queued. A use only changes
+    the entry's own number; the heap is put right when the item comes to the front. So each use moves an item once at
+    most, and a name that left or got a child is thrown out when it is met (or when such items outnumber the rest).
+
+    A pinned leaf that stands in the way counts as used at that moment, because whoever pins it is using it. That keeps
+    many pinned names from being looked at again and again.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, _Entry] = {}
+        self._children: dict[bytes, int] = {}  # present children of each name, whether that is present or not
+        self._heap: list[tuple[int, _Entry]] = []
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def added(self, held: Held) -> None:
+        """`held` entered. Adding a name twice counts as a touch, and tells its parent if that was unknown."""
+        self._sequence += 1
+        entry = self._entries.get(held.name)
+        if entry is not None:
+            entry.sequence = self._sequence
+            if entry.parent is None and held.parent is not None:
+                self._link(entry, held.parent)
+            return
+        entry = _Entry(held.name, None, self._sequence)
+        self._entries[held.name] = entry
+        if held.parent is not None:
+            self._link(entry, held.parent)
+        if held.name not in self._children:
+            self._queue(entry)
+
+    def touched(self, held: Held) -> None:
+        """`held` was used. A name that was never added is ignored."""
+        entry = self._entries.get(held.name)
+        if entry is not None:
+            self._sequence += 1
+            entry.sequence = self._sequence
+
+    def removed(self, name: bytes) -> None:
+        """`name` left, for whatever reason. A name that was never added is ignored."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return
+        entry.is_present = False
+        if entry.parent is not None:
+            self._unlink(entry.parent)
+        if len(self._heap) > 2 * len(self._entries) + _HEAP_SLACK:
+            self._compact()
+
+    def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
+        """The leaf that was used longest ago and is not pinned; None when all leaves are. Does not remove it."""
+        heap = self._heap
+        last = self._sequence  # what this call moves to the back is not looked at again
+        saw_leaf = False
+        while heap and heap[0][0] <= last:
+            sequence, entry = heap[0]
+            if not entry.is_present or entry.name in self._children:
+                entry.is_queued = False
+                heappop(heap)
+            elif entry.sequence != sequence:
+                heapreplace(heap, (entry.sequence, entry))
+            elif is_pinned(entry.name):
+                saw_leaf = True
+                self._sequence += 1
+                entry.sequence = self._sequence
+                heapreplace(heap, (entry.sequence, entry))
+            else:
+                return entry.name
+        return None if saw_leaf else self._oldest_in_ring(is_pinned)
+
+    def _oldest_in_ring(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
+        """The oldest of names that all have children: only possible when parents form a ring, which no prompt makes.
+
+        Such links can only come from outside (a damaged hint); without this nothing could ever leave again.
+        """
+        free = [entry for entry in self._entries.values() if not is_pinned(entry.name)]
+        return min(free, key=lambda entry: entry.sequence).name if free else None
+
+    def _link(self, entry: _Entry, parent: bytes) -> None:
+        if parent == entry.name:
+            return
+        entry.parent = parent
+        self._children[parent] = self._children.get(parent, 0) + 1
+
+    def _unlink(self, parent: bytes) -> None:
+        left = self._children[parent] - 1
+        if left:
+            self._children[parent] = left
+            return
+        del self._children[parent]
+        entry = self._entries.get(parent)
+        if entry is not None and not entry.is_queued:
+            self._queue(entry)
+
+    def _queue(self, entry: _Entry) -> None:
+        entry.is_queued = True
+        heappush(self._heap, (entry.sequence, entry))
+
+    def _compact(self) -> None:
+        for _, entry in self._heap:
+            entry.is_queued = False
+        leaves = [entry for name, entry in self._entries.items() if name not in self._children]
+        for entry in leaves:
+            entry.is_queued = True
+        self._heap = [(entry.sequence, entry) for entry in leaves]
+        heapify(self._heap)

@@ -1,0 +1,73 @@
+"""Every eviction policy through the shared contract suite."""
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.policy.base import Evictor, Held
+from kvtier.policy.fifo import Fifo
+from kvtier.policy.lru import Lru
+from kvtier.policy.registry import ADMITTERS, EVICTORS, make_admitter, make_evictor
+from kvtier.testing.policy import EvictorContract, held
+
+
+class TestLru(EvictorContract):
+    def make(self) -> Evictor:
+        return make_evictor("lru")
+
+
+class TestFifo(EvictorContract):
+    def make(self) -> Evictor:
+        return make_evictor("fifo")
+
+
+class Forgets(Fifo):
+    """A wrong policy: it loses whom it skipped. The suite must see it."""
+
+    def victim(self, is_pinned):
+        for name in list(self._names):
+            if not is_pinned(name):
+                return name
+            self.removed(name)
+        return None
+
+
+class TakesPinned(Fifo):
+    """A wrong policy: it does not ask who is pinned. The suite must see it."""
+
+    def victim(self, is_pinned):
+        return super().victim(lambda _name: False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "test"),
+    [(Forgets, "test_forgets_nobody_because_of_a_pin"), (TakesPinned, "test_never_chooses_who_is_pinned")],
+)
+def test_the_suite_finds_wrong_policies(wrong, test):
+    class Suite(EvictorContract):
+        def make(self) -> Evictor:
+            return wrong()
+
+    with pytest.raises(AssertionError):
+        getattr(Suite(), test)()
+
+
+def test_the_registry_makes_a_new_one_each_time_and_names_whom_it_knows():
+    assert isinstance(make_evictor("lru"), Lru)
+    assert make_evictor("lru") is not make_evictor("lru")
+    for name in EVICTORS:
+        assert make_evictor(name).victim(lambda _name: False) is None
+    for name in ADMITTERS:
+        make_admitter(name).admit(Held(b"n" * 32, None, 0, 1, 0, 0.0), "host")
+    with pytest.raises(ConfigError, match=r"unknown eviction policy 'lfu'; known here: fifo, lru"):
+        make_evictor("lfu")
+    with pytest.raises(ConfigError, match=r"unknown admission policy 'some'; known here: all, second-sight"):
+        make_admitter("some")
+
+
+def test_fifo_ignores_use():
+    fifo = Fifo()
+    fifo.added(held(1))
+    fifo.added(held(2))
+    fifo.touched(held(1))
+    assert fifo.victim(lambda _name: False) == held(1).name
+    assert len(fifo) == 2

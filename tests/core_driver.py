@@ -1,0 +1,228 @@
+"""Drives the real core step by step: the test is the engine, the mover and the clock."""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.core.cache import Cache
+from kvtier.core.limits import Limits
+from kvtier.layout import GroupLayout, History, KvLayout, Validity
+from kvtier.policy.admission import AdmitAll
+from kvtier.policy.base import Admitter
+from kvtier.policy.lru import Lru
+from kvtier.types import (
+    Cancel,
+    ChunkKey,
+    Drop,
+    Event,
+    Hint,
+    Link,
+    LoadDone,
+    Lookup,
+    Mark,
+    Outcome,
+    Place,
+    Prefix,
+    Probe,
+    RequestId,
+    StoreDone,
+    TierNotice,
+    Transfer,
+)
+
+CHUNK = 4
+"""Tokens of a chunk in these tests."""
+LONG_S = 1000.0
+NO_HINT = Hint()
+
+Item = tuple[ChunkKey, int]
+
+
+def prefix_of(text: str, *marks: int) -> Prefix:
+    """One chunk for each letter of `text`; `marks` are tokens, off the grid."""
+    keys = tuple(ChunkKey(text[: end + 1].encode()) for end in range(len(text)))
+    return Prefix(keys, CHUNK, tuple(Mark(ChunkKey(f"{text[: end // CHUNK]}+{end}".encode()), end) for end in marks))
+
+
+def key(text: str) -> ChunkKey:
+    return ChunkKey(text.encode())
+
+
+class Driver:
+    """A core, what it has ordered, and what its tiers hold. Time stands still unless a test moves `now_s`."""
+
+    def __init__(
+        self,
+        *,
+        groups: Sequence[Validity] = (History(),),
+        slots: int | Sequence[int] = 8,
+        tiers: Sequence[str] = ("disk",),
+        ranks: int = 1,
+        admitter: Admitter | None = None,
+        **limits: object,
+    ) -> None:
+        layout = KvLayout(CHUNK, tuple(GroupLayout(kind, (1,), "test") for kind in groups))
+        settings = {
+            "probe_deadline_s": LONG_S,
+            "load_deadline_s": LONG_S,
+            "transfer_deadline_s": LONG_S,
+            "store_patience_s": LONG_S,
+        }
+        self.cache = Cache(
+            layout=layout,
+            slots=[slots] * len(groups) if isinstance(slots, int) else slots,
+            tiers=tiers,
+            evictor=Lru,
+            admitter=admitter or AdmitAll(),
+            limits=Limits(**{**settings, **limits}),
+            ranks=ranks,
+        )
+        self.layout = layout
+        self.ranks = ranks
+        self.now_s = 0.0
+        self.held: dict[str, set[Item]] = {tier: set() for tier in tiers}
+        """What the tiers hold; used by `run` only."""
+        self.out: dict[int, Transfer] = {}
+        self.questions: dict[int, Probe] = {}
+        self.drops: list[Drop] = []
+        self.cancelled: list[int] = []
+        self.events: list[Event] = []
+        self.sent: list[Transfer] = []
+
+    # ---- the engine ------------------------------------------------------------------------------------------------
+
+    def lookup(self, request: str, prefix: Prefix) -> Lookup:
+        answer = self.cache.lookup(RequestId(request), prefix, self.now_s)
+        self._take()
+        return answer
+
+    def load(
+        self,
+        request: str,
+        prefix: Prefix,
+        tokens: int | None = None,
+        *,
+        resident_tokens: int = 0,
+        chunks: object = None,
+    ) -> None:
+        """Load everything that `tokens` (default: all full chunks) need, or only `chunks`."""
+        from kvtier.core.boundary import chunk_end, needed_chunks
+
+        tokens = len(prefix.keys) * CHUNK if tokens is None else tokens
+        places = [
+            Place(index, chunk, (chunk,))
+            for index, group in enumerate(self.layout.groups)
+            for chunk in needed_chunks(group, prefix, tokens)
+            if chunk_end(prefix, chunk) > resident_tokens and (chunks is None or chunk in chunks)
+        ]
+        self.cache.load(RequestId(request), prefix, tokens, places, self.now_s, resident_tokens=resident_tokens)
+        self._take()
+
+    def store(self, request: str, prefix: Prefix, *places: tuple[int, int], hint: Hint = NO_HINT) -> None:
+        """Store the objects at `places` (group, chunk); by default all."""
+        everything = [
+            (group, chunk)
+            for chunk in range(len(prefix.keys) + len(prefix.marks))
+            for group in range(len(self.layout.groups))
+        ]
+        asked = [Place(group, chunk, (chunk,)) for group, chunk in places or everything]
+        self.cache.store(RequestId(request), prefix, asked, self.now_s, hint)
+        self._take()
+
+    def release(self, request: str) -> None:
+        self.cache.release(RequestId(request), self.now_s)
+        self._take()
+
+    def flush(self) -> None:
+        self.cache.flush(self.now_s)
+        self._take()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now_s += seconds
+        self.cache.tick(self.now_s)
+        self._take()
+
+    # ---- the mover -------------------------------------------------------------------------------------------------
+
+    def going(self, link: Link, tier: str = "") -> list[Transfer]:
+        """Transfers of `link` that are out, oldest first."""
+        return [one for one in self.out.values() if one.link is link and (not tier or one.tier == tier)]
+
+    def answer(
+        self, transfer: Transfer, outcome: Outcome = Outcome.DONE, *, is_fault: bool = False, ranks: int | None = None
+    ) -> None:
+        """All ranks, or as many as `ranks`, answer a transfer."""
+        count = self.ranks if ranks is None else ranks
+        for _ in range(count):
+            self.cache.complete(transfer.id, outcome, self.now_s, is_fault=is_fault)
+        if ranks is None:
+            self.out.pop(transfer.id, None)
+        self._take()
+
+    def tell(self, probe: Probe, present: Sequence[bool] | None) -> None:
+        """All ranks answer a probe."""
+        for _ in range(self.ranks):
+            self.cache.probed(probe.id, present, self.now_s)
+        self.questions.pop(probe.id, None)
+        self._take()
+
+    def run(self, *, links: Sequence[Link] = tuple(Link), keep: Callable[[Transfer], bool] = lambda one: False) -> None:
+        """Answer all probes, and all transfers on `links` that are not to `keep`, until nothing is left to answer."""
+        while True:
+            for probe in list(self.questions.values()):
+                self.tell(probe, [item in self.held[probe.tier] for item in probe.objects])
+            ready = [one for one in self.out.values() if one.link in links and not keep(one)]
+            if not ready:
+                return
+            for transfer in ready:
+                self._move(transfer)
+
+    def _move(self, transfer: Transfer) -> None:
+        item = (transfer.key, transfer.group)
+        outcome = Outcome.DONE
+        if transfer.link is Link.DEMOTE:
+            self.held[transfer.tier].add(item)
+        elif transfer.link is Link.PROMOTE and item not in self.held[transfer.tier]:
+            outcome = Outcome.ABSENT
+        self.answer(transfer, outcome)
+
+    def _take(self) -> None:
+        self.cache.check()
+        for command in self.cache.take_commands():
+            if isinstance(command, Transfer):
+                self.out[command.id] = command
+                self.sent.append(command)
+            elif isinstance(command, Probe):
+                self.questions[command.id] = command
+            elif isinstance(command, Drop):
+                self.drops.append(command)
+                self.held[command.tier].discard((command.key, command.group))
+            else:
+                assert isinstance(command, Cancel)
+                self.cancelled.extend(command.ids)
+        self.events += self.cache.take_events()
+
+    # ---- what happened ---------------------------------------------------------------------------------------------
+
+    def fill(self, tier: str, prefix: Prefix) -> None:
+        """`tier` holds every object of `prefix`."""
+        for chunk in range(len(prefix.keys) + len(prefix.marks)):
+            for group in range(len(self.layout.groups)):
+                self.held[tier].add((prefix.key(chunk), group))
+
+    def loaded(self) -> list[LoadDone]:
+        return self._taken(LoadDone)
+
+    def stored(self) -> list[StoreDone]:
+        return self._taken(StoreDone)
+
+    def notices(self) -> list[TierNotice]:
+        return self._taken(TierNotice)
+
+    def _taken(self, kind: type) -> list:
+        taken = [event for event in self.events if isinstance(event, kind)]
+        self.events = [event for event in self.events if not isinstance(event, kind)]
+        return taken
+
+    def present(self) -> set[str]:
+        """Keys that are readable in host memory, group 0."""
+        return {name.decode() for name in self.cache.host.readable[0]}

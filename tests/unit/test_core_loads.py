@@ -1,0 +1,423 @@
+"""Loads: nobody waits twice for the same bytes, nobody waits for ever, and what is claimed is delivered."""
+
+import pytest
+from tests.core_driver import CHUNK, Driver, key, prefix_of
+
+from kvtier.core.limits import WritePolicy
+from kvtier.layout import History, State, Window
+from kvtier.types import Link, LoadDone, Outcome, Place, Presence, RequestId
+
+
+def test_what_is_in_host_memory_is_ready_and_scattered_at_once() -> None:
+    core = Driver()
+    prompt = prefix_of("abc")
+    core.store("a", prompt)
+    core.run()
+    answer = core.lookup("b", prompt)
+    assert (answer.tokens, answer.ready_tokens, answer.presence) == (12, 12, Presence.READY)
+    assert answer.sources == (("host", 12),)
+    core.load("b", prompt)
+    assert len(core.going(Link.SCATTER)) == 3
+    core.run()
+    assert core.loaded() == [LoadDone(RequestId("b"), 12, 12, (), (("host", 12),))]
+
+
+def test_an_empty_prefix_has_nothing_to_give() -> None:
+    core = Driver()
+    assert core.lookup("a", prefix_of("")).presence is Presence.ABSENT
+
+
+def test_one_load_is_shared_by_all_who_wait() -> None:
+    core = Driver()
+    prompt = prefix_of("ab")
+    core.fill("disk", prompt)
+    for request in "xyz":
+        core.load(request, prompt)
+    core.run()
+    assert sum(one.link is Link.PROMOTE for one in core.sent) == 2
+    assert sum(one.link is Link.SCATTER for one in core.sent) == 6
+    done = core.loaded()
+    assert [one.tokens for one in done] == [8, 8, 8]
+    assert done[0].sources == (("disk", 8),)
+    assert done[1].sources == (("host", 8),), "only one of them came from the disk"
+
+
+def test_a_load_waits_for_what_another_request_is_storing() -> None:
+    core = Driver(tiers=())
+    prompt = prefix_of("ab")
+    core.store("a", prompt)
+    assert core.lookup("b", prompt).presence is Presence.ARRIVING
+    core.load("b", prompt)
+    assert not core.going(Link.SCATTER)
+    core.run()
+    assert core.loaded()[0].tokens == 8
+
+
+def test_a_load_whose_gather_fails_under_it_asks_the_tiers() -> None:
+    core = Driver()
+    prompt = prefix_of("a")
+    core.fill("disk", prompt)
+    core.store("a", prompt)
+    core.load("b", prompt)
+    core.answer(core.going(Link.GATHER)[0], Outcome.FAILED)
+    core.run()
+    assert core.stored()[0].dropped == 1
+    assert core.loaded()[0].sources == (("disk", 4),)
+
+
+def test_a_prefix_larger_than_host_memory_streams_through() -> None:
+    core = Driver(slots=4)
+    prompt = prefix_of("abcdefghijklmnopqrstuvwxyz")
+    core.fill("disk", prompt)
+    core.lookup("a", prompt)
+    core.run()
+    answer = core.lookup("a", prompt)
+    assert (answer.tokens, answer.presence) == (26 * CHUNK, Presence.ARRIVING)
+    core.load("a", prompt)
+    core.run()
+    assert core.loaded()[0].tokens == 26 * CHUNK
+    assert core.cache.host.used(0) == 4
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_a_prefix_larger_than_host_memory_streams_though_everything_there_is_owed(policy: WritePolicy) -> None:
+    core = Driver(slots=4, write_policy=policy, selective_uses=1)
+    core.store("a", prefix_of("0123"))
+    core.run(links=[Link.GATHER])
+    prompt = prefix_of("abcdefgh")
+    core.fill("disk", prompt)
+    core.load("b", prompt)
+    core.run()
+    assert core.loaded()[0].tokens == 8 * CHUNK
+
+
+def test_loads_come_before_stores() -> None:
+    core = Driver(slots=4, promotes=1)
+    core.store("a", prefix_of("0123"))
+    core.run(links=[Link.GATHER])  # every slot is owed to the disk, or being written to it
+    prompt = prefix_of("ab")
+    core.fill("disk", prompt)
+    core.load("b", prompt)
+    core.store("c", prefix_of("wxyz"))
+    assert not [one for one in core.going(Link.GATHER) if one.request == "c"][1:], "the load has the first free slot"
+    core.run()
+    assert core.loaded()[0].tokens == 8
+    assert [one.held for one in core.stored()] == [4, 4]
+
+
+def test_a_starving_load_holds_back_the_stores() -> None:
+    core = Driver(slots=(2, 8), groups=(History(), Window(4)), gathers=8)
+    core.store("a", prefix_of("01"), (0, 0), (0, 1))
+    assert len(core.going(Link.GATHER)) == 2  # group 0 has no slot to give while these are out
+    prompt = prefix_of("ab")
+    core.fill("disk", prompt)
+    core.load("b", prompt)
+    core.store("c", prefix_of("yz"), (1, 0))
+    assert len(core.going(Link.GATHER)) == 2
+    core.run()
+    assert core.loaded()[0].tokens == 8
+    assert core.stored()[-1].held == 1
+
+
+def test_a_chunk_that_no_tier_has_ends_the_load_short() -> None:
+    core = Driver(promotes=1)
+    prompt = prefix_of("abcd")
+    core.fill("disk", prefix_of("ab"))
+    core.load("r", prompt)
+    core.run()
+    assert core.loaded() == [LoadDone(RequestId("r"), 8, 16, ((0, 2), (0, 3)), (("disk", 8),))]
+    assert key("abcd") not in {one.key for one in core.sent}, "past a hole nothing is promoted"
+
+
+def test_what_is_coming_past_a_hole_is_not_scattered() -> None:
+    core = Driver(slots=16)
+    core.load("r", prefix_of("abc"))
+    first, *others = core.going(Link.PROMOTE)
+    core.answer(first, Outcome.ABSENT)
+    core.answer(others[0], Outcome.ABSENT)
+    core.answer(others[1])
+    assert core.loaded()[0].tokens == 0
+    assert not core.going(Link.SCATTER)
+
+
+def test_a_corrupt_copy_is_dropped_and_the_next_tier_tried() -> None:
+    core = Driver(tiers=("disk", "shared"))
+    prompt = prefix_of("a")
+    core.load("r", prompt)
+    (first,) = core.going(Link.PROMOTE)
+    assert first.tier == "disk"
+    core.answer(first, Outcome.CORRUPT)
+    assert [(drop.tier, drop.key) for drop in core.drops] == [("disk", key("a"))]
+    (second,) = core.going(Link.PROMOTE)
+    assert second.tier == "shared"
+    core.answer(second)
+    core.run()
+    assert core.loaded()[0].sources == (("shared", 4),)
+    assert core.cache.tally.corrupt == 1
+
+
+def test_no_tier_is_asked_twice_for_the_same_object_by_one_load() -> None:
+    core = Driver(tiers=("disk", "shared"))
+    core.load("r", prefix_of("a"))
+    for tier in ("disk", "shared"):
+        (one,) = core.going(Link.PROMOTE)
+        assert one.tier == tier
+        core.answer(one, Outcome.FAILED)
+    assert core.loaded()[0].failed == ((0, 0),)
+    assert not core.drops, "what could not be read may still be good"
+
+
+def test_a_promotion_that_was_cancelled_is_not_held_against_the_tier() -> None:
+    core = Driver()
+    prompt = prefix_of("a")
+    core.fill("disk", prompt)
+    core.load("x", prompt)
+    (one,) = core.going(Link.PROMOTE)
+    core.release("x")
+    assert core.loaded()[0].tokens == 0
+    assert core.cancelled == [one.id]
+    core.load("y", prompt)  # before the mover has said that it cancelled
+    assert core.going(Link.PROMOTE) == [one]
+    core.answer(one, Outcome.CANCELLED)
+    core.run()
+    assert core.loaded()[0].tokens == 4
+
+
+def test_a_second_release_does_not_cancel_again() -> None:
+    core = Driver()
+    for request in "xy":
+        core.load(request, prefix_of("a"))
+        core.release(request)
+    assert len(core.cancelled) == 1
+
+
+def test_what_was_evicted_after_the_lookup_is_sought_below() -> None:
+    core = Driver(slots=2)
+    prompt = prefix_of("ab")
+    core.store("a", prompt)
+    core.run()
+    assert core.lookup("b", prompt).presence is Presence.READY
+    core.store("c", prefix_of("yz"))
+    core.run()
+    assert core.present() == {"y", "yz"}
+    core.load("b", prompt)
+    core.run()
+    assert core.loaded()[0].sources == (("disk", 8),)
+
+
+def test_what_came_and_went_since_the_tiers_were_asked_is_sought_below_too() -> None:
+    core = Driver(slots=2)
+    prompt = prefix_of("ab")
+    core.lookup("r", prompt)
+    core.run()  # the disk says no
+    core.store("a", prompt)
+    core.run()
+    assert core.lookup("r", prompt).tokens == 8
+    core.store("b", prefix_of("yz"))
+    core.run()
+    core.load("r", prompt)
+    core.run()
+    assert core.loaded()[0].tokens == 8
+
+
+def test_a_load_past_its_deadline_ends_with_what_has_arrived() -> None:
+    core = Driver(load_deadline_s=5.0, promotes=1)
+    prompt = prefix_of("abc")
+    core.fill("disk", prompt)
+    core.load("r", prompt)
+    core.answer(core.going(Link.PROMOTE)[0])
+    core.answer(core.going(Link.SCATTER)[0])
+    assert core.cache.next_deadline() == 5.0
+    core.wait(5.0)
+    done = core.loaded()[0]
+    assert (done.tokens, done.failed) == (4, ((0, 1), (0, 2)))
+
+
+def test_a_load_past_its_deadline_waits_for_its_scatters() -> None:
+    core = Driver(load_deadline_s=5.0, scatters=1)
+    prompt = prefix_of("ab")
+    core.store("a", prompt)
+    core.run()
+    core.load("r", prompt)
+    (scatter,) = core.going(Link.SCATTER)
+    core.wait(5.0)
+    assert not core.loaded(), "its blocks are still being written"
+    assert core.cancelled == [scatter.id]
+    assert core.cache.next_deadline() is None
+    core.answer(scatter)
+    assert core.loaded()[0].tokens == 4
+
+
+def test_a_load_that_is_released_leaves_the_others_scatters_alone() -> None:
+    core = Driver(scatters=1)
+    prompt = prefix_of("ab")
+    core.store("a", prompt)
+    core.run()
+    core.load("x", prompt)
+    core.load("y", prompt)
+    core.release("x")
+    core.run()
+    assert {one.request: one.tokens for one in core.loaded()} == {"x": 4, "y": 8}
+
+
+def test_a_scatter_that_fails_is_a_hole() -> None:
+    core = Driver()
+    prompt = prefix_of("ab")
+    core.store("a", prompt)
+    core.run()
+    core.load("r", prompt)
+    first, second = core.going(Link.SCATTER)
+    core.answer(first, Outcome.FAILED)
+    core.answer(second)
+    assert core.loaded()[0].tokens == 0
+    core.answer(first)  # an answer that nobody waits for
+    assert not core.loaded()
+
+
+def test_a_slot_is_not_evicted_while_it_is_scattered() -> None:
+    core = Driver(slots=2, tiers=())
+    prompt = prefix_of("ab")
+    core.store("a", prompt)
+    core.run()
+    core.load("r", prompt)
+    core.store("b", prefix_of("yz"))
+    assert not core.going(Link.GATHER)
+    core.run()
+    assert core.present() == {"y", "yz"}
+
+
+def test_of_resident_tokens_nothing_is_asked() -> None:
+    core = Driver()
+    prompt = prefix_of("abc")
+    core.store("a", prompt)
+    core.run()
+    core.load("r", prompt, resident_tokens=5)
+    assert {one.key.decode() for one in core.going(Link.SCATTER)} == {"ab", "abc"}
+    core.run()
+    assert core.loaded()[0].sources == (("host", 7),)
+
+
+def test_resident_tokens_stay_when_the_load_fails() -> None:
+    core = Driver(tiers=())
+    core.load("r", prefix_of("abc"), resident_tokens=5)
+    done = core.loaded()[0]
+    assert (done.tokens, done.wanted_tokens, done.sources) == (5, 12, ())
+
+
+def test_several_ranks_count_only_together() -> None:
+    core = Driver(ranks=2)
+    prompt = prefix_of("ab")
+    core.store("a", prompt)
+    first, second = core.going(Link.GATHER)
+    core.answer(first, ranks=1)
+    assert core.lookup("b", prompt).ready_tokens == 0
+    core.answer(first, ranks=1)
+    core.answer(second, Outcome.FAILED, ranks=1)
+    core.answer(second, ranks=1)
+    assert core.present() == {"a"}, "one rank's failure is everybody's"
+
+
+def test_a_probe_counts_what_every_rank_has() -> None:
+    core = Driver(ranks=2)
+    prompt = prefix_of("ab")
+    core.lookup("r", prompt)
+    (probe,) = core.questions.values()
+    core.cache.probed(probe.id, [True, True], 0.0)
+    assert core.lookup("r", prompt).presence is Presence.PROBING
+    core.cache.probed(probe.id, [True, False], 0.0)
+    assert core.lookup("r", prompt).tokens == 4
+
+
+def test_windows_states_and_marks_are_loaded_by_their_own_rules() -> None:
+    core = Driver(groups=(History(), Window(5), State()), slots=16)
+    prompt = prefix_of("abc", 14)
+    core.store("a", prompt)
+    core.run()
+    answer = core.lookup("b", prompt)
+    assert (answer.tokens, answer.presence) == (14, Presence.READY)
+    core.load("b", prompt, 14)
+    core.run()
+    moved = {(one.group, one.key.decode()) for one in core.sent if one.link is Link.SCATTER}
+    history = {(0, "a"), (0, "ab"), (0, "abc"), (0, "abc+14")}
+    assert moved == history | {(1, "abc"), (1, "abc+14"), (2, "abc+14")}
+    assert core.loaded()[0].tokens == 14
+
+
+def test_a_state_that_fails_costs_only_back_to_the_one_before() -> None:
+    core = Driver(groups=(History(), State()), slots=16, tiers=())
+    prompt = prefix_of("abc")
+    core.store("a", prompt)
+    core.run()
+    core.load("r", prompt)
+    failing = next(one for one in core.going(Link.SCATTER) if one.group == 1)
+    core.answer(failing, Outcome.FAILED)
+    core.run()
+    done = core.loaded()[0]
+    assert (done.tokens, done.failed) == (0, ((1, 2),)), "no other state was asked for"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "places", "resident", "told"),
+    [
+        (5, [], 0, "no boundary"),
+        (16, [], 0, "beyond the 2 chunks"),
+        (8, [Place(0, 0, ()), Place(0, 2, ())], 0, "outside the prefix"),
+        (8, [Place(1, 0, ())], 0, "outside the prefix"),
+        (4, [Place(0, 0, ()), Place(0, 1, ())], 0, "past the 4 tokens"),
+        (4, [Place(0, 0, ()), Place(0, 0, (1,))], 0, "twice"),
+        (8, [Place(0, 1, ())], 3, "needs chunk 0 of group 0"),
+    ],
+)
+def test_a_load_that_makes_no_sense_is_refused_before_anything_moves(
+    tokens: int, places: list[Place], resident: int, told: str
+) -> None:
+    core = Driver()
+    with pytest.raises(ValueError, match=told):
+        core.cache.load(RequestId("r"), prefix_of("ab"), tokens, places, 0.0, resident_tokens=resident)
+    assert not core.cache.take_commands()
+    core.load("r", prefix_of("ab"))
+
+
+def test_a_request_loads_one_thing_at_a_time() -> None:
+    core = Driver()
+    core.load("r", prefix_of("a"))
+    with pytest.raises(ValueError, match="under way"):
+        core.load("r", prefix_of("b"))
+
+
+def test_an_empty_load_ends_at_once() -> None:
+    core = Driver()
+    core.load("r", prefix_of("ab"), 8, resident_tokens=8)
+    assert core.loaded() == [LoadDone(RequestId("r"), 8, 8, ())]
+
+
+def test_stop_ends_everything_and_begins_nothing() -> None:
+    core = Driver(slots=2, gathers=1)
+    core.fill("disk", prefix_of("ab"))
+    core.load("x", prefix_of("ab"))
+    core.store("y", prefix_of("yz"))
+    core.store("z", prefix_of("mn"))
+    begun = len(core.sent)
+    core.cache.stop(0.0)
+    core.run()
+    assert not [one for one in core.sent[begun:] if one.link is not Link.DEMOTE]
+    assert len(core.loaded()) == 1
+    assert len(core.stored()) == 2
+    assert core.cache.in_flight == 0
+
+
+def test_one_load_goes_on_with_what_another_one_promotes() -> None:
+    """A load whose next object waits for the tier's budget takes it from a load that got it first."""
+    core = Driver(tiers=("disk", "shared"), promotes=1, slots=16)
+    core.fill("shared", prefix_of("a"))
+    core.fill("disk", prefix_of("b"))
+    core.lookup("x", prefix_of("a"))
+    core.run()
+    core.load("p", prefix_of("b"))  # takes the disk's budget
+    core.load("q", prefix_of("a"))  # never asked: tries the disk first, which is busy
+    assert len(core.going(Link.PROMOTE)) == 1
+    core.load("x", prefix_of("a"))  # knows that it is on the shared tier
+    assert {one.tier for one in core.going(Link.PROMOTE)} == {"disk", "shared"}
+    core.run()
+    assert [one.tokens for one in core.loaded()] == [4, 4, 4]
+    assert len([one for one in core.sent if one.link is Link.PROMOTE]) == 2

@@ -1,0 +1,373 @@
+"""What the core knows of a load before it begins, and when it ends one that no longer pays."""
+
+import pytest
+from tests.core_driver import CHUNK, Driver, prefix_of
+
+from kvtier.core.boundary import chunk_end, needed_chunks
+from kvtier.core.meters import LOOK_S, UNKNOWN_BYTES_PER_S, Meter
+from kvtier.core.patience import Patience
+from kvtier.layout import ALIGNMENT, History, State, Window
+from kvtier.types import Link, LoadDone, Offer, Outcome, Place, Prefix, Presence, RequestId
+
+MB = 1 << 20
+
+
+def known(first_s: float, bytes_per_s: float, first_bytes: int = MB) -> Meter:
+    return Meter(first_s=first_s, bytes_per_s=bytes_per_s, first_bytes=first_bytes, is_known=True)
+
+
+# ---- meters ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_that_nobody_used_is_believed_to_be_fast() -> None:
+    first_s, all_s = Meter().seconds(100 * MB, 0, 0.0)
+    assert all_s == pytest.approx(first_s + 100 * MB / UNKNOWN_BYTES_PER_S)
+    assert not Meter().is_known
+
+
+def test_the_first_wait_and_the_flow_after_it_are_told_apart() -> None:
+    meter = Meter()
+    for _ in range(10):
+        meter.began(MB, 0.0)
+    for number in range(10):
+        meter.ended(MB, 0.1 + 0.02 * number, is_moved=True)
+    assert meter.first_s == pytest.approx(0.1)
+    assert meter.first_bytes == 3 * MB  # came within half of the wait after the first one
+    first_s, all_s = meter.seconds(103 * MB, 0, 9.0)
+    assert (first_s, all_s) == (pytest.approx(0.1), pytest.approx(0.1 + 100 * 0.18 / 7, rel=0.01))
+
+
+def test_what_travels_side_by_side_is_no_flow() -> None:
+    meter = Meter()
+    for start_s in (0.0, 1.0):
+        for _ in range(4):
+            meter.began(MB, start_s)
+        for _ in range(4):
+            meter.ended(MB, start_s + 0.1, is_moved=True)
+    assert meter.seconds(4 * MB, 0, 9.0)[1] == pytest.approx(0.1)
+    assert meter.seconds(8 * MB, 0, 9.0)[1] == pytest.approx(0.2)
+
+
+def test_a_small_burst_does_not_hide_how_much_comes_together() -> None:
+    meter = known(0.1, 40 * MB, 4 * MB)
+    meter.began(MB, 0.0)
+    meter.ended(MB, 0.1, is_moved=True)
+    assert meter.first_bytes == 4 * MB
+
+
+def test_bad_news_is_believed_at_once_and_good_news_by_half() -> None:
+    meter = known(0.01, 100 * MB)
+    meter.began(MB, 0.0)
+    meter.ended(MB, 1.0, is_moved=True)
+    assert meter.first_s == pytest.approx(1.0)
+    meter.began(MB, 2.0)
+    meter.ended(MB, 2.01, is_moved=True)
+    assert meter.first_s == pytest.approx(0.1)
+
+
+def test_a_link_that_is_never_idle_is_looked_at_all_the_same() -> None:
+    meter = known(0.001, 1000 * MB)
+    for number in range(200):
+        meter.began(MB, number * 0.01)
+        if number:
+            meter.ended(MB, number * 0.01, is_moved=True)
+    assert meter.out == 1
+    assert meter.bytes_per_s == pytest.approx(100 * MB, rel=0.1)
+    assert 4 * LOOK_S < 200 * 0.01
+
+
+def test_what_does_not_come_is_not_expected_to_come_soon() -> None:
+    meter = known(0.01, 100 * MB)
+    meter.began(MB, 0.0)
+    assert meter.seconds(MB, 0, 3.0)[0] == pytest.approx(3.0)
+    meter.ended(MB, 4.0, is_moved=False)  # given up
+    assert meter.seconds(MB, 0, 9.0)[0] == pytest.approx(4.0)
+    meter.began(MB, 10.0)
+    meter.ended(MB, 10.001, is_moved=False)  # cancelled before it could tell anything
+    assert meter.seconds(MB, 0, 11.0)[0] == pytest.approx(4.0)
+
+
+def test_what_is_on_its_way_comes_first() -> None:
+    meter = known(0.01, 100 * MB)
+    assert meter.seconds(MB, 50 * MB, 0.0)[0] == pytest.approx(0.51)
+
+
+def test_a_load_may_have_to_wait_for_its_first_chunk_while_others_come() -> None:
+    meter = known(0.01, 100 * MB)
+    meter.led(0.3, has_come=True)
+    assert meter.seconds(MB, 0, 0.0) == (pytest.approx(0.3), pytest.approx(0.3))
+    assert meter.seconds(101 * MB, 0, 0.0) == (pytest.approx(0.3), pytest.approx(1.01))
+    meter.led(0.1, has_come=False)  # given up sooner than it usually comes
+    assert meter.lead_s == pytest.approx(0.3)
+    meter.led(0.5, has_come=False)
+    assert meter.lead_s == pytest.approx(0.5)
+    meter.led(0.02, has_come=True)
+    assert meter.lead_s == pytest.approx(0.1)
+
+
+# ---- offers ----------------------------------------------------------------------------------------------------------
+
+
+def paced(core: Driver, *, host_s: float = 1e-6, **tiers: float) -> None:
+    """Every object takes so many seconds on its way from each place, one after the other."""
+    for place, seconds in {"host": host_s, **tiers}.items():
+        core.cache._meters[place] = meter = core.cache._meters[place]
+        meter.first_s, meter.first_bytes, meter.bytes_per_s = seconds, ALIGNMENT, ALIGNMENT / seconds
+        meter.is_known, meter._knows_flow = True, True
+
+
+def offers(core: Driver, request: str, prefix: Prefix, resident_tokens: int = 0) -> list[tuple[int, str, float]]:
+    core.lookup(request, prefix)
+    for probe in list(core.questions.values()):
+        core.tell(probe, [item in core.held[probe.tier] for item in probe.objects])
+    found = core.cache.lookup(RequestId(request), prefix, core.now_s, resident_tokens=resident_tokens)
+    assert found.presence is not Presence.PROBING
+    return [(offer.tokens, offer.place, round(offer.seconds, 4)) for offer in found.offers]
+
+
+def test_host_memory_and_a_tier_are_two_offers() -> None:
+    core, prefix = Driver(slots=64), prefix_of("abcdef")
+    core.fill("disk", prefix)
+    core.store("s", prefix_of("ab"))
+    core.run()
+    paced(core, host_s=0.001, disk=0.1)
+    assert offers(core, "r", prefix) == [(2 * CHUNK, "host", 0.002), (6 * CHUNK, "disk", 0.401)]
+    assert core.cache.lookup(RequestId("r"), prefix, 0.0).offers[-1] == Offer(6 * CHUNK, "disk", 0.401, 0.1, True)
+
+
+def test_what_the_engine_holds_costs_nothing() -> None:
+    core, prefix = Driver(slots=64), prefix_of("abcdef")
+    core.fill("disk", prefix)
+    paced(core, disk=0.1)
+    assert offers(core, "r", prefix, 4 * CHUNK) == [(6 * CHUNK, "disk", 0.2)]
+    assert offers(core, "r", prefix, 4 * CHUNK + 1) == [(6 * CHUNK, "disk", 0.2)]
+    assert offers(core, "r", prefix, 6 * CHUNK) == []
+
+
+def test_what_all_is_here_is_one_offer() -> None:
+    core, prefix = Driver(slots=64), prefix_of("abcdef")
+    core.store("s", prefix)
+    core.run()
+    paced(core, host_s=0.01)
+    assert offers(core, "r", prefix) == [(6 * CHUNK, "host", 0.06)]
+    assert offers(core, "r", prefix, 5 * CHUNK) == [(6 * CHUNK, "host", 0.01)]
+
+
+def test_while_a_tier_is_asked_there_is_no_offer() -> None:
+    core, prefix = Driver(slots=64), prefix_of("ab")
+    core.store("s", prefix_of("a"))
+    core.run()
+    found = core.lookup("r", prefix)
+    assert (found.presence, found.ready_tokens, found.offers) == (Presence.PROBING, CHUNK, ())
+
+
+def test_each_tier_that_can_be_done_without_makes_an_offer() -> None:
+    core, prefix = Driver(slots=64, tiers=("disk", "shared", "far")), prefix_of("abcdef")
+    core.fill("disk", prefix_of("ab"))
+    core.fill("shared", prefix_of("abcd"))
+    core.fill("far", prefix)
+    paced(core, disk=0.01, shared=0.1, far=1.0)
+    expected = [(2 * CHUNK, "disk", 0.02), (4 * CHUNK, "shared", 0.22), (6 * CHUNK, "far", 2.22)]
+    assert offers(core, "r", prefix) == expected
+
+
+def test_who_comes_later_waits_for_who_came_before() -> None:
+    core, first, second = Driver(slots=64), prefix_of("abcdef"), prefix_of("uvw")
+    core.fill("disk", first)
+    core.fill("disk", second)
+    paced(core, disk=0.1)
+    offers(core, "a", first)
+    core.load("a", first)
+    assert offers(core, "b", second) == [(3 * CHUNK, "disk", 0.9)]
+
+
+def test_who_shares_a_prefix_that_is_being_loaded_waits_for_it_and_no_longer() -> None:
+    core, first, second = Driver(slots=12), prefix_of("abcdef"), prefix_of("abcdeg")
+    core.fill("disk", first)
+    core.fill("disk", second)
+    paced(core, disk=0.1)
+    offers(core, "a", first)
+    core.load("a", first)
+    assert len(core.going(Link.PROMOTE)) == 3  # the others wait for their turn
+    assert offers(core, "b", first) == [(6 * CHUNK, "disk", 0.7)]  # and the pace of the first, which is under way
+    assert offers(core, "c", second) == [(6 * CHUNK, "disk", 0.7)]
+
+
+def test_a_window_and_a_state_are_loaded_for_the_end_only() -> None:
+    core, prefix = Driver(slots=64, groups=(History(), Window(CHUNK), State())), prefix_of("abcd")
+    core.fill("disk", prefix)
+    paced(core, disk=0.1)
+    assert offers(core, "r", prefix) == [(4 * CHUNK, "disk", 0.6)]
+    (offer,) = core.cache.lookup(RequestId("r"), prefix, core.now_s).offers
+    assert offer.wait_s == offer.seconds  # a part of it is worth nothing
+
+
+def test_every_promotion_and_scatter_is_measured() -> None:
+    core, prefix = Driver(slots=64), prefix_of("ab")
+    core.fill("disk", prefix)
+    offers(core, "r", prefix)
+    core.load("r", prefix)
+    core.wait(0.5)
+    core.run(links=[Link.PROMOTE])
+    core.wait(0.25)
+    core.run()
+    meters = core.cache._meters
+    assert (meters["disk"].first_s, meters["host"].first_s) == (pytest.approx(0.5), pytest.approx(0.25))
+    assert not any(meter.out for meter in meters.values())
+
+
+# ---- patience --------------------------------------------------------------------------------------------------------
+
+
+def load(core: Driver, prefix: Prefix, patience: Patience, *, resident_tokens: int = 0) -> None:
+    tokens = len(prefix.keys) * CHUNK
+    offers(core, "r", prefix)
+    places = [
+        Place(index, chunk, (chunk,))
+        for index, group in enumerate(core.layout.groups)
+        for chunk in needed_chunks(group, prefix, tokens)
+        if chunk_end(prefix, chunk) > resident_tokens
+    ]
+    core.cache.load(
+        RequestId("r"), prefix, tokens, places, core.now_s, resident_tokens=resident_tokens, patience=patience
+    )
+    core._take()
+
+
+def promote(core: Driver, count: int) -> None:
+    """The next `count` objects come, and are scattered."""
+    for transfer in core.going(Link.PROMOTE)[:count]:
+        core.answer(transfer)
+    core.run(links=[Link.SCATTER])
+
+
+def filled(text: str, **rest: object) -> tuple[Driver, Prefix]:
+    core, prefix = Driver(slots=64, **rest), prefix_of(text)
+    core.fill("disk", prefix)
+    return core, prefix
+
+
+def test_a_load_of_which_nothing_comes_is_cut() -> None:
+    core, prefix = filled("abcd")
+    load(core, prefix, Patience(1.0, 0.25))
+    assert core.cache.next_deadline() == pytest.approx(1.0)
+    core.wait(0.99)
+    assert core.loaded() == []
+    core.wait(0.01)
+    (done,) = core.loaded()
+    assert (done.tokens, done.wanted_tokens, done.was_cut) == (0, 4 * CHUNK, True)
+    assert len(core.cancelled) == 4
+
+
+def test_each_chunk_that_comes_is_worth_some_time() -> None:
+    core, prefix = filled("abcd")
+    load(core, prefix, Patience(1.0, 0.25))  # a chunk of four tokens spares a second
+    core.wait(0.5)
+    promote(core, 1)
+    assert core.cache.next_deadline() == pytest.approx(1.5)  # half a second was gained: the lowest regret is -0.5
+    core.wait(0.9)
+    promote(core, 1)
+    assert core.cache.next_deadline() == pytest.approx(1.4 + 1.0)
+    core.wait(1.0)
+    assert core.loaded() == [LoadDone(RequestId("r"), 8, 16, ((0, 2), (0, 3)), (("disk", 8),), was_cut=True)]
+
+
+def test_a_chunk_behind_a_hole_is_worth_nothing_yet() -> None:
+    core, prefix = filled("abcd")
+    load(core, prefix, Patience(1.0, 10.0))
+    core.wait(0.5)
+    for transfer in core.going(Link.PROMOTE)[1:]:
+        core.answer(transfer)
+    core.run(links=[Link.SCATTER])
+    assert core.cache.next_deadline() == pytest.approx(1.0)
+    core.wait(0.5)
+    assert core.loaded()[0].tokens == 0
+
+
+def test_a_load_that_comes_in_time_is_whole() -> None:
+    core, prefix = filled("abcd")
+    load(core, prefix, Patience(1.0, 0.25))
+    for _ in range(4):
+        core.wait(0.9)
+        promote(core, 1)
+    assert core.loaded() == [LoadDone(RequestId("r"), 16, 16, (), (("disk", 16),))]
+
+
+def test_what_is_resident_is_worth_nothing() -> None:
+    core, prefix = filled("abcd")
+    load(core, prefix, Patience(1.0, 0.25), resident_tokens=2 * CHUNK)
+    core.wait(0.5)
+    promote(core, 1)
+    assert core.cache.next_deadline() == pytest.approx(1.5)
+    core.wait(1.0)
+    assert core.loaded()[0].tokens == 3 * CHUNK
+
+
+def test_what_waiting_for_the_first_chunk_takes_is_remembered() -> None:
+    core, prefix = filled("abcd")
+    load(core, prefix, Patience(1.0, 0.25))
+    core.wait(0.3)
+    for transfer in core.going(Link.PROMOTE)[1:]:
+        core.answer(transfer)
+    core.run(links=[Link.SCATTER])
+    core.wait(0.4)
+    promote(core, 1)
+    assert (core.cache._meters["disk"].first_s, core.cache._meters["disk"].lead_s) == (
+        pytest.approx(0.3),
+        pytest.approx(0.7),
+    )
+
+
+def test_a_load_that_was_cut_before_anything_came_tells_that_it_takes_longer() -> None:
+    core, prefix = filled("abcd")
+    load(core, prefix, Patience(1.0, 0.25))
+    core.wait(1.0)
+    assert core.cache._meters["disk"].lead_s == pytest.approx(1.0)
+
+
+def test_who_waits_behind_others_tells_nothing_of_the_link() -> None:
+    core, prefix = filled("abcd")
+    core.fill("disk", prefix_of("xy"))
+    offers(core, "other", prefix_of("xy"))
+    core.load("other", prefix_of("xy"))
+    load(core, prefix, Patience(1.0, 0.25))
+    core.wait(1.0)
+    assert core.cache._meters["disk"].lead_s == 0.0
+
+
+def test_a_part_of_what_counts_as_a_whole_only_is_worth_nothing() -> None:
+    core, prefix = filled("abcd", groups=(History(), State()))
+    load(core, prefix, Patience(1.0, 10.0))
+    core.wait(0.9)
+    promote(core, 4)
+    assert core.cache.next_deadline() == pytest.approx(1.0)
+    core.wait(0.1)
+    assert core.loaded()[0].tokens == 0
+
+
+def test_a_cut_waits_for_the_copies_into_the_engine() -> None:
+    core, prefix = filled("ab")
+    load(core, prefix, Patience(1.0, 0.25))
+    core.answer(core.going(Link.PROMOTE)[0])
+    core.wait(1.0)
+    assert core.loaded() == []
+    core.run(links=[Link.SCATTER])
+    (done,) = core.loaded()
+    assert (done.tokens, done.was_cut) == (CHUNK, True)
+
+
+def test_the_deadline_of_all_loads_stays() -> None:
+    core, prefix = filled("ab", load_deadline_s=2.0)
+    load(core, prefix, Patience(100.0, 0.25))
+    core.wait(2.0)
+    (done,) = core.loaded()
+    assert (done.tokens, done.was_cut) == (0, False)
+
+
+def test_what_arrives_after_a_cut_is_kept() -> None:
+    core, prefix = filled("ab")
+    load(core, prefix, Patience(1.0, 0.25))
+    core.wait(1.0)
+    for transfer in core.going(Link.PROMOTE):
+        core.answer(transfer, Outcome.DONE)
+    assert core.lookup("again", prefix).ready_tokens == 2 * CHUNK

@@ -1,0 +1,406 @@
+"""Stores: what is acknowledged is readable, room is made on demand, and patience ends."""
+
+import pytest
+from tests.core_driver import Driver, key, prefix_of
+
+from kvtier.core.limits import Limits, WritePolicy
+from kvtier.policy.base import Held
+from kvtier.types import Hint, Link, Outcome, Place, Presence, RequestId, StoreDone
+
+
+def test_an_acknowledged_store_is_readable() -> None:
+    core = Driver(tiers=())
+    core.store("a", prefix_of("ab"))
+    first, second = core.going(Link.GATHER)
+    core.answer(first)
+    assert not core.stored(), "one of its gathers is still out"
+    core.answer(second)
+    assert core.stored() == [StoreDone(RequestId("a"), 2, 0)]
+    assert core.lookup("b", prefix_of("ab")).ready_tokens == 8
+
+
+def test_what_is_there_already_is_held_without_moving() -> None:
+    core = Driver()
+    core.store("a", prefix_of("ab"))
+    core.store("b", prefix_of("abc"))
+    assert len(core.going(Link.GATHER)) == 3, "two are on their way, one is new"
+    core.run()
+    core.store("c", prefix_of("abc"))
+    assert [one.held for one in core.stored()] == [2, 3, 3]
+
+
+def test_an_empty_store_ends_at_once() -> None:
+    core = Driver()
+    core.cache.store(RequestId("a"), prefix_of("a"), [], 0.0)
+    assert core.cache.take_events() == [StoreDone(RequestId("a"), 0, 0)]
+
+
+def test_what_came_while_a_store_waited_is_held_without_moving() -> None:
+    core = Driver(gathers=1, tiers=())
+    core.store("a", prefix_of("z"))
+    core.store("b", prefix_of("x"))
+    core.store("c", prefix_of("x"))
+    core.run()
+    assert len(core.sent) == 2
+    assert [one.held for one in core.stored()] == [1, 1, 1]
+
+
+def test_a_store_gathers_what_a_tier_failed_to_bring_for_somebody_else() -> None:
+    core = Driver()
+    core.load("r", prefix_of("a"))
+    core.store("a", prefix_of("a"))
+    core.answer(core.going(Link.PROMOTE)[0], Outcome.FAILED)
+    core.run()
+    assert core.stored() == [StoreDone(RequestId("a"), 1, 0)]
+
+
+def test_a_gather_that_fails_is_dropped_and_who_joined_gathers_for_itself() -> None:
+    core = Driver(tiers=())
+    core.store("a", prefix_of("a"))
+    core.store("b", prefix_of("a"))
+    core.answer(core.going(Link.GATHER)[0], Outcome.FAILED)
+    assert core.stored() == [StoreDone(RequestId("a"), 0, 1)]
+    (again,) = core.going(Link.GATHER)
+    assert again.request == "b"
+    core.answer(again)
+    assert core.stored() == [StoreDone(RequestId("b"), 1, 0)]
+
+
+def test_who_joined_is_dropped_when_no_more_may_wait() -> None:
+    core = Driver(tiers=(), waiting_chunks=1, gathers=1)
+    core.store("a", prefix_of("a"))
+    core.store("b", prefix_of("a"))
+    core.store("c", prefix_of("z"))  # waits for the gather's budget
+    core.answer(core.going(Link.GATHER)[0], Outcome.FAILED)
+    done = {one.request: (one.held, one.dropped) for one in core.stored()}
+    assert done == {"a": (0, 1), "b": (0, 1)}
+
+
+def test_a_store_larger_than_free_host_memory_evicts_on_demand() -> None:
+    core = Driver(slots=4, tiers=())
+    core.store("a", prefix_of("abcd"))
+    core.run()
+    core.store("b", prefix_of("wxyz"))
+    core.run()
+    assert [one.held for one in core.stored()] == [4, 4]
+    assert core.present() == {"w", "wx", "wxy", "wxyz"}
+    assert core.cache.host.evictions == 4
+
+
+def test_a_store_larger_than_host_memory_keeps_what_fits_in_time() -> None:
+    core = Driver(slots=2)
+    core.store("a", prefix_of("abcdef"))
+    core.run()
+    assert core.stored()[0].held == 6
+    assert len(core.held["disk"]) == 6
+
+
+def test_a_child_leaves_before_its_parent() -> None:
+    core = Driver(slots=4, tiers=())
+    core.store("a", prefix_of("abcd"))
+    core.run()
+    core.store("b", prefix_of("z"))
+    core.run()
+    assert core.present() == {"a", "ab", "abc", "z"}
+
+
+def test_a_prompt_that_is_used_again_outlives_one_that_is_not() -> None:
+    core = Driver(slots=4, tiers=())
+    for text in ("ab", "mn"):
+        core.store(text, prefix_of(text))
+        core.run()
+    core.load("r", prefix_of("ab"))
+    core.run()
+    core.store("c", prefix_of("yz"))
+    core.run()
+    assert core.present() == {"a", "ab", "y", "yz"}
+
+
+def test_a_store_waits_for_room_only_while_its_patience_lasts() -> None:
+    core = Driver(slots=2, tiers=(), store_patience_s=3.0)
+    core.store("a", prefix_of("ab"))
+    core.store("b", prefix_of("yz"))
+    assert core.cache.next_deadline() == 3.0
+    core.wait(2.0)
+    assert not core.stored()
+    core.wait(1.0)
+    assert core.stored() == [StoreDone(RequestId("b"), 0, 2)], "the other one's gathers are out, and it waits for them"
+    assert core.cache.next_deadline() is None
+    core.run()
+    assert core.stored() == [StoreDone(RequestId("a"), 2, 0)]
+    assert core.cache.tally.stores_dropped == 2
+
+
+def test_patience_ends_also_for_who_waits_for_somebody_elses_promotion() -> None:
+    core = Driver(store_patience_s=3.0)
+    core.load("r", prefix_of("a"))
+    core.store("a", prefix_of("a"))
+    core.wait(3.0)
+    assert core.stored() == [StoreDone(RequestId("a"), 0, 1)]
+    core.answer(core.going(Link.PROMOTE)[0], Outcome.FAILED)
+    assert not core.going(Link.GATHER)
+
+
+def test_a_released_store_begins_nothing_more() -> None:
+    core = Driver(gathers=1, tiers=())
+    core.store("a", prefix_of("ab"))
+    core.store("b", prefix_of("abc"))
+    core.release("b")
+    assert core.stored() == [StoreDone(RequestId("b"), 0, 3)]
+    core.answer(core.going(Link.GATHER)[0], Outcome.FAILED)
+    core.run()
+    assert {one.request for one in core.sent} == {"a"}
+
+
+def test_a_released_store_ends_when_its_gathers_have() -> None:
+    core = Driver(gathers=1, tiers=())
+    core.store("a", prefix_of("xy"))
+    core.release("a")
+    assert not core.stored(), "the blocks are still being read"
+    core.run()
+    assert core.stored() == [StoreDone(RequestId("a"), 1, 1)]
+
+
+def test_only_so_much_may_wait() -> None:
+    core = Driver(slots=2, tiers=(), waiting_chunks=3)
+    core.store("a", prefix_of("abcdef"))
+    core.run()
+    assert core.stored() == [StoreDone(RequestId("a"), 3, 3)]
+
+
+class NoZ:
+    """Turns away what ends in z, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.seen: list[Held] = []
+
+    def admit(self, held: Held, place: str) -> bool:
+        self.seen.append(held)
+        return not held.name.endswith(b"z") and place == "host"
+
+
+def test_what_is_not_admitted_is_dropped() -> None:
+    admitter = NoZ()
+    core = Driver(admitter=admitter, tiers=())
+    core.store("a", prefix_of("xyz"), hint=Hint("chat", 3, 0.5))
+    core.run()
+    assert core.stored() == [StoreDone(RequestId("a"), 2, 1)]
+    last = admitter.seen[-1]
+    assert (last.name, last.parent, last.depth) == (b"xyz", b"xy", 2)
+    assert (last.session, last.turn, last.seconds_saved) == ("chat", 3, 2.0)
+    assert last.size_bytes == 4096
+
+
+def test_a_hint_reaches_the_transfer() -> None:
+    core = Driver(tiers=())
+    hint = Hint("chat", 1)
+    core.store("a", prefix_of("a"), hint=hint)
+    assert core.going(Link.GATHER)[0].hint is hint
+
+
+def test_gathers_stay_within_their_budget() -> None:
+    core = Driver(gathers=2, tiers=())
+    core.store("a", prefix_of("abcd"))
+    core.store("b", prefix_of("wxyz"))
+    assert len(core.going(Link.GATHER)) == 2
+    core.run()
+    assert [one.held for one in core.stored()] == [4, 4]
+
+
+def test_scatters_stay_within_their_budget() -> None:
+    core = Driver(scatters=2, tiers=())
+    core.store("a", prefix_of("abcd"))
+    core.run()
+    core.load("b", prefix_of("abcd"))
+    assert len(core.going(Link.SCATTER)) == 2
+    core.run()
+    assert core.loaded()[0].tokens == 16
+
+
+def test_promotions_and_demotions_stay_within_their_budgets() -> None:
+    core = Driver(slots=16, promotes=2, demotes=3)
+    core.store("a", prefix_of("abcdef"))
+    core.run(links=[Link.GATHER])
+    core.fill("disk", prefix_of("uvwxyz"))
+    core.load("b", prefix_of("uvwxyz"))
+    assert len(core.going(Link.DEMOTE)) == 3
+    assert len(core.going(Link.PROMOTE)) == 2
+    core.run()
+    assert core.loaded()[0].tokens == 24
+
+
+@pytest.mark.parametrize(("slots", "tiers", "most"), [(16, 1, 4), (16, 2, 2), (2, 2, 1)])
+def test_tiers_tie_at_most_a_quarter_of_the_slots_to_promotions(slots: int, tiers: int, most: int) -> None:
+    names = ["disk", "shared"][:tiers]
+    core = Driver(slots=slots, tiers=names)
+    core.fill("disk", prefix_of("abcdefgh"))
+    core.load("r", prefix_of("abcdefgh"))
+    assert len(core.going(Link.PROMOTE)) == most
+
+
+def test_a_store_that_makes_no_sense_is_refused() -> None:
+    core = Driver()
+    with pytest.raises(ValueError, match="outside the prefix"):
+        core.cache.store(RequestId("r"), prefix_of("ab"), [Place(0, 2, ())], 0.0)
+
+
+def test_write_through_demotes_as_soon_as_the_copy_is_ready() -> None:
+    core = Driver(tiers=("disk", "shared"))
+    core.store("a", prefix_of("a"))
+    assert not core.going(Link.DEMOTE)
+    core.answer(core.going(Link.GATHER)[0])
+    assert [one.tier for one in core.going(Link.DEMOTE)] == ["disk", "shared"]
+    assert core.cache.owed_count == 1
+    core.run()
+    assert core.cache.owed_count == 0
+
+
+def test_write_back_demotes_when_an_object_has_to_leave() -> None:
+    core = Driver(slots=2, write_policy=WritePolicy.BACK)
+    core.store("a", prefix_of("ab"))
+    core.run()
+    assert not core.held["disk"]
+    core.store("b", prefix_of("z"))
+    assert core.cache.presence(key("ab"), 0) is Presence.READY, "a victim can be read until it is written"
+    (demotion,) = core.going(Link.DEMOTE)
+    assert demotion.key == key("ab")
+    core.run()
+    assert core.held["disk"] == {(key("ab"), 0)}
+    assert core.present() == {"a", "z"}
+
+
+def test_write_back_keeps_a_victim_that_is_wanted_again() -> None:
+    core = Driver(slots=2, write_policy=WritePolicy.BACK)
+    core.store("a", prefix_of("ab"))
+    core.run()
+    core.store("b", prefix_of("z"))
+    core.load("c", prefix_of("ab"))
+    core.run(links=[Link.DEMOTE])
+    assert core.present() == {"a", "ab"}, "it is being read"
+    core.run()
+    assert core.loaded()[0].tokens == 8
+    assert core.stored()[-1].held == 1
+
+
+def test_write_back_lets_go_as_many_as_are_waited_for() -> None:
+    core = Driver(slots=16, demotes=3, write_policy=WritePolicy.BACK)
+    core.store("a", prefix_of("abcdefghijklmnop"))
+    core.run()
+    core.store("b", prefix_of("yz"))
+    assert len(core.going(Link.DEMOTE)) == 2
+    core.store("c", prefix_of("stuvw"))
+    assert len(core.going(Link.DEMOTE)) == 3, "as many as the budget allows"
+    core.run()
+    assert core.stored()[-1].held == 5
+
+
+def test_write_back_to_a_tier_that_is_down_makes_room_at_once() -> None:
+    core = Driver(slots=2, write_policy=WritePolicy.BACK, tier_failures=1)
+    core.store("a", prefix_of("ab"))
+    core.run()
+    core.lookup("s", prefix_of("m"))
+    core.tell(next(iter(core.questions.values())), None)
+    assert not core.notices()[0].is_up
+    core.store("b", prefix_of("yz"))
+    assert len(core.going(Link.GATHER)) == 2
+    assert core.cache.tally.demotions_dropped == 2
+
+
+def test_a_victim_that_is_on_its_way_does_not_shield_its_parents() -> None:
+    core = Driver(slots=8, demotes=2, write_policy=WritePolicy.BACK)
+    core.store("a", prefix_of("abcdefgh"))
+    core.run()
+    core.store("b", prefix_of("yz"))
+    assert {one.key.decode() for one in core.going(Link.DEMOTE)} == {"abcdefgh", "abcdefg"}
+
+
+def test_without_tiers_write_back_owes_nothing() -> None:
+    core = Driver(slots=2, tiers=(), write_policy=WritePolicy.BACK)
+    core.store("a", prefix_of("ab"))
+    core.run()
+    core.store("b", prefix_of("yz"))
+    assert len(core.going(Link.GATHER)) == 2
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_the_selective_policy_demotes_at_the_nth_use(uses: int) -> None:
+    core = Driver(write_policy=WritePolicy.SELECTIVE, selective_uses=uses)
+    prompt = prefix_of("a")
+    core.store("a", prompt)
+    core.run()
+    for use in range(2, 5):
+        assert bool(core.held["disk"]) == (uses < use)
+        core.load(f"r{use}", prompt)
+        core.run()
+    assert core.held["disk"]
+
+
+def test_a_use_before_the_copy_is_there_counts() -> None:
+    core = Driver(write_policy=WritePolicy.SELECTIVE, selective_uses=2)
+    core.store("a", prefix_of("a"))
+    core.store("b", prefix_of("a"))
+    core.run()
+    assert core.held["disk"]
+
+
+def test_flush_demotes_what_is_owed_parents_first() -> None:
+    core = Driver(write_policy=WritePolicy.BACK, demotes=1)
+    core.store("a", prefix_of("abc"))
+    core.run()
+    assert core.cache.owed_count == 3
+    core.flush()
+    core.run()
+    assert [one.key.decode() for one in core.sent if one.link is Link.DEMOTE] == ["a", "ab", "abc"]
+    assert core.cache.owed_count == 0
+    core.flush()
+    assert not core.out
+
+
+def test_a_load_does_not_wait_for_a_demotion() -> None:
+    core = Driver(slots=8, demotes=1)
+    core.store("a", prefix_of("abcdefgh"))
+    core.run(links=[Link.GATHER])
+    assert len(core.going(Link.DEMOTE)) == 1
+    core.fill("disk", prefix_of("z"))
+    core.load("r", prefix_of("z"))
+    assert core.going(Link.PROMOTE), "a debt was forgotten"
+    assert core.cache.tally.demotions_dropped == 1
+    core.run()
+    assert len(core.held["disk"]) == 8
+
+
+def test_a_copy_that_is_not_new_is_not_demoted_again() -> None:
+    core = Driver()
+    core.fill("disk", prefix_of("a"))
+    core.load("r", prefix_of("a"))
+    core.run()
+    assert not [one for one in core.sent if one.link is Link.DEMOTE]
+
+
+def test_a_refused_demotion_is_no_fault_of_the_tier() -> None:
+    core = Driver(tier_failures=1)
+    core.store("a", prefix_of("a"))
+    core.run(links=[Link.GATHER])
+    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED)
+    assert not core.notices()
+    assert core.cache.tally.demotions_dropped == 1
+    assert core.cache.owed_count == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["gathers", "scatters", "promotes", "demotes", "requests", "tier_failures", "selective_uses"]
+)
+def test_a_budget_below_one_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"limits.{name} must be at least 1, got 0"):
+        Limits(**{name: 0})
+
+
+def test_a_negative_number_of_waiting_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match="waiting_chunks must be at least 0"):
+        Limits(waiting_chunks=-1)
+
+
+@pytest.mark.parametrize("slots", [(1,), (4, 4), ()])
+def test_a_cache_needs_two_slots_for_each_group(slots: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="slots must name at least 2 for each of the 1 groups"):
+        Driver(slots=slots)

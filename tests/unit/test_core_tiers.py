@@ -1,0 +1,416 @@
+"""Lower tiers: a hint is never believed, a failure is a miss, and one that hangs holds up nobody else."""
+
+from tests.core_driver import CHUNK, Driver, key, prefix_of
+
+from kvtier.core.limits import WritePolicy
+from kvtier.layout import History, Window
+from kvtier.types import Link, Outcome, Presence, RequestId, StoreDone
+
+# ---- questions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_asks_each_tier_once_for_what_is_not_here() -> None:
+    core = Driver(tiers=("disk", "shared"))
+    core.store("a", prefix_of("a"))
+    core.run()
+    prompt = prefix_of("ab")
+    answer = core.lookup("r", prompt)
+    assert (answer.tokens, answer.presence) == (4, Presence.PROBING)
+    assert [(probe.tier, probe.objects) for probe in core.questions.values()] == [
+        ("disk", ((key("ab"), 0),)),
+        ("shared", ((key("ab"), 0),)),
+    ]
+    core.lookup("r", prompt)
+    core.lookup("r", prefix_of("ab"))
+    assert len(core.questions) == 2
+    first, second = core.questions.values()
+    core.tell(first, [False])
+    assert core.lookup("r", prompt).presence is Presence.PROBING
+    core.tell(second, [True])
+    answer = core.lookup("r", prompt)
+    assert (answer.tokens, answer.ready_tokens, answer.presence) == (8, 4, Presence.ARRIVING)
+    assert answer.sources == (("host", 4), ("shared", 4))
+
+
+def test_a_longer_prompt_of_the_same_request_asks_only_for_what_is_new() -> None:
+    core = Driver()
+    core.lookup("r", prefix_of("a"))
+    core.lookup("r", prefix_of("ab"))
+    assert [probe.objects for probe in core.questions.values()] == [((key("a"), 0),), ((key("ab"), 0),)]
+
+
+def test_what_left_host_memory_between_two_lookups_is_asked_for() -> None:
+    core = Driver(slots=2)
+    prompt = prefix_of("abc")
+    core.store("a", prefix_of("ab"))
+    core.run()
+    core.lookup("r", prompt)
+    core.run()
+    core.store("b", prefix_of("yz"))
+    core.run()
+    assert core.lookup("r", prompt).presence is Presence.PROBING
+    core.run()
+    assert core.lookup("r", prompt).tokens == 8
+
+
+def test_a_lookup_is_not_probing_when_nothing_could_be_added() -> None:
+    core = Driver(groups=(History(), Window(4)))
+    prompt = prefix_of("abc")
+    core.store("a", prompt, (0, 0), (0, 1), (0, 2), (1, 2))
+    core.run()
+    answer = core.lookup("r", prompt)
+    assert (answer.tokens, answer.presence) == (12, Presence.READY)
+    assert core.questions, "the window's older chunks may be of use to a shorter prompt"
+
+
+def test_an_unanswered_probe_means_absent_after_its_deadline() -> None:
+    core = Driver(probe_deadline_s=2.0, tier_failures=1)
+    prompt = prefix_of("a")
+    core.lookup("r", prompt)
+    (probe,) = core.questions.values()
+    assert core.cache.next_deadline() == 2.0
+    core.wait(2.0)
+    assert core.lookup("r", prompt).presence is Presence.ABSENT
+    assert [notice.is_up for notice in core.notices()] == [False]
+    core.tell(probe, [True])
+    assert core.lookup("r", prompt).tokens == 0, "an answer that nobody waits for"
+    assert core.cache.next_deadline() is None
+
+
+def test_a_probe_that_was_answered_has_no_deadline_any_more() -> None:
+    core = Driver(probe_deadline_s=2.0)
+    core.lookup("a", prefix_of("a"))
+    core.now_s = 1.0
+    core.lookup("b", prefix_of("b"))
+    core.tell(next(iter(core.questions.values())), [True])
+    assert core.cache.next_deadline() == 3.0
+    core.lookup("c", prefix_of("c"))
+    core.tell(next(iter(core.questions.values())), [True])
+    core.wait(5.0)
+    assert core.lookup("a", prefix_of("a")).tokens == 4
+    assert core.lookup("b", prefix_of("b")).tokens == 4
+    assert core.lookup("c", prefix_of("c")).tokens == 0
+
+
+def test_the_fastest_tier_is_read_whoever_answered_first() -> None:
+    core = Driver(tiers=("disk", "shared"))
+    core.lookup("a", prefix_of("a"))
+    disk, shared = core.questions.values()
+    core.tell(shared, [True])
+    core.tell(disk, [True])
+    core.load("a", prefix_of("a"))
+    assert core.going(Link.PROMOTE)[0].tier == "disk"
+
+
+def test_a_failed_probe_means_absent() -> None:
+    core = Driver()
+    prompt = prefix_of("a")
+    core.lookup("r", prompt)
+    core.tell(next(iter(core.questions.values())), None)
+    assert core.lookup("r", prompt).presence is Presence.ABSENT
+
+
+def test_a_released_request_forgets_what_it_was_told() -> None:
+    core = Driver()
+    prompt = prefix_of("a")
+    core.lookup("r", prompt)
+    (probe,) = core.questions.values()
+    core.release("r")
+    core.tell(probe, [True])
+    assert core.lookup("r", prompt).presence is Presence.PROBING, "the new request of that name asks anew"
+    core.release("unheard of")
+
+
+def test_only_so_many_requests_are_kept_in_mind() -> None:
+    core = Driver(requests=1)
+    core.lookup("a", prefix_of("a"))
+    assert core.lookup("b", prefix_of("b")).presence is Presence.ABSENT
+    core.release("a")
+    assert core.lookup("b", prefix_of("b")).presence is Presence.PROBING
+
+
+def test_a_tier_that_is_down_is_neither_asked_nor_believed() -> None:
+    core = Driver(tiers=("disk", "shared"), tier_failures=1)
+    core.lookup("a", prefix_of("a"))
+    disk, shared = core.questions.values()
+    core.tell(shared, [True])
+    core.tell(disk, [True])
+    assert core.lookup("a", prefix_of("a")).sources == (("disk", 4),)
+    core.lookup("b", prefix_of("b"))
+    core.tell(next(probe for probe in core.questions.values() if probe.tier == "disk"), None)
+    assert core.lookup("a", prefix_of("a")).sources == (("shared", 4),)
+    core.lookup("c", prefix_of("c"))
+    assert {probe.tier for probe in core.questions.values()} == {"shared"}
+
+
+def test_an_object_that_vanished_since_the_probe_is_a_miss() -> None:
+    core = Driver()
+    prompt = prefix_of("ab")
+    core.fill("disk", prompt)
+    core.lookup("r", prompt)
+    core.run()
+    core.held["disk"].clear()
+    core.load("r", prompt)
+    core.run()
+    done = core.loaded()[0]
+    assert (done.tokens, done.failed) == (0, ((0, 0), (0, 1)))
+    assert not core.notices(), "an absent object is no fault of the tier"
+
+
+# ---- failing, hanging and coming back --------------------------------------------------------------------------------
+
+
+def fail_promotions(core: Driver, count: int) -> None:
+    for number in range(count):
+        core.load(f"f{number}", prefix_of(f"{number}"))
+        core.answer(core.going(Link.PROMOTE)[-1], Outcome.FAILED, is_fault=True)
+
+
+def test_the_breaker_opens_after_failures_in_a_row_and_a_trial_closes_it() -> None:
+    core = Driver(tier_failures=2, tier_retry_s=5.0)
+    fail_promotions(core, 2)
+    (notice,) = core.notices()
+    assert (notice.tier, notice.is_up) == ("disk", False)
+    assert "2 times" in notice.detail
+    core.load("x", prefix_of("x"))
+    assert core.loaded()[-1].tokens == 0, "left alone"
+    core.wait(5.0)
+    core.fill("disk", prefix_of("y"))
+    core.load("y", prefix_of("y"))
+    core.load("z", prefix_of("z"))
+    assert len(core.going(Link.PROMOTE)) == 1, "one trial at a time"
+    core.run()
+    assert [notice.is_up for notice in core.notices()] == [True]
+    assert core.loaded()[-1].tokens == 4
+
+
+def test_a_failed_trial_makes_the_rest_longer() -> None:
+    core = Driver(tier_failures=1, tier_retry_s=5.0)
+    fail_promotions(core, 1)
+    core.wait(5.0)
+    core.load("a", prefix_of("a"))
+    core.answer(core.going(Link.PROMOTE)[0], Outcome.FAILED, is_fault=True)
+    core.wait(5.0)
+    core.load("b", prefix_of("b"))
+    assert not core.going(Link.PROMOTE)
+    core.wait(5.0)
+    core.load("c", prefix_of("c"))
+    assert core.going(Link.PROMOTE)
+    assert len(core.notices()) == 1, "going down is said once"
+
+
+def test_a_cancelled_trial_may_be_repeated() -> None:
+    core = Driver(tier_failures=1, tier_retry_s=5.0)
+    fail_promotions(core, 1)
+    core.wait(5.0)
+    core.load("a", prefix_of("a"))
+    (trial,) = core.going(Link.PROMOTE)
+    core.release("a")
+    core.answer(trial, Outcome.CANCELLED)
+    core.load("b", prefix_of("b"))
+    assert core.going(Link.PROMOTE)
+
+
+def test_a_probe_is_a_trial_too() -> None:
+    core = Driver(tier_failures=1, tier_retry_s=5.0)
+    fail_promotions(core, 1)
+    core.wait(5.0)
+    core.lookup("a", prefix_of("a"))
+    assert len(core.questions) == 1
+    core.lookup("b", prefix_of("b"))
+    assert len(core.questions) == 1
+    core.run()
+    assert [notice.is_up for notice in core.notices()] == [False, True]
+
+
+def test_demotions_wait_for_the_answer_of_a_trial() -> None:
+    core = Driver(slots=16, demotes=1, tier_failures=3, tier_retry_s=5.0)
+    core.store("a", prefix_of("abcd"))
+    core.run(links=[Link.GATHER])
+    fail_promotions(core, 3)
+    assert len(core.going(Link.DEMOTE)) == 1
+    assert core.cache.tally.demotions_dropped == 3, "what waited for a tier that is down is not written"
+    core.wait(5.0)
+    core.lookup("r", prefix_of("z"))  # the trial
+    core.answer(core.going(Link.DEMOTE)[0])  # sent before it went down, and a success
+    assert [notice.is_up for notice in core.notices()] == [False, True]
+
+
+def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
+    core = Driver(slots=16, tier_failures=1, tier_retry_s=5.0, write_policy=WritePolicy.BACK)
+    core.store("a", prefix_of("ab"))
+    core.run()
+    fail_promotions(core, 1)
+    core.wait(5.0)
+    core.lookup("r", prefix_of("z"))
+    core.flush()
+    assert not core.going(Link.DEMOTE)
+    core.run()
+    assert len(core.held["disk"]) == 2
+
+
+def test_a_new_copy_is_not_owed_to_a_tier_that_is_down() -> None:
+    core = Driver(tier_failures=1)
+    fail_promotions(core, 1)
+    core.store("a", prefix_of("ab"))
+    core.run()
+    assert core.cache.owed_count == 0
+    assert not core.held["disk"]
+
+
+def test_a_hanging_tier_is_a_miss_and_the_next_tier_is_tried() -> None:
+    core = Driver(tiers=("disk", "shared"), transfer_deadline_s=2.0)
+    core.fill("shared", prefix_of("a"))
+    core.load("r", prefix_of("a"))
+    (stuck,) = core.going(Link.PROMOTE)
+    core.wait(2.0)
+    assert core.cancelled == [stuck.id]
+    core.run(keep=lambda one: one is stuck)
+    assert core.loaded()[0].sources == (("shared", 4),)
+    assert core.cache.tally.late == 1
+
+
+def test_a_late_promotions_slot_is_not_reused_before_its_thread_answers() -> None:
+    core = Driver(slots=4, transfer_deadline_s=2.0)
+    core.load("r", prefix_of("a"))
+    (stuck,) = core.going(Link.PROMOTE)
+    core.wait(2.0)
+    assert core.loaded()[0].tokens == 0
+    assert core.cache.presence(key("a"), 0) is Presence.ABSENT
+    core.store("b", prefix_of("wxyz"))
+    core.run(keep=lambda one: one is stuck)
+    assert stuck.slot not in {one.slot for one in core.sent if one.link is Link.GATHER}
+    core.answer(stuck)
+    assert core.present().isdisjoint({"a"}), "what came too late is not read"
+    core.store("c", prefix_of("1"))
+    core.run()
+    assert core.cache.host.used(0) == 4
+
+
+def test_a_copy_that_is_found_corrupt_too_late_is_dropped_all_the_same() -> None:
+    core = Driver(transfer_deadline_s=2.0)
+    core.load("r", prefix_of("a"))
+    (stuck,) = core.going(Link.PROMOTE)
+    core.wait(2.0)
+    core.answer(stuck, Outcome.CORRUPT)
+    assert [drop.key for drop in core.drops] == [key("a")]
+
+
+def test_while_one_tier_hangs_the_others_go_on() -> None:
+    core = Driver(tiers=("disk", "shared"), slots=16, transfer_deadline_s=2.0, tier_failures=3, tier_retry_s=60.0)
+    core.fill("disk", prefix_of("abcdef"))
+    core.fill("shared", prefix_of("uvwxyz"))
+    for request, text in (("a", "abcdef"), ("u", "uvwxyz")):
+        core.lookup(request, prefix_of(text))
+    core.run()
+    core.load("a", prefix_of("abcdef"))
+    core.load("u", prefix_of("uvwxyz"))
+    core.store("s", prefix_of("stu"))
+    core.run(keep=lambda one: one.tier == "disk")
+    assert [done.request for done in core.loaded()] == ["u"]
+    assert core.stored()[0].held == 3
+    core.wait(2.0)
+    assert core.loaded()[0].tokens == 0
+    assert [notice.tier for notice in core.notices()] == ["disk"]
+    core.load("b", prefix_of("uvwxyz"))
+    core.run(keep=lambda one: one.tier == "disk")
+    assert core.loaded()[0].tokens == 24
+
+
+def test_a_tier_whose_budget_is_stuck_is_not_asked_though_it_is_up() -> None:
+    core = Driver(slots=8, promotes=1, transfer_deadline_s=2.0, tier_failures=9)
+    core.load("a", prefix_of("a"))
+    core.load("b", prefix_of("b"))
+    core.wait(2.0)
+    assert [done.request for done in core.loaded()] == ["a", "b"], "nobody waits for a budget that is stuck"
+    core.lookup("c", prefix_of("c"))
+    assert not core.questions
+
+
+def test_stores_go_on_while_their_tier_hangs() -> None:
+    core = Driver(slots=8, demotes=1, transfer_deadline_s=2.0, tier_failures=9)
+    core.store("a", prefix_of("abcdefgh"))
+    core.run(links=[Link.GATHER])
+    (stuck,) = core.going(Link.DEMOTE)
+    core.store("b", prefix_of("stuvwxyz"))
+    core.run(links=[Link.GATHER])
+    assert not core.stored()[1:], "everything is owed, and may yet be written"
+    core.wait(2.0)
+    core.run(links=[Link.GATHER])
+    assert core.stored() == [StoreDone(RequestId("b"), 8, 0)]
+    assert stuck.slot not in {one.slot for one in core.sent if one.request == "b"}, "it is still being read"
+    core.answer(stuck)
+    assert core.cache.in_flight == 0
+
+
+def test_a_leaf_that_hangs_does_not_shield_its_parents() -> None:
+    core = Driver(tiers=("disk", "shared"), slots=8, demotes=1, transfer_deadline_s=2.0, tier_failures=1)
+    core.store("a", prefix_of("ab"))
+    core.run(keep=lambda one: one.link is Link.DEMOTE and one.key == key("ab"))
+    core.wait(2.0)
+    stuck = core.going(Link.DEMOTE)
+    assert len(stuck) == 2
+    core.store("b", prefix_of("1234567"))
+    core.run(keep=lambda one: one in stuck)
+    assert core.stored()[-1].held == 7
+    assert core.present() == {"ab", *("1234567"[: end + 1] for end in range(7))}
+    core.answer(stuck[0])
+    core.store("c", prefix_of("x"))
+    assert core.cache.presence(key("ab"), 0) is Presence.READY
+    core.run(keep=lambda one: one in stuck)
+    core.answer(stuck[1])
+    for text in ("p", "q", "r", "s", "t", "u", "v", "w"):
+        core.store(text, prefix_of(text))
+        core.run()
+    assert core.present().isdisjoint({"ab"}), "it can leave again"
+
+
+def test_a_leaving_object_whose_demotion_is_late_stays_readable_until_it_ends() -> None:
+    core = Driver(slots=2, write_policy=WritePolicy.BACK, transfer_deadline_s=2.0)
+    core.store("a", prefix_of("ab"))
+    core.run()
+    core.store("b", prefix_of("z"))
+    (stuck,) = core.going(Link.DEMOTE)
+    core.wait(2.0)
+    assert core.cache.presence(key("ab"), 0) is Presence.READY
+    core.answer(stuck)
+    assert core.cache.presence(key("ab"), 0) is Presence.ABSENT
+    core.run()
+    assert core.stored()[-1].held == 1
+
+
+def test_late_answers_of_some_ranks_end_nothing_early() -> None:
+    core = Driver(ranks=2, transfer_deadline_s=2.0)
+    core.load("r", prefix_of("a"))
+    (stuck,) = core.going(Link.PROMOTE)
+    core.answer(stuck, ranks=1)
+    core.wait(2.0)
+    assert len(core.loaded()) == 1
+    assert core.cache.in_flight == 1
+    core.answer(stuck, ranks=1)
+    assert core.cache.in_flight == 0
+    assert core.cache.host.used(0) == 0
+
+
+def test_a_hanging_tier_leaves_half_of_host_memory() -> None:
+    core = Driver(slots=8, transfer_deadline_s=2.0, tier_failures=1)
+    core.store("a", prefix_of("abcd"))
+    core.run(links=[Link.GATHER])
+    core.load("r", prefix_of("uvwxyz"))
+    core.wait(2.0)
+    stuck = list(core.out.values())
+    assert len(stuck) <= 4
+    core.store("b", prefix_of("1234"))
+    core.run(keep=lambda one: one in stuck)
+    assert core.stored()[-1].held == 4
+
+
+def test_sources_of_a_load_name_the_slowest_group_of_each_chunk() -> None:
+    core = Driver(groups=(History(), Window(4)), slots=16)
+    prompt = prefix_of("abc")
+    core.fill("disk", prompt)
+    core.store("s", prompt, (0, 0), (0, 1), (0, 2))
+    core.run(links=[Link.GATHER])
+    core.load("r", prompt)
+    core.run()
+    assert core.loaded()[0].sources == (("host", 2 * CHUNK), ("disk", CHUNK))

@@ -1,0 +1,339 @@
+"""Load or compute: what is chosen, how patient a load is, when a place is left alone, and what is learned."""
+
+import pytest
+
+from kvtier.core.planner import (
+    ACCOUNT_START_S,
+    REST_S_MAX,
+    REST_S_MIN,
+    RISKS,
+    SLACK,
+    SLACK_S_MIN,
+    UNKNOWN_WAIT_S,
+    Piece,
+    Plan,
+    Planner,
+)
+from kvtier.core.prefill import PRIOR_PER_TOKEN_S, PRIOR_STEP_TOKENS, TOKENS_MIN, Prefill
+from kvtier.types import LoadDone, Lookup, Offer, Presence, RequestId
+
+PER_TOKEN_S = 1e-3
+TOTAL = 1000
+"""A prompt whose computing takes a second."""
+
+
+def offer(tokens: int, seconds: float, *, wait_s: float = 0.001, place: str = "disk", is_known: bool = True) -> Offer:
+    return Offer(tokens, place, seconds, wait_s, is_known)
+
+
+def lookup_of(*offers: Offer) -> Lookup:
+    tokens = offers[-1].tokens if offers else 0
+    return Lookup(tokens, 0, Presence.ARRIVING if offers else Presence.ABSENT, (), offers)
+
+
+def taught() -> Planner:
+    """A planner of an engine that computes a thousand tokens a second."""
+    planner = Planner()
+    for tokens in (100, 1000, 2000, 4000):
+        planner.prefilled([Piece(tokens, 0)], tokens * PER_TOKEN_S)
+    return planner
+
+
+def end(planner: Planner, plan: Plan, *, tokens: int, seconds: float, now_s: float, was_cut: bool = False) -> None:
+    planner.begun(plan, now_s - seconds)
+    planner.ended(plan, LoadDone(RequestId("r"), tokens, plan.tokens, (), (), was_cut), seconds, now_s)
+
+
+def lose(planner: Planner, plan: Plan, now_s: float) -> None:
+    """The load brings nothing, and is cut as late as its patience allows."""
+    assert plan.patience is not None
+    end(planner, plan, tokens=0, seconds=plan.patience.allowance_s, now_s=now_s, was_cut=True)
+
+
+# ---- what is chosen --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_loaded_when_nothing_is_offered() -> None:
+    plan = taught().plan(lookup_of(), TOTAL, now_s=0.0)
+    assert (plan.tokens, plan.load_s, plan.saved_s) == (0, 0.0, 0.0)
+    assert plan.compute_s == plan.recompute_s == pytest.approx(1.0, rel=0.01)
+
+
+def test_the_offer_that_saves_most_is_taken() -> None:
+    lookup = lookup_of(offer(300, 0.01, place="host"), offer(900, 0.01), offer(920, 0.5, place="far"))
+    plan = taught().plan(lookup, TOTAL, now_s=0.0)
+    assert plan.tokens == 900
+    assert plan.saved_s == pytest.approx(0.89, rel=0.01)
+    assert not plan.is_trial
+
+
+def test_a_boundary_that_the_engine_holds_already_is_no_offer() -> None:
+    lookup = lookup_of(offer(500, 0.0), offer(900, 0.1))
+    plan = taught().plan(lookup, TOTAL, resident_tokens=500, now_s=0.0)
+    assert plan.tokens == 900
+    assert plan.recompute_s == pytest.approx(0.5, rel=0.01)
+    assert taught().plan(lookup_of(offer(500, 0.0)), TOTAL, resident_tokens=500, now_s=0.0).tokens == 500
+
+
+def test_an_offer_past_the_prompt_is_none() -> None:
+    assert taught().plan(lookup_of(offer(1024, 0.0)), TOTAL, now_s=0.0).tokens == 0
+
+
+def test_what_a_load_takes_besides_counts() -> None:
+    planner = taught()
+    planner.waited(0.5)
+    assert planner.plan(lookup_of(offer(400, 0.0)), TOTAL, now_s=0.0).tokens == 0
+    assert planner.plan(lookup_of(offer(900, 0.0)), TOTAL, now_s=0.0).tokens == 900
+
+
+def test_a_load_that_is_over_before_the_engine_is_free_costs_nothing() -> None:
+    planner, lookup = taught(), lookup_of(offer(900, 2.0))
+    assert planner.plan(lookup, TOTAL, now_s=0.0).is_trial  # too slow
+    plan = planner.plan(lookup, TOTAL, ahead_s=2.0, now_s=0.0)
+    assert (plan.tokens, plan.load_s, plan.is_trial) == (900, 0.0, False)
+
+
+def test_switched_off_it_loads_all_there_is_to_the_end() -> None:
+    planner = Planner(is_on=False)
+    plan = planner.plan(lookup_of(offer(300, 0.0), offer(900, 50.0)), TOTAL, now_s=0.0)
+    assert (plan.tokens, plan.patience) == (900, None)
+    end(planner, plan, tokens=0, seconds=60.0, now_s=60.0)
+    assert planner.plan(lookup_of(offer(900, 50.0)), TOTAL, now_s=60.0).tokens == 900
+
+
+def test_a_plan_has_no_effect() -> None:
+    planner, lookup = taught(), lookup_of(offer(900, 0.1))
+    assert planner.plan(lookup, TOTAL, now_s=0.0) == planner.plan(lookup, TOTAL, now_s=0.0)
+
+
+# ---- patience --------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_may_lose_its_slack_and_twice_its_wait() -> None:
+    plan = taught().plan(lookup_of(offer(900, 0.3, wait_s=0.2)), TOTAL, now_s=0.0)
+    assert plan.patience is not None
+    assert plan.patience.allowance_s == pytest.approx(SLACK + RISKS * 0.2, rel=0.01)
+    assert plan.patience.saved_s(0, 900) == pytest.approx(0.9, rel=0.01)
+
+
+def test_a_load_whose_first_tokens_are_cheap_to_compute_may_get_to_the_dear_ones() -> None:
+    planner = Planner()
+    for tokens in (100, 1000, 10_000):
+        planner.prefilled([Piece(tokens, 0)], tokens * tokens / 2 * 1e-8)
+    plan = planner.plan(lookup_of(offer(9000, 0.27, wait_s=0.0)), 10_000, now_s=0.0)  # 30 us a token, even at 3000
+    assert plan.risk_s == pytest.approx(0.045, rel=0.02)
+    assert (plan.tokens, plan.is_trial) == (9000, False)
+
+
+def test_no_more_is_lent_than_a_load_may_bring() -> None:
+    plan = taught().plan(lookup_of(offer(900, 0.7, wait_s=0.3)), TOTAL, now_s=0.0)
+    assert plan.patience is not None
+    assert plan.patience.allowance_s == pytest.approx(SLACK + 0.3, rel=0.01)
+
+
+def test_a_short_prompt_has_some_milliseconds_too() -> None:
+    plan = taught().plan(lookup_of(offer(9, 0.0, wait_s=0.0)), 10, now_s=0.0)
+    assert plan.patience is not None
+    assert plan.patience.allowance_s == pytest.approx(SLACK_S_MIN)
+
+
+def test_a_link_that_nobody_knows_is_given_some_time() -> None:
+    plan = taught().plan(lookup_of(offer(900, 0.0, is_known=False)), TOTAL, now_s=0.0)
+    assert plan.patience is not None
+    assert plan.patience.allowance_s == pytest.approx(SLACK + RISKS * UNKNOWN_WAIT_S, rel=0.01)
+
+
+def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
+    planner, lookup = taught(), lookup_of(offer(900, 0.0, is_known=False))
+    first = planner.plan(lookup, TOTAL, now_s=0.0)
+    planner.begun(first, 0.0)
+    second = planner.plan(lookup, TOTAL, now_s=0.0)
+    assert second.free_s == pytest.approx(0.9, rel=0.01)
+    assert second.patience is not None
+    assert second.patience.allowance_s == pytest.approx(SLACK + 0.9, rel=0.01)
+    planner.dropped(first)
+    assert planner.plan(lookup, TOTAL, now_s=0.0).free_s == 0.0
+
+
+# ---- the account -----------------------------------------------------------------------------------------------------
+
+
+def test_who_has_lost_too_much_lends_no_more_until_it_is_earned() -> None:
+    planner = Planner()
+    near, far = lookup_of(offer(900, 0.1, wait_s=0.01)), lookup_of(offer(900, 0.5, wait_s=0.4))
+    for tokens in (100, 1000):
+        planner.prefilled([Piece(tokens, 0)], tokens * PER_TOKEN_S)
+    for now_s in range(0, 5 * int(REST_S_MAX), int(REST_S_MAX)):
+        plan = planner.plan(far, TOTAL, now_s=now_s)
+        assert plan.tokens == 900
+        lose(planner, plan, now_s)
+    assert planner.snapshot()["account_s"] < 0
+    now_s += 2 * REST_S_MAX
+    assert planner.plan(far, TOTAL, now_s=now_s).is_trial  # within its slack, at a venture
+    assert not planner.plan(near, TOTAL, now_s=now_s).is_trial
+    for _ in range(40):
+        planner.prefilled([Piece(1000, 0)], 1.0)
+    plan = planner.plan(far, TOTAL, now_s=now_s)
+    assert (plan.tokens, plan.is_trial) == (900, False)
+
+
+def test_what_loads_have_saved_is_lent_in_part() -> None:
+    planner = taught()
+    before_s = planner.snapshot()["account_s"]
+    end(planner, planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=0.0), tokens=900, seconds=0.1, now_s=0.1)
+    assert planner.snapshot()["account_s"] - before_s == pytest.approx(0.08, rel=0.02)
+    assert planner.snapshot()["saved_s"] == pytest.approx(0.8, rel=0.02)
+
+
+def test_the_account_has_an_end() -> None:
+    planner = Planner()
+    assert planner.snapshot()["account_s"] == ACCOUNT_START_S
+    for _ in range(1000):
+        planner.prefilled([Piece(1000, 0)], 1.0)
+    assert planner.snapshot()["account_s"] == 10.0
+
+
+# ---- rests -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_that_has_cost_a_load_rests_twice_as_long_each_time() -> None:
+    planner, now_s, rests = taught(), 0.0, []
+    for _ in range(8):
+        plan = planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=now_s)
+        assert plan.tokens == 900
+        lose(planner, plan, now_s)
+        later = (now_s + half / 2 for half in range(4 * int(REST_S_MAX)))
+        again_s = next(at_s for at_s in later if planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=at_s).tokens)
+        rests.append(again_s - now_s)
+        now_s = again_s
+    assert rests == [REST_S_MIN, 2, 4, 8, 16, REST_S_MAX, REST_S_MAX, REST_S_MAX]
+
+
+def test_a_load_that_succeeds_ends_it() -> None:
+    planner, lookup = taught(), lookup_of(offer(900, 0.1))
+    for now_s in (0.0, REST_S_MIN):
+        lose(planner, planner.plan(lookup, TOTAL, now_s=now_s), now_s)
+    end(planner, planner.plan(lookup, TOTAL, now_s=9.0), tokens=900, seconds=0.1, now_s=9.0)
+    lose(planner, planner.plan(lookup, TOTAL, now_s=9.0), 9.0)
+    assert not planner.plan(lookup, TOTAL, now_s=9.0).tokens
+    assert planner.plan(lookup, TOTAL, now_s=9.0 + REST_S_MIN).tokens
+
+
+def test_who_can_afford_what_was_lost_is_not_kept_from_it() -> None:
+    """A short prompt that was unlucky says nothing about a long one."""
+    planner = taught()
+    lose(planner, planner.plan(lookup_of(offer(9, 0.001)), 10, now_s=0.0), 0.0)
+    assert planner.plan(lookup_of(offer(9, 0.001)), 10, now_s=0.1).tokens == 0
+    assert planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=0.1).tokens == 900
+
+
+def test_other_places_are_used_meanwhile() -> None:
+    planner = taught()
+    lose(planner, planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=0.0), 0.0)
+    plan = planner.plan(lookup_of(offer(300, 0.01, place="host"), offer(900, 0.1)), TOTAL, now_s=0.1)
+    assert (plan.tokens, plan.place) == (300, "host")
+
+
+def test_a_hole_in_what_was_stored_says_nothing_about_the_link() -> None:
+    planner, lookup = taught(), lookup_of(offer(900, 0.1))
+    end(planner, planner.plan(lookup, TOTAL, now_s=0.0), tokens=0, seconds=0.01, now_s=0.01)
+    assert planner.plan(lookup, TOTAL, now_s=0.02).tokens == 900
+
+
+def test_a_link_that_is_believed_slow_is_tried_now_and_then_within_the_slack() -> None:
+    planner, lookup = taught(), lookup_of(offer(300, 0.01, place="host"), offer(900, 5.0))
+    plan = planner.plan(lookup, TOTAL, now_s=0.0)
+    assert (plan.tokens, plan.is_trial) == (900, True)
+    assert plan.saved_s < 0
+    assert plan.patience is not None
+    assert plan.patience.allowance_s == pytest.approx(SLACK, rel=0.01)
+    planner.begun(plan, 0.0)
+    assert planner.plan(lookup, TOTAL, now_s=0.01).tokens == 300  # one at a time
+    planner.ended(plan, LoadDone(RequestId("r"), 300, 900, (), (), was_cut=True), 0.06, 0.06)
+    assert planner.plan(lookup, TOTAL, now_s=0.5).tokens == 300
+    assert planner.plan(lookup, TOTAL, now_s=1.5).tokens == 300  # twice as long as before
+    assert planner.plan(lookup, TOTAL, now_s=2.5).is_trial
+
+
+def test_a_try_that_fails_keeps_nobody_from_what_pays() -> None:
+    planner = taught()
+    lose(planner, planner.plan(lookup_of(offer(900, 5.0)), TOTAL, now_s=0.0), 0.05)
+    assert planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=0.06).tokens == 900
+
+
+def test_nothing_is_tried_where_even_a_fast_link_would_hardly_help() -> None:
+    planner = taught()
+    assert planner.plan(lookup_of(offer(870, 0.01, place="host"), offer(900, 0.1)), TOTAL, now_s=0.0).tokens == 870
+    planner.waited(2.0)
+    assert planner.plan(lookup_of(offer(900, 0.0)), TOTAL, now_s=0.0).tokens == 0
+
+
+# ---- what computing takes --------------------------------------------------------------------------------------------
+
+
+def test_before_anything_was_computed_a_guess_must_do() -> None:
+    assert Planner().seconds(1000, 5000) == pytest.approx((1000 + PRIOR_STEP_TOKENS) * PRIOR_PER_TOKEN_S)
+    assert Planner().seconds(0, 5000) == 0.0
+
+
+def test_steps_tokens_and_attention_are_told_apart() -> None:
+    planner = Planner(step_tokens=2000)
+    for tokens in (50, 500, 2000):
+        for context in (0, 10_000, 100_000):
+            seconds = 0.01 + 1e-4 * tokens + 1e-9 * tokens * (context + tokens / 2)
+            planner.prefilled([Piece(tokens, context)], seconds)
+    figures = planner.snapshot()
+    assert figures["per_step_s"] == pytest.approx(0.01, rel=0.02)
+    assert figures["per_token_s"] == pytest.approx(1e-4, rel=0.02)
+    assert figures["per_pair_s"] == pytest.approx(1e-9, rel=0.02)
+    expected_s = 3 * 0.01 + 0.5 + 1e-9 * 5000 * 22_500
+    assert planner.seconds(5000, 20_000) == pytest.approx(expected_s, rel=0.02)
+    assert planner.seconds_per_token == pytest.approx(1e-4 + 0.01 / 2000, rel=0.02)
+
+
+def test_one_step_alone_tells_the_speed_of_the_machine() -> None:
+    """As after a hit, when only the rest of a prompt was computed."""
+    planner = Planner()
+    planner.prefilled([Piece(200, 8000)], 0.6)
+    assert planner.snapshot()["per_token_s"] == pytest.approx(0.6 / (200 + PRIOR_STEP_TOKENS), rel=0.05)
+    assert planner.seconds(8000, 0) == pytest.approx(16.2, rel=0.05)
+
+
+def test_a_step_of_several_requests_counts_as_the_sum_of_its_pieces() -> None:
+    apart, together = Prefill(), Prefill()
+    apart.add([Piece(1000, 0)], 0.1)
+    together.add([Piece(500, 250), Piece(500, 250)], 0.1)
+    assert together.costs == apart.costs
+
+
+def test_decoding_tells_nothing_of_prefill() -> None:
+    prefill = Prefill()
+    before = prefill.costs
+    prefill.add([Piece(1, 50_000)] * 64, 0.05)
+    prefill.add([Piece(TOKENS_MIN - 1, 0)], 0.05)
+    prefill.add([Piece(1000, 0)], 0.0)
+    prefill.add([], 1.0)
+    assert prefill.costs == before
+
+
+def test_many_small_steps_do_not_drown_a_large_one() -> None:
+    planner = Planner()
+    planner.prefilled([Piece(8192, 0)], 0.8)
+    for _ in range(1000):
+        planner.prefilled([Piece(32, 0)], 0.02)
+    assert planner.seconds(8192, 0) == pytest.approx(0.8, rel=0.05)
+    assert planner.seconds(32, 0) == pytest.approx(0.02, rel=0.1)
+
+
+def test_an_engine_that_has_become_faster_is_believed() -> None:
+    planner = Planner()
+    for seconds in [1.0] * 10 + [0.5] * 40:
+        planner.prefilled([Piece(1000, 0)], seconds)
+    assert planner.seconds(1000, 0) == pytest.approx(0.5, rel=0.05)
+
+
+def test_what_is_kept_of_the_past_has_a_limit() -> None:
+    prefill = Prefill()
+    for number in range(500):
+        prefill.add([Piece(16 << number % 14, (number * number) << number % 16)], 0.01 + number)
+    assert len(prefill._seen) <= 64
