@@ -1,0 +1,245 @@
+"""Compares what the core says with what the world holds; every rule is a promise of DESIGN principles 1 and 3."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.core.cache import Cache
+from kvtier.core.limits import WritePolicy
+from kvtier.core.residency import READABLE
+from kvtier.sim.engine import Job, Ticket
+from kvtier.sim.explain import Log
+from kvtier.sim.oracle import boundaries, longest, needed
+from kvtier.sim.scenario import Mode
+from kvtier.sim.world import Item, Violation, World
+from kvtier.types import ChunkKey, LoadDone, Lookup, Presence, StoreDone
+
+SLACK_S = 0.05
+"""What virtual time a prompt answer may take besides the copies it waits for; covers late ticks."""
+
+ROUNDING_S = 1e-9
+"""What sums of times may differ by."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened in one run; for the report, and to see that the seeds reach everything."""
+
+    lookups: int = 0
+    loads: int = 0
+    loads_short: int = 0
+    loads_cut: int = 0
+    stores: int = 0
+    tokens_loaded: int = 0
+    held: int = 0
+    dropped: int = 0
+
+
+class WorldJudge:
+    """The rules about lookups, loads and stores."""
+
+    def __init__(self, world: World, cache: Cache, log: Log) -> None:
+        self._world = world
+        self._cache = cache
+        self._log = log
+        self._scenario = world.scenario
+        self._groups = world.scenario.layout.groups
+        self._acknowledged: set[Item] = set()
+        self._first_seen: dict[Job, set[Item]] = {}
+        self.counts = Counts()
+
+    def begin(self) -> None:
+        """What the tiers hold now counts as stored."""
+        self._acknowledged.update(item for shelf in self._world.shelves.values() for item in shelf.copies[0])
+
+    def released(self, job: Job) -> None:
+        """The request was released: what tiers said for it is forgotten."""
+        self._log.forgotten(job.request)
+
+    # ---- lookups ---------------------------------------------------------------------------------------------------
+
+    def asking(self, job: Job) -> None:
+        """The probes that follow are this job's."""
+        self._log.asking(job.request)
+
+    def looked_up(self, job: Job, lookup: Lookup) -> None:
+        """Neither more nor less than what is here or was said to be below."""
+        self.counts.lookups += 1
+        log, host, prefix = self._log, self._cache.host, job.prefix
+
+        def is_ready(group: int, chunk: int) -> bool:
+            return prefix.key(chunk) in host.readable[group]
+
+        def is_said(group: int, chunk: int) -> bool:
+            key = prefix.key(chunk)
+            said = log.said(job.request, (key, group))
+            return key in host.entries[group] or any(tier not in log.down for tier in said)
+
+        _expect(lookup.ready_tokens == longest(self._groups, prefix, is_ready), "ready tokens", lookup)
+        tokens = longest(self._groups, prefix, is_said)
+        if log.is_unsure(job.request):
+            _expect(lookup.tokens in [0, *(end for end, _ in boundaries(prefix))], "tokens of a lookup", lookup)
+        else:
+            _expect(lookup.tokens == tokens, f"tokens of a lookup, {tokens} expected", lookup)
+        _expect(lookup.ready_tokens <= lookup.tokens, "ready tokens above tokens", lookup)
+        _expect(sum(count for _, count in lookup.sources) == lookup.tokens, "sources of a lookup", lookup)
+        presence = Presence.ABSENT
+        if lookup.tokens:
+            presence = Presence.READY if lookup.tokens == lookup.ready_tokens else Presence.ARRIVING
+        is_open = log.is_asking(job.request)
+        _expect(lookup.presence is presence or (is_open and lookup.presence is Presence.PROBING), "presence", lookup)
+        self._compare_with_history(job, lookup)
+
+    def _compare_with_history(self, job: Job, lookup: Lookup) -> None:
+        if self._scenario.mode is Mode.STORM:
+            return
+        items = [(key, group) for key in _keys(job) for group in range(len(self._groups))]
+        seen = self._first_seen.setdefault(job, {item for item in items if self._world.is_in_a_tier(item)})
+        if lookup.presence is Presence.PROBING:
+            return
+        least = longest(self._groups, job.prefix, lambda group, chunk: (job.prefix.key(chunk), group) in seen)
+        _expect(lookup.tokens >= least, f"a lookup without faults, at least {least} were in a tier", lookup)
+        is_exact = self._scenario.limits.write_policy is not WritePolicy.SELECTIVE and self._scenario.tiers
+        if self._scenario.mode is Mode.QUIET and is_exact:
+            tokens = self._restorable(job)
+            _expect(lookup.tokens == tokens, f"a quiet lookup, {tokens} were stored", lookup)
+
+    def _restorable(self, job: Job) -> int:
+        stored = self._acknowledged
+        return longest(self._groups, job.prefix, lambda group, chunk: (job.prefix.key(chunk), group) in stored)
+
+    # ---- loads -----------------------------------------------------------------------------------------------------
+
+    def load_begun(self, job: Job, ticket: Ticket) -> None:
+        """Note what can be had, so that what does not come can be explained."""
+        self.counts.loads += 1
+        self._log.load_begun(job, ticket)
+
+    def load_done(self, job: Job, ticket: Ticket, done: LoadDone) -> None:
+        """What is claimed is in the blocks; what is missing has a reason; nobody waited too long."""
+        prefix, world = job.prefix, self._world
+        failed = set(done.failed)
+        _expect(done.wanted_tokens == ticket.tokens, "wanted tokens", done)
+        _expect(len(failed) == len(done.failed) and failed <= set(ticket.blocks), "failed chunks", done)
+
+        def is_there(group: int, chunk: int) -> bool:
+            return (group, chunk) not in failed and (
+                (group, chunk) in ticket.blocks or self._end(job, chunk) <= ticket.resident_tokens
+            )
+
+        for group, chunk in needed(self._groups, prefix, done.tokens):
+            block = ticket.blocks.get((group, chunk))
+            if block is None:
+                _expect(self._end(job, chunk) <= ticket.resident_tokens, f"chunk {chunk} was not asked for", done)
+            elif not world.holds_right(block, ticket.item((group, chunk))):
+                raise Violation(f"wrong bytes in the engine: group {group} chunk {chunk} of {done}")
+        tokens = max(min(ticket.resident_tokens, ticket.tokens), self._longest_up_to(job, is_there, ticket.tokens))
+        _expect(done.tokens == tokens, f"tokens of a load, {tokens} expected", done)
+        _expect(
+            sum(count for _, count in done.sources) == max(0, tokens - ticket.resident_tokens),
+            "sources of a load",
+            done,
+        )
+        self._log.explain(job, ticket, done)
+        self._expect_patience(job, ticket, done)
+        self._in_time(job, ticket.start_s + self._scenario.limits.load_deadline_s, done)
+        self.counts.loads_cut += done.was_cut
+        self.counts.tokens_loaded += done.tokens
+        self.counts.loads_short += done.tokens < done.wanted_tokens
+
+    def _expect_patience(self, job: Job, ticket: Ticket, done: LoadDone) -> None:
+        """Cut when, and only when, its regret has risen by the allowance; said step by step from what came when."""
+        arrivals, patience = self._log.arrivals.pop(ticket), ticket.patience
+        if patience is None:
+            _expect(not done.was_cut, "a load without patience to go on", done)
+            return
+        here = [set[ChunkKey]() for _ in self._groups]
+        lowest_s = end_s = 0.0
+        is_over_due = False
+        for time_s, (key, group) in [*arrivals, (self._world.now_s, (ChunkKey(b""), 0))]:
+            end_s = ticket.start_s + lowest_s + patience.allowance_s + self._worth(ticket, here)
+            if time_s >= end_s - ROUNDING_S:
+                is_over_due = True
+                break
+            here[group].add(key)
+            lowest_s = min(lowest_s, time_s - ticket.start_s - self._worth(ticket, here))
+        _expect(is_over_due or not done.was_cut, "not to be cut while it pays", done)
+        latest_s = end_s + self._scenario.device_s[1] + SLACK_S
+        _expect(job.released_s is not None or self._world.now_s <= latest_s or not is_over_due, "to be cut", done)
+
+    def _worth(self, ticket: Ticket, here: list[set[ChunkKey]]) -> float:
+        """Seconds that the leading tokens of which everything is `here` spare."""
+        if ticket.patience is None or not self._scenario.has_history_only:
+            return 0.0
+        size, keys = ticket.prefix.chunk_tokens, ticket.prefix.keys
+        chunks = ticket.resident_tokens // size
+        while chunks < len(keys) and all(keys[chunks] in of_group for of_group in here):
+            chunks += 1
+        return ticket.patience.saved_s(ticket.resident_tokens, chunks * size)
+
+    def _longest_up_to(self, job: Job, is_there: Callable[[int, int], bool], tokens: int) -> int:
+        return longest(self._groups, job.prefix, is_there, tokens)
+
+    def _end(self, job: Job, chunk: int) -> int:
+        count, size = len(job.prefix.keys), job.prefix.chunk_tokens
+        return (chunk + 1) * size if chunk < count else job.prefix.marks[chunk - count].end
+
+    # ---- stores ----------------------------------------------------------------------------------------------------
+
+    def store_done(self, job: Job, ticket: Ticket, done: StoreDone) -> None:
+        """What is acknowledged is readable, or has been and was evicted since."""
+        self.counts.stores += 1
+        self.counts.held += done.held
+        self.counts.dropped += done.dropped
+        items = [ticket.item(place) for place in ticket.blocks]
+        kept = sum(
+            key in self._cache.host.readable[group] or self._log.evicted_s(key, group) >= ticket.start_s
+            for key, group in items
+        )
+        _expect(done.held <= kept, f"an acknowledged store, {kept} are readable", done)
+        if self._scenario.mode is Mode.QUIET:
+            _expect(done.dropped == 0, "a quiet store drops nothing", done)
+            self._acknowledged.update(items)
+        self._in_time(job, ticket.start_s + self._scenario.limits.store_patience_s, done)
+
+    def _in_time(self, job: Job, end_s: float, done: LoadDone | StoreDone) -> None:
+        if job.released_s is not None:
+            end_s = min(end_s, job.released_s)
+        latest_s = end_s + self._scenario.device_s[1] + SLACK_S
+        _expect(self._world.now_s <= latest_s, f"to end by {latest_s:.3f} at the latest", done)
+
+    # ---- after each step -------------------------------------------------------------------------------------------
+
+    def after_step(self, *, is_waiting: bool) -> None:
+        """What must hold at any moment."""
+        self._cache.check()
+        self._log.check_budgets()
+        self._check_readable()
+        if is_waiting and not self._log.flights and not self._log.questions:
+            raise Violation("somebody waits and nothing is in flight")
+
+    def _check_readable(self) -> None:
+        for group, entries in enumerate(self._cache.host.entries):
+            for rank, of_rank in enumerate(self._world.slots):
+                slots = of_rank[group]
+                for key, entry in entries.items():
+                    if entry.residency in READABLE and slots[entry.slot] != (key, group, rank):
+                        raise Violation(f"slot {entry.slot} of group {group} is readable and holds something else")
+
+    def at_end(self) -> None:
+        """Everything has ended: nothing is in flight, tied or owed an answer."""
+        cache = self._cache
+        _expect(cache.in_flight == 0 and not self._log.flights, "nothing in flight at the end", cache.in_flight)
+        _expect(not cache.host.lost, "no slot lost at the end", cache.host.lost)
+        _expect(cache.next_deadline() is None, "no deadline at the end", cache.next_deadline())
+        for group, entries in enumerate(cache.host.entries):
+            _expect(all(entry.residency in READABLE and not entry.pins for entry in entries.values()), "slots", group)
+            _expect(cache.host.used(group) == len(entries), "slots free or readable", group)
+
+
+def _keys(job: Job) -> list[ChunkKey]:
+    return [job.prefix.key(chunk) for chunk in range(len(job.prefix.keys) + len(job.prefix.marks))]
+
+
+def _expect(holds: bool, what: str, seen: object) -> None:  # noqa: FBT001  a condition, read as a sentence
+    if not holds:
+        raise Violation(f"{what}: {seen}")

@@ -1,0 +1,192 @@
+"""What one seed draws: sizes, budgets, delays and faults."""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from random import Random
+
+from kvtier.core.limits import Limits, WritePolicy
+from kvtier.layout import GroupLayout, History, KvLayout, State, Validity, Window
+
+EVICTORS = ("lru", "fifo", "random")
+AGES_S = 10_000.0
+"""A deadline that a run without faults never reaches."""
+
+
+class Mode(Enum):
+    """How much goes on at once, and so how exact the judge can be."""
+
+    QUIET = "quiet"  # no faults, one request at a time: what was stored is what is restored
+    CALM = "calm"  # no faults, many requests at once, deadlines far away: what is present is delivered
+    STORM = "storm"  # everything
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A stretch of time in which a tier fails at once, or hangs."""
+
+    tier: str
+    start_s: float
+    end_s: float
+    hangs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Chances between 0 and 1; all zero in quiet and calm seeds."""
+
+    copy_fails: float = 0.0
+    read_fails: float = 0.0
+    write_fails: float = 0.0
+    flipped: float = 0.0
+    """A write that leaves a copy that fails its check."""
+    late: float = 0.0
+    """A tier answers long after the deadline."""
+    probe_fails: float = 0.0
+    probe_late: float = 0.0
+    other_writers: float = 0.0
+    """Chance at each step that somebody else adds, removes or damages an object in a tier."""
+    aborts: float = 0.0
+    """Chance at each engine step that some request is dropped."""
+    refused: float = 0.0
+    """Share of the objects that the admitter turns away."""
+    outages: tuple[Outage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Everything that a run is made of besides its dice."""
+
+    seed: int
+    mode: Mode
+    steps: int
+    """Steps after which no new request arrives; the run then goes on until everything has ended."""
+    layout: KvLayout
+    has_marks: bool
+    slots: tuple[int, ...]
+    tiers: tuple[str, ...]
+    tier_objects: int | None
+    """Objects of one rank that each tier has room for; None for no bound."""
+    tier_evicts: bool
+    """A full tier makes room, or else refuses."""
+    ranks: int
+    limits: Limits
+    evictor: str
+    device_s: tuple[float, float]
+    """Shortest and longest time of a copy between engine and host."""
+    tier_s: tuple[tuple[float, float], ...]
+    arrival_s: float
+    """Mean time between requests."""
+    chunks_max: int
+    branches: int
+    """Ways on from each chunk; few of them make many shared prefixes."""
+    prefilled: int
+    """Conversations that the tiers hold from before."""
+    readers: float
+    """Share of the requests that store nothing."""
+    faults: Faults
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every shorter boundary needs less."""
+        return not self.has_marks and self.has_history_only
+
+    @property
+    def has_history_only(self) -> bool:
+        """Whether every leading chunk counts by itself."""
+        return all(isinstance(group.validity, History) for group in self.layout.groups)
+
+
+def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
+    """The scenario of `seed`; `overrides` replace fields of `Scenario` after the dice have fallen.
+
+    Raises:
+        TypeError: an override is not a field of `Scenario`.
+    """
+    dice = Random(f"scenario {seed}")
+    asked = overrides.pop("mode", None)
+    drawn = dice.choices(list(Mode), (12, 15, 73))[0]
+    mode = asked if isinstance(asked, Mode) else drawn
+    chunk_tokens = dice.choice((4, 8))
+    groups = _draw_groups(dice, chunk_tokens)
+    tiers = ("disk", "shared", "far")[: dice.choices((0, 1, 2, 3), (5, 45, 35, 15))[0]]
+    slots_base = dice.choice((3, 5, 8, 12, 20))
+    scenario = Scenario(
+        seed=seed,
+        mode=mode,
+        steps=steps or dice.randint(80, 240),
+        layout=KvLayout(chunk_tokens, groups),
+        has_marks=dice.random() < 0.3,
+        slots=tuple(max(2, slots_base + dice.randint(-2, 2)) for _ in groups),
+        tiers=tiers,
+        tier_objects=dice.randint(4, 40) if mode is Mode.STORM and dice.random() < 0.4 else None,
+        tier_evicts=dice.random() < 0.6,
+        ranks=dice.choices((1, 2, 3), (60, 30, 10))[0],
+        limits=_draw_limits(dice, mode),
+        evictor=dice.choices(EVICTORS, (70, 15, 15))[0],
+        device_s=(0.001, dice.uniform(0.002, 0.02)),
+        tier_s=tuple((0.001, dice.choice((0.005, 0.02, 0.1))) for _ in tiers),
+        arrival_s=dice.choice((0.01, 0.05, 0.2)),
+        chunks_max=dice.choice((2, 4, 6, 8, 12)),
+        branches=dice.randint(1, 3),
+        prefilled=dice.choice((0, 3, 6)) if tiers else 0,
+        readers=dice.choice((0.0, 0.3, 0.7)),
+        faults=_draw_faults(dice, mode, tiers),
+    )
+    return replace(scenario, **overrides)
+
+
+def _draw_groups(dice: Random, chunk_tokens: int) -> tuple[GroupLayout, ...]:
+    kinds: list[Validity] = [History()]
+    if dice.random() < 0.45:
+        kinds.append(Window(dice.randint(1, 3 * chunk_tokens)))
+        if dice.random() < 0.5:
+            kinds.append(State())
+        dice.shuffle(kinds)
+    return tuple(GroupLayout(kind, (4096,), "sim") for kind in kinds)
+
+
+def _draw_limits(dice: Random, mode: Mode) -> Limits:
+    is_calm = mode is not Mode.STORM
+    return Limits(
+        gathers=dice.randint(1, 6),
+        scatters=dice.randint(1, 6),
+        promotes=dice.randint(1, 6),
+        demotes=dice.randint(1, 6),
+        waiting_chunks=4096 if is_calm else dice.choice((0, 3, 10, 4096, 4096, 4096)),
+        requests=4096 if is_calm else dice.choice((1, 3, 4096, 4096)),
+        probe_deadline_s=AGES_S if is_calm else dice.uniform(0.02, 0.3),
+        load_deadline_s=AGES_S if is_calm else dice.uniform(0.1, 1.5),
+        transfer_deadline_s=AGES_S if is_calm else dice.uniform(0.1, 1.0),
+        store_patience_s=AGES_S if is_calm else dice.uniform(0.02, 1.0),
+        tier_failures=dice.randint(1, 4),
+        tier_retry_s=dice.uniform(0.02, 0.5),
+        write_policy=dice.choice(list(WritePolicy)),
+        selective_uses=dice.randint(1, 3),
+    )
+
+
+def _draw_faults(dice: Random, mode: Mode, tiers: tuple[str, ...]) -> Faults:
+    if mode is not Mode.STORM:
+        return Faults()
+
+    def some(chance: float, most: float) -> float:
+        return dice.uniform(0, most) if dice.random() < chance else 0.0
+
+    outages: list[Outage] = []
+    for tier in tiers:
+        if dice.random() < 0.6:
+            start = dice.uniform(0, 1.0)
+            outages.append(Outage(tier, start, start + dice.uniform(0.05, 1.5), hangs=dice.random() < 0.7))
+    return Faults(
+        copy_fails=some(0.3, 0.15),
+        read_fails=some(0.4, 0.3),
+        write_fails=some(0.4, 0.3),
+        flipped=some(0.5, 0.5),
+        late=some(0.5, 0.5),
+        probe_fails=some(0.3, 0.3),
+        probe_late=some(0.3, 0.3),
+        other_writers=some(0.5, 0.4),
+        aborts=some(0.5, 0.4),
+        refused=some(0.2, 0.3),
+        outages=tuple(outages),
+    )
