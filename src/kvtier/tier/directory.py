@@ -1,0 +1,360 @@
+"""One file per object in a directory, which several processes may share, under a hard cap.
+
+The files are the truth. Everything else can be lost: the index is one process's belief, the hint makes it start well,
+and the ledger's count is rebuilt by a walk. Names appear and disappear under the ledger's lock alone, so whoever holds
+it can count exactly. Bytes are written and read outside it.
+
+Nothing is synced to the device: after a power loss a file may be missing or damaged, and the reader's check of the
+frame makes a miss of both.
+"""
+
+# Plain strings on paths that run once per object.
+# ruff: noqa: PTH100, PTH108, PTH116, PTH118, PTH208
+
+import errno
+import fcntl
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.layout import ALIGNMENT
+from kvtier.policy.base import Evictor
+from kvtier.policy.lru import Lru
+from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.direct import can_direct, forget_cached, is_aligned, read_part, write_all
+from kvtier.tier.directory_index import DirectoryIndex
+from kvtier.tier.drafts import Draft, Drafts
+from kvtier.tier.gate import Gate
+from kvtier.tier.hint import load_hint, save_hint
+from kvtier.tier.ledger import Ledger
+from kvtier.tier.marker import ALLOWED, MARKER_NAME, open_store
+from kvtier.tier.room import Room, stat_object
+from kvtier.tier.tenancy import Tenancy
+from kvtier.tier.tree import NAME_BYTES, Paths, charge_bytes, walk
+from kvtier.types import ObjectName
+
+logger = logging.getLogger(__name__)
+
+DirectIo = Literal["auto", "on", "off"]
+
+HINT_INTERVAL_S = 300.0
+"""The hint is written at close, and after a write when it is older than this."""
+
+CLOSE_DEADLINE_S = 10.0
+_OPEN_TRIES = 3
+
+_MISTAKES = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT,
+    errno.EEXIST, errno.EINVAL,
+}  # fmt: skip
+
+
+class DirectoryTier:
+    """Frames as files under `root`.
+
+    Args:
+        root: the directory; made when it is missing. One that holds other things is refused.
+        capacity_bytes: the most bytes that objects and drafts together may take, each rounded up to 4 KiB. It holds at
+            every moment with any number of processes, as long as all are given the same. The marker, the ledger and
+            the hint (88 bytes per object) come on top.
+        name: how the tier is called in metrics and errors.
+        evictor: who chooses what leaves; belongs to this tier alone. Default: `Lru`.
+        direct_io: "auto" uses direct I/O where the file system allows it, "on" insists, "off" never does.
+        shared: whether other processes may write to the store; then a name that is not in the index is looked for on
+            disk. Without it a miss costs no system call.
+        lock_deadline_s: how long an operation waits for other processes before it gives up.
+        open_deadline_s: how long opening waits for another process that is opening the store.
+
+    Raises:
+        ConfigError: a setting is impossible, or `root` cannot be used.
+        TierError: the place failed while it was opened.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        capacity_bytes: int,
+        name: str = "directory",
+        evictor: Evictor | None = None,
+        direct_io: DirectIo = "auto",
+        shared: bool = True,
+        lock_deadline_s: float = 2.0,
+        open_deadline_s: float = 60.0,
+    ) -> None:
+        _check_settings(name, capacity_bytes, direct_io)
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.root = Path(os.path.abspath(root))
+        self._shared = shared
+        self._lock_deadline_s = lock_deadline_s
+        self._paths = Paths(str(self.root))
+        self._gate = Gate(name)
+        self._index = DirectoryIndex(Lru() if evictor is None else evictor)
+        self._drafts = Drafts(self._paths.drafts)
+        self._hint_lock = threading.Lock()
+        self._hint_saved_s = time.monotonic()
+        with self._refusing():
+            self.marker = open_store(self.root)
+            self._paths.make()
+            self._tenancy = Tenancy(os.path.join(self._paths.root, MARKER_NAME), name)
+            self._ledger = Ledger(self._paths.ledger, name, lock_deadline_s)
+            self._room = Room(self._paths, capacity_bytes, self._ledger, self._index, self._drafts, self._replaced)
+            try:
+                self._move_in(open_deadline_s)
+                self._direct_io = self._choose_direct(direct_io)
+                self._room.shrink()
+            except BaseException:
+                self._let_go()
+                raise
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that count against the cap, of all processes."""
+        return self._ledger.peek()
+
+    @property
+    def object_count(self) -> int:
+        """Objects that this process knows of; others may have written more."""
+        return len(self._index)
+
+    @property
+    def evictions(self) -> int:
+        """Objects that this process has evicted since it opened the store."""
+        return self._room.evictions
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether aligned buffers are read and written with direct I/O."""
+        return self._direct_io
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether it is there as far as this process knows, or (shared) as the directory says."""
+        with self._operation("look for objects"):
+            answers = self._index.knows(names)
+            if self._shared:
+                for position, is_known in enumerate(answers):
+                    if not is_known:
+                        answers[position] = self._look(names[position])
+            return answers
+
+    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+        """Read the frame's bytes from `offset` on into `into`; None when absent."""
+        with self._operation("read", name):
+            if offset < 0:
+                raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
+            view = into.cast("B")
+            is_direct = self._direct_io and is_aligned(view, offset)
+            descriptor = _open_for_reading(self._paths.object(name), is_direct=is_direct)
+            if descriptor is None:
+                self._index.forget(name)
+                return None
+            try:
+                told = os.fstat(descriptor)
+                count = read_part(descriptor, view, offset)
+                if not is_direct:
+                    forget_cached(descriptor, offset, count)
+                recency_ns = self._index.use(name, told.st_size, told.st_mtime_ns)
+                if recency_ns is not None:
+                    with suppress(OSError):  # only others' idea of the file's age suffers
+                        os.utime(descriptor, ns=(recency_ns, recency_ns))
+            finally:
+                os.close(descriptor)
+            return count
+
+    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+        """Keep `frame` under `name`, evicting others where needed; whether the name is there now.
+
+        False when the frame is larger than the cap, or everything that could make room is still being written.
+        """
+        with self._operation("write", name):
+            charge = charge_bytes(frame.nbytes)
+            if charge > self.capacity_bytes:
+                return False
+            there = stat_object(self._paths.object(name))
+            if there is not None:
+                self._index.learn(name, there.st_size, there.st_mtime_ns, about)
+                return True
+            view = frame.cast("B")
+            draft = self._room.reserve(charge, direct_io=self._direct_io and is_aligned(view, 0))
+            if draft is None:
+                return False
+            try:
+                written = _fill(draft, view)
+                self._room.publish(draft, written, name, about)
+            except BaseException:
+                self._room.discard(draft)
+                raise
+        self._save_hint_when_due()
+        return True
+
+    def delete(self, name: ObjectName) -> None:
+        """Forget `name` and remove its file."""
+        with self._operation("delete", name):
+            self._room.remove(name)
+
+    def scan(self) -> Iterator[tuple[ObjectName, int]]:
+        """Every (name, frame bytes) in the directory, whoever wrote it."""
+        with self._operation("scan"):
+            return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths.objects)])
+
+    def close(self) -> None:
+        """Wait for operations under way, write the hint and let go of all locks. Twice is fine."""
+        if not self._gate.close():
+            return
+        if not self._gate.wait_empty(CLOSE_DEADLINE_S):
+            logger.warning("tier %s: closed while an operation still hangs after %s s", self.name, CLOSE_DEADLINE_S)
+        self._save_hint()
+        self._room.leave()
+        self._let_go()
+
+    def _move_in(self, deadline_s: float) -> None:
+        is_alone = self._tenancy.enter(deadline_s)
+        with _collector_paused():
+            rows = load_hint(self._paths.hint)
+            if rows is not None:
+                self._index.trust(rows)
+            if is_alone:
+                _clear_hint_drafts(self._paths.root)
+            self._room.settle(is_alone=is_alone)
+            if not is_alone and (rows is None or not self._shared):
+                self._index.correct(list(walk(self._paths.objects)))
+        if is_alone:
+            self._tenancy.share(deadline_s)
+        if rows is None and len(self._index):
+            logger.info("tier %s: no usable index at %s, rebuilt from the files", self.name, self._paths.hint)
+
+    def _choose_direct(self, direct_io: DirectIo) -> bool:
+        if direct_io == "off":
+            return False
+        is_possible = can_direct(self._paths.drafts)
+        if direct_io == "on" and not is_possible:
+            raise ConfigError(
+                f"tier {self.name!r}: direct_io is 'on', but the file system of {str(self.root)!r} has no direct I/O; "
+                "allowed there: 'auto', 'off'"
+            )
+        return is_possible
+
+    def _replaced(self) -> None:
+        """The directory is another one than before: say there too that we live."""
+        self._tenancy.renew(self._lock_deadline_s)
+        self._drafts.attach()
+
+    def _look(self, name: ObjectName) -> bool:
+        there = stat_object(self._paths.object(name))
+        if there is None:
+            return False
+        self._index.notice(name, there.st_size, there.st_mtime_ns)
+        return True
+
+    @contextmanager
+    def _refusing(self) -> Generator[None]:
+        """Errors of opening: a mistake in the settings, or a place that fails."""
+        try:
+            yield
+        except OSError as error:
+            where = f"root {str(self.root)!r}"
+            if error.errno in _MISTAKES:
+                raise ConfigError(f"{where} cannot be used: {error}; allowed: {ALLOWED} that we may write") from error
+            raise TierError(self.name, f"{where} cannot be opened: {error}") from error
+
+    @contextmanager
+    def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
+        with self._gate:
+            if name is not None and len(name) != NAME_BYTES:
+                raise TierError(self.name, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
+            try:
+                yield
+            except OSError as error:
+                subject = "" if name is None else f" object {name.hex()[:12]}"
+                raise TierError(self.name, f"cannot {what}{subject}: {error}") from error
+
+    def _save_hint_when_due(self) -> None:
+        if time.monotonic() - self._hint_saved_s > HINT_INTERVAL_S and self._hint_lock.acquire(blocking=False):
+            try:
+                self._save_hint()
+            finally:
+                self._hint_lock.release()
+
+    def _save_hint(self) -> None:
+        self._hint_saved_s = time.monotonic()
+        try:
+            save_hint(self._paths.hint, self._index.rows())
+        except OSError as error:
+            logger.info("tier %s: the index could not be written, the next start is slower: %s", self.name, error)
+
+    def _let_go(self) -> None:
+        self._tenancy.leave()
+        self._drafts.detach()
+        self._ledger.close()
+
+
+@contextmanager
+def _collector_paused() -> Generator[None]:
+    """Python's cycle collector off for a moment.
+
+    Entering 100,000 names makes no garbage, and a third of the time went into looking for it.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _check_settings(name: str, capacity_bytes: int, direct_io: str) -> None:
+    if capacity_bytes < ALIGNMENT:
+        raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {ALIGNMENT}, got {capacity_bytes}")
+    if direct_io not in {"auto", "on", "off"}:
+        raise ConfigError(f"tier {name!r}: direct_io must be 'auto', 'on' or 'off', got {direct_io!r}")
+
+
+def _open_for_reading(path: str, *, is_direct: bool) -> int | None:
+    """A descriptor of the object's file that nobody writes over until it is closed; None when there is none.
+
+    An evicted file may be written over for another object (see `Room`), but never while it is locked. The name is
+    looked at again under the lock, because the file may have become another object's before we had it.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if is_direct else 0)
+    for _ in range(_OPEN_TRIES):
+        try:
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    return None
+
+
+def _fill(draft: Draft, frame: memoryview) -> os.stat_result:
+    """Write the draft and close it; what the file system says of it."""
+    try:
+        write_all(draft.descriptor, frame)
+        return os.fstat(draft.descriptor)
+    finally:
+        os.close(draft.descriptor)
+
+
+def _clear_hint_drafts(root: str) -> None:
+    """Remove hints that were never finished. Only for who is alone in the store."""
+    for name in os.listdir(root):
+        if name.startswith("index."):
+            os.unlink(os.path.join(root, name))

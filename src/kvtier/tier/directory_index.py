@@ -1,0 +1,191 @@
+"""What one process believes a directory holds. The files are the truth; this says where not to look and who is old."""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from kvtier.policy.base import Evictor, Held
+from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.events import held, nobody_is_pinned
+from kvtier.tier.hint import Row
+from kvtier.tier.tree import Found, charge_bytes
+from kvtier.types import ObjectName
+
+RECENCY_WRITE_NS = 60 * 10**9
+"""A use is written to the file's mtime, for other processes to see, at most once in this time."""
+
+
+class _Record:
+    """One object that is believed to be there."""
+
+    __slots__ = ("about", "mtime_ns", "size_bytes", "used_ns")
+
+    def __init__(self, size_bytes: int, used_ns: int, mtime_ns: int, about: About) -> None:
+        self.size_bytes = size_bytes
+        self.used_ns = used_ns  # the last use that we know of
+        self.mtime_ns = mtime_ns  # what the file says, as far as we know
+        self.about = about
+
+
+class DirectoryIndex:
+    """Names with their sizes and last uses, and the evictor that orders them. One lock, no I/O under it."""
+
+    def __init__(self, evictor: Evictor) -> None:
+        self._evictor = evictor
+        self._records: dict[bytes, _Record] = {}
+        self._lock = threading.Lock()
+        self._last_ns = 0
+        self.known_bytes = 0
+        """What the known objects count against the cap together."""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def knows(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether it is believed to be there."""
+        with self._lock:
+            records = self._records
+            return [name in records for name in names]
+
+    def learn(self, name: ObjectName, size_bytes: int, mtime_ns: int, about: About) -> None:
+        """`name` was written, or offered again: it counts as used now, and what `about` tells is kept."""
+        with self._lock:
+            self._enter(name, size_bytes, self._now_ns(), mtime_ns, about)
+
+    def notice(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> None:
+        """`name` was seen in the directory: another process wrote it. No use."""
+        with self._lock:
+            if name not in self._records:
+                # The evictor's order is that of its events, so the newcomer counts as new whatever its mtime says.
+                self._enter(name, size_bytes, mtime_ns, mtime_ns, UNKNOWN)
+
+    def use(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> int | None:
+        """`name` was read. Gives the time to write to the file's mtime, when that is due."""
+        with self._lock:
+            now_ns = self._now_ns()
+            record = self._records.get(name)
+            if record is None:
+                self._enter(name, size_bytes, now_ns, mtime_ns, UNKNOWN)
+                record = self._records[name]
+            else:
+                record.used_ns = now_ns
+                record.mtime_ns = max(record.mtime_ns, mtime_ns)
+                self._evictor.touched(held(name, record.size_bytes, now_ns / 1e9, record.about))
+            if now_ns - record.mtime_ns < RECENCY_WRITE_NS:
+                return None
+            record.mtime_ns = now_ns
+            return now_ns
+
+    def spare(self, name: ObjectName, mtime_ns: int) -> bool:
+        """Whether the file's mtime shows a use that we did not know of. Then it counts now and `name` should stay."""
+        with self._lock:
+            record = self._records.get(name)
+            if record is None or mtime_ns <= record.used_ns:
+                return False
+            record.used_ns = record.mtime_ns = mtime_ns
+            self._evictor.touched(held(name, record.size_bytes, self._now_ns() / 1e9, record.about))
+            return True
+
+    def postpone(self, name: ObjectName) -> None:
+        """`name` could not be removed: let others go first."""
+        with self._lock:
+            record = self._records.get(name)
+            if record is not None:
+                self._evictor.touched(held(name, record.size_bytes, self._now_ns() / 1e9, record.about))
+
+    def forget(self, name: ObjectName) -> None:
+        """`name` is not there any more."""
+        with self._lock:
+            self._drop(name)
+
+    def victim(self) -> ObjectName | None:
+        """Who should be evicted next; None when nothing is known."""
+        with self._lock:
+            name = self._evictor.victim(nobody_is_pinned)
+            return None if name is None else ObjectName(name)
+
+    def trust(self, rows: Iterable[Row]) -> None:
+        """Take over a hint. What is wrong in it shows when it is used, or at the next `correct`."""
+        with self._lock:
+            self._enter_past(
+                (row.name, row.size_bytes, row.used_ns, About(_parent(row), row.depth, row.group))
+                for row in sorted(rows, key=_used_ns)
+                if row.name not in self._records
+            )
+
+    def correct(self, found: Sequence[Found]) -> None:
+        """Know exactly what a walk `found`: forget the rest, and enter what is new in the order of its mtimes."""
+        present = {file.name for file in found}
+        with self._lock:
+            for name in [name for name in self._records if name not in present]:
+                self._drop(name)
+        self.meet(found)
+
+    def meet(self, found: Iterable[Found]) -> None:
+        """Enter those of `found` that are not known, in the order of their mtimes.
+
+        To the evictor, whose order is that of its events, they are all newer than what it knows.
+        """
+        with self._lock:
+            newcomers = [file for file in found if file.name not in self._records]
+            newcomers.sort(key=_mtime_ns)
+            self._enter_past((name, size_bytes, mtime_ns, UNKNOWN) for name, size_bytes, mtime_ns in newcomers)
+
+    def rows(self) -> list[Row]:
+        """The hint, the least recently used first."""
+        with self._lock:
+            rows = [
+                Row(
+                    name, record.about.parent, record.size_bytes, record.used_ns, record.about.depth, record.about.group
+                )
+                for name, record in self._records.items()
+            ]
+        return sorted(rows, key=_used_ns)
+
+    def _enter(self, name: ObjectName, size_bytes: int, used_ns: int, mtime_ns: int, about: About) -> None:
+        record = self._records.get(name)
+        if record is None:
+            self._records[name] = _Record(size_bytes, used_ns, mtime_ns, about)
+            self.known_bytes += charge_bytes(size_bytes)
+        else:
+            self.known_bytes += charge_bytes(size_bytes) - charge_bytes(record.size_bytes)
+            record.size_bytes, record.used_ns, record.mtime_ns = size_bytes, used_ns, max(mtime_ns, record.mtime_ns)
+            if about.parent is not None or record.about.parent is None:
+                record.about = about
+        self._evictor.added(held(name, size_bytes, self._now_ns() / 1e9, about))
+
+    def _enter_past(self, uses: Iterable[tuple[bytes, int, int, About]]) -> None:
+        """Enter many (name, bytes, last use, about), the oldest first. Plain code: it runs 100,000 times at a start."""
+        records, added = self._records, self._evictor.added
+        latest_ns = time.time_ns()
+        event_ns = self._last_ns
+        for name, size_bytes, used_ns, about in uses:
+            records[name] = _Record(size_bytes, used_ns, used_ns, about)
+            self.known_bytes += charge_bytes(size_bytes)
+            if event_ns < used_ns <= latest_ns:  # events are told in the past, but never back in time
+                event_ns = used_ns
+            added(Held(name, about.parent, about.depth, size_bytes, about.group, event_ns / 1e9))
+        self._last_ns = event_ns
+
+    def _drop(self, name: bytes) -> None:
+        record = self._records.pop(name, None)
+        if record is not None:
+            self.known_bytes -= charge_bytes(record.size_bytes)
+        self._evictor.removed(name)
+
+    def _now_ns(self) -> int:
+        """The wall clock, which files and other processes share, made to never go back."""
+        self._last_ns = max(self._last_ns, time.time_ns())
+        return self._last_ns
+
+
+def _parent(row: Row) -> ObjectName | None:
+    return None if row.parent is None else ObjectName(row.parent)
+
+
+def _used_ns(row: Row) -> int:
+    return row.used_ns
+
+
+def _mtime_ns(file: Found) -> int:
+    return file.mtime_ns

@@ -1,0 +1,375 @@
+"""Frames in preallocated segments of a local drive: one system call for each, an index of numbers, a hard cap.
+
+The directory tier makes a file per object, which several processes may share and anybody may look into. This one
+belongs to one process, and in return an object costs one `pwritev` or one `preadv`, a lookup no system call at all,
+and ten million objects less than a gigabyte of memory.
+
+What is written is readable at once. It survives the end of the process, however that comes, once it was synced: every
+`sync_interval_s` the frames are made durable, and then the index blocks that name them. What a crash leaves beyond
+that is forgotten, or found damaged by the reader's check of the frame. Nothing on the way of a frame waits for a sync.
+
+The bytes on the device are in FORMAT.md; the choices in docs/adr/0008.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.direct import can_direct
+from kvtier.tier.disk_budget import WriteBudget
+from kvtier.tier.disk_files import SegmentFiles
+from kvtier.tier.disk_format import BLOCK_BYTES
+from kvtier.tier.disk_marker import ALLOWED, SEGMENTS_NAME, Claim
+from kvtier.tier.disk_pool import Pool
+from kvtier.tier.gate import Gate
+from kvtier.types import ObjectName
+
+logger = logging.getLogger(__name__)
+
+DirectIo = Literal["auto", "on", "off"]
+_Answer = TypeVar("_Answer")
+
+SEGMENT_BYTES_MIN = 4 * BLOCK_BYTES
+"""A header, one block of a frame, two of index."""
+
+SEGMENTS_WANTED = 64
+SEGMENTS_MAX = 4096
+"""A store of more, because its capacity was raised by far, begins anew with larger segments."""
+
+ROW_SHARE_BYTES = 16 << 10
+ROWS_MIN = 1 << 16
+ROWS_MAX = 1 << 24
+"""Rows of the table: one for each 16 KiB of capacity, within these bounds."""
+
+NAME_BYTES = 32
+CLOSE_DEADLINE_S = 10.0
+
+
+class DiskTier:
+    """Frames in segment files under `root`, which belongs to this process alone.
+
+    Args:
+        root: the directory; made when it is missing. One that holds other things is refused.
+        capacity_bytes: the most bytes that the segment files may take on the device. The marker (4 KiB) comes on top.
+        name: how the tier is called in metrics and errors.
+        segment_bytes: of each segment file; a frame must fit in one. None: what the store was made with, and for a new
+            one a 64th of the capacity, from 64 MiB (a quarter of a small capacity) to 1 GiB.
+        direct_io: "auto" uses direct I/O where the file system allows it, "on" insists, "off" never does.
+        sync_interval_s: about how much time of writes a crash may forget.
+        reserve_bytes: of the file system's free space left to others; segments are given back to keep it free.
+        write_bytes_per_day: what flash wear allows (`WriteBudget`); 0 is no limit.
+        lock_deadline_s: how long an operation waits for another that makes room.
+        open_deadline_s: how long opening waits for another process that has the store.
+
+    Raises:
+        ConfigError: a setting is impossible, `root` cannot be used, or another process has it.
+        TierError: the place failed while it was opened.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        capacity_bytes: int,
+        name: str = "disk",
+        segment_bytes: int | None = None,
+        direct_io: DirectIo = "auto",
+        sync_interval_s: float = 1.0,
+        reserve_bytes: int = 0,
+        write_bytes_per_day: int = 0,
+        lock_deadline_s: float = 5.0,
+        open_deadline_s: float = 5.0,
+    ) -> None:
+        _check_settings(name, capacity_bytes, segment_bytes, direct_io, sync_interval_s)
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.root = Path(root).absolute()
+        self._segment_bytes = segment_bytes
+        self._wants_direct = direct_io
+        self._reserve_bytes = reserve_bytes
+        self._lock_deadline_s = lock_deadline_s
+        self._sync_interval_s = sync_interval_s
+        self._budget = WriteBudget(write_bytes_per_day, time.monotonic())
+        self._gate = Gate(name)
+        self._mending = threading.Lock()
+        self._is_suspect = False
+        self._wake = threading.Event()
+        self._is_closing = False
+        self.direct_io = False
+        """Whether direct I/O is used."""
+        self._accepted_bytes = 0
+        self._avoided_bytes = 0
+        self._upkeep_before = 0  # of pools before the place was opened again
+        self._evictions_before = 0
+        with self._refusing():
+            self._claim = Claim(self.root, name, open_deadline_s)
+            try:
+                self._pool = self._open_pool()
+            except BaseException:
+                self._claim.release()
+                raise
+        self._keeper = threading.Thread(target=self._keep, name=f"kvtier {name} keeper", daemon=True)
+        self._keeper.start()
+
+    @property
+    def used_bytes(self) -> int:
+        """What all segments take on the device, filled or not."""
+        return self._pool.used_bytes
+
+    @property
+    def object_count(self) -> int:
+        """Objects held."""
+        return self._pool.object_count
+
+    @property
+    def frame_bytes_max(self) -> int:
+        """The largest frame that fits in a segment."""
+        return self._pool.frame_bytes_max
+
+    @property
+    def evictions(self) -> int:
+        """Objects that made room for others since the start."""
+        return self._evictions_before + self._pool.evictions
+
+    @property
+    def write_bytes(self) -> dict[str, int]:
+        """Bytes since the start: `frames` written, `upkeep` written for them (copies, index), `avoided` by the budget.
+
+        Only ever more, for metrics; write amplification is (frames + upkeep) / frames.
+        """
+        upkeep = self._upkeep_before + self._pool.copied_bytes + self._pool.index_bytes
+        return {"frames": self._accepted_bytes, "upkeep": upkeep, "avoided": self._avoided_bytes}
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether it is held. Costs no system call."""
+        return self._run("look for objects", None, lambda: self._pool.contains(names))
+
+    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+        """Read the frame's bytes from `offset` on into `into`; None when absent."""
+        if offset < 0:
+            raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
+        return self._run("read", name, lambda: self._read(name, into, offset))
+
+    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002  the interface's
+        """Keep `frame` under `name`, giving up the oldest segment where needed; whether the name is there now.
+
+        False when the frame is larger than a segment, the write budget is spent, or all that could make room is in use.
+        """
+        return self._run("write", name, lambda: self._write(name, frame))
+
+    def delete(self, name: ObjectName) -> None:
+        """Forget `name`, on the device too."""
+        self._run("delete", name, lambda: self._pool.remove(name))
+
+    def scan(self) -> Iterator[tuple[ObjectName, int]]:
+        """Every (name, frame bytes) held."""
+        held = self._run("scan", None, lambda: self._pool.everything())  # noqa: PLW0108 - another pool, perhaps
+        return iter([(ObjectName(name), size_bytes) for name, size_bytes in held])
+
+    def sync(self) -> None:
+        """Make durable what was written so far, instead of at the next interval."""
+        self._run("sync", None, lambda: self._pool.sync())  # noqa: PLW0108 - another pool, perhaps
+
+    def close(self) -> None:
+        """Wait for operations under way, write the index and let go of the store. Twice is fine."""
+        if not self._gate.close():
+            return
+        self._is_closing = True
+        self._wake.set()
+        is_empty = self._gate.wait_empty(CLOSE_DEADLINE_S)
+        self._keeper.join(CLOSE_DEADLINE_S)
+        if not is_empty or self._keeper.is_alive():
+            # Files stay open: their numbers must not be given to others while a thread may still use them.
+            logger.warning("tier %s: closed while an operation still hangs after %s s", self.name, CLOSE_DEADLINE_S)
+            return
+        try:
+            self._pool.sync()
+        except (OSError, TierError) as error:
+            logger.warning("tier %s: the last writes are forgotten, for want of an index: %s", self.name, error)
+        self._pool.close()
+        self._claim.release()
+
+    def _read(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        pool = self._pool
+        extent = pool.find(name)
+        if extent is None:
+            return None
+        try:
+            wanted = into.cast("B")[: max(0, extent.size_bytes - offset)]
+            count = extent.segment.read(wanted, extent.offset + offset) if wanted.nbytes else 0
+        finally:
+            pool.unpin(extent.segment)
+        if count < wanted.nbytes:
+            pool.lose(extent, name)
+            return None
+        return count
+
+    def _write(self, name: ObjectName, frame: memoryview) -> bool:
+        pool, size_bytes = self._pool, frame.nbytes
+        if not 0 < size_bytes <= pool.frame_bytes_max:
+            return False
+        if pool.holds(name):
+            return True
+        if not self._budget.admits(name, size_bytes, time.monotonic()):
+            self._avoided_bytes += size_bytes
+            return False
+        extent = pool.take(size_bytes)
+        if extent is None:
+            return False
+        try:
+            extent.segment.write(frame.cast("B"), extent.offset)
+        except BaseException:
+            pool.abandon(extent)
+            raise
+        self._accepted_bytes += size_bytes
+        return pool.put(extent, name)
+
+    def _open_pool(self) -> Pool:
+        marker = self._claim.read()
+        wanted = self._segment_bytes or segment_bytes_for(self.capacity_bytes)
+        if marker is None or not self._may_keep(marker.segment_bytes):
+            marker = self._claim.write(wanted)
+        self.direct_io = self._choose_direct()
+        files = SegmentFiles(
+            str(self.root / SEGMENTS_NAME),
+            self.name,
+            capacity_bytes=self.capacity_bytes,
+            segment_bytes=marker.segment_bytes,
+            reserve_bytes=self._reserve_bytes,
+            direct_io=self.direct_io,
+        )
+        return Pool(
+            files,
+            self.name,
+            marker.store_id,
+            rows_max=min(max(self.capacity_bytes // ROW_SHARE_BYTES, ROWS_MIN), ROWS_MAX),
+            deadline_s=self._lock_deadline_s,
+            turned=self._wake.set,
+        )
+
+    def _may_keep(self, segment_bytes: int) -> bool:
+        """Whether a store with segments of that size goes on with them."""
+        if self._segment_bytes is not None:
+            return segment_bytes == self._segment_bytes
+        return segment_bytes <= self.capacity_bytes <= segment_bytes * SEGMENTS_MAX
+
+    def _choose_direct(self) -> bool:
+        if self._wants_direct == "off":
+            return False
+        is_possible = can_direct(str(self.root))
+        if self._wants_direct == "on" and not is_possible:
+            raise ConfigError(
+                f"tier {self.name!r}: direct_io is 'on', but the file system of {str(self.root)!r} has no direct I/O; "
+                "allowed there: 'auto', 'off'"
+            )
+        return is_possible
+
+    def _keep(self) -> None:
+        """What a thread of our own does: sync at intervals, and keep a segment spare."""
+        synced_s = time.monotonic()
+        while True:
+            self._wake.wait(max(0.0, synced_s + self._sync_interval_s - time.monotonic()))
+            self._wake.clear()
+            if self._is_closing:
+                return
+            try:
+                self._run("prepare a segment", None, lambda: self._pool.prepare())  # noqa: PLW0108 - another pool, perhaps
+                if time.monotonic() >= synced_s + self._sync_interval_s:
+                    synced_s = time.monotonic()
+                    self.sync()
+            except TierError as error:
+                synced_s = time.monotonic()  # not again at once
+                logger.info("tier %s: %s", self.name, error)
+
+    def _mend(self) -> None:
+        """After an I/O error: go on when the place is what it was, take over what is there when it was replaced."""
+        if not self._mending.acquire(timeout=self._lock_deadline_s):
+            raise TierError(self.name, "is being opened again")
+        try:
+            if not self._is_suspect:
+                return
+            if not self._claim.is_there():
+                if not self._claim.path.exists():
+                    # Never made anew here: where the disk is not mounted, the path leads to some other disk.
+                    raise TierError(self.name, f"{self._claim.path} is gone")
+                self._reopen()
+            self._is_suspect = False
+        finally:
+            self._mending.release()
+
+    def _reopen(self) -> None:
+        try:
+            claim = Claim(self.root, self.name, 0.0)
+        except (ConfigError, OSError) as error:
+            raise TierError(self.name, f"cannot be opened again: {error}") from error
+        former_claim, former_pool = self._claim, self._pool
+        self._claim = claim
+        try:
+            self._pool = self._open_pool()
+        except BaseException:
+            self._claim = former_claim
+            claim.release()
+            raise
+        self._upkeep_before += former_pool.copied_bytes + former_pool.index_bytes
+        self._evictions_before += former_pool.evictions
+        former_claim.release()
+
+    def _run(self, what: str, name: ObjectName | None, act: Callable[[], _Answer]) -> _Answer:
+        """Do `act` while the tier is open; an I/O error becomes the tier's, and makes the next caller look around.
+
+        `act` finds the pool itself, because mending may put another in its place.
+        """
+        if name is not None and len(name) != NAME_BYTES:
+            raise TierError(self.name, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
+        with self._gate:
+            try:
+                if self._is_suspect:
+                    self._mend()
+                return act()
+            except OSError as error:
+                self._is_suspect = True
+                subject = "" if name is None else f" object {name.hex()[:12]}"
+                raise TierError(self.name, f"cannot {what}{subject}: {error}") from error
+
+    @contextmanager
+    def _refusing(self) -> Generator[None]:
+        try:
+            yield
+        except (FileExistsError, NotADirectoryError, PermissionError, IsADirectoryError) as error:
+            raise ConfigError(
+                f"root {str(self.root)!r} cannot be used: {error}; allowed: {ALLOWED} that we may write"
+            ) from error
+        except OSError as error:
+            raise TierError(self.name, f"root {str(self.root)!r} cannot be opened: {error}") from error
+
+
+def segment_bytes_for(capacity_bytes: int) -> int:
+    """Bytes of a segment of a new store with that capacity."""
+    least = min(64 << 20, capacity_bytes // 4)
+    # A little less than an even share, so that the file system's own blocks do not cost a segment.
+    wanted = min(max(capacity_bytes // SEGMENTS_WANTED, least), 1 << 30) * 1023 // 1024
+    return max(wanted // ALIGNMENT * ALIGNMENT, SEGMENT_BYTES_MIN)
+
+
+def _check_settings(
+    name: str, capacity_bytes: int, segment_bytes: int | None, direct_io: str, sync_interval_s: float
+) -> None:
+    if segment_bytes is not None and (segment_bytes < SEGMENT_BYTES_MIN or segment_bytes % ALIGNMENT):
+        raise ConfigError(
+            f"tier {name!r}: segment_bytes must be a multiple of {ALIGNMENT} and at least {SEGMENT_BYTES_MIN}, "
+            f"got {segment_bytes}"
+        )
+    least = segment_bytes or SEGMENT_BYTES_MIN
+    if capacity_bytes < least:
+        raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {least}, one segment, got {capacity_bytes}")
+    if direct_io not in {"auto", "on", "off"}:
+        raise ConfigError(f"tier {name!r}: direct_io is {direct_io!r}; allowed: 'auto', 'on', 'off'")
+    if not 0.01 <= sync_interval_s <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"tier {name!r}: sync_interval_s must be at least 0.01, got {sync_interval_s}")

@@ -1,0 +1,125 @@
+"""The bytes that the disk tier adds to the frames: a segment's header and its index blocks (FORMAT.md, Disk tier).
+
+    header | frame | frame | frame ...            free            ... index block 1 | index block 0
+    0        4096                                                                       the segment's end
+
+Frames grow from the front, index blocks from the end, and a segment is full when they would meet. A block is written
+once, so that no crash can damage what an earlier one told; only `DiskTier.delete` blanks an entry in its place.
+
+Nothing here is trusted: a block counts only with its own checksum and the generation of its segment's header.
+"""
+
+import struct
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.layout import ALIGNMENT
+
+VERSION: Final = 1
+HEADER_MAGIC: Final = b"kvt\x89segm"
+BLOCK_MAGIC: Final = b"kvt\x89indx"
+BLOCK_BYTES: Final = ALIGNMENT
+STORE_ID_BYTES: Final = 16
+
+ENTRY: Final = np.dtype(
+    [("name", "<u8", (4,)), ("block", "<u4"), ("size_bytes", "<u4"), ("reserved", "<u8")]
+)  # 48 bytes; the name as four numbers, because that is how the table keeps it
+ENTRIES_PER_BLOCK: Final = 84
+
+Entries = npt.NDArray[np.void]
+"""Rows of `ENTRY`. `block` counts units of 4096 bytes from the segment's start; `size_bytes` 0 is a blanked entry."""
+
+#                         magic version reserved store-id generation segment_bytes checksum
+_HEADER = struct.Struct("<8s    I       I        16s      Q          Q             Q")
+#                         magic version count    store-id generation number reserved checksum reserved
+_BLOCK = struct.Struct("<8s     I       I        16s      Q          I      I        Q        8s")
+_CHECKSUM = struct.Struct("<Q")
+_HEADER_CHECKSUM_AT = 48
+_BLOCK_CHECKSUM_AT = 48
+
+
+class Header(NamedTuple):
+    """What a segment's first block tells."""
+
+    store_id: bytes
+    generation: int
+    """Never repeats within a store: the order in which segments were begun. 0 is none."""
+    segment_bytes: int
+
+
+def pack_header(header: Header) -> bytes:
+    """The first block of a segment."""
+    packed = bytearray(
+        _HEADER.pack(HEADER_MAGIC, VERSION, 0, header.store_id, header.generation, header.segment_bytes, 0)
+    )
+    packed = packed.ljust(BLOCK_BYTES, b"\0")
+    _CHECKSUM.pack_into(packed, _HEADER_CHECKSUM_AT, xxhash.xxh3_64_intdigest(packed))
+    return bytes(packed)
+
+
+def read_header(block: memoryview | bytes) -> Header | str:
+    """The header in `block`, or why it is none."""
+    if len(block) != BLOCK_BYTES:
+        return f"{len(block)} bytes"
+    magic, version, _, store_id, generation, segment_bytes, checksum = _HEADER.unpack_from(block)
+    if magic != HEADER_MAGIC:
+        return "not begun" if not any(block) else "wrong magic"
+    if version != VERSION:
+        return f"unknown version {version}"
+    if _checksum(block, _HEADER_CHECKSUM_AT) != checksum:
+        return "checksum does not match"
+    return Header(store_id, generation, segment_bytes)
+
+
+def pack_blocks(header: Header, first_number: int, entries: Entries) -> list[bytes]:
+    """Index blocks number `first_number` and following, which hold all `entries`."""
+    blocks: list[bytes] = []
+    for start in range(0, len(entries), ENTRIES_PER_BLOCK):
+        part = entries[start : start + ENTRIES_PER_BLOCK]
+        number = first_number + len(blocks)
+        packed = bytearray(
+            _BLOCK.pack(BLOCK_MAGIC, VERSION, len(part), header.store_id, header.generation, number, 0, 0, bytes(8))
+        )
+        packed += part.tobytes()
+        packed = packed.ljust(BLOCK_BYTES, b"\0")
+        _CHECKSUM.pack_into(packed, _BLOCK_CHECKSUM_AT, xxhash.xxh3_64_intdigest(packed))
+        blocks.append(bytes(packed))
+    return blocks
+
+
+def read_block(header: Header, number: int, block: memoryview | bytes) -> Entries | None:
+    """The entries of index block `number` of the segment with that `header`; None when this is no such block."""
+    magic, version, count, store_id, generation, told, _, checksum, _ = _BLOCK.unpack_from(block)
+    if (magic, version, store_id, generation, told) != (
+        BLOCK_MAGIC, VERSION, header.store_id, header.generation, number,
+    ) or not 1 <= count <= ENTRIES_PER_BLOCK:  # fmt: skip
+        return None
+    if _checksum(block, _BLOCK_CHECKSUM_AT) != checksum:
+        return None
+    return np.frombuffer(block, ENTRY, count, _BLOCK.size)
+
+
+def blocks_for(entry_count: int) -> int:
+    """Index blocks that `entry_count` entries take."""
+    return -(-entry_count // ENTRIES_PER_BLOCK)
+
+
+def are_sound(entries: Entries, segment_bytes: int) -> npt.NDArray[np.bool_]:
+    """For each entry, whether its frame lies in a segment of that size behind the header."""
+    start = entries["block"].astype(np.int64) * ALIGNMENT
+    size = entries["size_bytes"].astype(np.int64)
+    return (size > 0) & (start >= BLOCK_BYTES) & (start + size <= segment_bytes - BLOCK_BYTES)
+
+
+def name_words(name: bytes) -> npt.NDArray[np.uint64]:
+    """A name as four numbers."""
+    return np.frombuffer(name, "<u8")
+
+
+def _checksum(block: memoryview | bytes, at: int) -> int:
+    copy = bytearray(block)
+    _CHECKSUM.pack_into(copy, at, 0)
+    return xxhash.xxh3_64_intdigest(copy)

@@ -1,0 +1,117 @@
+"""The file that lets a directory tier start quickly: what it held, when each was used, and what belongs to what.
+
+A hint, never the truth: names in it may be gone, others may be missing, and a file that is damaged or of another
+version counts as absent. The layout is in FORMAT.md.
+"""
+
+# Plain strings, as in the rest of the tier.
+# ruff: noqa: PTH105, PTH108, PTH123
+
+import os
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+_HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of a row, rows, checksum of the rows
+_MAGIC = b"kvtindex"
+_VERSION = 1
+_ROW = np.dtype(
+    [
+        ("name", "V32"),
+        ("parent", "V32"),
+        ("size_bytes", "<u8"),
+        ("used_ns", "<i8"),
+        ("depth", "<u4"),
+        ("group", "<u2"),
+        ("has_parent", "<u2"),
+    ]
+)
+_NO_PARENT = bytes(32)
+_DEPTH_MAX = (1 << 32) - 1
+_GROUP_MAX = (1 << 16) - 1
+
+
+class Row(NamedTuple):
+    """One object in the hint."""
+
+    name: bytes
+    parent: bytes | None
+    size_bytes: int
+    used_ns: int
+    """Last known use, nanoseconds since 1970."""
+    depth: int
+    group: int
+
+
+def pack_hint(rows: Iterable[Row]) -> bytes:
+    """The file's bytes. `rows` should be in order of use, the oldest first."""
+    listed = list(rows)
+    table = np.zeros(len(listed), _ROW)
+    table["name"] = _names([row.name for row in listed])
+    table["parent"] = _names([row.parent or _NO_PARENT for row in listed])
+    table["size_bytes"] = [row.size_bytes for row in listed]
+    table["used_ns"] = [row.used_ns for row in listed]
+    table["depth"] = [min(row.depth, _DEPTH_MAX) for row in listed]
+    table["group"] = [min(row.group, _GROUP_MAX) for row in listed]
+    table["has_parent"] = [row.parent is not None for row in listed]
+    body = table.tobytes()
+    return _HEADER.pack(_MAGIC, _VERSION, _ROW.itemsize, len(listed), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unpack_hint(told: bytes) -> list[Row] | None:
+    """The rows of a file; None when it is damaged or of another version."""
+    if len(told) < _HEADER.size:
+        return None
+    magic, version, row_bytes, row_count, checksum = _HEADER.unpack_from(told)
+    body = memoryview(told)[_HEADER.size :]
+    if (magic, version, row_bytes) != (_MAGIC, _VERSION, _ROW.itemsize) or body.nbytes != row_count * row_bytes:
+        return None
+    if xxhash.xxh3_64_intdigest(body) != checksum:
+        return None
+    table = np.frombuffer(body, _ROW)
+    parents = [
+        parent if has_parent else None
+        for parent, has_parent in zip(_split(table["parent"]), table["has_parent"].tolist(), strict=True)
+    ]
+    numbers = [table[column].tolist() for column in ("size_bytes", "used_ns", "depth", "group")]
+    return list(map(Row, _split(table["name"]), parents, *numbers))
+
+
+def save_hint(path: str, rows: Iterable[Row]) -> None:
+    """Write the hint to `path`, whole or not at all (mode 0600).
+
+    Raises:
+        OSError: it could not be written; what was there before is still there.
+    """
+    draft = f"{path}.{os.getpid()}.{os.urandom(8).hex()}"
+    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(pack_hint(rows))
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(draft)
+        raise
+
+
+def load_hint(path: str) -> list[Row] | None:
+    """The hint at `path`; None when it is absent, unreadable, damaged or of another version."""
+    try:
+        with open(path, "rb") as file:
+            return unpack_hint(file.read())
+    except OSError:
+        return None
+
+
+def _names(names: list[bytes]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    return np.frombuffer(b"".join(names), "V32")
+
+
+def _split(names: np.ndarray[Any, np.dtype[np.void]]) -> list[bytes]:
+    joined = names.tobytes()
+    return [joined[at : at + 32] for at in range(0, len(joined), 32)]

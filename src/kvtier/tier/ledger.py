@@ -1,0 +1,155 @@
+"""The byte count of a shared directory, and the one lock under which names appear and disappear there.
+
+Whoever holds the lock sees this: the count is at least what all objects and drafts take, and exactly that unless some
+process was killed in the middle of a change. To keep it so, a change that adds bytes writes the count first, and one
+that removes bytes writes it last. A crash can then only leave the count too high, which a recount mends.
+"""
+
+# Descriptors and plain strings.
+# ruff: noqa: PTH116
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from kvtier.errors import TierError
+
+_COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
+_MAGIC = b"kvledger"
+_ALL_BITS = (1 << 64) - 1
+
+RETRY_FIRST_S = 0.0001
+RETRY_LONGEST_S = 0.005
+_REPLACED_MAX = 3
+_BUSY = {errno.EWOULDBLOCK, errno.EACCES}
+
+
+def lock_file(descriptor: int, mode: int, deadline_s: float) -> bool:
+    """Take the flock `mode` (LOCK_SH or LOCK_EX); False when another has kept it for `deadline_s` seconds.
+
+    Asks again and again instead of waiting in the kernel, because the holder may be a stopped process.
+
+    Raises:
+        OSError: the file system cannot lock.
+    """
+    end_s = time.monotonic() + deadline_s
+    pause_s = RETRY_FIRST_S
+    while True:
+        try:
+            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _BUSY:
+                raise
+        else:
+            return True
+        if time.monotonic() >= end_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, RETRY_LONGEST_S)
+
+
+class Ledger:
+    """The file `path`: 24 bytes and a lock. Usable from several threads and processes.
+
+    Args:
+        path: the file; made (mode 0600) when it is missing.
+        tier: name of the tier, for errors.
+        deadline_s: how long to wait for the lock before giving up.
+
+    Raises:
+        OSError: the file cannot be opened for writing.
+    """
+
+    def __init__(self, path: str, tier: str, deadline_s: float) -> None:
+        self._path = path
+        self._tier = tier
+        self._deadline_s = deadline_s
+        self._threads = threading.Lock()  # a flock belongs to the open file, so it does not keep our own threads apart
+        self._descriptor: int | None = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._last_bytes = 0
+
+    @contextmanager
+    def locked(self) -> Generator[bool]:
+        """Hold the lock. Gives whether the file had been replaced since the last time, as when a disk came back.
+
+        Raises:
+            TierError: another process or thread kept it for longer than the deadline, or the file is gone.
+        """
+        if not self._threads.acquire(timeout=self._deadline_s):
+            raise TierError(self._tier, f"the ledger was busy for {self._deadline_s} s")
+        try:
+            try:
+                is_replaced = self._take()
+            except OSError as error:
+                raise TierError(self._tier, f"ledger: {error}") from error
+            try:
+                yield is_replaced
+            finally:
+                if self._descriptor is not None:
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        finally:
+            self._threads.release()
+
+    def read(self) -> int | None:
+        """Bytes in use; None when the file does not say (new or damaged): then count again. Only under the lock."""
+        told = os.pread(self._live(), _COUNT.size, 0)
+        if len(told) != _COUNT.size:
+            return None
+        magic, used_bytes, flipped = _COUNT.unpack(told)
+        if magic != _MAGIC or flipped != used_bytes ^ _ALL_BITS:
+            return None
+        self._last_bytes = used_bytes
+        return used_bytes
+
+    def write(self, used_bytes: int) -> None:
+        """Set the bytes in use. Only under the lock."""
+        os.pwrite(self._live(), _COUNT.pack(_MAGIC, used_bytes, used_bytes ^ _ALL_BITS), 0)
+        self._last_bytes = used_bytes
+
+    def peek(self) -> int:
+        """Bytes in use, as far as can be told without waiting for anybody."""
+        if self._threads.acquire(blocking=False):
+            try:
+                if self._descriptor is not None:
+                    self.read()
+            except OSError:
+                pass  # the last known count is the best answer; whoever needs the file will report the error
+            finally:
+                self._threads.release()
+        return self._last_bytes
+
+    def close(self) -> None:
+        """Close the file, unless a thread keeps it busy beyond the deadline: then it stays open. Twice is fine."""
+        if self._threads.acquire(timeout=self._deadline_s):
+            try:
+                if self._descriptor is not None:
+                    os.close(self._descriptor)
+                    self._descriptor = None
+            finally:
+                self._threads.release()
+
+    def _take(self) -> bool:
+        """Lock the file that is at the path now; whether that is another one than before."""
+        is_replaced = False
+        for _ in range(_REPLACED_MAX):
+            descriptor = self._live()
+            if not lock_file(descriptor, fcntl.LOCK_EX, self._deadline_s):
+                raise TierError(self._tier, f"another process kept {self._path} locked for {self._deadline_s} s")
+            if os.path.samestat(os.stat(self._path), os.fstat(descriptor)):
+                return is_replaced
+            # Never made anew here: where the disk is not mounted, the path leads to some other disk.
+            newer = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            os.close(descriptor)
+            self._descriptor = newer
+            is_replaced = True
+        raise TierError(self._tier, f"{self._path} is replaced again and again")
+
+    def _live(self) -> int:
+        if self._descriptor is None:
+            raise TierError(self._tier, "is closed")
+        return self._descriptor

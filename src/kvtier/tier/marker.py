@@ -1,0 +1,122 @@
+"""The file that says "this directory is a store of ours", without which we neither use nor delete anything in it."""
+
+import json
+import os
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+MARKER_NAME = "kvtier-store.json"
+STORE_VERSION = 1
+"""Version of the directory's layout. Another one is neither read nor touched."""
+
+_DRAFT_PREFIX = f".{MARKER_NAME}."
+_HARMLESS = {"lost+found"}
+"""What a freshly made file system holds."""
+
+ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What the marker says."""
+
+    version: int
+    store_id: str
+    """Random, made with the store: two stores never share it."""
+    created: str
+    """UTC time, ISO 8601."""
+
+
+def open_store(root: Path) -> Marker:
+    """The marker of the store at `root`, which is made (mode 0700) where there is none and the directory is empty.
+
+    Safe when several processes do it at once: all get the same marker.
+
+    Raises:
+        ConfigError: `root` is a file, holds other things, has an unknown version, or cannot be written.
+    """
+    try:
+        found = read_marker(root)
+        if found is not None:
+            return found
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(not _is_harmless(path.name) for path in root.iterdir()):
+            # Another process may have made the marker since we looked.
+            found = read_marker(root)
+            if found is None:
+                raise ConfigError(f"root {str(root)!r} is not empty and holds no store of ours; allowed: {ALLOWED}")
+            return found
+        return _make_marker(root)
+    except FileExistsError as error:
+        raise ConfigError(f"root {str(root)!r} is not a directory; allowed: {ALLOWED}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"root {str(root)!r} cannot be used: {error}; allowed: {ALLOWED} that we may write"
+        ) from error
+
+
+def read_marker(root: Path) -> Marker | None:
+    """The marker of the store at `root`; None when there is none. Changes nothing.
+
+    Raises:
+        ConfigError: `root` is a file, or its marker is damaged or of an unknown version.
+        OSError: it cannot be read for another reason.
+    """
+    try:
+        text = (root / MARKER_NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise ConfigError(f"root {str(root)!r} is not a directory; allowed: {ALLOWED}") from error
+    try:
+        told: Any = json.loads(text)
+        version, store_id, created = told["version"], str(told["store_id"]), str(told["created"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{root / MARKER_NAME} is not a store's marker ({error!r}); nothing was changed") from error
+    if version != STORE_VERSION:
+        raise ConfigError(
+            f"{root / MARKER_NAME} has store version {version!r}; known here: {STORE_VERSION}; nothing was changed"
+        )
+    return Marker(STORE_VERSION, store_id, created)
+
+
+def _is_harmless(name: str) -> bool:
+    return name in _HARMLESS or name.startswith(_DRAFT_PREFIX)
+
+
+def _make_marker(root: Path) -> Marker:
+    marker = Marker(STORE_VERSION, uuid.uuid4().hex, datetime.now(UTC).isoformat(timespec="seconds"))
+    told = {
+        "about": "A kvtier store. Delete it with `kvtier inspect purge`, or the whole directory while nobody uses it.",
+        "version": marker.version,
+        "store_id": marker.store_id,
+        "created": marker.created,
+    }
+    draft = root / f"{_DRAFT_PREFIX}{uuid.uuid4().hex}"
+    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(told, file, indent=2)
+            file.write("\n")
+        _publish_once(draft, root / MARKER_NAME)
+    finally:
+        draft.unlink(missing_ok=True)
+    found = read_marker(root)  # ours, or that of a process which was faster
+    if found is None:
+        raise ConfigError(f"root {str(root)!r} lost its marker while it was made; is something else deleting there?")
+    return found
+
+
+def _publish_once(draft: Path, marker: Path) -> None:
+    """Give `draft` its name unless another has it. A link does not overwrite, unlike a rename."""
+    with suppress(FileExistsError):
+        try:
+            os.link(draft, marker)
+        except PermissionError:  # a file system without hard links: the last of several makers wins
+            draft.rename(marker)

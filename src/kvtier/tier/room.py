@@ -1,0 +1,315 @@
+"""Room in a store's directory: reserving it, making it by eviction, giving it back. The hard cap is kept here.
+
+Every method takes the ledger's lock. A file appears under an object's name, or goes from there, nowhere else.
+"""
+
+# Plain strings on paths that run once per object.
+# ruff: noqa: PTH104, PTH108, PTH120
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+
+from kvtier.errors import TierError
+from kvtier.tier.base import About
+from kvtier.tier.directory_index import DirectoryIndex
+from kvtier.tier.drafts import Draft, Drafts
+from kvtier.tier.ledger import Ledger
+from kvtier.tier.tree import Paths, charge_bytes, make_directory, walk
+from kvtier.types import ObjectName
+
+_SHRINK_BYTES = 1 << 30
+"""What is evicted under one hold of the lock when a store is opened with a lower cap."""
+_UNLINK_FAILURES_MAX = 8
+_STRANGERS_SHARE = 16
+"""When more than this fraction (one in 16) of the cap is held by objects that we do not know of, we look for them."""
+_WALK_EVERY = 100
+"""A walk is repeated after this many times its own duration at the earliest, so that it costs one per cent at most."""
+_LOCKED_BY_OTHERS = {errno.EWOULDBLOCK, errno.EACCES}
+
+
+class Room:
+    """The bytes of one store.
+
+    Args:
+        paths: where the store lies.
+        capacity_bytes: the cap.
+        ledger: the count and the lock.
+        index: who is there, and who should go.
+        drafts: this process's drafts.
+        replaced: called under the lock when the directory was replaced, as when a disk came back.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        capacity_bytes: int,
+        ledger: Ledger,
+        index: DirectoryIndex,
+        drafts: Drafts,
+        replaced: Callable[[], None],
+    ) -> None:
+        self._paths = paths
+        self._capacity_bytes = capacity_bytes
+        self._ledger = ledger
+        self._index = index
+        self._drafts = drafts
+        self._replaced = replaced
+        self._left: list[Draft] = []  # drafts that could not be removed when they should have been
+        self._walking = threading.Lock()
+        self._walk_again_s = 0.0
+        self.evictions = 0
+
+    def settle(self, *, is_alone: bool) -> None:
+        """Clear away what dead processes left, and say that this one lives.
+
+        Who `is_alone` in the store also takes over exactly what is there; others do so later, when they need room.
+        """
+        with self._locked():
+            if is_alone:
+                self._drafts.clear()
+                self._recount()
+            elif self._drafts.clear_stale():
+                self._recount()  # whoever died may have counted bytes that it never wrote
+            self._drafts.attach()
+
+    def shrink(self) -> None:
+        """Evict what is above the cap, which may be lower than the last time. In steps: others get their turn."""
+        while True:
+            with self._locked():
+                used_bytes = self._count()
+                if used_bytes <= self._capacity_bytes:
+                    return
+                target_bytes = max(self._capacity_bytes, used_bytes - _SHRINK_BYTES)
+                used_bytes, _ = self._evict_down(used_bytes, target_bytes, None)
+                if used_bytes > target_bytes:
+                    return  # the rest is being written; its writers will find no room to come back to
+
+    def reserve(self, charge: int, *, direct_io: bool) -> Draft | None:
+        """A draft with `charge` bytes counted for it; None when there is no room."""
+        self._meet_strangers(charge)
+        with self._locked():
+            self._remove_left()
+            used_bytes = self._count()
+            target_bytes = self._capacity_bytes - charge
+            if used_bytes > target_bytes:
+                used_bytes, draft = self._evict_down(used_bytes, target_bytes, (charge, direct_io))
+                if draft is not None or used_bytes > target_bytes:
+                    return draft
+            self._ledger.write(used_bytes + charge)
+            try:
+                return self._drafts.create(charge, direct_io=direct_io)
+            except BaseException:
+                self._ledger.write(used_bytes)
+                raise
+
+    def publish(self, draft: Draft, written: os.stat_result, name: ObjectName, about: About) -> None:
+        """Give the finished `draft` its name; when another writer was faster, that one's file stays."""
+        path = self._paths.object(name)
+        with self._locked():
+            there = stat_object(path)
+            if there is None:
+                _rename(draft.path, path)
+            else:
+                self._give_back(_unlink_draft(draft))
+            held = there or written
+            self._index.learn(name, held.st_size, held.st_mtime_ns, about)
+
+    def discard(self, draft: Draft) -> None:
+        """Remove a draft and give its bytes back: now, or when the lock can next be had. Raises nothing."""
+        try:
+            with self._locked():
+                self._give_back(_unlink_draft(draft))
+        except (TierError, OSError):
+            self._left.append(draft)
+
+    def remove(self, name: ObjectName) -> None:
+        """Remove the object's file, if it is there."""
+        path = self._paths.object(name)
+        with self._locked():
+            there = stat_object(path)
+            if there is not None:
+                os.unlink(path)
+                self._give_back(charge_bytes(there.st_size))
+            self._index.forget(name)
+
+    def leave(self) -> None:
+        """Remove what this process has left behind, as far as possible. Raises nothing."""
+        with suppress(TierError, OSError), self._locked():
+            self._remove_left()
+            self._drafts.detach()
+
+    def _meet_strangers(self, charge: int) -> None:
+        """Learn what other processes have written, if that is much and there is no room: or we would only evict ours.
+
+        Without the lock: what comes or goes meanwhile is found out when it is used.
+        """
+        used_bytes = self._ledger.peek()
+        strange_bytes = used_bytes - self._index.known_bytes
+        if used_bytes + charge <= self._capacity_bytes or strange_bytes <= self._capacity_bytes // _STRANGERS_SHARE:
+            return
+        if time.monotonic() < self._walk_again_s or not self._walking.acquire(blocking=False):
+            return
+        try:
+            start_s = time.monotonic()
+            self._index.meet(list(walk(self._paths.objects)))
+            self._walk_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
+        finally:
+            self._walking.release()
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        with self._ledger.locked() as is_replaced:
+            if is_replaced:
+                self._replaced()
+            yield
+
+    # Below here the lock is held.
+
+    def _evict_down(
+        self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None
+    ) -> tuple[int, Draft | None]:
+        """Evict until at most `target_bytes` are used, if possible; what is used then, without the draft.
+
+        With `wanted` (the charge of a draft, and whether for direct I/O), the last victim's file may become that draft.
+        """
+        used_bytes, draft = self._evict_known(used_bytes, target_bytes, wanted)
+        if used_bytes > target_bytes:
+            # Nothing that we know of is left: others wrote what is there, or the count is too high after a crash.
+            used_bytes, draft = self._evict_known(self._recount(), target_bytes, wanted)
+        return used_bytes, draft
+
+    def _evict_known(
+        self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None
+    ) -> tuple[int, Draft | None]:
+        draft: Draft | None = None
+        failures = 0
+        try:
+            # Each name comes up twice at most: spared once for a use by another process, then removed.
+            for _ in range(2 * len(self._index) + _UNLINK_FAILURES_MAX):
+                victim = self._index.victim() if used_bytes > target_bytes else None
+                if victim is None:
+                    break
+                there = stat_object(self._paths.object(victim))
+                if there is None:
+                    self._index.forget(victim)
+                    continue
+                if self._index.spare(victim, there.st_mtime_ns):
+                    continue
+                freed_bytes = charge_bytes(there.st_size)
+                is_last = used_bytes - freed_bytes <= target_bytes
+                try:
+                    draft = self._evict(victim, there, wanted if is_last else None, used_bytes)
+                except OSError:
+                    failures += 1
+                    if failures == _UNLINK_FAILURES_MAX:
+                        raise
+                    self._index.postpone(victim)
+                else:
+                    used_bytes -= freed_bytes
+        finally:
+            self._ledger.write(used_bytes + (draft.reserved_bytes if draft is not None else 0))
+        return used_bytes, draft
+
+    def _evict(
+        self, victim: ObjectName, there: os.stat_result, wanted: tuple[int, bool] | None, used_bytes: int
+    ) -> Draft | None:
+        """Take `victim`'s name away; its file becomes the `wanted` draft, or goes."""
+        path = self._paths.object(victim)
+        draft = None
+        if wanted is not None:
+            # The draft counts what its name says as soon as it has it, so a larger one is counted before.
+            self._ledger.write(used_bytes + max(0, wanted[0] - charge_bytes(there.st_size)))
+            draft = self._recycle(path, there.st_size, *wanted)
+        if draft is None:
+            os.unlink(path)
+        self._index.forget(victim)
+        self.evictions += 1
+        return draft
+
+    def _recycle(self, path: str, size_bytes: int, charge: int, direct_io: bool) -> Draft | None:  # noqa: FBT001
+        """Turn the file at `path` into a draft; None when somebody is reading it.
+
+        Writing over a file is two to four times as fast as removing one and making another: no inode and no blocks have
+        to be found. Readers lock the file while they read, so none ever sees the new bytes under the old name.
+        """
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct_io else 0)
+        descriptor = os.open(path, flags)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _LOCKED_BY_OTHERS:
+                return None
+            raise
+        draft = Draft(self._drafts.next_path(charge), descriptor, charge)
+        try:
+            os.rename(path, draft.path)
+            if size_bytes > charge:
+                os.ftruncate(descriptor, charge)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return draft
+
+    def _count(self) -> int:
+        used_bytes = self._ledger.read()
+        return self._recount() if used_bytes is None else used_bytes
+
+    def _recount(self) -> int:
+        """Count what is there and learn its names. Exact, because nothing comes or goes while we hold the lock."""
+        found = list(walk(self._paths.objects))
+        self._index.correct(found)
+        used_bytes = self._drafts.reserved_bytes() + sum(charge_bytes(file.size_bytes) for file in found)
+        self._ledger.write(used_bytes)
+        return used_bytes
+
+    def _give_back(self, freed_bytes: int) -> None:
+        """Count `freed_bytes` less, after the file is gone."""
+        if freed_bytes == 0:
+            return
+        used_bytes = self._count()
+        if used_bytes < freed_bytes:  # somebody else has changed files or ledger
+            self._recount()
+        else:
+            self._ledger.write(used_bytes - freed_bytes)
+
+    def _remove_left(self) -> None:
+        while self._left:
+            self._give_back(_unlink_draft(self._left[-1]))
+            self._left.pop()
+
+
+def stat_object(path: str) -> os.stat_result | None:
+    """The file's data, or None when there is no regular file.
+
+    Raises:
+        OSError: the file system fails.
+    """
+    try:
+        told = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return told if stat.S_ISREG(told.st_mode) else None
+
+
+def _rename(draft: str, path: str) -> None:
+    try:
+        os.rename(draft, path)
+    except FileNotFoundError:
+        make_directory(os.path.dirname(path))
+        os.rename(draft, path)
+
+
+def _unlink_draft(draft: Draft) -> int:
+    """Remove the draft; the bytes that it had reserved, or 0 when somebody else has removed it."""
+    try:
+        os.unlink(draft.path)
+    except FileNotFoundError:
+        return 0
+    return draft.reserved_bytes

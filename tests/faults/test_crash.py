@@ -1,0 +1,112 @@
+"""A process that stores through the whole path is killed at random moments; what it leaves is never wrong bytes."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.rig import CHUNK_TOKENS, LAYOUT, Engine, load_places, loaded, looked_up, opened, places_of, prefix_of, stored
+
+from kvtier.keys.names import object_name
+
+ROUNDS = 12
+CHUNKS = 30
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.rig import *
+engine = Engine(200, seed=7)
+kv = opened(Path(sys.argv[1]), engine)
+number = 0
+while True:
+    prefix = prefix_of(30, kv.root, seed=number % 5)
+    done = stored(kv.session, f"s{number}", prefix, places_of(range(30)))
+    print(f"stored {number % 5} {done.held}", flush=True)
+    number += 1
+"""
+
+
+def _killed_after(path: Path, seconds: float) -> set[int]:
+    """Run a writer, kill it after `seconds`; returns the seeds of the prefixes that it acknowledged."""
+    top = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=top,
+        env={**os.environ, "PYTHONPATH": f"{top}{os.pathsep}{top / 'src'}"},
+    )
+    assert process.stdout is not None
+    try:
+        first = process.stdout.readline()
+        assert first.startswith("stored"), "the writer did not start"
+        time.sleep(seconds)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read()
+        process.stdout.close()
+        process.wait(10)
+    return {int(line.split()[1]) for line in (first + rest).splitlines()}
+
+
+@pytest.mark.slow
+def test_after_a_kill_at_any_moment_what_is_found_is_right(tmp_path):
+    draw = random.Random(5)
+    source = Engine(200, seed=7)
+    found_anything = False
+    for _ in range(ROUNDS):
+        _killed_after(tmp_path / "kv", draw.random() * 0.05)
+        target = Engine(200, seed=8)
+        kv = opened(tmp_path / "kv", target)
+        for seed in range(5):
+            prefix = prefix_of(CHUNKS, kv.root, seed=seed)
+            answer = looked_up(kv.session, f"r{seed}", prefix)
+            if not answer.tokens:
+                continue
+            done = loaded(kv.session, f"r{seed}", prefix, answer.tokens, load_places(answer.tokens))
+            assert done.tokens == answer.tokens, "a published object was not whole"
+            assert target.same(source, load_places(done.tokens))
+            found_anything = True
+        assert kv.session.close().flushed
+        tier = kv.tiers["directory"]
+        objects = [file for file in (tmp_path / "kv" / "objects").rglob("*") if file.is_file()]
+        assert tier.used_bytes == sum(-(-file.stat().st_size // 4096) * 4096 for file in objects)
+    assert found_anything
+
+
+def test_one_flipped_bit_on_disk_is_a_miss_that_heals(tmp_path):
+    source = Engine(200, seed=1)
+    first = opened(tmp_path / "kv", source)
+    prefix = prefix_of(6, first.root)
+    tokens = 6 * CHUNK_TOKENS
+    stored(first.session, "a", prefix, places_of(range(6)))
+    first.session.close()
+    name = object_name(prefix.keys[3], 0, 0, LAYOUT.digest(0)).hex()
+    (file,) = (tmp_path / "kv" / "objects").rglob(name)
+    data = bytearray(file.read_bytes())
+    data[5000] ^= 4
+    file.write_bytes(data)
+
+    second = opened(tmp_path / "kv", Engine(200, seed=2))
+    assert looked_up(second.session, "b", prefix).tokens == tokens
+    done = loaded(second.session, "b", prefix, tokens, load_places(tokens))
+    # The window's chunks before the hole were not asked for, so nothing before it is restorable either.
+    assert (done.tokens, (0, 3) in done.failed) == (0, True)
+    until = time.monotonic() + 10
+    while file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not file.exists()
+    stored(second.session, "c", prefix, places_of(range(6)))
+    second.session.close()
+    assert file.exists()
+
+    target = Engine(200, seed=3)
+    third = opened(tmp_path / "kv", target)
+    assert looked_up(third.session, "d", prefix).tokens == tokens
+    assert loaded(third.session, "d", prefix, tokens, load_places(tokens)).tokens == tokens
+    third.session.close()

@@ -1,0 +1,152 @@
+"""Writers are killed at random moments: nothing partial shows, nothing stays behind, and the count is exact again."""
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+from directory_writer import content
+from test_directory_shared import CAPACITY, DEADLINE_S, bytes_under, start_writer, used_exactly
+
+from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.tier.directory import DirectoryTier
+
+ROUNDS = 20
+
+
+def check_objects(tier):
+    """Every object is whole: its length and bytes are those that belong to its name."""
+    known = {object_name(number): content(number) for number in range(60)}
+    into = empty_frame(16 * BLOCK_BYTES)
+    for name, size in tier.scan():
+        assert size == len(known[name])
+        assert tier.read(name, into) == size
+        assert into[:size] == known[name]
+
+
+def test_killed_writers_leave_nothing_wrong(tmp_path):
+    root = tmp_path / "store"
+    chance = random.Random(11)
+    found = 0
+    for seed in range(ROUNDS):
+        writer = start_writer(root, seed, 1_000_000)
+        # After some number of files, not after some time: how fast this machine is must not matter.
+        wanted = chance.randrange(1, 30)
+        for _ in range(chance.randrange(50)):
+            if len(bytes_under(root)) > wanted:
+                break
+        writer.kill()
+        writer.communicate(timeout=DEADLINE_S)
+        tier = DirectoryTier(root, capacity_bytes=CAPACITY)
+        assert [name for name in os.listdir(root / "drafts") if name.count("-")] == []
+        assert len(os.listdir(root / "drafts")) == 1  # the lock of this tier
+        assert tier.used_bytes == used_exactly(root) <= CAPACITY
+        assert tier.object_count == len(list(tier.scan()))
+        found += tier.object_count
+        check_objects(tier)
+        tier.close()
+    assert found > 0
+
+
+def test_a_writer_dies_beside_a_living_one(tmp_path):
+    root = tmp_path / "store"
+    tier = DirectoryTier(root, capacity_bytes=CAPACITY)
+    survivor = start_writer(root, 100, 600)
+    for seed in range(4):
+        victim = start_writer(root, seed, 1_000_000)
+        tier.write(object_name(seed), memoryview(content(seed)))
+        victim.kill()
+        victim.communicate(timeout=DEADLINE_S)
+        assert tier.used_bytes <= CAPACITY
+    out, err = survivor.communicate(timeout=DEADLINE_S)
+    assert survivor.returncode == 0, err
+    assert json.loads(out)["wrong"] == 0
+    newcomer = DirectoryTier(root, capacity_bytes=CAPACITY)  # not alone: it clears what the dead left
+    assert len([name for name in os.listdir(root / "drafts") if name.endswith(".lock")]) == 2
+    assert [name for name in os.listdir(root / "drafts") if name.count("-")] == []
+    assert used_exactly(root) <= newcomer.used_bytes <= CAPACITY
+    check_objects(newcomer)
+    newcomer.close()
+    tier.close()
+    tier = DirectoryTier(root, capacity_bytes=CAPACITY)
+    assert tier.used_bytes == used_exactly(root)
+    tier.close()
+
+
+@pytest.mark.parametrize("ledger", [b"", b"kvledger", b"\xff" * 24, b"junk" * 100])
+def test_a_damaged_ledger_is_counted_anew_while_others_live(tmp_path, ledger):
+    root = tmp_path / "store"
+    one = DirectoryTier(root, capacity_bytes=CAPACITY)
+    for number in range(5):
+        assert one.write(object_name(number), frame_of(number))
+    with open(root / "ledger", "r+b") as file:
+        file.truncate(0)
+        file.write(ledger)
+    two = DirectoryTier(root, capacity_bytes=CAPACITY)
+    assert two.write(object_name(7), frame_of(7))
+    assert one.used_bytes == two.used_bytes == used_exactly(root) == 12 * BLOCK_BYTES
+    one.close()
+    two.close()
+
+
+def test_a_count_that_is_too_high_is_mended_when_room_is_needed(tmp_path):
+    """What a kill between reserving and writing leaves behind, while another process keeps the store open."""
+    root = tmp_path / "store"
+    keeper = DirectoryTier(root, capacity_bytes=4 * BLOCK_BYTES)
+    with keeper._ledger.locked():
+        keeper._ledger.write(4 * BLOCK_BYTES)
+    assert keeper.used_bytes == 4 * BLOCK_BYTES
+    for number in range(2):
+        assert keeper.write(object_name(number), frame_of(number))
+    assert keeper.used_bytes == used_exactly(root) == 4 * BLOCK_BYTES
+    assert keeper.object_count == 2
+    keeper.close()
+
+
+def test_stale_drafts_count_until_they_are_cleared(tmp_path):
+    root = tmp_path / "store"
+    keeper = DirectoryTier(root, capacity_bytes=8 * BLOCK_BYTES)
+    dead = root / "drafts" / f"0123456789abcdef-0-{2 * BLOCK_BYTES}"
+    with keeper._ledger.locked():
+        keeper._ledger.write(2 * BLOCK_BYTES)
+        dead.write_bytes(b"x" * 100)
+    (root / "drafts" / "0123456789abcdef.lock").touch()
+    for number in range(3):
+        assert keeper.write(object_name(number), frame_of(number))
+    assert keeper.used_bytes == 8 * BLOCK_BYTES
+    DirectoryTier(root, capacity_bytes=8 * BLOCK_BYTES).close()  # not alone
+    assert not dead.exists()
+    assert keeper.used_bytes == used_exactly(root) == 6 * BLOCK_BYTES
+    keeper.close()
+
+
+def test_a_directory_that_disappears_and_comes_back_is_used_again(tmp_path):
+    """As when a disk is unmounted: errors on writing, misses on reading, and afterwards everything works again."""
+    from kvtier.errors import TierError
+
+    root, away = tmp_path / "store", tmp_path / "away"
+    tier = DirectoryTier(root, capacity_bytes=CAPACITY)
+    assert tier.write(object_name(1), frame_of(1))
+    into = empty_frame(2 * BLOCK_BYTES)
+    root.rename(away)
+    with pytest.raises(TierError, match="No such file"):
+        tier.write(object_name(2), frame_of(2))
+    root.mkdir()  # a mount point without its disk
+    with pytest.raises(TierError, match="No such file"):
+        tier.write(object_name(2), frame_of(2))
+    assert tier.read(object_name(1), into) is None
+    assert list(root.iterdir()) == []
+    root.rmdir()
+    away.rename(root)
+    assert tier.write(object_name(2), frame_of(2))
+    assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
+    # And when another store has taken its place meanwhile.
+    shutil.rmtree(root)
+    other = DirectoryTier(root, capacity_bytes=CAPACITY)
+    assert other.write(object_name(5), frame_of(5))
+    assert tier.write(object_name(6), frame_of(6))
+    assert tier.used_bytes == other.used_bytes == used_exactly(root) == 4 * BLOCK_BYTES
+    assert len([name for name in os.listdir(root / "drafts") if name.endswith(".lock")]) == 2
+    tier.close()
+    other.close()

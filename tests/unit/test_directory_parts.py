@@ -1,0 +1,212 @@
+"""The parts of the directory tier one by one: hint, aligned I/O, counting, races that are forced instead of awaited."""
+
+import os
+import random
+import threading
+import time
+
+import pytest
+
+from kvtier.errors import TierError
+from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.tier import directory
+from kvtier.tier.base import UNKNOWN
+from kvtier.tier.direct import aligned_buffer, is_aligned, read_part, write_all
+from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.gate import Gate
+from kvtier.tier.hint import Row, load_hint, pack_hint, save_hint, unpack_hint
+
+CAPACITY = 64 * BLOCK_BYTES
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def tier(tmp_path):
+    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
+    yield tier
+    tier.close()
+
+
+def rows(count):
+    return [
+        Row(object_name(n), object_name(n - 1) if n % 3 else None, n * 4096, 10**18 + n, n % 3, n % 2)
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_a_hint_comes_back_as_it_was(tmp_path, count):
+    save_hint(str(tmp_path / "index"), rows(count))
+    assert load_hint(str(tmp_path / "index")) == rows(count)
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+
+
+def test_a_hint_with_names_that_end_in_zeros_comes_back_as_it_was():
+    told = [Row(bytes(31) + b"\1", bytes(32), 1, 1, 1, 1), Row(b"\1" + bytes(31), None, 2**63, -5, 2**32 - 1, 65535)]
+    assert unpack_hint(pack_hint(told)) == told
+
+
+def test_any_flipped_bit_makes_a_hint_useless():
+    told = pack_hint(rows(20))
+    for position in random.Random(3).sample(range(8 * len(told)), 300):
+        damaged = bytearray(told)
+        damaged[position // 8] ^= 1 << position % 8
+        assert unpack_hint(bytes(damaged)) is None
+    for length in range(0, len(told), 7):
+        assert unpack_hint(told[:length]) is None
+
+
+def test_a_hint_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    save_hint(str(tmp_path / "index"), rows(3))
+    with pytest.raises(TypeError):
+        save_hint(str(tmp_path / "index"), [Row("no bytes", None, 1, 1, 1, 1)])  # type: ignore[arg-type]
+    assert load_hint(str(tmp_path / "index")) == rows(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+
+
+def test_the_hint_is_written_now_and_then(tmp_path, tier, monkeypatch):
+    monkeypatch.setattr(directory, "HINT_INTERVAL_S", 0.0)
+    assert tier.write(object_name(1), frame_of(1))
+    assert [row.name for row in load_hint(str(tmp_path / "s" / "index")) or ()] == [object_name(1)]
+
+
+def test_alignment_is_of_address_length_and_offset():
+    buffer = aligned_buffer(3 * BLOCK_BYTES)
+    assert is_aligned(buffer, 0)
+    assert is_aligned(buffer[BLOCK_BYTES:].toreadonly(), BLOCK_BYTES)
+    assert not is_aligned(buffer[:-1], 0)
+    assert not is_aligned(buffer[1 : 1 + BLOCK_BYTES], 0)
+    assert not is_aligned(buffer[512 : 512 + BLOCK_BYTES], 0)
+    assert not is_aligned(buffer, 512)
+    assert not is_aligned(buffer[:0], 0)
+
+
+@pytest.mark.parametrize("flags", [0, os.O_DIRECT])
+@pytest.mark.parametrize("length", [0, 1, 4096, 4097, 12288])
+def test_what_is_written_replaces_all_that_was_there(tmp_path, flags, length):
+    (tmp_path / "f").write_bytes(b"old" * 10_000)
+    descriptor = os.open(tmp_path / "f", os.O_RDWR | flags)
+    write_all(descriptor, frame_of(1, length))
+    into = empty_frame(8 * BLOCK_BYTES)
+    assert read_part(descriptor, into, 0) == length
+    os.close(descriptor)
+    assert (tmp_path / "f").read_bytes() == frame_of(1, length)
+    assert into[:length] == frame_of(1, length)
+
+
+def test_every_file_counts_in_whole_blocks(tmp_path):
+    tier = DirectoryTier(tmp_path / "two", capacity_bytes=2 * BLOCK_BYTES + 100)
+    for number, size in enumerate((1, 0, 4096, 100)):
+        assert tier.write(object_name(number), frame_of(number, size))
+        assert tier.used_bytes == min(number + 1, 2) * BLOCK_BYTES
+    assert tier.object_count == 2
+    assert not tier.write(object_name(9), frame_of(9, 2 * BLOCK_BYTES + 1))
+    tier.close()
+
+
+def test_the_slower_of_two_writers_of_a_name_leaves_nothing_behind(tier):
+    """Both saw that the name was free; the first one's file stays and the second one's bytes are given back."""
+    draft = tier._room.reserve(3 * BLOCK_BYTES, direct_io=False)
+    assert tier.write(object_name(1), frame_of(1))
+    assert tier.used_bytes == 5 * BLOCK_BYTES
+    os.write(draft.descriptor, frame_of(2, 3 * BLOCK_BYTES))
+    tier._room.publish(draft, os.fstat(draft.descriptor), object_name(1), UNKNOWN)
+    os.close(draft.descriptor)
+    assert tier.used_bytes == 2 * BLOCK_BYTES
+    into = empty_frame(4 * BLOCK_BYTES)
+    assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
+    assert into[: 2 * BLOCK_BYTES] == frame_of(1)
+    assert not os.path.exists(draft.path)
+
+
+def test_what_is_being_written_is_not_visible_and_keeps_its_room(tier):
+    draft = tier._room.reserve(CAPACITY - BLOCK_BYTES, direct_io=False)
+    os.write(draft.descriptor, b"part")
+    assert list(tier.scan()) == []
+    assert not tier.write(object_name(1), frame_of(1))  # nothing to evict: dropped, not waited for
+    assert tier.write(object_name(2), frame_of(2, BLOCK_BYTES))
+    tier._room.discard(draft)
+    os.close(draft.descriptor)
+    assert tier.used_bytes == BLOCK_BYTES
+    assert tier.write(object_name(1), frame_of(1))
+
+
+def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path):
+    """Its bytes are lost only as long as the lock cannot be had."""
+    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, lock_deadline_s=0.05)
+    draft = tier._room.reserve(BLOCK_BYTES, direct_io=False)
+    os.close(draft.descriptor)
+    with tier._ledger.locked():
+        tier._room.discard(draft)
+    assert tier.used_bytes == BLOCK_BYTES
+    assert tier.write(object_name(1), frame_of(1))
+    assert tier.used_bytes == 2 * BLOCK_BYTES
+    assert not os.path.exists(draft.path)
+    tier.close()
+
+
+def test_victims_become_drafts_of_any_size(tmp_path):
+    tier = DirectoryTier(tmp_path / "s", capacity_bytes=8 * BLOCK_BYTES)
+    into = empty_frame(8 * BLOCK_BYTES)
+    for number in range(60):
+        size = random.Random(number).randrange(1, 8 * BLOCK_BYTES)
+        assert tier.write(object_name(number), frame_of(number, size))
+        assert tier.read(object_name(number), into) == size
+        assert into[:size] == frame_of(number, size)
+        assert tier.used_bytes <= 8 * BLOCK_BYTES
+        assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "s" / "objects").rglob("*/*")) <= tier.used_bytes
+    tier.close()
+
+
+def test_a_known_name_costs_no_look_at_the_directory_and_a_private_store_none_at_all(tmp_path):
+    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, shared=False)
+    other = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
+    assert other.write(object_name(1), frame_of(1))
+    assert tier.contains([object_name(1)]) == [False]
+    assert tier.read(object_name(1), empty_frame(BLOCK_BYTES)) == BLOCK_BYTES
+    assert tier.contains([object_name(1)]) == [True]
+    tier.close()
+    other.close()
+
+
+def test_closing_waits_for_who_is_inside():
+    gate = Gate("t")
+    inside, leave = threading.Event(), threading.Event()
+
+    def work():
+        with gate:
+            inside.set()
+            leave.wait(DEADLINE_S)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert inside.wait(DEADLINE_S)
+    assert gate.close()
+    assert not gate.close()
+    assert not gate.wait_empty(0.01)
+    with pytest.raises(TierError, match="is closed"), gate:
+        pass
+    leave.set()
+    assert gate.wait_empty(DEADLINE_S)
+    thread.join(DEADLINE_S)
+
+
+def test_threads_that_wait_for_the_ledger_give_up(tmp_path):
+    tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, lock_deadline_s=0.05)
+    failures = []
+
+    def write():
+        try:
+            tier.write(object_name(1), frame_of(1))
+        except TierError as error:
+            failures.append(str(error))
+
+    with tier._ledger.locked():
+        thread = threading.Thread(target=write, daemon=True)
+        started = time.monotonic()
+        thread.start()
+        thread.join(DEADLINE_S)
+    assert time.monotonic() - started < DEADLINE_S
+    assert failures == ["tier 'directory': the ledger was busy for 0.05 s"]
+    assert tier.write(object_name(1), frame_of(1))
+    tier.close()

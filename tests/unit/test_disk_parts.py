@@ -1,0 +1,237 @@
+"""The disk tier's parts: what is refused in a segment, who survives, the write budget, sizes and settings."""
+
+import numpy as np
+import pytest
+
+from kvtier.config import load
+from kvtier.errors import ConfigError, TierError
+from kvtier.layout import GroupLayout, History, KvLayout
+from kvtier.runtime.rank import _disk
+from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.tier.disk import DiskTier, segment_bytes_for
+from kvtier.tier.disk_budget import DAY_S, WriteBudget
+from kvtier.tier.disk_format import (
+    ENTRIES_PER_BLOCK,
+    ENTRY,
+    Header,
+    are_sound,
+    blocks_for,
+    pack_blocks,
+    pack_header,
+    read_block,
+    read_header,
+)
+
+HEADER = Header(b"s" * 16, 7, 1 << 20)
+SEGMENT_BYTES = 64 * BLOCK_BYTES
+
+
+def entries(count):
+    made = np.zeros(count, ENTRY)
+    made["name"] = np.arange(4 * count, dtype=np.uint64).reshape(-1, 4)
+    made["block"], made["size_bytes"] = np.arange(1, count + 1), 4096
+    return made
+
+
+def opened(root, segments=6, **settings):
+    return DiskTier(
+        root,
+        **{
+            "capacity_bytes": segments * SEGMENT_BYTES,
+            "segment_bytes": SEGMENT_BYTES,
+            "sync_interval_s": 3600.0,
+            **settings,
+        },
+    )
+
+
+# ---- format ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_header_is_read_back():
+    assert read_header(pack_header(HEADER)) == HEADER
+
+
+def test_no_bit_of_a_header_or_a_block_goes_unnoticed():
+    header, (block,) = pack_header(HEADER), pack_blocks(HEADER, 3, entries(5))
+    for at in range(0, 8 * BLOCK_BYTES, 7):
+        for packed, read in ((header, read_header), (block, lambda block: read_block(HEADER, 3, block))):
+            flipped = bytearray(packed)
+            flipped[at // 8] ^= 1 << at % 8
+            assert not isinstance(read(bytes(flipped)), Header | np.ndarray)
+
+
+@pytest.mark.parametrize("count", [1, ENTRIES_PER_BLOCK, ENTRIES_PER_BLOCK + 1, 3 * ENTRIES_PER_BLOCK])
+def test_entries_are_read_back_from_their_blocks(count):
+    blocks = pack_blocks(HEADER, 5, entries(count))
+    assert len(blocks) == blocks_for(count)
+    assert all(len(block) == BLOCK_BYTES for block in blocks)
+    found = np.concatenate([read_block(HEADER, 5 + at, block) for at, block in enumerate(blocks)])
+    assert found.tobytes() == entries(count).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("header", "number"),
+    [(HEADER._replace(generation=8), 3), (HEADER._replace(store_id=b"t" * 16), 3), (HEADER, 4)],
+)
+def test_a_block_counts_in_its_own_place_only(header, number):
+    (block,) = pack_blocks(HEADER, 3, entries(5))
+    assert read_block(HEADER, 3, block) is not None
+    assert read_block(header, number, block) is None
+
+
+def test_entries_outside_of_a_segment_are_not_sound():
+    made = entries(6)
+    made["block"] = (0, 1, 255, 254, 1 << 31, 5)
+    made["size_bytes"] = (4096, 0, 4096, 4096, 4096, (1 << 32) - 1)
+    assert are_sound(made, 256 * BLOCK_BYTES).tolist() == [False, False, False, True, False, False]
+
+
+# ---- who stays -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_read_more_than_the_rest_survives_the_segment(tmp_path):
+    tier = opened(tmp_path / "s")
+    into = empty_frame(4 * BLOCK_BYTES)
+    hot = [object_name(number) for number in (2, 5)]
+    for number in range(200):
+        assert tier.write(object_name(number), frame_of(number, 4 * BLOCK_BYTES))
+        for name in hot:
+            if tier.contains([name])[0]:
+                assert tier.read(name, into) == into.nbytes
+        tier._pool.prepare()
+    assert tier.evictions > 50
+    assert tier.contains(hot) == [True, True]
+    assert tier.read(hot[0], into) == into.nbytes
+    assert into == frame_of(2, 4 * BLOCK_BYTES)
+    assert 0 < tier.write_bytes["upkeep"] < tier.write_bytes["frames"] / 4
+    tier.close()
+    tier = opened(tmp_path / "s")
+    assert tier.contains(hot) == [True, True]
+    tier.close()
+
+
+def test_where_all_was_read_alike_nothing_is_copied(tmp_path):
+    tier = opened(tmp_path / "s")
+    into = empty_frame(4 * BLOCK_BYTES)
+    for number in range(200):
+        assert tier.write(object_name(number), frame_of(number, 4 * BLOCK_BYTES))
+        assert tier.read(object_name(number), into) == into.nbytes
+        tier._pool.prepare()
+    assert tier.evictions > 50
+    assert tier.write_bytes["upkeep"] == 0
+    tier.close()
+
+
+def test_a_sync_misses_nothing_while_the_last_frame_of_a_segment_is_being_written(tmp_path):
+    tier = opened(tmp_path / "s")
+    extents = []
+    while True:
+        extent = tier._pool._take_here(BLOCK_BYTES)
+        if extent is None and extents:
+            break
+        extents.append(extent or tier._pool.take(BLOCK_BYTES))
+    for at, extent in enumerate(extents[:-1]):  # each sync writes a block with one entry, the most wasteful way
+        assert tier._pool.put(extent, object_name(at))
+        tier.sync()
+        assert not extent.segment.pending
+    segment = extents[-1].segment
+    assert segment.next_block <= SEGMENT_BYTES // BLOCK_BYTES - segment.index_blocks - 1
+    tier._pool.abandon(extents[-1])
+    tier.close()
+    tier = opened(tmp_path / "s")
+    assert tier.object_count == len(extents) - 1
+    tier.close()
+
+
+# ---- write budget ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_budget_everything_is_admitted():
+    budget = WriteBudget(0, 0.0)
+    assert all(budget.admits(object_name(number), 1 << 40, 0.0) for number in range(10))
+
+
+def test_a_scarce_budget_is_kept_for_what_is_offered_again():
+    budget = WriteBudget(24 * 100, 0.0)  # 100 bytes an hour
+    first = [budget.admits(object_name(number), 10, 0.0) for number in range(20)]
+    assert first == [True] * 6 + [False] * 14  # the first half freely
+    again = [budget.admits(object_name(number), 10, 0.0) for number in range(6, 20)]
+    assert again == [True] * 4 + [False] * 10  # the other half for these
+    assert budget.admits(object_name(19), 10, 360.0)
+    assert not budget.admits(object_name(18), 10, 360.0)
+
+
+def test_over_a_day_no_more_is_written_than_allowed():
+    budget, written = WriteBudget(1000, 0.0), 0
+    for minute in range(24 * 60):
+        for number in range(3):
+            written += 5 * budget.admits(object_name(number), 5, 60.0 * minute)
+    assert 900 <= written <= 1000 * (1 + 3600 / DAY_S)
+
+
+def test_a_frame_larger_than_the_savings_leaves_a_debt():
+    budget = WriteBudget(24 * 100, 0.0)
+    assert budget.admits(object_name(1), 1000, 0.0)
+    assert not budget.admits(object_name(2), 1, 3600.0)
+    assert budget.admits(object_name(2), 1, 11 * 3600.0)
+
+
+def test_a_tier_with_a_budget_refuses_and_counts_what_it_avoids(tmp_path):
+    tier = opened(tmp_path / "s", write_bytes_per_day=24 * 10 * BLOCK_BYTES)
+    held = [tier.write(object_name(number), frame_of(number, BLOCK_BYTES)) for number in range(20)]
+    assert held == [True] * 6 + [False] * 14
+    assert tier.write_bytes == {"frames": 6 * BLOCK_BYTES, "upkeep": 0, "avoided": 14 * BLOCK_BYTES}
+    assert tier.write(object_name(0), frame_of(0, BLOCK_BYTES))  # what is there costs nothing
+    tier.close()
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capacity", "wanted"),
+    [(1 << 20, 1 << 18), (1 << 30, 64 << 20), (64 << 30, 1 << 30), (1 << 40, 1 << 30)],
+)
+def test_segments_are_a_share_of_the_capacity(capacity, wanted):
+    segment = segment_bytes_for(capacity)
+    assert segment % BLOCK_BYTES == 0
+    assert 0.95 * wanted <= segment <= wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"capacity_bytes": 100}, "capacity_bytes must be at least"),
+        ({"segment_bytes": 5000}, "segment_bytes must be a multiple of 4096"),
+        ({"segment_bytes": 4096}, "segment_bytes must be"),
+        ({"direct_io": "maybe"}, "direct_io is 'maybe'"),
+        ({"sync_interval_s": 0}, "sync_interval_s must be at least"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        opened(tmp_path / "s", **settings)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_bad_call_is_an_error(tmp_path):
+    tier = opened(tmp_path / "s")
+    with pytest.raises(TierError, match="32 bytes"):
+        tier.write(object_name(1)[:5], frame_of(1))
+    with pytest.raises(TierError, match="offset"):
+        tier.read(object_name(1), empty_frame(1), -1)
+    tier.close()
+
+
+def test_each_rank_has_a_store_and_a_share_of_its_own(tmp_path):
+    config = load(None, {}, [f"disk.path={tmp_path}", "disk.capacity_bytes=64MiB", "disk.reserve_bytes=0"]).config.disk
+    layout = KvLayout(16, (GroupLayout(History(), (1 << 20,), "test"),))
+    tiers = [_disk(config, layout, rank, 2) for rank in range(2)]
+    assert [tier.capacity_bytes for tier in tiers] == [32 << 20] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+    for tier in tiers:
+        tier.close()
+    large = KvLayout(16, (GroupLayout(History(), (32 << 20,), "test"),))
+    with pytest.raises(ConfigError, match=r"disk\.capacity_bytes = 67108864 is too small: a chunk of 16 tokens"):
+        _disk(config, large, 0, 2)
