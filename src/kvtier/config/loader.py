@@ -1,0 +1,115 @@
+"""Settings come in here, once. Later wins: defaults, TOML file, environment, flags; every value knows its origin."""
+
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from kvtier.config.sections import SECTIONS, Config, Setting, find, find_section, read, settings
+from kvtier.errors import ConfigError
+
+PREFIX = "KVTIER_"
+FILE_VARIABLE = "KVTIER_CONFIG"
+FILE_BYTES_MAX = 1 << 20
+
+
+class Origin(NamedTuple):
+    """Where a value came from."""
+
+    layer: Literal["default", "file", "environment", "flag"]
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.layer} {self.where}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The settings and, by ``section.key``, where each came from."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+    file: Path | None = None
+    """The file that was read."""
+
+
+class _Entry(NamedTuple):
+    setting: Setting
+    raw: object
+    origin: Origin
+    is_text: bool
+
+
+def load(file: str | Path | None = None, environ: Mapping[str, str] = os.environ, flags: Iterable[str] = ()) -> Loaded:
+    """Read all settings.
+
+    Args:
+        file: a TOML file with a table for each section; None means the one that ``KVTIER_CONFIG`` names, or none.
+        environ: where ``KVTIER_SECTION__KEY`` variables are looked up.
+        flags: ``section.key=value`` texts, later ones win.
+
+    Raises:
+        ConfigError: a file that is missing or no TOML, an unknown setting, or a value that is not allowed.
+    """
+    origins = {setting.name: Origin("default") for kind in SECTIONS.values() for setting in settings(kind)}
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    named = file or environ.get(FILE_VARIABLE)
+    path = Path(named) if named else None
+    for setting, raw, origin, is_text in chain(_from_file(path), _from_environment(environ), _from_flags(flags)):
+        values[setting.section][setting.key] = read(setting, raw, str(origin), is_text=is_text)
+        origins[setting.name] = origin
+    try:
+        parts: dict[str, Any] = {section: kind(**values[section]) for section, kind in SECTIONS.items()}
+    except ConfigError as error:  # settings that are right alone and wrong together
+        told = "; ".join(f"{name} is from {origin}" for name, origin in origins.items() if name in str(error).split())
+        raise ConfigError(f"{error} ({told})") from None
+    return Loaded(config=Config(**parts), origins=origins, file=path)
+
+
+def _from_file(path: Path | None) -> Iterator[_Entry]:
+    if path is None:
+        return
+    origin = Origin("file", str(path))
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise ConfigError(f"{origin}: longer than {FILE_BYTES_MAX} bytes; allowed: a TOML file of settings")
+        tables = tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigError(f"{origin}: {error.strerror}; allowed: a readable TOML file") from error
+    except ValueError as error:  # a UnicodeDecodeError, or a TOMLDecodeError, which names line and column
+        raise ConfigError(f"{origin}: not TOML: {error}") from error
+    for section, table in tables.items():
+        known = find_section(section, str(origin))
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} (from {origin}): not a section; write its settings below a line [{section}]")
+        for key, raw in cast("dict[str, object]", table).items():
+            yield _Entry(find(known, key, str(origin)), raw, origin, is_text=False)
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:
+    # Names without a double underscore are other people's: Kubernetes sets KVTIER_PORT for a service of our name. But
+    # one that differs from a setting's name by just that underscore is a slip, and a silent one would be a trap.
+    slips = {f"{PREFIX}{section}_{s.key}".upper(): s for section, kind in SECTIONS.items() for s in settings(kind)}
+    for name, raw in sorted(environ.items()):
+        if name in slips:
+            right = f"{PREFIX}{slips[name].section}__{slips[name].key}".upper()
+            raise ConfigError(f"environment {name}: unknown setting; did you mean {right}?")
+        section, separator, key = name.removeprefix(PREFIX).lower().partition("__")
+        if name.startswith(PREFIX) and separator:
+            origin = Origin("environment", name)
+            yield _Entry(find(find_section(section, str(origin)), key, str(origin)), raw, origin, is_text=True)
+
+
+def _from_flags(flags: Iterable[str]) -> Iterator[_Entry]:
+    for flag in flags:
+        name, equals, raw = flag.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not equals or not dot:
+            raise ConfigError(f"flag --set {name}: not section.key=value; known sections: {', '.join(SECTIONS)}")
+        origin = Origin("flag", f"--set {name.strip()}")
+        yield _Entry(find(find_section(section, str(origin)), key, str(origin)), raw, origin, is_text=True)

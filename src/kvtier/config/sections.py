@@ -1,0 +1,250 @@
+"""Every setting: its section, type, default, what is allowed and what it is for.
+
+To add one: a line here, nothing else. The loader, the environment, `--set`, `config show` and the messages follow.
+"""
+# ruff: noqa: RUF009 - _setting is dataclasses.field with our metadata
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+
+from kvtier.codec import registry as codecs
+from kvtier.config.kinds import Choice, Count, Hidden, Kind, Location, Named, Seconds, Size, Switch
+from kvtier.errors import ConfigError
+from kvtier.keys.secret import Secret
+from kvtier.policy.registry import EVICTORS
+
+Mode = Literal["auto", "on", "off"]
+
+_MODE = Choice(("auto", "on", "off"))
+_Value = TypeVar("_Value")
+
+
+class Setting(NamedTuple):
+    """What is known of one setting besides its value."""
+
+    section: str
+    key: str
+    kind: Kind
+    default: object
+    help: str
+
+    @property
+    def name(self) -> str:
+        """``section.key``."""
+        return f"{self.section}.{self.key}"
+
+
+def _setting(default: _Value, kind: Kind, help: str) -> _Value:  # noqa: A002 - the word that click uses
+    return field(default=default, metadata={"kind": kind, "help": help})
+
+
+def _evictors() -> list[str]:
+    return [*EVICTORS, *sorted(entry_points(group="kvtier.evictors").names - EVICTORS.keys())]
+
+
+class Section:
+    """Checks each value when it is made, so that no part of kvtier ever sees an impossible one."""
+
+    __slots__ = ()
+    section: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for setting in settings(type(self)):
+            value = getattr(self, setting.key)
+            if value is not setting.default:
+                object.__setattr__(self, setting.key, read(setting, value, "Python", is_text=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig(Section):
+    """Host memory: the arena of slots through which every chunk goes."""
+
+    section: ClassVar[str] = "host"
+
+    capacity_bytes: int = _setting(4 * 2**30, Size(2**20), "Host memory for chunks; taken at start, never exceeded.")
+    evictor: str = _setting("lru", Named(_evictors), "Who leaves host memory when it is full.")
+    page_lock: Mode = _setting("auto", _MODE, "Page-lock host memory for fast copies to the GPU; auto: where CUDA is.")
+    populate: bool = _setting(
+        default=False, kind=Switch(), help="Touch all host memory at start: a slower start, no page fault later."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryConfig(Section):
+    """The directory tier: a file per object, on a local disk or a shared file system."""
+
+    section: ClassVar[str] = "directory"
+
+    path: Path | None = _setting(None, Location(), "Where chunks are kept; none: no directory tier.")
+    capacity_bytes: int = _setting(64 * 2**30, Size(2**20), "Most bytes on disk, of all processes together.")
+    direct_io: Mode = _setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
+    evictor: str = _setting("lru", Named(_evictors), "Who leaves the directory when it is full.")
+    shared: bool = _setting(
+        default=True,
+        kind=Switch(),
+        help="Other processes write here too; false: believe our own index, so a miss costs nothing.",
+    )
+    read_threads: int = _setting(4, Count(1, 256), "Threads that read chunks from the directory.")
+    write_threads: int = _setting(2, Count(1, 256), "Threads that write chunks to the directory.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskConfig(Section):
+    """The disk tier: preallocated segments on a local drive, for one engine alone."""
+
+    section: ClassVar[str] = "disk"
+
+    path: Path | None = _setting(None, Location(), "Where segments are kept, on a local drive; none: no disk tier.")
+    capacity_bytes: int = _setting(64 * 2**30, Size(2**20), "Most bytes on the drive, of all ranks together.")
+    direct_io: Mode = _setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
+    reserve_bytes: int = _setting(2**30, Size(0), "Free space of the file system that is left to others.")
+    sync_interval_s: float = _setting(1.0, Seconds(1e-2, 3600), "About how much time of writes a crash may forget.")
+    write_bytes_per_day: int = _setting(
+        0, Size(0), "What the drive's endurance allows each rank to write in a day; 0: no limit."
+    )
+    read_threads: int = _setting(4, Count(1, 256), "Threads that read chunks from the disk.")
+    write_threads: int = _setting(2, Count(1, 256), "Threads that write chunks to the disk.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig(Section):
+    """What is stored, when, and under which names."""
+
+    section: ClassVar[str] = "store"
+
+    chunk_tokens: int = _setting(
+        0, Count(0, 2**20), "Tokens of a chunk; 0: the smallest multiple of the engine's alignment from 256 on."
+    )
+    write_policy: Literal["through", "back", "selective"] = _setting(
+        "through",
+        Choice(("through", "back", "selective")),
+        "When a chunk goes below host memory: as soon as it is ready, when it is evicted, or at its n-th use.",
+    )
+    selective_uses: int = _setting(2, Count(1, 1000), "The n of write_policy = selective.")
+    codec: str = _setting("raw", Named(codecs.names), "What happens to the bytes on their way out of host memory.")
+    secret_file: Path | None = _setting(
+        None, Location(), "File with the secret that keys all names; none: made beside what a tier keeps (mode 0600)."
+    )
+    secret: Secret | None = _setting(
+        None, Hidden(), "The secret itself, for stores that share one; better in a file or the environment than a flag."
+    )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)  # slots make a new class, so that super() without arguments finds the wrong one
+        if self.secret is not None and self.secret_file is not None:
+            raise ConfigError("store.secret and store.secret_file are both set; allowed: one of them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig(Section):
+    """How much may be under way, and for how long."""
+
+    section: ClassVar[str] = "limits"
+
+    loads_in_flight: int = _setting(16, Count(1, 1024), "Promotes (lower tier to host) at once, for each tier.")
+    stores_in_flight: int = _setting(16, Count(1, 1024), "Gathers (engine to host) at once.")
+    demotes_in_flight: int = _setting(8, Count(1, 1024), "Demotes (host to lower tier) at once, for each tier.")
+    scatters_in_flight: int = _setting(16, Count(1, 1024), "Scatters (host to engine) at once.")
+    waiting_chunks: int = _setting(4096, Count(0, 10**6), "Objects of stores that may wait for room; more are dropped.")
+    requests: int = _setting(4096, Count(1, 10**6), "Requests tracked; more are looked up in host memory only.")
+    probe_deadline_s: float = _setting(
+        0.5, Seconds(1e-3, 60), "How long a lower tier may take to say what it holds; after it, absent."
+    )
+    load_deadline_s: float = _setting(30.0, Seconds(1e-2, 3600), "How long a load may take; after it, recomputed.")
+    transfer_deadline_s: float = _setting(10.0, Seconds(1e-2, 3600), "How long one transfer may take; then it failed.")
+    store_patience_s: float = _setting(10.0, Seconds(0, 3600), "How long a store waits for room before it is dropped.")
+    close_deadline_s: float = _setting(30.0, Seconds(0, 3600), "How long closing may take to flush what was stored.")
+    tier_failures: int = _setting(3, Count(1, 1000), "Failures in a row after which a tier is left alone.")
+    tier_retry_s: float = _setting(
+        5.0, Seconds(1e-2, 3600), "After how long a tier that was left alone is tried again."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig(Section):
+    """Load or compute."""
+
+    section: ClassVar[str] = "planner"
+
+    enabled: bool = _setting(
+        default=True, kind=Switch(), help="Load only what is there sooner than computed; false: load whatever there is."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings. Constructors elsewhere take values from it, never the tree."""
+
+    host: HostConfig = field(default_factory=HostConfig)
+    directory: DirectoryConfig = field(default_factory=DirectoryConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+
+
+SECTIONS: dict[str, type[Section]] = {
+    kind.section: kind for kind in (HostConfig, DirectoryConfig, DiskConfig, StoreConfig, LimitsConfig, PlannerConfig)
+}
+
+
+def settings(section: type[Section]) -> Iterator[Setting]:
+    """The settings of `section`, in the order they are written."""
+    for spec in fields(cast("Any", section)):
+        yield Setting(section.section, spec.name, spec.metadata["kind"], spec.default, spec.metadata["help"])
+
+
+def find_section(section: str, origin: str) -> type[Section]:
+    """The section of that name.
+
+    Raises:
+        ConfigError: there is none; the message names those that are known, and the nearest.
+    """
+    if section not in SECTIONS:
+        raise ConfigError(f"{section} (from {origin}): unknown section{_known(section, list(SECTIONS))}")
+    return SECTIONS[section]
+
+
+def find(section: type[Section], key: str, origin: str) -> Setting:
+    """The setting `key` of `section`.
+
+    Raises:
+        ConfigError: there is none; the message names those that are known, and the nearest.
+    """
+    known = {setting.key: setting for setting in settings(section)}
+    if key not in known:
+        raise ConfigError(f"{section.section}.{key} (from {origin}): unknown setting{_known(key, list(known))}")
+    return known[key]
+
+
+def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object:
+    """The value of `setting` that `raw` stands for.
+
+    Raises:
+        ConfigError: `raw` is not allowed; the message names it (but never a secret), its origin and what is allowed.
+    """
+    try:
+        return setting.kind.read(raw, is_text=is_text)
+    except ValueError as error:
+        shown = "(hidden)" if isinstance(setting.kind, Hidden) else _short(raw)
+        message = f"{setting.name} = {shown} (from {origin}): {error}; allowed: {setting.kind.allowed}"
+        raise ConfigError(message) from None
+
+
+def value_of(config: Config, setting: Setting) -> object:
+    """What `config` says for `setting`."""
+    return getattr(getattr(config, setting.section), setting.key)
+
+
+def _known(word: str, words: list[str]) -> str:
+    near = get_close_matches(word, words, n=1)
+    return (f"; did you mean {near[0]}?" if near else ";") + f" known here: {', '.join(words)}"
+
+
+def _short(raw: object) -> str:
+    text = repr(raw)
+    return text if len(text) <= 80 else f"{text[:77]}..."

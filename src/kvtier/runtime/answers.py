@@ -1,0 +1,43 @@
+"""Answers on their way to their one owner: any thread puts them, the owner takes them and can be woken."""
+
+from queue import Empty, SimpleQueue
+
+from kvtier.runtime.jobs import Settled
+
+
+class Answers:
+    """A queue of answers. `take` is for one owner thread, everything else for any."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Settled | None] = SimpleQueue()
+        """None is a wake-up call."""
+        self._is_woken = False
+
+    def put(self, settled: Settled) -> None:
+        """Keep an answer for the owner."""
+        self._queue.put(settled)
+
+    def take(self, wait_s: float = 0.0) -> list[Settled]:
+        """The answers since the last call; waits at most `wait_s` seconds for the first.
+
+        Returns early, perhaps with nothing, when somebody calls `wake`.
+        """
+        answers: list[Settled | None] = []
+        try:
+            if wait_s > 0:
+                answers.append(self._queue.get(timeout=wait_s))
+            while True:
+                answers.append(self._queue.get_nowait())
+        except Empty:
+            pass
+        taken = [settled for settled in answers if settled is not None]
+        if len(taken) < len(answers):
+            self._is_woken = False
+        return taken
+
+    def wake(self) -> None:
+        """Make a `take` that waits return, or the next one that would."""
+        # One note is enough: until a `take` has found it, no other is needed.
+        if not self._is_woken:
+            self._is_woken = True
+            self._queue.put(None)

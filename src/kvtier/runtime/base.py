@@ -1,0 +1,64 @@
+"""The session: all that an engine adapter holds. Plain values in, plain values out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.core.patience import Patience
+from kvtier.types import Event, Hint, Lookup, Place, Prefix, RequestId
+
+NO_HINT = Hint()
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """How a session ended."""
+
+    flushed: bool
+    """Whether everything that a store had acknowledged reached the lower tiers that the write policy names."""
+    lost: int
+    """Acknowledged objects that had not reached them when the deadline passed."""
+
+
+class Session(Protocol):
+    """Lookup, store and load, without ever blocking but in `poll` and `close`, which have deadlines."""
+
+    def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0) -> Lookup:
+        """How many leading tokens can be given. No effect but to ask lower tiers; repeat it while it says PROBING.
+
+        What it offers does without the leading `resident_tokens`, which the engine holds.
+        """
+        ...
+
+    def load(
+        self,
+        request: RequestId,
+        prefix: Prefix,
+        tokens: int,
+        places: Sequence[Place],
+        *,
+        resident_tokens: int = 0,
+        patience: Patience | None = None,
+    ) -> None:
+        """Bring the leading `tokens` to `places`; exactly one `LoadDone` follows, whatever happens.
+
+        `resident_tokens` are leading tokens that the engine holds already, for every group: nothing is asked for them.
+        A load that no longer pays by its `patience` ends early, with what has come.
+        """
+        ...
+
+    def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], hint: Hint = NO_HINT) -> None:
+        """Keep the chunks at `places`; exactly one `StoreDone` follows. Until then the engine keeps the blocks."""
+        ...
+
+    def release(self, request: RequestId) -> None:
+        """The engine has no further interest in `request`: cancel what has not begun, and end its load and stores."""
+        ...
+
+    def poll(self, wait_s: float = 0.0) -> list[Event]:
+        """What has ended since the last call; waits up to `wait_s` seconds for the first."""
+        ...
+
+    def close(self, deadline_s: float = 30.0) -> Closed:
+        """Flush what was acknowledged, within `deadline_s` seconds, and end all threads. Twice is fine."""
+        ...

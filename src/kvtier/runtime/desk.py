@@ -1,0 +1,167 @@
+"""A thread that owns a session, for engines that have no loop of their own.
+
+Other threads put calls on its desk and wait for the answer, with a deadline. Between calls it settles what the mover
+has done, so stores and demotions go on while the engine computes or idles. The same shape serves a daemon later: every
+call takes and returns plain values.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from kvtier.core.patience import Patience
+from kvtier.errors import KvError
+from kvtier.runtime.base import NO_HINT, Closed
+from kvtier.runtime.session import LocalSession
+from kvtier.types import Event, Hint, Lookup, Place, Prefix, RequestId
+
+logger = logging.getLogger(__name__)
+
+CALL_DEADLINE_S = 10.0
+"""How long a call may take to be answered; the desk never blocks, so only a starved machine comes near."""
+
+IDLE_S = 1.0
+
+EVENTS_MAX = 65_536
+"""Events kept for an engine that does not poll; beyond it the oldest are forgotten."""
+
+Answer = TypeVar("Answer")
+
+
+class DeskError(KvError):
+    """The desk is closed, or did not answer in time."""
+
+
+class Desk:
+    """A `Session` that any thread may use.
+
+    Args:
+        session: from now on owned by the desk's thread.
+    """
+
+    def __init__(self, session: LocalSession) -> None:
+        self._session = session
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self._news = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kvtier-desk", daemon=True)
+        self._thread.start()
+
+    def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0) -> Lookup:
+        """See `Session`.
+
+        Raises:
+            DeskError: the desk is closed or did not answer in time; as all other calls.
+        """
+        return self._call(lambda: self._session.lookup(request, prefix, resident_tokens=resident_tokens))
+
+    def load(
+        self,
+        request: RequestId,
+        prefix: Prefix,
+        tokens: int,
+        places: Sequence[Place],
+        *,
+        resident_tokens: int = 0,
+        patience: Patience | None = None,
+    ) -> None:
+        """See `Session`."""
+        self._call(
+            lambda: self._session.load(
+                request, prefix, tokens, places, resident_tokens=resident_tokens, patience=patience
+            )
+        )
+
+    def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], hint: Hint = NO_HINT) -> None:
+        """See `Session`."""
+        self._call(lambda: self._session.store(request, prefix, places, hint))
+
+    def release(self, request: RequestId) -> None:
+        """See `Session`."""
+        self._call(lambda: self._session.release(request))
+
+    def poll(self, wait_s: float = 0.0) -> list[Event]:
+        """See `Session`. Each event is given to one caller only."""
+        with self._news:
+            if not self._events:
+                self._news.wait(wait_s)
+            events = list(self._events)
+            self._events.clear()
+        return events
+
+    def close(self, deadline_s: float = 30.0) -> Closed:
+        """See `Session`."""
+        if not self._thread.is_alive():
+            return self._session.close(0.0)
+        closed = self._call(lambda: self._close(deadline_s), deadline_s + CALL_DEADLINE_S)
+        self._thread.join(CALL_DEADLINE_S)
+        return closed
+
+    def _close(self, deadline_s: float) -> Closed:
+        self._is_closing = True
+        return self._session.close(deadline_s)
+
+    def _call(self, act: Callable[[], Answer], deadline_s: float = CALL_DEADLINE_S) -> Answer:
+        if not self._thread.is_alive():
+            raise DeskError("the session is closed")
+        reply: Future[Answer] = Future()
+
+        def run() -> None:
+            if not reply.set_running_or_notify_cancel():
+                return  # the caller has given up; acting now would surprise it
+            try:
+                reply.set_result(act())
+            except Exception as error:  # noqa: BLE001 - belongs to the caller, who gets it from the reply
+                reply.set_exception(error)
+
+        self._calls.put(run)
+        self._session.wake()
+        try:
+            return reply.result(timeout=deadline_s)
+        except TimeoutError:
+            reply.cancel()
+            raise DeskError(f"no answer within {deadline_s:g} s") from None
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._publish(self._session.poll(IDLE_S))
+            self._do_calls()
+        self._publish(self._session.poll())
+        self._do_calls()
+
+    def _do_calls(self) -> None:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except Empty:
+                return
+            call()
+
+    def _publish(self, events: list[Event]) -> None:
+        if events:
+            with self._news:
+                self._events.extend(events)
+                self._news.notify_all()
+
+
+def wait_for(session: Desk, is_it: Callable[[Event], bool], deadline_s: float) -> tuple[list[Event], bool]:
+    """Poll until an event arrives that `is_it` accepts, at most `deadline_s` seconds.
+
+    Returns:
+        Every event seen on the way, and whether the wanted one is among them.
+    """
+    until_s = time.monotonic() + deadline_s
+    seen: list[Event] = []
+    while True:
+        batch = session.poll(max(0.0, until_s - time.monotonic()))
+        seen += batch
+        if any(is_it(event) for event in batch):
+            return seen, True
+        if time.monotonic() >= until_s:
+            return seen, False

@@ -1,0 +1,232 @@
+"""Several ranks as one: every command goes to all of them and is answered once, when all have answered."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvtier.core.work import SEVERITY
+from kvtier.runtime.answers import Answers
+from kvtier.runtime.jobs import Obedient, Settled, Work
+from kvtier.runtime.mover import Mover
+from kvtier.types import Cancel, Command, Outcome, RequestId
+
+RETRY_S = 0.005
+"""A rank that reads slowly gets the rest of its commands after this long."""
+
+
+class Note(NamedTuple):
+    """What the core's side tells every rank's engine adapter; only the adapters know what it means."""
+
+    subject: str
+    request: RequestId = RequestId("")
+    numbers: tuple[int, ...] = ()
+    flag: bool = False
+
+
+class Ranks(Obedient, Protocol):
+    """All ranks of an engine, be it one or several, as the core's process sees them."""
+
+    @property
+    def lost(self) -> str:
+        """Why nothing but FAILED is answered any more; empty while all is well."""
+        ...
+
+    def tell(self, note: Note) -> None:
+        """Pass `note` on to every rank, in order, from any thread. Nothing answers it; a lost rank does not hear it."""
+        ...
+
+    def when_leaving(self, act: Callable[[], None]) -> None:
+        """Call `act` when some rank's process is about to end, in whatever thread hears of it. It must be quick.
+
+        The rank then waits for a while until it is closed. So whoever wants to bring something down from it does so,
+        and then closes it.
+        """
+        ...
+
+
+class Below(NamedTuple):
+    """What a core stands on: the ranks, and what is the same on all of them."""
+
+    mover: Ranks
+    slots: tuple[int, ...]
+    """Slots of each group."""
+    tiers: tuple[str, ...]
+    """Names of the lower tiers, fastest first."""
+
+
+class RankMover(Ranks, Protocol):
+    """One rank's mover, in this process or another."""
+
+    def answer_to(self, put: Callable[[Settled], None]) -> None:
+        """From now on give each answer to `put`, in whatever thread has it; before the first `submit`."""
+        ...
+
+    def flush(self) -> bool:
+        """Send what has been submitted; False when some of it has to wait. Never blocks."""
+        ...
+
+
+class LocalRank:
+    """A `RankMover` in this process.
+
+    Args:
+        mover: the rank's.
+        on_note: hears what is told, in the thread of who tells it.
+    """
+
+    lost = ""
+
+    def __init__(self, mover: Mover, on_note: Callable[[Note], None] = lambda _note: None) -> None:
+        self._mover = mover
+        self._closed = threading.Event()
+        self._leaving: Callable[[], None] = lambda: None
+        self.submit = mover.submit
+        self.cancel = mover.cancel
+        self.take = mover.take
+        self.wake = mover.wake
+        self.answer_to = mover.answer_to
+        self._on_note = on_note
+
+    def tell(self, note: Note) -> None:
+        """See `Ranks`."""
+        self._on_note(note)
+
+    def flush(self) -> bool:
+        """Nothing waits: `submit` gives it to the mover at once."""
+        return True
+
+    def when_leaving(self, act: Callable[[], None]) -> None:
+        """See `Ranks`."""
+        self._leaving = act
+
+    def leave(self, deadline_s: float) -> bool:
+        """Say that this process is about to end; whether the core has closed the rank within `deadline_s` seconds."""
+        self._leaving()
+        return self._closed.wait(deadline_s)
+
+    def close(self, deadline_s: float) -> bool:
+        """See `Obedient`."""
+        try:
+            return self._mover.close(deadline_s)
+        finally:
+            self._closed.set()
+
+
+class Fleet:
+    """All ranks of one engine, in the shape of one mover. The worst answer of a rank counts for all.
+
+    Args:
+        ranks: from now on theirs is the fleet's to take.
+
+    `take` and `close` are for one owner thread, everything else for any.
+    """
+
+    def __init__(self, ranks: Sequence[RankMover]) -> None:
+        if not ranks:
+            raise ValueError("a fleet needs at least one rank")
+        self._ranks = tuple(ranks)
+        self._answers = Answers()
+        self._lock = threading.Lock()
+        self._open: dict[int, _Open] = {}
+        """By the identity of the command, which every answer carries: a drop has no number."""
+        for rank in self._ranks:
+            rank.answer_to(self._answered)
+
+    @property
+    def lost(self) -> str:
+        """Why some rank is lost, and with it the whole; empty while all are well."""
+        return next((rank.lost for rank in self._ranks if rank.lost), "")
+
+    def submit(self, command: Command) -> None:
+        """See `Obedient`."""
+        if isinstance(command, Cancel):
+            self.cancel(command.ids)
+            return
+        with self._lock:
+            self._open[id(command)] = _Open(command, len(self._ranks))
+        for rank in self._ranks:
+            rank.submit(command)
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """See `Obedient`. What some rank has begun is answered when it ends there."""
+        wanted = tuple(ids)
+        for rank in self._ranks:
+            rank.cancel(wanted)
+
+    def take(self, wait_s: float = 0.0) -> list[Settled]:
+        """See `Obedient`. Also returns early, perhaps with nothing, while a rank reads slowly."""
+        return self._answers.take(wait_s if self.flush() else min(wait_s, RETRY_S))
+
+    def wake(self) -> None:
+        """See `Obedient`."""
+        self._answers.wake()
+
+    def flush(self) -> bool:
+        """See `RankMover`."""
+        behind = [rank for rank in self._ranks if not rank.flush()]
+        return not behind
+
+    def tell(self, note: Note) -> None:
+        """See `Ranks`."""
+        for rank in self._ranks:
+            rank.tell(note)
+
+    def when_leaving(self, act: Callable[[], None]) -> None:
+        """See `Ranks`."""
+        for rank in self._ranks:
+            rank.when_leaving(act)
+
+    def close(self, deadline_s: float) -> bool:
+        """See `Obedient`. The ranks close at the same time, so that one that hangs costs the others nothing."""
+        results = [False] * len(self._ranks)
+
+        def close(position: int) -> None:
+            results[position] = self._ranks[position].close(deadline_s)
+
+        closers = [
+            threading.Thread(target=close, args=(position,), name=f"kvtier close rank {position}", daemon=True)
+            for position in range(len(self._ranks))
+        ]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(deadline_s + 1.0)
+        return all(results)
+
+    def _answered(self, settled: Settled) -> None:
+        """One rank's answer, in whatever thread has it."""
+        with self._lock:
+            waiting = self._open[id(settled.command)]
+            waiting.settled = settled if waiting.settled is None else merged(waiting.settled, settled)
+            waiting.left -= 1
+            if waiting.left:
+                return
+            del self._open[id(settled.command)]
+        self._answers.put(waiting.settled)
+
+
+class _Open:
+    """A command that some rank has not answered."""
+
+    __slots__ = ("command", "left", "settled")
+
+    def __init__(self, command: Work, ranks: int) -> None:
+        self.command = command  # kept alive, so that its identity stays its own
+        self.left = ranks
+        self.settled: Settled | None = None
+
+
+def merged(one: Settled, other: Settled) -> Settled:
+    """What two ranks' answers to the same command say together: the worst outcome, with its reason.
+
+    A probe finds only what both ranks hold. Bytes add up; the slower rank's times count.
+    """
+    worst = max(one, other, key=lambda settled: SEVERITY[settled.outcome])
+    is_done = worst.outcome is Outcome.DONE
+    return worst._replace(
+        present=tuple(a and b for a, b in zip(one.present, other.present, strict=True)) if is_done else (),
+        size_bytes=one.size_bytes + other.size_bytes if is_done else 0,
+        seconds=max(one.seconds, other.seconds),
+        waited_s=max(one.waited_s, other.waited_s),
+        is_tier_fault=one.is_tier_fault or other.is_tier_fault,
+    )

@@ -1,0 +1,99 @@
+"""What a mover is given and what it answers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvtier.types import Command, Drop, Outcome, Probe, Transfer
+
+Work = Transfer | Probe | Drop
+"""The commands that are answered. A `Cancel` is not: the transfers that it names are."""
+
+
+class Settled(NamedTuple):
+    """The one answer to a command."""
+
+    command: Work
+    outcome: Outcome
+    """For a probe or drop DONE, FAILED or CANCELLED."""
+    present: tuple[bool, ...] = ()
+    """For a probe that is DONE: which of its objects the tier holds."""
+    size_bytes: int = 0
+    """Bytes moved; 0 unless DONE. Of engine blocks for gather and scatter, of the frame for demote and promote."""
+    seconds: float = 0.0
+    """How long the work took; 0 when it never began."""
+    waited_s: float = 0.0
+    """How long it waited for a thread before."""
+    detail: str = ""
+    """Why it is not DONE, for people."""
+    is_tier_fault: bool = False
+    """The tier failed or kept it waiting past its deadline: what a circuit breaker counts. A refusal is no fault."""
+
+
+class Obedient(Protocol):
+    """What a session gives its commands to: one rank's `Mover`, or something of the same shape for several ranks.
+
+    Every command but a `Cancel` is answered exactly once, and the answer carries the very object that was submitted.
+    """
+
+    def submit(self, command: Command) -> None:
+        """Begin `command` when there is a thread for it. Never blocks; what cannot be done is answered so."""
+        ...
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """Answer those transfers and probes CANCELLED that have not begun; the others go on and answer as ever."""
+        ...
+
+    def take(self, wait_s: float = 0.0) -> list[Settled]:
+        """The answers since the last call; waits at most `wait_s` seconds for the first, and returns early if woken."""
+        ...
+
+    def wake(self) -> None:
+        """Make a `take` that waits return, or the next one that would. May be called from any thread."""
+        ...
+
+    def close(self, deadline_s: float) -> bool:
+        """Take no more work, cancel what has not begun and wait for the rest; whether all of it has ended."""
+        ...
+
+
+class Observer(Protocol):
+    """Whoever counts. Called by the session's owner thread only, so it needs no lock of its own."""
+
+    def submitted(self, command: Work) -> None:
+        """`command` was given to the mover."""
+        ...
+
+    def settled(self, settled: Settled) -> None:
+        """Its answer was taken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """How many threads each lane has: one lane for the device, and three for every tier."""
+
+    device: int = 2
+    read: int = 4
+    write: int = 2
+    probe: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("device", "read", "write", "probe"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"threads.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One command on its way through a lane."""
+
+    command: Work
+    submitted_s: float
+    is_in_tier: bool = False
+    """A tier is being called, so what is raised is the tier's fault."""
+
+    @property
+    def deadline_s(self) -> float:
+        """After it the answer no longer counts; a drop has none."""
+        return float("inf") if isinstance(self.command, Drop) else self.command.deadline_s

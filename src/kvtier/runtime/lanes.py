@@ -1,0 +1,185 @@
+"""A lane: a bounded queue and the threads that serve it. What one lane waits for, no other lane does.
+
+Each job leaves the queue exactly once, under the lock, and whoever takes it out answers it: a thread that begins it, or
+the caller of `withdraw`, `expire` or `close`. Threads are daemons, and no join is without a deadline, so a thread that
+hangs in a tier holds up neither `close` nor the end of the process.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container
+from enum import Enum
+
+from kvtier.runtime.arena import page_aligned
+from kvtier.runtime.jobs import Job
+from kvtier.types import Drop
+
+IDLE_WAIT_S = 60.0
+"""A thread without work looks again after this long, so that not even a lost wake-up could stall a lane for ever."""
+
+
+class LaneState(Enum):
+    """Whether a lane takes jobs."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    DEAD = "without threads"
+
+
+class Scratch:
+    """Page-aligned memory of one thread: made when it is first needed, and again only when it must be larger."""
+
+    def __init__(self) -> None:
+        self._view = memoryview(b"")
+
+    def view(self, size_bytes: int) -> memoryview:
+        """`size_bytes` writable bytes, whatever they held before."""
+        if len(self._view) < size_bytes:
+            self._view = page_aligned(size_bytes).data
+        return self._view[:size_bytes]
+
+
+class Lane:
+    """One queue in front of some threads; urgent jobs go first, otherwise the oldest.
+
+    Args:
+        name: of its threads, for people who look at a hung process.
+        threads: how many.
+        run: does a job and answers it. When it raises, it has answered; its thread ends and another takes its place.
+        orphaned: answers the jobs that wait when the last thread has ended and no other can be started.
+        start: starts a thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        threads: int,
+        run: Callable[[Job, Scratch], None],
+        orphaned: Callable[[list[Job]], None],
+        start: Callable[[threading.Thread], None] = threading.Thread.start,
+    ) -> None:
+        self.name = name
+        self._run = run
+        self._orphaned = orphaned
+        self._start = start
+        self._urgent: deque[Job] = deque()
+        self._usual: deque[Job] = deque()
+        self._ready = threading.Condition(threading.Lock())
+        self._state = LaneState.OPEN
+        self._wanted = threads
+        self._serving = 0
+        self._threads: list[threading.Thread] = []  # also those that are about to end
+
+    def start(self) -> None:
+        """Start the threads.
+
+        Raises:
+            RuntimeError: the system gives no more threads.
+        """
+        for _ in range(self._wanted):
+            with self._ready:
+                self._start_thread()
+
+    @property
+    def state(self) -> LaneState:
+        """Whether it takes jobs."""
+        return self._state
+
+    def add(self, job: Job, *, bound: int, is_urgent: bool = False) -> bool:
+        """Queue a job; False when the lane is not open or `bound` jobs wait. Then it is the caller's to answer."""
+        with self._ready:
+            if self._state is not LaneState.OPEN or len(self._urgent) + len(self._usual) >= bound:
+                return False
+            (self._urgent if is_urgent else self._usual).append(job)
+            self._ready.notify()
+            return True
+
+    def withdraw(self, ids: Container[int]) -> list[Job]:
+        """Take out the waiting jobs with these ids; they are the caller's to answer."""
+        if not (self._urgent or self._usual):
+            return []
+        with self._ready:
+            return self._take_out(lambda job: not isinstance(job.command, Drop) and job.command.id in ids)
+
+    def expire(self, now_s: float) -> list[Job]:
+        """Take out the oldest jobs while they are too late to begin; they are the caller's to answer.
+
+        Without this a lane whose threads all hang would keep what came after for as long as they do.
+        """
+        late: list[Job] = []
+        if self._urgent or self._usual:
+            with self._ready:
+                for queue in (self._urgent, self._usual):
+                    while queue and queue[0].deadline_s <= now_s:
+                        late.append(queue.popleft())
+        return late
+
+    def close(self) -> list[Job]:
+        """Take no more jobs and tell the threads to end; the jobs that had not begun are the caller's to answer."""
+        with self._ready:
+            self._state = LaneState.CLOSED
+            self._ready.notify_all()
+            return self._take_out(lambda _: True)
+
+    def join(self, until_s: float) -> bool:
+        """Wait for the threads to end, until `until_s` on the clock of `time.monotonic`; whether they did."""
+        with self._ready:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(until_s - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _take_out(self, is_wanted: Callable[[Job], bool]) -> list[Job]:
+        taken: list[Job] = []
+        for queue in (self._urgent, self._usual):
+            found = [job for job in queue if is_wanted(job)]
+            for job in found:
+                queue.remove(job)
+            taken += found
+        return taken
+
+    def _start_thread(self) -> None:
+        # Under the lock, so that the thread is among the others before it can end.
+        thread = threading.Thread(target=self._serve, name=f"kvtier {self.name}", daemon=True)
+        self._start(thread)
+        self._serving += 1
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+
+    def _serve(self) -> None:
+        scratch = Scratch()
+        try:
+            while (job := self._next()) is not None:
+                self._run(job, scratch)
+        except BaseException:
+            self._replace_thread()
+            raise
+
+    def _next(self) -> Job | None:
+        """The next job, or None when the lane is closed."""
+        with self._ready:
+            while self._state is LaneState.OPEN:
+                if self._urgent:
+                    return self._urgent.popleft()
+                if self._usual:
+                    return self._usual.popleft()
+                self._ready.wait(IDLE_WAIT_S)
+            return None
+
+    def _replace_thread(self) -> None:
+        """This thread ends; without another the jobs that wait would never be answered."""
+        with self._ready:
+            self._serving -= 1
+            if self._state is not LaneState.OPEN:
+                return
+            try:
+                self._start_thread()
+            except RuntimeError:
+                if self._serving:
+                    return
+                self._state = LaneState.DEAD
+                orphans = self._take_out(lambda _: True)
+            else:
+                return
+        self._orphaned(orphans)

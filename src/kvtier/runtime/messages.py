@@ -1,0 +1,214 @@
+"""What travels between the core's process and a rank's, as bytes: four bytes of length, little-endian, then JSON.
+
+Both ends are the same kvtier on the same machine, and each knows that the other holds the key of the connection. Still
+nothing is believed: what is too long, no JSON, or of another shape raises `WireError`, and the connection ends.
+
+Times are on the session's clock. `time.monotonic` is one clock for all processes of a Linux machine, so they travel as
+they are; `wire` checks that it is so.
+"""
+
+import json
+import operator
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+from kvtier.errors import KvError
+from kvtier.runtime.fleet import Note
+from kvtier.runtime.jobs import Work
+from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, Outcome, Probe, RequestId, Transfer
+
+FRAME_BYTES_MAX = 16 << 20
+"""Longest message: a probe of 200,000 objects."""
+
+_LENGTH = struct.Struct("<I")
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=operator.index).encode
+"""An engine's block numbers may be integers of its own, such as numpy's."""
+
+_WORD = (str, type(None))
+_NUMBER = (int, float)
+
+
+class WireError(KvError):
+    """A rank cannot be reached, is not one of this engine's, or what came over the wire makes no sense."""
+
+
+class Order(NamedTuple):
+    """A command, and the number that its answer will carry: a drop has none of its own."""
+
+    number: int
+    command: Work
+
+
+class Answer(NamedTuple):
+    """The answer to an order; the fields of `Settled` but the command."""
+
+    number: int
+    outcome: Outcome
+    present: tuple[bool, ...] = ()
+    size_bytes: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    detail: str = ""
+    is_tier_fault: bool = False
+
+
+class Ping(NamedTuple):
+    """Are you there? The answer is another one."""
+
+
+class Leave(NamedTuple):
+    """The rank's process is about to end: what the core still wants of it is to be asked for now."""
+
+
+Message = Order | Answer | Cancel | Note | Ping | Leave
+
+
+def encode(message: Message) -> bytes:
+    """`message` with its length before it.
+
+    Raises:
+        WireError: it is too long.
+    """
+    body = _to_json(_plain(message)).encode()
+    if len(body) > FRAME_BYTES_MAX:
+        raise WireError(f"a message of {len(body)} bytes; allowed: at most {FRAME_BYTES_MAX}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Message:
+    """The message in `body`, which has no length before it.
+
+    Raises:
+        WireError: it is none of ours.
+    """
+    try:
+        kind, *values = cast("list[Any]", json.loads(body))
+        return _DECODERS[kind](values)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(f"{len(body)} bytes that are no message: {type(error).__name__}: {error}") from error
+
+
+class Frames:
+    """Cuts a stream into the bodies of its messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that are complete with `data`.
+
+        Raises:
+            WireError: one says that it is too long.
+        """
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= _LENGTH.size:
+            (size_bytes,) = _LENGTH.unpack_from(buffer)
+            if size_bytes > FRAME_BYTES_MAX:
+                raise WireError(f"a message of {size_bytes} bytes; allowed: at most {FRAME_BYTES_MAX}")
+            end = _LENGTH.size + size_bytes
+            if len(buffer) < end:
+                return
+            body = bytes(buffer[_LENGTH.size : end])
+            del buffer[:end]
+            yield body
+
+
+def _plain(message: Message) -> list[Any]:
+    if isinstance(message, Answer):
+        number, outcome, present, *rest = message
+        return ["answer", number, outcome.value, "".join("1" if each else "0" for each in present), *rest]
+    if isinstance(message, Order):
+        number, command = message
+        if isinstance(command, Transfer):
+            parent = None if command.parent is None else command.parent.hex()
+            return [
+                *("transfer", number, command.id, command.link.value, command.key.hex(), command.group, command.slot),
+                *(command.tier, command.request, command.blocks, parent, command.depth, command.deadline_s),
+                *command.hint,
+            ]
+        if isinstance(command, Probe):
+            keys = [key.hex() for key, _ in command.objects]
+            groups = [group for _, group in command.objects]
+            return ["probe", number, command.id, command.tier, keys, groups, command.deadline_s]
+        return ["drop", number, command.tier, command.key.hex(), command.group]
+    return [type(message).__name__.lower(), *message]
+
+
+def _transfer(values: list[Any]) -> Order:
+    number, id_, link, key, group, slot, tier, request, blocks, parent, depth, deadline_s, *hint = _checked(
+        values, int, int, str, str, int, int, str, _WORD, list, _WORD, int, _NUMBER, _WORD, (int, type(None)), _NUMBER
+    )
+    transfer = Transfer(
+        id_,
+        Link(link),
+        ChunkKey(bytes.fromhex(key)),
+        group,
+        slot,
+        tier,
+        request,
+        _integers(blocks),
+        None if parent is None else ChunkKey(bytes.fromhex(parent)),
+        depth,
+        deadline_s,
+        Hint(*hint),
+    )
+    return Order(number, transfer)
+
+
+def _probe(values: list[Any]) -> Order:
+    number, id_, tier, keys, groups, deadline_s = _checked(values, int, int, str, list, list, _NUMBER)
+    objects = tuple((ChunkKey(bytes.fromhex(key)), group) for key, group in zip(keys, _integers(groups), strict=True))
+    return Order(number, Probe(id_, tier, objects, deadline_s))
+
+
+def _drop(values: list[Any]) -> Order:
+    number, tier, key, group = _checked(values, int, str, str, int)
+    return Order(number, Drop(tier, ChunkKey(bytes.fromhex(key)), group))
+
+
+def _answer(values: list[Any]) -> Answer:
+    number, outcome, present, *rest = _checked(values, int, str, str, int, _NUMBER, _NUMBER, str, bool)
+    return Answer(number, Outcome(outcome), tuple(each == "1" for each in present), *rest)
+
+
+def _cancel(values: list[Any]) -> Cancel:
+    return Cancel(_integers(*_checked(values, list)))
+
+
+def _note(values: list[Any]) -> Note:
+    subject, request, numbers, flag = _checked(values, str, str, list, bool)
+    return Note(subject, RequestId(request), _integers(numbers), flag)
+
+
+def _ping(values: list[Any]) -> Ping:
+    return Ping(*values)
+
+
+def _leave(values: list[Any]) -> Leave:
+    return Leave(*values)
+
+
+def _checked(values: list[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
+    if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
+        raise TypeError("fields of another kind")
+    return values
+
+
+def _integers(values: list[Any]) -> tuple[int, ...]:
+    if not all(type(value) is int for value in values):
+        raise TypeError("no integer")
+    return tuple(cast("list[int]", values))
+
+
+_DECODERS = {
+    "transfer": _transfer,
+    "probe": _probe,
+    "drop": _drop,
+    "answer": _answer,
+    "cancel": _cancel,
+    "note": _note,
+    "ping": _ping,
+    "leave": _leave,
+}

@@ -1,0 +1,243 @@
+"""The mover: threads that obey. It knows no policy, keeps no index, and answers every command exactly once.
+
+    device lane     gather, scatter     scatters first: a request waits for them
+    read lane       promote             \
+    write lane      demote, drop         } one of each per tier, so that neither a slow write
+    probe lane      probe               /  nor a hanging tier holds up anything else
+
+Between a command and its answer the slot it names belongs to the mover. That is why nothing is answered while a thread
+may still touch the slot, late or not: the core may have stopped waiting long before.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from kvtier.codec.base import Codec
+from kvtier.codec.raw import Raw
+from kvtier.device.base import Copier
+from kvtier.errors import CorruptChunkError, KvError
+from kvtier.layout import KvLayout
+from kvtier.runtime.answers import Answers
+from kvtier.runtime.arena import Arena
+from kvtier.runtime.fault_log import FaultLog
+from kvtier.runtime.jobs import Job, Settled, Threads, Work
+from kvtier.runtime.lanes import Lane, LaneState, Scratch
+from kvtier.runtime.links import NOT_ADMITTED, Links, Result
+from kvtier.tier.base import Tier
+from kvtier.types import Cancel, Command, Drop, Link, Outcome, Probe, Transfer
+
+QUEUE_BOUND = 1 << 16
+"""Most jobs that may wait in one lane: far above the core's budgets, so that reaching it is our own mistake."""
+
+DROPS_BOUND = 1024
+"""Most jobs that may wait in a write lane when a drop comes. Drops have no budget in the core; a bad copy that stays is
+found bad again."""
+
+TOO_LATE = "too late to begin"
+CANCELLED = "cancelled"
+CLOSED = "the mover is closed"
+
+
+class Mover:
+    """Obeys one rank's commands.
+
+    Args:
+        layout: the KV groups.
+        rank: number of this rank; part of every object name.
+        fingerprint: 32 bytes, `Fingerprint.digest`; part of every frame.
+        arena: the slots that the commands name.
+        copier: the way between the engine and the slots.
+        tiers: the lower tiers by the names that the commands use.
+        codec: what happens to the bytes on their way to a tier.
+        threads: of each lane.
+        clock: what the commands' deadlines are on.
+
+    `take` and `close` are for one owner thread, everything else for any. The mover's own threads start at once and are
+    daemons.
+
+    Raises:
+        RuntimeError: the system gives no more threads.
+        ValueError: a fingerprint that is not 32 bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        rank: int,
+        fingerprint: bytes,
+        arena: Arena,
+        copier: Copier,
+        tiers: Mapping[str, Tier],
+        codec: Codec | None = None,
+        threads: Threads | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if len(fingerprint) != 32:
+            raise ValueError(f"a fingerprint must be 32 bytes, got {len(fingerprint)}")
+        threads = threads or Threads()
+        self._clock = clock
+        self._links = Links(
+            layout=layout,
+            rank=rank,
+            fingerprint=fingerprint,
+            arena=arena,
+            copier=copier,
+            tiers=tiers,
+            codec=codec or Raw(),
+            clock=clock,
+        )
+        self._answers = Answers()
+        self._put: Callable[[Settled], None] = self._answers.put
+        self._faults = FaultLog()
+        self._device = self._lane("device", threads.device)
+        self._reads = {name: self._lane(f"{name} read", threads.read) for name in tiers}
+        self._writes = {name: self._lane(f"{name} write", threads.write) for name in tiers}
+        self._probes = {name: self._lane(f"{name} probe", threads.probe) for name in tiers}
+        self._lanes = [self._device, *self._reads.values(), *self._writes.values(), *self._probes.values()]
+        try:
+            for lane in self._lanes:
+                lane.start()
+        except RuntimeError:
+            self.close(deadline_s=1.0)
+            raise
+
+    def submit(self, command: Command) -> None:
+        """Begin `command` when its lane gets to it. Never blocks; what cannot be done is answered so.
+
+        Raises:
+            ValueError: there is no such tier.
+        """
+        if isinstance(command, Cancel):
+            self.cancel(command.ids)
+            return
+        lane, bound = self._route(command)
+        now_s = self._clock()
+        for job in lane.expire(now_s):
+            self._answer_too_late(job)
+        job = Job(command, now_s)
+        is_urgent = isinstance(command, Transfer) and command.link is Link.SCATTER
+        if lane.add(job, bound=bound, is_urgent=is_urgent):
+            return
+        if lane.state is LaneState.CLOSED:
+            self._answer(job, Outcome.CANCELLED, CLOSED)
+            return
+        if lane.state is LaneState.DEAD:
+            self._answer_orphans([job])
+            return
+        self._answer(job, Outcome.FAILED, f"{bound} commands wait in the {lane.name} lane")
+        assert isinstance(command, Drop), f"the core has let {bound} commands wait in the {lane.name} lane"
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """Answer those transfers and probes CANCELLED that have not begun; the others go on and answer as ever."""
+        wanted = frozenset(ids)
+        for lane in self._lanes:
+            for job in lane.withdraw(wanted):
+                self._answer(job, Outcome.CANCELLED, CANCELLED)
+
+    def take(self, wait_s: float = 0.0) -> list[Settled]:
+        """The answers since the last call; waits at most `wait_s` seconds for the first. Also after `close`.
+
+        Returns early, perhaps with nothing, when somebody calls `wake`.
+        """
+        return self._answers.take(wait_s)
+
+    def wake(self) -> None:
+        """Make a `take` that waits return, or the next one that would. May be called from any thread."""
+        self._answers.wake()
+
+    def answer_to(self, put: Callable[[Settled], None]) -> None:
+        """From now on give each answer to `put`, at once and in the thread that has it; nothing is left for `take`.
+
+        Before the first `submit`. `put` must be quick and must not raise.
+        """
+        self._put = put
+
+    def close(self, deadline_s: float) -> bool:
+        """Take no more work, answer what has not begun CANCELLED, and wait for the rest.
+
+        Args:
+            deadline_s: seconds to wait at most.
+
+        Returns:
+            Whether all threads have ended. One that has not, because a tier or the device hangs, answers when it does
+            end; it keeps what memory it uses and does not hold up the end of the process. Twice is fine.
+        """
+        until_s = time.monotonic() + deadline_s
+        for lane in self._lanes:
+            for job in lane.close():
+                self._answer(job, Outcome.CANCELLED, CLOSED)
+        ended = [lane.join(until_s) for lane in self._lanes]
+        return all(ended)
+
+    def _lane(self, name: str, threads: int) -> Lane:
+        return Lane(name, threads=threads, run=self._run, orphaned=self._answer_orphans)
+
+    def _route(self, command: Work) -> tuple[Lane, int]:
+        if isinstance(command, Transfer) and command.link in (Link.GATHER, Link.SCATTER):
+            return self._device, QUEUE_BOUND
+        if command.tier not in self._reads:
+            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(self._reads) or 'none'}")
+        if isinstance(command, Probe):
+            return self._probes[command.tier], QUEUE_BOUND
+        if isinstance(command, Drop):
+            return self._writes[command.tier], DROPS_BOUND
+        lanes = self._reads if command.link is Link.PROMOTE else self._writes
+        return lanes[command.tier], QUEUE_BOUND
+
+    def _run(self, job: Job, scratch: Scratch) -> None:
+        """Do a job and answer it. The one place where failures become outcomes; runs in the lanes' threads."""
+        began_s = self._clock()
+        if began_s >= job.deadline_s:
+            self._answer_too_late(job)
+            return
+        try:
+            result = self._links.run(job, scratch)
+        except CorruptChunkError as error:
+            # Only a promote has a source that could be bad.
+            is_promote = isinstance(job.command, Transfer) and job.command.link is Link.PROMOTE
+            result = Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever a tier, codec or copier raises is a miss
+            detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
+            result = Result(Outcome.FAILED, detail=detail)
+        except BaseException as error:
+            # Somebody wants this thread to end. It does, but nobody is left waiting.
+            self._settle(job, began_s, Result(Outcome.FAILED, detail=f"{type(error).__name__}: {error}"))
+            raise
+        self._settle(job, began_s, result)
+
+    def _settle(self, job: Job, began_s: float, result: Result) -> None:
+        outcome, detail = result.outcome, result.detail
+        self._put(
+            Settled(
+                job.command,
+                outcome,
+                result.present,
+                result.size_bytes,
+                self._clock() - began_s,
+                began_s - job.submitted_s,
+                detail,
+                job.is_in_tier and outcome is Outcome.FAILED,
+            )
+        )
+        if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and detail != NOT_ADMITTED):
+            self._faults.tell(_kind(job.command, outcome), detail)
+
+    def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
+        """Answer a job that has not begun."""
+        waited_s = self._clock() - job.submitted_s
+        self._put(Settled(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault))
+
+    def _answer_too_late(self, job: Job) -> None:
+        # A tier that let a job wait that long is as good as one that failed; the device's lateness is nobody's fault.
+        self._answer(job, Outcome.FAILED, TOO_LATE, is_tier_fault=bool(job.command.tier))
+
+    def _answer_orphans(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self._answer(job, Outcome.FAILED, "no thread is left", is_tier_fault=bool(job.command.tier))
+
+
+def _kind(command: Work, outcome: Outcome) -> str:
+    """What a fault is called in the log."""
+    act = command.link.value if isinstance(command, Transfer) else type(command).__name__.lower()
+    return f"{act}{f' of tier {command.tier!r}' if command.tier else ''} {outcome.value}"

@@ -1,0 +1,171 @@
+"""Put a session together from settings: the ranks below, the secret, the core. It knows all the parts."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from kvtier.config.sections import Config
+from kvtier.core.cache import Cache
+from kvtier.core.limits import Limits, WritePolicy
+from kvtier.device.base import Copier
+from kvtier.errors import ConfigError
+from kvtier.keys.fingerprint import root_key
+from kvtier.keys.secret import SECRET_BYTES, Secret, load_or_create
+from kvtier.layout import KvLayout
+from kvtier.observe.metrics import Metrics
+from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.runtime.arena import PageLock
+from kvtier.runtime.counting import Counting, Gauges
+from kvtier.runtime.desk import Desk
+from kvtier.runtime.fleet import Below, LocalRank
+from kvtier.runtime.jobs import Observer
+from kvtier.runtime.rank import open_rank
+from kvtier.runtime.session import LocalSession
+from kvtier.tier.base import Tier
+
+NO_TIERS: Final[Mapping[str, Tier]] = MappingProxyType({})
+
+CHUNK_TOKENS_MIN = 256
+"""Smallest automatic chunk: below it objects get too small for a drive's bandwidth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session and what an engine adapter needs beside it."""
+
+    session: Desk
+    root: bytes
+    """32-byte keyed root of every key chain of this model in this store. Secret."""
+    tiers: dict[str, Tier]
+    """Those that are open in this process."""
+    metrics: Metrics
+    slots: tuple[int, ...]
+
+
+def choose_chunk_tokens(wanted: int, alignment: int) -> int:
+    """Tokens of a chunk: `wanted`, or when it is 0 the smallest multiple of `alignment` that is at least 256.
+
+    Args:
+        wanted: the setting `store.chunk_tokens`.
+        alignment: tokens to which the engine's hits are aligned, such as its block size.
+
+    Raises:
+        ConfigError: `wanted` is not a multiple of `alignment`.
+    """
+    if wanted == 0:
+        return -(-CHUNK_TOKENS_MIN // alignment) * alignment
+    if wanted % alignment:
+        raise ConfigError(
+            f"store.chunk_tokens = {wanted} does not fit the engine; allowed: multiples of its {alignment} tokens"
+        )
+    return wanted
+
+
+def open_session(
+    config: Config,
+    layout: KvLayout,
+    fingerprint_digest: bytes,
+    copier: Copier,
+    *,
+    page_lock: PageLock | None = None,
+) -> Opened:
+    """Open every part that `config` names, in this process, and start the threads.
+
+    Args:
+        config: the settings.
+        layout: the model's KV groups.
+        fingerprint_digest: 32 bytes, `Fingerprint.digest`.
+        copier: moves bytes between the engine's blocks and host slots.
+        page_lock: page-locks host memory, where a device wants it.
+
+    Raises:
+        ConfigError: a setting is wrong or a place cannot be used. Nothing stays open.
+        TierError: a place failed while it was opened.
+        RuntimeError: the system gives no more threads.
+    """
+    rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock)
+    try:
+        below = Below(LocalRank(rank.mover), rank.slots, tuple(rank.tiers))
+        return open_core(config, layout, fingerprint_digest, below, tiers=rank.tiers, on_close=rank.close)
+    except BaseException:
+        rank.close(5.0)
+        raise
+
+
+def open_core(
+    config: Config,
+    layout: KvLayout,
+    fingerprint_digest: bytes,
+    below: Below,
+    *,
+    tiers: Mapping[str, Tier] = NO_TIERS,
+    on_close: Callable[[float], None] = lambda _seconds: None,
+    observer: Observer | None = None,
+) -> Opened:
+    """Open a session over ranks that are open already, here or in other processes, and start its thread.
+
+    Args:
+        config: the settings that the ranks were opened with.
+        layout: of one rank; a chunk has the same number of bytes on each.
+        fingerprint_digest: 32 bytes, `Fingerprint.digest`.
+        below: the ranks.
+        tiers: those that are open in this process, to tell how full they are; without them that gauge is missing.
+        on_close: called once when the session has ended, with the seconds that are left.
+        observer: told of every command and every answer, in the session's thread, after they were counted.
+
+    Raises:
+        ConfigError: a setting is wrong, or the store's secret can be neither read nor made.
+    """
+    metrics = Metrics()
+    # After the tiers were opened: the secret lies in the directory that one of them may just have made.
+    root = root_key(_secret(config), fingerprint_digest, layout.chunk_tokens)
+    cache = Cache(
+        layout=layout,
+        slots=below.slots,
+        tiers=below.tiers,
+        evictor=lambda: make_evictor(config.host.evictor),
+        admitter=make_admitter("all"),
+        limits=_limits(config),
+    )
+    session = LocalSession(
+        cache,
+        below.mover,
+        on_close=on_close,
+        on_second=Gauges(metrics, cache, layout, tiers),
+        metrics=metrics,
+        observer=Counting(metrics, observer),
+    )
+    return Opened(Desk(session), root, dict(tiers), metrics, below.slots)
+
+
+def _secret(config: Config) -> Secret:
+    if config.store.secret is not None:
+        return config.store.secret
+    if config.store.secret_file is not None:
+        return load_or_create(config.store.secret_file)
+    for path in (config.directory.path, config.disk.path):
+        if path is not None:
+            return load_or_create(path / "secret")
+    return Secret(secrets.token_bytes(SECRET_BYTES))  # nothing outlives the process, so neither need the names
+
+
+def _limits(config: Config) -> Limits:
+    limits = config.limits
+    return Limits(
+        gathers=limits.stores_in_flight,
+        scatters=limits.scatters_in_flight,
+        promotes=limits.loads_in_flight,
+        demotes=limits.demotes_in_flight,
+        waiting_chunks=limits.waiting_chunks,
+        requests=limits.requests,
+        probe_deadline_s=limits.probe_deadline_s,
+        load_deadline_s=limits.load_deadline_s,
+        transfer_deadline_s=limits.transfer_deadline_s,
+        store_patience_s=limits.store_patience_s,
+        tier_failures=limits.tier_failures,
+        tier_retry_s=limits.tier_retry_s,
+        write_policy=WritePolicy(config.store.write_policy),
+        selective_uses=config.store.selective_uses,
+    )

@@ -1,0 +1,151 @@
+"""One rank's part below the core: its tiers, its slots, and the mover between them and its engine."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from kvtier.codec.frame import frame_bytes
+from kvtier.codec.registry import by_name
+from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
+from kvtier.device.base import Copier
+from kvtier.errors import ConfigError, KvError
+from kvtier.layout import KvLayout
+from kvtier.policy.registry import make_evictor
+from kvtier.runtime.arena import Arena, PageLock, slots_for
+from kvtier.runtime.mover import Mover, Threads
+from kvtier.tier.base import Tier
+from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.disk import DiskTier
+
+logger = logging.getLogger(__name__)
+
+TIERS_DEADLINE_S_MIN = 1.0
+"""A tier that was well until now gets a moment for its index even when the flush took all the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one rank owns. Its session may live here or in another process."""
+
+    number: int
+    ranks: int
+    slots: tuple[int, ...]
+    """Slots of each group, the same on every rank."""
+    mover: Mover
+    tiers: dict[str, Tier]
+    arena: Arena
+
+    def close(self, deadline_s: float) -> None:
+        """End the threads, close the tiers and give the memory back, in about `deadline_s` seconds. Twice is fine."""
+        until_s = time.monotonic() + deadline_s
+        self.mover.close(deadline_s)
+        close_tiers(self.tiers, max(TIERS_DEADLINE_S_MIN, until_s - time.monotonic()))
+        self.arena.close()
+
+
+def open_rank(
+    config: Config,
+    layout: KvLayout,
+    fingerprint_digest: bytes,
+    copier: Copier,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    page_lock: PageLock | None = None,
+) -> Rank:
+    """Open the tiers that `config` names, take host memory and start the mover's threads.
+
+    Args:
+        config: the settings, the same on every rank; `host.capacity_bytes` is divided among the ranks.
+        layout: this rank's KV groups.
+        fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
+        copier: moves bytes between this rank's blocks and host slots.
+        rank: number of this rank, from 0.
+        ranks: how many there are.
+        page_lock: page-locks host memory, where a device wants it.
+
+    Raises:
+        ConfigError: a setting is wrong or a place cannot be used. Nothing stays open.
+        TierError: a place failed while it was opened.
+        RuntimeError: the system gives no more threads.
+    """
+    slots = slots_for(layout, config.host.capacity_bytes, ranks)
+    codec = by_name(config.store.codec)
+    tiers: dict[str, Tier] = {}
+    try:
+        if config.directory.path is not None:
+            tiers["directory"] = _directory(config.directory)
+        if config.disk.path is not None:
+            tiers["disk"] = _disk(config.disk, layout, rank, ranks)
+        arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
+        mover = Mover(
+            layout=layout,
+            rank=rank,
+            fingerprint=fingerprint_digest,
+            arena=arena,
+            copier=copier,
+            tiers=tiers,
+            codec=codec,
+            threads=_threads(config),
+        )
+    except BaseException:
+        close_tiers(tiers, 5.0)
+        raise
+    return Rank(rank, ranks, slots, mover, tiers, arena)
+
+
+def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
+    """Close every tier, each in a thread of its own, so that a hanging one costs `deadline_s` seconds at most."""
+
+    def close(name: str, tier: Tier) -> None:
+        try:
+            tier.close()
+        except KvError as error:
+            logger.warning("tier %s did not close well: %s", name, error)
+
+    closers = [
+        threading.Thread(target=close, args=item, name=f"kvtier-close-{item[0]}", daemon=True) for item in tiers.items()
+    ]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(deadline_s)
+
+
+def _directory(config: DirectoryConfig) -> DirectoryTier:
+    assert config.path is not None
+    return DirectoryTier(
+        config.path,
+        capacity_bytes=config.capacity_bytes,
+        direct_io=config.direct_io,
+        shared=config.shared,
+        evictor=make_evictor(config.evictor),
+    )
+
+
+def _disk(config: DiskConfig, layout: KvLayout, rank: int, ranks: int) -> DiskTier:
+    """This rank's part of the disk tier: a store of its own, so that ranks share no lock."""
+    assert config.path is not None
+    tier = DiskTier(
+        config.path / f"rank-{rank}",
+        capacity_bytes=config.capacity_bytes // ranks,
+        direct_io=config.direct_io,
+        reserve_bytes=config.reserve_bytes,
+        sync_interval_s=config.sync_interval_s,
+        write_bytes_per_day=config.write_bytes_per_day,
+    )
+    largest = max(frame_bytes(group) for group in layout.groups)
+    if largest > tier.frame_bytes_max:
+        tier.close()
+        raise ConfigError(
+            f"disk.capacity_bytes = {config.capacity_bytes} is too small: a chunk of {layout.chunk_tokens} tokens of "
+            f"this model takes {largest} bytes, and a segment for each of {ranks} ranks has {tier.frame_bytes_max}"
+        )
+    return tier
+
+
+def _threads(config: Config) -> Threads:
+    """Every tier has lanes of its own with that many threads: what the most demanding one is set to."""
+    wanted = [tier for tier in (config.directory, config.disk) if tier.path is not None] or [config.directory]
+    return Threads(read=max(tier.read_threads for tier in wanted), write=max(tier.write_threads for tier in wanted))

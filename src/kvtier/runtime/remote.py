@@ -1,0 +1,271 @@
+"""A rank's mover in another process, as the core's process sees it.
+
+    submit, cancel      into the outbox, which `take` sends in one piece: commands that belong together travel together
+    tell                sent at once
+    a reader thread     turns what comes back into answers
+
+How it ends: this side stops sending; the other withdraws what has not begun, waits for what runs, answers it and hangs
+up. So the end of the stream means that nothing there touches the engine's blocks or the slots any more, as it does
+when the process dies. Only then is everything that is open answered; a process that merely no longer speaks is left
+its scatters, because it may wake up and go on writing to the engine's blocks. (Nothing more is held up by that: an
+engine cannot take a step without that worker.)
+"""
+
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from kvtier.runtime.answers import Answers
+from kvtier.runtime.fleet import RETRY_S, Note
+from kvtier.runtime.jobs import Settled, Work
+from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
+from kvtier.runtime.mover import CLOSED
+from kvtier.types import Cancel, Command, Link, Outcome, Probe, Transfer
+
+SILENCE_S = 1.0
+"""After this long without a word the other side is looked after."""
+
+HUNG_S = 30.0
+"""A process that does not answer a ping for this long is given up. It may be busy, so this is long: tiers have their
+own deadlines in the core."""
+
+OUTBOX_BYTES_MAX = 32 << 20
+RECV_BYTES = 1 << 16
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteMover:
+    """One rank's mover in another process (`RankMover`).
+
+    Args:
+        connection: connected, and each side knows the other; from now on ours.
+        name: of the rank, for the log.
+        hung_s: how long the other side may leave a ping unanswered while commands are open.
+
+    `take` and `close` are for one owner thread, everything else for any.
+    """
+
+    def __init__(self, connection: socket.socket, name: str, *, hung_s: float = HUNG_S) -> None:
+        self._socket = connection
+        self._name = name
+        self._hung_s = hung_s
+        set_timeout(connection, socket.SO_RCVTIMEO, min(SILENCE_S, hung_s))
+        self._process = _process_of(connection)
+        self._lock = threading.Lock()
+        self._outbox = bytearray()
+        self._open: dict[int, Work] = {}
+        self._last_number = 0
+        self._lost = ""
+        self._is_closed = False
+        self._pinged_s: float | None = None
+        """When it was asked whether it is there, if it has said nothing since."""
+        self._leaving: Callable[[], None] = lambda: None
+        self._answers = Answers()
+        self._put: Callable[[Settled], None] = self._answers.put
+        self._reader = threading.Thread(target=self._read, name=f"kvtier {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def lost(self) -> str:
+        """See `Ranks`."""
+        return self._lost
+
+    def submit(self, command: Command) -> None:
+        """See `Obedient`; sent with the next `take` or `flush`."""
+        if isinstance(command, Cancel):
+            self.cancel(command.ids)
+            return
+        with self._lock:
+            refusal = (Outcome.CANCELLED, CLOSED) if self._is_closed else (Outcome.FAILED, self._lost)
+            if not refusal[1]:
+                self._last_number += 1
+                try:
+                    self._post(Order(self._last_number, command))
+                except WireError as error:
+                    refusal = (Outcome.FAILED, str(error))
+                else:
+                    self._open[self._last_number] = command
+                    return
+        self._put(Settled(command, refusal[0], detail=refusal[1]))
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """See `Obedient`; sent with the next `take` or `flush`."""
+        with self._lock, suppress(WireError):  # only a wish
+            self._post(Cancel(tuple(ids)))
+
+    def take(self, wait_s: float = 0.0) -> list[Settled]:
+        """See `Obedient`. Also returns early, perhaps with nothing, while the other side reads slowly."""
+        return self._answers.take(wait_s if self.flush() else min(wait_s, RETRY_S))
+
+    def wake(self) -> None:
+        """See `Obedient`."""
+        self._answers.wake()
+
+    def answer_to(self, put: Callable[[Settled], None]) -> None:
+        """See `RankMover`."""
+        self._put = put
+
+    def when_leaving(self, act: Callable[[], None]) -> None:
+        """See `Ranks`."""
+        self._leaving = act
+
+    def flush(self) -> bool:
+        """See `RankMover`."""
+        if not self._outbox:
+            return True
+        with self._lock:
+            while self._outbox:
+                try:
+                    sent = self._socket.send(self._outbox, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return False
+                except OSError:
+                    self._outbox.clear()  # the reader hears of it
+                else:
+                    del self._outbox[:sent]
+        return True
+
+    def tell(self, note: Note) -> None:
+        """See `Ranks`."""
+        with self._lock, suppress(WireError):  # as good as lost, and a lost rank does not hear it
+            self._post(note)
+        self.flush()
+
+    def close(self, deadline_s: float) -> bool:
+        """See `Obedient`. What the other side is still doing then is answered when it ends."""
+        until_s = time.monotonic() + deadline_s
+        with self._lock:
+            self._is_closed = True
+        while not self.flush() and time.monotonic() < until_s:
+            time.sleep(RETRY_S)
+        self._stop_sending()
+        self._reader.join(max(0.0, until_s - time.monotonic()))
+        return not self._reader.is_alive()
+
+    # ---- under the lock --------------------------------------------------------------------------------------------
+
+    def _post(self, message: Message) -> None:
+        if self._is_closed or self._lost:
+            return
+        frame = encode(message)
+        if len(self._outbox) + len(frame) > OUTBOX_BYTES_MAX:
+            raise WireError(f"{len(self._outbox)} bytes wait for a process that does not read")
+        self._outbox += frame
+
+    # ---- the reader's thread ---------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        frames: Frames | None = Frames()
+        while True:
+            try:
+                data = self._socket.recv(RECV_BYTES)
+            except BlockingIOError:
+                if self._has_ended():
+                    break
+                self._look_after()
+                continue
+            except OSError:
+                break
+            if not data:
+                break
+            self._pinged_s = None
+            if frames is not None:
+                try:
+                    for body in frames.feed(data):
+                        self._hear(decode(body))
+                except WireError as error:
+                    frames = None  # whatever else it says
+                    self._lose(str(error), is_gone=False)
+        self._lose("its process has ended", is_gone=True)
+        with self._lock:
+            self._socket.close()
+        if self._process is not None:
+            os.close(self._process)
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, Ping):
+            return
+        if isinstance(message, Leave):
+            self._leaving()
+            return
+        if not isinstance(message, Answer):
+            raise WireError(f"{type(message).__name__} is nothing that a rank says")
+        with self._lock:
+            command = self._open.get(message.number)
+            if command is None:
+                return  # it was given up
+            wanted = len(command.objects) if isinstance(command, Probe) and message.outcome is Outcome.DONE else 0
+            if len(message.present) != wanted:
+                raise WireError(f"{len(message.present)} answers to {wanted} questions")
+            del self._open[message.number]
+        self._put(Settled(command, *message[1:]))
+
+    def _look_after(self) -> None:
+        """It has said nothing for a while."""
+        now_s = time.monotonic()
+        if not self._open or self._lost or self._is_closed:
+            return
+        if self._pinged_s is None:
+            self._pinged_s = now_s
+            with self._lock, suppress(WireError):  # then it does not read, and that will show
+                self._post(Ping())
+            self.flush()
+        elif now_s - self._pinged_s > self._hung_s:
+            self._lose(f"its process has not answered for {now_s - self._pinged_s:.0f} s", is_gone=False)
+
+    def _has_ended(self) -> bool:
+        """Whether the process is dead although the stream is open: a child of it may have inherited its end."""
+        if self._process is None:
+            return False
+        question = select.poll()
+        question.register(self._process, select.POLLIN)
+        return bool(question.poll(0))
+
+    def _lose(self, why: str, *, is_gone: bool) -> None:
+        """Answer what is open and never again anything but FAILED. Twice is fine: the rest, when it is gone."""
+        with self._lock:
+            detail = self._lost or (CLOSED if self._is_closed else f"{self._name} is lost: {why}")
+            is_news = detail not in (self._lost, CLOSED)
+            if is_news:
+                self._lost = detail
+            self._outbox.clear()
+            failed = [number for number, command in self._open.items() if is_gone or not _writes_to_blocks(command)]
+            commands = [self._open.pop(number) for number in failed]
+        if is_news:
+            logger.error("%s; nothing is loaded or stored any more, everything is computed", detail)
+        for command in commands:
+            self._put(Settled(command, Outcome.FAILED, detail=detail))
+        self._stop_sending()
+
+    def _stop_sending(self) -> None:
+        with self._lock:
+            try:
+                self._socket.shutdown(socket.SHUT_WR)
+            except OSError:
+                return  # it has hung up already
+
+
+def _writes_to_blocks(command: Work) -> bool:
+    return isinstance(command, Transfer) and command.link is Link.SCATTER
+
+
+def set_timeout(connection: socket.socket, which: int, seconds: float) -> None:
+    """How long a blocking `recv` (SO_RCVTIMEO) or `send` (SO_SNDTIMEO) waits before it raises BlockingIOError."""
+    whole = int(seconds)
+    connection.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
+
+
+def _process_of(connection: socket.socket) -> int | None:
+    """A handle that becomes readable when the process at the other end dies; None where the system gives none."""
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

@@ -1,0 +1,406 @@
+"""One rank's mover, served to the process that has the core, over a Unix-domain socket in a private directory.
+
+    worker                                       the core's process
+    RankServer(rank, on_note)
+        .handshake   -- some way of the engine's -->  connect([handshake, ...])
+        reader thread    <-- orders, notes --         RemoteMover, or Fleet of several
+        mover's threads  --  answers      -->
+
+The one that connects first is the only one, ever: slots belong to the core that they were promised to. Each side shows
+that it knows the key in the handshake, without saying it. What is said then is in `messages`, how it ends in `remote`.
+"""
+
+import hmac
+import logging
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.errors import ConfigError
+from kvtier.runtime.fault_log import FaultLog
+from kvtier.runtime.fleet import Below, Fleet, LocalRank, Note, RankMover
+from kvtier.runtime.jobs import Settled, Work
+from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
+from kvtier.runtime.rank import Rank
+from kvtier.runtime.remote import HUNG_S, RECV_BYTES, RemoteMover, set_timeout
+from kvtier.types import Cancel, Drop, Outcome
+
+GREETING_S = 5.0
+"""How long one greeting may take."""
+
+SEND_S = 10.0
+"""A core that does not read an answer for this long is given up."""
+
+IDLE_S = 60.0
+"""A thread that has nothing to do looks around after this long."""
+
+DRAIN_STEP_S = 0.01
+CLOCKS_APART_S_MAX = 0.1
+
+_MAGIC = b"kvtier 1"
+"""Ends with the version of what is said."""
+_KEY_BYTES = 32
+_CLOCK = struct.Struct("<d")
+
+logger = logging.getLogger(__name__)
+
+_SERVED: "dict[str, RankServer]" = {}
+"""Those in this process, by their address."""
+
+
+class RankServer:
+    """Lets the core's process command a rank.
+
+    Args:
+        rank: stays the caller's, to be closed before this.
+        on_note: hears, in order, what the core's side tells; in a thread of ours, or where the core is in this process
+            in the thread that tells it. Must be quick and must not raise.
+
+    Raises:
+        ConfigError: no socket can be made in the directory for temporary files.
+    """
+
+    def __init__(self, rank: Rank, on_note: Callable[[Note], None]) -> None:
+        self._rank = rank
+        self._on_note = on_note
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self._is_closing = False
+        self._peer: socket.socket | None = None
+        self._here: LocalRank | None = None
+        self._is_leaving = False
+        self._is_mute = False
+        self._open: dict[int, tuple[int, Work]] = {}
+        """By the identity of the command: its number on the wire."""
+        self._refusals = FaultLog()
+        self._listener, self.address = _listen()
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, Path(self.address).parent, ignore_errors=True)
+        """Also when the process ends and nobody has come or closed this."""
+        _SERVED[self.address] = self
+        self._thread = threading.Thread(target=self._serve, name=f"kvtier rank {rank.number} server", daemon=True)
+        self._thread.start()
+
+    @property
+    def handshake(self) -> dict[str, Any]:
+        """What `connect` needs, as plain JSON values. Secret: whoever has it commands this rank."""
+        rank = self._rank
+        return {
+            "address": self.address,
+            "key": self._key.hex(),
+            "pid": os.getpid(),
+            "rank": rank.number,
+            "ranks": rank.ranks,
+            "slots": list(rank.slots),
+            "tiers": list(rank.tiers),
+        }
+
+    def take_here(self) -> LocalRank:
+        """This rank for a core in this process; nobody else can connect any more.
+
+        Raises:
+            WireError: somebody has connected.
+        """
+        if not self._take():
+            raise WireError(f"rank {self._rank.number} is taken")
+        self._stop_listening()
+        self._here = LocalRank(self._rank.mover, self._on_note)
+        return self._here
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the core is in this process."""
+        return self._here is not None
+
+    def leave(self, deadline_s: float) -> bool:
+        """Tell the core that this process is about to end, and wait until it has hung up, at most `deadline_s` seconds.
+
+        Returns:
+            Whether nobody needs this rank any more: the core has hung up, or there was none.
+        """
+        if self._here is not None:
+            return self._here.leave(deadline_s)
+        self._is_leaving = True
+        if not self._is_taken:
+            return True
+        self._send(encode(Leave()))
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def close(self, deadline_s: float = 5.0) -> bool:
+        """Hang up, once what runs has ended, at most `deadline_s` seconds from now; whether it has. Twice is fine."""
+        self._take()
+        self._stop_listening()
+        with self._lock:
+            self._is_closing = True
+            if self._peer is not None:
+                _shut(self._peer, socket.SHUT_RD)
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def _take(self) -> bool:
+        with self._lock:
+            was_taken, self._is_taken = self._is_taken, True
+        return not was_taken
+
+    def _stop_listening(self) -> None:
+        _SERVED.pop(self.address, None)
+        _shut(self._listener, socket.SHUT_RDWR)  # wakes an `accept`; closing would not
+        self._remove_folder()
+
+    # ---- the reader's thread ---------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        with self._listener:
+            peer = self._accept()
+        if peer is None:
+            return
+        with peer:
+            try:
+                self._obey(peer)
+            except WireError as error:
+                logger.warning("rank %d hears nonsense and hangs up: %s", self._rank.number, error)
+            finally:
+                self._drain()
+
+    def _accept(self) -> socket.socket | None:
+        """The first that knows the key; None when there will be none."""
+        # Not `settimeout`: then it would poll, which a shutdown does not wake.
+        set_timeout(self._listener, socket.SO_RCVTIMEO, IDLE_S)
+        while not self._is_taken:
+            try:
+                peer, _ = self._listener.accept()
+            except BlockingIOError:
+                continue
+            except OSError:
+                return None
+            try:
+                _greet(peer, self._key, time.monotonic() + GREETING_S)
+            except (WireError, OSError) as error:
+                peer.close()
+                self._refusals.tell(f"rank {self._rank.number}: a connection was refused", str(error))
+                continue
+            if self._take():
+                return self._welcome(peer)
+            peer.close()
+        return None
+
+    def _welcome(self, peer: socket.socket) -> socket.socket:
+        self._rank.mover.answer_to(self._answer)
+        peer.settimeout(None)
+        set_timeout(peer, socket.SO_RCVTIMEO, IDLE_S)
+        set_timeout(peer, socket.SO_SNDTIMEO, SEND_S)
+        with self._lock:
+            self._peer = peer
+            if self._is_closing:
+                _shut(peer, socket.SHUT_RD)
+        self._stop_listening()
+        if self._is_leaving:
+            self._send(encode(Leave()))
+        return peer
+
+    def _obey(self, peer: socket.socket) -> None:
+        frames = Frames()
+        while True:
+            try:
+                data = peer.recv(RECV_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                return
+            if not data:
+                return
+            for body in frames.feed(data):
+                self._hear(decode(body))
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, Order):
+            command = message.command
+            self._open[id(command)] = (message.number, command)
+            try:
+                self._rank.mover.submit(command)
+            except ValueError as error:
+                self._answer(Settled(command, Outcome.FAILED, detail=str(error)))
+        elif isinstance(message, Cancel):
+            self._rank.mover.cancel(message.ids)
+        elif isinstance(message, Note):
+            self._on_note(message)
+        elif isinstance(message, Ping):
+            self._send(encode(message))
+        else:
+            raise WireError(f"{type(message).__name__} is nothing that a core says")
+
+    def _drain(self) -> None:
+        """Nobody waits for answers any more, but hanging up says that nothing runs."""
+        waiting = [command.id for _, command in list(self._open.values()) if not isinstance(command, Drop)]
+        self._rank.mover.cancel(waiting)
+        while self._open:
+            time.sleep(DRAIN_STEP_S)
+        with self._lock:
+            self._peer = None
+
+    # ---- any thread ------------------------------------------------------------------------------------------------
+
+    def _answer(self, settled: Settled) -> None:
+        number, _ = self._open[id(settled.command)]
+        self._send(encode(Answer(number, *settled[1:])))
+        del self._open[id(settled.command)]
+
+    def _send(self, frame: bytes) -> None:
+        with self._lock:
+            if self._is_mute or self._peer is None:
+                return
+            try:
+                self._peer.sendall(frame)
+            except OSError:
+                # Half a message may be out, so nothing can follow. The reader sees the end and withdraws what waits.
+                self._is_mute = True
+                _shut(self._peer, socket.SHUT_RD)
+
+
+class _Handshake(NamedTuple):
+    address: str
+    key: bytes
+    pid: int
+    rank: int
+    ranks: int
+    slots: tuple[int, ...]
+    tiers: tuple[str, ...]
+
+
+def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *, hung_s: float = HUNG_S) -> Below:
+    """Connect to every rank of an engine; one in this process is used directly.
+
+    Args:
+        handshakes: of all ranks, in any order: `RankServer.handshake`.
+        deadline_s: seconds for all of it.
+        hung_s: how long a rank's process may leave us without a word before it is given up.
+
+    Raises:
+        WireError: a rank is missing, cannot be reached, or differs from the others. Nothing stays connected.
+    """
+    until_s = time.monotonic() + deadline_s
+    told = sorted((_read(handshake) for handshake in handshakes), key=lambda one: one.rank)
+    numbers = [one.rank for one in told]
+    if not told or numbers != list(range(told[0].ranks)):
+        raise WireError(
+            f"ranks {numbers} have come up; expected {told[0].ranks if told else 'some'} of them, from 0 on"
+        )
+    for one in told:
+        if one[4:] != told[0][4:]:
+            raise WireError(
+                f"rank {one.rank} has {one.slots} slots and tiers {one.tiers}, rank 0 {told[0].slots} and "
+                f"{told[0].tiers}; they must be opened with the same settings"
+            )
+    ranks: list[RankMover] = []
+    try:
+        for one in told:
+            here = _SERVED.get(one.address) if one.pid == os.getpid() else None
+            ranks.append(here.take_here() if here is not None else _dial(one, until_s, hung_s))
+    except BaseException:
+        for rank in ranks:
+            rank.close(0.0)
+        raise
+    return Below(ranks[0] if len(ranks) == 1 else Fleet(ranks), told[0].slots, told[0].tiers)
+
+
+def _read(handshake: Mapping[str, Any]) -> _Handshake:
+    try:
+        return _Handshake(
+            str(handshake["address"]),
+            bytes.fromhex(handshake["key"]),
+            int(handshake["pid"]),
+            int(handshake["rank"]),
+            int(handshake["ranks"]),
+            tuple(map(int, handshake["slots"])),
+            tuple(map(str, handshake["tiers"])),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        # Without the values: one of them is the key.
+        raise WireError(f"a handshake with the fields {', '.join(map(str, handshake))} is none of ours") from error
+
+
+def _dial(one: _Handshake, until_s: float, hung_s: float) -> RemoteMover:
+    name = f"rank {one.rank} (process {one.pid})"
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(max(0.001, until_s - time.monotonic()))
+        connection.connect(one.address)
+        _greet_back(connection, one.key, until_s)
+        connection.settimeout(None)
+        return RemoteMover(connection, name, hung_s=hung_s)
+    except (OSError, WireError) as error:
+        connection.close()
+        advice = "all ranks must run on one machine, and no other core may have taken them"
+        raise WireError(f"{name} cannot be reached at {one.address}: {error}; {advice}") from error
+
+
+def _greet(peer: socket.socket, key: bytes, until_s: float) -> None:
+    """The server's side: both show that they know the key, and that their clock is the same."""
+    mine = secrets.token_bytes(_KEY_BYTES)
+    peer.sendall(_MAGIC + mine)
+    heard = _receive(peer, 2 * _KEY_BYTES, until_s)
+    theirs = heard[:_KEY_BYTES]
+    if not hmac.compare_digest(heard[_KEY_BYTES:], _proof(key, b"core", mine, theirs)):
+        raise WireError("it does not know the key")
+    peer.sendall(_proof(key, b"rank", mine, theirs) + _CLOCK.pack(time.monotonic()))
+
+
+def _greet_back(connection: socket.socket, key: bytes, until_s: float) -> None:
+    """The core's side."""
+    heard = _receive(connection, len(_MAGIC) + _KEY_BYTES, until_s)
+    if heard[: len(_MAGIC)] != _MAGIC:
+        raise WireError("it is no rank of this version of kvtier")
+    theirs, mine = heard[len(_MAGIC) :], secrets.token_bytes(_KEY_BYTES)
+    sent_s = time.monotonic()
+    connection.sendall(mine + _proof(key, b"core", theirs, mine))
+    heard = _receive(connection, _KEY_BYTES + _CLOCK.size, until_s)
+    if not hmac.compare_digest(heard[:_KEY_BYTES], _proof(key, b"rank", theirs, mine)):
+        raise WireError("it does not know the key")
+    (clock_s,) = _CLOCK.unpack(heard[_KEY_BYTES:])
+    if not sent_s - CLOCKS_APART_S_MAX <= clock_s <= time.monotonic() + CLOCKS_APART_S_MAX:
+        raise WireError(f"its clock is {clock_s - sent_s:.1f} s ahead of ours; they must share one time namespace")
+
+
+def _proof(key: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
+    # The role keeps what one side has shown from being shown back to it.
+    return hmac.digest(key, role + server + client, "sha256")
+
+
+def _receive(connection: socket.socket, size_bytes: int, until_s: float) -> bytes:
+    heard = b""
+    while len(heard) < size_bytes:
+        connection.settimeout(max(0.001, until_s - time.monotonic()))
+        piece = connection.recv(size_bytes - len(heard))
+        if not piece:
+            raise WireError("it has hung up")
+        heard += piece
+    return heard
+
+
+def _listen() -> tuple[socket.socket, str]:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        address = str(Path(tempfile.mkdtemp(prefix="kvtier-")) / "rank")  # mode 0700
+        listener.bind(address)
+        listener.listen(1)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"no socket can be made in {tempfile.gettempdir()} (TMPDIR): {error}") from error
+    return listener, address
+
+
+def _shut(connection: socket.socket, how: int) -> None:
+    try:
+        connection.shutdown(how)
+    except OSError:
+        return  # it was over already

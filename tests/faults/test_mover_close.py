@@ -1,0 +1,103 @@
+"""Closing in every state: everything is answered exactly once, nothing new begins."""
+
+import pytest
+from mover_world import WAIT_S, HangingTier, World
+
+from kvtier.runtime.jobs import Threads, Work
+from kvtier.runtime.mover import CLOSED
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import Link, Outcome
+
+
+def _world(*hanging: str) -> tuple[World, HangingTier]:
+    tier = HangingTier(MemoryTier(capacity_bytes=1 << 24))
+    world = World({"memory": tier}, threads=Threads(device=1, read=1, write=1))
+    world.stored(1, 2)
+    tier.hanging = set(hanging)
+    return world, tier
+
+
+def test_unused() -> None:
+    world, _ = _world()
+    assert world.mover.close(WAIT_S)
+    assert world.mover.take(0.0) == []
+    assert world.mover.close(WAIT_S), "twice is fine"
+
+
+def test_submitted_but_not_begun() -> None:
+    world, tier = _world("read")
+    first, *rest = (world.transfer(Link.PROMOTE, 1, slot) for slot in range(4))
+    world.mover.submit(first)
+    tier.wait_begun()
+    for command in rest:
+        world.mover.submit(command)
+    assert not world.mover.close(0.0)
+    assert [(settled.command, settled.outcome) for settled in world.take(3)] == [
+        (command, Outcome.CANCELLED) for command in rest
+    ]
+    tier.release.set()
+    assert world.mover.close(WAIT_S)
+    assert [(settled.command, settled.outcome) for settled in world.take(1)] == [(first, Outcome.DONE)]
+
+
+def test_running_work_is_waited_for() -> None:
+    world, tier = _world("read")
+    command = world.transfer(Link.PROMOTE, 1, 3)
+    world.mover.submit(command)
+    tier.wait_begun()
+    tier.release.set()
+    assert world.mover.close(WAIT_S)
+    (settled,) = world.mover.take()
+    assert (settled.command, settled.outcome) == (command, Outcome.DONE)
+    assert world.is_in_slot(1, 3)
+
+
+def test_finished_but_not_taken() -> None:
+    world, tier = _world("contains", "read")
+    promote, probe = world.transfer(Link.PROMOTE, 1, 3), world.probe([(1, 0)])
+    world.mover.submit(promote)
+    world.mover.submit(probe)
+    tier.wait_begun(2)
+    tier.release.set()
+    assert world.mover.close(WAIT_S)
+    assert {settled.command: settled.outcome for settled in world.take(2)} == {
+        promote: Outcome.DONE,
+        probe: Outcome.DONE,
+    }
+
+
+@pytest.mark.parametrize("closes", [1, 2])
+def test_after_it_nothing_begins(closes: int) -> None:
+    world, _ = _world()
+    for _ in range(closes):
+        assert world.mover.close(WAIT_S)
+    world.spoil(3)
+    commands: list[Work] = [
+        world.transfer(Link.PROMOTE, 1, 3),
+        world.transfer(Link.GATHER, 1, 3),
+        world.transfer(Link.DEMOTE, 1, 3),
+        world.transfer(Link.SCATTER, 1, 3),
+        world.probe([(1, 0)]),
+        world.drop(1),
+    ]
+    for settled in world.run(*commands):
+        assert (settled.outcome, settled.detail, settled.is_tier_fault) == (Outcome.CANCELLED, CLOSED, False)
+    assert world.mover.take(0.0) == []
+    world.mover.cancel([1])
+
+
+def test_nothing_that_was_answered_done_is_undone() -> None:
+    world, _ = _world()
+    for chunk in range(6):
+        world.mover.submit(world.transfer(Link.GATHER, chunk, chunk))
+    gathered = {settled.command.slot for settled in world.take(6) if settled.outcome is Outcome.DONE}  # type: ignore[union-attr]
+    for slot in gathered:
+        world.mover.submit(world.transfer(Link.DEMOTE, slot, slot))
+    world.mover.close(WAIT_S)
+    answers = world.take(6)
+    held = world.tiers["memory"].contains([world.name(chunk) for chunk in range(6)])
+    for settled in answers:
+        chunk = settled.command.slot  # type: ignore[union-attr]
+        assert settled.outcome in (Outcome.DONE, Outcome.CANCELLED)
+        if settled.outcome is Outcome.DONE:
+            assert held[chunk]

@@ -1,0 +1,135 @@
+"""The n-th call of a tier or a copier goes wrong, for every n and every way: no wrong byte is DONE, nothing hangs."""
+
+import logging
+
+import pytest
+from mover_world import CHUNKS, NthCallCopier, NthCallTier, World, threads_may_exit
+
+from kvtier.codec import registry
+from kvtier.runtime.jobs import Settled
+from kvtier.runtime.links import NOT_ADMITTED
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import Link, Outcome, Transfer
+
+CALLS_MAX = 60
+
+
+def _there_and_back(world: World) -> list[Settled]:
+    """Chunks go down, are asked for, come back to other slots and other blocks, and one is dropped."""
+    answers: list[Settled] = []
+    for chunk in (1, 2):
+        for group in (0, 1):
+            slot = chunk
+            answers += world.run(world.transfer(Link.GATHER, chunk, slot, group=group))
+            if answers[-1].outcome is not Outcome.DONE:
+                continue  # the core would not demote it either
+            assert world.is_in_slot(chunk, slot, group)
+            answers += world.run(world.transfer(Link.DEMOTE, chunk, slot, group=group))
+            world.spoil(slot, group)
+    answers += world.run(world.probe([(1, 0), (1, 1), (2, 0), (2, 1)]))
+    for chunk in (1, 2):
+        for group in (0, 1):
+            slot, place = chunk + 4, CHUNKS + chunk
+            answers += world.run(world.transfer(Link.PROMOTE, chunk, slot, group=group))
+            if answers[-1].outcome is not Outcome.DONE:
+                continue  # nor scatter it
+            assert world.is_in_slot(chunk, slot, group), "wrong bytes are DONE"
+            answers += world.run(world.transfer(Link.SCATTER, chunk, slot, group=group, place=place))
+            if answers[-1].outcome is Outcome.DONE:
+                assert world.is_at(chunk, place, group)
+    answers += world.run(world.drop(1))
+    assert world.mover.take() == [], "something was answered twice"
+    return answers
+
+
+def _failures(answers: list[Settled]) -> list[Settled]:
+    return [settled for settled in answers if settled.outcome is not Outcome.DONE]
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("way", NthCallTier.WAYS)
+def test_a_tier_whose_nth_call_goes_wrong(way: str, codec: str) -> None:
+    if codec == "zstd":
+        pytest.importorskip("zstandard")
+    for n in range(1, CALLS_MAX):
+        tier = NthCallTier(MemoryTier(capacity_bytes=1 << 24), n, way)
+        with threads_may_exit(), World({"memory": tier}, codec=registry.by_name(codec)) as world:
+            answers = _there_and_back(world)
+            for settled in _failures(answers):
+                assert settled.detail
+                is_fault = settled.outcome is Outcome.FAILED and settled.detail != NOT_ADMITTED
+                assert settled.is_tier_fault == is_fault
+            # Afterwards all is well again: the failure left nothing behind in the mover.
+            tier.n = 0
+            world.stored(3)
+            world.done(world.transfer(Link.PROMOTE, 3, 7))
+            assert world.is_in_slot(3, 7)
+        if tier.calls < n:
+            assert not _failures(answers)
+            return
+    raise AssertionError("the scenario never passed untouched")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, SystemExit])
+def test_a_copier_whose_nth_call_goes_wrong(error: type[BaseException]) -> None:
+    for n in range(1, CALLS_MAX):
+        copiers: list[NthCallCopier] = []
+
+        def wrap(copier: object, n: int = n, copiers: list[NthCallCopier] = copiers) -> NthCallCopier:
+            copiers.append(NthCallCopier(copier, n, error))  # type: ignore[arg-type]
+            return copiers[0]
+
+        with threads_may_exit(), World(wrap=wrap) as world:
+            answers = _there_and_back(world)
+            failed = [settled for settled in _failures(answers) if settled.outcome is Outcome.FAILED]
+            for settled in failed:
+                assert isinstance(settled.command, Transfer)
+                assert settled.command.link in (Link.GATHER, Link.SCATTER)
+                assert error.__name__ in settled.detail
+                assert not settled.is_tier_fault
+            if copiers[0].calls < n:
+                assert not _failures(answers)
+                return
+            assert len(failed) == 1
+    raise AssertionError("the scenario never passed untouched")
+
+
+def test_damage_is_corrupt_and_names_the_object() -> None:
+    for way in ("truncate", "too long", "flip", "flip padding", "other"):
+        tier = NthCallTier(MemoryTier(capacity_bytes=1 << 24), 0, way)
+        with World({"memory": tier}) as world:
+            world.stored(1, 2)
+            tier.n = tier.calls + 1
+            (settled,) = world.run(world.transfer(Link.PROMOTE, 1, 5))
+            assert settled.outcome is Outcome.CORRUPT, way
+            assert world.name(1).hex()[:12] in settled.detail
+            assert settled.size_bytes == 0
+
+
+def test_damage_that_was_written_is_corrupt_until_it_is_dropped() -> None:
+    tier = NthCallTier(MemoryTier(capacity_bytes=1 << 24), 1, "flip")
+    with World({"memory": tier}) as world:
+        world.stored(1)
+        for _ in range(2):
+            assert world.run(world.transfer(Link.PROMOTE, 1, 5))[0].outcome is Outcome.CORRUPT
+        world.done(world.drop(1))
+        assert world.run(world.transfer(Link.PROMOTE, 1, 5))[0].outcome is Outcome.ABSENT
+        world.stored(1)
+        world.done(world.transfer(Link.PROMOTE, 1, 5))
+        assert world.is_in_slot(1, 5)
+
+
+def test_faults_are_logged_but_not_each_one(caplog: pytest.LogCaptureFixture) -> None:
+    tier = MemoryTier(capacity_bytes=1 << 24)
+    with World({"memory": tier}) as world:
+        world.done(world.transfer(Link.GATHER, 1, 0))
+        caplog.clear()
+        world.done(world.transfer(Link.DEMOTE, 1, 0))
+        assert world.run(world.transfer(Link.PROMOTE, 2, 1))[0].outcome is Outcome.ABSENT
+        assert not caplog.records, "what is usual is not logged"
+        tier.close()
+        for _ in range(20):
+            world.run(world.transfer(Link.PROMOTE, 1, 1))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "promote of tier 'memory' failed: tier 'memory': is closed"

@@ -1,0 +1,188 @@
+"""A hanging tier or device holds up nothing else, not closing, and not the end of the process."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+from mover_world import CHUNKS, WAIT_S, FencedCopier, HangingTier, ManualClock, World
+
+from kvtier.runtime.jobs import Threads
+from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import Link, Outcome
+
+METHODS = ("read", "write", "contains", "delete")
+
+
+def _memory(name: str = "memory") -> MemoryTier:
+    return MemoryTier(name, capacity_bytes=1 << 24)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_tiers_and_other_lanes_go_on(method: str) -> None:
+    bad, good = HangingTier(_memory("bad")), _memory("good")
+    with World({"bad": bad, "good": good}, threads=Threads(device=1, read=1, write=1)) as world:
+        world.stored(1, 2, tier="bad")
+        world.stored(1, 2, tier="good")
+        bad.hanging = {method}
+        stuck = {
+            "read": world.transfer(Link.PROMOTE, 1, 6, tier="bad"),
+            "write": world.transfer(Link.DEMOTE, 2, 0, tier="bad"),
+            "contains": world.probe([(1, 0)], tier="bad"),
+            "delete": world.drop(2, tier="bad"),
+        }
+        world.mover.submit(stuck[method])
+        bad.wait_begun()
+        world.done(world.transfer(Link.PROMOTE, 1, 3, tier="good"))
+        world.done(world.transfer(Link.SCATTER, 1, 3, place=CHUNKS))
+        world.done(world.transfer(Link.GATHER, 3, 4))
+        world.done(world.transfer(Link.DEMOTE, 3, 4, tier="good"), world.drop(3, tier="good"))
+        assert world.run(world.probe([(2, 0)], tier="good"))[0].present == (True,)
+        # Nor do the other lanes of the same tier; delete and write share one.
+        if method != "read":
+            world.done(world.transfer(Link.PROMOTE, 1, 5, tier="bad"))
+        if method != "contains":
+            assert world.run(world.probe([(1, 0)], tier="bad"))[0].present == (True,)
+        if method in ("read", "contains"):
+            world.done(world.transfer(Link.DEMOTE, 3, 4, tier="bad"))
+        assert world.is_at(1, CHUNKS)
+        bad.release.set()
+        (settled,) = world.take(1)
+        assert settled.command is stuck[method]
+        assert settled.outcome is Outcome.DONE
+
+
+def test_a_hanging_device_does_not_hold_up_the_tiers() -> None:
+    copiers: list[FencedCopier] = []
+
+    def wrap(copier: object) -> FencedCopier:
+        copiers.append(FencedCopier(copier))  # type: ignore[arg-type]
+        return copiers[0]
+
+    with World(wrap=wrap) as world:
+        for chunk in range(3):
+            world.mover.submit(world.transfer(Link.GATHER, chunk, chunk))
+        world.done(world.transfer(Link.DEMOTE, 5, 5), world.transfer(Link.PROMOTE, 5, 6))
+        copiers[0].release.set()
+        assert {settled.outcome for settled in world.take(3)} == {Outcome.DONE}
+
+
+def test_what_waits_behind_a_hanging_tier_is_answered_once_it_is_late() -> None:
+    clock = ManualClock()
+    tier = HangingTier(_memory(), "read")
+    with World({"memory": tier}, threads=Threads(read=1), clock=clock) as world:
+        stuck, waiting, later = (
+            world.transfer(Link.PROMOTE, chunk, chunk, deadline_s=deadline_s)
+            for chunk, deadline_s in ((1, 1.0), (2, 2.0), (3, 30.0))
+        )
+        world.mover.submit(stuck)
+        tier.wait_begun()
+        world.mover.submit(waiting)
+        clock.now_s = 5.0
+        world.mover.submit(later)
+        (settled,) = world.take(1)
+        assert settled.command is waiting
+        assert (settled.outcome, settled.detail, settled.is_tier_fault) == (Outcome.FAILED, TOO_LATE, True)
+        tier.release.set()
+        assert {settled.command for settled in world.take(2)} == {stuck, later}
+
+
+def test_drops_do_not_pile_up_behind_a_hanging_tier() -> None:
+    tier = HangingTier(_memory(), "delete")
+    with World({"memory": tier}, threads=Threads(write=1)) as world:
+        world.mover.submit(world.drop(0))
+        tier.wait_begun()
+        for chunk in range(DROPS_BOUND + 3):
+            world.mover.submit(world.drop(chunk))
+        refused = world.take(3)
+        assert {settled.outcome for settled in refused} == {Outcome.FAILED}
+        assert not any(settled.is_tier_fault for settled in refused)
+        tier.release.set()
+        assert {settled.outcome for settled in world.take(DROPS_BOUND + 1)} == {Outcome.DONE}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_close_returns_by_its_deadline_and_a_late_finisher_harms_nobody(method: str) -> None:
+    tier = HangingTier(_memory())
+    world = World({"memory": tier}, threads=Threads(read=1, write=1))
+    world.stored(1)
+    tier.hanging = {method}
+    commands = {
+        "read": [world.transfer(Link.PROMOTE, 1, slot) for slot in (1, 2)],
+        "write": [world.transfer(Link.DEMOTE, 2, slot) for slot in (1, 2)],
+        "contains": [world.probe([(chunk, 0)]) for chunk in (1, 2)],
+        "delete": [world.drop(chunk) for chunk in (1, 2)],
+    }[method]
+    for command in commands:
+        world.mover.submit(command)
+    tier.wait_begun()
+    began_s = time.monotonic()
+    assert not world.mover.close(0.05)
+    assert time.monotonic() - began_s < WAIT_S
+    (cancelled,) = world.take(1)
+    assert (cancelled.command, cancelled.outcome, cancelled.detail) == (commands[1], Outcome.CANCELLED, CLOSED)
+    world.arena.close()
+    tier.release.set()
+    assert world.mover.close(WAIT_S), "the thread ends once its call does"
+    (late,) = world.take(1)
+    assert late.command is commands[0]
+    # Where the slot was needed only to begin with, the work is whole; nothing was freed under it.
+    assert late.outcome is Outcome.DONE
+
+
+def test_memory_stays_while_a_stuck_thread_has_it_and_goes_with_it() -> None:
+    tier = HangingTier(_memory(), "read")
+    world = World({"memory": tier}, threads=Threads(read=1))
+    world.mover.submit(world.transfer(Link.PROMOTE, 1, 1))
+    tier.wait_begun()
+    region = weakref.ref(world.arena._view(0).obj)
+    assert not world.mover.close(0.01)
+    world.arena.close()
+    gc.collect()
+    assert region() is not None
+    tier.release.set()
+    assert world.mover.close(WAIT_S)
+    gc.collect()
+    assert region() is None
+
+
+_PROCESS = """
+import sys, threading
+sys.path.insert(0, {folder!r})
+from mover_world import HangingTier, World
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import Link
+tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read", "contains", "write")
+world = World({{"memory": tier}})
+for slot in range(6):
+    world.mover.submit(world.transfer(Link.PROMOTE, 1, slot))
+    world.mover.submit(world.transfer(Link.DEMOTE, 1, slot, group=1))
+world.mover.submit(world.probe([(1, 0)]))
+tier.wait_begun(4 + 2 + 1)
+if {closes}:
+    assert not world.mover.close(0.05)
+    world.arena.close()
+print("over", flush=True)
+"""
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_process_ends_while_a_tier_hangs(closes: bool) -> None:
+    script = _PROCESS.format(folder=str(Path(__file__).parent), closes=closes)
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "over\n", "")
+
+
+def test_no_thread_is_left_after_close() -> None:
+    before = set(threading.enumerate())
+    with World() as world:
+        assert set(threading.enumerate()) > before
+        world.stored(1)
+    assert set(threading.enumerate()) == before

@@ -1,0 +1,352 @@
+"""Every command on its way, with the real copier, arena, frame and memory tier: right bytes, right answers."""
+
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from mover_world import (
+    CHUNKS,
+    FINGERPRINT,
+    WAIT_S,
+    FencedCopier,
+    HangingTier,
+    ManualClock,
+    World,
+    WrappedTier,
+)
+
+from kvtier.codec import registry
+from kvtier.codec.frame import verify_frame
+from kvtier.config.sections import Mode
+from kvtier.errors import ConfigError
+from kvtier.runtime.jobs import Threads, Work
+from kvtier.runtime.links import NOT_ADMITTED
+from kvtier.runtime.mover import TOO_LATE
+from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import Cancel, Link, ObjectName, Outcome
+
+
+class RecordingTier(WrappedTier):
+    def __init__(self) -> None:
+        super().__init__(MemoryTier(capacity_bytes=1 << 24))
+        self.written: list[tuple[ObjectName, bytes, About]] = []
+
+    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+        self.written.append((name, bytes(frame), about))
+        return super().write(name, frame, about)
+
+
+def _codecs() -> list[str]:
+    found: list[str] = []
+    for name in registry.names():
+        try:
+            registry.by_name(name)
+        except ConfigError:
+            continue
+        found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("codec", _codecs())
+def test_a_chunk_goes_down_and_comes_back_to_other_blocks(codec: str) -> None:
+    with World(codec=registry.by_name(codec)) as world:
+        for group in (0, 1):
+            world.done(world.transfer(Link.GATHER, 1, 2, group=group), world.transfer(Link.DEMOTE, 1, 2, group=group))
+            world.spoil(2, group)
+            world.done(
+                world.transfer(Link.PROMOTE, 1, 5, group=group),
+                world.transfer(Link.SCATTER, 1, 5, group=group, place=CHUNKS + 3),
+            )
+            assert world.is_in_slot(1, 5, group)
+            assert world.is_at(1, CHUNKS + 3, group)
+            assert world.is_at(1, 1, group)
+
+
+@pytest.mark.parametrize("codec", _codecs())
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+def test_files_written_by_one_mover_are_read_by_the_next(tmp_path: Path, codec: str, direct_io: Mode) -> None:
+    def directory() -> DirectoryTier:
+        return DirectoryTier(tmp_path / "store", capacity_bytes=1 << 24, direct_io=direct_io)
+
+    with closing(directory()) as tier, World({"disk": tier}, codec=registry.by_name(codec)) as world:
+        world.stored(0, 1, 2, tier="disk")
+    with closing(directory()) as tier, World({"disk": tier}) as world:  # whatever it writes itself
+        for chunk in (0, 1, 2):
+            for group in (0, 1):
+                world.done(
+                    world.transfer(Link.PROMOTE, chunk, 5, group=group, tier="disk"),
+                    world.transfer(Link.SCATTER, chunk, 5, group=group, place=CHUNKS + chunk),
+                )
+                assert world.is_at(chunk, CHUNKS + chunk, group)
+        assert world.run(world.transfer(Link.PROMOTE, 3, 5, tier="disk"))[0].outcome is Outcome.ABSENT
+        (probed,) = world.run(world.probe([(0, 0), (3, 0), (2, 1)], tier="disk"))
+        assert probed.present == (True, False, True)
+
+
+def test_what_is_compressed_takes_fewer_bytes_and_says_so() -> None:
+    if "zstd" not in _codecs():
+        pytest.skip("zstandard is not installed")
+    with World(codec=registry.by_name("zstd")) as world:
+        gather = world.transfer(Link.GATHER, 0, 0, place=CHUNKS)  # all zeros
+        world.done(gather)
+        down, up = world.run(world.transfer(Link.DEMOTE, 0, 0))[0], world.run(world.transfer(Link.PROMOTE, 0, 0))[0]
+        assert down.size_bytes == up.size_bytes < len(world.arena.frame(0, 0))
+
+
+def test_the_frame_carries_the_identity_of_the_object() -> None:
+    tier = RecordingTier()
+    with World({"memory": tier}, rank=3) as world:
+        world.done(world.transfer(Link.GATHER, 2, 0), world.transfer(Link.DEMOTE, 2, 0))
+        ((name, frame, about),) = tier.written
+        identity = verify_frame(frame).identity
+        assert name == identity.name == world.name(2)
+        assert identity.fingerprint == FINGERPRINT
+        assert identity.layout_digest == world.layout.digest(0)
+        assert identity.parent == about.parent == world.name(1)
+        assert (identity.depth, identity.tokens, identity.group, identity.rank) == (2, 64, 0, 3)
+        assert (about.depth, about.tokens, about.group) == (2, 64, 0)
+
+
+def test_answers_say_what_moved_and_how_long_it_took() -> None:
+    with World() as world:
+        gathered, *_ = world.run(world.transfer(Link.GATHER, 0, 0))
+        demoted, *_ = world.run(world.transfer(Link.DEMOTE, 0, 0))
+        promoted, *_ = world.run(world.transfer(Link.PROMOTE, 0, 0))
+        assert gathered.size_bytes == sum(world.layout.groups[0].layer_bytes)
+        assert demoted.size_bytes == promoted.size_bytes == len(world.arena.frame(0, 0))
+        for settled in (gathered, demoted, promoted):
+            assert settled.outcome is Outcome.DONE
+            assert settled.seconds > 0 <= settled.waited_s
+            assert settled.detail == ""
+            assert not settled.is_tier_fault
+
+
+def test_a_probe_answers_object_by_object_in_its_own_order() -> None:
+    with World() as world:
+        world.done(
+            world.transfer(Link.GATHER, 1, 0), world.transfer(Link.DEMOTE, 1, 0),
+            world.transfer(Link.GATHER, 2, 0, group=1), world.transfer(Link.DEMOTE, 2, 0, group=1),
+        )  # fmt: skip
+        (settled,) = world.run(world.probe([(2, 1), (1, 0), (1, 1), (2, 0), (1, 0)]))
+        assert settled.outcome is Outcome.DONE
+        assert settled.present == (True, True, False, False, True)
+        (empty,) = world.run(world.probe([]))
+        assert empty.outcome is Outcome.DONE
+        assert empty.present == ()
+
+
+def test_a_dropped_object_is_gone() -> None:
+    with World() as world:
+        world.stored(1, 2)
+        world.done(world.drop(1))
+        assert world.run(world.probe([(1, 0), (1, 1), (2, 0)]))[0].present == (False, True, True)
+        world.done(world.drop(1))  # absent is fine
+
+
+def test_what_a_tier_does_not_have_is_absent_and_no_fault() -> None:
+    with World() as world:
+        (settled,) = world.run(world.transfer(Link.PROMOTE, 1, 0))
+        assert settled.outcome is Outcome.ABSENT
+        assert not settled.is_tier_fault
+
+
+def test_what_a_tier_refuses_is_told_from_what_breaks_it() -> None:
+    with World({"memory": MemoryTier(capacity_bytes=100)}) as world:
+        world.done(world.transfer(Link.GATHER, 1, 0))
+        (settled,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
+        assert (settled.outcome, settled.detail, settled.is_tier_fault) == (Outcome.FAILED, NOT_ADMITTED, False)
+        world.tiers["memory"].close()
+        (settled,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
+        assert (settled.outcome, settled.is_tier_fault) == (Outcome.FAILED, True)
+        assert "closed" in settled.detail
+
+
+def test_another_models_object_is_corrupt_not_served() -> None:
+    shared = MemoryTier(capacity_bytes=1 << 24)
+    with World({"memory": shared}) as world, World({"memory": shared}) as other:
+        world.stored(1)
+        other.mover._links._fingerprint = bytes(32)  # the same names, as if the chain had forgotten the weights
+        other.spoil(0)
+        (settled,) = other.run(other.transfer(Link.PROMOTE, 1, 0))
+        assert settled.outcome is Outcome.CORRUPT
+        assert "fingerprint" in settled.detail
+        assert not settled.is_tier_fault
+
+
+def test_two_tiers_receive_one_slot_at_the_same_time_while_it_is_read() -> None:
+    tiers = {"a": RecordingTier(), "b": RecordingTier()}
+    with World(tiers, threads=Threads(write=1)) as world:
+        world.done(world.transfer(Link.GATHER, 2, 0))
+        for _ in range(40):
+            commands: list[Work] = [
+                world.transfer(Link.DEMOTE, 2, 0, tier="a"),
+                world.transfer(Link.SCATTER, 2, 0, place=CHUNKS),
+                world.transfer(Link.DEMOTE, 2, 0, tier="b"),
+                world.transfer(Link.SCATTER, 2, 0, place=CHUNKS + 1),
+            ]
+            assert all(settled.outcome is Outcome.DONE for settled in world.run(*commands))
+        frames = {frame for tier in tiers.values() for _, frame, _ in tier.written}
+        assert len(frames) == 1
+        verify_frame(frames.pop())
+        assert world.is_at(2, CHUNKS)
+        assert world.is_at(2, CHUNKS + 1)
+
+
+def test_what_has_no_slot_group_or_block_fails_and_harms_nobody() -> None:
+    with World() as world:
+        world.done(world.transfer(Link.GATHER, 1, 0))
+        wrong = [
+            world.transfer(Link.GATHER, 1, 8),
+            world.transfer(Link.GATHER, 1, -1),
+            world.transfer(Link.PROMOTE, 1, 8),
+            world.transfer(Link.DEMOTE, 1, -1),
+            world.transfer(Link.GATHER, 1, 0, group=0)._replace(group=2),
+            world.transfer(Link.GATHER, 1, 0)._replace(blocks=(1000, 1001, 1002, 1003)),
+            world.transfer(Link.DEMOTE, 1, 0)._replace(key=b"short"),
+        ]
+        for settled in world.run(*wrong):
+            assert settled.outcome is Outcome.FAILED
+            assert settled.detail
+            assert not settled.is_tier_fault
+        assert world.is_in_slot(1, 0)
+
+
+def test_an_unknown_tier_is_refused_at_once() -> None:
+    with World() as world:
+        with pytest.raises(ValueError, match="no tier 'tape'; there are memory"):
+            world.mover.submit(world.transfer(Link.DEMOTE, 1, 0, tier="tape"))
+        assert world.mover.take() == []
+
+
+def test_a_transfer_is_not_done_before_its_fence() -> None:
+    copiers: list[FencedCopier] = []
+
+    def wrap(copier: object) -> FencedCopier:
+        copiers.append(FencedCopier(copier))  # type: ignore[arg-type]
+        return copiers[0]
+
+    with World(wrap=wrap) as world:
+        (copier,) = copiers
+        world.mover.submit(world.transfer(Link.GATHER, 1, 0))
+        for _ in range(5):
+            assert copier.asked.acquire(timeout=WAIT_S)
+        assert world.mover.take() == []
+        assert not world.is_in_slot(1, 0)
+        copier.release.set()
+        (settled,) = world.take(1)
+        assert settled.outcome is Outcome.DONE
+        assert world.is_in_slot(1, 0)
+
+
+def test_a_late_fence_is_waited_for_because_the_device_still_writes(caplog: pytest.LogCaptureFixture) -> None:
+    clock, copiers = ManualClock(), []
+
+    def wrap(copier: object) -> FencedCopier:
+        copiers.append(FencedCopier(copier))  # type: ignore[arg-type]
+        return copiers[0]
+
+    with World(wrap=wrap, clock=clock) as world:
+        (copier,) = copiers
+        world.mover.submit(world.transfer(Link.GATHER, 1, 0, deadline_s=5.0))
+        assert copier.asked.acquire(timeout=WAIT_S)
+        clock.now_s = 6.0
+        for _ in range(20):
+            assert copier.asked.acquire(timeout=WAIT_S)
+        assert world.mover.take() == []
+        copier.release.set()
+        assert world.take(1)[0].outcome is Outcome.DONE
+    assert [record.message for record in caplog.records] == ["a gather runs past its deadline; waiting for the device"]
+
+
+def test_what_is_late_before_it_begins_does_not_begin() -> None:
+    clock = ManualClock()
+    with World(clock=clock) as world:
+        world.stored(1)
+        world.spoil(0)
+        clock.now_s = 10.0
+        late = [
+            (world.transfer(Link.PROMOTE, 1, 0, deadline_s=10.0), True),
+            (world.transfer(Link.DEMOTE, 1, 0, deadline_s=9.0), True),
+            (world.probe([(1, 0)], deadline_s=9.0), True),
+            (world.transfer(Link.GATHER, 1, 0, deadline_s=9.0), False),
+            (world.transfer(Link.SCATTER, 1, 0, deadline_s=9.0), False),
+        ]
+        for command, is_tier_fault in late:
+            (settled,) = world.run(command)
+            assert (settled.outcome, settled.detail) == (Outcome.FAILED, TOO_LATE)
+            assert settled.is_tier_fault is is_tier_fault
+        assert bytes(world.arena.frame(0, 0)) == b"\xee" * len(world.arena.frame(0, 0))
+        world.done(world.transfer(Link.PROMOTE, 1, 0, deadline_s=10.5))
+
+
+def test_loads_go_before_stores_on_the_device() -> None:
+    order: list[str] = []
+    gate, begun = threading.Event(), threading.Event()
+
+    class OrderedCopier:
+        def __init__(self, inner: object) -> None:
+            self.inner = inner
+
+        def gather(self, request: str, group: int, blocks: tuple[int, ...], payload: memoryview) -> None:
+            begun.set()
+            assert gate.wait(WAIT_S)
+            order.append(f"gather {blocks[0]}")
+
+        def scatter(self, request: str, group: int, blocks: tuple[int, ...], payload: memoryview) -> None:
+            order.append(f"scatter {blocks[0]}")
+
+        def done(self, fence: object) -> bool:
+            return True
+
+    with World(wrap=OrderedCopier, threads=Threads(device=1)) as world:  # type: ignore[arg-type]
+        world.mover.submit(world.transfer(Link.GATHER, 0, 0))
+        assert begun.wait(WAIT_S)
+        for link, chunk in ((Link.GATHER, 1), (Link.SCATTER, 2), (Link.GATHER, 3), (Link.SCATTER, 4)):
+            world.mover.submit(world.transfer(link, chunk, chunk))
+        gate.set()
+        world.take(5)
+    assert order == ["gather 0", "scatter 8", "scatter 16", "gather 4", "gather 12"]
+
+
+def test_what_has_not_begun_can_be_cancelled_and_what_has_goes_on() -> None:
+    tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read")
+    with World({"memory": tier}, threads=Threads(read=1)) as world:
+        world.stored(1, 2, 3)
+        running, second, third = (world.transfer(Link.PROMOTE, chunk, chunk) for chunk in (1, 2, 3))
+        world.mover.submit(running)
+        tier.wait_begun()
+        world.mover.submit(second)
+        world.mover.submit(third)
+        world.mover.submit(Cancel((running.id, second.id, 10**9)))
+        (cancelled,) = world.take(1)
+        assert (cancelled.command, cancelled.outcome) == (second, Outcome.CANCELLED)
+        assert cancelled.seconds == 0
+        world.mover.cancel([second.id])  # twice is fine
+        tier.release.set()
+        answers = {settled.command: settled.outcome for settled in world.take(2)}
+        assert answers == {running: Outcome.DONE, third: Outcome.DONE}
+
+
+def test_whoever_waits_for_answers_can_be_woken() -> None:
+    with World() as world:
+        waker = threading.Timer(0.02, world.mover.wake)
+        waker.start()
+        began_s = time.monotonic()
+        assert world.mover.take(WAIT_S) == []
+        assert time.monotonic() - began_s < WAIT_S / 2
+        waker.join(WAIT_S)
+        for _ in range(3):  # however often, before anybody waits: it is one call
+            world.mover.wake()
+        assert world.mover.take(WAIT_S) == []
+        assert world.mover._answers._queue.empty()
+        world.mover.wake()
+        world.done(world.transfer(Link.GATHER, 0, 0))
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"threads\.read must be at least 1, got 0"):
+        Threads(read=0)

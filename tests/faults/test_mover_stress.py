@@ -1,0 +1,144 @@
+"""Many threads, slots and faults at once, seeded: what is DONE has the right bytes, and each command has one answer."""
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from mover_world import CHUNKS, World, WrappedTier
+
+from kvtier.errors import TierError
+from kvtier.runtime.jobs import Settled, Threads
+from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import Cancel, Link, ObjectName, Outcome, Transfer
+
+COMMANDS = 5000
+IN_FLIGHT_MAX = 24
+SLOTS = 16
+FAULT_SHARE = 0.1
+
+
+class FlakyTier(WrappedTier):
+    """A tenth of the calls fail, lie or damage, by chance."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__(MemoryTier(name, capacity_bytes=200_000))  # so small that it evicts all the time
+        self._rng = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def _draw(self, ways: Sequence[str], size: int = 1) -> tuple[str, int]:
+        """What goes wrong with this call, if anything, and at which byte."""
+        with self._lock:
+            if self._rng.random() > FAULT_SHARE:
+                return "", 0
+            way, position = self._rng.choice(ways), self._rng.randrange(size)
+        if way == "raise":
+            raise TierError(self.name, "by chance")
+        return way, position
+
+    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+        way, position = self._draw(("raise", "flip", "cut", "forget"), len(into))
+        size = super().read(name, into, offset)
+        if size is None or way == "forget":
+            return None
+        if way == "flip":
+            into[position] ^= 1
+        return size - 4096 if way == "cut" else size
+
+    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
+        way, position = self._draw(("raise", "flip", "refuse"), len(frame))
+        if way == "refuse":
+            return False
+        if way == "flip":
+            damaged = bytearray(frame)
+            damaged[position] ^= 1
+            return super().write(name, memoryview(damaged), about)
+        return super().write(name, frame, about)
+
+
+class Owner:
+    """Gives commands as the core would: who writes to a slot has it alone, and only what is whole is read."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.rng = random.Random(seed)
+        self.free = {(group, slot) for group in (0, 1) for slot in range(SLOTS)}
+        self.whole: dict[tuple[int, int], int] = {}
+        self.readers: Counter[tuple[int, int]] = Counter()
+        self.places = set(range(CHUNKS, 2 * CHUNKS))
+        self.out: dict[int, Transfer] = {}
+        self.outcomes: Counter[Outcome] = Counter()
+
+    def step(self) -> None:
+        group, chunk = self.rng.randrange(2), self.rng.randrange(CHUNKS)
+        tier = self.rng.choice(["a", "b"])
+        act = self.rng.random()
+        free = sorted(slot for in_group, slot in self.free if in_group == group)
+        whole = sorted(slot for in_group, slot in self.whole if in_group == group)
+        if act < 0.5 and free:
+            slot = free[0]
+            self.free.remove((group, slot))
+            link = Link.GATHER if act < 0.15 else Link.PROMOTE
+            self._submit(self.world.transfer(link, chunk, slot, group=group, tier=tier))
+        elif act < 0.9 and whole:
+            slot = self.rng.choice(whole)
+            chunk = self.whole[group, slot]
+            if act < 0.7:
+                self.readers[group, slot] += 1
+                self._submit(self.world.transfer(Link.DEMOTE, chunk, slot, group=group, tier=tier))
+            elif self.places:
+                self.readers[group, slot] += 1
+                place = self.places.pop()
+                self._submit(self.world.transfer(Link.SCATTER, chunk, slot, group=group, place=place))
+        elif act < 0.93 and self.out:
+            self.world.mover.submit(Cancel((self.rng.choice(sorted(self.out)),)))
+        elif whole:
+            slot = self.rng.choice(whole)
+            if not self.readers[group, slot]:  # evict
+                assert self.world.is_in_slot(self.whole.pop((group, slot)), slot, group)
+                self.world.spoil(slot, group)
+                self.free.add((group, slot))
+
+    def _submit(self, transfer: Transfer) -> None:
+        self.out[transfer.id] = transfer
+        self.world.mover.submit(transfer)
+
+    def settle(self, settled: Settled) -> None:
+        transfer = settled.command
+        assert isinstance(transfer, Transfer)
+        assert self.out.pop(transfer.id) is transfer, "answered twice"
+        self.outcomes[settled.outcome] += 1
+        at, chunk = (transfer.group, transfer.slot), int(transfer.depth)
+        if transfer.link in (Link.GATHER, Link.PROMOTE):
+            if settled.outcome is Outcome.DONE:
+                assert self.world.is_in_slot(chunk, transfer.slot, transfer.group), "wrong bytes are DONE"
+                self.whole[at] = chunk
+            else:
+                self.free.add(at)
+            return
+        self.readers[at] -= 1
+        assert self.world.is_in_slot(chunk, transfer.slot, transfer.group), "a slot changed while it was read"
+        if transfer.link is Link.SCATTER:
+            place = transfer.blocks[0] // len(transfer.blocks)
+            self.places.add(place)
+            if settled.outcome is Outcome.DONE:
+                assert self.world.is_at(chunk, place, transfer.group)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faulty_tiers_under_load(seed: int) -> None:
+    tiers = {name: FlakyTier(name, seed) for name in ("a", "b")}
+    with World(tiers, slots=SLOTS, threads=Threads(device=3, read=3, write=3)) as world:
+        owner = Owner(world, seed)
+        for _ in range(COMMANDS):
+            owner.step()
+            for settled in world.mover.take(1.0 if len(owner.out) >= IN_FLIGHT_MAX else 0.0):
+                owner.settle(settled)
+        for settled in world.take(len(owner.out)):
+            owner.settle(settled)
+        assert world.mover.take() == []
+    assert owner.outcomes[Outcome.DONE] > COMMANDS // 4
+    for outcome in (Outcome.FAILED, Outcome.ABSENT, Outcome.CORRUPT):
+        assert owner.outcomes[outcome], f"the test never saw {outcome}"

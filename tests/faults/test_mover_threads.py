@@ -1,0 +1,81 @@
+"""When the system gives no thread: the mover does not begin, or answers, but never waits for one that is not there."""
+
+import threading
+
+import pytest
+from mover_world import FINGERPRINT, HangingTier, NthCallCopier, World, small_layout, threads_may_exit
+
+from kvtier.runtime import mover as mover_module
+from kvtier.runtime.arena import Arena
+from kvtier.runtime.jobs import Threads
+from kvtier.runtime.lanes import Lane
+from kvtier.runtime.mover import Mover
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import Link, Outcome
+
+
+def _start_only(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) >= count:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        thread.start()
+
+    monkeypatch.setattr(Lane.__init__, "__kwdefaults__", {"start": start})
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_a_mover_that_cannot_start_leaves_no_thread(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    _start_only(monkeypatch, count)
+    with pytest.raises(RuntimeError, match="can't start"):
+        World(threads=Threads(device=2, read=1, write=1, probe=1))
+    assert set(threading.enumerate()) == before
+
+
+def test_a_lane_without_threads_answers_that_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _start_only(monkeypatch, 4)
+
+    def wrap(copier: object) -> NthCallCopier:
+        return NthCallCopier(copier, 1, SystemExit)  # type: ignore[arg-type]
+
+    with threads_may_exit(), World(wrap=wrap, threads=Threads(device=1, read=1, write=1)) as world:
+        commands = [world.transfer(Link.GATHER, 0, 0), world.transfer(Link.SCATTER, 0, 0)]
+        for _ in range(3):
+            for settled in world.run(*commands):
+                assert settled.outcome is Outcome.FAILED
+                assert not settled.is_tier_fault
+        assert settled.detail == "no thread is left"
+        world.done(world.drop(1))  # the other lanes go on
+
+
+def test_more_than_the_core_may_let_wait_is_a_mistake_and_yet_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover_module, "QUEUE_BOUND", 2)
+    tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read")
+    with World({"memory": tier}, threads=Threads(read=1)) as world:
+        world.mover.submit(world.transfer(Link.PROMOTE, 1, 0))
+        tier.wait_begun()
+        for slot in (1, 2):
+            world.mover.submit(world.transfer(Link.PROMOTE, 1, slot))
+        too_many = world.transfer(Link.PROMOTE, 1, 3)
+        with pytest.raises(AssertionError, match="the core has let 2 commands wait in the memory read lane"):
+            world.mover.submit(too_many)
+        (settled,) = world.take(1)
+        assert (settled.command, settled.outcome) == (too_many, Outcome.FAILED)
+        tier.release.set()
+        world.take(3)
+
+
+def test_a_fingerprint_of_another_size_is_refused() -> None:
+    layout = small_layout()
+    with pytest.raises(ValueError, match="a fingerprint must be 32 bytes, got 31"):
+        Mover(
+            layout=layout,
+            rank=0,
+            fingerprint=FINGERPRINT[1:],
+            arena=Arena(layout, (2, 2)),
+            copier=NthCallCopier(None, 0),  # type: ignore[arg-type]
+            tiers={},
+        )

@@ -1,0 +1,220 @@
+"""A rank in another process: what it stores comes back, in order, and nobody else gets in."""
+
+import socket
+import stat
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.faults.wire_world import NEVER_S, a_transfer, greeted, opened, served, take, until
+from tests.rank_worker import workers
+from tests.rig import (
+    CHUNK_TOKENS,
+    DEADLINE_S,
+    load_places,
+    loaded,
+    looked_up,
+    places_of,
+    prefix_of,
+    stored,
+)
+
+from kvtier.runtime import wire
+from kvtier.runtime.fleet import Fleet, LocalRank, Note
+from kvtier.runtime.messages import Ping, WireError, encode
+from kvtier.runtime.mover import CLOSED
+from kvtier.runtime.wire import connect
+from kvtier.types import ChunkKey, Drop, Link, Outcome, Probe, RequestId
+
+__all__ = ["served"]
+
+# ---- what it is for ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_was_stored_comes_back_in_new_processes(tmp_path, count):
+    directory = tmp_path / "kv"
+    with workers(directory, count, seed=1) as started, opened(directory, started) as (kv, _):
+        root, prefix = kv.root, prefix_of(12, kv.root)
+        assert stored(kv.session, "a", prefix, places_of(range(12))).held == 24
+        assert kv.session.close().flushed
+        assert all(worker.end() for worker in started)
+    with workers(directory, count, seed=11) as started, opened(directory, started) as (kv, _):
+        assert kv.root == root
+        answer = looked_up(kv.session, "b", prefix)
+        assert (answer.tokens, answer.ready_tokens) == (12 * CHUNK_TOKENS, 0)
+        done = loaded(kv.session, "b", prefix, answer.tokens, load_places(answer.tokens))
+        assert done.tokens == answer.tokens
+        assert [worker.ask("same", 1 + rank, done.tokens) for rank, worker in enumerate(started)] == [True] * count
+        assert [
+            worker.ask("same", 1 + rank, done.tokens + 3 * CHUNK_TOKENS) for rank, worker in enumerate(started)
+        ] == [False] * count
+        assert 'kvtier_transfers_total{link="scatter",outcome="done"} 14' in kv.metrics.render()
+
+
+def test_notes_arrive_in_order(tmp_path):
+    notes = [Note("loaded", RequestId(f"request {n}"), (n, -1), flag=bool(n % 2)) for n in range(200)]
+    with workers(tmp_path / "kv", 2) as started:
+        below = connect([worker.handshake for worker in started])
+        for note in notes:
+            below.mover.tell(note)
+        for worker in started:
+            until(lambda worker=worker: len(worker.ask("notes")) == 200)
+            assert [Note(*note[:2], tuple(note[2]), note[3]) for note in worker.ask("notes")] == notes
+        assert below.mover.close(DEADLINE_S)
+
+
+def test_five_hundred_commands_are_each_answered_once(tmp_path):
+    with workers(tmp_path / "kv", 2) as started:
+        mover = connect([worker.handshake for worker in started]).mover
+        commands = [Probe(n, "directory", ((ChunkKey(bytes(32)), 0),) * 3, NEVER_S) for n in range(500)]
+        for command in commands:
+            mover.submit(command)
+        answers = take(mover, 500)
+        assert {id(settled.command) for settled in answers} == {id(command) for command in commands}
+        assert {(settled.outcome, settled.present) for settled in answers} == {(Outcome.DONE, (False,) * 3)}
+        assert mover.close(DEADLINE_S)
+        mover.submit(commands[0])
+        assert [(settled.outcome, settled.detail) for settled in mover.take()] == [(Outcome.CANCELLED, CLOSED)] * 1
+
+
+def test_a_tier_that_the_rank_does_not_have_fails_the_command(tmp_path):
+    with workers(tmp_path / "kv", 1) as started:
+        mover = connect([worker.handshake for worker in started]).mover
+        mover.submit(Drop("elsewhere", ChunkKey(bytes(32)), 0))
+        (settled,) = take(mover, 1)
+        assert settled.outcome is Outcome.FAILED
+        assert "no tier 'elsewhere'" in settled.detail
+
+
+def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    with workers(tmp_path / "kv", 1, gate=gate) as started:
+        mover = connect([worker.handshake for worker in started]).mover
+        for number in range(5):
+            mover.submit(a_transfer(Link.SCATTER, number))
+        mover.flush()
+        until(gate.with_suffix(".held").exists)
+        assert not mover.close(0.2)
+        gate.unlink()
+        outcomes = [settled.outcome for settled in take(mover, 5)]
+        assert sorted(outcomes, key=lambda outcome: outcome.value) == [Outcome.CANCELLED] * 3 + [Outcome.DONE] * 2
+        assert mover.close(DEADLINE_S)
+        assert started[0].ask("threads") > 1  # the rank itself is not closed by that
+        assert started[0].end()
+
+
+FOREIGN = {
+    "address": "/nowhere/rank",
+    "key": "11" * 32,
+    "pid": 1,
+    "rank": 0,
+    "ranks": 1,
+    "slots": [2, 2],
+    "tiers": [],
+}
+
+
+# ---- who gets in ---------------------------------------------------------------------------------------------------
+
+
+def test_the_socket_lies_in_a_private_directory_that_goes_when_it_is_taken(tmp_path):
+    with workers(tmp_path / "kv", 1) as started:
+        folder = Path(started[0].handshake["address"]).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        mover = connect([started[0].handshake]).mover
+        until(lambda: not folder.exists())
+        assert mover.close(DEADLINE_S)
+
+
+def test_a_process_that_ends_before_anybody_came_leaves_nothing(tmp_path):
+    with workers(tmp_path / "kv", 1) as started:
+        folder = Path(started[0].handshake["address"]).parent
+        assert folder.exists()
+        started[0].process.stdin.close()  # it ends, without having closed anything
+        started[0].process.wait(DEADLINE_S)
+        assert not folder.exists()
+
+
+def test_a_wrong_key_is_refused_and_the_right_one_still_gets_in(tmp_path):
+    with workers(tmp_path / "kv", 1) as started:
+        (handshake,) = [worker.handshake for worker in started]
+        with pytest.raises(WireError, match=r"rank 0 \(process \d+\) cannot be reached"):
+            connect([handshake | {"key": "00" * 32}])
+        mover = connect([handshake]).mover
+        with pytest.raises(WireError, match="cannot be reached"):
+            connect([handshake])  # the first is the only one
+        assert mover.close(DEADLINE_S)
+
+
+def test_a_rank_that_does_not_know_the_key_is_refused(tmp_path):
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "rank"))
+    listener.listen(1)
+
+    def impostor():
+        peer, _ = listener.accept()
+        with peer:
+            peer.sendall(wire._MAGIC + bytes(32))
+            proof = wire._receive(peer, 64, time.monotonic() + DEADLINE_S)[32:]
+            peer.sendall(proof + struct.pack("<d", time.monotonic()))  # shown back what was shown to it
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    handshake = FOREIGN | {"address": str(tmp_path / "rank")}
+    with pytest.raises(WireError, match="does not know the key"):
+        connect([handshake])
+    thread.join(DEADLINE_S)
+    listener.close()
+
+
+@pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64)])
+def test_strangers_neither_get_in_nor_keep_others_out(served, monkeypatch, greeting):
+    monkeypatch.setattr(wire, "GREETING_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(served.address)
+        stranger.sendall(greeting)
+        with greeted(served) as connection:
+            connection.sendall(encode(Ping()))
+            assert connection.recv(100) == encode(Ping())
+    assert served.notes == []
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_another_clock_is_refused(served, monkeypatch, ahead_s):
+    class Other(struct.Struct):
+        def pack(self, now_s):
+            return super().pack(now_s + ahead_s)
+
+    monkeypatch.setattr(wire, "_CLOCK", Other("<d"))
+    with pytest.raises(WireError, match=r"\d+\.\d s ahead of ours; they must share"):
+        connect([served.handshake | {"pid": 0}])
+
+
+def test_an_address_of_another_machine_says_so():
+    with pytest.raises(WireError, match="all ranks must run on one machine"):
+        connect([FOREIGN])
+
+
+def test_when_one_of_several_cannot_be_reached_the_others_are_let_go(tmp_path):
+    with workers(tmp_path / "kv", 2) as started:
+        handshakes = [worker.handshake for worker in started]
+        with pytest.raises(WireError, match="rank 1"):
+            connect([handshakes[0], handshakes[1] | {"key": "00" * 32}])
+        assert started[0].end()
+
+
+def test_ranks_here_and_elsewhere_are_one_fleet(tmp_path, served):
+    with workers(tmp_path / "kv", 2) as started:
+        here = served.take_here()
+        assert isinstance(here, LocalRank)
+        elsewhere = connect([worker.handshake for worker in started]).mover
+        assert isinstance(elsewhere, Fleet)
+        fleet = Fleet([here, *elsewhere._ranks])
+        fleet.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
+        (settled,) = take(fleet, 1)
+        assert (settled.outcome, settled.present) == (Outcome.DONE, (False,))
+        assert fleet.close(DEADLINE_S)

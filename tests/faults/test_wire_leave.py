@@ -1,0 +1,75 @@
+"""A rank that has to go says so, and what is only in its host memory is brought to its tiers first."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from tests.faults.wire_world import opened, until
+from tests.rank_worker import workers
+from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, looked_up, places_of, prefix_of, stored
+
+from kvtier.config.sections import StoreConfig
+from kvtier.runtime.fleet import Note
+from kvtier.runtime.open import open_core
+from kvtier.runtime.rank import open_rank
+from kvtier.runtime.wire import RankServer, connect
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_owed_is_flushed_before_a_rank_ends(tmp_path, count):
+    directory = tmp_path / "kv"
+    with workers(directory, count, seed=1) as started:
+        below = connect([worker.handshake for worker in started])
+        settings = config(directory, host_chunks=8 * count)
+        settings = replace(settings, store=StoreConfig(write_policy="back"))
+        kv = open_core(settings, LAYOUT, FINGERPRINT, below)
+        prefix = prefix_of(4, kv.root)
+        assert stored(kv.session, "a", prefix, places_of(range(4))).held == 8
+        assert not [path for path in (directory / "objects").rglob("*") if path.is_file()]
+        closers = []
+
+        def close() -> None:
+            closers.append(threading.Thread(target=kv.session.close, args=[DEADLINE_S]))
+            closers[-1].start()
+
+        below.mover.when_leaving(close)
+        assert [worker.ask("leave") for worker in started] == [True] * count
+        assert closers
+        for closer in closers:
+            closer.join(DEADLINE_S)
+        assert all(worker.end() for worker in started)
+    with workers(directory, count, seed=11) as started, opened(directory, started) as (kv, _):
+        assert looked_up(kv.session, "b", prefix).tokens == prefix.tokens
+
+
+def test_a_core_that_does_not_care_costs_the_rank_its_patience_only(tmp_path):
+    rank = open_rank(config(tmp_path / "kv"), LAYOUT, FINGERPRINT, Engine(64).copier())
+    server = RankServer(rank, lambda _note: None)
+    below = connect([server.handshake])
+    assert server.is_here
+    assert not server.leave(0.05)
+    assert below.mover.close(DEADLINE_S)
+    assert server.leave(DEADLINE_S)
+    rank.close(DEADLINE_S)
+    assert server.close(DEADLINE_S)
+
+
+def test_a_rank_that_nobody_has_connected_to_may_go_at_once(tmp_path):
+    rank = open_rank(config(tmp_path / "kv"), LAYOUT, FINGERPRINT, Engine(64).copier())
+    server = RankServer(rank, lambda _note: None)
+    assert server.leave(0.0)
+    rank.close(DEADLINE_S)
+    assert server.close(DEADLINE_S)
+
+
+def test_whoever_is_told_hears_it_of_any_rank(tmp_path):
+    with workers(tmp_path / "kv", 2) as started:
+        below = connect([worker.handshake for worker in started])
+        heard = []
+        below.mover.when_leaving(lambda: heard.append(1))
+        asking = threading.Thread(target=started[1].ask, args=["leave"])
+        asking.start()
+        until(lambda: heard == [1])
+        below.mover.tell(Note("still here"))
+        assert below.mover.close(DEADLINE_S)
+        asking.join(DEADLINE_S)

@@ -1,0 +1,260 @@
+"""Whatever happens to a rank in another process, or to the core, nobody is left waiting and nothing is overwritten."""
+
+import logging
+import os
+import signal
+import socket
+import struct
+import time
+from contextlib import suppress
+
+import pytest
+from tests.faults.wire_world import NEVER_S, a_transfer, greeted, heard, opened, served, take, until
+from tests.rank_worker import workers
+from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, places_of, prefix_of, stored
+
+from kvtier.runtime import remote, wire
+from kvtier.runtime.fleet import Note
+from kvtier.runtime.messages import FRAME_BYTES_MAX, Answer, Ping, encode
+from kvtier.runtime.remote import RemoteMover
+from kvtier.runtime.wire import connect
+from kvtier.types import ChunkKey, Drop, Link, LoadDone, Outcome, Presence, Probe, RequestId
+
+__all__ = ["served"]
+
+# ---- the other side dies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_killed_worker_ends_the_load_at_once_and_the_session_goes_on(tmp_path, caplog, count):
+    directory, gate = tmp_path / "kv", tmp_path / "gate"
+    with workers(directory, count, seed=1, gate=gate) as started, opened(directory, started) as (kv, below):
+        prefix = prefix_of(12, kv.root)
+        stored(kv.session, "a", prefix, places_of(range(12)))
+        gate.touch()
+        tokens = looked_up(kv.session, "b", prefix).tokens
+        assert tokens == 12 * CHUNK_TOKENS
+        kv.session.load(RequestId("b"), prefix, tokens, load_places(tokens))
+        until(gate.with_suffix(".held").exists)
+        started[-1].signal(signal.SIGKILL)
+        if count == 2:
+            gate.unlink()  # the other rank's copies do end
+        began_s = time.monotonic()
+        events = []
+        while not any(isinstance(event, LoadDone) for event in events):
+            events += kv.session.poll(1.0)
+            assert time.monotonic() - began_s < DEADLINE_S
+        (done,) = [event for event in events if isinstance(event, LoadDone)]
+        assert done.tokens < tokens
+        assert (
+            f"rank {count - 1} (process {started[-1].process.pid}) is lost: its process has ended" in below.mover.lost
+        )
+        assert loaded(kv.session, "c", prefix, CHUNK_TOKENS, load_places(CHUNK_TOKENS)).tokens == 0
+        store = stored(kv.session, "d", prefix_of(3, kv.root, seed=5), places_of(range(3)))
+        assert (store.held, store.dropped) == (0, 6)
+        assert looked_up(kv.session, "e", prefix_of(3, kv.root, seed=6)).presence is Presence.ABSENT
+        kv.session.close(5.0)
+    assert sum("is lost" in record.message for record in caplog.records if record.levelno == logging.ERROR) == 1
+
+
+def test_a_death_is_seen_although_a_child_keeps_the_connection_open(tmp_path):
+    with workers(tmp_path / "kv", 1) as started:
+        mover = connect([worker.handshake for worker in started]).mover
+        child = started[0].ask("fork")
+        try:
+            started[0].signal(signal.SIGKILL)
+            until(lambda: mover.lost)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_stopped_worker_is_given_up_but_its_scatters_wait_for_its_end(tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    with workers(tmp_path / "kv", 1, gate=gate) as started:
+        mover = connect([worker.handshake for worker in started], hung_s=0.3).mover
+        mover.submit(scatter := a_transfer(Link.SCATTER, 1))
+        mover.flush()
+        until(gate.with_suffix(".held").exists)
+        started[0].stop()
+        rest = [
+            a_transfer(Link.GATHER, 2, 1),
+            a_transfer(Link.PROMOTE, 3, 2),
+            Drop("directory", ChunkKey(bytes(32)), 0),
+        ]
+        for command in rest:
+            mover.submit(command)
+        assert {id(settled.command) for settled in take(mover, 3)} == {id(command) for command in rest}
+        assert "has not answered" in mover.lost
+        mover.submit(late := a_transfer(Link.GATHER, 4))
+        (settled,) = mover.take()
+        assert (settled.command, settled.outcome) == (late, Outcome.FAILED)
+        assert mover.take(0.5) == []  # it may wake up and go on writing to the engine's blocks
+        gate.unlink()
+        started[0].signal(signal.SIGCONT)
+        (settled,) = take(mover, 1)
+        assert (settled.command, settled.outcome) == (scatter, Outcome.DONE)
+        assert mover.close(DEADLINE_S)
+        assert started[0].end()
+
+
+def test_a_stopped_worker_that_is_killed_then_frees_its_scatters(tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    with workers(tmp_path / "kv", 1, gate=gate) as started:
+        mover = connect([worker.handshake for worker in started], hung_s=0.2).mover
+        mover.submit(a_transfer(Link.SCATTER, 1))
+        mover.flush()
+        until(gate.with_suffix(".held").exists)
+        started[0].stop()
+        until(lambda: mover.lost)
+        started[0].signal(signal.SIGKILL)
+        assert take(mover, 1)[0].outcome is Outcome.FAILED
+
+
+def test_a_worker_that_reads_nothing_for_a_while_gets_everything_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "SILENCE_S", 0.05)
+    with workers(tmp_path / "kv", 1) as started:
+        mover = connect([worker.handshake for worker in started]).mover
+        started[0].stop()
+        commands = [Probe(n, "directory", ((ChunkKey(bytes(32)), 0),) * 30, NEVER_S) for n in range(1000)]
+        began_s = time.monotonic()
+        for command in commands:
+            mover.submit(command)
+        assert not mover.flush()
+        assert mover.take(DEADLINE_S) == []  # comes back early to try again
+        assert time.monotonic() - began_s < DEADLINE_S / 2
+        time.sleep(0.3)  # several silences, but not yet too many
+        started[0].signal(signal.SIGCONT)
+        assert {settled.outcome for settled in take(mover, 1000)} == {Outcome.DONE}
+        assert mover.lost == ""
+
+
+def test_a_silent_worker_without_work_is_left_alone(tmp_path):
+    with workers(tmp_path / "kv", 1) as started:
+        mover = connect([worker.handshake for worker in started], hung_s=0.2).mover
+        mover.submit(Probe(1, "directory", (), NEVER_S))
+        take(mover, 1)
+        time.sleep(0.8)
+        mover.submit(Probe(2, "directory", (), NEVER_S))
+        assert take(mover, 1)[0].outcome is Outcome.DONE
+        assert mover.lost == ""
+
+
+# ---- the core's side goes away -------------------------------------------------------------------------------------
+
+
+def test_when_the_core_goes_what_waits_is_withdrawn_and_what_runs_ends_first(served):
+    with greeted(served) as connection:
+        for number in range(4):
+            connection.sendall(encode(wire.Order(number, a_transfer(Link.SCATTER, number))))
+        for _ in range(2):
+            assert served.gate.held.acquire(timeout=DEADLINE_S)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            heard(connection)
+        connection.settimeout(DEADLINE_S)
+        served.gate.hold.set()
+        assert [message.outcome for message in heard(connection)] == [Outcome.DONE] * 2
+
+
+def test_a_core_that_does_not_read_is_given_up(served, monkeypatch):
+    monkeypatch.setattr(wire, "SEND_S", 0.1)
+    order = encode(wire.Order(1, Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * 2000, NEVER_S)))
+    with greeted(served) as connection, suppress(BrokenPipeError):
+        while not served._is_mute:
+            connection.sendall(order)
+    until(lambda: served._is_mute)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff" * 4,  # a length beyond all limits
+        struct.pack("<I", FRAME_BYTES_MAX + 1),
+        struct.pack("<I", 5) + b"hello",
+        struct.pack("<I", 0),
+        encode(Answer(1, Outcome.DONE)),  # well formed, but not for a rank to hear
+    ],
+)
+def test_a_rank_that_hears_garbage_hangs_up(served, garbage, caplog):
+    with greeted(served) as connection:
+        connection.sendall(encode(Ping()) + garbage)
+        assert heard(connection) == [Ping()]
+    assert "hears nonsense" in caplog.text
+
+
+def test_notes_come_in_the_order_of_the_stream(served):
+    with greeted(served) as connection:
+        connection.sendall(b"".join(encode(Note(str(n))) for n in range(50)))
+        until(lambda: len(served.notes) == 50)
+    assert [note.subject for note in served.notes] == [str(n) for n in range(50)]
+
+
+# ---- what a core hears ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    mover = RemoteMover(ours, "rank 0", hung_s=DEADLINE_S)
+    yield mover, theirs
+    theirs.close()
+    assert mover.close(DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff" * 4,
+        struct.pack("<I", 5) + b"hello",
+        encode(Note("load this")),
+        encode(Answer(1, Outcome.DONE, (True,))),  # one answer to two questions
+        encode(Answer(1, Outcome.DONE, (True,) * 3)),
+    ],
+)
+def test_a_core_that_hears_garbage_gives_the_rank_up(pair, garbage, caplog):
+    mover, theirs = pair
+    mover.submit(probe := Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * 2, NEVER_S))
+    mover.submit(a_transfer(Link.SCATTER, 2))
+    mover.flush()
+    theirs.sendall(garbage)
+    (settled,) = take(mover, 1)
+    assert (settled.command, settled.outcome) == (probe, Outcome.FAILED)
+    theirs.sendall(encode(Answer(2, Outcome.DONE)))  # nothing more is believed
+    assert mover.take(0.1) == []
+    theirs.close()
+    assert take(mover, 1)[0].outcome is Outcome.FAILED
+    assert sum("is lost" in record.message for record in caplog.records) == 1
+
+
+def test_an_answer_that_nobody_waits_for_is_ignored(pair):
+    mover, theirs = pair
+    mover.submit(Probe(1, "directory", (), NEVER_S))
+    mover.flush()
+    theirs.sendall(encode(Answer(7, Outcome.DONE)) + encode(Answer(1, Outcome.DONE)) * 2)
+    assert len(take(mover, 1)) == 1
+    assert mover.take(0.05) == []
+    assert mover.lost == ""
+
+
+def test_what_is_too_long_for_a_message_fails_alone(pair):
+    mover, _ = pair
+    mover.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * (FRAME_BYTES_MAX // 60), NEVER_S))
+    (settled,) = mover.take()
+    assert settled.outcome is Outcome.FAILED
+    assert "allowed: at most" in settled.detail
+    assert mover.lost == ""
+
+
+def test_the_outbox_has_an_end(pair, monkeypatch):
+    monkeypatch.setattr(remote, "OUTBOX_BYTES_MAX", 1000)
+    mover, _ = pair
+    for number in range(10):
+        mover.submit(a_transfer(Link.GATHER, number))
+    answers = mover.take()
+    assert 0 < len(answers) < 10
+    assert {settled.outcome for settled in answers} == {Outcome.FAILED}
+    mover.cancel(range(1000))
+    mover.tell(Note("x" * 2000))  # neither may raise

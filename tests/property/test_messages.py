@@ -1,0 +1,160 @@
+"""What travels between processes arrives as it was, however it is cut; anything else is refused."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.runtime.fleet import Note
+from kvtier.runtime.jobs import Settled
+from kvtier.runtime.messages import FRAME_BYTES_MAX, Answer, Frames, Leave, Order, Ping, WireError, decode, encode
+from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, Outcome, Probe, RequestId, Transfer
+
+integers = st.integers(-(2**63), 2**64)
+small = st.integers(0, 2**31)
+keys = st.binary(min_size=32, max_size=32).map(ChunkKey)
+words = st.text(max_size=20)
+seconds = st.floats(allow_nan=False)
+hints = st.builds(Hint, st.none() | words, st.none() | integers, seconds)
+transfers = st.builds(
+    Transfer,
+    integers,
+    st.sampled_from(Link),
+    keys,
+    small,
+    small,
+    words,
+    st.none() | words.map(RequestId),
+    st.lists(integers, max_size=40).map(tuple),
+    st.none() | keys,
+    small,
+    seconds,
+    hints,
+)
+probes = st.builds(Probe, integers, words, st.lists(st.tuples(keys, small), max_size=40).map(tuple), seconds)
+drops = st.builds(Drop, words, keys, small)
+orders = st.builds(Order, integers, transfers | probes | drops)
+answers = st.builds(
+    Answer,
+    integers,
+    st.sampled_from(Outcome),
+    st.lists(st.booleans(), max_size=40).map(tuple),
+    integers,
+    seconds,
+    seconds,
+    words,
+    st.booleans(),
+)
+notes = st.builds(Note, words, words.map(RequestId), st.lists(integers, max_size=40).map(tuple), st.booleans())
+cancels = st.lists(integers, max_size=40).map(lambda ids: Cancel(tuple(ids)))
+messages = orders | answers | notes | cancels | st.just(Ping()) | st.just(Leave())
+
+
+@given(st.lists(messages, max_size=6), st.data())
+def test_every_message_arrives_as_it_was_however_the_stream_is_cut(sent, data):
+    stream = b"".join(map(encode, sent))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    frames = Frames()
+    heard = []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        heard += [decode(body) for body in frames.feed(stream[start:end])]
+    assert heard == sent
+    assert [type(message) for message in heard] == [type(message) for message in sent]
+    assert [type(order.command) for order in heard if isinstance(order, Order)] == [
+        type(order.command) for order in sent if isinstance(order, Order)
+    ]
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(body):
+    with pytest.raises(WireError):
+        decode(body)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4),
+)
+word, number = (str, type(None)), (int, float)
+FIELDS = {
+    Order: (int, (Transfer, Probe, Drop)),
+    Transfer: (int, Link, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, Hint),
+    Hint: (word, (int, type(None)), number),
+    Probe: (int, str, tuple, number),
+    Drop: (str, bytes, int),
+    Answer: (int, Outcome, tuple, int, number, number, str, bool),
+    Note: (str, str, tuple, bool),
+    Cancel: (tuple,),
+    Ping: (),
+}
+
+
+def test_no_field_is_left_behind():
+    """A field that is added to a command must be added to its message."""
+    assert {kind: len(kind._fields) for kind in FIELDS} == {kind: len(fields) for kind, fields in FIELDS.items()}
+    assert Answer._fields[1:] == Settled._fields[1:]
+
+
+def check_fields(value):
+    kinds = FIELDS.get(type(value), ())
+    assert len(value) == len(kinds)
+    for field, kind in zip(value, kinds, strict=True):
+        assert isinstance(field, kind), value
+        if type(field) in FIELDS:
+            check_fields(field)
+        elif isinstance(field, tuple):
+            assert all(type(item) in (int, bool) or (type(item[0]), type(item[1])) == (bytes, int) for item in field)
+
+
+@given(messages, plain | st.lists(plain, min_size=1, max_size=3), st.data())
+def test_a_field_of_another_kind_is_refused(message, value, data):
+    values = json.loads(encode(message)[4:])
+    position = data.draw(st.integers(0, len(values)))
+    values[position : position + data.draw(st.integers(0, 1))] = [value]
+    try:
+        heard = decode(json.dumps(values).encode())
+    except WireError:
+        return
+    check_fields(heard)
+
+
+@given(messages, st.data())
+def test_a_damaged_message_is_refused_or_another_message_of_good_fields(message, data):
+    body = bytearray(encode(message)[4:])
+    position = data.draw(st.integers(0, len(body) - 1))
+    body[position] ^= data.draw(st.integers(1, 255))
+    try:
+        other = decode(bytes(body))
+    except WireError:
+        return
+    check_fields(other)
+
+
+def test_infinite_deadlines_travel():
+    order = Order(1, Probe(1, "below", (), float("inf")))
+    assert decode(encode(order)[4:]) == order
+
+
+def test_block_numbers_may_be_numpys():
+    cancel = Cancel((np.int64(3), np.uint32(4)))
+    assert decode(encode(cancel)[4:]) == Cancel((3, 4))
+
+
+def test_a_length_that_is_too_large_is_refused_before_it_has_come():
+    frames = Frames()
+    with pytest.raises(WireError, match=rf"{FRAME_BYTES_MAX + 1} bytes; allowed: at most {FRAME_BYTES_MAX}"):
+        list(frames.feed(struct.pack("<I", FRAME_BYTES_MAX + 1)))
+
+
+def test_a_message_that_is_too_long_is_not_made():
+    probe = Probe(1, "below", ((ChunkKey(bytes(32)), 0),) * (FRAME_BYTES_MAX // 60), 1.0)
+    with pytest.raises(WireError, match="allowed: at most"):
+        encode(Order(1, probe))
+
+
+def test_nested_beyond_reason_is_refused():
+    with pytest.raises(WireError):
+        decode(b"[" * 100_000)

@@ -1,0 +1,154 @@
+"""A small engine in host memory with a whole kvtier below it, for tests of the parts together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.config.sections import Config, DirectoryConfig, HostConfig, LimitsConfig, StoreConfig
+from kvtier.core.cache import Cache
+from kvtier.core.limits import Limits
+from kvtier.device.base import Copier
+from kvtier.device.cpu import CpuCopier
+from kvtier.keys.chain import Chain
+from kvtier.layout import GroupLayout, History, KvLayout, Window
+from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.runtime.arena import Arena, chunk_bytes
+from kvtier.runtime.mover import Mover, Threads
+from kvtier.runtime.open import Opened, open_session
+from kvtier.runtime.session import LocalSession
+from kvtier.tier.base import Tier
+from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId, StoreDone
+
+CHUNK_TOKENS = 16
+BLOCK_TOKENS = 4
+CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
+PAGE_BYTES = 1024
+LAYERS = 3
+FINGERPRINT = bytes(range(32))
+DEADLINE_S = 20.0
+
+LAYOUT = KvLayout(
+    CHUNK_TOKENS,
+    (
+        GroupLayout(History(), (PAGE_BYTES * CHUNK_BLOCKS,) * LAYERS, "rig/full"),
+        GroupLayout(Window(24), (PAGE_BYTES * CHUNK_BLOCKS,), "rig/window"),
+    ),
+)
+
+
+@dataclass
+class Engine:
+    """Blocks of every layer of every group, filled with bytes that depend on the seed."""
+
+    blocks: int
+    seed: int = 0
+    groups: list[list[npt.NDArray[np.uint8]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        draw = np.random.default_rng(self.seed)
+        self.groups = [
+            [draw.integers(0, 256, (self.blocks, PAGE_BYTES), np.uint8) for _ in group.layer_bytes]
+            for group in LAYOUT.groups
+        ]
+
+    def copier(self) -> CpuCopier:
+        return CpuCopier(LAYOUT, self.groups)
+
+    def same(self, other: "Engine", places: Sequence[Place]) -> bool:
+        return all(
+            np.array_equal(mine[block], yours[block])
+            for place in places
+            for block in place.blocks
+            for mine, yours in zip(self.groups[place.group], other.groups[place.group], strict=True)
+        )
+
+
+def places_of(chunks: Sequence[int], groups: Sequence[int] = (0, 1)) -> list[Place]:
+    """Chunk n lies in blocks n * CHUNK_BLOCKS and following."""
+    return [
+        Place(group, chunk, tuple(range(chunk * CHUNK_BLOCKS, (chunk + 1) * CHUNK_BLOCKS)))
+        for group in groups
+        for chunk in chunks
+    ]
+
+
+def load_places(tokens: int) -> list[Place]:
+    """What a load of the leading `tokens` needs: all chunks of the history, the window's last ones."""
+    full = tokens // CHUNK_TOKENS
+    first = max(0, tokens - 24) // CHUNK_TOKENS
+    return places_of(range(full), (0,)) + places_of(range(first, full), (1,))
+
+
+def prefix_of(chunks: int, root: bytes = bytes(32), seed: int = 0) -> Prefix:
+    chain = Chain(root, CHUNK_TOKENS)
+    chain.extend(np.random.default_rng(seed).integers(0, 1000, chunks * CHUNK_TOKENS).tolist())
+    return chain.prefix()
+
+
+def config(directory: Path | None, *, host_chunks: int = 8, **limits: float) -> Config:
+    return Config(
+        host=HostConfig(capacity_bytes=max(1 << 20, host_chunks * chunk_bytes(LAYOUT))),
+        directory=DirectoryConfig(path=directory, capacity_bytes=64 << 20),
+        store=StoreConfig(),
+        limits=LimitsConfig(**limits),
+    )
+
+
+def opened(directory: Path | None, engine: Engine, **options: float) -> Opened:
+    return open_session(config(directory, **options), LAYOUT, FINGERPRINT, engine.copier())
+
+
+def local(
+    copier: Copier,
+    tiers: dict[str, Tier],
+    *,
+    slots: int = 8,
+    limits: Limits | None = None,
+    threads: Threads | None = None,
+) -> tuple[LocalSession, Cache, Mover]:
+    """A session without desk and settings, its parts at hand."""
+    arena = Arena(LAYOUT, (slots, slots))
+    mover = Mover(
+        layout=LAYOUT, rank=0, fingerprint=FINGERPRINT, arena=arena, copier=copier, tiers=tiers, threads=threads
+    )
+    cache = Cache(
+        layout=LAYOUT,
+        slots=(slots, slots),
+        tiers=list(tiers),
+        evictor=lambda: make_evictor("lru"),
+        admitter=make_admitter("all"),
+        limits=limits,
+    )
+    return LocalSession(cache, mover), cache, mover
+
+
+def looked_up(session, request: str, prefix: Prefix) -> Lookup:
+    """Look up until no question is open."""
+    answer = session.lookup(RequestId(request), prefix)
+    for _ in range(200):
+        if answer.presence is not Presence.PROBING:
+            return answer
+        session.poll(0.05)
+        answer = session.lookup(RequestId(request), prefix)
+    raise AssertionError("still probing")
+
+
+def stored(session, request: str, prefix: Prefix, places: Sequence[Place]) -> StoreDone:
+    session.store(RequestId(request), prefix, places)
+    return _await(session, request, StoreDone)
+
+
+def loaded(session, request: str, prefix: Prefix, tokens: int, places: Sequence[Place]) -> LoadDone:
+    session.load(RequestId(request), prefix, tokens, places)
+    return _await(session, request, LoadDone)
+
+
+def _await(session, request: str, kind: type):
+    for _ in range(int(DEADLINE_S / 0.05)):
+        for event in session.poll(0.05):
+            if isinstance(event, kind) and event.request == request:
+                return event
+    raise AssertionError(f"no {kind.__name__} for {request}")

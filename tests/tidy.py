@@ -1,0 +1,393 @@
+"""The style guide that fails. Run as a program it prints what it finds; `tests/unit/test_tidy.py` runs it too.
+
+Ruff and pyright hold what they can; here is what is ours: which layer may do what, which words we use, what may not
+grow. A rule names the replacement. An exception is a line in `EXCEPTIONS`, with its reason.
+"""
+
+import ast
+import io
+import os
+import re
+import sys
+import tokenize
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LINES_MAX = 500
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".cfg", ".html", ".sh", ""}
+TEXT_BYTES_MAX = 1 << 20
+SKIPPED_FOLDERS = {
+    ".git",
+    ".venv",
+    ".venv-vllm",
+    ".ruff_cache",
+    ".pytest_cache",
+    ".hypothesis",
+    "__pycache__",
+    "build",
+    "dist",
+}
+
+PURE = ("core/", "keys/", "policy/", "codec/", "layout.py", "types.py", "errors.py", "config/", "observe/")
+"""Layers that are told the time, never ask for it."""
+
+CLOCKS = {"time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "sleep"}
+PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+WAITS = {"join", "wait", "get", "result", "communicate"}
+UNBOUNDED = {"Queue", "LifoQueue", "PriorityQueue"}
+
+SYNONYMS = {
+    "offload": "store or demote",
+    "onboard": "promote",
+    "retrieve": "load",
+    "spill": "demote",
+    "refcount": "pin",
+    "l1": "a tier's name",
+    "l2": "a tier's name",
+    "l3": "a tier's name",
+}
+"""What we do not call things, and what we do (DESIGN: words). Only the engine adapters speak the engines' language."""
+
+PRIVATE_PATH = re.compile(r"""(?<![\w.~/:>})\]*-])/(home|root|Users|work|workspace|data\d?|scratch)(?=/\w)""")
+
+
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("swallowed", "src/kvtier/runtime/mover.py"): "where errors become outcomes",
+    ("swallowed", "src/kvtier/runtime/arena.py"): "a finalizer: nobody above it could catch anything",
+    ("environment", "src/kvtier/bench/demo_process.py"): "starts processes with an environment of their own",
+    ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
+    ("prints", "src/kvtier/bench/demo_pass.py"): "a process that speaks JSON lines to the one that started it",
+    ("swallowed", "src/kvtier/connect/transformers/adapter.py"): "a guest never makes the engine fail",
+    ("swallowed", "src/kvtier/connect/vllm/connector.py"): "a guest never makes the engine fail",
+    ("swallowed", "src/kvtier/sim/run.py"): "reports any failure with its seed: what a simulator is for",
+    ("swallowed", "src/kvtier/testing/copier.py"): "an error of any kind is the refusal that is asked for",
+    ("endless_waits", "src/kvtier/runtime/desk.py"): "one call for each thread that waits for its answer",
+    ("endless_waits", "src/kvtier/runtime/answers.py"): "one answer for each command in flight, which the core limits",
+    ("endless_waits", "src/kvtier/keys/weights.py"): "a checkpoint is read before anything runs, as long as it takes",
+}
+"""Rule and file, with the reason. One that is no longer needed is a finding, too."""
+
+
+class Finding(NamedTuple):
+    """One breach."""
+
+    place: str
+    line: int
+    rule: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.place}:{self.line}: {self.rule}: {self.advice}"
+
+
+class Source(NamedTuple):
+    """One Python file."""
+
+    place: str
+    """Path below the repository."""
+    text: str
+    tree: ast.Module
+
+    @property
+    def inside(self) -> str:
+        """Path below the package; empty for files outside of it."""
+        return self.place.removeprefix("src/kvtier/") if self.place.startswith("src/kvtier/") else ""
+
+    def is_in(self, *layers: str) -> bool:
+        """Whether the file lies in one of the package's `layers`."""
+        return bool(self.inside) and self.inside.startswith(layers)
+
+
+Hits = Iterator[tuple[int, str]]
+
+
+def clocks(source: Source) -> Hits:
+    """A pure layer takes the time as an argument, so that a simulator can turn the clock."""
+    if not source.is_in(*PURE):
+        return
+    for call, name in _calls(source.tree):
+        if name.startswith("time.") and name.removeprefix("time.") in CLOCKS:
+            yield call.lineno, f"{name}: take the time as an argument"
+        if re.search(r"(datetime|date)\.(now|utcnow|today)$", name):
+            yield call.lineno, f"{name}: take the time as an argument"
+
+
+def environment(source: Source) -> Hits:
+    """Settings come in through `kvtier.config`, where every value knows its origin."""
+    if not source.inside or source.is_in("config/"):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and _dotted(node) in {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
+            yield node.lineno, f"{_dotted(node)}: add a setting to kvtier.config and take its value as an argument"
+
+
+def prints(source: Source) -> Hits:
+    """Only programs talk to people; everything else logs or returns."""
+    if not source.inside or source.is_in("cli/") or source.inside.endswith("__main__.py"):
+        return
+    for call, name in _calls(source.tree):
+        if name == "print" or name.startswith(("sys.stdout.", "sys.stderr.")):
+            yield call.lineno, f"{name}: return a value, or use logging"
+
+
+def logging_setup(source: Source) -> Hits:
+    """A library never decides where logs go or how many there are."""
+    if not source.inside or source.is_in("cli/"):
+        return
+    for call, name in _calls(source.tree):
+        if name.rpartition(".")[2] in {"basicConfig", "addHandler", "setLevel"}:
+            yield call.lineno, f"{name}: leave handlers and levels to the program that uses us"
+
+
+def swallowed(source: Source) -> Hits:
+    """Errors are caught once, in the mover, and turned into an outcome."""
+    if not source.inside:
+        return
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        is_broad = any(kind is None or _dotted(kind) in {"Exception", "BaseException"} for kind in caught)
+        is_handed_on = any(name.endswith(".set_exception") for _, name in _calls(node))  # to who waits for a future
+        if is_broad and not is_handed_on and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+            yield node.lineno, "except Exception without raise: catch what can happen, or let the mover catch it"
+
+
+def pickles(source: Source) -> Hits:
+    """A file from a shared place must not be able to run code."""
+    if not source.inside:
+        return
+    for node in ast.walk(source.tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.partition(".")[0] in PICKLES:
+                yield node.lineno, f"{name}: use JSON, numpy or a frame"
+
+
+def asserted_data(source: Source) -> Hits:
+    """Where bytes come in from below, an assertion would be the only check, and python -O would remove it."""
+    if not source.is_in("codec/", "tier/"):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assert):
+            yield node.lineno, "assert: check data with `if` and raise CorruptChunkError or TierError"
+
+
+def seeded_hash(source: Source) -> Hits:
+    """`hash` differs from process to process, so nothing that is stored or shared may depend on it."""
+    if not source.inside:
+        return
+    for call, name in _calls(source.tree):
+        if name == "hash" and not _is_in_dunder_hash(source.tree, call):
+            yield call.lineno, "hash: use hashlib or xxhash"
+
+
+def endless_waits(source: Source) -> Hits:
+    """Every wait has a deadline and every queue an end: a cache must never stall."""
+    if not source.inside:
+        return
+    for call, name in _calls(source.tree):
+        last = name.rpartition(".")[2]
+        if "." in name and last in WAITS and not call.args and not call.keywords:
+            yield call.lineno, f"{name}(): give it a time-out"
+        if last in UNBOUNDED and not call.args and not call.keywords:
+            yield call.lineno, f"{name}(): give it a size"
+        if last == "SimpleQueue":
+            yield call.lineno, f"{name}: it has no bound; use queue.Queue with a size"
+        if name == "subprocess.run" and "timeout" not in {keyword.arg for keyword in call.keywords}:
+            yield call.lineno, "subprocess.run: give it a time-out"
+
+
+def open_ends(source: Source) -> Hits:
+    """What is left to do is an issue, or it is forgotten."""
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT and re.search(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))", token.string):
+            yield token.start[0], "write TODO(#issue) or do it"
+
+
+def long_files(source: Source) -> Hits:
+    """A file that no longer fits in one's head is two files."""
+    count = source.text.count("\n")
+    if count > LINES_MAX:
+        yield count, f"{count} lines, at most {LINES_MAX}: split it by what changes together"
+
+
+def synonyms(source: Source) -> Hits:
+    """One word for one thing. Only names that are defined here count, and the adapters speak the engines' language."""
+    if not source.inside or source.is_in("connect/", "device/", "bench/"):
+        return
+    for node in ast.walk(source.tree):
+        for name in _defined(node):
+            for word in re.findall(r"[a-z]+\d?|[A-Z][a-z]*\d?", name):
+                if word.lower() in SYNONYMS:
+                    yield getattr(node, "lineno", 1), f"{name}: we say {SYNONYMS[word.lower()]}"
+
+
+def test_titles(source: Source) -> Hits:
+    """The first line of a test file says what it protects."""
+    if source.place.startswith("tests/") and Path(source.place).name.startswith("test_"):
+        told = ast.get_docstring(source.tree)
+        if not told:
+            yield 1, "no docstring: say in one line what these tests protect"
+
+
+RULES: tuple[Callable[[Source], Hits], ...] = (
+    clocks,
+    environment,
+    prints,
+    logging_setup,
+    swallowed,
+    pickles,
+    asserted_data,
+    seeded_hash,
+    endless_waits,
+    open_ends,
+    long_files,
+    synonyms,
+    test_titles,
+)
+
+
+def check_source(place: str, text: str) -> list[Finding]:
+    """What every rule says about one Python file."""
+    try:
+        source = Source(place, text, ast.parse(text))
+    except SyntaxError as error:
+        return [Finding(place, error.lineno or 1, "syntax", f"{error.msg}: it must run on every Python we support")]
+    return [Finding(place, line, rule.__name__, advice) for rule in RULES for line, advice in rule(source)]
+
+
+def check_text(place: str, text: str, private: tuple[str, ...] = ()) -> list[Finding]:
+    """Paths of some author's machine in any text file, `private` among them."""
+    found: list[Finding] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        hit = PRIVATE_PATH.search(line)
+        named = hit[0] if hit else next((path for path in private if path in line), None)
+        if named:
+            found.append(Finding(place, number, "machine_paths", f"{named}: nobody else has it"))
+    return found
+
+
+def lonely_modules(files: dict[str, str], entries: set[str]) -> list[Finding]:
+    """Modules that nothing in the package imports or names.
+
+    Args:
+        files: dotted module name to text, of the whole package.
+        entries: dotted names that are reached from outside.
+    """
+    reached: set[str] = set()
+    for name, text in files.items():
+        for node in ast.walk(_parsed(text)):
+            told: list[str] = []
+            if isinstance(node, ast.Import):
+                told = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                told = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                told = re.findall(r"kvtier(?:\.\w+)+", node.value)  # a registry's line: imported when it is asked for
+            reached.update(module for module in told if module != name)
+    return [
+        Finding(name, 1, "lonely_modules", "nobody imports it: use it, register it or delete it")
+        for name in sorted(files)
+        if name not in reached | entries and not any(other.startswith(f"{name}.") for other in files)
+    ]
+
+
+def check_repository(root: Path = ROOT) -> list[Finding]:
+    """What all rules say about the repository at `root`."""
+    found: list[Finding] = []
+    # The author's own folders, wherever they are; short ones such as "/" or "/src" would be found everywhere.
+    own = tuple(str(path) for path in (root, Path.home(), Path(sys.prefix)) if len(path.parts) > 2)
+    modules: dict[str, str] = {}
+    for path in _files(root):
+        place = path.relative_to(root).as_posix()
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found += check_text(place, text, own)
+        if path.suffix == ".py":
+            found += check_source(place, text)
+            if place.startswith("src/"):
+                modules[_module(place)] = text
+    found += lonely_modules(modules, _entries(root, modules))
+    return without_exceptions(found)
+
+
+def without_exceptions(found: list[Finding], exceptions: dict[tuple[str, str], str] = EXCEPTIONS) -> list[Finding]:
+    """`found` without what has an exception, and with every exception that nothing needs."""
+    needed = {(finding.rule, finding.place) for finding in found}
+    stale = [
+        Finding(place, 1, "stale_exception", f"{rule} has no breach here any more: remove the exception")
+        for rule, place in exceptions.keys() - needed
+    ]
+    return [finding for finding in found if (finding.rule, finding.place) not in exceptions] + stale
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.endswith("-out"))
+        # What `make test` leaves behind, which git ignores.
+        for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".coverage")):
+            if path.suffix in TEXT_SUFFIXES and not path.is_symlink() and path.stat().st_size <= TEXT_BYTES_MAX:
+                yield path
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SyntaxError:  # a finding of its own
+        return ast.Module([], [])
+
+
+def _module(place: str) -> str:
+    return place.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _entries(root: Path, modules: dict[str, str]) -> set[str]:
+    """Modules that are reached from outside: programs, entry points, what third parties import, what only tests run."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    groups = [project.get("scripts", {}), *project.get("entry-points", {}).values()]
+    named = {target.partition(":")[0] for group in groups for target in group.values()}
+    public = {name for name in modules if name.startswith(("kvtier.testing", "kvtier.connect", "kvtier.sim"))}
+    return named | public | {name for name in modules if name.endswith("__main__")}
+
+
+def _calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, _dotted(node.func)
+
+
+def _dotted(node: ast.AST | None) -> str:
+    """``a.b.c`` of a chain of attributes; a part that is no name is ``?``."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return "?"
+
+
+def _defined(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.arg):
+        return [node.arg]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    return [node.attr] if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) else []
+
+
+def _is_in_dunder_hash(tree: ast.AST, call: ast.Call) -> bool:
+    return any(
+        isinstance(node, ast.FunctionDef) and node.name == "__hash__" and call in list(ast.walk(node))
+        for node in ast.walk(tree)
+    )
+
+
+if __name__ == "__main__":
+    findings = check_repository()
+    for finding in findings:
+        print(finding)
+    sys.exit(1 if findings else 0)

@@ -1,0 +1,192 @@
+"""The arena: slots that do not overlap, aligned, bounded by the capacity, and given back only when nobody looks."""
+
+import gc
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from kvtier.codec.frame import frame_bytes, head_bytes
+from kvtier.errors import ConfigError
+from kvtier.layout import ALIGNMENT, GroupLayout, History, KvLayout, State
+from kvtier.runtime.arena import Arena, chunk_bytes, page_aligned, slots_for
+
+
+def _layout() -> KvLayout:
+    return KvLayout(
+        256, (GroupLayout(History(), (70_000, 4096, 1), "test"), GroupLayout(State(), (5_000_000,), "test"))
+    )
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def test_slots_are_page_aligned_and_hold_head_room_and_payload() -> None:
+    layout = _layout()
+    arena = Arena(layout, (3, 2))
+    for number, (group, count) in enumerate(zip(layout.groups, (3, 2), strict=True)):
+        for slot in range(count):
+            frame, payload = arena.frame(number, slot), arena.payload(number, slot)
+            assert len(frame) == frame_bytes(group)
+            assert len(payload) == group.payload_bytes
+            assert _address(payload) == _address(frame) + head_bytes(group)
+            assert _address(frame) % ALIGNMENT == _address(payload) % ALIGNMENT == 0
+            assert not frame.readonly
+            assert frame.format == "B"
+    assert arena.slots == (3, 2)
+    assert arena.size_bytes == 3 * frame_bytes(layout.groups[0]) + 2 * frame_bytes(layout.groups[1])
+
+
+@pytest.mark.parametrize("populate", [False, True])
+def test_slots_begin_as_zeros_and_do_not_overlap(populate: bool) -> None:
+    arena = Arena(_layout(), (3, 2), populate=populate)
+    places = [(group, slot) for group, count in enumerate(arena.slots) for slot in range(count)]
+    for place in places:
+        assert not any(arena.frame(*place))
+    for number, place in enumerate(places):
+        arena.frame(*place)[:] = bytes([number + 1]) * len(arena.frame(*place))
+    for number, place in enumerate(places):
+        assert arena.frame(*place) == bytes([number + 1]) * len(arena.frame(*place))
+
+
+@pytest.mark.parametrize("place", [(0, 3), (0, -1), (1, 2), (2, 0), (-1, 0)])
+def test_a_slot_that_is_not_there_is_refused(place: tuple[int, int]) -> None:
+    arena = Arena(_layout(), (3, 2))
+    for view in (arena.frame, arena.payload):
+        with pytest.raises(IndexError, match="no slot"):
+            view(*place)
+
+
+@pytest.mark.parametrize("slots", [(3,), (3, 2, 1), (3, 0)])
+def test_slots_must_fit_the_layout(slots: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at least 1 for each of the 2 groups"):
+        Arena(_layout(), slots)
+
+
+def test_the_capacity_is_filled_and_never_exceeded() -> None:
+    layout = _layout()
+    one = chunk_bytes(layout)
+    assert one == sum(frame_bytes(group) for group in layout.groups)
+    for capacity in (2 * one, 3 * one - 1, 3 * one, 100 * one + 7):
+        slots = slots_for(layout, capacity)
+        assert slots == (capacity // one,) * 2
+        assert Arena(layout, slots).size_bytes <= capacity < Arena(layout, slots).size_bytes + one
+
+
+@pytest.mark.parametrize("capacity", [0, 1, -5])
+def test_too_small_a_capacity_says_what_a_chunk_costs(capacity: int) -> None:
+    one = chunk_bytes(_layout())
+    with pytest.raises(ConfigError) as caught:
+        slots_for(_layout(), capacity or 2 * one - 1)
+    for told in ("host.capacity_bytes", "256 tokens", f"takes {one} bytes", f"at least {2 * one}"):
+        assert told in str(caught.value)
+
+
+def test_more_memory_than_there_is_is_a_setting_to_mend() -> None:
+    with pytest.raises(ConfigError, match="bytes of host memory cannot be had"):
+        Arena(_layout(), (1 << 40, 2))
+    with pytest.raises(ConfigError, match="bytes of host memory cannot be had"):
+        Arena(_layout(), (1 << 60, 2))
+
+
+def test_a_closed_arena_gives_nothing_and_closes_twice() -> None:
+    arena = Arena(_layout(), (3, 2))
+    arena.close()
+    arena.close()
+    for view in (arena.frame, arena.payload):
+        with pytest.raises(ValueError, match="the arena is closed"):
+            view(0, 0)
+
+
+def test_a_view_outlives_the_arena() -> None:
+    arena = Arena(_layout(), (3, 2))
+    view = arena.payload(1, 1)
+    arena.close()
+    del arena
+    gc.collect()
+    view[:] = b"\x07" * len(view)
+    assert view[-1] == 7
+
+
+class _PageLocks:
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.told: list[tuple[int, int]] = []
+
+    def __call__(self, address: int, size_bytes: int) -> "object":
+        self.locked[address] = size_bytes
+        self.told.append((address, size_bytes))
+        return lambda: self.locked.pop(address)
+
+
+def test_each_mapping_is_page_locked_whole_and_unlocked_at_the_end() -> None:
+    locks = _PageLocks()
+    arena = Arena(_layout(), (3, 2), page_lock=locks)  # type: ignore[arg-type]
+    sizes = [frame_bytes(group) for group in _layout().groups]
+    assert locks.told == [(_address(arena.frame(0, 0)), 3 * sizes[0]), (_address(arena.frame(1, 0)), 2 * sizes[1])]
+    gc.collect()
+    assert len(locks.locked) == 2
+    arena.close()
+    gc.collect()
+    assert not locks.locked
+
+
+def test_page_locked_memory_stays_locked_while_a_view_is_out() -> None:
+    locks = _PageLocks()
+    arena = Arena(_layout(), (3, 2), page_lock=locks)  # type: ignore[arg-type]
+    view: object = np.frombuffer(arena.payload(1, 1), np.uint8)  # what a copier makes of it
+    arena.close()
+    gc.collect()
+    assert list(locks.locked.values()) == [2 * frame_bytes(_layout().groups[1])]
+    del view
+    gc.collect()
+    assert not locks.locked
+
+
+def test_an_unlock_that_fails_is_logged_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("planned")
+
+    Arena(_layout(), (3, 2), page_lock=lambda _address, _bytes: fail).close()
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records] == [
+        "page-locked memory could not be unlocked: planned"
+    ] * 2
+
+
+def test_a_page_lock_that_fails_leaves_nothing_locked() -> None:
+    locks = _PageLocks()
+
+    def second_fails(address: int, size_bytes: int) -> object:
+        if locks.told:
+            raise RuntimeError("planned")
+        return locks(address, size_bytes)
+
+    with pytest.raises(RuntimeError, match="planned"):
+        Arena(_layout(), (3, 2), page_lock=second_fails)  # type: ignore[arg-type]
+    gc.collect()
+    assert not locks.locked
+    assert locks.told
+
+
+@pytest.mark.parametrize("size_bytes", [1, 4096, 4097, 3 << 20])
+def test_page_aligned_memory_has_the_size_that_was_asked_for(size_bytes: int) -> None:
+    memory = page_aligned(size_bytes)
+    assert len(memory) == size_bytes
+    assert _address(memory.data) % ALIGNMENT == 0
+    assert not memory.any()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_does_not_take_the_slots_with_it() -> None:
+    arena = Arena(_layout(), (3, 2))
+    view = arena.payload(0, 0)
+    view[0] = 1
+    child = os.fork()
+    if not child:  # nothing of pytest may run here
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os._exit(0 if view[0] else 1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
+    assert view[0] == 1

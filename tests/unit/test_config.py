@@ -1,0 +1,280 @@
+"""Settings: who wins, where each value came from, and what every refusal says."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.config import SECTIONS, Config, DirectoryConfig, HostConfig, LimitsConfig, StoreConfig, load, settings
+from kvtier.config.kinds import SIZE_UNITS, parse_seconds, parse_size, size_text
+from kvtier.errors import ConfigError
+
+DIGITS = "0123456789abcdef" * 4
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def refused(message: str, **given_to_load) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(**{"environ": {}, **given_to_load})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_anything_every_value_is_a_default():
+    loaded = load(environ={})
+    assert loaded.config == Config()
+    assert loaded.file is None
+    assert {str(origin) for origin in loaded.origins.values()} == {"default"}
+    assert set(loaded.origins) == {s.name for section in SECTIONS.values() for s in settings(section)}
+
+
+def test_later_layers_win_and_each_value_knows_its_origin(tmp_path):
+    file = write(
+        tmp_path / "kvtier.toml",
+        '[host]\ncapacity_bytes = "1GiB"\n[limits]\nrequests = 10\nload_deadline_s = 1\ntier_failures = 4\n',
+    )
+    environ = {"KVTIER_LIMITS__REQUESTS": "20", "KVTIER_LIMITS__LOAD_DEADLINE_S": "500ms"}
+    loaded = load(file, environ, ["limits.requests=25", "limits.requests=30"])
+    assert loaded.config.host.capacity_bytes == 2**30
+    assert loaded.config.limits.tier_failures == 4
+    assert loaded.config.limits.load_deadline_s == 0.5
+    assert loaded.config.limits.requests == 30
+    assert str(loaded.origins["host.capacity_bytes"]) == f"file {file}"
+    assert str(loaded.origins["limits.load_deadline_s"]) == "environment KVTIER_LIMITS__LOAD_DEADLINE_S"
+    assert str(loaded.origins["limits.requests"]) == "flag --set limits.requests"
+    assert str(loaded.origins["limits.waiting_chunks"]) == "default"
+
+
+def test_every_setting_can_be_set_in_each_way_and_comes_back_the_same(tmp_path):
+    changed = {
+        "host.capacity_bytes": ("512MiB", 2**29),
+        "host.page_lock": ("off", "off"),
+        "host.populate": ("yes", True),
+        "directory.path": (str(tmp_path), tmp_path),
+        "directory.shared": ("false", False),
+        "store.write_policy": ("selective", "selective"),
+        "store.secret": (DIGITS, bytes.fromhex(DIGITS)),
+        "limits.probe_deadline_s": ("250ms", 0.25),
+    }
+    environ = {f"KVTIER_{name.replace('.', '__').upper()}": text for name, (text, _) in changed.items()}
+    by_environment = load(environ=environ).config
+    by_flags = load(environ={}, flags=[f"{name}={text}" for name, (text, _) in changed.items()]).config
+    assert by_environment == by_flags
+    for name, (_, value) in changed.items():
+        section, _, key = name.partition(".")
+        assert getattr(getattr(by_flags, section), key) == value
+
+
+def test_the_variable_names_the_file_and_an_argument_wins_over_it(tmp_path):
+    by_variable = write(tmp_path / "a.toml", "[limits]\nrequests = 1\n")
+    by_argument = write(tmp_path / "b.toml", "[limits]\nrequests = 2\n")
+    environ = {"KVTIER_CONFIG": str(by_variable)}
+    assert load(environ=environ).config.limits.requests == 1
+    assert load(environ=environ).file == by_variable
+    assert load(by_argument, environ).config.limits.requests == 2
+    assert load(environ={"KVTIER_CONFIG": ""}).file is None
+
+
+def test_by_default_the_process_environment_is_read(monkeypatch):
+    monkeypatch.setitem(os.environ, "KVTIER_LIMITS__REQUESTS", "77")
+    assert load().config.limits.requests == 77
+
+
+def test_a_wrong_value_names_itself_its_origin_and_what_is_allowed():
+    refused(
+        "directory.capacity_bytes = '12 parsecs' (from environment KVTIER_DIRECTORY__CAPACITY_BYTES): not a size; "
+        "allowed: bytes as an integer, or a number with KiB, MiB, GiB, TiB, kB, MB, GB, TB",
+        environ={"KVTIER_DIRECTORY__CAPACITY_BYTES": "12 parsecs"},
+    )
+
+
+def test_a_value_that_a_later_layer_replaces_is_still_checked():
+    refused("limits.requests = 'many'", environ={"KVTIER_LIMITS__REQUESTS": "many"}, flags=["limits.requests=5"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("host.capacity_bytes=1KiB", "too small"),
+        ("host.capacity_bytes=-1", "not a size"),
+        ("host.capacity_bytes=9999999TiB", "too large"),
+        ("host.capacity_bytes=1.5", "not a size"),
+        ("host.capacity_bytes=", "not a size"),
+        ("host.page_lock=maybe", "not one of the choices; allowed: auto, on, off"),
+        ("host.populate=perhaps", "neither true nor false"),
+        ("host.evictor=random", "not known here; allowed: lru"),
+        ("directory.read_threads=0", "too small; allowed: a whole number from 1 to 256"),
+        ("directory.read_threads=2.5", "not a whole number"),
+        ("directory.read_threads=٣", "not a whole number"),
+        ("directory.read_threads=" + "9" * 5000, "not a whole number"),
+        ("limits.load_deadline_s=nan", "not a duration"),
+        ("limits.load_deadline_s=inf", "not a duration"),
+        ("limits.load_deadline_s=5m", "not a duration"),
+        ("limits.load_deadline_s=0s", "too small; allowed: seconds as a number, or a number with us, ms, s, min, h"),
+        ("directory.path=a\0b", "not a path"),
+        ("store.secret_file=~nobody-of-that-name/x", "no home directory"),
+    ],
+)
+def test_impossible_values_are_refused(flag, why):
+    refused(why, flags=[flag])
+
+
+@pytest.mark.parametrize(
+    ("toml", "why"),
+    [
+        ("[limits]\nrequests = '4'\n", "limits.requests = '4' (from file "),
+        ("[limits]\nrequests = true\n", "not a whole number"),
+        ("[limits]\nrequests = 4.0\n", "not a whole number"),
+        ("[host]\ncapacity_bytes = 4.0e9\n", "not a size"),
+        ("[host]\npopulate = 'true'\n", "neither true nor false"),
+        ("[host]\npage_lock = true\n", "not one of the choices"),
+        ("[directory]\npath = 7\n", "not a path"),
+        ("[limits]\nload_deadline_s = true\n", "not a duration"),
+        ("[limits]\nload_deadline_s = [1]\n", "not a duration"),
+    ],
+)
+def test_wrong_types_in_a_file_are_refused(tmp_path, toml, why):
+    refused(why, file=write(tmp_path / "kvtier.toml", toml))
+
+
+def test_unknown_names_are_errors_that_name_the_known_ones(tmp_path):
+    refused(
+        "directory.capcity_bytes (from environment KVTIER_DIRECTORY__CAPCITY_BYTES): unknown setting; did you mean "
+        "capacity_bytes? known here: path, capacity_bytes, direct_io,",
+        environ={"KVTIER_DIRECTORY__CAPCITY_BYTES": "1"},
+    )
+    refused("tape (from flag --set tape.path): unknown section; known here: host, directory,", flags=["tape.path=/x"])
+    refused("did you mean limits?", file=write(tmp_path / "a.toml", "[limit]\n"))
+    refused("limits.reqests (from file", file=write(tmp_path / "b.toml", "[limits]\nreqests = 1\n"))
+    refused("capacity_bytes (from file", file=write(tmp_path / "c.toml", "capacity_bytes = 1\n"))
+    refused("below a line [host]", file=write(tmp_path / "d.toml", "host = 1\n"))
+
+
+@pytest.mark.parametrize("flag", ["limits.requests", "requests=1", "", "=", "limits=3"])
+def test_a_flag_of_another_shape_is_refused(flag):
+    refused("not section.key=value", flags=[flag])
+
+
+def test_a_single_underscore_is_a_slip_but_other_peoples_variables_are_theirs():
+    refused("did you mean KVTIER_DIRECTORY__PATH?", environ={"KVTIER_DIRECTORY_PATH": "/x"})
+    kubernetes = {"KVTIER_PORT": "tcp://10.0.0.1:80", "KVTIER_SERVICE_HOST": "10.0.0.1", "PATH": "/bin"}
+    assert load(environ=kubernetes).config == Config()
+
+
+def test_files_that_can_not_be_read_are_named(tmp_path):
+    refused(f"file {tmp_path / 'none.toml'}: No such file", file=tmp_path / "none.toml")
+    refused("No such file", environ={"KVTIER_CONFIG": str(tmp_path / "none.toml")})
+    refused("Is a directory", file=tmp_path)
+    refused("line 2", file=write(tmp_path / "a.toml", "[host]\ncapacity_bytes = \n"))
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
+    refused("not TOML", file=tmp_path / "b.toml")
+    (tmp_path / "c.toml").write_bytes(b"#" * 2_000_000)
+    refused("longer than", file=tmp_path / "c.toml")
+
+
+def test_a_secret_is_never_shown():
+    loaded = load(environ={"KVTIER_STORE__SECRET": DIGITS})
+    assert loaded.config.store.secret == bytes.fromhex(DIGITS)
+    for text in (repr(loaded), str(loaded.config.store), str(loaded.config.store.secret)):
+        assert "0123456789" not in text
+        assert bytes.fromhex(DIGITS)[:4].hex() not in text
+        assert repr(bytes.fromhex(DIGITS))[2:10] not in text
+    with pytest.raises(ConfigError) as caught:
+        load(environ={"KVTIER_STORE__SECRET": DIGITS + "zz"})
+    assert "0123" not in str(caught.value)
+    assert "64 hexadecimal digits" in str(caught.value)
+
+
+def test_settings_that_contradict_each_other_name_both_origins():
+    refused(
+        "store.secret_file is from flag --set store.secret_file; store.secret is from environment",
+        environ={"KVTIER_STORE__SECRET": DIGITS},
+        flags=["store.secret_file=/x"],
+    )
+
+
+def test_paths_are_absolute_so_that_a_later_change_of_directory_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home-of-someone")
+    loaded = load(environ={}, flags=["directory.path=kv", "store.secret_file=~/secret"])
+    assert loaded.config.directory.path == tmp_path / "kv"
+    assert loaded.config.store.secret_file == Path("/home-of-someone/secret")
+    assert load(environ={}, flags=["directory.path="]).config.directory.path is None
+
+
+def test_constructors_check_too():
+    with pytest.raises(ConfigError, match=r"host\.capacity_bytes = 1 \(from Python\): too small"):
+        HostConfig(capacity_bytes=1)
+    with pytest.raises(ConfigError, match=r"limits\.requests = '3' \(from Python\)"):
+        LimitsConfig(requests="3")
+    with pytest.raises(ConfigError, match="both set"):
+        StoreConfig(secret=bytes(32), secret_file=Path("/x"))
+    assert DirectoryConfig(path="/x").path == Path("/x")
+    assert dataclasses.replace(HostConfig(), populate=True).populate is True
+
+
+def test_the_tree_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().host.capacity_bytes = 1
+    with pytest.raises(TypeError):
+        HostConfig(1)
+
+
+def test_every_setting_is_documented_and_its_default_is_allowed():
+    for section in SECTIONS.values():
+        assert section.__doc__
+        for setting in settings(section):
+            assert setting.help.endswith(".")
+            assert setting.kind.read(setting.default, is_text=False) == setting.default
+            assert setting.kind.show(setting.default)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("64GiB", 64 * 2**30),
+        ("512 MiB", 2**29),
+        ("1.5KiB", 1536),
+        ("2TB", 2 * 10**12),
+        ("7kB", 7000),
+        ("7kb", 7000),
+        ("12", 12),
+        ("12B", 12),
+        (" 3mib ", 3 * 2**20),
+        ("0.3KiB", 307),
+    ],
+)
+def test_sizes(text, count):
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 2GiB", "1e9", "0x10", "64G", "64Gb it", "1..5GiB", "-1GiB", "+1", "∞"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("500ms", 0.5), ("30s", 30), ("2min", 120), ("1 h", 3600), ("0.25", 0.25), ("5us", 5e-6)]
+)
+def test_durations(text, seconds):
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@given(st.integers(0, 2**50 // 2**40), st.sampled_from(sorted(SIZE_UNITS)))
+def test_whole_sizes_are_exact_in_every_unit(number, unit):
+    assert parse_size(f"{number}{unit}") == number * SIZE_UNITS[unit]
+
+
+@given(st.integers(0, 2**20), st.sampled_from([2**10, 2**20, 2**30, 2**40]))
+def test_a_size_that_is_shown_whole_is_read_back(number, unit):
+    text = size_text(number * unit)
+    if "." not in text:
+        assert parse_size(text) == number * unit

@@ -1,0 +1,136 @@
+"""`check` tells what will not work on this machine, and creates nothing while it looks."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import Config, DirectoryConfig, HostConfig, StoreConfig, check, load
+from kvtier.config.machine import memory_bytes
+from kvtier.tier.marker import MARKER_NAME, open_store
+
+SMALL = HostConfig(capacity_bytes=2**20)
+as_user = pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+
+
+def findings(*flags: str, file: Path | None = None) -> list[str]:
+    loaded = load(file, {}, ["host.capacity_bytes=1MiB", "directory.capacity_bytes=1MiB", *flags])
+    return [f"{finding.level}: {finding}" for finding in check(loaded.config, loaded.origins, loaded.file)]
+
+
+def test_good_settings_have_no_findings_and_nothing_is_created(tmp_path):
+    assert findings(f"directory.path={tmp_path / 'a' / 'b'}", f"store.secret_file={tmp_path / 'secret'}") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_a_file_or_lies_below_one_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for path, culprit in (("file", "file"), ("file/below/it", "file"), ("dangling", "dangling")):
+        (found,) = findings(f"directory.path={tmp_path / path}")
+        assert found.startswith(f"error: directory.path = {tmp_path / path} (from flag --set directory.path): ")
+        assert f"{tmp_path / culprit}" in found
+        assert "is not a directory" in found
+
+
+@as_user
+def test_a_place_that_can_not_be_written_is_an_error(tmp_path):
+    tmp_path.chmod(0o500)
+    assert "cannot be written by this user" in findings(f"directory.path={tmp_path}")[0]
+    assert "where it would be made" in findings(f"directory.path={tmp_path / 'kv'}")[0]
+
+
+def test_a_file_system_that_keeps_no_files_is_an_error():
+    (found,) = findings("directory.path=/proc/kvtier")
+    assert found.startswith("error: directory.path")
+
+
+def test_a_name_that_is_too_long_is_an_error():
+    assert findings("directory.path=/tmp/" + "x" * 300)[0].startswith("error: directory.path")
+
+
+def test_other_peoples_files_are_an_error_and_a_store_of_ours_is_not(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    assert "error: directory.path" in findings(f"directory.path={tmp_path}")[0]
+    assert "another program's files" in findings(f"directory.path={tmp_path}")[0]
+    (tmp_path / "kv").mkdir()
+    open_store(tmp_path / "kv")
+    assert findings(f"directory.path={tmp_path / 'kv'}") == []
+    (tmp_path / "kv" / MARKER_NAME).write_text('{"version": 99, "store_id": "x", "created": "y"}')
+    assert "store version 99; known here: 1" in findings(f"directory.path={tmp_path / 'kv'}")[0]
+    (tmp_path / "kv" / MARKER_NAME).write_text("garbage")
+    assert "is not a store's marker" in findings(f"directory.path={tmp_path / 'kv'}")[0]
+
+
+def test_more_than_the_disk_has_is_a_warning(tmp_path):
+    found = findings(f"directory.path={tmp_path}", "directory.capacity_bytes=1000TiB")
+    assert len(found) == 1
+    assert found[0].startswith("warning: directory.capacity_bytes = 1000 TiB (from flag --set directory.capacity")
+    assert "free space" in found[0]
+
+
+def test_more_than_the_memory_is_an_error_and_nearly_all_a_warning():
+    assert "error: host.capacity_bytes" in findings("host.capacity_bytes=1000TiB")[0]
+    assert "warning: host.capacity_bytes" in findings(f"host.capacity_bytes={int(memory_bytes() * 0.95)}")[0]
+
+
+def test_the_limit_of_a_container_counts(tmp_path):
+    (tmp_path / "max").write_text("1048576\n")
+    limits = (tmp_path / "none", tmp_path / "max")
+    assert memory_bytes(limits) == 2**20
+    (tmp_path / "max").write_text("max\n")
+    assert memory_bytes(limits) == memory_bytes(()) > 2**20
+
+
+def test_directory_settings_without_a_directory_are_told():
+    loaded = load(None, {}, ["host.capacity_bytes=1MiB", "directory.read_threads=8"])
+    (found,) = check(loaded.config, loaded.origins)
+    assert str(found) == (
+        "directory.read_threads = 8 (from flag --set directory.read_threads): has no effect: directory.path is not set"
+    )
+
+
+def test_a_secret_that_others_can_read_is_told(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(32))
+    secret.chmod(0o644)
+    path = f"directory.path={tmp_path / 'kv'}"
+    assert "other users can read it" in findings(path, f"store.secret_file={secret}")[0]
+    secret.chmod(0o600)
+    assert findings(path, f"store.secret_file={secret}") == []
+    secret.write_bytes(bytes(31))
+    assert "must hold 32 bytes" in findings(path, f"store.secret_file={secret}")[0]
+    assert "not a file" in findings(path, f"store.secret_file={tmp_path}")[0]
+    assert "no place to make it in" in findings(path, f"store.secret_file={tmp_path / 'no' / 'secret'}")[0]
+
+
+def test_a_secret_in_a_flag_or_an_open_file_is_told_without_showing_it(tmp_path):
+    digits, path = "ab" * 32, f"directory.path={tmp_path / 'kv'}"
+    (found,) = findings(path, f"store.secret={digits}")
+    assert "list of processes" in found
+    assert digits not in found
+    file = tmp_path / "kvtier.toml"
+    file.write_text(f'[store]\nsecret = "{digits}"\n')
+    file.chmod(0o644)
+    assert "chmod 600" in findings(path, file=file)[0]
+    file.chmod(0o600)
+    assert findings(path, file=file) == []
+
+
+def test_deadlines_that_can_never_pass_and_settings_without_effect_are_told(tmp_path):
+    path = f"directory.path={tmp_path}"
+    assert (
+        "limits.probe_deadline_s"
+        in findings(path, "limits.probe_deadline_s=5", "limits.load_deadline_s=1", "limits.transfer_deadline_s=1")[0]
+    )
+    assert "limits.transfer_deadline_s" in findings(path, "limits.load_deadline_s=1")[0]
+    assert "has no effect" in findings(path, "store.selective_uses=3")[0]
+    assert findings(path, "store.selective_uses=3", "store.write_policy=selective") == []
+
+
+def test_a_tree_made_in_python_can_be_checked(tmp_path):
+    config = Config(host=SMALL, directory=DirectoryConfig(path=tmp_path, capacity_bytes=2**20), store=StoreConfig())
+    assert check(config) == []
+    (tmp_path / "file").write_text("")
+    bad = Config(host=SMALL, directory=DirectoryConfig(path=tmp_path / "file", capacity_bytes=2**20))
+    assert "(from Python)" in str(check(bad)[0])

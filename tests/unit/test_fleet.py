@@ -1,0 +1,440 @@
+"""Several ranks as one: nothing counts before every rank has it, and what fails on one has failed."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rig import (
+    CHUNK_TOKENS,
+    DEADLINE_S,
+    FINGERPRINT,
+    LAYOUT,
+    Engine,
+    config,
+    load_places,
+    loaded,
+    looked_up,
+    places_of,
+    prefix_of,
+    stored,
+)
+
+from kvtier.core.cache import Cache
+from kvtier.core.work import SEVERITY
+from kvtier.errors import ConfigError
+from kvtier.keys.names import object_name
+from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.runtime.arena import Arena, slots_for
+from kvtier.runtime.fleet import Fleet, LocalRank, Note, merged
+from kvtier.runtime.jobs import Settled, Threads
+from kvtier.runtime.mover import Mover
+from kvtier.runtime.open import open_core
+from kvtier.runtime.rank import open_rank
+from kvtier.runtime.session import LocalSession
+from kvtier.runtime.wire import RankServer, WireError, connect
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, Outcome, Presence, Probe, RequestId, Transfer
+
+SLOTS = 8
+
+
+class Wrapped:
+    """A copier in which `broken` links fail."""
+
+    def __init__(self, copier, broken=()):
+        self._copier = copier
+        self._broken = broken
+        self.done = copier.done
+
+    def gather(self, *arguments):
+        if Link.GATHER in self._broken:
+            raise OSError("this rank's device is broken")
+        return self._copier.gather(*arguments)
+
+    def scatter(self, *arguments):
+        if Link.SCATTER in self._broken:
+            raise OSError("this rank's device is broken")
+        return self._copier.scatter(*arguments)
+
+
+def mover_of(rank, engine, tier, broken=(), threads=None):
+    return Mover(
+        layout=LAYOUT,
+        rank=rank,
+        fingerprint=FINGERPRINT,
+        arena=Arena(LAYOUT, (SLOTS, SLOTS)),
+        copier=Wrapped(engine.copier(), broken),
+        tiers={"below": tier},
+        threads=threads,
+    )
+
+
+def session_of(engines, tiers, broken=((), ())):
+    fleet = Fleet([LocalRank(mover_of(rank, engine, tiers[rank], broken[rank])) for rank, engine in enumerate(engines)])
+    cache = Cache(
+        layout=LAYOUT,
+        slots=(SLOTS, SLOTS),
+        tiers=["below"],
+        evictor=lambda: make_evictor("lru"),
+        admitter=make_admitter("all"),
+    )
+    return LocalSession(cache, fleet)
+
+
+def memory_tiers():
+    return [MemoryTier("below", capacity_bytes=64 << 20) for _ in range(2)]
+
+
+def engines_of(first_seed, blocks=64):
+    return [Engine(blocks, seed=first_seed + rank) for rank in range(2)]
+
+
+# ---- the whole stack -----------------------------------------------------------------------------------------------
+
+
+def opened(directory, engines):
+    settings = config(directory, host_chunks=16)
+    ranks = [
+        open_rank(settings, LAYOUT, FINGERPRINT, engine.copier(), rank=rank, ranks=len(engines))
+        for rank, engine in enumerate(engines)
+    ]
+    servers = [RankServer(rank, lambda _note: None) for rank in ranks]
+    below = connect([server.handshake for server in reversed(servers)])
+
+    def close(seconds):
+        for rank, server in zip(ranks, servers, strict=True):
+            rank.close(seconds)
+            assert server.close()
+
+    return open_core(settings, LAYOUT, FINGERPRINT, below, on_close=close)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_was_stored_comes_back_on_every_rank_after_a_restart(tmp_path, count):
+    sources = engines_of(1)[:count]
+    first = opened(tmp_path / "kv", sources)
+    prefix = prefix_of(12, first.root)
+    assert stored(first.session, "a", prefix, places_of(range(12))).held == 24
+    assert first.session.close().flushed
+
+    targets = engines_of(11)[:count]
+    second = opened(tmp_path / "kv", targets)
+    answer = looked_up(second.session, "b", prefix)
+    assert (answer.tokens, answer.ready_tokens) == (12 * CHUNK_TOKENS, 0)
+    assert loaded(second.session, "b", prefix, answer.tokens, load_places(answer.tokens)).tokens == answer.tokens
+    for target, source in zip(targets, sources, strict=True):
+        assert target.same(source, load_places(answer.tokens))
+        assert not target.same(source, places_of(range(15)))  # the rest of the engine is as it was
+    assert second.metrics.render().count('kvtier_transfers_total{link="promote",outcome="done"} 14\n') == 1
+    second.session.close()
+
+
+def test_each_rank_has_its_own_bytes(tmp_path):
+    sources, targets = engines_of(1), engines_of(11)
+    tiers = memory_tiers()
+    first = session_of(sources, tiers)
+    stored(first, "a", prefix_of(3), places_of(range(3)))
+    first.close()
+    second = session_of(targets[::-1], tiers)
+    looked_up(second, "b", prefix_of(3))
+    loaded(second, "b", prefix_of(3), 48, load_places(48))
+    assert targets[1].same(sources[0], load_places(48))
+    assert not targets[0].same(sources[0], load_places(48))
+    second.close()
+
+
+def test_a_rank_whose_gathers_fail_makes_the_store_fail_everywhere():
+    session = session_of(engines_of(1), memory_tiers(), broken=((), (Link.GATHER,)))
+    done = stored(session, "a", prefix_of(3), places_of(range(3)))
+    assert (done.held, done.dropped) == (0, 6)
+    assert looked_up(session, "b", prefix_of(3)).presence is Presence.ABSENT
+    session.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_scatters_fail_makes_the_load_fail(rank):
+    tiers = memory_tiers()
+    first = session_of(engines_of(1), tiers)
+    stored(first, "a", prefix_of(3), places_of(range(3)))
+    first.close()
+    broken = [(), ()]
+    broken[rank] = (Link.SCATTER,)
+    second = session_of(engines_of(11), tiers, broken=broken)
+    assert looked_up(second, "b", prefix_of(3)).tokens == 48
+    assert loaded(second, "b", prefix_of(3), 48, load_places(48)).tokens == 0
+    second.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_chunk_that_one_rank_lacks_is_no_hit(rank):
+    tiers = memory_tiers()
+    first = session_of(engines_of(1), tiers)
+    prefix = prefix_of(4)
+    stored(first, "a", prefix, places_of(range(4)))
+    first.close()
+    tiers[rank].delete(object_name(prefix.keys[2], 0, rank, LAYOUT.digest(0)))
+    second = session_of(engines_of(11), tiers)
+    assert looked_up(second, "b", prefix).tokens == 2 * CHUNK_TOKENS
+    second.close()
+
+
+def test_a_damaged_copy_on_one_rank_is_dropped_on_all():
+    tiers = memory_tiers()
+    first = session_of(engines_of(1), tiers)
+    prefix = prefix_of(1)
+    stored(first, "a", prefix, places_of(range(1)))
+    first.close()
+    name = object_name(prefix.keys[0], 0, 1, LAYOUT.digest(0))
+    frame = bytearray(1 << 20)
+    size = tiers[1].read(name, memoryview(frame))
+    frame[size - 1] ^= 1
+    tiers[1].delete(name)
+    from kvtier.tier.base import UNKNOWN
+
+    tiers[1].write(name, memoryview(frame)[:size], UNKNOWN)
+    second = session_of(engines_of(11), tiers)
+    assert looked_up(second, "b", prefix).tokens == CHUNK_TOKENS
+    assert loaded(second, "b", prefix, CHUNK_TOKENS, load_places(CHUNK_TOKENS)).tokens == 0
+    second.close()
+    assert not tiers[1].contains([name])[0]
+    assert not tiers[0].contains([object_name(prefix.keys[0], 0, 0, LAYOUT.digest(0))])[0]
+
+
+# ---- the fleet alone -----------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A rank that answers when it is told to."""
+
+    lost = ""
+
+    def __init__(self):
+        self.commands = []
+        self.cancelled = []
+        self.notes = []
+        self.tell = self.notes.append
+        self.submit = self.commands.append
+        self.cancel = self.cancelled.append
+        self.is_behind = False
+
+    def answer_to(self, put):
+        self.put = put
+
+    def flush(self):
+        return not self.is_behind
+
+    def close(self, deadline_s):
+        return True
+
+    def answer(self, position=0, **about):
+        command = self.commands.pop(position)
+        self.put(Settled(command, **{"outcome": Outcome.DONE} | about))
+
+
+def a_transfer(number=1):
+    return Transfer(number, Link.PROMOTE, ChunkKey(bytes(32)), 0, 0, "below", None, (), None, 0, float("inf"), Hint())
+
+
+@pytest.fixture
+def ranks():
+    return Scripted(), Scripted()
+
+
+def test_a_command_is_answered_once_when_all_have_answered(ranks):
+    fleet = Fleet(ranks)
+    first, second = a_transfer(1), a_transfer(2)
+    fleet.submit(first)
+    fleet.submit(second)
+    ranks[0].answer(seconds=1.0, size_bytes=10)
+    ranks[1].answer(1)
+    assert fleet.take() == []
+    ranks[1].answer(waited_s=2.0, size_bytes=5)
+    (settled,) = fleet.take()
+    assert settled.command is first
+    assert settled == Settled(first, Outcome.DONE, size_bytes=15, seconds=1.0, waited_s=2.0)
+    ranks[0].answer()
+    assert [settled.command for settled in fleet.take()] == [second]
+    assert fleet.take() == []
+
+
+def test_equal_drops_are_told_apart(ranks):
+    fleet = Fleet(ranks)
+    twins = [Drop("below", ChunkKey(bytes(32)), 0) for _ in range(2)]
+    for drop in twins:
+        fleet.submit(drop)
+    for rank in ranks:
+        rank.answer()
+    (settled,) = fleet.take()
+    assert settled.command is twins[0]
+    for rank in ranks:
+        rank.answer()
+    assert len(fleet.take()) == 1
+
+
+def test_a_cancel_goes_to_all_ranks(ranks):
+    fleet = Fleet(ranks)
+    fleet.cancel(iter([1, 2]))
+    fleet.submit(Cancel((3,)))
+    assert ranks[0].cancelled == ranks[1].cancelled == [(1, 2), (3,)]
+
+
+def test_notes_go_to_all_ranks_in_order(ranks):
+    fleet = Fleet(ranks)
+    notes = [Note("loaded", RequestId(str(n)), (n,), flag=True) for n in range(3)]
+    for note in notes:
+        fleet.tell(note)
+    assert ranks[0].notes == ranks[1].notes == notes
+
+
+def test_one_lost_rank_is_the_loss_of_all(ranks):
+    fleet = Fleet(ranks)
+    assert fleet.lost == ""
+    ranks[1].lost = "rank 1 is lost"
+    assert fleet.lost == "rank 1 is lost"
+
+
+def test_a_probe_finds_what_all_ranks_hold(ranks):
+    fleet = Fleet(ranks)
+    fleet.submit(Probe(1, "below", ((ChunkKey(bytes(32)), 0),) * 4, float("inf")))
+    ranks[0].answer(present=(True, True, False, False))
+    ranks[1].answer(present=(True, False, True, False))
+    assert fleet.take()[0].present == (True, False, False, False)
+
+
+def test_a_wake_up_ends_a_wait_and_a_slow_rank_shortens_it(ranks):
+    fleet = Fleet(ranks)
+    waker = threading.Timer(0.02, fleet.wake)
+    waker.start()
+    began_s = time.monotonic()
+    assert fleet.take(DEADLINE_S) == []
+    ranks[1].is_behind = True
+    assert fleet.take(DEADLINE_S) == []
+    assert time.monotonic() - began_s < DEADLINE_S / 2
+    waker.join(DEADLINE_S)
+
+
+def test_a_rank_that_hangs_does_not_hold_up_the_closing_of_others(ranks):
+    hold = threading.Event()
+    closed = []
+    ranks[0].close = lambda _deadline_s: hold.wait(DEADLINE_S)
+    ranks[1].close = lambda deadline_s: closed.append(deadline_s) or True
+    began_s = time.monotonic()
+    assert not Fleet(ranks).close(0.05)
+    assert time.monotonic() - began_s < DEADLINE_S / 2
+    assert closed == [0.05]
+    hold.set()
+
+
+def test_without_ranks_there_is_no_fleet():
+    with pytest.raises(ValueError, match="at least one rank"):
+        Fleet([])
+
+
+def test_many_commands_on_real_movers_are_each_answered_once():
+    tiers = memory_tiers()
+    fleet = Fleet(
+        [
+            LocalRank(mover_of(rank, Engine(64), tier, threads=Threads(device=3, probe=3)))
+            for rank, tier in enumerate(tiers)
+        ]
+    )
+    commands = [Probe(n, "below", ((ChunkKey(bytes(32)), 0),), float("inf")) for n in range(500)]
+    for command in commands:
+        fleet.submit(command)
+    answers = []
+    until_s = time.monotonic() + DEADLINE_S
+    while len(answers) < len(commands) and time.monotonic() < until_s:
+        answers += fleet.take(0.1)
+    assert {id(settled.command) for settled in answers} == {id(command) for command in commands}
+    assert len(answers) == len(commands)
+    assert fleet.close(DEADLINE_S)
+    assert fleet.take() == []
+
+
+outcomes = st.sampled_from(list(Outcome))
+settled_ = st.builds(
+    Settled,
+    st.just(a_transfer()),
+    outcomes,
+    st.just(()),
+    st.integers(0, 100),
+    st.floats(0, 10),
+    st.floats(0, 10),
+    st.text(max_size=3),
+    st.booleans(),
+)
+
+
+@given(settled_, settled_, settled_)
+def test_the_order_of_answers_does_not_matter(one, two, three):
+    def facts(settled):
+        return settled._replace(detail="")  # between equally bad ones either reason will do
+
+    assert facts(merged(one, two)) == facts(merged(two, one))
+    assert facts(merged(merged(one, two), three)) == facts(merged(one, merged(two, three)))
+    together = merged(one, two)
+    assert SEVERITY[together.outcome] == max(SEVERITY[one.outcome], SEVERITY[two.outcome])
+    assert together.detail in {each.detail for each in (one, two) if each.outcome is together.outcome}
+    assert together.is_tier_fault == (one.is_tier_fault or two.is_tier_fault)
+
+
+# ---- who may be put together ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def servers(tmp_path):
+    started = []
+
+    def start(*numbers, ranks=2, host_chunks=16):
+        for number in numbers:
+            settings = config(tmp_path / "kv", host_chunks=host_chunks)
+            rank = open_rank(settings, LAYOUT, FINGERPRINT, Engine(64).copier(), rank=number, ranks=ranks)
+            started.append((rank, RankServer(rank, lambda _note: None)))
+        return [server.handshake for _, server in started]
+
+    yield start
+    for rank, server in started:
+        rank.close(DEADLINE_S)
+        assert server.close(DEADLINE_S)
+
+
+def test_host_memory_is_divided_among_the_ranks(servers):
+    assert connect(servers(0, 1)).slots == slots_for(LAYOUT, config(None, host_chunks=16).host.capacity_bytes // 2)
+
+
+def test_too_little_host_memory_for_all_ranks_says_so():
+    with pytest.raises(ConfigError, match=r"host\.capacity_bytes = 100 is too small.*at least \d+"):
+        slots_for(LAYOUT, 100, ranks=2)
+
+
+@pytest.mark.parametrize("numbers", [(0,), (1,), (0, 0)])
+def test_missing_ranks_are_refused(servers, numbers):
+    with pytest.raises(WireError, match="have come up; expected 2 of them, from 0 on"):
+        connect(servers(*numbers))
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(WireError, match="have come up"):
+        connect([])
+
+
+def test_ranks_with_other_settings_are_refused(servers):
+    servers(0)
+    with pytest.raises(WireError, match=r"rank 1 has .* slots .* the same settings"):
+        connect(servers(1, host_chunks=80))
+
+
+def test_a_rank_is_taken_once(servers):
+    handshakes = servers(0, ranks=1)
+    connect(handshakes)
+    with pytest.raises(WireError, match="cannot be reached"):
+        connect(handshakes)
+
+
+def test_a_foreign_handshake_is_refused_without_showing_the_key(servers):
+    (handshake,) = servers(0, ranks=1)
+    with pytest.raises(WireError, match="fields address, key") as refused:
+        connect([handshake | {"slots": None}])
+    assert handshake["key"] not in str(refused.value)

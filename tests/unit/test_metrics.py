@@ -1,0 +1,152 @@
+"""Metrics: the table follows its own rules, counts are exact under threads, and Prometheus can read the text."""
+
+import re
+from threading import Thread
+
+import pytest
+
+from kvtier.observe import METRICS, Label, Metric, MetricKind, Metrics
+from kvtier.observe.table import (
+    DROPS,
+    EVICTIONS,
+    LOAD_SECONDS,
+    OPEN_LABEL_VALUES_MAX,
+    PROBE_SECONDS,
+    TRANSFER_BYTES,
+    TRANSFER_SECONDS,
+    TRANSFERS,
+    TRANSFERS_IN_FLIGHT,
+)
+
+BASE_UNITS = {"", "bytes", "seconds", "tokens", "chunks"}
+SAMPLE = re.compile(r'([a-z_]+)(\{[a-z]+="(?:[^"\\\n]|\\.)*"(?:,[a-z]+="(?:[^"\\\n]|\\.)*")*\})? (\+Inf|[0-9.e+-]+)')
+
+
+def test_the_table_keeps_its_rules():
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    for metric in METRICS:
+        assert re.fullmatch(r"kvtier_[a-z_]+", metric.name)
+        assert metric.unit in BASE_UNITS
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+        assert metric.name.removesuffix("_total").endswith(metric.unit)
+        assert metric.help.endswith(".")
+        assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert not {label.name for label in metric.labels} & {"request", "key", "name", "path", "session"}
+
+
+def test_every_metric_of_the_module_is_in_the_table():
+    from kvtier.observe import table
+
+    declared = {value.name for value in vars(table).values() if isinstance(value, Metric)}
+    assert declared == {metric.name for metric in METRICS}
+
+
+def test_counters_gauges_and_histograms_count():
+    metrics = Metrics()
+    metrics.add(TRANSFER_BYTES, 100, link="demote")
+    metrics.add(TRANSFER_BYTES, 11, link="demote")
+    metrics.set(TRANSFERS_IN_FLIGHT, 3, link="promote")
+    metrics.add(TRANSFERS_IN_FLIGHT, -1, link="promote")
+    for seconds in (0.0002, 0.0003, 7.0, 99.0):
+        metrics.observe(TRANSFER_SECONDS, seconds, link="promote")
+    assert metrics.get(TRANSFER_BYTES, link="demote") == 111
+    assert metrics.get(TRANSFER_BYTES, link="gather") == 0
+    assert metrics.get(TRANSFERS_IN_FLIGHT, link="promote") == 2
+    assert metrics.get(TRANSFER_SECONDS, link="promote") == 4
+    told = metrics.snapshot()
+    assert told['kvtier_transfer_bytes_total{link="demote"}'] == 111
+    assert told['kvtier_transfer_seconds_count{link="promote"}'] == 4
+    assert told['kvtier_transfer_seconds_sum{link="promote"}'] == pytest.approx(106.0005)
+
+
+def test_buckets_are_cumulative_and_their_bounds_inclusive():
+    metrics = Metrics()
+    for seconds in (1e-4, 1.1e-4, 30.0, 30.1):
+        metrics.observe(LOAD_SECONDS, seconds)
+    lines = metrics.render().splitlines()
+    assert 'kvtier_load_seconds_bucket{le="0.0001"} 1' in lines
+    assert 'kvtier_load_seconds_bucket{le="0.00025"} 2' in lines
+    assert 'kvtier_load_seconds_bucket{le="30"} 3' in lines
+    assert 'kvtier_load_seconds_bucket{le="+Inf"} 4' in lines
+    assert "kvtier_load_seconds_count 4" in lines
+
+
+def test_prometheus_can_read_every_line():
+    metrics = Metrics()
+    metrics.add(EVICTIONS, place='odd "name"\\ with\nall of it')
+    metrics.observe(PROBE_SECONDS, 0.25, tier="disk")
+    text = metrics.render()
+    assert text.endswith("\n")
+    assert r'place="odd \"name\"\\ with\nall of it"' in text
+    helped, typed = set(), set()
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            helped.add(line.split()[2])
+        elif line.startswith("# TYPE "):
+            assert line.split()[2] in helped
+            typed.add(line.split()[2])
+        else:
+            found = SAMPLE.fullmatch(line)
+            assert found, line
+            assert re.sub(r"_(bucket|sum|count)$", "", found[1]) in typed or found[1] in typed
+    assert helped == typed == {metric.name for metric in METRICS}
+
+
+def test_series_with_closed_labels_are_there_from_the_start():
+    text = Metrics().render()
+    assert 'kvtier_transfers_total{link="demote",outcome="corrupt"} 0' in text
+    assert 'kvtier_transfer_seconds_count{link="scatter"} 0' in text
+    assert "kvtier_evictions_total{" not in text
+
+
+def test_only_what_the_table_allows_is_counted():
+    metrics = Metrics()
+    for wrong in (
+        lambda: metrics.add(TRANSFERS, link="demote"),
+        lambda: metrics.add(TRANSFERS, link="demote", outcome="done", tier="x"),
+        lambda: metrics.add(TRANSFERS, link="sideways", outcome="done"),
+        lambda: metrics.add(DROPS, place="disk", reason="mood"),
+        lambda: metrics.add(TRANSFERS, -1, link="demote", outcome="done"),
+        lambda: metrics.add(TRANSFER_SECONDS, link="demote"),
+        lambda: metrics.set(TRANSFERS, 1, link="demote", outcome="done"),
+        lambda: metrics.observe(TRANSFERS, 1, link="demote", outcome="done"),
+        lambda: metrics.add(Metric("kvtier_x_total", MetricKind.COUNTER, "", (), "X.")),
+    ):
+        with pytest.raises(ValueError, match="kvtier_"):
+            wrong()
+    assert sum(metrics.snapshot().values()) == 0
+
+
+def test_a_label_can_not_grow_for_ever():
+    metrics = Metrics()
+    for number in range(OPEN_LABEL_VALUES_MAX + 10):
+        metrics.add(EVICTIONS, place=f"tier-{number}")
+    assert metrics.get(EVICTIONS, place="tier-0") == 1
+    assert metrics.get(EVICTIONS, place="other") == 10
+    assert metrics.render().count("kvtier_evictions_total{") == OPEN_LABEL_VALUES_MAX + 1
+
+
+def test_a_table_of_ones_own_can_be_counted():
+    own = Metric("kvtier_own_total", MetricKind.COUNTER, "", (Label("side", ("left", "right")),), "Own.")
+    metrics = Metrics((own,))
+    metrics.add(own, side="left")
+    assert metrics.snapshot() == {'kvtier_own_total{side="left"}': 1, 'kvtier_own_total{side="right"}': 0}
+
+
+def test_threads_lose_no_count():
+    metrics = Metrics()
+
+    def count() -> None:
+        for _ in range(2000):
+            metrics.add(TRANSFER_BYTES, link="demote")
+            metrics.observe(TRANSFER_SECONDS, 0.5, link="demote")
+
+    threads = [Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert metrics.get(TRANSFER_BYTES, link="demote") == 8000
+    assert metrics.get(TRANSFER_SECONDS, link="demote") == 8000

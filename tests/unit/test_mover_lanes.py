@@ -1,0 +1,210 @@
+"""A lane: each job is run or handed back exactly once, in order, within its bound; a thread that ends is replaced."""
+
+import threading
+import time
+
+import pytest
+
+from kvtier.runtime.jobs import Job
+from kvtier.runtime.lanes import Lane, LaneState, Scratch
+from kvtier.types import ChunkKey, Drop, Probe
+
+WAIT_S = 20.0
+BOUND = 100
+
+
+def _job(number: int, deadline_s: float = float("inf")) -> Job:
+    return Job(Probe(number, "tier", (), deadline_s), 0.0)
+
+
+class _Worker:
+    """Runs jobs one after the other, each only when `gate` lets it; negative ids end the thread."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+        self.ran: list[int] = []
+        self.orphans: list[Job] = []
+
+    def run(self, job: Job, scratch: Scratch) -> None:
+        self.begun.release()
+        assert self.gate.acquire(timeout=WAIT_S)
+        assert not isinstance(job.command, Drop)
+        self.ran.append(job.command.id)
+        if job.command.id < 0:
+            raise SystemExit
+
+    def lane(self, threads: int = 1) -> Lane:
+        lane = Lane("test", threads=threads, run=self.run, orphaned=self.orphans.extend)
+        lane.start()
+        return lane
+
+    def wait_begun(self) -> None:
+        assert self.begun.acquire(timeout=WAIT_S)
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[type[BaseException]]:
+    """How threads ended that ended by an exception; pytest would otherwise report them."""
+    ends: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: ends.append(args.exc_type))
+    return ends
+
+
+def _until_s() -> float:
+    return time.monotonic() + WAIT_S
+
+
+def test_urgent_jobs_go_first_then_the_oldest() -> None:
+    worker = _Worker()
+    lane = worker.lane()
+    assert lane.add(_job(0), bound=BOUND)
+    worker.wait_begun()
+    for number, is_urgent in ((1, False), (2, True), (3, False), (4, True)):
+        assert lane.add(_job(number), bound=BOUND, is_urgent=is_urgent)
+    worker.gate.release(5)
+    for _ in range(4):
+        worker.wait_begun()
+    assert lane.close() == []
+    assert lane.join(_until_s())
+    assert worker.ran == [0, 2, 4, 1, 3]
+
+
+def test_no_more_than_the_bound_may_wait() -> None:
+    worker = _Worker()
+    lane = worker.lane()
+    assert lane.add(_job(0), bound=2)
+    worker.wait_begun()
+    assert [lane.add(_job(number), bound=2, is_urgent=number == 1) for number in (1, 2, 3)] == [True, True, False]
+    assert lane.state is LaneState.OPEN
+    worker.gate.release(3)
+    lane.close()
+    assert lane.join(_until_s())
+
+
+def test_what_is_withdrawn_is_not_run() -> None:
+    worker = _Worker()
+    lane = worker.lane()
+    assert lane.withdraw([0]) == []
+    running, drop, *waiting = [_job(0), Job(Drop("tier", ChunkKey(b""), 0), 0.0), *(_job(n) for n in (1, 2, 3))]
+    assert lane.add(running, bound=BOUND)
+    worker.wait_begun()
+    for job in (*waiting, drop):
+        assert lane.add(job, bound=BOUND)
+    assert lane.withdraw({0, 1, 3}) == [waiting[0], waiting[2]]
+    assert lane.close() == [waiting[1], drop]
+    worker.gate.release()
+    assert lane.join(_until_s())
+    assert worker.ran == [0]
+
+
+def test_what_is_late_leaves_the_front_of_the_queue() -> None:
+    worker = _Worker()
+    lane = worker.lane()
+    assert lane.expire(0.0) == []
+    assert lane.add(_job(0), bound=BOUND)
+    worker.wait_begun()
+    jobs = [_job(number, deadline_s) for number, deadline_s in ((1, 1.0), (2, 2.0), (3, 3.0))]
+    urgent = _job(4, 1.5)
+    for job in jobs:
+        assert lane.add(job, bound=BOUND)
+    assert lane.add(urgent, bound=BOUND, is_urgent=True)
+    assert lane.expire(0.5) == []
+    assert set(lane.expire(2.0)) == {jobs[0], jobs[1], urgent}
+    assert lane.close() == [jobs[2]]
+    worker.gate.release()
+    assert lane.join(_until_s())
+
+
+def test_a_closed_lane_takes_nothing() -> None:
+    worker = _Worker()
+    lane = worker.lane(threads=3)
+    assert lane.close() == []
+    assert not lane.add(_job(0), bound=BOUND)
+    assert lane.state is LaneState.CLOSED
+    assert lane.join(_until_s())
+
+
+def test_join_does_not_wait_beyond_its_time() -> None:
+    worker = _Worker()
+    lane = worker.lane()
+    assert lane.add(_job(0), bound=BOUND)
+    worker.wait_begun()
+    lane.close()
+    assert not lane.join(time.monotonic() + 0.01)
+    assert not lane.join(time.monotonic() - 1.0)
+    worker.gate.release()
+    assert lane.join(_until_s())
+
+
+def test_a_thread_that_ends_is_replaced(exits: list[type[BaseException]]) -> None:
+    worker = _Worker()
+    lane = worker.lane()
+    worker.gate.release(4)
+    for number in (-1, -2, -3, 4):
+        assert lane.add(_job(number), bound=BOUND)
+    for _ in range(4):
+        worker.wait_begun()
+    assert lane.close() == []
+    assert lane.join(_until_s())
+    assert worker.ran == [-1, -2, -3, 4]
+    assert exits == [SystemExit] * 3
+
+
+def test_when_no_thread_can_be_had_what_waits_is_handed_back(exits: list[type[BaseException]]) -> None:
+    worker = _Worker()
+    started: list[threading.Thread] = []
+    is_over = threading.Event()
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        thread.start()
+
+    def orphaned(jobs: list[Job]) -> None:
+        worker.orphans.extend(jobs)
+        is_over.set()
+
+    lane = Lane("test", threads=1, run=worker.run, orphaned=orphaned, start=start_one)
+    lane.start()
+    last, waiting = _job(-1), _job(2)
+    assert lane.add(last, bound=BOUND)
+    worker.wait_begun()
+    assert lane.add(waiting, bound=BOUND)
+    worker.gate.release()
+    assert is_over.wait(WAIT_S)
+    assert worker.orphans == [waiting]
+    assert lane.state is LaneState.DEAD
+    assert not lane.add(_job(3), bound=BOUND)
+    assert lane.close() == []
+    assert lane.join(_until_s())
+    assert set(exits) <= {SystemExit}  # the thread is on its way out
+
+
+def test_a_start_that_fails_is_told_and_what_began_can_be_closed() -> None:
+    started: list[threading.Thread] = []
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        thread.start()
+
+    lane = Lane("test", threads=3, run=_Worker().run, orphaned=lambda _: None, start=start_two)
+    with pytest.raises(RuntimeError, match="can't start"):
+        lane.start()
+    lane.close()
+    assert lane.join(_until_s())
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_scratch_memory_is_kept_until_more_is_needed() -> None:
+    scratch = Scratch()
+    small = scratch.view(5000)
+    small[:] = b"\x01" * 5000
+    assert scratch.view(4000) == b"\x01" * 4000
+    large = scratch.view(20_000)
+    assert len(large) == 20_000
+    assert not large.readonly
+    assert len(scratch.view(0)) == 0

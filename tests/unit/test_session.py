@@ -1,0 +1,277 @@
+"""The session with all real parts: engine blocks, core, mover, arena, frame, directory; and what it does in trouble."""
+
+import threading
+import time
+
+import pytest
+from tests.rig import (
+    CHUNK_TOKENS,
+    LAYOUT,
+    Engine,
+    load_places,
+    loaded,
+    local,
+    looked_up,
+    opened,
+    places_of,
+    prefix_of,
+    stored,
+)
+
+from kvtier.core.cache import Cache
+from kvtier.core.limits import Limits, WritePolicy
+from kvtier.errors import ConfigError
+from kvtier.observe import table
+from kvtier.runtime.desk import DeskError
+from kvtier.runtime.open import choose_chunk_tokens
+from kvtier.runtime.session import LocalSession
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import LoadDone, Presence, RequestId, StoreDone
+
+
+def test_what_was_stored_comes_back_after_a_restart(tmp_path):
+    source = Engine(64, seed=1)
+    first = opened(tmp_path / "kv", source)
+    prefix = prefix_of(6, first.root)
+    assert stored(first.session, "a", prefix, places_of(range(6))) == StoreDone(RequestId("a"), held=12, dropped=0)
+    assert first.session.close().flushed
+
+    target = Engine(64, seed=2)
+    second = opened(tmp_path / "kv", target)
+    assert second.root == first.root
+    answer = looked_up(second.session, "b", prefix)
+    assert (answer.tokens, answer.ready_tokens, answer.presence) == (6 * CHUNK_TOKENS, 0, Presence.ARRIVING)
+    done = loaded(second.session, "b", prefix, answer.tokens, load_places(answer.tokens))
+    assert done.tokens == 6 * CHUNK_TOKENS
+    assert done.sources == (("directory", 6 * CHUNK_TOKENS),)
+    assert target.same(source, load_places(answer.tokens))
+    assert looked_up(second.session, "c", prefix).ready_tokens == 6 * CHUNK_TOKENS  # the next one finds it in memory
+    second.session.close()
+
+
+def test_a_prefix_larger_than_host_memory_is_stored_and_restored_in_full(tmp_path):
+    chunks = 200
+    source, target = Engine(1000, seed=1), Engine(1000, seed=2)
+    first = opened(tmp_path / "kv", source, host_chunks=40)
+    assert min(first.slots) < chunks
+    prefix = prefix_of(chunks, first.root)
+    assert stored(first.session, "a", prefix, places_of(range(chunks))).dropped == 0
+    assert first.session.close().flushed
+    second = opened(tmp_path / "kv", target, host_chunks=40)
+    tokens = chunks * CHUNK_TOKENS
+    assert looked_up(second.session, "b", prefix).tokens == tokens
+    assert loaded(second.session, "b", prefix, tokens, load_places(tokens)).tokens == tokens
+    assert target.same(source, load_places(tokens))
+    second.session.close()
+
+
+def test_another_secret_finds_nothing(tmp_path):
+    engine = Engine(64)
+    first = opened(tmp_path / "kv", engine)
+    stored(first.session, "a", prefix_of(2, first.root), places_of(range(2)))
+    first.session.close()
+    (tmp_path / "kv" / "secret").unlink()
+    second = opened(tmp_path / "kv", engine)
+    assert second.root != first.root
+    assert looked_up(second.session, "b", prefix_of(2, second.root)).presence is Presence.ABSENT
+    second.session.close()
+
+
+def test_write_back_flushes_at_close():
+    tier = MemoryTier("below", capacity_bytes=64 << 20)
+    session, _, _ = local(Engine(64).copier(), {"below": tier}, limits=Limits(write_policy=WritePolicy.BACK))
+    stored(session, "a", prefix_of(3), places_of(range(3)))
+    assert tier.object_count == 0
+    closed = session.close()
+    assert (closed.flushed, closed.lost) == (True, 0)
+    assert tier.object_count == 6
+
+
+def test_a_hanging_tier_costs_a_miss_and_not_a_stall():
+    hold = threading.Event()
+
+    class Hanging(MemoryTier):
+        def contains(self, names):
+            hold.wait(30)
+            return super().contains(names)
+
+    session, cache, _ = local(
+        Engine(64).copier(),
+        {"below": Hanging("below", capacity_bytes=1 << 20)},
+        limits=Limits(probe_deadline_s=0.05, tier_failures=1),
+    )
+    try:
+        start = time.monotonic()
+        assert looked_up(session, "a", prefix_of(2)).presence is Presence.ABSENT
+        assert not cache._lowers["below"].health.is_up()
+        assert stored(session, "a", prefix_of(2), places_of(range(2))).held == 4
+        closed = session.close(deadline_s=0.2)
+        assert time.monotonic() - start < 10
+        assert closed is session.close()
+    finally:
+        hold.set()
+
+
+def test_everything_open_is_answered_at_close():
+    hold = threading.Event()
+
+    class Slow(MemoryTier):
+        def read(self, name, into, offset=0):
+            hold.wait(30)
+            return super().read(name, into, offset)
+
+    tier = Slow("below", capacity_bytes=64 << 20)
+    first, _, _ = local(Engine(64).copier(), {"below": tier})
+    stored(first, "a", prefix_of(4), places_of(range(4)))
+    first.close()
+    session, _, _ = local(Engine(64).copier(), {"below": tier}, limits=Limits(transfer_deadline_s=60))
+    try:
+        tokens = looked_up(session, "b", prefix_of(4)).tokens
+        session.load(RequestId("b"), prefix_of(4), tokens, load_places(tokens))
+        session.close(deadline_s=0.2)
+        (done,) = [event for event in session.poll() if isinstance(event, LoadDone)]
+        assert (done.request, done.tokens, done.wanted_tokens) == ("b", 0, tokens)
+    finally:
+        hold.set()
+
+
+def test_a_closed_session_gives_nothing_and_still_answers():
+    session, _, _ = local(Engine(64).copier(), {})
+    session.close()
+    assert session.lookup(RequestId("a"), prefix_of(2)).presence is Presence.ABSENT
+    session.load(RequestId("a"), prefix_of(2), 32, load_places(32))
+    session.store(RequestId("a"), prefix_of(2), places_of(range(2)))
+    session.release(RequestId("a"))
+    load, store = session.poll(1.0)
+    assert (load.tokens, store.held, store.dropped) == (0, 0, 4)
+
+
+def test_a_mistake_of_ours_shuts_the_doors_and_the_engine_goes_on(monkeypatch, caplog):
+    session, _, _ = local(Engine(64).copier(), {})
+    stored(session, "a", prefix_of(2), places_of(range(2)))
+
+    def wrong(*_args, **_kwargs):
+        raise AssertionError("planted")
+
+    session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
+    monkeypatch.setattr(Cache, "complete", wrong)
+    events = session.poll(5.0)
+    assert [(type(event), event.tokens) for event in events] == [(LoadDone, 0)]
+    assert "mistake of its own" in caplog.text
+    assert session.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
+    assert not session.close().flushed
+
+
+def test_the_callers_own_mistakes_are_told_to_the_caller():
+    session, _, _ = local(Engine(64).copier(), {})
+    with pytest.raises(ValueError, match="no boundary"):
+        session.load(RequestId("a"), prefix_of(2), 17, [])
+    with pytest.raises(ValueError, match="outside the prefix"):
+        session.store(RequestId("a"), prefix_of(2), places_of([7]))
+    assert session.lookup(RequestId("a"), prefix_of(2)).presence is Presence.ABSENT
+    session.close()
+
+
+def test_poll_waits_no_longer_than_asked_and_returns_when_woken():
+    session, _, _ = local(Engine(64).copier(), {})
+    assert session.poll(0.0) == []
+    threading.Timer(0.05, session.wake).start()
+    start = time.monotonic()
+    assert session.poll(30.0) == []
+    assert time.monotonic() - start < 20
+    session.close()
+
+
+def test_the_desk_serves_many_threads(tmp_path):
+    engine = Engine(64, seed=1)
+    kv = opened(tmp_path / "kv", engine)
+    prefix = prefix_of(4, kv.root)
+    stored(kv.session, "seed", prefix, places_of(range(4)))
+    answers = []
+
+    def ask(number):
+        answers.append(kv.session.lookup(RequestId(f"t{number}"), prefix).tokens)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert answers == [4 * CHUNK_TOKENS] * 16
+    assert kv.session.close().flushed
+    assert kv.session.close().flushed
+    with pytest.raises(DeskError):
+        kv.session.lookup(RequestId("late"), prefix)
+
+
+def test_stores_reach_the_tier_while_the_engine_idles(tmp_path):
+    kv = opened(tmp_path / "kv", Engine(64))
+    stored(kv.session, "a", prefix_of(3, kv.root), places_of(range(3)))
+    until = time.monotonic() + 10
+    while kv.tiers["directory"].object_count < 6 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert kv.tiers["directory"].object_count == 6
+    kv.session.close()
+
+
+def test_metrics_tell_what_happened(tmp_path):
+    kv = opened(tmp_path / "kv", Engine(64))
+    prefix = prefix_of(2, kv.root)
+    stored(kv.session, "a", prefix, places_of(range(2)))
+    looked_up(kv.session, "b", prefix)
+    looked_up(kv.session, "b", prefix)
+    loaded(kv.session, "b", prefix, 32, load_places(32))
+    until = time.monotonic() + 10
+    while kv.metrics.get(table.HELD_BYTES, place="directory") == 0 and time.monotonic() < until:
+        time.sleep(0.05)
+    text = kv.metrics.render()
+    assert kv.metrics.get(table.HELD_BYTES, place="directory") == kv.tiers["directory"].used_bytes
+    assert kv.metrics.get(table.HELD_BYTES, place="host") > 0
+    assert 'kvtier_load_tokens_total{place="host"} 32' in text
+    assert 'kvtier_lookup_tokens_total{result="ready"} 32' in text
+    assert 'kvtier_store_chunks_total{result="held"} 4' in text
+    assert 'kvtier_transfers_total{link="gather",outcome="done"} 4' in text
+    kv.session.close()
+
+
+def test_whoever_counts_is_told_of_every_command_and_answer_in_the_owners_thread():
+    told = []
+
+    class Recorder:
+        def submitted(self, command):
+            told.append(("submitted", command, threading.current_thread()))
+
+        def settled(self, settled):
+            told.append(("settled", settled.command, threading.current_thread()))
+
+    tier = MemoryTier("below", capacity_bytes=64 << 20)
+    _, cache, mover = local(Engine(64).copier(), {"below": tier})
+    session = LocalSession(cache, mover, observer=Recorder())
+    looked_up(session, "a", prefix_of(2))
+    stored(session, "a", prefix_of(2), places_of(range(2)))
+    assert session.close().flushed
+    submitted = [command for what, command, _ in told if what == "submitted"]
+    assert len(submitted) == 1 + 4 + 4  # a probe, gathers, demotes
+    settled = [command for what, command, _ in told if what == "settled"]
+    assert sorted(map(id, settled)) == sorted(map(id, submitted))
+    assert {thread for _, _, thread in told} == {threading.current_thread()}
+
+
+@pytest.mark.parametrize(("wanted", "alignment", "expected"), [(0, 1, 256), (0, 16, 256), (0, 96, 288), (64, 16, 64)])
+def test_chunk_tokens_follow_the_engine(wanted, alignment, expected):
+    assert choose_chunk_tokens(wanted, alignment) == expected
+
+
+def test_chunk_tokens_that_cut_a_block_are_refused():
+    with pytest.raises(ConfigError, match=r"store.chunk_tokens = 100 .* its 16 tokens"):
+        choose_chunk_tokens(100, 16)
+
+
+def test_nothing_stays_open_when_a_setting_is_wrong(tmp_path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "stranger").write_text("not ours")
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="not empty"):
+        opened(tmp_path / "kv", Engine(8))
+    assert threading.active_count() == before
+    assert LAYOUT.chunk_tokens == CHUNK_TOKENS

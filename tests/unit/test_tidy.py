@@ -1,0 +1,131 @@
+"""The style guide holds, and each of its rules fires on a small bad example."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+TIDY = Path(__file__).resolve().parents[1] / "tidy.py"
+
+
+def _load_tidy():
+    spec = importlib.util.spec_from_file_location("tidy", TIDY)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tidy"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tidy = _load_tidy()
+
+BAD = [
+    ("clocks", "src/kvtier/core/cache.py", "import time\nnow = time.monotonic()\n"),
+    ("clocks", "src/kvtier/policy/lru.py", "import time\ntime.sleep(1)\n"),
+    ("clocks", "src/kvtier/keys/chain.py", "from datetime import datetime\nx = datetime.now()\n"),
+    ("clocks", "src/kvtier/types.py", "import datetime\nx = datetime.datetime.now()\n"),
+    ("environment", "src/kvtier/tier/directory.py", "import os\nx = os.environ['A']\n"),
+    ("environment", "src/kvtier/runtime/mover.py", "import os\nx = os.getenv('A')\n"),
+    ("prints", "src/kvtier/core/cache.py", "print('x')\n"),
+    ("prints", "src/kvtier/bench/io.py", "import sys\nsys.stderr.write('x')\n"),
+    ("logging_setup", "src/kvtier/runtime/mover.py", "import logging\nlogging.basicConfig()\n"),
+    ("logging_setup", "src/kvtier/connect/x.py", "import logging\nlogging.getLogger('a').setLevel(1)\n"),
+    ("swallowed", "src/kvtier/tier/directory.py", "try:\n    x = 1\nexcept Exception:\n    pass\n"),
+    (
+        "swallowed",
+        "src/kvtier/tier/directory.py",
+        "try:\n    x = 1\nexcept (OSError, BaseException) as e:\n    x = e\n",
+    ),
+    ("swallowed", "src/kvtier/tier/directory.py", "try:\n    x = 1\nexcept:\n    x = 2\n"),
+    ("pickles", "src/kvtier/codec/frame.py", "import pickle\n"),
+    ("pickles", "src/kvtier/bench/io.py", "from marshal import loads\n"),
+    ("asserted_data", "src/kvtier/codec/frame.py", "def f(x):\n    assert x\n"),
+    ("seeded_hash", "src/kvtier/keys/names.py", "x = hash('a')\n"),
+    ("endless_waits", "src/kvtier/runtime/mover.py", "def f(thread):\n    thread.join()\n"),
+    ("endless_waits", "src/kvtier/runtime/mover.py", "def f(self):\n    self.event.wait()\n"),
+    ("endless_waits", "src/kvtier/runtime/mover.py", "import queue\nx = queue.Queue()\n"),
+    ("endless_waits", "src/kvtier/runtime/mover.py", "from queue import SimpleQueue\nx = SimpleQueue()\n"),
+    ("endless_waits", "src/kvtier/bench/io.py", "import subprocess\nsubprocess.run(['fio'])\n"),
+    ("open_ends", "src/kvtier/core/cache.py", "x = 1  # TODO: later\n"),
+    ("open_ends", "tests/unit/test_x.py", '"""X."""\n# FIXME\n'),
+    ("long_files", "src/kvtier/core/cache.py", "x = 1\n" * 501),
+    ("synonyms", "src/kvtier/core/cache.py", "def offload_chunk():\n    pass\n"),
+    ("synonyms", "src/kvtier/tier/memory.py", "class L2Tier:\n    pass\n"),
+    ("synonyms", "src/kvtier/tier/memory.py", "def f(retrieve_count):\n    pass\n"),
+    ("test_titles", "tests/unit/test_x.py", "def test_x():\n    pass\n"),
+    ("syntax", "src/kvtier/core/cache.py", "def f(:\n"),
+]
+
+GOOD = [
+    ("src/kvtier/runtime/mover.py", "import time\nnow = time.monotonic()\n"),
+    ("src/kvtier/config/loader.py", "import os\nx = os.environ\n"),
+    ("src/kvtier/cli/render.py", "print('x')\n"),
+    ("src/kvtier/tier/directory.py", "try:\n    x = 1\nexcept Exception:\n    x = 2\n    raise\n"),
+    ("src/kvtier/tier/directory.py", "try:\n    x = 1\nexcept OSError:\n    pass\n"),
+    (
+        "src/kvtier/runtime/desk.py",
+        "def f(r):\n    try:\n        r.set_result(1)\n    except Exception as e:\n        r.set_exception(e)\n",
+    ),
+    ("src/kvtier/core/cache.py", "def f(x):\n    assert x, 'our own mistake'\n"),
+    ("src/kvtier/layout.py", "class A:\n    def __hash__(self):\n        return hash(1)\n"),
+    ("src/kvtier/runtime/mover.py", "def f(t, q):\n    t.join(1)\n    q.get(timeout=1)\n    return ','.join(['a'])\n"),
+    ("src/kvtier/core/cache.py", "x = 1  # TODO(#12): later\n"),
+    ("src/kvtier/connect/vllm.py", "def offload_block():\n    pass\n"),
+    ("src/kvtier/core/cache.py", "# we offload to l2, in prose\nx = 'retrieve'\n"),
+    ("tests/unit/test_x.py", '"""X."""\n\ndef test_x():\n    pass\n'),
+]
+
+
+@pytest.mark.parametrize(("rule", "place", "text"), BAD)
+def test_each_rule_fires_on_a_bad_example(rule, place, text):
+    assert rule in {finding.rule for finding in tidy.check_source(place, text)}
+
+
+@pytest.mark.parametrize(("place", "text"), GOOD)
+def test_no_rule_fires_on_a_good_example(place, text):
+    assert tidy.check_source(place, text) == []
+
+
+def test_every_rule_has_a_bad_example():
+    assert {rule.__name__ for rule in tidy.RULES} <= {rule for rule, _, _ in BAD}
+
+
+@pytest.mark.parametrize("line", ["see /ho" + "me/ann/kv", 'path = "/ro' + 'ot/x"', "(/Us" + "ers/ann/x)"])
+def test_paths_of_an_authors_machine_are_found(line):
+    assert [finding.rule for finding in tidy.check_text("README.md", line)] == ["machine_paths"]
+
+
+def test_the_checkouts_own_path_is_found_wherever_it_is():
+    assert tidy.check_text("README.md", "cd /src/ann/kvtier && make", private=("/src/ann/kvtier",))
+
+
+@pytest.mark.parametrize(
+    "line", ["/tmp/kv", "https://host/data/x", "~/data/x", "$ROOT/data/x", "a/data/b", "/dev/nvme0n1"]
+)
+def test_paths_that_everybody_has_are_not(line):
+    assert tidy.check_text("README.md", line) == []
+
+
+def test_a_module_that_nobody_imports_is_found():
+    files = {
+        "kvtier": "",
+        "kvtier.a": "from kvtier.b import thing\n",
+        "kvtier.b": "import kvtier.b\n",
+        "kvtier.c": "",
+        "kvtier.d": "COMMANDS = {'x': 'kvtier.e:run'}\n",
+        "kvtier.e": "",
+        "kvtier.f": "import kvtier.f\n",
+    }
+    lonely = [finding.place for finding in tidy.lonely_modules(files, {"kvtier.a", "kvtier.d"})]
+    assert lonely == ["kvtier.c", "kvtier.f"]
+
+
+def test_an_exception_that_nothing_needs_is_found():
+    breach = tidy.Finding("src/kvtier/a.py", 1, "prints", "no")
+    assert tidy.without_exceptions([breach], {("prints", "src/kvtier/a.py"): "why"}) == []
+    (stale,) = tidy.without_exceptions([], {("prints", "src/kvtier/a.py"): "why"})
+    assert stale.rule == "stale_exception"
+
+
+def test_the_repository_is_tidy():
+    assert [str(finding) for finding in tidy.check_repository()] == []
