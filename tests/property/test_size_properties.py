@@ -1,0 +1,194 @@
+"""The formulas agree with each other, and with what kvtier lays out, for any shape of model."""
+
+from typing import Any
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvtier import size
+from kvtier.size.dtype import NAMED
+from kvtier.size.objects import pipeline_stages
+
+powers = st.sampled_from([1, 2, 4, 8, 16])
+dims = st.sampled_from([16, 32, 64, 80, 128, 256])
+counts = st.integers(1, 24)
+tokens = st.integers(1, 1 << 20)
+names = st.sampled_from(size.names())
+formats = st.sampled_from([name for name in NAMED if "mla" not in name] + ["int8:g64", "int4:g64", "int4:g128:sym"])
+
+
+UNTIMED = settings(deadline=None)
+"""The first use of the catalogue reads it."""
+
+
+def of(config: dict[str, Any], **how: Any) -> size.KvSize:
+    return size.of(size.from_config(config, "drawn"), **how)
+
+
+def plain(layers: int, heads: int, keep: int, dim: int, **more: Any) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": keep, "head_dim": dim, **more
+    }  # fmt: skip
+
+
+@st.composite
+def windowed(draw: st.DrawFn) -> dict[str, Any]:
+    layers, keep = draw(counts), draw(powers)
+    kinds = draw(st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=layers, max_size=layers))
+    more = {"layer_types": kinds, "sliding_window": draw(st.integers(1, 5000))}
+    return plain(layers, keep * draw(powers), keep, draw(dims), **more)
+
+
+@st.composite
+def hybrid(draw: st.DrawFn) -> dict[str, Any]:
+    return plain(
+        draw(counts) * 4, 16, draw(powers), draw(dims), model_type="qwen3_next",
+        linear_num_key_heads=16, linear_num_value_heads=16 * draw(powers), linear_key_head_dim=draw(dims),
+        linear_value_head_dim=draw(dims), linear_conv_kernel_dim=draw(st.integers(1, 8)),
+    )  # fmt: skip
+
+
+@UNTIMED
+@given(counts, powers, dims)
+def test_gqa_with_as_many_kv_heads_as_heads_is_mha(layers, heads, dim):
+    mha = {key: value for key, value in plain(layers, heads, heads, dim).items() if key != "num_key_value_heads"}
+    assert (
+        of(plain(layers, heads, heads, dim)).bytes_per_token == of(mha).bytes_per_token == layers * 2 * heads * dim * 2
+    )
+
+
+@UNTIMED
+@given(counts, powers, powers, dims)
+def test_gqa_is_mha_over_the_group(layers, keep, group, dim):
+    heads = keep * group
+    assert (
+        of(plain(layers, heads, keep, dim)).bytes_per_token * group
+        == of(plain(layers, heads, heads, dim)).bytes_per_token
+    )
+
+
+@UNTIMED
+@given(counts, powers, dims, formats)
+def test_one_kv_head_of_a_latents_width_is_mla_twice(layers, heads, dim, dtype):
+    """MLA has no factor 2: key and value are one."""
+    mla = {"num_hidden_layers": layers, "num_attention_heads": heads, "kv_lora_rank": dim, "qk_rope_head_dim": 0}
+    assert 2 * of(mla, dtype=dtype).bytes_per_token == of(plain(layers, heads, 1, dim), dtype=dtype).bytes_per_token
+
+
+@UNTIMED
+@given(names, powers)
+def test_ranks_sum_to_what_is_needed_or_to_copies(name, tp):
+    model = size.model(name)
+    assume(not model.attention_heads or model.attention_heads % tp == 0)
+    assume(all(run.cache.can_be_cut(tp) for run in model.runs))
+    one, kv = size.of(model), size.of(model, tp=tp)
+    assert kv.bytes_per_token == one.bytes_per_token
+    assert one.duplication == 1
+    assert 1 <= kv.duplication <= tp
+    fewest = min((run.kv_heads for run in model.runs if run.kv_heads), default=tp)
+    assert (kv.duplication > 1) == (fewest < tp)
+    assert kv.session_bytes(4096) == one.session_bytes(4096)
+    assert kv.session_bytes_stored(4096) >= one.session_bytes_stored(4096)
+
+
+@UNTIMED
+@given(names, st.integers(1, 16))
+def test_stages_hold_every_layer_once(name, pp):
+    layers = size.model(name).layer_count
+    stages = pipeline_stages(layers, pp)
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
+    lengths = [len(stage) for stage in stages]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths[-1] == min(lengths)
+    kv = size.of(name, pp=pp)
+    assert kv.bytes_per_token_stored == kv.bytes_per_token
+
+
+@UNTIMED
+@given(windowed(), tokens)
+def test_a_window_longer_than_the_context_is_full_attention(config, count):
+    whole = {**config, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    kv, full = of(config), of(whole)
+    assert kv.bytes_per_token == full.bytes_per_token == full.bytes_per_token_growing
+    assert kv.session_bytes_stored(count) == full.session_bytes(count)
+    if count <= config["sliding_window"]:
+        assert kv.session_bytes(count) == full.session_bytes(count)
+    else:
+        assert kv.session_bytes(count) == kv.bytes_per_token_growing * count + kv.bytes_per_session_constant
+
+
+@UNTIMED
+@given(windowed() | hybrid(), tokens, tokens)
+def test_more_tokens_never_take_less(config, few, many):
+    kv, (few, many) = of(config), sorted((few, many))
+    assert kv.session_bytes(few) <= kv.session_bytes(many)
+    assert kv.session_bytes_stored(few) <= kv.session_bytes_stored(many)
+    assert kv.session_bytes(many) <= kv.session_bytes_stored(many)
+
+
+@UNTIMED
+@given(names, tokens, st.integers(1, 1 << 20))
+def test_users_multiply(name, count, users):
+    kv = size.of(name)
+    one, all_of_them = kv.total(count, 1), kv.total(count, users)
+    assert (all_of_them.bytes, all_of_them.bytes_minimum) == (one.bytes * users, one.bytes_minimum * users)
+    assert one.bytes_minimum <= one.bytes
+
+
+@UNTIMED
+@given(hybrid(), tokens)
+def test_a_state_does_not_grow_and_no_format_changes_it(config, count):
+    kv = of(config)
+    assert kv.bytes_per_session_constant == kv.state_bytes
+    assert kv.session_bytes(count) - kv.state_bytes == kv.bytes_per_token * count
+    assert of(config, dtype="int4:g64").state_bytes == kv.state_bytes
+
+
+@UNTIMED
+@given(windowed())
+def test_formats_are_linear_in_bits(config):
+    fp32, bf16, fp8, fp4 = (of(config, dtype=dtype).bytes_per_token for dtype in ("fp32", "bf16", "fp8", "fp4"))
+    assert fp32 == 2 * bf16 == 4 * fp8 == 8 * fp4
+
+
+@UNTIMED
+@given(windowed(), formats, st.integers(1, 300))
+def test_scales_cost_what_they_weigh(config, dtype, group):
+    """A grouped format lies between its bare bits and the same with a group for every element."""
+    kv, bare = of(config, dtype=f"int4:g{group}"), of(config, dtype="fp4").bytes_per_token
+    assert bare < kv.bytes_per_token <= bare * 9
+    assert kv.bytes_per_token >= of(config, dtype=f"int4:g{group + 1}").bytes_per_token
+    assert of(config, dtype=dtype).bytes_per_token >= bare
+
+
+@UNTIMED
+@given(names, st.sampled_from([16, 64, 256, 1000, 4096]), st.sampled_from(["bf16", "fp8", "nvfp4"]))
+def test_a_chunk_is_its_tokens_and_an_object_is_aligned(name, chunk_tokens, dtype):
+    kv = size.of(name, chunk_tokens=chunk_tokens, dtype=dtype)
+    exact = kv.bytes_per_token_stored * chunk_tokens
+    assert exact <= kv.chunk_bytes_per_rank < exact + sum(each.layers for each in kv.objects)
+    for each in kv.objects:
+        assert each.bytes <= each.padded_bytes < each.bytes + 4096 * each.layers
+        assert each.padded_bytes % 4096 == each.frame_bytes % 4096 == 0
+        assert each.frame_bytes > each.padded_bytes
+
+
+@UNTIMED
+@given(st.integers(2, 12), st.integers(0, 11), powers, dims)
+def test_shared_layers_keep_nothing(layers, shared, keep, dim):
+    assume(shared < layers)
+    config = plain(layers, keep, keep, dim, num_kv_shared_layers=shared)
+    assert of(config).bytes_per_token == of(plain(layers - shared, keep, keep, dim)).bytes_per_token
+
+
+@UNTIMED
+@given(names, st.sampled_from(["bytes_per_token", "bytes_per_token_growing", "bytes_per_session_constant"]))
+def test_the_layers_add_up(name, field):
+    kv = size.of(name)
+    windows = sum(layer.bytes_per_token * (layer.window or 0) for layer in kv.layers)
+    sums = {
+        "bytes_per_token": sum(layer.bytes_per_token for layer in kv.layers),
+        "bytes_per_token_growing": sum(layer.bytes_per_token for layer in kv.layers if layer.window is None),
+        "bytes_per_session_constant": windows + kv.state_bytes,
+    }
+    assert getattr(kv, field) == sums[field]

@@ -1,0 +1,99 @@
+"""The catalogue: enough models, every kind of attention, every entry with its source, names found however written."""
+
+import re
+from datetime import date
+
+import pytest
+
+from kvtier import size
+from kvtier.errors import ConfigError
+from kvtier.size.catalogue import entries, find
+
+
+def test_at_least_forty_models():
+    assert len(size.names()) >= 40
+    assert size.names() == sorted(size.names())
+
+
+@pytest.mark.parametrize("name", size.names())
+def test_every_entry_is_complete_and_can_be_sized(name):
+    entry, kv = entries()[name], size.of(name)
+    assert entry.name == name == entry.name.lower()
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", entry.repository)
+    assert entry.via
+    assert date(2026, 1, 1) <= date.fromisoformat(entry.date) <= date(2100, 1, 1)
+    assert kv.bytes_per_token > 0 or kv.state_bytes > 0
+    assert kv.model.attention_heads or not kv.bytes_per_token
+    assert all(layer.formula and layer.source and layer.expression for layer in kv.layers)
+    assert entry.active_billion is None or entry.active_billion < entry.parameters_billion
+
+
+def test_every_kind_of_attention_is_there():
+    runs = [(name, run) for name in size.names() for run in size.model(name).runs]
+    heads = {name: size.model(name).attention_heads for name in size.names()}
+    kinds = {run.kind for _, run in runs}
+    assert kinds == {
+        "full", "window", "chunked", "mla", "compressed", "indexer", "shared",
+        "mamba1", "mamba2", "gated_delta_net", "kda", "linear_attention",
+    }  # fmt: skip
+    full = [(run.kv_heads, heads[name]) for name, run in runs if run.kind == "full"]
+    assert any(kept == 1 and all_heads > 1 for kept, all_heads in full)  # MQA
+    assert any(kept == all_heads for kept, all_heads in full)  # MHA
+    assert any(1 < kept < all_heads for kept, all_heads in full)  # GQA
+    assert any(run.kind == "full" and len(run.cache.parts) == 1 for _, run in runs)  # K = V
+
+
+def test_the_families_that_matter():
+    families = (
+        "llama-3", "llama-4", "qwen3-", "qwen3-next", "qwen3.5", "gpt-oss", "deepseek-v3", "deepseek-r1", "deepseek-v4",
+        "kimi-k2", "kimi-k3", "glm-", "gemma-3", "gemma-4", "mistral", "mixtral", "phi", "nemotron-h", "falcon-h1",
+        "minimax",
+    )  # fmt: skip
+    for family in families:
+        assert any(name.startswith(family) for name in size.names()), family
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("llama-3.1-8b", "llama-3.1-8b"),
+        ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("Llama3-8B", "llama-3.1-8b"),
+        ("QWEN/qwen3-235b-a22b", "qwen3-235b-a22b"),
+        ("qwen3-235b", "qwen3-235b-a22b"),
+        ("Qwen3-Next", "qwen3-next-80b-a3b"),
+        ("google/gemma-3-27b-it", "gemma-3-27b"),
+        ("DeepSeek-R1-685B", "deepseek-r1"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron-3-nano-30b-a3b"),
+    ],
+)
+def test_names_however_written(written, meant):
+    assert size.model(written).name == meant
+
+
+def test_names_and_aliases_mean_one_model_each():
+    for entry in entries().values():
+        for name in (entry.name, entry.repository, *entry.aliases):
+            assert find(name) is entry, name
+
+
+@pytest.mark.parametrize(
+    ("written", "nearest"),
+    [("lama-3.1-8b", "llama-3.1-8b"), ("gemma3-27", "gemma3-27b"), ("Qwen/Qwen3-9B", "qwen3-8b")],
+)
+def test_the_nearest_names_are_offered(written, nearest):
+    with pytest.raises(ConfigError, match=f"unknown model '{written}'; the nearest names are .*{nearest}"):
+        size.model(written)
+
+
+def test_a_name_like_none():
+    with pytest.raises(ConfigError, match=r"unknown model 'zzz'; known are .* more"):
+        size.model("zzz")
+
+
+def test_a_copy_in_the_catalogue_reads_like_the_file_it_was_copied_from():
+    """`repeat` stands for the list that the config.json spells out."""
+    twenty = entries()["gpt-oss-20b"].config
+    assert twenty["layer_types"] == ["sliding_attention", "full_attention"] * 12

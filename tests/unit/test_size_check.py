@@ -1,0 +1,105 @@
+"""Which convention turns our figure into somebody else's: the right one is named, and none where there is none."""
+
+import pytest
+
+from kvtier import size
+from kvtier.errors import ConfigError
+from kvtier.size.check import check
+from kvtier.size.units import binary, both, decimal, exact, parse_count, parse_figure
+
+SESSION, LONG = (4096, 1), (131_072, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "sessions", "told"),
+    [
+        ("qwen3-8b", "150 KB", [], ["a token", "147,456 B", "KB = 1,000 B", "fewer digits"]),
+        ("qwen3-8b", "144 KiB", [], ["a token", "KB = 1,024 B"]),
+        ("qwen3-8b", "147,456 B", [], ["a token", "bytes"]),
+        ("llama-3.1-8b", "128 KB", [], ["KB = 1,024 B"]),
+        ("llama-3.1-8b", "512 KB", [], ["32 attention heads as KV heads"]),
+        ("llama-3.1-8b", "64 KB", [], ["half as many bytes"]),
+        ("qwen3-32b", "160 KB", [], ["hidden size / heads = 80"]),
+        ("qwen3-32b", "1.31 MB", [], ["64 attention heads", "hidden size / heads = 80"]),
+        ("deepseek-r1", "562 KB", [], ["the copies that 8 tensor-parallel ranks keep"]),
+        ("deepseek-v3", "5 MB", [], ["every head's keys and values instead of the latent"]),
+        ("llama-3.1-8b", "33 MB", [], ["a chunk of 256 tokens"]),
+        ("llama-3.1-8b", "500 MB", [SESSION], ["4,000 tokens", "MB = 1,024^2 B"]),
+        ("llama-3.1-8b", "15.6 GB", [LONG], ["128,000 tokens", "GB = 1,024^3 B"]),
+        ("deepseek-r1", "286 MB", [SESSION], ["a token rounded to 70 kB before multiplying"]),
+        ("llama-3.3-70b", "1,282 MB", [SESSION], ["a token rounded to 0.313 MiB"]),
+        ("gpt-oss-120b", "9.2 GB", [LONG], ["units mixed"]),
+        ("gpt-oss-20b", "3.22 GB", [LONG], ["what is needed"]),
+        ("qwen3.5-27b", "147 MiB", [], ["windows and states"]),
+        ("llama-3.1-8b", "3.36 TB", [(10_000, 2500)], ["10,240 tokens"]),
+    ],
+)
+def test_the_convention_is_named(name, figure, sessions, told):
+    verdict = check(size.of(name), figure, sessions)
+    assert verdict.matches
+    for part in told:
+        assert part in verdict.told
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("qwen3-8b", "77 MB"),
+        ("qwen3-8b", "149 KB"),
+        ("qwen3-8b", "145 KB"),
+        ("gpt-oss-20b", "150 KB"),
+        ("deepseek-v3", "4 MB"),
+    ],
+)
+def test_none_is_named_where_there_is_none(name, figure):
+    verdict = check(size.of(name), figure, [SESSION, LONG])
+    assert not verdict.matches
+    assert "no convention known here" in verdict.told
+
+
+def test_no_convention_gives_the_cell_that_none_gives():
+    assert not check(size.of("gpt-oss-20b"), "6.2 GB", [LONG]).matches
+
+
+def test_our_own_figure_needs_no_convention():
+    for name in ("qwen3-8b", "deepseek-r1", "llama-3.1-405b"):
+        kv = size.of(name)
+        best = check(kv, decimal(kv.bytes_per_token)).matches[0]
+        assert best.cost == 0
+        assert best.candidate.steps == ()
+
+
+def test_the_nearest_is_one_of_ours():
+    verdict = check(size.of("qwen3-8b"), "151 MB", [LONG])
+    assert not verdict.matches
+    assert "4 times a chunk" in verdict.told
+
+
+@pytest.mark.parametrize("text", ["", "150", "KB", "-3 KB", "150 parsecs", "0 KB", "1e3 KB", "9" * 40 + " KB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match=r"check: .*150 KB, 0\.33 GB or 144 KiB"):
+        check(size.of("qwen3-8b"), text)
+
+
+def test_both_units_side_by_side():
+    assert both(147_456) == "147.5 kB = 144 KiB"
+    assert (decimal(999_960), binary(1023.99)) == ("1 MB", "1 KiB")
+    assert (decimal(0), binary(1)) == ("0 B", "1 B")
+    assert (exact(147_456.0), exact(4474.5)) == ("147,456", "4,474.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4096", 4096), ("131,072", 131_072), ("128k", 128_000), ("128Ki", 131_072), ("1.5k", 1500)]
+)
+def test_counts(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "0.1k1", "1e9", "many", "1.0001k"])
+def test_what_is_no_count(text):
+    with pytest.raises(ValueError, match="not a whole number"):
+        parse_count(text)
+
+
+def test_the_last_printed_digit_counts():
+    assert (parse_figure("1.47 GB").step, parse_figure("150 KB").rough, parse_figure("150 KB").step) == (0.01, 10, 1)

@@ -1,0 +1,128 @@
+"""`kvtier size`: the JSON that programs rely on, a page for people, and exit code 2 with one line for a mistake."""
+
+import json
+
+import pytest
+
+from kvtier.cli.main import run
+
+CONTRACT = {
+    "model", "layers", "bytes_per_token", "bytes_per_token_growing", "bytes_per_session_constant", "tp",
+    "bytes_per_token_stored", "chunk_bytes_per_rank", "totals",
+}  # fmt: skip
+
+
+def told(capsys, *arguments: str) -> dict:
+    assert run(["size", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_contract(capsys):
+    found = told(capsys, "llama-3.3-70b", "--tokens", "10000", "--tokens", "100000", "--users", "1", "--users", "1000")
+    assert set(found) >= CONTRACT
+    (layer,) = found["layers"]
+    assert {key: layer[key] for key in ("kind", "count", "kv_heads", "head_dim", "window")} == {
+        "kind": "full", "count": 80, "kv_heads": 8, "head_dim": 128, "window": None,
+    }  # fmt: skip
+    assert "2 x KV heads x head dim" in layer["formula"]
+    assert "80 layers x 2 x 8 x 128 x 2 B" in layer["formula"]
+    assert found["bytes_per_token"] == found["bytes_per_token_growing"] == found["bytes_per_token_stored"] == 327_680
+    assert (found["bytes_per_session_constant"], found["tp"], found["chunk_bytes_per_rank"]) == (0, 1, 83_886_080)
+    assert [(each["tokens"], each["users"], each["bytes"], each["bytes_minimum"]) for each in found["totals"]] == [
+        (10_000, 1, 3_276_800_000, 3_276_800_000),
+        (10_000, 1000, 3_276_800_000_000, 3_276_800_000_000),
+        (100_000, 1, 32_768_000_000, 32_768_000_000),
+        (100_000, 1000, 32_768_000_000_000, 32_768_000_000_000),
+    ]
+
+
+def test_whole_numbers_are_whole(capsys):
+    assert run(["size", "gpt-oss-20b", "--json"]) == 0
+    assert ".0" not in capsys.readouterr().out.replace("gpt-oss", "")
+
+
+def test_windows_ranks_and_formats(capsys):
+    found = told(capsys, "gpt-oss-20b", "--tokens", "128Ki")
+    assert (found["bytes_per_token"], found["bytes_per_token_growing"]) == (49_152, 24_576)
+    assert found["bytes_per_session_constant"] == 3 << 20
+    assert (found["totals"][0]["bytes"], found["totals"][0]["bytes_minimum"]) == (6 << 30, (3 << 30) + (3 << 20))
+    assert {layer["window"] for layer in found["layers"]} == {None, 128}
+    copies = told(capsys, "deepseek-r1", "--tp", "8", "--dtype", "fp8_ds_mla")
+    assert (copies["bytes_per_token"], copies["bytes_per_token_stored"]) == (40_016, 8 * 40_016)
+
+
+def test_a_config_of_ones_own(capsys, tmp_path):
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert told(capsys, str(tmp_path))["bytes_per_token"] == 2 * 2 * 64 * 2
+    assert told(capsys, str(tmp_path / "config.json"))["model"] == tmp_path.name
+
+
+def test_checks_in_json(capsys):
+    yes, no = told(capsys, "qwen3-8b", "--check", "150 KB", "--check", "77 MB")["checks"]
+    assert (yes["is_explained"], no["is_explained"], no["matches"]) == (True, False, [])
+    assert yes["matches"][0]["bytes"] == 147_456
+
+
+def test_a_page_for_people(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run(["size", "deepseek-v3.2", "--tp", "8", "--check", "85.9 KB"]) == 0
+    page = capsys.readouterr().out
+    for part in (
+        "deepseek-v3.2: 61 layers, bf16 (16 bits), TP 8",
+        "deepseek-ai/DeepSeek-V3.2",
+        "read 2026-",
+        "85.89 kB  83.88 KiB",
+        "8 times",
+        "every rank needs the whole latent",
+        "61 layers x (512 x 2 B + 64 x 2 B)",
+        "kv_lora_rank = 512",
+        "85.9 KB is a token (85,888 B)",
+        "draft layer",
+    ):
+        assert part in " ".join(page.split()) or part in page
+    assert max(len(line) for line in page.splitlines()) <= 100
+
+
+def test_the_sources(capsys):
+    assert run(["size", "--table", "sources"]) == 0
+    page = capsys.readouterr().out
+    assert "3,270 GB, divided by 1,024" in page
+    found = told(capsys, "--table", "sources")["cells"]
+    assert len(found) == 50
+    assert {cell["verdict"] for cell in found} == {"exact", "rounded", "other unit", "wrong"}
+
+
+def test_the_list(capsys):
+    assert run(["size", "--list"]) == 0
+    assert "qwen3.5-27b" in capsys.readouterr().out
+    assert len(told(capsys, "--list")["models"]) >= 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "name a MODEL"),
+        (["llama-3.1-9b"], "nearest names are llama-3.1-8b"),
+        (["nowhere/below/config.json"], "no such file or folder"),
+        (["qwen3-8b", "--tp", "5"], "tp: 5 ranks cannot share the 32 attention heads"),
+        (["qwen3-8b", "--tp", "-1"], "tp: -1 is not allowed"),
+        (["qwen3-8b", "--pp", "37"], "pp: 37 is not allowed"),
+        (["qwen3-8b", "--dtype", "fp7"], "unknown format 'fp7'"),
+        (["qwen3-8b", "--tokens", "-5"], "'-5' is not a whole number"),
+        (["qwen3-8b", "--tokens", "0"], "tokens: 0 is not allowed"),
+        (["qwen3-8b", "--tokens", "9999999999999"], "tokens: 9999999999999 is not allowed"),
+        (["qwen3-8b", "--users", "many"], "'many' is not a whole number"),
+        (["qwen3-8b", "--users", "0"], "users: 0 is not allowed"),
+        (["qwen3-8b", "--chunk-tokens", "0"], "chunk-tokens: 0 is not allowed"),
+        (["qwen3-8b", "--check", "large"], "'large' is not a size"),
+        (["qwen3-8b", "--table", "sources"], "take no model"),
+        (["--table", "targets"], "targets"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, named):
+    assert run(["size", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert named in err
+    assert "Traceback" not in err
