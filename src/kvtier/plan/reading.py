@@ -1,0 +1,152 @@
+"""Inputs of a plan come in here. Later wins: defaults, an example, a file, options, `--set`."""
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from kvtier.config.sections import Setting, read
+from kvtier.errors import ConfigError
+from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
+
+FILE_BYTES_MAX = 1 << 20
+EXAMPLES = files("kvtier.plan") / "examples"
+STATED = "stated"
+"""The table of an example file that is no input: what its source says, to be compared."""
+
+
+class _Entry(NamedTuple):
+    setting: Setting
+    raw: object
+    origin: str
+    is_text: bool
+
+
+def load(
+    *,
+    example: str = "",
+    file: Path | None = None,
+    options: Mapping[str, object] | None = None,
+    sets: Iterable[str] = (),
+) -> Inputs:
+    """Read the inputs of a plan.
+
+    Args:
+        example: name of an example that ships with the package; empty means none.
+        file: TOML file with a table for each section.
+        options: values by ``section.key``, as the command line's options give them; None means not given.
+        sets: ``section.key=value`` texts.
+
+    Raises:
+        ConfigError: an unknown example, section or input, a value that is not allowed, or a file that is no TOML.
+    """
+    entries = [
+        *_from_tables(example_tables(example) if example else {}, f"example {example}"),
+        *_from_tables(_file_tables(file) if file else {}, f"file {file}"),
+        *_from_options(options or {}),
+        *_from_sets(sets),
+    ]
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    origins: dict[str, str] = {}
+    for setting, raw, origin, is_text in entries:
+        values[setting.section][setting.key] = read(setting, raw, origin, is_text=is_text)
+        origins[setting.name] = origin
+    parts: dict[str, Any] = {section: kind(**values[section]) for section, kind in SECTIONS.items()}
+    return Inputs(**parts, origins=origins)
+
+
+def example_names() -> list[str]:
+    """The examples that ship with the package."""
+    return sorted(it.name.removesuffix(".toml") for it in EXAMPLES.iterdir() if it.name.endswith(".toml"))
+
+
+def example_tables(name: str) -> dict[str, Any]:
+    """The tables of one example.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in example_names():
+        raise ConfigError(f"example {name!r}: unknown{near(name, example_names())}")
+    return tomllib.loads((EXAMPLES / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def near(word: str, words: list[str]) -> str:
+    """The end of a message about an unknown word: the nearest that is known, and all of them where they are few."""
+    close = get_close_matches(word.lower(), words, n=3, cutoff=0.5)
+    told = f"; did you mean {' or '.join(close)}?" if close else ""
+    return told if close and len(words) > 24 else f"{told or ';'} known here: {', '.join(words)}"
+
+
+def _file_tables(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise ConfigError(f"file {path}: longer than {FILE_BYTES_MAX} bytes; allowed: a TOML file of inputs")
+        return tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigError(f"file {path}: {error.strerror}; allowed: a readable TOML file") from error
+    except ValueError as error:  # a UnicodeDecodeError, or a TOMLDecodeError, which names line and column
+        raise ConfigError(f"file {path}: not TOML: {error}") from error
+
+
+def _from_tables(tables: Mapping[str, Any], origin: str) -> Iterator[_Entry]:
+    for section, table in tables.items():
+        if section == STATED:
+            continue
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} (from {origin}): not a section; write its inputs below a line [{section}]")
+        for key, raw in cast("dict[str, object]", table).items():
+            yield _Entry(_find(f"{section}.{key}", origin), raw, origin, is_text=False)
+
+
+def _from_options(options: Mapping[str, object]) -> Iterator[_Entry]:
+    for name, raw in options.items():
+        if raw is not None:
+            setting = SETTINGS[name]
+            yield _Entry(setting, raw, f"--{OPTIONS.get(name, setting.key)}", is_text=isinstance(raw, str))
+
+
+def _from_sets(sets: Iterable[str]) -> Iterator[_Entry]:
+    for text in sets:
+        name, equals, raw = text.partition("=")
+        if not equals or "." not in name:
+            raise ConfigError(f"--set {text}: not section.key=value; known sections: {', '.join(SECTIONS)}")
+        yield _Entry(_find(name.strip(), f"--set {name.strip()}"), raw.strip(), f"--set {name.strip()}", is_text=True)
+
+
+def _find(name: str, origin: str) -> Setting:
+    if name in SETTINGS:
+        return SETTINGS[name]
+    section, _, key = name.partition(".")
+    if section not in SECTIONS:
+        raise ConfigError(f"{section} (from {origin}): unknown section{near(section, list(SECTIONS))}")
+    known = [it.key for it in SETTINGS.values() if it.section == section]
+    raise ConfigError(f"{name} (from {origin}): unknown input{near(key, known)}")
+
+
+OPTIONS = {
+    "model.name": "model",
+    "model.kv_dtype": "dtype",
+    "model.weights": "weights",
+    "model.tp": "tp",
+    "gpu.name": "gpu",
+    "gpu.count": "gpus",
+    "traffic.users": "users",
+    "traffic.turns": "turns",
+    "traffic.interval_s": "interval",
+    "traffic.prefix_tokens": "system",
+    "traffic.history_tokens": "history",
+    "traffic.question_tokens": "question",
+    "traffic.answer_tokens": "answer",
+    "traffic.reuse": "reuse",
+    "traffic.trace": "trace",
+    "target.ttft_s": "ttft",
+    "host.capacity_bytes": "host",
+    "disk.name": "drive",
+    "disk.count": "drives",
+}
+"""Inputs that have an option of their own on the command line."""

@@ -1,0 +1,153 @@
+"""Laws that every plan obeys: more load needs no less, tiers never hurt, the limit that binds really does."""
+
+import math
+
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from kvtier.plan import load, make_plan
+from kvtier.plan.inputs import Inputs
+from kvtier.plan.limits import ceiling, uses
+from kvtier.plan.operate import operate
+from kvtier.plan.planning import capacity
+from kvtier.plan.setup import set_up
+
+# Shrinking an example of thirty inputs takes minutes and tells nothing that the inputs themselves do not.
+checked = settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
+
+RELAXED_BY = {
+    "time to first token": ("target.ttft_s", 2.0),
+    "drive life": ("target.life_years", 0.5),
+    "time per output token": ("target.tpot_s", 2.0),
+}
+"""Limits that have an input of their own, and nothing else has; and by what it is multiplied to relax them."""
+
+
+@st.composite
+def sites(draw) -> Inputs:
+    """Inputs of all sorts, of a model that fits on every GPU drawn."""
+    tp = draw(st.sampled_from([1, 2, 4]))
+    return load(
+        options={
+            "model.name": draw(st.sampled_from(["llama-3.1-8b", "qwen3-8b", "gpt-oss-20b"])),
+            "model.tp": tp,
+            "gpu.name": draw(st.sampled_from(["h100-sxm", "h200-sxm", "mi300x", "a100-sxm"])),
+            "gpu.count": tp * draw(st.integers(1, 8)),
+            "traffic.users": draw(st.integers(1, 2000)),
+            "traffic.turns": draw(st.integers(1, 30)),
+            "traffic.interval_s": draw(st.floats(2, 600)),
+            "traffic.interval_cv": draw(st.sampled_from([0.0, 0.3, 1.0, 1.7, 3.0])),
+            "traffic.prefix_tokens": draw(st.integers(0, 3000)),
+            "traffic.history_tokens": draw(st.integers(0, 20_000)),
+            "traffic.question_tokens": draw(st.integers(1, 500)),
+            "traffic.answer_tokens": draw(st.integers(1, 500)),
+            "target.ttft_s": draw(st.floats(0.05, 10)),
+            "target.tpot_s": draw(st.sampled_from([0.0, 0.05, 0.2])),
+            "host.capacity_bytes": draw(st.sampled_from([0, 2**36, 2**41])),
+            "disk.count": draw(st.integers(0, 12)),
+            "disk.read_bytes_per_s": draw(st.floats(1e8, 3e10)),
+            "shared.capacity_bytes": draw(st.sampled_from([0, 0, 10**15])),
+            "shared.adapter_bytes_per_s": draw(st.floats(1e8, 1e11)),
+        }
+    )
+
+
+@given(sites(), st.floats(1.01, 50))
+@checked
+def test_more_users_need_no_less_capacity_and_bandwidth(inputs, times):
+    setup = set_up(inputs)
+    more = set_up(inputs.change({"traffic.users": math.ceil(inputs.traffic.users * times)}))
+    for share in (0.5, 0.9, 0.99):
+        few, many = capacity(setup, share), capacity(more, share)
+        assert many.read_burst_bytes_per_s >= few.read_burst_bytes_per_s
+        assert many.bytes >= few.bytes
+        assert many.hit_rate == few.hit_rate
+
+
+@given(sites())
+@checked
+def test_where_nothing_is_reused_tiers_buy_nothing(inputs):
+    plan = make_plan(inputs.change({"traffic.reuse": 0.0}), with_levers=False)
+    assert math.isclose(plan.tiered.users_at_ttft, plan.alone.users_at_ttft, rel_tol=1e-9)
+    assert math.isclose(plan.tiered.throughput_users, plan.alone.throughput_users, rel_tol=1e-9)
+    assert math.isclose(plan.tiered.ttft_s, plan.alone.ttft_s, rel_tol=1e-9)
+    assert plan.tiered.point.hit_rate == 0
+    assert sum(plan.tiered.point.read_bytes_per_s.values()) == 0
+    assert plan.tiered.cost.tokens_per_s_per_watt <= plan.alone.cost.tokens_per_s_per_watt
+
+
+@given(sites(), st.floats(0.01, 0.99))
+@checked
+def test_tiers_never_make_anybody_wait_longer(inputs, share):
+    """What loads more slowly than it computes is computed: so however slow the drives, they do not hurt."""
+    setup = set_up(inputs)
+    most = ceiling(setup, with_tiers=False)
+    rate = share * next(it for it in most.limits if it.name == "GPU time").requests_per_s
+    alone, tiered = (operate(setup, rate, with_tiers=with_tiers) for with_tiers in (False, True))
+    assert tiered.ttft_s <= alone.ttft_s * (1 + 1e-9)
+    assert tiered.gpu_used <= alone.gpu_used * (1 + 1e-9)
+    assert tiered.hit_rate >= alone.hit_rate - 1e-9
+
+
+@given(sites())
+@checked
+def test_the_limit_that_binds_really_binds(inputs):
+    """Relaxing it changes the answer; relaxing another does not."""
+    top = ceiling(set_up(inputs), with_tiers=True)
+    assume(0 < top.requests_per_s < math.inf)
+    for name, (knob, times) in RELAXED_BY.items():
+        if name not in {it.name for it in top.limits}:
+            continue
+        relaxed = inputs.change({knob: inputs.value(knob) * times})
+        answer = ceiling(set_up(relaxed), with_tiers=True).requests_per_s
+        if name == top.binding.name:
+            others = [it.requests_per_s for it in top.limits if it.name != name]
+            assert answer > top.requests_per_s or min(others) <= top.requests_per_s * (1 + 1e-6)
+            assert answer <= min(others) * (1 + 1e-6)  # the next limit holds now
+        else:
+            assert math.isclose(answer, top.requests_per_s, rel_tol=1e-9)
+
+
+@given(sites())
+@checked
+def test_at_the_ceiling_the_binding_limit_is_used_up_and_no_other_is_exceeded(inputs):
+    setup = set_up(inputs)
+    top = ceiling(setup, with_tiers=True)
+    assume(0 < top.requests_per_s < math.inf)
+    below, above = (
+        uses(setup, operate(setup, top.requests_per_s * times, with_tiers=True)) for times in (1 - 1e-9, 1 + 1e-9)
+    )
+    assert max(below.values()) <= 1
+    assert above[top.binding.name] > 1
+
+
+@given(sites(), st.floats(0.02, 0.9))
+@checked
+def test_shares_add_up_and_more_capacity_never_finds_less(inputs, share):
+    setup = set_up(inputs)
+    rate = share * setup.replicas / operate(setup, 1e-6, with_tiers=True).gpu_seconds
+    point = operate(setup, rate, with_tiers=True)
+    computed = point.computed_tokens / setup.demand.input_tokens
+    assert math.isclose(point.hit_rate + computed, 1.0, rel_tol=1e-9)
+    assert -1e-9 <= point.hit_rate <= setup.demand.reuse + 1e-9
+    larger = set_up(inputs.change({"host.capacity_bytes": 2 * inputs.host.capacity_bytes + 2**38}))
+    assume(inputs.host.capacity_bytes)  # a place that was not there changes where things are loaded from
+    assert operate(larger, rate, with_tiers=True).hit_rate >= point.hit_rate - 1e-9
+
+
+@given(sites())
+@checked
+def test_twice_of_everything_serves_twice_as_many(inputs):
+    # Not of drives: a load is spread over all of them, so that more of them also make each load faster.
+    single = inputs.change({"traffic.prefix_tokens": 0, "disk.count": 0, "shared.capacity_bytes": 0})
+    doubled = single.change(
+        {
+            "gpu.count": 2 * inputs.gpu.count,
+            "host.capacity_bytes": 2 * inputs.host.capacity_bytes,
+            "host.channels": 2 * inputs.host.channels,
+        }
+    )
+    for with_tiers in (False, True):
+        once = ceiling(set_up(single), with_tiers=with_tiers)
+        twice = ceiling(set_up(doubled), with_tiers=with_tiers)
+        assert math.isclose(twice.requests_per_s, 2 * once.requests_per_s, rel_tol=1e-6)

@@ -1,0 +1,245 @@
+"""The formulas of a plan: each against a count by hand, an exact law, or a simulation that shares none of its code."""
+
+import heapq
+import math
+import random
+from collections import OrderedDict
+
+import pytest
+
+from kvtier.plan import load, make_plan
+from kvtier.plan.limits import life_years
+from kvtier.plan.operate import fetch_s, operate, prefill_s
+from kvtier.plan.planning import capacity, gpus_needed
+from kvtier.plan.reuse import lognormal_curve
+from kvtier.plan.setup import set_up
+
+
+def setup(**changes):
+    """Llama-3.1-8B by default; names with two underscores for the point: ``traffic__users=3``."""
+    values = {"model.name": "llama-3.1-8b"} | {name.replace("__", "."): value for name, value in changes.items()}
+    return set_up(load(options=values))
+
+
+def planned(**changes):
+    values = {"model.name": "llama-3.1-8b"} | {name.replace("__", "."): value for name, value in changes.items()}
+    return make_plan(load(options=values), with_levers=False)
+
+
+def test_a_chunk_of_llama_8b_is_33_55_mb_and_89_of_them_are_3_gb():
+    shape = setup().shape
+    assert shape.token_bytes * 256 == 33_554_432
+    assert shape.stored_bytes(89 * 256) == pytest.approx(2.986e9, rel=1e-3)
+
+
+def test_a_terabyte_holds_3_million_tokens_of_llama_70b():
+    plan = planned(model__name="llama-3.3-70b", model__tp=4, host__capacity_bytes=10**12)
+    host = next(it for it in plan.tiers if it.name == "host")
+    assert host.capacity_tokens == pytest.approx(3.05e6, rel=1e-3)
+
+
+def test_240_users_who_read_89_chunks_every_20_s_read_36_gb_a_second():
+    asked = setup(traffic__users=240, traffic__interval_s=20.0)
+    assert asked.demand.requests_per_s == 12
+    assert asked.demand.requests_per_s * asked.shape.stored_bytes(89 * 256) == pytest.approx(35.8e9, rel=2e-3)
+
+
+def test_the_bandwidth_that_hits_need_is_queries_times_what_each_reuses():
+    asked = setup(traffic__users=240, traffic__reuse=0.5, target__burst=2.0)
+    needed = capacity(asked, 0.95)
+    by_hand = 12 * 0.95 * 0.5 * asked.demand.input_tokens * 131_072
+    assert needed.read_bytes_per_s == pytest.approx(by_hand)
+    assert needed.read_burst_bytes_per_s == pytest.approx(2 * by_hand)
+    assert needed.hit_rate == pytest.approx(0.95 * 0.5)
+
+
+def test_prefill_is_two_operations_for_each_parameter_and_the_attention():
+    asked = setup(model__parameters=8e9, model__active_parameters=7e9, gpu__flops_share=0.5)
+    tokens = 20_000
+    linear = 2 * 7e9 * tokens
+    attention = 32 * 32 * (4 * 128) * tokens * tokens / 2  # layers x heads x (K and V products) x pairs
+    assert prefill_s(asked, tokens, tokens) == pytest.approx((linear + attention) / (989e12 * 0.5))
+    # The last tokens attend to all before them, and cost less than the whole prompt by what is not computed.
+    first = prefill_s(asked, tokens - 500, tokens - 500)
+    assert prefill_s(asked, 500, tokens) == pytest.approx(prefill_s(asked, tokens, tokens) - first)
+
+
+def test_gpt_oss_windows_save_attention():
+    """Half of its layers attend to 128 tokens, so a long prompt costs about half the pairs of tokens."""
+    shape = setup(model__name="gpt-oss-20b").shape
+    full = next(run for run in shape.attention if run.window_tokens is None)
+    pairs = 100_000 * 100_000 / 2
+    assert shape.attention_flop(100_000, 100_000) == pytest.approx(full.layers * full.flop_per_pair * pairs, rel=0.01)
+
+
+def test_a_fetch_takes_its_bytes_over_the_narrowest_way():
+    asked = setup(disk__count=1, disk__read_bytes_per_s=5e9, software__load_bytes_per_s=20e9)
+    assert fetch_s(asked, "disk", 1000) == pytest.approx(131_072_000 / 5e9)
+    assert fetch_s(asked, "host", 1000) == pytest.approx(131_072_000 / 20e9)
+
+
+def lindley_mean_wait(rng, requests_per_s, services_s, shares, requests):
+    """Mean waiting time of a single queue, event by event (Lindley, 1952)."""
+    wait = total = 0.0
+    for _ in range(requests):
+        service = rng.choices(services_s, shares)[0]
+        total += wait
+        wait = max(wait + service - rng.expovariate(requests_per_s), 0.0)
+    return total / requests
+
+
+@pytest.mark.parametrize("load_share", [0.3, 0.6, 0.8])
+def test_waiting_is_that_of_a_simulated_queue(load_share):
+    """Two sorts of requests: a conversation's first query computes all of its prompt, a later one a little."""
+    asked = setup(
+        gpu__count=1,
+        traffic__turns=4,
+        traffic__answer_tokens=1,
+        traffic__interval_cv=0.0,
+        gpu__memory_bytes_per_s=1e15,  # decoding costs nothing, so that the queue is of prefills alone
+    )
+    light = operate(asked, 1e-6, with_tiers=True)
+    rate = load_share / light.gpu_seconds
+    point = operate(asked, rate, with_tiers=True)
+    demand = asked.demand
+    first = prefill_s(asked, demand.first_tokens - demand.prefix_tokens, demand.first_tokens)
+    later = prefill_s(asked, demand.later_tokens - demand.reusable_tokens, demand.later_tokens)
+    simulated = lindley_mean_wait(random.Random(5), rate, [first, later], [0.25, 0.75], 400_000)
+    assert point.wait_s == pytest.approx(simulated, rel=0.05)
+    assert point.ttft_s == pytest.approx(point.wait_s + point.load_s + point.prefill_s, rel=1e-3)
+
+
+def test_evenly_spaced_requests_of_one_size_do_not_wait():
+    point = operate(setup(traffic__arrivals_cv2=0.0, traffic__turns=1), 2.0, with_tiers=True)
+    assert point.gpu_used > 0.1
+    assert point.wait_s == pytest.approx(0.0, abs=1e-12)
+
+
+def simulated_lru(rng, users, capacity_sessions, mean_s, cv, turns, accesses):
+    """Share of later queries that find their conversation, in an LRU cache of whole conversations."""
+    sigma = math.sqrt(math.log1p(cv * cv))
+    mu = math.log(mean_s) - sigma * sigma / 2
+    events = [(rng.uniform(0, mean_s), user, 0, user) for user in range(users)]
+    heapq.heapify(events)
+    cache: OrderedDict[int, None] = OrderedDict()
+    next_session, later, found = users, 0, 0
+    for count in range(accesses):
+        time, user, turn, session = heapq.heappop(events)
+        if turn and count > accesses // 4:
+            later += 1
+            found += session in cache
+        cache.pop(session, None)
+        cache[session] = None
+        if len(cache) > capacity_sessions:
+            cache.popitem(last=False)
+        if turn + 1 == turns:
+            session, turn, next_session = next_session, -1, next_session + 1
+        heapq.heappush(events, (time + rng.lognormvariate(mu, sigma), user, turn + 1, session))
+    return found / later
+
+
+@pytest.mark.parametrize(("cv", "capacity"), [(0.5, 60), (1.0, 100), (1.7, 40), (1.7, 120), (1.7, 250)])
+def test_the_reuse_curve_is_that_of_a_simulated_lru_cache(cv, capacity):
+    """200 users whose conversations are all as large; only as many conversations fit as the case says."""
+    curve = lognormal_curve(30.0, cv, tokens=1.0, last_share=1 / 8)
+    told = curve.found_within(curve.residence(capacity, 200 / 30.0))
+    assert told == pytest.approx(simulated_lru(random.Random(3), 200, capacity, 30.0, cv, 8, 60_000), abs=0.03)
+
+
+def test_users_who_return_at_fixed_intervals_find_all_or_nothing():
+    curve = lognormal_curve(20.0, 0.0, tokens=1.0, last_share=0.1)
+    assert [curve.found_within(curve.residence(users, 10.0)) for users in (150, 199, 201, 400)] == [0, 0, 1, 1]
+
+
+def test_commands_in_flight_follow_littles_law():
+    plan = planned(
+        traffic__users=100,
+        software__gpu_reuse=False,
+        host__capacity_bytes=0,
+        software__chunks_in_flight=3,
+        disk__command_bytes=2**20,
+    )
+    point, drives = plan.tiered.point, plan.drives
+    loading = point.requests_per_s * point.load_s
+    assert loading > 0.1
+    assert drives.depth == pytest.approx(loading * 3 * 32)
+    assert drives.depth_burst == pytest.approx(2 * drives.depth)
+
+
+def test_a_drive_that_is_written_as_rated_lasts_as_rated():
+    asked = setup(disk__count=2, disk__capacity_bytes=10**12, disk__drive_writes_per_day=3.0, disk__rated_years=5.0)
+    once = operate(asked, 1.0, with_tiers=True).write_bytes_per_s["disk"]
+    rate = 2e12 * 3 / 86_400 / once
+    assert life_years(asked, operate(asked, rate, with_tiers=True)) == pytest.approx(5.0, rel=1e-3)
+    assert life_years(asked, operate(asked, 2 * rate, with_tiers=True)) == pytest.approx(2.5, rel=1e-3)
+
+
+def test_an_hour_of_chat_written_through_wears_ten_drives_ten_times_a_day():
+    """Mooncake's conversation trace at 40.9k prompt tokens a second on a 70B model: 8.7 GB/s, 753 TB, 9.8 a day."""
+    plan = planned(
+        model__name="llama-3.3-70b",
+        gpu__count=800,
+        model__tp=4,
+        traffic__turns=1,
+        traffic__history_tokens=10_935,
+        traffic__answer_tokens=343,
+        traffic__reuse=0.35,
+        traffic__interval_s=1.0,
+        traffic__users=3,
+        disk__count=10,
+        disk__capacity_bytes=7_680_000_000_000,
+    )
+    point = operate(plan.setup, 40_900 / 12_035, with_tiers=True)
+    assert point.write_bytes_per_s["disk"] == pytest.approx(8.7e9, rel=0.05)
+    assert point.write_bytes_per_s["disk"] * 86_400 / 76.8e12 == pytest.approx(9.8, rel=0.05)
+
+
+def test_gpus_needed_is_the_formula_in_whole_copies_of_the_model():
+    asked = setup(model__name="llama-3.3-70b", model__tp=4, gpu__count=8, target__gpu_used=0.7)
+    # 100 queries/s wanted, 12 measured on 8 GPUs, planned at 70 %: 100 / (12 x 0.7) x 8 = 95.2, in fours.
+    assert gpus_needed(asked, 100.0, 12.0) == 96
+    assert gpus_needed(asked, 100.0, 0.0) is None
+
+
+def test_kv_is_worth_keeping_for_what_computing_it_costs():
+    plan = planned(
+        price__gpu=20_000.0, price__drive=2_000.0, price__host_memory_per_gb=5.0, disk__filled=1.0, disk__count=3
+    )
+    tokens = plan.setup.demand.reusable_tokens
+    compute_s = prefill_s(plan.setup, tokens, tokens) / (tokens * 131_072)  # of one byte
+    by_hand = compute_s * plan.inputs.disk.capacity_bytes * 20_000 / 2_000
+    rows = {(it.place, it.instead_of): it.residence_s for it in plan.break_evens}
+    assert rows["disk", "computing it again"] == pytest.approx(by_hand)
+    assert rows["host", "reading it from a drive"] == pytest.approx(1e9 / 14.5e9 * 2_000 / 5)
+
+
+def test_cost_is_what_was_bought_over_its_years_and_energy():
+    plan = planned(
+        price__gpu=25_000.0,
+        price__server=50_000.0,
+        price__drive=1_000.0,
+        price__host_memory_per_gb=4.0,
+        price__energy_per_kwh=0.25,
+        price__years=3.0,
+        power__pue=1.2,
+        host__capacity_bytes=10**12,
+    )
+    hours = 3 * 365.25 * 24
+    alone, tiered = plan.alone.cost, plan.tiered.cost
+    assert alone.bought == 8 * 25_000 + 50_000
+    assert tiered.bought == alone.bought + 4 * 1_000 + 4_000
+    assert tiered.per_hour == pytest.approx(tiered.bought / hours + tiered.watts / 1000 * 0.25)
+    output_per_hour = plan.tiered.output_tokens_per_s * 3600
+    assert tiered.per_million_output_tokens == pytest.approx(tiered.per_hour / output_per_hour * 1e6)
+    assert tiered.watts - alone.watts == pytest.approx(4 * 21.34 * 1.2, rel=0.2)
+
+
+def test_without_prices_there_is_no_cost_and_it_says_what_is_missing():
+    cost = planned().tiered.cost
+    assert cost.per_hour is None
+    assert set(cost.missing) == {"price.gpu", "price.server", "price.host_memory_per_gb", "price.drive"}
+
+
+def test_mla_is_stored_once_on_every_rank():
+    plan = planned(model__name="deepseek-r1", model__tp=8, model__weights="fp8", gpu__name="h200-sxm")
+    assert plan.setup.shape.token_bytes == 8 * 70_272

@@ -1,0 +1,186 @@
+"""`kvtier plan` on the command line: one clear line for every mistake, JSON alone on request, and text that fits."""
+
+import importlib.util
+import json
+
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.plan.inputs import SETTINGS
+
+MODEL = "llama-3.1-8b"
+
+
+def told(capsys, *arguments):
+    code = run(["plan", *arguments])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "no model is given"),
+        (["nosuch-model-9b"], "nosuch-model-9b"),
+        (
+            [MODEL, "--gpu", "h100-smx"],
+            "gpu.name = 'h100-smx' (from --gpu): not in the catalogue of gpus; did you mean",
+        ),
+        (
+            [MODEL, "--drive", "pm1754"],
+            "disk.name = 'pm1754' (from --drive): not in the catalogue of drives; did you m",
+        ),
+        ([MODEL, "--users", "-5"], "traffic.users = '-5' (from --users): too small; allowed: a whole number from 1 to"),
+        ([MODEL, "--users", "1e99"], "traffic.users = '1e99' (from --users): not a whole number"),
+        ([MODEL, "--interval", "0"], "traffic.interval_s = '0' (from --interval): too small"),
+        ([MODEL, "--ttft", "soon"], "target.ttft_s = 'soon' (from --ttft): not a duration"),
+        ([MODEL, "--reuse", "1.5"], "traffic.reuse = '1.5' (from --reuse): too large"),
+        ([MODEL, "--reuse", "1"], "traffic.reuse = 1 (from --reuse): some token is always new"),
+        ([MODEL, "--history", "200000"], "allows at most 131,072"),
+        ([MODEL, "--tp", "3"], "tp: 3"),
+        ([MODEL, "--tp", "8", "--gpus", "12"], "gpu.count = 12 (from --gpus): not a multiple of model.tp = 8"),
+        (["llama-3.1-405b"], "beside 810.0 GB of weights"),
+        ([MODEL, "--weights", "fp8", "--gpu", "a100-sxm"], "a100-sxm computes in bf16 only"),
+        ([MODEL, "--dtype", "fp7"], "fp7"),
+        ([MODEL, "--set", "gpu.flop=1"], "gpu.flop (from --set gpu.flop): unknown input; did you mean flops"),
+        ([MODEL, "--set", "gpus.flops=1"], "gpus (from --set gpus.flops): unknown section; did you mean gpu"),
+        ([MODEL, "--set", "gpu.flops_share=nan"], "gpu.flops_share = 'nan' (from --set gpu.flops_share): not a number"),
+        ([MODEL, "--set", "gpu.flops_share"], "--set gpu.flops_share: not section.key=value"),
+        ([MODEL, "--example", "samsnug"], "example 'samsnug': unknown; did you mean samsung?"),
+        ([MODEL, "--trace", "nosuch.jsonl"], "trace nosuch.jsonl: No such file"),
+        ([MODEL, "--file", "nosuch.toml"], "file nosuch.toml: No such file"),
+        ([MODEL, "--plot", "picture.pdf"], "--plot 'picture.pdf': unknown kind of picture; allowed: .svg or .png"),
+    ],
+)
+def test_a_mistake_ends_with_2_and_one_line_that_names_it(capsys, monkeypatch, tmp_path, arguments, why):
+    monkeypatch.chdir(tmp_path)
+    assert run(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvtier: ")
+    assert err.count("\n") == 1
+    assert why in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--report", "--plot"])
+def test_pictures_without_matplotlib_are_refused_before_anything_is_computed(capsys, monkeypatch, tmp_path, option):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("kvtier.plan.files.find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert run(["plan", MODEL, option, str(tmp_path / "plan.svg")]) == 2
+    assert "needs matplotlib, which is not installed; allowed: pip install 'kvtier[plots]'" in capsys.readouterr().err
+
+
+def test_json_is_the_whole_plan_and_nothing_else(capsys):
+    plan = json.loads(told(capsys, MODEL, "--users", "200", "--json"))
+    assert plan["chunk_bytes"] == 33_554_432
+    assert plan["inputs"]["traffic.users"] == {"value": 200, "from": "--users", "help": "Users at the same time."}
+    assert plan["inputs"].keys() == SETTINGS.keys()
+    assert plan["inputs"]["gpu.flops"] == {
+        "value": 989e12,
+        "from": "catalogue h100-sxm",
+        "help": "Peak FLOP/s of one GPU, dense, in the weights' format.",
+    }
+    assert plan["tiered"]["users_at_ttft"] > plan["alone"]["users_at_ttft"]
+    assert plan["binding"] == plan["tiered"]["limits"][0]["name"]
+    assert plan["alone"]["cost"]["per_hour"] is None
+    assert {it["name"] for it in plan["sources"]} == {"h100-sxm", "pm1753", "ddr5-4800"}
+
+
+def test_what_has_no_end_is_null_in_json(capsys):
+    plan = json.loads(told(capsys, MODEL, "--users", "100000", "--json"))
+    assert plan["alone"]["ttft_s"] is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (MODEL,),
+        ("--example", "samsung"),
+        ("llama-3.3-70b", "--tp", "4", "--set", "price.gpu=20000", "--set", "price.drive=900", "--interval", "90s"),
+        ("deepseek-r1", "--tp", "8", "--weights", "fp8", "--gpu", "b200-sxm", "--set", "shared.capacity_bytes=1000TB"),
+        (MODEL, "--drives", "0", "--host", "0"),
+        (MODEL, "--turns", "1", "--users", "1000000"),
+    ],
+)
+def test_the_text_fits_into_100_columns_and_ends_with_the_answer(capsys, arguments):
+    lines = told(capsys, *arguments).splitlines()
+    assert [line for line in lines if len(line) > 100] == []
+    assert any(line.startswith("Within ") for line in lines[-12:])
+    assert any(line.startswith(("What binds", "Even a single")) for line in lines[-12:])
+
+
+def test_every_input_that_was_used_is_printed_with_its_origin(capsys, tmp_path):
+    (tmp_path / "site.toml").write_text("[gpu]\nflops_share = 0.4\n[price]\ngpu = 20000\n")
+    out = told(capsys, MODEL, "--file", str(tmp_path / "site.toml"), "--gpus", "16", "--set", "target.burst=3")
+    assumptions = out.partition("Assumptions")[2].partition("What tiers buy")[0]
+    for name in SETTINGS:
+        is_used = not name.startswith(("shared.", "traffic.trace", "traffic.load", "price."))
+        assert (f"{name} = " in assumptions) or not is_used, name
+    given, by_file = assumptions.split("  given:")[1], assumptions.split("site.toml:")[1]
+    assert "gpu.count = 16" in given.split(":")[0] + given
+    assert by_file.index("gpu.flops_share = 0.4") < by_file.index("price.gpu = 20,000")
+    assert "source of pm1753: Samsung PM1753 product page" in assumptions
+
+
+def test_later_wins(capsys, tmp_path):
+    (tmp_path / "site.toml").write_text("[traffic]\nusers = 2\nturns = 3\nanswer_tokens = 4\n")
+    arguments = ["--example", "samsung", "--file", str(tmp_path / "site.toml"), "--turns", "5", "--json"]
+    inputs = json.loads(told(capsys, *arguments, "--set", "traffic.answer_tokens=6"))["inputs"]
+    assert [inputs[f"traffic.{key}"]["value"] for key in ("users", "turns", "answer_tokens", "prefix_tokens")] == [
+        2,
+        5,
+        6,
+        1000,
+    ]
+    assert inputs["traffic.users"]["from"] == f"file {tmp_path / 'site.toml'}"
+    assert inputs["traffic.prefix_tokens"]["from"] == "example samsung"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("gpu = 3", "gpu (from file"),
+        ("[gpu]\nnosuch = 3", "unknown input"),
+        ("[gpu]\ncount = 'many'", "not a whole number"),
+        ("[gpu", "not TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_line(capsys, tmp_path, text, why):
+    path = tmp_path / "site.toml"
+    path.write_text(text)
+    assert run(["plan", MODEL, "--file", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert why in err
+    assert str(path) in err
+
+
+def test_hardware_that_the_catalogue_lacks_needs_all_its_figures(capsys):
+    figures = ["capacity_bytes=8TB", "read_bytes_per_s=9GB/s", "write_bytes_per_s=5GB/s", "drive_writes_per_day=1"]
+    sets = [part for it in figures for part in ("--set", f"disk.{it}")]
+    assert run(["plan", MODEL, "--drive", "ours", *sets]) == 2
+    assert "not in the catalogue of drives" in capsys.readouterr().err
+    plan = json.loads(told(capsys, MODEL, "--drive", "ours", *sets, "--set", "disk.watts=12", "--json"))
+    assert plan["inputs"]["disk.capacity_bytes"]["value"] == 8 * 10**12
+    assert "ours" not in {it["name"] for it in plan["sources"]}
+
+
+def test_the_catalogue_has_a_source_and_a_date_for_everything_and_no_price(capsys):
+    out = told(capsys, "--hardware")
+    assert [line for line in out.splitlines() if len(line) > 100] == []
+    items = json.loads(told(capsys, "--hardware", "--json"))
+    assert {"h100-nvl", "pm1753", "ddr5-4800", "nic-400g"} <= {it["name"] for it in items}
+    for item in items:
+        assert len(item["source"]) > 10, item
+        assert item["date"].startswith("20"), item
+        assert not [key for key in item if "price" in key or "cost" in key]
+
+
+def test_the_levers_are_ordered_and_a_strong_one_is_strong(capsys):
+    plan = json.loads(told(capsys, MODEL, "--drives", "40", "--json"))
+    swings = [it["swing"] for it in plan["sensitivity"]]
+    assert swings == sorted(swings, reverse=True)
+    by_name = {it["name"]: it for it in plan["sensitivity"]}
+    assert by_name["gpu.count"]["swing"] > 0.05
+    assert by_name["disk.watts"]["swing"] == 0

@@ -1,0 +1,130 @@
+"""Samsung's figures: which follow from their set-up, which were calibrated, and what the document says of each."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvtier.plan import compare, load, make_plan
+from kvtier.plan.inputs import SETTINGS
+from kvtier.plan.reading import STATED, example_names, example_tables
+from kvtier.plan.stated import HOW, figure_names
+
+TOP = Path(__file__).parents[2]
+DOCUMENT = TOP / "docs" / "planning.md"
+OFF_AT_MOST = {"arithmetic": 0.06, "calibrated": 0.05, "predicted": 0.13}
+"""By how much a figure of each sort may differ from the stated one."""
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(load(example="samsung"), with_levers=False)
+
+
+@pytest.fixture(scope="module")
+def stated(plan):
+    return compare("samsung", plan)
+
+
+def test_every_figure_is_as_near_as_its_kind_promises(stated):
+    far = [(it.text, it.off) for it in stated if abs(it.off) > OFF_AT_MOST.get(it.how, 10)]
+    assert far == []
+    assert {it.how for it in stated} == set(HOW)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("33 MB", 33e6),
+        ("3 GB of KV", 3e9),
+        ("280 users", 37e9),
+        ("1.7 times the users", 1.7),
+        ("1.5 times the tokens a second", 1.5),
+        ("1.5 times the tokens/s for the money", 1.5),
+        ("2.9 times the tokens/s per watt", 2.9),
+        ("92 %", 0.92),
+        ("53 %", 0.53),
+    ],
+)
+def test_all_that_they_state_is_there(stated, text, value):
+    assert [it.stated for it in stated if text in it.text] == [value]
+
+
+def test_their_own_figures_agree_with_one_another():
+    """What needs no model: users over users, tokens over cost and over power."""
+    assert pytest.approx(1.7, rel=0.01) == 240 / 140
+    assert pytest.approx(1.44, abs=0.005) == 1.5 / 1.04
+    assert pytest.approx(2.83, abs=0.005) == 1.5 / 0.53
+    assert pytest.approx(35.84e9, rel=1e-3) == 240 / 20 * 89 * 256 * 131_072
+
+
+def test_reads_stop_rising_where_the_gpus_are_full():
+    reads = {
+        users: sum(
+            make_plan(
+                load(example="samsung", options={"traffic.users": users}), with_levers=False
+            ).tiered.point.read_bytes_per_s.values()
+        )
+        for users in (140, 240, 280, 400)
+    }
+    assert reads[240] / reads[140] == pytest.approx(240 / 140)
+    assert reads[280] < reads[240] * 280 / 240
+    assert reads[400] == pytest.approx(reads[280])
+
+
+def test_what_was_calibrated_is_what_makes_the_figure(plan):
+    """Negative control: without its calibration each figure is another."""
+    freed = make_plan(load(example="samsung").change({"gpu.memory_share": 0.92}), with_levers=False)
+    assert freed.alone.users_at_ttft > 1.15 * plan.alone.users_at_ttft
+    faster = make_plan(load(example="samsung").change({"software.load_bytes_per_s": 12e9}), with_levers=False)
+    assert faster.tiered.users_at_ttft > 1.15 * plan.tiered.users_at_ttft
+    beside = make_plan(load(example="samsung").change({"software.loads_block": False}), with_levers=False)
+    assert beside.tiered.users_at_ttft == pytest.approx(354, abs=1)  # the document says so
+
+
+def test_the_time_to_first_token_is_flat_up_to_140_users():
+    times = [
+        make_plan(load(example="samsung", options={"traffic.users": users}), with_levers=False).tiered.ttft_s
+        for users in (20, 80, 140)
+    ]
+    assert times == pytest.approx([0.5] * 3, abs=0.06)
+
+
+def test_every_example_is_made_of_known_inputs_and_figures():
+    for name in example_names():
+        tables = example_tables(name)
+        named = {f"{section}.{key}" for section, table in tables.items() if section != STATED for key in table}
+        assert named <= set(SETTINGS)
+        assert {it["figure"] for it in tables[STATED]} <= set(figure_names())
+        assert {it["how"] for it in tables[STATED]} <= set(HOW)
+
+
+def table_of(stated) -> str:
+    lines = ["| they state | there | here | | why |", "| --- | ---: | ---: | --- | --- |"]
+    lines += [f"| {it.text} | {it.show(it.stated)} | {it.show(it.computed)} | {it.how} | {it.note} |" for it in stated]
+    return "\n".join(lines)
+
+
+def test_the_document_has_these_figures(stated):
+    (written,) = re.findall(r"<!-- table: samsung -->\n(.*?)\n<!-- end -->", DOCUMENT.read_text(), re.DOTALL)
+    assert written == table_of(stated)
+
+
+def test_the_documents_python_runs(capsys):
+    (snippet,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    exec(snippet, {})
+    assert re.match(r"[\d.]+ users, bound by \w+", capsys.readouterr().out)
+
+
+def test_the_documents_file_of_inputs_is_read(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    path = tmp_path / "site.toml"
+    path.write_text(text)
+    plan = make_plan(load(file=path, options={"model.name": "llama-3.1-8b"}), with_levers=False)
+    assert plan.inputs.disk.capacity_bytes == 7_680_000_000_000
+    assert plan.inputs.disk.read_bytes_per_s == 13e9
+    assert plan.tiered.cost.missing == ()
+
+
+def test_the_picture_for_the_readme_is_small():
+    assert (TOP / "docs" / "images" / "plan.png").stat().st_size < 200_000

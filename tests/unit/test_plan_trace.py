@@ -1,0 +1,175 @@
+"""Traces: what is measured equals a slow count, all formats tell the same, and a bad line is named."""
+
+import gzip
+import json
+import random
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.plan import load, make_plan
+from kvtier.plan.trace import read_trace
+
+BLOCK = 64
+
+
+def conversations(seed, sessions=40):
+    """Requests in the order of time, as (seconds, prompt tokens, answer tokens, ids): prefixes that grow."""
+    rng = random.Random(seed)
+    requests, next_id = [], 1000
+    for _ in range(sessions):
+        time = rng.uniform(0, 600)
+        ids = list(range(2)) if rng.random() < 0.7 else []  # a prefix that many share
+        for _ in range(rng.randint(1, 8)):
+            grown = rng.randint(1, 12)
+            ids = [*ids, *range(next_id, next_id + grown)]
+            next_id += grown
+            tokens = (len(ids) - 1) * BLOCK + rng.randint(1, BLOCK)
+            requests.append((round(time, 3), tokens, rng.randint(1, 50), list(ids)))
+            time += rng.lognormvariate(2, 1)
+    return sorted(requests)
+
+
+def as_lines(requests, *, runs=False):
+    for time, tokens, answer, ids in requests:
+        line = {"timestamp": time * 1000, "input_length": tokens, "output_length": answer}
+        if runs:
+            line["hash_runs"] = [[it, 1] for it in ids]
+        else:
+            line["hash_ids"] = ids
+        yield json.dumps(line)
+
+
+def written(path, lines):
+    text = "\n".join(lines) + "\n"
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def slow_count(requests, residence_s):
+    """Tokens found when each block is kept for so long since it was last asked for; and token-seconds held."""
+    last, found, reused, held = {}, 0, 0, 0.0
+    for time, tokens, _, ids in requests:
+        for place, block in enumerate(ids):
+            size = min(BLOCK, tokens - place * BLOCK)
+            if block in last:
+                pause = time - last[block]
+                reused += size
+                found += size if pause <= residence_s else 0
+                held += size * min(pause, residence_s)
+            else:
+                held += size * residence_s  # what is held for good behind the last use of the block, see below
+            last[block] = time
+    return found, reused, held
+
+
+@pytest.fixture(params=[1, 2, 3])
+def requests(request):
+    return conversations(request.param)
+
+
+def test_hits_and_occupation_equal_a_slow_count(tmp_path, requests):
+    summary = read_trace(written(tmp_path / "trace.jsonl", as_lines(requests)), 1.0)
+    assert summary.requests == len(requests)
+    assert summary.input_tokens == pytest.approx(sum(it[1] for it in requests) / len(requests))
+    assert summary.output_tokens == pytest.approx(sum(it[2] for it in requests) / len(requests))
+    assert "blocks of 64 tokens" in summary.notes[0]
+    for residence_s in summary.curve.residence_s[20:200:15]:  # at the edges of its buckets the curve is exact
+        found, reused, held = slow_count(requests, residence_s)
+        assert summary.reusable_tokens * len(requests) == pytest.approx(reused)
+        assert summary.curve.found_within(residence_s) == pytest.approx(found / reused)
+        assert summary.curve.tokens_held(residence_s, 1.0) == pytest.approx(held / len(requests))
+
+
+def test_runs_and_ids_plain_and_gzip_tell_the_same(tmp_path, requests):
+    plain = read_trace(written(tmp_path / "plain.jsonl", as_lines(requests)), 1.0)
+    packed = read_trace(written(tmp_path / "packed.jsonl.gz", as_lines(requests, runs=True)), 1.0)
+    assert packed.curve == plain.curve
+    assert (packed.burst, packed.first_share, packed.duration_s) == (plain.burst, plain.first_share, plain.duration_s)
+
+
+def test_sessions_have_ids_of_their_own_and_sub_agents_their_own_clock(tmp_path):
+    session = {
+        "block_size": 64,
+        "requests": [
+            {"t": 0.0, "in": 128, "out": 5, "hash_runs": [[1, 2]]},
+            {"t": 50.0, "requests": [{"t": 10.0, "in": 192, "out": 5, "hash_runs": [[1, 3]]}]},
+        ],
+    }
+    lines = [json.dumps(session)] * 3
+    summary = read_trace(written(tmp_path / "sessions.jsonl", lines), 900.0)
+    assert (summary.requests, summary.duration_s) == (6, 900.0)
+    assert summary.first_share == 0.5  # the second and third session find nothing of the first
+    assert summary.reusable_tokens == 128 * 3 / 6
+    assert summary.curve.found_within(58.0) == 0.0
+    assert summary.curve.found_within(65.0) == 1.0  # 60 s, in the bucket from 58.7 to 64
+
+
+def test_a_csv_tells_arrivals_and_lengths_and_asks_for_the_reuse(tmp_path):
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [f"2023-11-16 18:15:{second:02}.6805900,{1000 + second},100" for second in range(60)]
+    path = written(tmp_path / "trace.csv", lines)
+    summary = read_trace(path, 1.0)
+    assert (summary.requests, summary.input_tokens, summary.duration_s) == (60, 1029.5, 59.0)
+    assert summary.curve is None
+    with pytest.raises(ConfigError, match=r"does not tell what is reused; set traffic\.reuse"):
+        make_plan(load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path)}))
+    inputs = load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path), "traffic.reuse": "0.5"})
+    demand = make_plan(inputs, with_levers=False).setup.demand
+    assert (demand.reuse, demand.requests_per_s) == (pytest.approx(0.5), pytest.approx(60 / 59))
+
+
+def test_a_plan_of_a_trace_speaks_of_queries_and_grows_with_its_load(tmp_path, requests):
+    path = written(tmp_path / "trace.jsonl", as_lines(requests))
+    once, twice = (
+        make_plan(
+            load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path), "traffic.load": times}),
+            with_levers=False,
+        )
+        for times in (1.0, 2.0)
+    )
+    assert twice.asked_users == pytest.approx(2 * once.asked_users)
+    assert twice.tiered.users_at_ttft == pytest.approx(once.tiered.users_at_ttft)
+    assert once.setup.demand.reuse == pytest.approx(
+        slow_count(requests, 1e9)[1] / sum(tokens for _, tokens, _, _ in requests)
+    )
+
+
+GOOD = {"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([], "not a trace"),
+        (["[1, 2]"], "line 1: not a JSON object"),
+        (["{"], "not a trace"),
+        (['{"a": 1}'], "unknown format"),
+        ([json.dumps(GOOD)], "1 requests; allowed: at least 2"),
+        ([json.dumps(GOOD), json.dumps(GOOD)], "at different times"),
+        ([json.dumps(GOOD), '{"timestamp": 1, "hash_ids": [1]}'], "line 2: 'input_length' is missing"),
+        ([json.dumps(GOOD), "not json"], "line 2"),
+        ([json.dumps(GOOD | {"timestamp": 5}), json.dumps(GOOD)], "line 2: time goes backwards"),
+        ([json.dumps(GOOD), json.dumps(GOOD | {"timestamp": 5, "hash_ids": [-1]})], "line 2: a negative block id"),
+        (
+            [json.dumps(GOOD), json.dumps(GOOD | {"timestamp": 5, "hash_ids": [10**12]})],
+            "line 2: block id .* too large",
+        ),
+        ([json.dumps(GOOD), json.dumps(GOOD | {"timestamp": "soon"})], "line 2: could not convert"),
+    ],
+)
+def test_a_bad_trace_is_refused_with_its_line(tmp_path, lines, why):
+    with pytest.raises(ConfigError, match=why):
+        read_trace(written(tmp_path / "bad.jsonl", lines), 1.0)
+
+
+def test_a_file_that_is_not_there_or_cut_short_is_refused(tmp_path, requests):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_trace(tmp_path / "nosuch.jsonl", 1.0)
+    whole = written(tmp_path / "whole.jsonl.gz", as_lines(requests)).read_bytes()
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="not a trace"):
+        read_trace(tmp_path / "cut.jsonl.gz", 1.0)
