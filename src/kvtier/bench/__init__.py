@@ -1,0 +1,1 @@
+"""Benchmarks and the demo: each builds a result value first, then somebody renders it."""

@@ -1,0 +1,125 @@
+"""`kvtier config`: what is set, where it came from, and whether it can work here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvtier.cli.render import emit_json, emit_table
+from kvtier.config import SECTIONS, Finding, Loaded, Setting, check, load, settings, value_of
+from kvtier.config.kinds import Hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """One setting, ready to be printed."""
+
+    name: str
+    value: object
+    """In base units; "(set)" for a secret."""
+    text: str
+    """For people."""
+    origin: str
+    default: object
+    allowed: str
+    help: str
+
+
+def shown(loaded: Loaded) -> list[Shown]:
+    """Every setting of `loaded`, in the order of the sections."""
+    return [_shown(loaded, setting) for kind in SECTIONS.values() for setting in settings(kind)]
+
+
+def _shown(loaded: Loaded, setting: Setting) -> Shown:
+    value = value_of(loaded.config, setting)
+    text = setting.kind.show(value)
+    return Shown(
+        name=setting.name,
+        value=text if isinstance(setting.kind, Hidden) and value is not None else value,
+        text=text,
+        origin=str(loaded.origins[setting.name]),
+        default=setting.default,
+        allowed=setting.kind.allowed,
+        help=setting.help,
+    )
+
+
+def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options `--file` and `--set`."""
+    command = click.option(
+        "--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated."
+    )(command)
+    return click.option(
+        "--file", type=click.Path(path_type=Path), help="TOML file of settings [default: $KVTIER_CONFIG, or none]."
+    )(command)
+
+
+@click.group()
+def config() -> None:
+    """Show every setting and its origin; check them against this machine.
+
+    Later wins: defaults, a TOML file, environment variables such as KVTIER_DIRECTORY__CAPACITY_BYTES=64GiB,
+    flags such as --set directory.capacity_bytes=64GiB.
+    """
+
+
+@config.command()
+@settings_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(file: Path | None, flags: tuple[str, ...], as_json: bool) -> int:
+    """Print each value, where it came from and what it is for. Secrets are never printed."""
+    loaded = load(file, flags=flags)
+    rows = shown(loaded)
+    if as_json:
+        emit_json({"file": loaded.file, "settings": rows_by_name(rows)})
+        return 0
+    title = f"Settings (file: {loaded.file or 'none'})"
+    emit_table(("setting", "value", "from", "what it is"), [(r.name, r.text, r.origin, r.help) for r in rows], title)
+    return 0
+
+
+def rows_by_name(rows: list[Shown]) -> dict[str, dict[str, object]]:
+    """The rows as one JSON object with a member for each setting."""
+    return {
+        row.name: {
+            "value": row.value,
+            "text": row.text,
+            "from": row.origin,
+            "default": row.default,
+            "allowed": row.allowed,
+            "help": row.help,
+        }
+        for row in rows
+    }
+
+
+@config.command(name="check")
+@settings_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check_command(file: Path | None, flags: tuple[str, ...], as_json: bool) -> int:
+    """Check the settings against this machine, without creating anything.
+
+    Exit code 1 when something will not work, 2 when a setting itself is wrong.
+    """
+    loaded = load(file, flags=flags)
+    findings = check(loaded.config, loaded.origins, loaded.file)
+    is_bad = any(finding.level == "error" for finding in findings)
+    if as_json:
+        emit_json({"ok": not is_bad, "findings": [_finding(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            click.echo(f"{finding.level}: {finding}")
+        click.echo("the settings can not work here" if is_bad else "the settings can work here")
+    return 1 if is_bad else 0
+
+
+def _finding(finding: Finding) -> dict[str, str]:
+    return {
+        "level": finding.level,
+        "setting": finding.setting,
+        "value": finding.value,
+        "from": finding.origin,
+        "detail": finding.detail,
+    }

@@ -1,0 +1,281 @@
+"""`kvtier inspect`: look into a store's directory, verify it, purge it."""
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from kvtier.cli import store_disk
+from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.cli.store_purge import Purge, purge
+from kvtier.cli.store_verify import Verification, census, repair, verify
+from kvtier.cli.store_view import Listing, ObjectRow, ObjectView, StoreStat, find, listing, marker_of, statistics, view
+from kvtier.config import load
+from kvtier.config.kinds import size_text
+from kvtier.errors import ConfigError
+
+NAME_DIGITS = 16
+"""Of a name that is shown to people; `show` takes as many as make it unique."""
+
+SECTIONS_SHOWN = 64
+
+directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def inspect() -> None:
+    """Look into a store's directory: list, count, verify, repair, purge.
+
+    DIR is the directory that the setting directory.path names, or a rank's directory (rank-0 and so on) in the one that
+    disk.path names. All but `purge` and `verify --repair` only read, and
+    may run beside processes that use the store.
+    """
+
+
+@inspect.command()
+@directory_argument
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Most objects to list."
+)
+@click.option("--after", default="", metavar="NAME", help="Begin behind this name: how to get the next page.")
+@json_option
+def ls(directory: Path, limit: int, after: str, as_json: bool) -> int:
+    """List objects by name, with what the heads of their frames tell."""
+    look = store_disk.listing if store_disk.is_disk(directory) else listing
+    result = look(directory, limit=limit, after=after)
+    if as_json:
+        emit_json(result)
+    else:
+        _draw_listing(result)
+    return 0
+
+
+@inspect.command()
+@directory_argument
+@json_option
+def stat(directory: Path, as_json: bool) -> int:
+    """Count objects and bytes, in all and by fingerprint."""
+    if store_disk.is_disk(directory):
+        with progress("reading heads", len(store_disk.census(directory))) as advance:
+            result = store_disk.statistics(directory, advance)
+    else:
+        with progress("reading heads", len(census(directory))) as advance:
+            result = statistics(directory, _capacity_bytes(directory), advance)
+    if as_json:
+        emit_json(result)
+    else:
+        _draw_stat(result)
+    return 0
+
+
+@inspect.command()
+@directory_argument
+@click.argument("name", metavar="NAME-PREFIX")
+@json_option
+def show(directory: Path, name: str, as_json: bool) -> int:
+    """Show the head and the section table of the one object whose name begins with NAME-PREFIX.
+
+    Exit code 1 when its head is damaged.
+    """
+    if store_disk.is_disk(directory):
+        result = store_disk.view(store_disk.find(directory, name))
+    else:
+        result = view(directory, find(directory, name))
+    if as_json:
+        emit_json(result)
+    else:
+        _draw_object(result)
+    return 0 if result.object.problem is None else 1
+
+
+@inspect.command(name="verify")
+@directory_argument
+@click.option("--repair", "is_repair", is_flag=True, help="Drop what is bad.")
+@json_option
+def verify_command(directory: Path, is_repair: bool, as_json: bool) -> int:
+    """Re-read every object and check every byte.
+
+    Exit code 1 when something is bad, also when --repair dropped it.
+    """
+    if store_disk.is_disk(directory):
+        total = sum(stored.size_bytes for stored in store_disk.census(directory))
+        with progress("verifying", total) as advance:
+            result = store_disk.verify(directory, advance)
+        if is_repair:
+            store_disk.repair(directory, result)
+    else:
+        found = census(directory)
+        with progress("verifying", sum(file.size_bytes for file in found)) as advance:
+            result = verify(directory, found, advance)
+        if is_repair:
+            repair(directory, result)
+    if as_json:
+        emit_json(result)
+    else:
+        _draw_verification(result, is_repair=is_repair)
+    return 1 if result.bad else 0
+
+
+@inspect.command(name="purge")
+@directory_argument
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Empty the store even though processes have it open.")
+@json_option
+def purge_command(directory: Path, yes: bool, force: bool, as_json: bool) -> int:
+    """Remove the store in DIR with all its objects and its secret; DIR itself and what is not ours stay.
+
+    While other processes have it open it is refused; with --force its objects are removed and the store stays.
+    """
+    is_disk = store_disk.is_disk(directory)
+    if not is_disk:
+        marker_of(directory)
+    if not yes and not _confirmed(directory):
+        click.echo("nothing was removed", err=True)
+        return 2
+    result = store_disk.purge(directory) if is_disk else purge(directory, force=force)
+    if as_json:
+        emit_json(result)
+    else:
+        _draw_purge(result)
+    return 0
+
+
+def _confirmed(directory: Path) -> bool:
+    look = store_disk.census if store_disk.is_disk(directory) else census
+    sizes = [found.size_bytes for found in look(directory)]
+    try:
+        question = f"Remove the store in {directory} with {len(sizes)} objects, {size_text(sum(sizes))}?"
+        return click.confirm(question, err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise  # Ctrl-C
+        raise click.UsageError("nobody answers on stdin; give --yes") from None
+
+
+def _capacity_bytes(directory: Path) -> int | None:
+    """The cap of the store, which only the settings know; None where they are about another directory, or wrong."""
+    try:
+        settings = load().config.directory
+    except ConfigError:
+        return None
+    if settings.path is None or settings.path.resolve() != directory.resolve():
+        return None
+    return settings.capacity_bytes
+
+
+def _draw_listing(result: Listing) -> None:
+    columns = ("name", "fingerprint", "group", "rank", "depth", "tokens", "used", "size")
+    emit_table(columns, [_listed(row) for row in result.objects], numeric=6)
+    shown = f"{len(result.objects)} of {result.total} objects"
+    click.echo(shown if result.next is None else f"{shown}; more with --after {result.next}", err=True)
+
+
+def _listed(row: ObjectRow) -> tuple[str, ...]:
+    front, back = row.name[:NAME_DIGITS], (_age(row.age_s), size_text(row.size_bytes))
+    if row.problem is not None:
+        return (front, f"bad: {row.problem}", "", "", "", "", *back)
+    told = (row.group, row.rank, row.depth, row.tokens)
+    return (front, (row.fingerprint or "")[:NAME_DIGITS], *(str(number) for number in told), *back)
+
+
+def _draw_stat(result: StoreStat) -> None:
+    cap = "" if result.capacity_bytes is None else f" of {size_text(result.capacity_bytes)}"
+    ledger = "unknown" if result.ledger_bytes is None else f"{size_text(result.ledger_bytes)}{cap}"
+    rows = [
+        ("store", f"{result.store_id}, version {result.version}, made {result.created}"),
+        ("objects", f"{result.objects}, {size_text(result.bytes)}"),
+        ("in use", f"{ledger} (files, in whole blocks: {size_text(result.charged_bytes)})"),
+        ("drafts", f"{result.drafts}, {size_text(result.draft_bytes)} reserved"),
+        ("open in", f"{result.open_in} tier(s) of running processes"),
+        ("disk free", size_text(result.free_bytes)),
+        ("heads that cannot be read", str(result.unreadable)),
+    ]
+    if result.oldest_age_s is not None and result.newest_age_s is not None:
+        rows.append(("last used", f"{_age(result.oldest_age_s)} to {_age(result.newest_age_s)}"))
+    emit_table(("what", "value"), rows, title=result.directory)
+    shares = [
+        (
+            name,
+            _numbers(share.groups),
+            _numbers(share.ranks),
+            str(share.objects),
+            str(share.tokens),
+            size_text(share.bytes),
+        )
+        for name, share in result.fingerprints.items()
+    ]
+    if shares:
+        emit_table(("fingerprint", "groups", "ranks", "objects", "tokens", "size"), shares, numeric=3)
+
+
+def _draw_object(result: ObjectView) -> None:
+    row = result.object
+    used = datetime.fromtimestamp(row.used, UTC).isoformat(timespec="seconds")
+    rows = [("name", row.name), ("file", result.path), ("size", _bytes(row.size_bytes)), ("used", used)]
+    if row.problem is not None:
+        emit_table(("what", "value"), [*rows, ("bad", row.problem)])
+        return
+    rows += [
+        ("fingerprint", row.fingerprint or ""),
+        ("layout", result.layout or ""),
+        ("parent", row.parent or "(none, or unknown)"),
+        ("group, rank", f"{row.group}, {row.rank}"),
+        ("depth, tokens", f"{row.depth}, {row.tokens}"),
+        ("frame", f"version {result.version}, codec {result.codec}, header of {_bytes(result.header_bytes or 0)}"),
+        ("payload", f"{_bytes(result.raw_bytes or 0)} in {result.layers} layers, {len(result.sections)} sections"),
+    ]
+    emit_table(("what", "value"), rows)
+    columns = ("codec", "checksum", "layer", "in payload at", "raw bytes", "in frame at", "stored bytes")
+    sections = [
+        (
+            section.codec,
+            section.checksum,
+            *(
+                str(number)
+                for number in (
+                    section.layer,
+                    section.payload_offset,
+                    section.raw_bytes,
+                    section.offset,
+                    section.stored_bytes,
+                )
+            ),
+        )
+        for section in result.sections[:SECTIONS_SHOWN]
+    ]
+    emit_table(columns, sections, numeric=5)
+    if len(result.sections) > SECTIONS_SHOWN:
+        click.echo(f"{SECTIONS_SHOWN} of {len(result.sections)} sections; all of them with --json", err=True)
+
+
+def _draw_verification(result: Verification, *, is_repair: bool) -> None:
+    if result.bad_objects:
+        rows = [(bad.name[:NAME_DIGITS], bad.reason, size_text(bad.size_bytes)) for bad in result.bad_objects]
+        emit_table(("name", "what is wrong", "size"), rows, numeric=1)
+    dropped = f", {result.dropped} dropped" if is_repair else ""
+    click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {result.bad} bad{dropped}")
+
+
+def _draw_purge(result: Purge) -> None:
+    what = "emptied; its users keep it" if result.is_emptied_only else "removed"
+    click.echo(f"{result.directory}: {result.objects} objects, {size_text(result.bytes)}; the store is {what}")
+    if result.left:
+        more = " (the first hundred)" if len(result.left) >= 100 else ""
+        click.echo(f"not ours and left alone{more}: {', '.join(result.left)}", err=True)
+
+
+def _age(seconds: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.1f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _bytes(count: int) -> str:
+    return f"{size_text(count)} ({count})"
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in numbers[:8]) + (", ..." if len(numbers) > 8 else "")

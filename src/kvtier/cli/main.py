@@ -1,0 +1,114 @@
+"""The entry point: which commands there are, and how they end.
+
+Nothing heavy is imported here: `kvtier --help` names the commands from the table below and imports none of them.
+Exit codes: 0 fine, 1 found something bad, 2 wrong usage or setting; 130 after Ctrl-C and 141 after a closed pipe, as a
+shell would report them.
+"""
+
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from kvtier import __version__
+from kvtier.errors import KvError
+
+COMMANDS = {
+    "bench": ("kvtier.cli.bench:bench", "Measure the core and the I/O path against what this machine allows."),
+    "config": ("kvtier.cli.config:config", "Show every setting and its origin; check them against this machine."),
+    "demo": ("kvtier.cli.demo:demo", "Replay real conversations without kvtier, cold, and warm after a restart."),
+    "inspect": ("kvtier.cli.inspect:inspect", "Look into a store's directory: list, count, verify, repair, purge."),
+    "plan": ("kvtier.cli.plan:plan", "Plan tiers: users, capacity, bandwidth, wear and cost, and which limit binds."),
+    "size": ("kvtier.cli.size:size", "Size a model's KV, say why, and explain other people's figures."),
+    "vllm": ("kvtier.cli.vllm:vllm", "Turn the connector on in vLLM; find out why there is no hit."),
+}
+"""Name to where the command is and one line on what it does."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command only when it is asked for, not to list it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, without importing anything."""
+        return sorted({*super().list_commands(ctx), *COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command `cmd_name`, imported now; None when there is none."""
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        return getattr(import_module(module), attribute)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands in the help, from the table alone."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="kvtier", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Keep KV on cheaper tiers and bring it back faster than recomputing it.
+
+    Results go to stdout (with --json as JSON alone), progress and messages to stderr.
+    Exit codes: 0 fine, 1 found something bad, 2 wrong usage or setting.
+    """
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and end the process; `arguments` default to the process's."""
+    try:
+        code = run(arguments)
+        sys.stdout.flush()  # a pipe that was closed shows here, not in a traceback at exit
+    except BrokenPipeError:
+        # What is still buffered has no reader. Without this, Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    sys.exit(code)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C.
+        BrokenPipeError: nobody reads stdout any more.
+    """
+    if "_KVTIER_COMPLETE" in os.environ:  # a shell asks for completions, which click answers
+        cli.main(args=arguments, prog_name="kvtier")
+    try:
+        # Not cli.main, which ends the process with 1 on a closed pipe: here that means "found something bad".
+        with cli.make_context("kvtier", sys.argv[1:] if arguments is None else list(arguments)) as context:
+            result: Any = cli.invoke(context)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except click.Abort:  # Ctrl-C, or the end of input at a question
+        raise KeyboardInterrupt from None
+    except KvError as error:
+        _complain(str(error))
+        return 2
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _complain(f"{error.filename or 'I/O'}: {error.strerror or error}")
+        return 2
+    return result if isinstance(result, int) else 0
+
+
+def _complain(message: str) -> None:
+    click.echo(f"kvtier: {' '.join(message.split())}", err=True)
+
+
+if __name__ == "__main__":
+    main()

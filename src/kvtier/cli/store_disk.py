@@ -1,0 +1,195 @@
+"""A store of the disk tier, seen from outside: `kvtier inspect` where DIR holds segments.
+
+Reading takes no lock and disturbs nobody: what was written since the last sync is not seen, and a segment that is begun
+anew meanwhile shows as damaged.
+"""
+
+import fcntl
+import os
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from shutil import disk_usage
+from time import time
+
+from kvtier.cli.store_purge import Purge
+from kvtier.cli.store_verify import BadObject, Verification
+from kvtier.cli.store_view import Listing, ObjectRow, ObjectView, StoreStat, by_fingerprint, viewed, with_head
+from kvtier.codec.frame import verify_frame
+from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_told, read_head
+from kvtier.errors import ConfigError, CorruptChunkError
+from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_format import VERSION
+from kvtier.tier.disk_marker import MARKER_NAME, SEGMENTS_NAME, read_marker
+from kvtier.tier.disk_view import Stored, census
+from kvtier.types import ObjectName
+
+
+def is_disk(root: Path) -> bool:
+    """Whether `root` is a store of the disk tier."""
+    return (root / MARKER_NAME).is_file()
+
+
+def listing(root: Path, *, limit: int, after: str = "") -> Listing:
+    """See `store_view.listing`."""
+    found = census(root)
+    start = bisect_right(found, after.lower(), key=lambda stored: stored.name.hex())
+    page = found[start : start + limit]
+    more = page[-1].name.hex() if start + limit < len(found) else None
+    return Listing(directory=str(root), objects=[_row(stored) for stored in page], total=len(found), next=more)
+
+
+def statistics(root: Path, advance: Callable[[float], None]) -> StoreStat:
+    """See `store_view.statistics`."""
+    marker = read_marker(root)
+    rows: list[ObjectRow] = []
+    for stored in census(root):
+        rows.append(_row(stored))
+        advance(1)
+    segments = [os.stat(path) for path in (root / SEGMENTS_NAME).glob("*.segment")]  # noqa: PTH116
+    return StoreStat(
+        directory=str(root),
+        store_id=marker.store_id.hex() if marker else "unknown",
+        version=VERSION,
+        created=marker.created if marker else "unknown",
+        objects=len(rows),
+        bytes=sum(row.size_bytes for row in rows),
+        charged_bytes=sum(told.st_blocks * 512 for told in segments),
+        ledger_bytes=None,
+        capacity_bytes=None,
+        drafts=0,
+        draft_bytes=0,
+        open_in=int(_is_open(root)),
+        free_bytes=disk_usage(root).free,
+        unreadable=sum(row.problem is not None for row in rows),
+        oldest_age_s=max((row.age_s for row in rows), default=None),
+        newest_age_s=min((row.age_s for row in rows), default=None),
+        fingerprints=by_fingerprint(rows),
+    )
+
+
+def find(root: Path, prefix: str) -> Stored:
+    """See `store_view.find`.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    matching = [stored for stored in census(root) if stored.name.hex().startswith(prefix.lower())]
+    if len(matching) != 1:
+        raise ConfigError(f"name {prefix!r}: {len(matching)} objects in {root} begin with it; allowed: one")
+    return matching[0]
+
+
+def view(stored: Stored) -> ObjectView:
+    """The head and the section table of one object."""
+    row = _row(stored)
+    return ObjectView(object=row, path=stored.path) if row.problem else viewed(row, stored.path, _head(stored))
+
+
+def verify(root: Path, advance: Callable[[float], None]) -> Verification:
+    """Read and check every object; calls `advance` with the bytes of each."""
+    result = Verification(directory=str(root))
+    for stored in census(root):
+        reason = _problem(stored)
+        advance(stored.size_bytes)
+        result.checked += 1
+        result.bytes += stored.size_bytes
+        if reason:
+            result.bad += 1
+            result.bad_objects.append(BadObject(name=stored.name.hex(), size_bytes=stored.size_bytes, reason=reason))
+    return result
+
+
+def repair(root: Path, result: Verification) -> None:
+    """Drop what `result` found bad.
+
+    Raises:
+        ConfigError: another process has the store open: its readers drop what is bad by themselves.
+    """
+    capacity_bytes = sum(path.stat().st_blocks * 512 for path in (root / SEGMENTS_NAME).iterdir())
+    if not result.bad_objects:
+        return
+    with closing(DiskTier(root, capacity_bytes=max(capacity_bytes, 1 << 20), open_deadline_s=0.5)) as tier:
+        for bad in result.bad_objects:
+            tier.delete(ObjectName(bytes.fromhex(bad.name)))
+            result.dropped += 1
+
+
+def purge(root: Path) -> Purge:
+    """Remove the store at `root`; the directory itself and what is not ours stay.
+
+    Raises:
+        ConfigError: another process has it open.
+        OSError: something cannot be removed.
+    """
+    result = Purge(directory=str(root))
+    for stored in census(root):
+        result.objects += 1
+        result.bytes += stored.size_bytes
+    descriptor = os.open(root / MARKER_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{root}: a running process has it open; end it first") from None
+        segments = root / SEGMENTS_NAME
+        for path in sorted(segments.glob("*.segment")) if not segments.is_symlink() else []:
+            path.unlink()
+        result.left = [str(path.relative_to(root)) for path in sorted(segments.glob("*"))]
+        if not result.left and segments.is_dir():
+            segments.rmdir()
+        # Last: until here, a purge that was interrupted can be repeated.
+        (root / MARKER_NAME).unlink()
+    finally:
+        os.close(descriptor)
+    result.left += [path.name for path in sorted(root.iterdir()) if path.name != SEGMENTS_NAME]
+    return result
+
+
+def _row(stored: Stored) -> ObjectRow:
+    bare = ObjectRow(
+        name=stored.name.hex(),
+        size_bytes=stored.size_bytes,
+        used=stored.begun_s,
+        age_s=max(time() - stored.begun_s, 0.0),
+    )
+    try:
+        return with_head(bare, _head(stored))
+    except CorruptChunkError as error:
+        return replace(bare, problem=error.detail)
+    except OSError as error:
+        return replace(bare, problem=f"cannot be read: {error.strerror}")
+
+
+def _head(stored: Stored) -> Head:
+    with stored.path_opened() as read:
+        needed = min(head_bytes_told(read(FIXED_BYTES)), stored.size_bytes)
+        head = read_head(read(needed))
+    if head.identity.name != stored.name:
+        raise CorruptChunkError(stored.name, f"belongs to another object, {head.identity.name.hex()[:12]}")
+    return head
+
+
+def _problem(stored: Stored) -> str:
+    """What is wrong with an object; "" when nothing is."""
+    try:
+        with stored.path_opened() as read:
+            head = verify_frame(read(stored.size_bytes))
+    except CorruptChunkError as error:
+        return error.detail
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return "" if head.identity.name == stored.name else f"belongs to another object, {head.identity.name.hex()[:12]}"
+
+
+def _is_open(root: Path) -> bool:
+    descriptor = os.open(root / MARKER_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,140 @@
+"""`kvtier vllm`: the connector's configuration, and why there is no hit."""
+
+import json
+from pathlib import Path
+from typing import cast
+
+import click
+
+from kvtier.cli.render import emit_json, emit_table
+from kvtier.config import SECTIONS, Config, Loaded, check, load, settings, value_of
+from kvtier.config.kinds import Hidden
+from kvtier.config.sections import Setting
+from kvtier.connect.vllm.installed import CONNECTOR, check_transfer_config
+from kvtier.connect.vllm.versions import check_engine, installed
+from kvtier.errors import ConfigError
+
+directory_option = click.option(
+    "--dir", "directory", type=click.Path(path_type=Path), help="The store's directory: the setting directory.path."
+)
+
+
+@click.group()
+def vllm() -> None:
+    """Turn the connector on in vLLM, and find out why there is no hit."""
+
+
+@vllm.command(name="config")
+@directory_option
+@click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
+def config_command(directory: Path | None, flags: tuple[str, ...]) -> int:
+    """Print the JSON for vLLM's --kv-transfer-config, one line, and nothing else.
+
+    It says what --dir and --set say. A file of settings and environment variables are read by vLLM's own processes.
+    The settings are checked; where vLLM is installed, it has to take them, too. Notes go to stderr.
+
+    \b
+    python -m vllm.entrypoints.openai.api_server --model MODEL \\
+        --kv-transfer-config "$(kvtier vllm config --dir /var/cache/kv)"
+    """  # noqa: D301 - \b is click's mark for lines that are kept
+    if directory is not None:
+        flags = (f"directory.path={directory}", *flags)
+    loaded = load(flags=flags)
+    transfer = transfer_config(loaded)
+    for note in (*_notes(loaded), *_checked(transfer)):
+        click.echo(f"note: {note}", err=True)
+    click.echo(json.dumps(transfer))
+    return 0
+
+
+def transfer_config(loaded: Loaded) -> dict[str, object]:
+    """What ``--kv-transfer-config`` has to say for the settings that were given as flags.
+
+    Raises:
+        ConfigError: a secret is among them, which would be seen by everybody who lists processes.
+    """
+    extra: dict[str, dict[str, object]] = {}
+    for setting in _given(loaded, "flag"):
+        value = value_of(loaded.config, setting)
+        if isinstance(setting.kind, Hidden):
+            raise ConfigError(
+                f"{setting.name} (from {loaded.origins[setting.name]}): a secret is never printed; allowed: "
+                f"--set {setting.name}_file=PATH, or the environment of the server"
+            )
+        extra.setdefault(setting.section, {})[setting.key] = str(value) if isinstance(value, Path) else value
+    return {**CONNECTOR, "kv_connector_extra_config": extra}
+
+
+def _given(loaded: Loaded, *layers: str) -> list[Setting]:
+    every = (setting for kind in SECTIONS.values() for setting in settings(kind))
+    return [setting for setting in every if loaded.origins[setting.name].layer in layers]
+
+
+def _notes(loaded: Loaded) -> list[str]:
+    """What a user should know about settings that are right."""
+    notes = [str(finding) for finding in check(loaded.config, loaded.origins, loaded.file)]
+    if not _has_tier(loaded.config):
+        notes.append("no --dir: KV is kept in host memory alone, and ends with the server")
+    notes += [
+        f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, where it sees it"
+        for setting in _given(loaded, "file", "environment")
+    ]
+    return notes
+
+
+def _has_tier(config: Config) -> bool:
+    return config.directory.path is not None or config.disk.path is not None
+
+
+def _checked(transfer: dict[str, object]) -> list[str]:
+    """Let the installed vLLM read `transfer`; what to say when there is none.
+
+    Raises:
+        ConfigError: it is not supported, or does not take it.
+    """
+    if installed() is None:
+        return ["vLLM is not installed here, so only kvtier has checked this"]
+    check_engine()
+    check_transfer_config(transfer)
+    return []
+
+
+@vllm.command()
+@click.argument("transfer", metavar="[CONFIG_JSON]", required=False)
+@directory_option
+@click.option("--model", help="The model: a folder, or a name in the hub's cache on this machine.")
+@click.option("--block-size", type=click.IntRange(1, 1 << 20), help="vLLM's --block-size [default: what vLLM chooses].")
+@click.option(
+    "--engine-args",
+    default="",
+    metavar="TEXT",
+    help='With --model: the rest of the server\'s command line, such as "--dtype float32 -tp 2".',
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(
+    transfer: str | None,
+    directory: Path | None,
+    model: str | None,
+    block_size: int | None,
+    engine_args: str,
+    as_json: bool,
+) -> int:
+    """Look for what keeps prompts from being found again, and say what to do about it.
+
+    CONFIG_JSON is what the server's --kv-transfer-config says; without it, the settings of the file and the environment
+    are looked at. Nothing is changed and no engine is started; run it where the server runs, as its user.
+    Exit code 1 when something was found.
+    """
+    from kvtier.cli.vllm_doctor import Patient, examine
+
+    findings = examine(
+        Patient(
+            transfer=transfer, directory=directory, model=model, block_tokens=block_size, engine_arguments=engine_args
+        )
+    )
+    is_bad = any(finding.level in {"error", "warning"} for finding in findings)
+    if as_json:
+        emit_json({"ok": not is_bad, "findings": cast("object", [finding.plain() for finding in findings])})
+    else:
+        emit_table(("", "about", "what was found", "what to do"), [finding.row() for finding in findings])
+    return 1 if is_bad else 0

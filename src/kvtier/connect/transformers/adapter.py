@@ -1,0 +1,430 @@
+"""`attach`: generation with a cache that outlives the process. See `docs/guides/transformers.md`.
+
+One call, step by step: read the options and the padding; name the chunks of each row's prompt; look up and load what is
+known; let the library generate from there; hand the new chunks over for storing. Only the last step goes on after the
+call, and it never delays one.
+"""
+
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+from transformers.cache_utils import DynamicCache
+from transformers.generation.configuration_utils import GenerationConfig
+
+from kvtier.config.sections import Config
+from kvtier.connect.transformers import identity
+from kvtier.connect.transformers.caches import empty_cache, recorded_spans
+from kvtier.connect.transformers.call import Call, FirstToken, sequences_of
+from kvtier.connect.transformers.opening import Opened, open_model, settled
+from kvtier.connect.transformers.positions import moving_rope
+from kvtier.connect.transformers.report import Report, Stored
+from kvtier.connect.transformers.restore import Restored
+from kvtier.connect.transformers.rows import left_padding
+from kvtier.connect.transformers.support import Options, accepts_padding, check_model, padding_mask, reason_against
+from kvtier.connect.transformers.upstream import Argument, Model, Output
+from kvtier.errors import ConfigError
+from kvtier.keys.chain import Extra
+from kvtier.keys.fingerprint import Fingerprint
+from kvtier.keys.weights import WeightsDigest
+from kvtier.runtime.base import Closed, Session
+from kvtier.types import Hint, RequestId
+
+logger = logging.getLogger(__name__)
+
+_HANDOVER_DEADLINE_S = 5.0
+"""How long a call that returns its cache waits until the copies out of it are made."""
+_REOPEN_DEADLINE_S = 5.0
+"""How long a changed model waits until what its former self had stored is on its way."""
+_SAID_MAX = 100
+_REPLACED = {"input_ids", "attention_mask", "past_key_values", "stopping_criteria"}
+"""Arguments that a cached call passes on in a form of its own."""
+
+Answer = TypeVar("Answer")
+
+
+def attach(
+    model: Model,
+    directory: str | Path | None = None,
+    *,
+    config: Config | None = None,
+    checkpoint: str | Path | None = None,
+    revision: str = "",
+    epoch: int = 0,
+    held_calls: int = 4,
+    **settings: object,
+) -> "Attachment":
+    """Give `model` a KV cache that outlives calls and processes.
+
+    Args:
+        model: a decoder-only model of the Transformers library, in evaluation mode.
+        directory: where KV is kept on disk; None keeps it in host memory only, unless the settings name a place.
+        config: all settings; None reads the file that ``KVTIER_CONFIG`` names and the ``KVTIER_…`` environment.
+        checkpoint: file or directory with the weights that the model was loaded from and still has. Digesting files is
+            remembered from process to process; without it the tensors in memory are digested at every attach.
+        revision: the name the weights go by; another revision shares nothing.
+        epoch: counts in-place updates of the weights (`Attachment.set_epoch`).
+        held_calls: calls whose KV may still be on its way to host memory, keeping their tensors alive; a call beyond
+            them is not stored.
+        settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served correctly; the message says what is allowed.
+        ConfigError: a setting is unknown, impossible, or names a place that cannot be used.
+    """
+    checked = check_model(model)
+    if held_calls < 1:
+        raise ConfigError(f"held_calls must be at least 1, got {held_calls}")
+    return Attachment(
+        checked,
+        settled(config, directory, settings),
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        revision=revision,
+        epoch=epoch,
+        held_calls=held_calls,
+    )
+
+
+class Attachment:
+    """A model with its cache; made by `attach`.
+
+    One `generate` runs at a time: a second thread waits. `close` it, or use it as a context manager, so that what was
+    stored reaches the disk; the end of the process does so too, as far as its deadline allows.
+    """
+
+    def __init__(
+        self, model: Model, config: Config, *, checkpoint: Path | None, revision: str, epoch: int, held_calls: int
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.last = Report()
+        """What the latest call did."""
+        self._checkpoint = checkpoint
+        self._revision = revision
+        self._epoch = epoch
+        self._held_calls = held_calls
+        self._accepts_padding = accepts_padding(model)
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        self._before = Stored()
+        """What was stored in sessions that are closed, and dropped before it reached one."""
+        self._said: set[str] = set()
+        self._is_closed = False
+        self._refused: tuple[identity.Watch, str] | None = None
+        """A changed model that could not be opened, and why."""
+        self._opened: Opened | None = None
+        self._open()
+
+    # ---- for the user ----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        return_report: bool = False,
+        **arguments: Argument,
+    ) -> Output:
+        """What `model.generate` gives for the same arguments, with KV restored where there is some.
+
+        Args:
+            inputs: [rows, columns] tokens; also as `input_ids`. Padding is on the left, shown by `attention_mask`.
+            generation_config: as for `model.generate`.
+            return_report: return (output, `Report`) instead of the output; `last` has the report in any case.
+            arguments: as for `model.generate`.
+
+        Nothing that goes wrong in kvtier makes the call fail: it is then computed as if kvtier were not there. A call
+        that the cache cannot serve is computed likewise; `Report.uncached_reason` says why.
+        """
+        with self._lock:
+            output = self._generate(inputs, generation_config, arguments)
+            return (output, self.last) if return_report else output
+
+    @property
+    def stored(self) -> Stored:
+        """What has become of all that was handed over for storing."""
+        with self._lock:
+            total = self._before
+            if self._opened is None:
+                return total
+            waiting = self._opened.waiting
+            waiting.take()
+            held, dropped = total.held + waiting.held, total.dropped + waiting.dropped
+            return Stored(held=held, dropped=dropped, pending_calls=waiting.storing_calls)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Who the model is; another fingerprint shares no KV."""
+        return self._current().fingerprint
+
+    @property
+    def weights(self) -> WeightsDigest:
+        """The digest of the weights, with the bytes and seconds that it cost."""
+        return self._current().weights
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk: the grain in which KV is kept and restored."""
+        return self._current().layout.chunk_tokens
+
+    @property
+    def session(self) -> Session:
+        """The session underneath; another one after the model has changed."""
+        return self._current().session
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say that the weights were updated in place for the `epoch`-th time. KV of other epochs is not used any more.
+
+        Raises:
+            ConfigError: a negative epoch.
+        """
+        if epoch < 0:
+            raise ConfigError(f"epoch must be at least 0, got {epoch}")
+        with self._lock:
+            if epoch != self._epoch:
+                self._epoch = epoch
+                if not self._is_closed:
+                    self._open()
+
+    def flush(self, deadline_s: float = 30.0) -> bool:
+        """Wait until all that was handed over has been copied to host memory; whether it was in time."""
+        with self._lock:
+            return self._opened is None or self._opened.waiting.stores(deadline_s)
+
+    def close(self, deadline_s: float | None = None) -> Closed | None:
+        """Bring what was stored to the lower tiers and end all threads. Twice is fine.
+
+        Args:
+            deadline_s: None takes ``limits.close_deadline_s``.
+
+        Returns:
+            How it ended; None when it was closed before. `generate` goes on working, without the cache.
+        """
+        with self._lock:
+            self._is_closed = True
+            return self._shut(self.config.limits.close_deadline_s if deadline_s is None else deadline_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- opening ---------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._shut(_REOPEN_DEADLINE_S)
+        self._opened = opened = open_model(
+            self.model, self.config, checkpoint=self._checkpoint, revision=self._revision, epoch=self._epoch
+        )
+        self._finalizer = weakref.finalize(self, opened.session.close, self.config.limits.close_deadline_s)
+
+    def _shut(self, deadline_s: float) -> Closed | None:
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return None
+        self._finalizer.detach()
+        until = time.monotonic() + deadline_s
+        opened.waiting.stores(deadline_s)
+        closed = opened.session.close(max(0.0, until - time.monotonic()))
+        opened.waiting.forget()
+        before, waiting = self._before, opened.waiting
+        self._before = Stored(held=before.held + waiting.held, dropped=before.dropped + waiting.dropped)
+        return closed
+
+    def _current(self) -> Opened:
+        if self._opened is None:
+            raise ConfigError("the attachment is closed; attach the model again")
+        return self._opened
+
+    def _refreshed(self) -> "Opened | str":
+        """The session for the model as it is now, for a model that has changed is another one; or why there is none."""
+        opened = self._opened
+        if opened is not None and not opened.watch.has_changed():
+            return opened
+        if opened is None and self._refused is not None and not self._refused[0].has_changed():
+            return self._refused[1]
+        logger.warning("%s has changed since it was attached; it is digested anew", type(self.model).__name__)
+        if self._checkpoint is not None:
+            logger.warning("%s may no longer tell its weights; from now on its tensors do", self._checkpoint)
+            self._checkpoint = None
+        try:
+            self._open()
+        except Exception as error:
+            refusal = f"the model has changed and cannot be served any more: {error}"
+            self._refused = (identity.Watch(self.model), refusal)
+            raise
+        return self._current()
+
+    # ---- one call --------------------------------------------------------------------------------------------------
+
+    def _generate(self, inputs: Argument, given: GenerationConfig | None, arguments: dict[str, Argument]) -> Output:
+        clock = FirstToken()
+        call = self._guarded(lambda: self._prepare(inputs, given, arguments))
+        if isinstance(call, str):
+            return self._generate_uncached(call, clock, inputs, given, arguments)
+        opened = self._current()
+        restored = self._guarded(lambda: self._restore(opened, call))
+        reason = restored if isinstance(restored, str) else ""
+        found = Restored() if isinstance(restored, str) else restored
+        # The tensors it is made of go as soon as the library has made longer ones; so nothing else may hold them.
+        cache = found.cache or empty_cache(opened.shape)
+        del restored
+        found.cache = None
+        rest = {name: value for name, value in arguments.items() if name not in _REPLACED}
+        output = self.model.generate(
+            call.input_ids,
+            generation_config=given,
+            attention_mask=call.mask,
+            past_key_values=cache,
+            stopping_criteria=clock.among(arguments.get("stopping_criteria")),
+            **rest,
+        )
+        report = call.report(output, found, clock, reason)
+        kept = self._guarded(lambda: self._keep(opened, call, output, cache, report))
+        self.last = replace(report, uncached_reason=kept) if isinstance(kept, str) else kept
+        return output
+
+    def _generate_uncached(
+        self,
+        reason: str,
+        clock: FirstToken,
+        inputs: Argument,
+        given: GenerationConfig | None,
+        arguments: dict[str, Argument],
+    ) -> Output:
+        self._say(reason, "generated without the cache: %s (said once)")
+        changed = dict(arguments)
+        if arguments.get("custom_generate") is None:
+            changed["stopping_criteria"] = clock.among(arguments.get("stopping_criteria"))
+        output = self.model.generate(inputs, generation_config=given, **changed)
+        prompt = inputs if inputs is not None else arguments.get("input_ids")
+        mask = arguments.get("attention_mask")
+        shown = mask if isinstance(mask, torch.Tensor) else prompt
+        tokens = (
+            0 if not isinstance(shown, torch.Tensor) else int((mask != 0).sum()) if shown is mask else shown.numel()
+        )
+        self.last = Report(
+            prompt_tokens=tokens,
+            computed_tokens=tokens,
+            ttft_s=clock.ttft_s,
+            wall_s=clock.elapsed_s,
+            uncached_reason=reason,
+        )
+        return output
+
+    def _prepare(
+        self, inputs: Argument, given: GenerationConfig | None, arguments: dict[str, Argument]
+    ) -> "Call | str":
+        """All that is known before the first lookup; or why the call goes without the cache."""
+        if self._is_closed:
+            return "the attachment is closed"
+        options = Options(arguments, given, self.model.generation_config)
+        reason = reason_against(self.model, options)
+        if reason:
+            return reason
+        input_ids = inputs if inputs is not None else arguments.get("input_ids")
+        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[1] == 0:
+            return "the prompt is no tensor input_ids [rows, columns]"
+        mask = padding_mask(input_ids, options)
+        if mask.shape != input_ids.shape:
+            return f"attention_mask has shape {tuple(mask.shape)}; allowed: that of input_ids, {tuple(input_ids.shape)}"
+        padding = left_padding(mask)
+        if padding is None:
+            return "attention_mask pads on the right, has holes or hides a whole row; allowed: padding on the left"
+        if any(padding) and not self._accepts_padding:
+            return f"{type(self.model).__name__} takes no position_ids: KV of a padded row may depend on its padding"
+        extras = self._extras(options, input_ids.shape[1], padding)
+        if isinstance(extras, str):
+            return extras
+        opened = self._refreshed()
+        if isinstance(opened, str):
+            return opened
+        return Call.begun(
+            next(self._numbers),
+            root=opened.root,
+            chunk_tokens=opened.layout.chunk_tokens,
+            extras=extras,
+            input_ids=input_ids,
+            mask=mask,
+            padding=padding,
+            end_tokens=options.tokens("eos_token_id"),
+        )
+
+    def _extras(self, options: Options, columns: int, padding: Sequence[int]) -> list[Extra] | str:
+        """What besides its tokens the KV of this call depends on; or why that cannot be said."""
+        rope = moving_rope(self.model)
+        if rope is None:
+            return []
+        side = rope.side(columns - min(padding), options.total_tokens(columns))
+        # A prefill in pieces begins with the frequencies of a short text.
+        if side is None or (side == "long" and options.get("prefill_chunk_size")):
+            return f"the text may cross the {rope.original_tokens} tokens at which the position encoding changes"
+        return [Extra("rope", side.encode())]
+
+    def _restore(self, opened: Opened, call: Call) -> Restored:
+        opened.waiting.take()
+        rows = [row.asked for row in call.rows]
+        if not any(row.prefix.keys for row in rows):
+            return Restored()
+        return opened.restorer.restore(rows, call.input_ids.shape[1])
+
+    def _keep(self, opened: Opened, call: Call, output: Output, cache: DynamicCache, report: Report) -> Report:
+        """Hand the new chunks of each row over for storing; the report with how many there are."""
+        sequences = sequences_of(output)
+        spans = recorded_spans(opened.shape, cache, sequences.shape[1] - 1)
+        if spans is None:
+            # It threw ours away, and computed everything.
+            return replace(
+                report,
+                restored_tokens=0,
+                restored_by_source={},
+                computed_tokens=report.prompt_tokens,
+                uncached_reason="the model went on with a cache of its own",
+            )
+        opened.waiting.take()
+        is_full = opened.waiting.storing_calls >= self._held_calls
+        seconds = max(0.0, report.ttft_s - report.lookup_s - report.load_s)
+        hint = Hint(seconds_saved_per_token=seconds / report.computed_tokens if report.computed_tokens else 0.0)
+        count = 0
+        for number, (row, sequence) in enumerate(zip(call.rows, sequences, strict=True)):
+            prefix, places = row.new_places(sequence, call.end_tokens, len(opened.shape.groups))
+            if is_full:
+                self._before = replace(self._before, dropped=self._before.dropped + len(places))
+            elif places:
+                request = RequestId(f"{row.asked.name}/store")
+                opened.waiting.store(
+                    request, call.number, prefix, places, row=number, pad=row.asked.pad, spans=spans, hint=hint
+                )
+                count += len(places)
+        if not isinstance(output, torch.Tensor):
+            # The caller gets the cache and may do with it as it likes: nothing is copied from it after that.
+            opened.waiting.stores(_HANDOVER_DEADLINE_S, call.number)
+        return replace(report, stored_chunks=count)
+
+    # ---- mishaps ---------------------------------------------------------------------------------------------------
+
+    def _guarded(self, act: "Callable[[], Answer | str]") -> "Answer | str":
+        """What `act` gives; when something goes wrong in it, what it was: a guest never makes the host fail."""
+        try:
+            return act()
+        except Exception as error:
+            reason = f"kvtier failed: {type(error).__name__}: {error}"
+            logger.debug("%s", reason, exc_info=True)
+            self._say(reason, "%s (said once; the traceback is logged at DEBUG); the call goes on without the cache")
+            return reason
+
+    def _say(self, reason: str, message: str) -> None:
+        if reason not in self._said and len(self._said) < _SAID_MAX:
+            self._said.add(reason)
+            logger.warning(message, reason)

@@ -1,0 +1,260 @@
+"""The library's cache tensors: which layers a model has, how their bytes lie in a chunk, and how a cache is refilled.
+
+A layer's share of a chunk is K as [head, token, dim], contiguous, then V likewise. Layers with full attention form one
+KV group whose chunks are all needed; layers with the same sliding window form a group of which only the last window is.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+from kvtier.connect.transformers.upstream import Argument, Layer, ModelConfig
+from kvtier.layout import GroupLayout, History, KvLayout, Window
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """One layer of the model's cache that holds KV."""
+
+    index: int
+    """Its position in the library's cache."""
+    window: int | None
+    """Tokens that a query sees, itself included; None for full attention."""
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def key_bytes_per_token(self) -> int:
+        """Bytes of K of one token, all heads."""
+        return self.key_heads * self.key_dim * self.dtype.itemsize
+
+    @property
+    def value_bytes_per_token(self) -> int:
+        """Bytes of V of one token, all heads."""
+        return self.value_heads * self.value_dim * self.dtype.itemsize
+
+    @property
+    def past_tokens(self) -> int | None:
+        """How many tokens before a position its attention reaches back to; None for all of them."""
+        return None if self.window is None else self.window - 1
+
+    @property
+    def pages(self) -> str:
+        """The name of the arrangement of its bytes."""
+        keys, values = f"{self.key_heads}x{self.key_dim}", f"{self.value_heads}x{self.value_dim}"
+        return f"{str(self.dtype).removeprefix('torch.')}/K={keys}/V={values}"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The layers of a model's cache, cut into KV groups."""
+
+    config: ModelConfig
+    """The decoder's configuration, from which the library builds an empty cache."""
+    groups: tuple[tuple[CachedLayer, ...], ...]
+    """Full attention first if there is any, then one group for each window size."""
+
+    @property
+    def layers(self) -> Iterator[CachedLayer]:
+        """All layers that hold KV, group by group."""
+        return (layer for group in self.groups for layer in group)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers have a sliding window."""
+        return any(layer.window is not None for layer in self.layers)
+
+    def layout(self, chunk_tokens: int) -> KvLayout:
+        """What the bytes of a chunk of `chunk_tokens` are."""
+        return KvLayout(chunk_tokens, tuple(_group_layout(group, chunk_tokens) for group in self.groups))
+
+
+def group_layers(config: object, layers: Sequence[CachedLayer]) -> CacheShape:
+    """Cut `layers` into KV groups."""
+    windows = sorted({layer.window for layer in layers if layer.window is not None})
+    groups = [tuple(layer for layer in layers if layer.window == window) for window in (None, *windows)]
+    return CacheShape(config, tuple(group for group in groups if group))
+
+
+def _group_layout(group: tuple[CachedLayer, ...], chunk_tokens: int) -> GroupLayout:
+    past_tokens = group[0].past_tokens
+    layer_bytes = tuple(chunk_tokens * (layer.key_bytes_per_token + layer.value_bytes_per_token) for layer in group)
+    # Most models have one shape for all layers; where they differ, each is named.
+    pages = [layer.pages for layer in group]
+    shapes = pages[0] if len(set(pages)) == 1 else ",".join(pages)
+    validity = History() if past_tokens is None else Window(past_tokens)
+    return GroupLayout(validity, layer_bytes, f"transformers/K[head,token,dim] V[head,token,dim]/{shapes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """K and V of a run of columns of one layer: [row, head, column, dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    start: int
+    """Column of the first one."""
+
+    @property
+    def stop(self) -> int:
+        """Column after the last one."""
+        return self.start + self.keys.shape[-2]
+
+
+Spans: TypeAlias = tuple[tuple[tuple[Span, ...], ...], ...]
+"""For each group, for each of its layers, runs of columns in order."""
+
+
+class RecordingWindowLayer(DynamicSlidingWindowLayer):
+    """The library's sliding-window layer, which besides remembers every K and V it was given.
+
+    The library keeps the last window only; the chunks of a prompt lie mostly before it. What attention sees, and thus
+    every number and the speed of a step, is the library's own.
+    """
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)  # pyright: ignore[reportUnknownMemberType]
+        self.recorded: list[Span] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Argument, **kwargs: Argument
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Remember the new K and V, then do what the library does."""
+        start = self.recorded[-1].stop if self.recorded else self.get_seq_length()
+        self.recorded.append(Span(_detached(key_states), _detached(value_states), start))
+        return super().update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `tokens_to_remove` tokens (given as a negative number)."""
+        super().crop(tokens_to_remove)
+        end = self.get_seq_length()
+        kept = [span for span in self.recorded if span.start < end]
+        if kept and kept[-1].stop > end:
+            last = kept.pop()
+            count = end - last.start
+            kept.append(Span(last.keys[..., :count, :], last.values[..., :count, :], last.start))
+        self.recorded = kept
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.recorded = []
+        super().reset()
+
+
+def _detached(states: torch.Tensor) -> torch.Tensor:
+    # A slice of a fused projection would keep the whole projection alive.
+    is_slice = states.untyped_storage().nbytes() > states.numel() * states.element_size()
+    return states.clone(memory_format=torch.contiguous_format) if is_slice else states
+
+
+def empty_cache(shape: CacheShape) -> DynamicCache:
+    """A cache as the library makes it for this model, whose window layers remember everything."""
+    cache = DynamicCache(config=shape.config)
+    for layer in shape.layers:
+        if layer.window is not None:
+            cache.layers[layer.index] = RecordingWindowLayer(layer.window)
+    return cache
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """Tensors for the leading `columns` columns of a cache, to be filled by loads. Window layers hold the last ones."""
+
+    shape: CacheShape
+    padding: tuple[int, ...]
+    columns: int
+    spans: Spans
+    """One run for each layer."""
+
+
+def restoration(shape: CacheShape, padding: tuple[int, ...], columns: int) -> Restoration:
+    """Allocate what loads will fill. The filler of padding columns is zero, so that masked numbers are finite ones."""
+    # Tensors made in inference mode cannot be written by other threads, and the caller may be in it.
+    with torch.inference_mode(mode=False):
+        spans = tuple(tuple((_blank_span(layer, padding, columns),) for layer in group) for group in shape.groups)
+    return Restoration(shape, padding, columns, spans)
+
+
+def _blank_span(layer: CachedLayer, padding: tuple[int, ...], columns: int) -> Span:
+    start = 0 if layer.past_tokens is None else max(0, columns - layer.past_tokens)
+    rows, length = len(padding), columns - start
+    keys = torch.empty((rows, layer.key_heads, length, layer.key_dim), dtype=layer.dtype, device=layer.device)
+    values = torch.empty((rows, layer.value_heads, length, layer.value_dim), dtype=layer.dtype, device=layer.device)
+    for row, pad in enumerate(padding):
+        if pad > start:
+            keys[row, :, : pad - start].zero_()
+            values[row, :, : pad - start].zero_()
+    return Span(keys, values, start)
+
+
+def restored_cache(restored: Restoration, columns: int) -> DynamicCache:
+    """The cache after its leading `columns` columns were loaded.
+
+    Fewer than were asked for are possible only where no layer has a window: window tensors end at one column.
+    """
+    if columns > restored.columns or (columns < restored.columns and restored.shape.has_windows):
+        raise ValueError(f"cannot resume at column {columns}: tensors were made for {restored.columns}")
+    cache = empty_cache(restored.shape)
+    for group, spans in zip(restored.shape.groups, restored.spans, strict=True):
+        for layer, (span,) in zip(group, spans, strict=True):
+            _refill(cache.layers[layer.index], span, columns)
+    return cache
+
+
+def _refill(layer: Layer, span: Span, columns: int) -> None:
+    keys, values = span.keys[..., : columns - span.start, :], span.values[..., : columns - span.start, :]
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = columns
+
+
+def recorded_spans(shape: CacheShape, cache: DynamicCache, columns: int) -> Spans | None:
+    """All that `cache` knows of its first `columns` columns: for each group, for each layer, its spans in order.
+
+    Returns:
+        None when the cache does not have exactly that length, because the model went on with a cache of its own.
+    """
+    groups: list[tuple[tuple[Span, ...], ...]] = []
+    for group in shape.groups:
+        layers: list[tuple[Span, ...]] = []
+        for cached in group:
+            layer: Layer = cache.layers[cached.index]
+            if layer.get_seq_length() != columns:
+                return None
+            is_window = isinstance(layer, RecordingWindowLayer)
+            layers.append(_joined(layer.recorded) if is_window else (Span(layer.keys, layer.values, 0),))
+        groups.append(tuple(layers))
+    return tuple(groups)
+
+
+_SMALL_TOKENS = 64
+
+
+def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Join runs of small spans (the steps of decoding), so that a chunk is not copied token by token."""
+    joined: list[Span] = []
+    run: list[Span] = []
+
+    def close_run() -> None:
+        if run:
+            keys = torch.cat([span.keys for span in run], dim=-2)
+            values = torch.cat([span.values for span in run], dim=-2)
+            joined.append(Span(keys, values, run[0].start))
+            run.clear()
+
+    for span in spans:
+        if span.keys.shape[-2] < _SMALL_TOKENS:
+            run.append(span)
+        else:
+            close_run()
+            joined.append(span)
+    close_run()
+    return tuple(joined)

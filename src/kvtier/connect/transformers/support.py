@@ -1,0 +1,288 @@
+"""What can be served correctly: which models, and which calls.
+
+A model that cannot be is refused when it is attached. A call that cannot be is computed as if kvtier were not there,
+and its report says why: a cache may cost speed, never an answer.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.configuration_utils import GenerationConfig
+
+from kvtier.connect.transformers.caches import CachedLayer, CacheShape, group_layers
+from kvtier.connect.transformers.upstream import GENERATE, Argument, Layer, Model, integers
+from kvtier.errors import UnsupportedModelError
+
+_ALLOWED = "allowed: decoder-only models whose layers have full or sliding-window attention and the library's own cache"
+_PROBE_TOKENS = 6
+_PROBE_COMMON = 3
+_LEAK_MAX = 0.1
+"""The most that later tokens may change the KV of earlier ones, relative to its size. It is 0 but for the rounding of
+mixtures of experts, whose matrices are cut by what all tokens choose; attention that looks ahead changes much more."""
+
+
+def check_model(model: object) -> Model:
+    """Refuse what can be refused before anything is computed.
+
+    Raises:
+        UnsupportedModelError: the message says what was found, and what is allowed.
+    """
+    if not isinstance(model, PreTrainedModel):
+        hint = "; for a peft model pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
+        raise UnsupportedModelError(f"{type(model).__name__} is no transformers PreTrainedModel{hint}; {_ALLOWED}")
+    checked: Model = model
+    name = type(checked).__name__
+    config = checked.config
+    decoder = config.get_text_config(decoder=True)
+    if not checked.can_generate():
+        raise UnsupportedModelError(f"{name} cannot generate text; {_ALLOWED}")
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model, whose KV depends on the encoder; {_ALLOWED}")
+    if getattr(decoder, "add_cross_attention", False):
+        raise UnsupportedModelError(f"{name} has cross-attention, whose KV depends on another input; {_ALLOWED}")
+    looks_ahead = getattr(decoder, "use_bidirectional_attention", None) in {True, "all"}
+    if looks_ahead or not getattr(decoder, "is_causal", True):
+        raise UnsupportedModelError(f"{name} attends to later tokens, so no prefix has a KV of its own; {_ALLOWED}")
+    is_chunked = "chunked_attention" in (getattr(decoder, "layer_types", None) or ())
+    if is_chunked or getattr(decoder, "attention_chunk_size", None):
+        raise UnsupportedModelError(f"{name} has chunked attention, which is not supported yet; {_ALLOWED}")
+    if checked.generation_config.cache_implementation not in _DYNAMIC:
+        raise UnsupportedModelError(
+            f"{name}.generation_config.cache_implementation is {checked.generation_config.cache_implementation!r}; "
+            "allowed: None or 'dynamic'"
+        )
+    return checked
+
+
+_DYNAMIC = (None, "dynamic", "hybrid")  # the library itself reads "hybrid" as None
+_SERVED_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer}
+
+
+def inspect_cache(model: Model) -> CacheShape:
+    """Find the layers of the model's cache, by letting it read a few tokens twice.
+
+    Raises:
+        UnsupportedModelError: a layer's cache is of another class, or later tokens change the KV of earlier ones.
+    """
+    name = type(model).__name__
+    decoder = model.config.get_text_config(decoder=True)
+    try:
+        cache = DynamicCache(config=decoder)
+    except Exception as error:
+        raise UnsupportedModelError(f"{name}: the library has no dynamic cache for it: {error}; {_ALLOWED}") from error
+    for index, layer in enumerate(cache.layers):
+        # Layers that share the KV of another one, or have none, hold nothing.
+        kind = type(layer)
+        if kind not in _SERVED_LAYERS and kind.__name__ != "DummyLayer":
+            raise UnsupportedModelError(f"{name}: layer {index} has a cache of class {kind.__name__}; {_ALLOWED}")
+    first, second = (_probe(model, DynamicCache(config=decoder), variant) for variant in (0, 1))
+    probed: list[Layer] = list(first.layers)
+    layers = [_cached_layer(name, index, layer) for index, layer in enumerate(probed) if layer.keys is not None]
+    if not layers:
+        raise UnsupportedModelError(f"{name}: no layer put anything in the cache; {_ALLOWED}")
+    leak = max(_difference(a, b) for a, b in zip(first.layers, second.layers, strict=True))
+    if not leak <= _LEAK_MAX:
+        raise UnsupportedModelError(
+            f"{name}: the KV of a token changes by {leak:.0%} with the tokens after it, so no prefix has a KV of its "
+            f"own; {_ALLOWED}"
+        )
+    return group_layers(decoder, layers)
+
+
+def _probe(model: Model, cache: DynamicCache, variant: int) -> DynamicCache:
+    """The cache after a few tokens, of which the last ones depend on `variant`."""
+    tokens = _plain_tokens(model, _PROBE_TOKENS + 3)
+    last = tokens[_PROBE_COMMON:_PROBE_TOKENS] if variant == 0 else tokens[_PROBE_TOKENS:]
+    input_ids = torch.tensor([tokens[:_PROBE_COMMON] + last], device=model.device)
+    try:
+        with torch.no_grad():
+            output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, return_dict=True)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot read {_PROBE_TOKENS} tokens into a dynamic cache: {error}; {_ALLOWED}"
+        ) from error
+    if output.get("past_key_values") is not cache:
+        raise UnsupportedModelError(f"{type(model).__name__} does not use the cache it is given; {_ALLOWED}")
+    return cache
+
+
+def _plain_tokens(model: Model, count: int) -> list[int]:
+    """Tokens without a special meaning, so that a multimodal model looks for no image."""
+    config = model.config
+    told = {**config.to_dict(), **config.get_text_config(decoder=True).to_dict()}
+    special = {value for name, value in told.items() if name.endswith(("_token_id", "_token_index"))}
+    size = config.get_text_config(decoder=True).vocab_size
+    plain = [token for token in range(min(size, 1000)) if token not in special]
+    return [plain[(position * 7 + 3) % len(plain)] for position in range(count)]
+
+
+def _cached_layer(name: str, index: int, layer: Layer) -> CachedLayer:
+    keys, values = cast("torch.Tensor", layer.keys), cast("torch.Tensor", layer.values)
+    if keys.ndim != 4 or values.ndim != 4 or keys.dtype != values.dtype or keys.shape[-2] != values.shape[-2]:
+        raise UnsupportedModelError(
+            f"{name}: layer {index} has K {tuple(keys.shape)} {keys.dtype} and V {tuple(values.shape)} {values.dtype}; "
+            "allowed: [batch, heads, tokens, dim] of one dtype"
+        )
+    if keys.device.type not in {"cpu", "cuda"} or values.device != keys.device:
+        raise UnsupportedModelError(f"{name}: layer {index} is on device {keys.device}; allowed: cpu or cuda")
+    window = layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
+    if window is not None and window < 2:
+        raise UnsupportedModelError(f"{name}: layer {index} has a sliding window of {window}; allowed: at least 2")
+    return CachedLayer(
+        index=index,
+        window=window,
+        key_heads=keys.shape[1],
+        key_dim=keys.shape[3],
+        value_heads=values.shape[1],
+        value_dim=values.shape[3],
+        dtype=keys.dtype,
+        device=keys.device,
+    )
+
+
+def _difference(first: Layer, second: Layer) -> float:
+    """How far two runs differ in the tokens that they had in common; window layers may have dropped the first ones."""
+    if first.keys is None:
+        return 0.0
+    seen = first.keys.shape[-2] - (_PROBE_TOKENS - _PROBE_COMMON)
+    if seen < 1:
+        return 0.0
+    worst = 0.0
+    for a, b in ((first.keys, second.keys), (first.values, second.values)):
+        left, right = a[..., :seen, :].float(), b[..., :seen, :].float()
+        size = float(left.norm())
+        worst = max(worst, float((left - right).norm()) / size if size else 0.0)
+    return worst
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A call's generation options, read as the library reads them: argument, given configuration, the model's own."""
+
+    arguments: Mapping[str, Argument]
+    given: GenerationConfig | None
+    own: GenerationConfig
+
+    def get(self, name: str) -> Argument:
+        """The value of one option."""
+        if name in self.arguments:
+            return self.arguments[name]
+        value = getattr(self.given, name, None)
+        return value if value is not None else getattr(self.own, name, None)
+
+    def tokens(self, name: str) -> frozenset[int]:
+        """An option that holds one token, several, or none."""
+        value = self.get(name)
+        if value is None:
+            return frozenset()
+        if isinstance(value, torch.Tensor):
+            return frozenset(integers(value.reshape(-1)))
+        return frozenset(cast("list[int]", value) if isinstance(value, (list, tuple, set)) else [int(value)])
+
+    def total_tokens(self, prompt_columns: int) -> int:
+        """The most columns that the call can end with."""
+        new_tokens = self.get("max_new_tokens")
+        if new_tokens is not None:
+            return prompt_columns + int(new_tokens)
+        length = self.get("max_length")
+        # Without any limit the library takes 20 new tokens.
+        return max(int(length), prompt_columns + 1) if length is not None else prompt_columns + 20
+
+
+_GENERATE_ARGUMENTS = {
+    *inspect.signature(GENERATE).parameters,
+    *("input_ids", "attention_mask", "past_key_values", "use_cache", "tokenizer", "return_dict"),
+}  # fmt: skip
+"""Arguments of `generate` that are no input of the model, or that are looked at elsewhere."""
+
+_OFF: dict[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0, 0.0),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "assistant_model": (None,),
+    "use_mtp": (None, False),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "dola_layers": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "token_healing": (None, False),
+    "custom_generate": (None,),
+    "synced_gpus": (None, False),
+    "cache_implementation": _DYNAMIC,
+    "output_hidden_states": (None, False),
+    "output_attentions": (None, False),
+}
+"""Options that the cache cannot serve, with the values that switch them off."""
+
+
+_IN_PIECES_SINCE = (5, 23)
+"""The first release seen to continue a filled cache with a prefill in pieces; 5.17 gives wrong tokens."""
+
+CONTINUES_IN_PIECES = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= _IN_PIECES_SINCE
+
+
+def reason_against(model: Model, options: Options) -> str:
+    """Why a call with these options is computed without the cache; empty when nothing is against it."""
+    return _reason_in_options(options) or _reason_around(model)
+
+
+def _reason_in_options(options: Options) -> str:
+    arguments = options.arguments
+    if arguments.get("past_key_values") is not None:
+        return "past_key_values was given: the call has a cache of its own"
+    if options.get("use_cache") is False:
+        return "use_cache is False"
+    for name, allowed in _OFF.items():
+        value = options.get(name)
+        if not any(value is item or (isinstance(item, (int, float, str)) and value == item) for item in allowed):
+            shown = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
+            return f"{name} is {shown}; allowed: {' or '.join(map(repr, allowed))}"
+    pieces = options.get("prefill_chunk_size")
+    if pieces is not None and not CONTINUES_IN_PIECES:
+        return (
+            f"prefill_chunk_size is {pieces}, with which this release of transformers starts at the first token "
+            f"whatever is cached; allowed: None, or transformers {'.'.join(map(str, _IN_PIECES_SINCE))}"
+        )
+    for name, value in arguments.items():
+        if value is not None and name not in _GENERATE_ARGUMENTS and not hasattr(options.own, name):
+            return f"the model input {name!r} was given, on which KV may depend; allowed: input_ids and attention_mask"
+    return ""
+
+
+def _reason_around(model: Model) -> str:
+    if model.training:
+        return "the model is in training mode; call model.eval()"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on, so that KV depends on where the call is made"
+    processes = torch.distributed
+    if processes.is_available() and processes.is_initialized() and processes.get_world_size() > 1:
+        return "torch.distributed runs with several processes"
+    return ""
+
+
+def padding_mask(input_ids: torch.Tensor, options: Options) -> torch.Tensor:
+    """The attention mask that was given, or else the one that the library would infer.
+
+    It takes the padding token for padding, unless that is an end token too.
+    """
+    given = options.arguments.get("attention_mask")
+    if isinstance(given, torch.Tensor):
+        return given
+    pads, ends = options.tokens("pad_token_id"), options.tokens("eos_token_id")
+    if not pads or pads & ends:
+        return torch.ones_like(input_ids)
+    return input_ids.ne(next(iter(pads))).long()
+
+
+def accepts_padding(model: Model) -> bool:
+    """Whether a row's KV is the same whatever its padding: where positions are an input, counted from the mask."""
+    return "position_ids" in inspect.signature(model.forward).parameters

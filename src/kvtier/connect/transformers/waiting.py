@@ -1,0 +1,104 @@
+"""What has been asked of the session and has not ended: loads that a call waits for, stores that go on behind it."""
+
+import time
+from collections.abc import Sequence
+
+from kvtier.connect.transformers.caches import Spans
+from kvtier.connect.transformers.copier import CacheCopier
+from kvtier.runtime.base import Session
+from kvtier.types import Hint, LoadDone, Place, Prefix, RequestId, StoreDone
+
+_POLL_S = 0.05
+
+
+class Waiting:
+    """The one place that polls the session, and lets go of tensors when their load or store has ended.
+
+    Args:
+        session: where loads and stores go.
+        copier: which holds the tensors.
+    """
+
+    def __init__(self, session: Session, copier: CacheCopier) -> None:
+        self._session = session
+        self._copier = copier
+        self._awaited: dict[RequestId, LoadDone | None] = {}
+        self._storing: dict[RequestId, int] = {}
+        """Request -> the number of the call it belongs to."""
+        self.held = 0
+        """Objects that were acknowledged."""
+        self.dropped = 0
+        """Objects that were not."""
+
+    @property
+    def storing_calls(self) -> int:
+        """Calls whose tensors are still held for their stores."""
+        return len(set(self._storing.values()))
+
+    def store(
+        self,
+        request: RequestId,
+        call: int,
+        prefix: Prefix,
+        places: Sequence[Place],
+        *,
+        row: int,
+        pad: int,
+        spans: Spans,
+        hint: Hint,
+    ) -> None:
+        """Begin to store `places` of one row, whose tensors are held until that has ended."""
+        self._copier.expose(request, row, pad, spans)
+        try:
+            self._session.store(request, prefix, places, hint)
+        except BaseException:
+            self._copier.forget(request)  # no StoreDone will
+            raise
+        self._storing[request] = call
+
+    def take(self, wait_s: float = 0.0) -> None:
+        """Note what has ended; wait up to `wait_s` seconds for the first."""
+        for event in self._session.poll(wait_s):
+            if isinstance(event, LoadDone):
+                self._copier.forget(event.request)
+                if event.request in self._awaited:
+                    self._awaited[event.request] = event
+            elif isinstance(event, StoreDone):
+                self._copier.forget(event.request)
+                self._storing.pop(event.request, None)
+                self.held += event.held
+                self.dropped += event.dropped
+
+    def loads(self, requests: Sequence[RequestId], until: float) -> dict[RequestId, LoadDone]:
+        """Wait for the loads of `requests`, at most until the monotonic clock shows `until`; those that have ended.
+
+        To be called before anything else polls, once the loads have begun.
+        """
+        self._awaited.update(dict.fromkeys(requests))
+        try:
+            while True:
+                self.take(min(_POLL_S, max(0.0, until - time.monotonic())))
+                done = {request: event for request in requests if (event := self._awaited[request]) is not None}
+                if len(done) == len(requests) or time.monotonic() >= until:
+                    return done
+        finally:
+            for request in requests:
+                del self._awaited[request]
+
+    def stores(self, deadline_s: float = 0.0, call: int | None = None) -> bool:
+        """Wait for the stores of one call, or of all; whether they ended within `deadline_s` seconds."""
+        until = time.monotonic() + deadline_s
+        while True:
+            left_s = until - time.monotonic()
+            self.take(min(_POLL_S, max(0.0, left_s)) if self._storing else 0.0)
+            if not any(call in (None, number) for number in self._storing.values()):
+                return True
+            if left_s <= 0:
+                return False
+
+    def forget(self) -> None:
+        """Let go of all tensors, once the session is closed."""
+        self.take()
+        for request in self._storing:
+            self._copier.forget(request)
+        self._storing.clear()

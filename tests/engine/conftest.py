@@ -1,0 +1,39 @@
+"""What the engine tests share: small settings, and an attachment that is closed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from kvtier.connect.transformers import Attachment
+
+IS_INSTALLED = find_spec("torch") is not None and find_spec("transformers") is not None
+# A conftest cannot skip; what it ignores is told by the header.
+collect_ignore_glob = [] if IS_INSTALLED else ["test_transformers*.py"]
+
+SMALL: dict[str, Any] = {"store__chunk_tokens": 16, "host__capacity_bytes": "16MiB"}
+
+Attach = Callable[..., "Attachment"]
+
+
+def pytest_report_header() -> str:
+    """Say so when the engine's tests are left out."""
+    return "" if IS_INSTALLED else "engine tests are left out: torch and transformers are not installed"
+
+
+@pytest.fixture
+def attached(tmp_path: Path) -> Iterator[Attach]:
+    """Attaches models with small settings, to the same directory unless told otherwise; closes them at the end."""
+    from kvtier.connect.transformers import attach
+
+    with ExitStack() as stack:
+
+        def make(model: Any, **settings: Any) -> "Attachment":
+            settings = SMALL | {"directory": tmp_path / "kv"} | settings
+            return stack.enter_context(attach(model, **settings))
+
+        yield make

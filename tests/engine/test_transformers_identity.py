@@ -1,0 +1,278 @@
+"""A model that has changed in any way that matters shares no KV with what it was; one that has not, does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Attach
+from tiny_transformers import batch, gemma3, llama, mistral, tokens
+from transformers import LlamaForCausalLM
+
+from kvtier.connect.transformers.identity import Watch, fingerprint, weights_digest
+from kvtier.connect.transformers.positions import moving_rope
+from kvtier.errors import ConfigError, UnsupportedModelError
+
+pytestmark = pytest.mark.engine
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
+PROMPT = batch(tokens(100, 1))[0]
+
+
+def digest(model: Any, **settings: Any) -> bytes:
+    return fingerprint(model, weights_digest(model, None, None).digest, **settings).digest
+
+
+def fill(attached: Attach, model: Any, **settings: Any) -> None:
+    kv = attached(model, **settings)
+    kv.generate(PROMPT, **GREEDY)
+    assert kv.last.stored_chunks
+    kv.close()
+
+
+def restored(attached: Attach, model: Any, **settings: Any) -> int:
+    kv = attached(model, **settings)
+    plain = model.generate(PROMPT, **GREEDY)
+    assert torch.equal(kv.generate(PROMPT, **GREEDY), plain)
+    tokens_restored = kv.last.restored_tokens
+    kv.close()
+    return tokens_restored
+
+
+def test_the_same_model_built_again_is_the_same(attached: Attach) -> None:
+    fill(attached, llama())
+    assert restored(attached, llama()) == 96
+
+
+def test_a_saved_model_is_the_model_that_was_saved(attached: Attach, tmp_path: Path) -> None:
+    for make in (llama, gemma3):
+        model = make()
+        model.save_pretrained(tmp_path / make.__name__)
+        loaded = type(model).from_pretrained(tmp_path / make.__name__)
+        assert digest(loaded) == digest(model)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 8},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+        {"rms_norm_eps": 1e-4},
+        {"attn_implementation": "eager"},
+    ],
+    ids=["weights", "rope theta", "rope scaling", "norm", "attention"],
+)
+def test_a_model_that_differs_shares_nothing(fields: dict[str, Any], attached: Attach) -> None:
+    fill(attached, llama())
+    assert restored(attached, llama(**fields)) == 0
+    assert restored(attached, llama()) == 96, "and disturbs nothing"
+
+
+def test_another_dtype_or_window_shares_nothing(attached: Attach) -> None:
+    fill(attached, mistral())
+    assert restored(attached, mistral().to(torch.bfloat16)) == 0
+    assert restored(attached, mistral(sliding_window=32)) == 0
+    assert restored(attached, mistral()) == 96
+
+
+def test_revision_and_epoch_keep_apart_what_the_weights_do_not(attached: Attach) -> None:
+    model = llama()
+    fill(attached, model, revision="a", epoch=1)
+    assert restored(attached, model, revision="b", epoch=1) == 0
+    assert restored(attached, model, revision="a", epoch=2) == 0
+    assert restored(attached, model, revision="a", epoch=1) == 96
+
+
+def test_names_and_dropout_and_end_tokens_do_not_count() -> None:
+    model = llama()
+    before = digest(model)
+    for field, value in {
+        "_name_or_path": "elsewhere",
+        "eos_token_id": 9,
+        "use_cache": False,
+        "attention_dropout": 0.5,
+    }.items():
+        setattr(model.config, field, value)
+    assert digest(model) == before
+    model.config.rms_norm_eps = 0.5
+    assert digest(model) != before
+
+
+@pytest.mark.parametrize("way", ["in place", "through data", "replaced", "one layer"])
+def test_weights_changed_under_an_attachment_are_noticed(way: str, attached: Attach) -> None:
+    model = llama()
+    kv = attached(model)
+    kv.generate(PROMPT, **GREEDY)
+    before = kv.fingerprint
+    parameter = model.model.layers[1].self_attn.k_proj.weight
+    with torch.no_grad():
+        if way == "in place":
+            parameter.mul_(1.5)
+        elif way == "replaced":
+            model.model.layers[1].self_attn.k_proj.weight = torch.nn.Parameter(parameter * 1.5)
+        elif way == "one layer":
+            model.model.layers[2].mlp.down_proj.weight[3, 4] += 0.5
+        else:
+            for each in model.parameters():
+                each.data = each.data * 1.0
+                each.data.mul_(1.5)
+    plain = model.generate(PROMPT, **GREEDY)
+    assert torch.equal(kv.generate(PROMPT, **GREEDY), plain)
+    assert kv.last.restored_tokens == 0
+    assert kv.last.uncached_reason == ""
+    assert kv.fingerprint != before
+    assert torch.equal(kv.generate(PROMPT, **GREEDY), plain)
+    assert kv.last.restored_tokens == 96
+
+
+def test_a_silent_change_of_all_weights_shows_in_the_samples() -> None:
+    model = llama()
+    watch = Watch(model)
+    assert not watch.has_changed()
+    versions = [parameter._version for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.mul_(1.01)
+    assert [parameter._version for parameter in model.parameters()] == versions, "the version does not tell"
+    assert watch.has_changed()
+
+
+def test_a_model_that_only_computes_has_not_changed() -> None:
+    for model in (
+        llama(),
+        llama(rope_parameters=LONGROPE | {"rope_theta": 1e4, "original_max_position_embeddings": 64}),
+    ):
+        watch = Watch(model)
+        model.generate(PROMPT, **GREEDY)
+        assert not watch.has_changed()
+    with torch.no_grad():
+        model.lm_head.weight[3, 4] = float("nan")
+    assert watch.has_changed()
+    assert not Watch(model).has_changed(), "not a number is no change"
+
+
+def test_set_epoch_starts_anew_and_going_back_finds_the_old(attached: Attach) -> None:
+    kv = attached(llama())
+    kv.generate(PROMPT, **GREEDY)
+    kv.set_epoch(1)
+    kv.generate(PROMPT, **GREEDY)
+    assert kv.last.restored_tokens == 0
+    kv.set_epoch(0)
+    kv.generate(PROMPT, **GREEDY)
+    assert kv.last.restored_tokens == 96
+    with pytest.raises(ConfigError, match="epoch must be at least 0"):
+        kv.set_epoch(-1)
+
+
+class Adapted(torch.nn.Linear):
+    """An adapter layer as the peft library makes them, as far as its state goes."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__(inner.in_features, inner.out_features, bias=False)
+        self.weight = inner.weight
+        self.lora = torch.nn.Parameter(torch.randn_like(inner.weight), requires_grad=False)
+        self.active_adapters = ["a"]
+        self.merged_adapters: list[str] = []
+        self.disable_adapters = False
+        self.scaling = {"a": 0.5}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plain = super().forward(x)
+        if self.disable_adapters or not self.active_adapters:
+            return plain
+        return plain + self.scaling["a"] * x @ self.lora.T
+
+
+def test_an_adapter_that_is_switched_off_or_scaled_is_another_model(attached: Attach) -> None:
+    torch.manual_seed(1)
+    model = llama()
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = Adapted(attention.v_proj)
+    kv = attached(model)
+    kv.generate(PROMPT, **GREEDY)
+    for field, value in (("disable_adapters", True), ("disable_adapters", False), ("scaling", {"a": 0.7})):
+        setattr(attention.v_proj, field, value)
+        assert torch.equal(kv.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
+        assert kv.last.restored_tokens == (96 if (field, value) == ("disable_adapters", False) else 0)
+
+
+def test_scaling_that_depends_on_the_length_is_told_by_the_settings() -> None:
+    """Its frequencies move while the model computes, so that they cannot be digested."""
+    rope = LONGROPE | {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    assert digest(llama(rope_parameters=rope)) == digest(llama(rope_parameters=rope))
+    assert digest(llama(rope_parameters=rope)) != digest(llama(rope_parameters=rope | {"long_factor": [4.0] * 6}))
+
+
+def test_a_named_checkpoint_is_digested_instead_of_the_tensors(
+    attached: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    llama().save_pretrained(tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    kv = attached(model, checkpoint=tmp_path / "model")
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert kv.weights.total_bytes == size
+    kv.generate(PROMPT, **GREEDY)
+    kv.close()
+    assert restored(attached, model, checkpoint=tmp_path / "model") == 96
+    # A change in memory makes the checkpoint a false witness.
+    kv = attached(model, checkpoint=tmp_path / "model")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.add_(0.1)
+    kv.generate(PROMPT, **GREEDY)
+    assert kv.last.restored_tokens == 0
+    with pytest.raises(ConfigError, match="cannot be read"):
+        attached(model, checkpoint=tmp_path / "nowhere")
+
+
+def test_the_cost_of_the_digest_is_told(attached: Attach) -> None:
+    model = llama()
+    kv = attached(model)
+    # Tied or not, each tensor once; and the inverse frequencies, which no checkpoint has.
+    assert kv.weights.hashed_bytes >= sum(parameter.nbytes for parameter in model.parameters())
+    assert kv.weights.seconds > 0
+
+
+def test_weights_that_are_not_in_memory_are_refused(attached: Attach) -> None:
+    model = llama()
+    with pytest.raises(UnsupportedModelError, match="checkpoint=PATH"):
+        weights_digest(model.to("meta"), None, None)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [3.0] * 6, "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "has_long_side"),
+    [
+        (LONGROPE | {"rope_theta": 10000.0, "original_max_position_embeddings": 64}, True),
+        ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}, False),
+    ],
+    ids=["longrope", "dynamic"],
+)
+def test_positions_that_depend_on_the_length_keep_short_and_long_texts_apart(
+    rope: dict[str, Any], has_long_side: bool, attached: Attach
+) -> None:
+    maximum = 2048 if has_long_side else 64
+    model = llama(rope_parameters=rope, max_position_embeddings=maximum)
+    found = moving_rope(model)
+    assert found is not None
+    assert (found.original_tokens, found.has_long_side) == (64, has_long_side)
+    kv = attached(model)
+    text = tokens(140, 1)
+    expected = {40: (0, ""), 60: (0, "the text may cross"), 90: (0, ""), 140: (80, "")}
+    if not has_long_side:
+        expected |= {90: (0, "the text may cross"), 140: (0, "the text may cross")}
+    for length, (tokens_restored, reason) in expected.items():
+        input_ids, _ = batch(text[:length])
+        plain = model.generate(input_ids, **GREEDY)
+        output = kv.generate(input_ids, **GREEDY)
+        # Beyond the length, "dynamic" frequencies depend on the calls before: the library itself repeats nothing.
+        assert reason or torch.equal(output, plain)
+        assert kv.last.restored_tokens == tokens_restored, length
+        assert kv.last.uncached_reason.startswith(reason)
+        assert bool(kv.last.uncached_reason) == bool(reason)
+    short, _ = batch(text[:40])
+    kv.generate(short, **GREEDY)
+    assert kv.last.restored_tokens == 32
+    assert moving_rope(llama()) is None

@@ -1,0 +1,73 @@
+"""`kvtier demo`: every mistake is refused with one clear line before any pass is run."""
+
+import pytest
+
+from kvtier.bench import demo
+from kvtier.cli.main import run
+
+
+@pytest.fixture(autouse=True)
+def no_pass(monkeypatch):
+    def refuse(*_arguments):
+        raise AssertionError("a pass was started")
+
+    monkeypatch.setattr(demo, "pass_events", refuse)
+    monkeypatch.setattr(demo, "check_libraries", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model-size", "huge"], "--model-size must be one of tiny, small, medium, got 'huge'"),
+        (["--seed", "-1"], "--seed must be in 0.."),
+        (["--new-tokens", "0"], "--new-tokens must be in 1..256, got 0"),
+        (["--sessions", "13"], "--sessions must be in 1..12 (the conversations of the trace), got 13"),
+        (["--sessions", "1", "--requests", "7"], "--requests must be in 1..6 (the requests of 1 conversations), got 7"),
+        (["--threads", "-2"], "--threads must be in 0..1024, got -2"),
+        (["--requests", "x"], "'x' is not a valid integer"),
+        (["--nonsense"], "No such option"),
+    ],
+)
+def test_a_wrong_flag_is_refused(arguments, told, capsys):
+    assert run(["demo", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert told in captured.err
+
+
+@pytest.mark.engine
+def test_a_path_that_cannot_be_used_is_refused(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    before = sorted(tmp_path.iterdir())
+    for arguments, told in (
+        (["--dir", str(file)], "is not a directory; give a directory or a new path"),
+        (["--report", str(tmp_path)], "is a directory; give a file"),
+        (["--record", str(file / "below.json"), "--json"], "cannot be written"),
+        (["--dir", str(tmp_path)], "is not empty and holds no store of ours"),
+    ):
+        assert run(["demo", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert told in captured.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_wrong_setting_in_the_environment_is_refused_before_any_pass(monkeypatch, capsys):
+    monkeypatch.setenv("KVTIER_STORE__CHUNK_TOKENS", "many")
+    assert run(["demo"]) == 2
+    assert "store.chunk_tokens" in capsys.readouterr().err
+
+
+def test_missing_libraries_are_named_with_what_brings_them(monkeypatch, capsys):
+    monkeypatch.undo()
+    monkeypatch.setattr(demo, "NEEDED", ("json", "no_such_library"))
+    assert run(["demo", "--json"]) == 2
+    told = capsys.readouterr().err
+    assert "needs no_such_library" in told
+    assert "pip install 'kvtier[transformers]'" in told
+
+
+def test_the_help_imports_no_engine(capsys):
+    assert run(["demo", "--help"]) == 0
+    assert "Exit code 1 when passes differ" in capsys.readouterr().out

@@ -1,0 +1,50 @@
+"""The record of a benchmark run: complete, plain, and never naming the host."""
+
+import json
+import platform
+
+import pytest
+
+from kvtier.bench import record
+from kvtier.bench.record import Setting, file_system, make_record, write_record
+from kvtier.errors import ConfigError
+
+
+def test_a_record_carries_the_conditions_and_is_plain_json(tmp_path):
+    made = make_record(
+        "io", settings={"size": Setting(4, "flag")}, seed=7, results={"speed": 1.5}, samples=[1, 2], directory=tmp_path
+    )
+    write_record(tmp_path / "deep" / "io.json", made)
+    read = json.loads((tmp_path / "deep" / "io.json").read_text(encoding="utf-8"))
+    assert read == made
+    assert read["version"] == record.VERSION
+    assert read["settings"] == {"size": {"value": 4, "origin": "flag"}}
+    assert read["seed"] == 7
+    assert read["samples"] == [1, 2]
+    assert read["machine"]["cores"] >= 1
+    assert read["machine"]["file_system"] not in ("", "unknown")
+    assert read["software"]["python"].endswith(platform.python_version())
+    assert "kvtier" in read["software"]
+    assert [it.name for it in (tmp_path / "deep").iterdir()] == ["io.json"]
+
+
+def test_a_record_names_no_host():
+    assert platform.node() not in json.dumps(make_record("io", settings={}, seed=None, results=None)["machine"]).split(
+        '"'
+    )
+
+
+def test_a_record_that_cannot_be_written_is_a_setting_that_is_wrong(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"record .*file/below.json' cannot be written"):
+        write_record(tmp_path / "file" / "below.json", {})
+
+
+def test_the_file_system_of_a_directory_that_is_not_there_yet_is_that_of_its_parent(tmp_path):
+    assert file_system(tmp_path / "not" / "there") == file_system(tmp_path)
+    assert file_system(record.Path("/proc")) == "proc"
+
+
+def test_a_checkout_is_named_by_its_commit():
+    told = record.commit()
+    assert told is None or (len(told["id"]) == 40 and isinstance(told["is_modified"], bool))

@@ -1,0 +1,88 @@
+"""The demo's prompts: real conversations, each prompt continuing the earlier prompt and the answer given to it."""
+
+import gzip
+import json
+
+import pytest
+
+from kvtier.bench.demo_trace import (
+    TRACE,
+    Row,
+    Step,
+    build_prompt,
+    choose_sessions,
+    find_parent,
+    read_trace,
+)
+from kvtier.errors import ConfigError
+
+
+def test_the_trace_is_the_whole_one_and_sorted_by_time():
+    rows = read_trace()
+    assert len(rows) == 162
+    assert len({row.session for row in rows}) == 12
+    assert [row.time_us for row in rows] == sorted(row.time_us for row in rows)
+
+
+def test_a_prompt_holds_the_earlier_prompt_and_its_answer():
+    steps = [Step(0, 0, None, (1, 2, 3)), Step(0, 1, 0, (4, 5)), Step(0, 2, 1, ())]
+    prompts, answers = [], []
+    for position in range(3):
+        prompts.append(build_prompt(steps, position, prompts, answers))
+        answers.append([90 + position, 91 + position])
+    assert prompts == [[1, 2, 3], [1, 2, 3, 90, 91, 4, 5], [1, 2, 3, 90, 91, 4, 5, 91, 92]]
+
+
+def test_a_branch_continues_the_request_that_it_left_from_not_the_latest():
+    texts = ["task", "task. look here", "task. look there"]
+    assert find_parent(texts, 2) == 0
+    steps = [Step(0, 0, None, (1,)), Step(0, 1, 0, (2,)), Step(0, 2, 0, (3,))]
+    assert build_prompt(steps, 2, [[1], [1, 50, 2]], [[50], [60]]) == [1, 50, 3]
+
+
+def test_of_several_beginnings_the_longest_is_continued():
+    assert find_parent(["a", "a b", "a b c"], 2) == 1
+    assert find_parent(["a b", "a", "a b c"], 2) == 0
+
+
+def test_equal_inputs_continue_the_latest_of_them():
+    assert find_parent(["a", "a", "a b"], 2) == 1
+
+
+def test_a_text_that_continues_nothing_begins_anew():
+    assert find_parent(["a", "b"], 1) is None
+    assert find_parent(["a"], 0) is None
+
+
+def test_the_shortest_conversations_are_chosen_and_their_order_in_time_is_kept():
+    rows = [Row(1, "long", "xxxx"), Row(2, "short", "x"), Row(3, "middle", "xx"), Row(4, "short", "x")]
+    assert [row.time_us for row in choose_sessions(rows, 2)] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("count", [0, 13, -1])
+def test_an_impossible_number_of_conversations_is_refused_with_what_is_allowed(count):
+    with pytest.raises(ConfigError, match=rf"--sessions must be in 1\.\.12 .*got {count}"):
+        choose_sessions(read_trace(), count)
+
+
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"no json"), gzip.compress(b'{"timestamp": 1}\n')])
+def test_a_file_that_is_no_trace_is_refused(tmp_path, content):
+    path = tmp_path / "trace.gz"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"trace .* cannot be read"):
+        read_trace(path)
+
+
+def test_a_cut_trace_is_refused(tmp_path):
+    path = tmp_path / "trace.gz"
+    path.write_bytes(TRACE.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(path)
+
+
+def test_the_licence_of_the_trace_stands_beside_it():
+    about = (TRACE.parent / "README.md").read_text(encoding="utf-8")
+    assert TRACE.name in about
+    assert "Apache-2.0" in about
+    with gzip.open(TRACE, "rt", encoding="utf-8") as lines:
+        assert set(json.loads(next(lines))) == {"timestamp", "input", "output", "session_id"}
