@@ -1,0 +1,264 @@
+"""kvtier in vLLM next to no connector and to vLLM's native tiering, on one machine in one run.
+
+    .venv-vllm/bin/python bench/vllm.py --record bench/records/vllm.json     (--quick: a minute, to see that it runs)
+
+Parts: time to first token of a long prompt as a miss, from host memory, and from disk in a new process; what a miss
+costs more than without a connector; a prompt larger than host memory; conversations that grow under memory pressure;
+and a directory that is made slow, where loading must never cost more than computing. vLLM computes with one core and
+leaves the others to the rest, as it does by itself on a small machine.
+"""
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parents[1]
+# Engines run in processes that inherit this path: without the folder of this file, whose name would hide vLLM's.
+sys.path[:1] = [str(TOP / "tests" / "vllm")]
+sys.path.append(str(TOP / "bench" / "vllm_arms"))
+
+from arms import ARMS, FULL, MEANS, QUICK, Bench, ask, forget_pages, settle, stored_bytes, summary  # noqa: E402
+from harness import Ask, Engine, in_process  # noqa: E402
+from judge import prompt  # noqa: E402
+from models import make_checkpoint  # noqa: E402
+
+from kvtier.bench.record import Setting, make_record, write_record  # noqa: E402
+
+FACTORS = (0.1, 0.5, 0.8, 1.0, 1.25, 2.0, 10.0)
+"""How long the slowed directory would take for a prompt, as a share of computing it."""
+
+RESAMPLES = 10_000
+
+Samples = list[dict[str, Any]]
+
+
+def first_tokens(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
+    """Time to first token: a miss, then from host memory, then from disk in a new process."""
+    prompts = [prompt(bench.sizes.prompt_tokens, seed + number) for number in range(bench.sizes.prompts)]
+    samples: Samples = []
+    for arm in ARMS:
+        directory = bench.store(arm, "ttft")
+        with bench.engine(arm, directory) as engine:
+            for tokens in prompts:
+                for kind in ("miss",) if arm == "none" else ("miss", "host"):
+                    samples.append(_timed(engine, tokens, arm, kind))
+                    settle(engine, directory)
+                    engine.forget()
+        if arm == "none":
+            continue
+        forget_pages(directory)
+        with bench.engine(arm, directory) as engine:
+            for tokens in prompts:
+                samples.append(_timed(engine, tokens, arm, "disk"))
+                engine.drain()
+                engine.forget()
+    told: dict[str, Any] = {}
+    for arm in ARMS:
+        told[arm] = {}
+        for kind in ("miss", "host", "disk"):
+            rows = [it for it in samples if (it["arm"], it["kind"]) == (arm, kind)]
+            if rows:
+                told[arm][kind] = summary([it["s"] for it in rows]) | {"restored": rows[-1]["restored"]}
+    firsts = {arm: [it["token"] for it in samples if (it["arm"], it["kind"]) == (arm, "miss")] for arm in ARMS}
+    told["same_tokens"] = (
+        all(it["token"] in firsts["none"] for it in samples) and len(set(map(str, firsts.values()))) == 1
+    )
+    return told, samples
+
+
+def _timed(engine: Engine, tokens: list[int], arm: str, kind: str) -> dict[str, Any]:
+    answer = ask(engine, tokens)
+    return {
+        "part": "ttft",
+        "arm": arm,
+        "kind": kind,
+        "s": answer.ttft_s,
+        "restored": answer.cached,
+        "token": answer.tokens[0],
+    }
+
+
+def misses(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
+    """What a miss costs more than without a connector: every prompt is asked of every arm, in changing order."""
+    sizes, samples = bench.sizes, []
+    draw = random.Random(seed)  # noqa: S311 - seeded on purpose
+    stores = {arm: bench.store(arm, "misses") for arm in ARMS}
+    engines = {arm: bench.engine(arm, stores[arm]) for arm in ARMS}
+    rows: list[dict[str, tuple[float, float]]] = []
+    for number in range(sizes.pairs):
+        tokens = prompt(sizes.pair_tokens, seed + 1000 + number)
+        row: dict[str, tuple[float, float]] = {}
+        for arm in draw.sample(ARMS, len(ARMS)):
+            before_s = engines[arm].cpu_s()
+            answer = ask(engines[arm], tokens)
+            settle(engines[arm], stores[arm])
+            row[arm] = (answer.ttft_s or math.nan, engines[arm].cpu_s() - before_s)
+            engines[arm].forget()
+        rows.append(row)
+        samples.append({"part": "misses", **{arm: {"s": s, "cpu_s": cpu_s} for arm, (s, cpu_s) in row.items()}})
+    for engine in engines.values():
+        engine.close()
+    told: dict[str, Any] = {"tokens": sizes.pair_tokens, "pairs": sizes.pairs}
+    for arm in ARMS[1:]:
+        ratios = [row[arm][0] / row["none"][0] for row in rows]
+        cpu = [row[arm][1] / row["none"][1] for row in rows]
+        told[arm] = {"ttft": interval(ratios, draw), "cpu": interval(cpu, draw)}
+    return told, samples
+
+
+def interval(ratios: list[float], draw: random.Random) -> dict[str, float]:
+    """The median of ratios, with a 95 % interval by drawing them anew."""
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    return {
+        "ratio": statistics.median(ratios),
+        "low": medians[int(0.025 * RESAMPLES)],
+        "high": medians[int(0.975 * RESAMPLES)],
+    }
+
+
+def larger_than_host(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
+    """A prompt whose KV does not fit into host memory, asked again by a new process."""
+    sizes, samples = bench.sizes, []
+    tokens = prompt(sizes.prompt_tokens, seed + 50)
+    told: dict[str, Any] = {"host_bytes": sizes.small_host_bytes}
+    for arm in ARMS[1:]:
+        directory = bench.store(arm, "large")
+        # Stored with room enough, so that both start from a full store.
+        with bench.engine(arm, directory) as engine:
+            ask(engine, tokens)
+            settle(engine, directory)
+        forget_pages(directory)
+        with bench.engine(arm, directory, host_bytes=sizes.small_host_bytes) as engine:
+            answer = ask(engine, tokens)
+        told[arm] = {"ttft_s": answer.ttft_s, "restored": answer.cached, "of": len(tokens)}
+        samples.append({"part": "large", "arm": arm, **told[arm]})
+    return told, samples
+
+
+def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
+    """Conversations that grow turn by turn, all asked at once, in an engine that cannot hold them all."""
+    sizes, samples = bench.sizes, []
+    told: dict[str, Any] = {}
+    for arm in ARMS:
+        directory = bench.store(arm, "talk")
+        texts = [prompt(sizes.first_tokens, seed + 2000 + number) for number in range(sizes.conversations)]
+        spent_s, restored, asked, waits = 0.0, 0, 0, []
+        with bench.engine(arm, directory, engine_bytes=sizes.engine_bytes) as engine:
+            for turn in range(sizes.turns):
+                began = time.perf_counter()
+                answers = engine.ask(
+                    *(Ask(text, count=sizes.answer_tokens, logprobs=None) for text in texts), limit_s=1800.0
+                )
+                turn_s = time.perf_counter() - began
+                spent_s += turn_s
+                asked += sum(map(len, texts))
+                restored += sum(it.cached for it in answers)
+                waits += [it.ttft_s for it in answers]
+                samples.append({"part": "talk", "arm": arm, "turn": turn, "s": turn_s, "ttft_s": waits[-len(texts) :]})
+                for number, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+                    text += [*answer.tokens, *prompt(sizes.turn_tokens, seed + 100 * turn + number)]
+        told[arm] = {
+            "s": spent_s,
+            "requests_per_s": sizes.conversations * sizes.turns / spent_s,
+            "prompt_tokens": asked,
+            "cached_tokens": restored,
+            "ttft": summary([it for it in waits if it is not None]),
+        }
+    return told, samples
+
+
+def throttled(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
+    """A stored prompt from a directory of any speed, next to computing it: each prompt by both, one after the other."""
+    from throttle import RATE  # noqa: PLC0415
+
+    sizes, samples = bench.sizes, []
+    prompts = [prompt(sizes.throttled_tokens, seed + 3000 + number) for number in range(sizes.throttled_prompts)]
+    directory = bench.store("kvtier", "slow")
+    with bench.engine("none", directory) as plain:
+        computed = [ask(plain, tokens).ttft_s or math.nan for tokens in prompts]
+        plain.forget()
+        with bench.engine("kvtier", directory) as engine:
+            for tokens in prompts:
+                ask(engine, tokens)
+                settle(engine, directory)
+        stored = stored_bytes(directory / "objects")
+        told = []
+        for factor in FACTORS:
+            rate = stored / len(prompts) / (factor * statistics.median(computed))
+            environment = {RATE: str(rate)}
+            ratios: list[float] = []
+            with bench.engine(
+                "kvtier", directory, environment=environment, sabotage="throttle:throttle_reads"
+            ) as engine:
+                ask(engine, prompt(sizes.throttled_tokens, seed + 4000))  # nobody knows how fast it computes before
+                for number, tokens in enumerate(prompts):
+                    order = (engine, plain) if number % 2 else (plain, engine)
+                    times = {id(it): ask(it, tokens).ttft_s or math.nan for it in order}
+                    ratios.append(times[id(engine)] / times[id(plain)])
+                    for it in order:
+                        it.drain()
+                        it.forget()
+                    samples.append({"part": "slow", "factor": factor, "ratio": ratios[-1]})
+            told.append(
+                {
+                    "load_over_compute": factor,
+                    "bytes_per_s": rate,
+                    "first": ratios[0],
+                    "median": statistics.median(ratios),
+                    "worst": max(ratios),
+                }
+            )
+    return told, samples
+
+
+PARTS: dict[str, Callable[[Bench, int], tuple[Any, Samples]]] = {
+    "ttft": first_tokens,
+    "misses": misses,
+    "large": larger_than_host,
+    "talk": conversations,
+    "slow": throttled,
+}
+
+
+def main() -> None:
+    """Run the parts, print a summary, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few samples: shows that it runs")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this part; repeatable")
+    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the drive in question")
+    parser.add_argument("--record", type=Path, help="write the JSON record to this file")
+    parser.add_argument("--seed", type=int, default=1, help="draws the prompts")
+    given = parser.parse_args()
+    sizes = QUICK if given.quick else FULL
+    parts = given.part or list(PARTS)
+    results: dict[str, Any] = {"arms": MEANS}
+    samples: Samples = []
+    with tempfile.TemporaryDirectory(prefix=".bench-vllm-", dir=given.dir) as folder:
+        work = Path(folder).resolve()
+        in_process(make_checkpoint, sizes.model, work / "models" / sizes.model)
+        bench = Bench(sizes, work / "models", work)
+        for part in parts:
+            began = time.perf_counter()
+            results[part], taken = PARTS[part](bench, given.seed)
+            samples += taken
+            print(f"{part}: {time.perf_counter() - began:.0f} s: {results[part]}", file=sys.stderr, flush=True)
+    if given.record is not None:
+        settings = {name: Setting(value, "flag" if given.quick else "default") for name, value in asdict(sizes).items()}
+        settings["parts"] = Setting(parts, "flag" if given.part else "default")
+        settings["threads"] = Setting(1, "default")
+        record = make_record(
+            "vllm", settings=settings, seed=given.seed, results=results, samples=samples, directory=given.dir
+        )
+        write_record(given.record, record)
+
+
+if __name__ == "__main__":
+    main()

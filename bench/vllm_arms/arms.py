@@ -1,0 +1,204 @@
+"""What `bench/vllm.py` compares, and how one answer is measured."""
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import Answer, Ask, Engine
+
+QUIET_S = 0.5
+QUIET_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything."""
+
+    model: str
+    prompt_tokens: int
+    prompts: int
+    """Samples of each time to first token."""
+    pair_tokens: int
+    """Of the prompts that measure what a miss costs: short ones, in which a store weighs more."""
+    pairs: int
+    conversations: int
+    turns: int
+    first_tokens: int
+    turn_tokens: int
+    answer_tokens: int
+    running: int
+    """Requests that the engine runs at once."""
+    throttled_tokens: int
+    throttled_prompts: int
+    host_bytes: int
+    small_host_bytes: int
+    """Less than the prompt takes."""
+    engine_bytes: int
+    """Of the engine's own KV memory: less than the conversations take."""
+
+
+FULL = Sizes(
+    model="llama-137m",
+    prompt_tokens=8000,
+    prompts=5,
+    pair_tokens=2000,
+    pairs=40,
+    conversations=24,
+    turns=4,
+    first_tokens=800,
+    turn_tokens=300,
+    answer_tokens=32,
+    running=8,
+    throttled_tokens=4000,
+    throttled_prompts=6,
+    host_bytes=512 << 20,
+    small_host_bytes=64 << 20,
+    engine_bytes=200 << 20,
+)
+
+QUICK = Sizes(
+    model="llama",
+    prompt_tokens=3000,
+    prompts=2,
+    pair_tokens=1000,
+    pairs=3,
+    conversations=6,
+    turns=2,
+    first_tokens=600,
+    turn_tokens=200,
+    answer_tokens=8,
+    running=4,
+    throttled_tokens=2000,
+    throttled_prompts=2,
+    host_bytes=16 << 20,
+    small_host_bytes=2 << 20,
+    engine_bytes=16 << 20,
+)
+
+ARMS = ("none", "native", "kvtier")
+MEANS = {
+    "none": "no connector",
+    "native": "vLLM's native tiering: host memory and its fs tier, with a worker that copies with memcpy",
+    "kvtier": "kvtier: host memory and the directory tier",
+}
+
+
+def connector(arm: str, directory: Path, host_bytes: int) -> dict[str, Any] | None:
+    """The `kv_transfer_config` of an arm, with as much host memory for each."""
+    if arm == "none":
+        return None
+    shared = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    if arm == "kvtier":
+        extra: dict[str, Any] = {"directory.path": str(directory), "host.capacity_bytes": host_bytes}
+        named = {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm"}
+    else:
+        extra = {
+            "spec_name": "MemcpyTieringSpec",
+            "spec_module_path": "native_tiering",
+            "cpu_bytes_to_use": host_bytes,
+            # As large as kvtier's chunks, and with the tokens that are generated: neither is the default.
+            "blocks_per_chunk": 2,
+            "offload_prompt_only": False,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
+        }
+        named = {"kv_connector": "OffloadingConnector"}
+    return shared | named | {"kv_connector_extra_config": extra}
+
+
+class Bench:
+    """Engines of one run.
+
+    Args:
+        sizes: how much of everything.
+        models: directory with the checkpoint.
+        work: for stores and logs.
+    """
+
+    def __init__(self, sizes: Sizes, models: Path, work: Path) -> None:
+        self.sizes = sizes
+        self._models = models
+        self._work = work
+        self._count = 0
+
+    def store(self, arm: str, purpose: str) -> Path:
+        """Where an arm keeps its files for a purpose."""
+        directory = self._work / f"{arm}-{purpose}"
+        directory.mkdir(exist_ok=True)
+        return directory
+
+    def engine(
+        self,
+        arm: str,
+        directory: Path,
+        *,
+        host_bytes: int = 0,
+        engine_bytes: int = 0,
+        environment: dict[str, str] | None = None,
+        sabotage: str = "",
+    ) -> Engine:
+        """An engine of an arm, that has answered two prompts to warm up."""
+        sizes = self.sizes
+        self._count += 1
+        engine = Engine(
+            self._models / sizes.model,
+            self._work / f"engine{self._count}.log",
+            connector(arm, directory, host_bytes or sizes.host_bytes),
+            dtype="bfloat16",
+            max_model_len=sizes.prompt_tokens + 256,
+            kv_cache_memory_bytes=engine_bytes or 2 * sizes.host_bytes,
+            max_num_seqs=sizes.running,
+            environment=environment,
+            sabotage=sabotage,
+        )
+        for number in range(2):
+            engine.ask(Ask([5 + number, *range(10, 600)], count=2))
+            engine.drain()
+        return engine
+
+
+def ask(engine: Engine, tokens: Sequence[int]) -> Answer:
+    """The answer to a prompt, of one token."""
+    return engine.ask(Ask(tokens, count=1, logprobs=None), limit_s=600.0)[0]
+
+
+def settle(engine: Engine, directory: Path) -> None:
+    """Wait until everything that was to be stored has been: nobody else's turn is disturbed by it."""
+    engine.drain()
+    until_s = time.monotonic() + QUIET_DEADLINE_S
+    before = -1
+    while time.monotonic() < until_s:
+        now = stored_bytes(directory)
+        if now == before:
+            return
+        before = now
+        time.sleep(QUIET_S)
+
+
+def stored_bytes(directory: Path) -> int:
+    """Bytes of all files below `directory`; some may come and go meanwhile."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def forget_pages(directory: Path) -> None:
+    """Ask the kernel to keep nothing of the store's files in its cache."""
+    for path in (path for path in directory.rglob("*") if path.is_file()):
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(number)
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest of some times."""
+    return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}

@@ -1,0 +1,129 @@
+"""vLLM's own tiered offloading, made to run on a CPU: the yardstick of `bench/vllm.py`.
+
+vLLM refuses it there, because its worker copies with CUDA. Everything else (scheduler half, tiers in host memory and in
+a file system, eviction, back-pressure) does not care, so only the worker is replaced: by one that copies with memcpy,
+in a thread of its own, page by page. Named by `spec_name` and `spec_module_path` in `kv_connector_extra_config`.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+import torch
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+
+class Page(NamedTuple):
+    """One block of one tensor, and where it lies in host memory."""
+
+    tensor: int
+    block: int
+    chunk: int
+    place: int
+    """Of the block in its chunk."""
+
+
+class MemcpyWorker(OffloadingWorker):
+    """Copies between vLLM's blocks and its host tier.
+
+    Args:
+        caches: vLLM's KV memory, a tensor of [blocks, bytes of a page] for each layer.
+        blocks_per_chunk: blocks that the host tier keeps together.
+        region: the host tier's memory.
+    """
+
+    def __init__(self, caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
+        self._blocks_per_chunk = blocks_per_chunk
+        self._region = region
+        self._layers = caches.group_data_refs
+        self._blocks: list[torch.Tensor] = [it.tensor for it in caches.tensors]
+        self._host: list[torch.Tensor] = [
+            region.create_next_worker_view(it.page_size_bytes * blocks_per_chunk) for it in caches.tensors
+        ]
+        self._thread = ThreadPoolExecutor(1, "native-tiering")
+        self._jobs: dict[int, Future[TransferResult]] = {}
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec) -> bool:
+        """Blocks to host memory."""
+        return self._submit(job_id, src_spec, dst_spec.block_ids, is_store=True)
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: BlockIDsLoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,  # noqa: ARG002, FBT001, FBT002 - from 0.33 on; one thread has nothing to overtake
+    ) -> bool:
+        """Host memory to blocks."""
+        return self._submit(job_id, dst_spec, src_spec.block_ids, is_store=False)
+
+    def get_finished(self) -> list[TransferResult]:
+        """What has ended since the last call."""
+        ended = [job for job, future in self._jobs.items() if future.done()]
+        return [self._jobs.pop(job).result() for job in ended]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until these have ended."""
+        wait([self._jobs[job] for job in job_ids if job in self._jobs])
+
+    def shutdown(self) -> None:
+        """End the thread, then let go of the memory."""
+        self._thread.shutdown()
+        self._host.clear()
+        self._blocks.clear()
+        self._region.cleanup()
+
+    def _submit(self, job: int, blocks: GPULoadStoreSpec, chunks: Sequence[int], *, is_store: bool) -> bool:
+        self._jobs[job] = self._thread.submit(self._copy, job, blocks, chunks, is_store=is_store)
+        return True
+
+    def _copy(self, job: int, blocks: GPULoadStoreSpec, chunks: Sequence[int], *, is_store: bool) -> TransferResult:
+        began = time.perf_counter()
+        moved = 0
+        for page in self._pages(blocks, chunks):
+            below = self._blocks[page.tensor][page.block].reshape(-1)
+            size = below.numel()
+            host = self._host[page.tensor][page.chunk, page.place * size : (page.place + 1) * size]
+            (host if is_store else below).copy_(below if is_store else host)
+            moved += size
+        return TransferResult(job, success=True, transfer_size=moved, transfer_time=time.perf_counter() - began)
+
+    def _pages(self, blocks: GPULoadStoreSpec, chunks: Sequence[int]) -> Iterator[Page]:
+        block_at = chunk_at = 0
+        for layers, count, first in zip(self._layers, blocks.group_sizes, blocks.block_indices, strict=True):
+            if not count:
+                continue
+            skipped = first % self._blocks_per_chunk
+            for number in range(count):
+                chunk, place = divmod(number + skipped, self._blocks_per_chunk)
+                for layer in layers:
+                    block = int(blocks.block_ids[block_at + number])
+                    yield Page(layer.tensor_idx, block, int(chunks[chunk_at + chunk]), place)
+            block_at += count
+            chunk_at += -(-(count + skipped) // self._blocks_per_chunk)
+
+
+class MemcpyTieringSpec(TieringOffloadingSpec):
+    """vLLM's tiering with the worker above."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """The worker of this process; made once."""
+        if self._worker is None:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = MemcpyWorker(kv_caches, self.blocks_per_chunk, region)
+        return self._worker

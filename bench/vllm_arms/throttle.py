@@ -1,0 +1,29 @@
+"""A directory tier as slow as it is told to be: all reads together get so many bytes a second and no more."""
+
+import os
+import threading
+import time
+
+from kvtier.tier.directory import DirectoryTier
+from kvtier.types import ObjectName
+
+RATE = "BENCH_READ_BYTES_PER_S"
+
+
+def throttle_reads() -> None:
+    """Slow down every directory tier of this process to the rate in the environment."""
+    bytes_per_s = float(os.environ[RATE])
+    lock = threading.Lock()
+    free_s = 0.0
+    read = DirectoryTier.read
+
+    def slowly(self: DirectoryTier, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+        nonlocal free_s
+        count = read(self, name, into, offset)
+        with lock:
+            free_s = max(free_s, time.monotonic()) + (count or 0) / bytes_per_s
+            until_s = free_s
+        time.sleep(max(0.0, until_s - time.monotonic()))
+        return count
+
+    DirectoryTier.read = slowly  # type: ignore[method-assign]

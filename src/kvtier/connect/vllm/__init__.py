@@ -1,0 +1,20 @@
+"""The vLLM engine: a KV connector that its workers and its scheduler load by name.
+
+    --kv-transfer-config '{"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm",
+                           "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                           "kv_connector_extra_config": {"directory": {"path": "/path/to/kv"}}}'
+
+The connector itself is imported when vLLM asks for it, so that the parts below work, and are tested, without vLLM.
+"""
+
+from typing import Any
+
+__all__ = ["KvtierConnector"]  # pyright: ignore[reportUnsupportedDunderAll] (see __getattr__)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class whose base is vLLM's
+    if name == "KvtierConnector":
+        from kvtier.connect.vllm.connector import KvtierConnector  # noqa: PLC0415
+
+        return KvtierConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,143 @@
+"""Copies pages on a CUDA device, beside what the engine computes.
+
+A chunk's pages lie scattered over the engine's memory in pieces of some KiB, too small for the copy engine to be fast.
+So they are first brought together on the device, in a buffer laid out like the payload, and cross the bus in one piece:
+
+    gather    blocks --index_select--> buffer --copy--> payload
+    scatter   payload --copy--> buffer --index_copy_--> blocks
+
+Each thread has a stream and a buffer of its own; on the stream one chunk follows the other, so the buffer is free when
+the next needs it. The fence is an event behind the last copy. Nothing waits for the engine's own stream: stores begin
+when a step's output is there, loads go to blocks that no step uses.
+"""
+
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvtier.connect.vllm.geometry import SKIP
+from kvtier.connect.vllm.pages import BlockIds, EnginePages, Stack
+from kvtier.device.base import Fence
+from kvtier.layout import align_up
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Bytes are moved in the widest of these that fits."""
+
+_WORD_BYTES_MAX = 8
+
+
+class CudaFence:
+    """An event behind a copy."""
+
+    def __init__(self, event: Any) -> None:  # noqa: ANN401 - torch has two types for it
+        self.event = event
+
+
+class _Lane(threading.local):
+    """What a thread copies with."""
+
+    stream: torch.cuda.Stream | None = None
+    buffer: torch.Tensor | None = None
+
+
+class CudaPageCopy:
+    """A `PageCopy` by streams. On a CPU it copies at once, so that its arithmetic is tested where there is no GPU.
+
+    Args:
+        pages: the worker's KV memory.
+    """
+
+    def __init__(self, pages: EnginePages) -> None:
+        self._pages = pages
+        self._device = pages.device
+        # A payload has the same parts, each padded to more than a word.
+        self._buffer_bytes = max(group.payload_bytes for group in pages.layout.groups)
+        self._lane = _Lane()
+
+    def gather(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
+        """Start copying the pages of these blocks into `payload`."""
+        slot = torch.frombuffer(payload, dtype=torch.uint8)
+        with self._on_stream():
+            for table, near, stack in self._parts(group):
+                engine, dense = _worded(stack.pages, near)
+                torch.index_select(engine, 1, self._index(ids[table]), out=dense)
+                for part, place in _pieces(near, stack):
+                    slot[place].copy_(part, non_blocking=True)
+            return self._fence()
+
+    def scatter(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
+        """Start copying `payload` into the pages of these blocks, but those that are `SKIP`."""
+        slot = torch.frombuffer(payload, dtype=torch.uint8)
+        with self._on_stream():
+            for table, near, stack in self._parts(group):
+                for part, place in _pieces(near, stack):
+                    part.copy_(slot[place], non_blocking=True)
+                engine, dense = _worded(stack.pages, near)
+                kept = [position for position, block in enumerate(ids[table]) if block != SKIP]
+                if len(kept) < len(ids[table]):
+                    dense = dense.index_select(1, self._index(kept))
+                engine.index_copy_(1, self._index([ids[table][position] for position in kept]), dense)
+            return self._fence()
+
+    def done(self, fence: Fence) -> bool:
+        """Whether the copy behind `fence` is complete."""
+        assert isinstance(fence, CudaFence)
+        return fence.event.query()
+
+    @contextmanager
+    def _on_stream(self) -> Generator[None]:
+        if self._device.type != "cuda":
+            yield
+            return
+        if self._lane.stream is None:
+            self._lane.stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._lane.stream):
+            try:
+                yield
+            except BaseException:
+                # What was begun must have ended before anybody hears that the copy failed.
+                self._lane.stream.synchronize()
+                raise
+
+    def _fence(self) -> Fence | None:
+        return CudaFence(self._lane.stream.record_event()) if self._lane.stream is not None else None
+
+    def _index(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+    def _parts(self, group: int) -> Iterator[tuple[int, torch.Tensor, Stack]]:
+        """(number of the table, its part of the buffer, its pages in the engine) of each stack.
+
+        The part of the buffer is uint8 [layers, blocks of the chunk, pieces ..., bytes], without gaps.
+        """
+        if self._lane.buffer is None:
+            self._lane.buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+        start = 0
+        for number, table in enumerate(self._pages.groups[group]):
+            for stack in table.stacks:
+                layers, _, *pieces = stack.pages.shape
+                stop = start + layers * table.blocks * table.page_bytes
+                yield number, self._lane.buffer[start:stop].view(layers, table.blocks, *pieces), stack
+                start = align_up(stop, _WORD_BYTES_MAX)
+
+
+def _pieces(near: torch.Tensor, stack: Stack) -> Iterator[tuple[torch.Tensor, slice]]:
+    """The parts of a stack in the buffer with their places in a payload, as few as its padding allows."""
+    layers = near.view(near.shape[0], -1)
+    layer_bytes = layers.shape[1]
+    if layer_bytes == stack.step or len(layers) == 1:
+        yield layers.view(-1), slice(stack.offset, stack.offset + layers.numel())
+        return
+    for number, layer in enumerate(layers):
+        start = stack.offset + number * stack.step
+        yield layer, slice(start, start + layer_bytes)
+
+
+def _worded(engine: torch.Tensor, near: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tensors of bytes as tensors of the widest words that fit."""
+    told = [engine.storage_offset(), near.storage_offset(), engine.shape[-1], *engine.stride()[:-1]]
+    words = next(words for words in _WORDS if all(number % words.itemsize == 0 for number in told))
+    return engine.view(words), near.view(words)

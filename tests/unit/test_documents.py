@@ -1,0 +1,67 @@
+"""What the documents say is what the records and the code say."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import COMMANDS
+
+TOP = Path(__file__).parents[2]
+DOCUMENTS = [*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md")]
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+sys.path.insert(0, str(TOP / "bench"))
+import tables  # noqa: E402 - a script beside the package
+
+
+def test_the_tables_are_made_from_the_records():
+    text = tables.README.read_text(encoding="utf-8")
+    assert text.count("<!-- table:") == len(tables.TABLES)
+    assert tables.rendered(text) == text
+
+
+def test_a_changed_figure_would_be_noticed():
+    text = tables.README.read_text(encoding="utf-8")
+    changed = re.sub(r"(\| without kvtier \| )[\d,]+ ms", r"\g<1>1 ms", text)
+    assert changed != text
+    assert tables.rendered(changed) == text
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(TOP)))
+def test_every_link_leads_somewhere(document):
+    targets = LINK.findall(document.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_the_readme_names_only_commands_that_exist():
+    named = set(re.findall(r"^kvtier (\w+)", (TOP / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named
+    assert named <= set(COMMANDS)
+
+
+@pytest.mark.engine
+def test_the_readmes_python_runs(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
+    (snippet,) = re.findall(r"```python\n(.*?)```", (TOP / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    names = {"model": model, "input_ids": torch.randint(1, 64, (1, 600))}
+    exec(snippet, names)
+    exec(snippet, names)
+    assert names["kv"].last.restored_tokens == 512

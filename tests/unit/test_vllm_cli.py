@@ -1,0 +1,367 @@
+"""`kvtier vllm`: the one line that vLLM takes, and a doctor that names what is wrong. vLLM is not needed."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.cli import vllm, vllm_doctor
+from kvtier.cli.main import run
+from kvtier.codec.frame import frame_bytes, seal
+from kvtier.codec.head import Identity
+from kvtier.codec.raw import Raw
+from kvtier.config import Config, machine
+from kvtier.connect.vllm import versions
+from kvtier.connect.vllm.settings import settings_from
+from kvtier.errors import ConfigError
+from kvtier.keys.secret import load_or_create
+from kvtier.layout import GroupLayout, History
+from kvtier.tier.base import About
+from kvtier.tier.directory import DirectoryTier
+from kvtier.types import ObjectName
+
+GROUP = GroupLayout(History(), (4096, 4096), "test/pages")
+MODELS = tuple(hashlib.sha256(name).digest() for name in (b"model a", b"model b"))
+SECRET = "5e" * 32
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("KVTIER_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def large_machine(monkeypatch):
+    """The defaults are more than a small machine has, of which `check` rightly tells; that is tested elsewhere."""
+    monkeypatch.setattr(machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 2**40)
+
+
+@pytest.fixture
+def engine(monkeypatch) -> SimpleNamespace:
+    """Which vLLM is installed, and what it makes of a configuration; by default one that is supported."""
+    told = SimpleNamespace(version="0.32.0", taken=[], problem="")
+
+    def take(config: dict) -> None:
+        told.taken.append(config)
+        if told.problem:
+            raise ConfigError(told.problem)
+
+    monkeypatch.setattr(versions, "installed", lambda: told.version)
+    monkeypatch.setattr(vllm, "installed", lambda: told.version)
+    monkeypatch.setattr(vllm, "check_transfer_config", take)
+    return told
+
+
+@pytest.fixture
+def config(capsys):
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = run(["vllm", "config", *map(str, arguments)])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return call
+
+
+@pytest.fixture
+def doctor(capsys, monkeypatch):
+    # The defaults are more than a small machine has, which is another finding.
+    monkeypatch.setenv("KVTIER_HOST__CAPACITY_BYTES", "64MiB")
+    monkeypatch.setenv("KVTIER_DIRECTORY__CAPACITY_BYTES", "512MiB")
+
+    def call(*arguments: object) -> tuple[int, list[dict[str, str]]]:
+        code = run(["vllm", "doctor", *map(str, arguments), "--json"])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        assert code == int(bad(findings) != [])
+        return code, findings
+
+    return call
+
+
+def bad(findings: list[dict[str, str]]) -> list[str]:
+    """What about something is wrong; whoever says that something is wrong says what to do."""
+    found = [it for it in findings if it["level"] in ("error", "warning")]
+    assert [it for it in found if not it["advice"]] == []
+    return [it["about"] for it in found]
+
+
+def transfer(root: Path | None = None, **changes: object) -> str:
+    """What `kvtier vllm config` prints, with changes."""
+    extra = {} if root is None else {"directory": {"path": str(root)}}
+    given = {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.connect.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    } | changes
+    return json.dumps({key: value for key, value in given.items() if value is not None})
+
+
+def fill(root: Path, models: tuple[bytes, ...] = MODELS[:1], tokens: int = 256) -> Path:
+    """A store with three objects of each model."""
+    tier = DirectoryTier(root, capacity_bytes=2**30, direct_io="off")
+    for number in range(3 * len(models)):
+        name = ObjectName(hashlib.sha256(bytes([number])).digest())
+        slot = memoryview(bytearray(frame_bytes(GROUP)))
+        identity = Identity(
+            name, models[number % len(models)], bytes(32), depth=number + 1, tokens=tokens, group=0, rank=0
+        )
+        assert tier.write(name, seal(slot, GROUP, identity, Raw()), About(depth=number + 1))
+    tier.close()
+    load_or_create(root / "secret")
+    return root
+
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+
+
+def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_path):
+    code, out, err = config(
+        "--dir", tmp_path / "kv", "--set", "host.capacity_bytes=64MiB", "--set", "limits.requests=7"
+    )
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    told = json.loads(out)
+    extra = told.pop("kv_connector_extra_config")
+    assert told == {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.connect.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    assert engine.taken == [json.loads(out)]
+    there = settings_from(extra, Config())
+    assert there.directory.path == tmp_path / "kv"
+    assert there.host.capacity_bytes == 64 << 20
+    assert there.limits.requests == 7
+
+
+def test_config_makes_a_relative_directory_absolute(config, engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = config("--dir", "kv")
+    assert json.loads(out)["kv_connector_extra_config"] == {"directory": {"path": str(tmp_path / "kv")}}
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("host.capacity=1GiB", "did you mean capacity_bytes?"),
+        ("host.capacity_bytes=many", "not a size"),
+        ("nosuch.key=1", "unknown section"),
+        (f"store.secret={SECRET}", "a secret is never printed; allowed: --set store.secret_file=PATH"),
+    ],
+)
+def test_a_wrong_setting_is_refused(config, engine, flag, told):
+    code, out, err = config("--set", flag)
+    assert (code, out) == (2, "")
+    assert told in err
+    assert SECRET not in err
+
+
+def test_a_secret_of_the_environment_stays_there(config, engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_STORE__SECRET", SECRET)
+    code, out, err = config("--dir", tmp_path / "kv")
+    assert code == 0
+    assert "store.secret is also set by environment KVTIER_STORE__SECRET" in err
+    assert SECRET not in out + err
+
+
+def test_without_vllm_the_line_is_printed_with_a_note(config, engine, tmp_path):
+    engine.version = None
+    code, out, err = config("--dir", tmp_path / "kv")
+    assert code == 0
+    assert json.loads(out)
+    assert err == "note: vLLM is not installed here, so only kvtier has checked this\n"
+
+
+def test_what_vllm_does_not_take_is_an_error(config, engine, tmp_path):
+    engine.problem = "vLLM does not take this configuration: no"
+    code, out, err = config("--dir", tmp_path / "kv")
+    assert (code, out, err) == (2, "", f"kvtier: {engine.problem}\n")
+
+
+def test_a_release_that_is_not_supported_is_an_error(config, engine, tmp_path):
+    engine.version = "0.31.2"
+    code, out, err = config("--dir", tmp_path / "kv")
+    assert (code, out) == (2, "")
+    assert "vLLM 0.31.2 is not supported" in err
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_server_is_fine(doctor, engine, tmp_path):
+    code, findings = doctor(transfer(fill(tmp_path / "kv")), "--block-size", "16")
+    assert code == 0, bad(findings)
+    assert {it["about"] for it in findings if it["level"] == "note"} == {"short prompts", "planner", "PYTHONHASHSEED"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "about"),
+    [
+        ({"kv_load_failure_policy": None}, "--kv-transfer-config"),
+        ({"kv_load_failure_policy": "fail"}, "--kv-transfer-config"),
+        ({"kv_role": "kv_producer"}, "--kv-transfer-config"),
+        ({"kv_connector": "OffloadingConnector"}, "kv_connector"),
+        ({"kv_connector_module_path": None}, "kv_connector_module_path"),
+        ({"kv_connector_extra_config": {"hots": {}}}, "settings"),
+        ({"kv_connector_extra_config": {"host.capacity_bytes": 1}}, "settings"),
+        ({"kv_connector_extra_config": 7}, "settings"),
+    ],
+)
+def test_the_doctor_finds_a_wrong_configuration(doctor, engine, tmp_path, changes, about):
+    _, findings = doctor(transfer(fill(tmp_path / "kv"), **changes), "--dir", tmp_path / "kv")
+    assert bad(findings) == [about]
+
+
+@pytest.mark.parametrize("version", [None, "0.31.2"])
+def test_the_doctor_finds_a_wrong_release(doctor, engine, tmp_path, version):
+    engine.version = version
+    _, findings = doctor(transfer(fill(tmp_path / "kv")))
+    assert bad(findings) == ["vLLM"]
+
+
+def test_quotes_that_the_shell_took_are_found_and_not_repeated(doctor, engine, tmp_path):
+    _, findings = doctor("{kv_connector:KvtierConnector,store.secret:" + SECRET + "}", "--dir", fill(tmp_path / "kv"))
+    assert bad(findings) == ["--kv-transfer-config"]
+    assert SECRET not in json.dumps(findings)
+
+
+def test_a_chunk_that_is_no_multiple_of_the_block_size(doctor, engine, tmp_path):
+    given = transfer(kv_connector_extra_config={"store.chunk_tokens": 200, "directory.path": str(tmp_path / "kv")})
+    assert bad(doctor(given, "--block-size", 16)[1]) == ["store.chunk_tokens"]
+    assert bad(doctor(given, "--block-size", 50)[1]) == []
+
+
+def foreign(root: Path) -> None:
+    root.mkdir()
+    (root / "thesis.tex").touch()
+
+
+def no_directory(root: Path) -> None:
+    root.write_text("a file")
+
+
+def secret_for_all(root: Path) -> None:
+    (fill(root) / "secret").chmod(0o644)
+
+
+def no_secret(root: Path) -> None:
+    (fill(root) / "secret").unlink()
+
+
+def damaged(root: Path) -> None:
+    path = next(path for path in (fill(root) / "objects").rglob("*") if path.is_file())
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def two_models(root: Path) -> None:
+    fill(root, MODELS)
+
+
+@pytest.mark.parametrize(
+    ("harm", "about"),
+    [
+        (foreign, "directory.path"),
+        (no_directory, "directory.path"),
+        (secret_for_all, "secret"),
+        (no_secret, "secret"),
+        (damaged, "kv"),
+        (two_models, "kv"),
+    ],
+)
+def test_the_doctor_finds_what_is_wrong_with_a_directory(doctor, engine, tmp_path, harm, about):
+    root = tmp_path / "kv"
+    harm(root)
+    _, findings = doctor(transfer(root))
+    assert [Path(it).name for it in bad(findings)] == [about]
+
+
+def test_a_full_directory_is_found(doctor, engine, tmp_path):
+    root = fill(tmp_path / "kv")
+    big = GroupLayout(History(), (1 << 20,), "test/pages")
+    tier = DirectoryTier(root, capacity_bytes=2 << 20, direct_io="off")
+    name = ObjectName(bytes(32))
+    identity = Identity(name, MODELS[0], bytes(32), depth=9, tokens=256, group=0, rank=0)
+    frame = seal(memoryview(bytearray(frame_bytes(big))), big, identity, Raw())
+    assert tier.write(name, frame, About(depth=9))
+    tier.close()
+    extra = {"directory.path": str(root), "directory.capacity_bytes": 1 << 20}
+    assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == [str(root)]
+    extra["directory.capacity_bytes"] = 512 << 20
+    assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == []
+
+
+def test_chunks_of_another_size_are_found(doctor, engine, tmp_path):
+    root = fill(tmp_path / "kv")
+    for tokens, expected in ((512, [str(root)]), (256, [])):
+        extra = {"directory.path": str(root), "store.chunk_tokens": tokens}
+        assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == expected
+
+
+def test_no_tier_at_all_is_found(doctor, engine, monkeypatch):
+    monkeypatch.delenv("KVTIER_DIRECTORY__CAPACITY_BYTES")
+    assert bad(doctor(transfer())[1]) == ["tiers"]
+
+
+@pytest.mark.parametrize(("model", "about"), [(0, None), (1, "kv")])
+def test_a_model_is_looked_for_by_its_fingerprint(doctor, engine, tmp_path, monkeypatch, model, about):
+    served = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
+    monkeypatch.setattr(vllm_doctor, "_engine", lambda _patient: (served, []))
+    monkeypatch.setattr(vllm_doctor, "_host", lambda *_: [])
+    monkeypatch.setattr(vllm_doctor, "_fingerprint", lambda _engine: MODELS[model].hex())
+    _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
+    assert [Path(it).name for it in bad(findings)] == ([about] if about else [])
+
+
+def test_dummy_weights_are_found(doctor, engine, tmp_path, monkeypatch):
+    from tests.vllm_config import vllm_config
+
+    served = vllm_config(load__load_format="dummy", cache__block_size=16)
+    monkeypatch.setattr(vllm_doctor, "engine_config", lambda _arguments: served)
+    _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
+    assert bad(findings) == ["model"]
+    assert "load_format dummy" in str(findings)
+
+
+def test_a_model_that_is_refused_is_found(doctor, engine, tmp_path, monkeypatch):
+    from tests.vllm_config import vllm_config
+
+    monkeypatch.setattr(vllm_doctor, "engine_config", lambda _arguments: vllm_config(model__is_encoder_decoder=True))
+    _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
+    assert bad(findings) == ["model"]
+
+
+def test_without_vllm_a_model_without_weights_is_found(doctor, engine, tmp_path):
+    engine.version = None
+    (tmp_path / "model").mkdir()
+    _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", tmp_path / "model")
+    assert bad(findings) == ["vLLM", "model"]
+
+
+def test_host_memory_that_holds_hardly_a_prompt_is_found(doctor, engine, tmp_path):
+    engine.version = None
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").touch()
+    sizes = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (model / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 100}))
+    given = {"directory.path": str(tmp_path / "kv")}
+    for host, level in (("32MiB", "error"), ("256MiB", "warning"), ("1GiB", "fine")):
+        extra = given | {"host.capacity_bytes": host}
+        _, findings = doctor(transfer(kv_connector_extra_config=extra), "--model", model)
+        assert [it["level"] for it in findings if it["about"] == "host.capacity_bytes"] == [level]
+
+
+def test_the_table_says_the_same(capsys, engine, tmp_path):
+    assert run(["vllm", "doctor", transfer(fill(tmp_path / "kv"), kv_load_failure_policy="fail")]) == 1
+    told = capsys.readouterr()
+    assert told.out.splitlines()[1].startswith("warning  --kv-transfer-config")
+    assert "what to do" in told.out
+    assert told.err == ""

@@ -1,0 +1,242 @@
+"""Every byte of a chunk comes from, and goes to, the page that vLLM means, in every layout that vLLM has."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.vllm_recorded import Recorded, recorded
+from tests.vllm_world import BLOCKS, PAGE_ORDER, VllmWorld, made, payload_of
+
+from kvtier.connect.vllm.copier import open_copier
+from kvtier.connect.vllm.cpu_copy import CpuPageCopy, Run, runs_of
+from kvtier.connect.vllm.cuda_copy import CudaPageCopy
+from kvtier.connect.vllm.geometry import SKIP, Geometry
+from kvtier.connect.vllm.pages import engine_pages
+from kvtier.errors import UnsupportedModelError
+from kvtier.testing.copier import CopierContract, CopierWorld
+from kvtier.types import RequestId
+
+REQUEST = RequestId("S0/x")
+
+
+class TestLlama(CopierContract):
+    def make(self) -> CopierWorld:
+        return VllmWorld(recorded("llama32", BLOCKS))
+
+
+class TestMla(CopierContract):
+    def make(self) -> CopierWorld:
+        return VllmWorld(recorded("mla", BLOCKS))
+
+
+class TestSlidingWindow(CopierContract):
+    """Six groups over the same bytes."""
+
+    def make(self) -> CopierWorld:
+        return VllmWorld(recorded("swa_win100", BLOCKS))
+
+
+class TestStates(CopierContract):
+    """Pages with padding behind them, over the bytes of attention."""
+
+    def make(self) -> CopierWorld:
+        return VllmWorld(recorded("gdn", BLOCKS))
+
+
+class TestStatesOnADevice(CopierContract):
+    """The way over a buffer, by its arithmetic."""
+
+    def make(self) -> CopierWorld:
+        return VllmWorld(recorded("gdn", BLOCKS), CudaPageCopy)
+
+
+class TestSlidingWindowOnADevice(CopierContract):
+    def make(self) -> CopierWorld:
+        return VllmWorld(recorded("swa_win100", BLOCKS), CudaPageCopy)
+
+
+@pytest.mark.parametrize("copy", [CpuPageCopy, CudaPageCopy])
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [*((layout, 1) for layout in PAGE_ORDER), ("LBHNC", 2), ("LBNHC", 4), ("LHBNC", 2)],
+)
+def test_every_layout_is_read_and_written_as_it_says(layout, parts, copy):
+    """Heads outside of blocks, layers inside of them, blocks cut by the kernel."""
+
+    class TestLayout(CopierContract):
+        def make(self) -> CopierWorld:
+            return VllmWorld(made(layout, parts), copy)
+
+    contract = TestLayout()
+    contract.test_gather_puts_each_layer_at_its_offset()
+    contract.test_scatter_gives_the_engine_each_layer()
+    contract.test_scatter_touches_no_other_block()
+    contract.test_padding_stays_as_it_is()
+
+
+@pytest.mark.parametrize("copy", [CpuPageCopy, CudaPageCopy])
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (3, 2, 1, 0), (0, 1, 3)])
+def test_layers_may_lie_in_any_order(order, copy):
+    """Of a group, as against memory; or with another group's layer between them."""
+
+    class TestOrder(CopierContract):
+        def make(self) -> CopierWorld:
+            engine = recorded("llama32", BLOCKS)
+            group = engine.config.kv_cache_groups[0]
+            group.layer_names = [group.layer_names[number] for number in order]
+            return VllmWorld(engine, copy)
+
+    contract = TestOrder()
+    contract.test_gather_puts_each_layer_at_its_offset()
+    contract.test_scatter_gives_the_engine_each_layer()
+    contract.test_scatter_touches_no_other_block()
+
+
+# ---- what is skipped ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy", [CpuPageCopy, CudaPageCopy])
+@pytest.mark.parametrize("case", ["llama32", "swa_win100", "gdn"])
+def test_resident_blocks_are_not_written(case, copy):
+    world = VllmWorld(recorded(case, BLOCKS), copy)
+    for group, layout in enumerate(world.layout.groups):
+        blocks = world.chunks(group)[1]
+        address = tuple(SKIP if position % 3 == 0 else block for position, block in enumerate(blocks))
+        before = world.read(group, blocks)
+        payload = payload_of(layout.payload_bytes)
+        payload[:] = random.Random(3).randbytes(len(payload))
+        world.copier.scatter(REQUEST, group, address, payload)
+        after = world.read(group, blocks)
+        for number, (name, ids) in enumerate(world.layers(group, address)):
+            size = layout.layer_bytes[number] // len(ids)
+            told = bytes(payload[layout.layer_offsets[number] :][: layout.layer_bytes[number]])
+            for position, block in enumerate(ids):
+                piece = slice(position * size, (position + 1) * size)
+                wanted = before[number] if block == SKIP else told
+                assert after[number][piece] == wanted[piece], name
+
+
+def test_what_is_not_there_cannot_be_stored():
+    world = VllmWorld(recorded("llama32", BLOCKS))
+    with pytest.raises(ValueError, match="cannot be stored"):
+        world.copier.gather(REQUEST, 0, (SKIP, 1, 2, 3, 4, 5, 6, 7), payload_of(1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("ids", "runs"),
+    [
+        ([5], [(0, 5, 1)]),
+        ([5, 6, 7], [(0, 5, 3)]),
+        ([7, 6, 5], [(0, 7, 1), (1, 6, 1), (2, 5, 1)]),
+        ([SKIP, SKIP, 3, 4, 9], [(2, 3, 2), (4, 9, 1)]),
+        ([SKIP, 1, 2, SKIP], [(1, 1, 2)]),
+        ([SKIP], []),
+    ],
+)
+def test_neighbouring_blocks_are_copied_as_one(ids, runs):
+    assert runs_of(ids) == [Run(*run) for run in runs]
+
+
+# ---- where the pages are -----------------------------------------------------------------------------------------
+
+
+def test_the_worker_names_what_wrote_the_pages():
+    engine = recorded("gdn", BLOCKS)
+    opened = open_copier(Geometry.of(engine.config), engine.config, engine.tensors(), engine.layers)
+    states, history = (group.pages for group in opened.layout.groups)
+    assert "GDN_ATTN/3x512:bfloat16+4x64x64:float32 GDN_ATTN:" in states
+    assert history.endswith(f"H=2/N=256/C=256 CPU_ATTN:vec:{torch.backends.cpu.get_cpu_capability()}")
+    assert opened.device.type == "cpu"
+
+
+def test_a_block_that_the_kernel_cuts_has_another_name():
+    names = [
+        engine_pages(Geometry.of(engine.config), engine.config, engine.tensors(), engine.layers).layout.groups[0].pages
+        for engine in (made("LBHNC"), made("LBHNC", 2))
+    ]
+    assert names[1] == f"{names[0]} in 2 parts"
+
+
+def _move(engine: Recorded, **fields: Any) -> None:
+    for name, value in fields.items():
+        for view in engine.views.values():
+            view[name] = value
+
+
+@pytest.mark.parametrize(
+    ("breach", "told"),
+    [
+        (lambda engine: setattr(engine.config.kv_cache_tensors[0], "offset", 64), "begins -64 bytes after"),
+        (lambda engine: setattr(engine.config.kv_cache_tensors[0], "layer_stride", 4096), "not lie in one allocation"),
+        (lambda engine: setattr(engine.config.kv_cache_tensors[0], "block_stride", 4096), r"\(16384, 16384\) instead"),
+        (lambda engine: _move(engine, shape=[BLOCKS, 1, 32, 128]), r"\(16384, 8192\) instead of \(16384, 16384\)"),
+        (lambda engine: _move(engine, stride=[8192, 4096, 1, 32]), "KV of shape"),
+        (lambda engine: _move(engine, shape=[BLOCKS, 64, 128], stride=[8192, 128, 1]), "KV is .* allowed: a tensor"),
+    ],
+)
+def test_a_view_that_disagrees_with_the_configuration_is_refused(breach, told):
+    engine = recorded("llama32", BLOCKS)
+    geometry, tensors = Geometry.of(engine.config), engine.tensors()
+    breach(engine)
+    with pytest.raises(UnsupportedModelError, match=told):
+        engine_pages(geometry, engine.config, engine.tensors() if "KV" in told or "8192" in told else tensors, {})
+
+
+def test_a_layer_without_a_tensor_is_refused():
+    engine = recorded("llama32", BLOCKS)
+    tensors = engine.tensors()
+    del tensors["model.layers.2.self_attn.attn"]
+    with pytest.raises(UnsupportedModelError, match=r"no KV tensor for layer model\.layers\.2"):
+        engine_pages(Geometry.of(engine.config), engine.config, tensors, engine.layers)
+
+
+def test_an_allocation_may_begin_within_a_tensors_storage():
+    engine = recorded("llama32", BLOCKS)
+    memory = torch.zeros(engine.config.kv_cache_tensors[0].size + 4096, dtype=torch.uint8)[4096:]
+    tensors = {
+        name: memory.view(torch.bfloat16).as_strided(view["shape"], view["stride"], 2048 + view["offset"])
+        for name, view in engine.views.items()
+    }
+    opened = open_copier(Geometry.of(engine.config), engine.config, tensors, engine.layers)
+    payload = payload_of(opened.layout.groups[0].payload_bytes)
+    tensors["model.layers.3.self_attn.attn"][5] = 3.0
+    opened.copier.gather(REQUEST, 0, (5, 6, 7, 8, 9, 10, 11, 12), payload)
+    start = opened.layout.groups[0].layer_offsets[3]
+    assert torch.frombuffer(payload[start : start + 16384], dtype=torch.bfloat16).eq(3.0).all()
+
+
+# ---- a real device -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("case", ["llama32", "swa_win100", "gdn", "mla"])
+def test_a_chunk_goes_to_a_gpu_and_back(case):
+    engine = recorded(case, BLOCKS)
+    tensors = {name: tensor.cuda() for name, tensor in _on_gpu(engine).items()}
+    opened = open_copier(Geometry.of(engine.config), engine.config, tensors, engine.layers)
+    for group, layout in enumerate(opened.layout.groups):
+        size = sum(table.blocks for table in Geometry.of(engine.config).groups[group].tables)
+        source, target = tuple(range(1, 1 + size)), tuple(range(2 * size, size, -1))
+        out, back = payload_of(layout.payload_bytes), payload_of(layout.payload_bytes)
+        out[:] = random.Random(group).randbytes(len(out))
+        for start, blocks, payload in (
+            (opened.copier.scatter, target, out),
+            (opened.copier.gather, target, back),
+            (opened.copier.gather, source, payload_of(layout.payload_bytes)),
+        ):
+            fence = start(REQUEST, group, blocks, payload)
+            while fence is not None and not opened.copier.done(fence):
+                time.sleep(1e-4)
+        for offset, size_bytes in zip(layout.layer_offsets, layout.layer_bytes, strict=True):
+            assert back[offset : offset + size_bytes] == out[offset : offset + size_bytes]
+
+
+def _on_gpu(engine: Recorded) -> dict[str, torch.Tensor]:
+    memory = torch.ones(max(tensor.size for tensor in engine.config.kv_cache_tensors), dtype=torch.int8, device="cuda")
+    return {
+        name: memory.view(getattr(torch, view["dtype"])).as_strided(view["shape"], view["stride"], view["offset"])
+        for name, view in engine.views.items()
+    }

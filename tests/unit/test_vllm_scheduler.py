@@ -1,0 +1,299 @@
+"""Whatever vLLM does, each block holds the bytes that vLLM takes it to hold, and every load is reported once."""
+
+import pytest
+from tests.vllm_engine import LieError, SmallEngine
+
+from kvtier.config.sections import Config, HostConfig
+from kvtier.connect.vllm.pool import PoolPins
+from kvtier.connect.vllm.scheduler import Scheduler
+from kvtier.connect.vllm.stores import Stores
+from kvtier.connect.vllm.tracked import Tracked
+from kvtier.connect.vllm.worker import Worker
+
+WAYS = [
+    pytest.param(
+        {"is_overlapped": is_overlapped, "has_caching": has_caching, "case": case, "defers_loads": "deferred" in name},
+        id=name,
+    )
+    for name, is_overlapped, has_caching, case in [
+        ("plain", False, True, "llama32"),
+        ("overlapped", True, True, "llama32"),
+        ("overlapped_deferred", True, True, "llama32"),
+        ("without_caching", False, False, "llama32"),
+        ("windows", False, True, "swa32"),
+        ("overlapped_windows", True, False, "swa32"),
+    ]
+]
+LITTLE = Config(host=HostConfig(capacity_bytes="5MiB"))
+"""Room for some chunks: what is stored soon leaves again."""
+RUSH = {"blocks": 60, "config": LITTLE, "slow_s": 0.05}
+
+
+def blocks(way: dict) -> int:
+    """Room for about two requests; with windows there are six tables for each."""
+    return 60 if way["case"] == "llama32" else 320
+
+
+@pytest.fixture
+def start():
+    engines = []
+
+    def begin(**options) -> SmallEngine:
+        engines.append(SmallEngine(**options))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+def conversations(engine: SmallEngine, *, turns: int = 3, users: int = 5, aborts: float = 0.1) -> None:
+    """Users who talk with common beginnings, some of whom leave."""
+    draw = engine.draw
+    common = [[draw.randrange(1000) for _ in range(600)] for _ in range(2)]
+    talks = [[*draw.choice(common)[: draw.choice([300, 512, 600])]] for _ in range(users)]
+    for _ in range(turns):
+        asked = []
+        for talk in talks:
+            talk += [draw.randrange(1000) for _ in range(draw.randrange(1, 200))]
+            asked.append((talk, engine.add(talk, draw.randrange(1, 40))))
+            for _ in range(draw.randrange(3)):
+                engine.step()
+                if draw.random() < aborts:
+                    engine.abort(draw.choice(asked)[1])
+        engine.run()
+        for talk, request in asked:
+            talk[:] = request.tokens
+
+
+def rush(engine: SmallEngine, *, requests: int = 30, prompts: int = 6) -> None:
+    """Short requests for a few long prompts, of which vLLM has room for two: what is free is reused at once."""
+    draw = engine.draw
+    known = [[draw.randrange(1000) for _ in range(draw.randrange(520, 760))] for _ in range(prompts)]
+    recent = []
+    for _ in range(requests):
+        recent.append(engine.add(draw.choice(known), draw.randrange(1, 8)))
+        for _ in range(draw.randrange(4)):
+            engine.step()
+        if draw.random() < 0.1:
+            engine.abort(draw.choice(recent))
+    engine.run()
+
+
+def many(start, act, **options) -> None:
+    """Until a seed finds something."""
+    for seed in range(10):
+        act(start(seed=seed, **options))
+
+
+def check_all_is_over(engine: SmallEngine) -> None:
+    scheduler = engine.scheduler
+    engine.idle()
+    assert not scheduler._requests
+    assert not scheduler._loads._open
+    assert not scheduler._due
+    assert not scheduler._pace._computing
+    assert not engine.worker._heard_once
+    used = [block.block_id for block in engine.pool.blocks[1:] if block.ref_cnt]
+    assert not used, f"blocks {used} are kept from vLLM"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(2))
+def test_nobody_gets_anybody_elses_bytes(start, way, seed):
+    engine = start(seed=seed, blocks=blocks(way), slow_s=0.004, **way)
+    conversations(engine)
+    assert engine.loaded_tokens > 0
+    check_all_is_over(engine)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_blocks_that_are_handed_out_while_they_are_copied(start, way):
+    engine = start(seed=1, **RUSH | {"blocks": blocks(way)}, **way)
+    rush(engine)
+    assert engine.loaded_tokens > 0
+    check_all_is_over(engine)
+
+
+def late(engine: SmallEngine) -> None:
+    """Copies that begin only when vLLM has handed out their blocks again."""
+    draw = engine.draw
+    first, *others = [[draw.randrange(1000) for _ in range(700)] for _ in range(5)]
+    engine.copier.gate.clear()
+    for prompt in (first, *others):
+        engine.add(prompt, 1)
+        engine.run()
+    engine.copier.gate.set()
+    for prompt in others:
+        engine.add(prompt, 1)
+    engine.add(first, 1)
+    engine.run()
+
+
+def test_copies_that_come_too_late_are_given_up(start):
+    engine = start(blocks=60)
+    late(engine)
+    assert engine.scheduler._stores.lost_count >= 3
+    check_all_is_over(engine)
+
+
+def test_the_control_copies_that_come_too_late(start, monkeypatch):
+    monkeypatch.setattr(Worker, "_fence", lambda _self, _requests: None)
+    monkeypatch.setattr(Stores, "give_up_lost", lambda _self: [])
+    with pytest.raises(LieError):
+        many(start, late, blocks=60)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_that_fail_are_computed(start, way):
+    engine = start(seed=7, blocks=blocks(way), failing=0.3, **way)
+    conversations(engine)
+    assert engine.failures > 0
+    check_all_is_over(engine)
+
+
+def test_the_control_without_a_fence_the_rush_finds_wrong_bytes(start, monkeypatch):
+    monkeypatch.setattr(Worker, "_fence", lambda _self, _requests: None)
+    with pytest.raises(LieError):
+        many(start, rush, **RUSH)
+
+
+def test_the_control_without_a_watch_the_rush_finds_wrong_bytes(start, monkeypatch):
+    monkeypatch.setattr(PoolPins, "_reused", lambda _self, _block: None)
+    with pytest.raises(LieError):
+        many(start, rush, **RUSH)
+
+
+def test_the_control_stores_of_steps_under_way_are_found(start, monkeypatch):
+    def hasty(tracked: Tracked, _confirmed_step: int) -> int:
+        return 0 if tracked.began_step is None else min(tracked.request.num_computed_tokens, tracked.request.num_tokens)
+
+    monkeypatch.setattr(Tracked, "computed_tokens", hasty)
+    with pytest.raises(LieError):
+        many(start, rush, blocks=60, config=LITTLE, is_overlapped=True, step_tokens=256)
+
+
+def twins(engine: SmallEngine) -> None:
+    """Two requests with one beginning in one step: the second gets the first one's blocks before they are filled."""
+    draw = engine.draw
+    prompt = [draw.randrange(1000) for _ in range(700)]
+    engine.add([draw.randrange(1000) for _ in range(40)], 60)
+    for _ in range(6):
+        engine.step()
+    engine.add(prompt, 3)
+    engine.add([*prompt, *range(200)], 3)
+    engine.run()
+    for _ in range(4):  # vLLM forgets the prompt
+        engine.add([draw.randrange(1000) for _ in range(900)], 1)
+        engine.run()
+    engine.add(prompt, 3)
+    engine.run()
+
+
+def test_blocks_that_another_request_is_still_computing_are_not_stored(start):
+    engine = start(seed=3, blocks=60, is_overlapped=True)
+    twins(engine)
+    assert engine.loaded_tokens == 512
+    check_all_is_over(engine)
+
+
+def test_the_control_blocks_that_another_request_is_still_computing(start, monkeypatch):
+    def hasty(tracked: Tracked, _confirmed_step: int) -> int:
+        request = tracked.request
+        return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+
+    monkeypatch.setattr(Tracked, "computed_tokens", hasty)
+    monkeypatch.setattr(Scheduler, "stepped", _hasty_step)
+    with pytest.raises(LieError):
+        many(start, twins, blocks=60, is_overlapped=True)
+
+
+def _hasty_step(self: Scheduler, done) -> None:
+    self._confirmed_step = done.step
+    self._settle()
+    for name, tracked in list(self._due.items()):
+        self._store_full_chunks(tracked, self._tables(name))
+
+
+# ---- a convoy, a reset, a mishap -----------------------------------------------------------------------------------
+
+
+def filled(engine: SmallEngine, tokens: int = 1000) -> list[int]:
+    """A prompt that the cache has and vLLM has forgotten."""
+    prompt = [engine.draw.randrange(1000) for _ in range(tokens)]
+    engine.add(prompt, 1)
+    engine.run()
+    engine.pool.cached.clear()
+    for block in engine.pool.blocks:
+        block.block_hash = None
+    return prompt
+
+
+def test_requests_for_one_prefix_share_one_load(start):
+    engine = start(seed=1, blocks=200, is_overlapped=True, slow_s=0.2)
+    prompt = filled(engine)
+    for number in range(5):
+        engine.add([*prompt, number], 2)
+    engine.run()
+    assert engine.reports == 1
+    assert engine.loaded_tokens == 768
+    check_all_is_over(engine)
+
+
+def test_after_a_reset_nothing_from_before_is_found(start):
+    engine = start(seed=1, blocks=200)
+    prompt = filled(engine)
+    salt = [0]
+    inner = engine.scheduler._begin_keys
+    engine.scheduler._begin_keys = lambda request: _Salted(inner(request), salt[0])
+    salt[0] = 1
+    engine.scheduler.forget_all()
+    engine.add(prompt, 1)
+    engine.run()
+    assert engine.loaded_tokens == 0
+
+
+class _Salted:
+    """Keys after a reset, as `requests.Requests` makes them: of another epoch."""
+
+    def __init__(self, keys, salt: int) -> None:
+        self._keys, self._salt = keys, salt
+
+    def extend(self, all_token_ids) -> None:
+        self._keys.extend([token + 1000 * self._salt for token in all_token_ids])
+
+    def prefix(self, tokens=None):
+        return self._keys.prefix(tokens)
+
+
+def test_a_request_that_computes_during_a_reset_is_stored_neither_here_nor_there(start):
+    engine = start(seed=1, blocks=200, step_tokens=256)
+    prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+    engine.add(prompt, 1)
+    engine.step()
+    engine.scheduler.forget_all()
+    engine.run()
+    engine.pool.cached.clear()
+    for block in engine.pool.blocks:
+        block.block_hash = None
+    engine.add(prompt, 1)
+    engine.run()
+    assert engine.loaded_tokens <= 256  # what was stored before the reset; the salt is another test's
+
+
+def test_after_a_mishap_nobody_waits_and_nothing_is_kept(start):
+    """What the connector's guard does: nothing of ours is asked any more but for the last orders."""
+    engine = start(seed=1, blocks=200, is_overlapped=True, slow_s=3.0)
+    prompts = [filled(engine) for _ in range(3)]
+    for prompt in prompts:
+        engine.add(prompt, 2)
+    engine.add([5] * 900, 2)
+    engine.step()
+    scheduler = engine.scheduler
+    assert scheduler._loads
+    scheduler.orders = lambda _output: scheduler.last_orders()
+    scheduler.matched = lambda _request, _resident: (0, False)
+    scheduler.finished = scheduler.stepped = lambda *_: None
+    engine.run()
+    assert engine.reports == 3
+    assert [block.block_id for block in engine.pool.blocks[1:] if block.ref_cnt] == []

@@ -1,0 +1,116 @@
+"""What is counted in the scheduler's process arrives in the server's metrics, once and in the right buckets."""
+
+import pytest
+
+from kvtier.connect.vllm import stats
+from kvtier.connect.vllm.stats import Meters, PromMetrics, Stats, observations
+from kvtier.observe import table
+from kvtier.observe.metrics import Metrics
+
+
+class Shown:
+    """A metric as `prometheus_client` makes them, for one set of label values."""
+
+    def __init__(self, name, documentation, labelnames, buckets=()):
+        self.name, self.labelnames, self.buckets = name, labelnames, buckets
+        self.series = {}
+
+    def labels(self, *values):
+        assert len(values) == len(self.labelnames)
+        return self.series.setdefault(values, Series())
+
+
+class Series:
+    def __init__(self):
+        self.value, self.observed = 0.0, []
+
+    def inc(self, amount):
+        assert amount >= 0
+        self.value += amount
+
+    def set(self, value):
+        self.value = value
+
+    def observe(self, value):
+        self.observed.append(value)
+
+
+class Counter(Shown): ...
+
+
+class Gauge(Shown): ...
+
+
+class Histogram(Shown): ...
+
+
+@pytest.fixture
+def meters(monkeypatch):
+    monkeypatch.setattr(stats, "INTERVAL_S", 0.0)
+    return Meters(Metrics())
+
+
+def shown():
+    return PromMetrics({kind: kind for kind in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]})
+
+
+def test_each_count_arrives_once(meters):
+    metrics, prom = meters._metrics, shown()
+    metrics.add(table.LOADS, 2, result="whole")
+    prom.observe(meters.take().to_dict())
+    metrics.add(table.LOADS, 3, result="whole")
+    prom.observe(meters.take().to_dict())
+    assert meters.take() is None
+    assert prom._shown["kvtier_loads_total"].name == "vllm:kvtier_loads"
+    assert prom._shown["kvtier_loads_total"].series["0", "whole"].value == 5
+
+
+def test_a_gauge_shows_how_it_stands(meters):
+    prom = shown()
+    for value in (7.0, 4.0):
+        meters._metrics.set(table.HELD_BYTES, value, place="host")
+        prom.observe(meters.take().to_dict())
+    assert prom._shown["kvtier_held_bytes"].series["0", "host"].value == 4
+
+
+def test_observations_keep_bucket_and_sum(meters):
+    seen = [0.0001, 0.003, 0.004, 0.3, 0.7, 100.0, 45.0]
+    for value in seen:
+        meters._metrics.observe(table.LOAD_SECONDS, value)
+    row = meters.take().data["kvtier_load_seconds"][""]
+    made = observations(table.LOAD_SECONDS, row)
+    assert sum(made) == pytest.approx(sum(seen))
+    other = Metrics()
+    for value in made:
+        other.observe(table.LOAD_SECONDS, value)
+    counts = {series.metric.name: series.counts for series in other.series()}
+    assert counts["kvtier_load_seconds"] == tuple(int(count) for count in row[1:])
+
+
+@pytest.mark.parametrize("seen", [[0.0], [60.0], [1e-4] * 3, [30.0, 31.0]])
+def test_observations_at_the_edges(meters, seen):
+    for value in seen:
+        meters._metrics.observe(table.LOAD_SECONDS, value)
+    row = meters.take().data["kvtier_load_seconds"][""]
+    assert sum(observations(table.LOAD_SECONDS, row)) == pytest.approx(sum(seen), abs=1e-9)
+
+
+def test_two_intervals_add_up(meters):
+    meters._metrics.add(table.LOAD_TOKENS, 256, place="host")
+    meters._metrics.set(table.HELD_BYTES, 1, place="host")
+    first = meters.take()
+    meters._metrics.add(table.LOAD_TOKENS, 512, place="host")
+    meters._metrics.set(table.HELD_BYTES, 9, place="host")
+    both = first.aggregate(meters.take())
+    assert both.data["kvtier_load_tokens_total"]["host"] == [768]
+    assert both.data["kvtier_held_bytes"]["host"] == [9]
+    assert both.reduce()["loaded tokens"] == 768
+    assert Stats().is_empty()
+
+
+def test_counts_travel_at_most_once_an_interval():
+    meters = Meters(Metrics())
+    meters._metrics.add(table.STORES)
+    assert meters.take() is not None
+    meters._metrics.add(table.STORES)
+    assert meters.take() is None

@@ -1,0 +1,68 @@
+"""An engine that cannot be served correctly is refused when it starts, with what was found and what to do."""
+
+from types import SimpleNamespace
+
+import pytest
+from tests.vllm_config import vllm_config
+
+from kvtier.connect.vllm import support
+from kvtier.errors import UnsupportedModelError
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"parallel__tensor_parallel_size": 8},
+        {"cache__enable_prefix_caching": False},
+        *(
+            {"speculative_config": SimpleNamespace(method=method)}
+            for method in ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+        ),
+    ],
+)
+def test_engines_that_are_served(change):
+    support.check_engine(vllm_config(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported. Use tensor"),
+        ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size = 2 .* Leave it at 1"),
+        ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size = 4 .* Leave it at 1"),
+        ({"parallel__nnodes": 2}, "2 nodes is not supported.* Use one node for each engine"),
+        ({"model__is_encoder_decoder": True}, "encoder-decoder models are not supported.* Leave kvtier off"),
+        ({"model__runner_type": "pooling"}, "runner 'pooling' is not supported.* Use runner 'generate'"),
+        ({"model__enable_sleep_mode": True}, "enable_sleep_mode is not supported.* Leave it off"),
+        ({"weight_transfer_config": object()}, "weight_transfer_config is not supported.* Leave it off"),
+        ({"attention__use_non_causal": True}, "non-causal attention is not supported"),
+        ({"attention__hisparse_config": object()}, "HiSparse is not supported.* Leave it off"),
+        ({"cache__use_replayssm": True}, "use_replayssm is not supported.* Leave it off"),
+        *(
+            ({"speculative_config": SimpleNamespace(method=method)}, f"decoding with '{method}'.* Use one of medusa")
+            for method in ("eagle", "eagle3", "mtp", "draft_model", "dflash", "a_new_one")
+        ),
+    ],
+)
+def test_engines_that_are_refused(change, told):
+    with pytest.raises(UnsupportedModelError, match=told):
+        support.check_engine(vllm_config(**change))
+
+
+def test_the_failure_policy_is_warned_of_by_name():
+    assert support.warnings(vllm_config()) == []
+    config = vllm_config()
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    (told,) = support.warnings(config)
+    assert '"kv_load_failure_policy": "recompute"' in told
+    config.kv_transfer_config.kv_role = "kv_consumer"
+    assert "'kv_consumer'" in support.warnings(config)[1]
+
+
+def test_items_have_identifiers_of_their_content_unless_both_caches_are_off():
+    settings = SimpleNamespace(mm_processor_cache_gb=0)
+    assert support.has_content_identifiers(vllm_config(cache__enable_prefix_caching=False))
+    assert support.has_content_identifiers(vllm_config(model__multimodal_config=settings))
+    both_off = vllm_config(model__multimodal_config=settings, cache__enable_prefix_caching=False)
+    assert not support.has_content_identifiers(both_off)

@@ -1,0 +1,141 @@
+"""A worker reports each load once, whichever way it hears of it, and lets no copy spoil a forward, nor the reverse."""
+
+import threading
+import time
+
+import pytest
+
+from kvtier.connect.vllm import worker as module
+from kvtier.connect.vllm.meta import ASYNC_NOTE, SYNC_NOTE, Awaited, Ended, StepDone, StepOrders
+from kvtier.connect.vllm.worker import Results, Worker
+from kvtier.runtime.fleet import Note
+from kvtier.types import RequestId
+
+LOAD = RequestId("L0/r7")
+
+
+class Copier:
+    """Remembers what was revoked."""
+
+    def __init__(self, *, is_hung: bool = False) -> None:
+        self.is_hung = is_hung
+        self.revoked = []
+
+    def revoke(self, requests, wait_s: float) -> bool:
+        self.revoked.append((tuple(requests), wait_s))
+        return not self.is_hung
+
+
+def note(blocks=(), *, is_failed=False, subject=ASYNC_NOTE) -> Note:
+    return Note(subject, LOAD, tuple(blocks), is_failed)
+
+
+def ended(blocks=(), *, is_failed=False, is_async=True) -> Ended:
+    return Ended(LOAD, tuple(blocks), is_failed, is_async)
+
+
+def test_the_name_of_a_request_may_have_slashes():
+    assert Ended(RequestId("L3/cmpl/0/x"), (), is_failed=False, is_async=True).request == "cmpl/0/x"
+
+
+@pytest.mark.parametrize("order", ["note first", "orders first", "note alone", "orders alone"])
+def test_a_load_is_reported_once(order):
+    worker = Worker(Copier())
+    steps = {"note first": ["note", "orders"], "orders first": ["orders", "note"]}.get(order, [order.split()[0]])
+    reported = []
+    for number, what in enumerate(steps):
+        if what == "note":
+            worker.hear(note([4, 5]))
+        worker.begin(StepOrders(number, ended=(ended([4, 5]),) if what == "orders" else ()))
+        reported += worker.results().received
+        assert worker.take_bad_blocks() == ({4, 5} if not number else set())
+    assert reported == ["r7"]
+    assert len(worker._heard_once) == len(steps) % 2
+
+
+def test_a_failed_load_is_reported_as_received_and_failed():
+    worker = Worker(Copier())
+    worker.hear(note(is_failed=True))
+    assert worker.results() == Results({"r7"}, {"r7"})
+
+
+def test_every_step_says_that_it_has_run():
+    worker = Worker(Copier())
+    worker.begin(StepOrders(41))
+    assert worker.done == StepDone(41)
+    assert worker.done.aggregate(StepDone(40)) == StepDone(40)
+
+
+def test_an_idle_step_waits_for_the_next_report(monkeypatch):
+    monkeypatch.setattr(module, "IDLE_WAIT_S", 5.0)
+    worker = Worker(Copier())
+    worker.begin(StepOrders(1, is_waiting=True))
+    timer = threading.Timer(0.05, worker.hear, [note()])
+    timer.start()
+    before = time.monotonic()
+    assert worker.results().received == {"r7"}
+    assert time.monotonic() - before < 4.0
+    timer.join(5.0)
+
+
+def test_what_lost_its_blocks_is_kept_off_them_before_anything_else():
+    copier = Copier()
+    worker = Worker(copier)
+    worker.begin(StepOrders(1, revoked=(RequestId("S1/a"), RequestId("S2/b"))))
+    assert copier.revoked == [(("S1/a", "S2/b"), module.FENCE_WAIT_S)]
+
+
+def test_a_copy_that_does_not_end_stops_the_engine_rather_than_spoil_it():
+    worker = Worker(Copier(is_hung=True))
+    with pytest.raises(TimeoutError, match="device hangs"):
+        worker.begin(StepOrders(1, revoked=(RequestId("S1/a"),)))
+
+
+# ---- loads that the forward needs ----------------------------------------------------------------------------------
+
+
+def awaiting(worker: Worker, *more: Ended) -> None:
+    worker.begin(StepOrders(1, awaited=(Awaited(LOAD, (8, 9)),), ended=more))
+
+
+def test_a_load_that_is_waited_for_is_not_reported():
+    worker = Worker(Copier())
+    worker.hear(note(subject=SYNC_NOTE))
+    awaiting(worker)
+    worker.wait_for_loads()
+    assert worker.results() == Results(set(), set())
+    assert worker.take_bad_blocks() == set()
+
+
+def test_its_note_may_come_during_the_wait():
+    worker = Worker(Copier())
+    awaiting(worker)
+    timer = threading.Timer(0.05, worker.hear, [note([9], subject=SYNC_NOTE)])
+    timer.start()
+    worker.wait_for_loads()
+    assert worker.take_bad_blocks() == {9}
+    timer.join(5.0)
+
+
+def test_its_end_may_come_with_the_orders():
+    worker = Worker(Copier())
+    awaiting(worker, ended([8], is_async=False))
+    worker.wait_for_loads()
+    assert worker.take_bad_blocks() == {8}
+
+
+def test_a_late_one_is_fenced_and_all_its_blocks_are_bad(monkeypatch):
+    monkeypatch.setattr(module, "SYNC_WAIT_S", 0.01)
+    copier = Copier()
+    worker = Worker(copier)
+    awaiting(worker)
+    worker.wait_for_loads()
+    assert copier.revoked == [((LOAD,), module.FENCE_WAIT_S)]
+    assert worker.take_bad_blocks() == {8, 9}
+    # What comes after all is nobody's any more.
+    worker.hear(note(subject=SYNC_NOTE))
+    worker.begin(StepOrders(2, ended=(ended(is_async=False),)))
+    assert worker.results() == Results(set(), set())
+    assert not worker._ready
+    assert not worker._heard_once
+    assert not worker._late

@@ -1,0 +1,183 @@
+"""Small checkpoints with random weights of normal scale, one for each way in which vLLM keeps KV.
+
+vLLM's own dummy weights are so small that the output depends on the last token alone, which hides wrong KV. Here every
+token counts, which `test_models.py` shows.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 1024
+FIRST_TOKEN = 3
+"""Smaller numbers are special tokens."""
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    # Full attention in every layer: one KV group, history.
+    "llama": COMMON | {"model_type": "llama"},
+    # About 137 million parameters, for the benchmark: a prefill of 8,000 tokens takes seconds.
+    "llama-137m": COMMON
+    | {
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    # Five layers with a sliding window to one with full attention: six groups in vLLM, two rules.
+    "gemma3": COMMON
+    | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "sliding_window": 256,
+        "query_pre_attn_scalar": 32,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+    # Three layers with a recurrent state (gated delta net) to one with full attention.
+    "qwen3-next": COMMON
+    | {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.25,
+    },
+    # Latent attention: one head of 576 elements for all.
+    "deepseek": COMMON
+    | {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
+}
+"""By name: the configuration of each checkpoint, as the Transformers library writes it."""
+
+SMALL = ("llama", "gemma3", "qwen3-next", "deepseek")
+
+
+def make_checkpoint(name: str, directory: Path, seed: int = 7) -> None:
+    """Write checkpoint `name` of `CONFIGS` to `directory`: configuration, weights, a tokenizer that spells ``t7``.
+
+    The same seed writes the same bytes.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(CONFIGS[name])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for label, weight in model.named_parameters():
+            weight.copy_(_drawn(label, weight))
+        if name == "gemma3":  # which multiplies what it embeds by the root of the hidden size
+            model.get_input_embeddings().weight.div_(math.sqrt(config.hidden_size))
+    model.to(torch.bfloat16).save_pretrained(directory)
+    _write_tokenizer(directory)
+
+
+def make_adapter(checkpoint: Path, directory: Path, seed: int) -> None:
+    """Write a LoRA adapter for a checkpoint of Llama's kind: all attention projections, rank 8, far from zero."""
+    import torch
+    from safetensors.torch import save_file
+
+    sizes = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"] * sizes["head_dim"]
+    shared = sizes["num_key_value_heads"] * sizes["head_dim"]
+    shapes = {"q_proj": (hidden, heads), "k_proj": (hidden, shared), "v_proj": (hidden, shared)}
+    shapes["o_proj"] = (heads, hidden)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(sizes["num_hidden_layers"]):
+        for name, (inputs, outputs) in shapes.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(8, inputs, generator=generator) / math.sqrt(inputs)
+            weights[f"{place}.lora_B.weight"] = torch.randn(outputs, 8, generator=generator) / math.sqrt(8)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": sorted(shapes), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def make_all(directory: Path) -> None:
+    """Write every small checkpoint, by name, and two adapters for llama: ``adapter-1`` and ``adapter-2``."""
+    for name in SMALL:
+        make_checkpoint(name, directory / name)
+    for seed in (1, 2):
+        make_adapter(directory / "llama", directory / f"adapter-{seed}", seed)
+
+
+def _drawn(label: str, weight: Any) -> Any:
+    """Weights that neither vanish nor explode, and attention sharp enough to tell tokens apart."""
+    import torch
+
+    noise = torch.randn(weight.shape)
+    if label.endswith(("q_norm.weight", "k_norm.weight")):
+        return 1.0 + weight + 0.1 * noise  # the scores' only scale: the projections before it do not count
+    if label.endswith("A_log"):
+        return -6.0 + 0.5 * noise  # a state that remembers some hundred tokens; fresh ones forget within two
+    if weight.ndim == 1:
+        return weight + 0.1 * noise  # norms and biases stay near what they start from
+    if "embed" in label:
+        return noise
+    gain = 1.5 if ".q_proj" in label or ".k_proj" in label else 2.0 if "attn" in label or "lm_head" in label else 1.0
+    return noise * gain / math.sqrt(weight.shape[-1])
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["<unk>", "<s>", "</s>"]
+    words = special + [f"t{number}" for number in range(FIRST_TOKEN, VOCABULARY)]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=special[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": special[0],
+        "bos_token": special[1],
+        "eos_token": special[2],
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

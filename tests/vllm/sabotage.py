@@ -1,0 +1,77 @@
+"""What is broken on purpose in an engine's process before it starts. Each function is named by a test.
+
+`FLAG` is a file: what hangs, hangs until it is gone.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FLAG = "SABOTAGE_FLAG"
+HANG_S = 60.0
+SLOW_S = 0.05
+
+
+def hang_reads() -> None:
+    """A device that does not answer: every read of the directory waits."""
+    _hang("read")
+
+
+def hang_probes() -> None:
+    """Every question whether an object is there waits."""
+    _hang("contains")
+
+
+def hang_writes() -> None:
+    """Every write to the directory waits."""
+    _hang("write")
+
+
+def slow_copies() -> None:
+    """Copies between the engine's blocks and host memory take `SLOW_S` and end when the engine is steps ahead."""
+    from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+
+    def late(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def copy(self: CpuPageCopy, *arguments: Any) -> Any:
+            time.sleep(SLOW_S)
+            return inner(self, *arguments)
+
+        return copy
+
+    CpuPageCopy.gather = late(CpuPageCopy.gather)  # type: ignore[method-assign]
+    CpuPageCopy.scatter = late(CpuPageCopy.scatter)  # type: ignore[method-assign]
+
+
+def unfenced_copies() -> None:
+    """The same, and nobody may take blocks back: the control of the tests of the fence."""
+    from kvtier.connect.vllm.copier import BlockCopier
+
+    slow_copies()
+    BlockCopier.revoke = lambda self, requests, wait_s: True  # type: ignore[method-assign]
+
+
+def load_later() -> None:
+    """No load is small enough to be waited for."""
+    from kvtier.connect.vllm import scheduler
+
+    scheduler.SYNC_BYTES_MAX = 0
+
+
+def _hang(method: str) -> None:
+    from kvtier.errors import TierError
+    from kvtier.tier.directory import DirectoryTier
+
+    inner = getattr(DirectoryTier, method)
+
+    def wait(self: DirectoryTier, *arguments: Any) -> Any:
+        flag = Path(os.environ[FLAG])
+        until_s = time.monotonic() + HANG_S
+        while flag.exists():
+            if time.monotonic() > until_s:
+                raise TierError(self.name, "hung until the test's own deadline")
+            time.sleep(0.01)
+        return inner(self, *arguments)
+
+    setattr(DirectoryTier, method, wait)

@@ -1,0 +1,182 @@
+"""A vLLM engine as seen from inside its process: takes calls from a pipe, one at a time, and answers each."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+DRAIN_S = 60.0
+
+
+class Served:
+    """An engine in this process, stepped by hand, so that a test decides what happens between two steps.
+
+    Args:
+        arguments: of `vllm.LLM`.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        common = {"skip_tokenizer_init": True, "enforce_eager": True, "seed": 0, "disable_log_stats": False}
+        self._engine = LLM(**common | arguments).llm_engine
+        self._count = 0
+
+    def run(self, requests: list[dict[str, Any]], limit_s: float) -> list[dict[str, Any]]:
+        """Answer all requests, which arrive and are aborted at the steps that they name.
+
+        Raises:
+            TimeoutError: not every request has ended after `limit_s` seconds.
+        """
+        answers: list[dict[str, Any]] = [
+            {"tokens": [], "logprobs": [], "cached": 0, "ttft_s": None, "reason": None} for _ in requests
+        ]
+        waiting = dict(enumerate(requests))
+        names: dict[str, int] = {}
+        inside: dict[int, str] = {}
+        began: dict[int, float] = {}
+        deadline = time.monotonic() + limit_s
+        step = 0
+        while waiting or names:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"requests {sorted(names.values())} have not ended after {limit_s:.0f} s")
+            for index, request in list(waiting.items()):
+                if request.get("at_step", 0) <= step:
+                    del waiting[index]
+                    began[index] = time.perf_counter()
+                    name = f"r{self._count}"
+                    self._count += 1
+                    inside[index] = self._add(name, request)
+                    names[name] = index
+            for name, index in list(names.items()):
+                if requests[index].get("abort_at_step", step + 1) <= step:
+                    self._engine.abort_request([inside[index]], internal=True)
+                    answers[index]["reason"] = "abort"
+                    del names[name]
+            for output in self._engine.step():
+                index = names.get(output.request_id)
+                if index is None:
+                    continue
+                answer, told = answers[index], output.outputs[0]
+                if told.token_ids and answer["ttft_s"] is None:
+                    answer["ttft_s"] = time.perf_counter() - began[index]
+                if output.finished:
+                    del names[output.request_id]
+                    answer["tokens"] = list(told.token_ids)
+                    answer["logprobs"] = [
+                        sorted((token, value.logprob) for token, value in row.items()) for row in told.logprobs or []
+                    ]
+                    answer["cached"] = output.num_cached_tokens or 0
+                    answer["reason"] = told.finish_reason
+            step += 1
+        return answers
+
+    def _add(self, name: str, request: dict[str, Any]) -> str:
+        from vllm.lora.request import LoRARequest
+
+        from vllm import SamplingParams
+
+        prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
+        if (seed := request.get("embedding_seed")) is not None:
+            prompt = {"prompt_embeds": self._embeddings(len(request["tokens"]), seed)}
+        if request.get("salt"):
+            prompt["cache_salt"] = request["salt"]
+        lora = request.get("lora")
+        return self._engine.add_request(
+            name,
+            prompt,
+            SamplingParams(
+                temperature=0,
+                max_tokens=request["count"],
+                logprobs=request.get("logprobs"),
+                detokenize=False,
+                ignore_eos=True,
+            ),
+            lora_request=LoRARequest(Path(lora).name, request.get("lora_number", 1), lora) if lora else None,
+        )
+
+    def _embeddings(self, count: int, seed: int) -> Any:
+        import torch
+
+        config = self._engine.model_config
+        drawn = torch.randn(count, config.get_hidden_size(), generator=torch.Generator().manual_seed(seed))
+        return drawn.to(config.dtype)
+
+    def drain(self) -> None:
+        """Step until the scheduler has nothing left: what was to be stored has been read from the engine's blocks.
+
+        Raises:
+            TimeoutError: it never comes to rest.
+        """
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        deadline = time.monotonic() + DRAIN_S
+        while scheduler.has_requests():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the scheduler is still busy with {list(scheduler.requests)} after {DRAIN_S:.0f} s")
+            self._engine.step()
+
+    def reset(self, *, connector: bool) -> bool:
+        """Forget the engine's own prefix cache and, if told so, the connector's."""
+        self.drain()
+        return self._engine.reset_prefix_cache(reset_connector=connector)
+
+    def metrics(self) -> dict[str, float]:
+        """Every counter, gauge and histogram sum of vLLM, by name and those labels that tell something."""
+        told: dict[str, float] = {}
+        for metric in self._engine.get_metrics():
+            labels = {key: value for key, value in metric.labels.items() if key not in ("engine", "model_name")}
+            shown = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+            value = getattr(metric, "value", getattr(metric, "sum", None))
+            if value is not None:
+                told[f"{metric.name}{{{shown}}}" if shown else metric.name] = value
+        return told
+
+    def cpu_s(self) -> float:
+        """Processor seconds of all threads of this process so far."""
+        return time.process_time()
+
+    def close(self) -> None:
+        """End the engine as its own server would."""
+        self.drain()
+        self._engine.engine_core.shutdown()
+
+
+def serve(connection: Connection, job: str) -> None:
+    """Build the engine that `job` describes and answer calls until one is `close`, or the pipe is closed.
+
+    Args:
+        connection: takes ``(method, arguments)``, gives ``(True, result)`` or ``(False, message)``.
+        job: JSON with ``arguments`` (of `vllm.LLM`), ``environment``, ``log`` (file for everything that is printed)
+            and ``sabotage`` (``module:function``, called before the engine is built, or empty).
+    """
+    told = json.loads(job)
+    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(told["environment"])
+    engine: Any = None
+    name = "start"
+    while name != "close":
+        try:
+            if engine is None:
+                for place in filter(None, told["sabotage"].split(",")):
+                    module, _, function = place.partition(":")
+                    getattr(import_module(module), function)()
+                engine, result = Served(told["arguments"]), None
+            else:
+                name, arguments = connection.recv()
+                result = getattr(engine, name)(**arguments)
+            connection.send((True, result))
+        except EOFError:
+            break
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test that asked must see it
+            traceback.print_exc()
+            connection.send((False, f"{type(error).__name__}: {error}"))
+            if engine is None:
+                break
+    sys.stdout.flush()

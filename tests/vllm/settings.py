@@ -1,0 +1,36 @@
+"""The connector's configuration, as a user of vLLM gives it."""
+
+from pathlib import Path
+from typing import Any
+
+CHUNK = 256
+"""Tokens of a chunk, with blocks of 16 to 256 tokens."""
+
+CHUNKS = {"qwen3-next": 384}
+"""Where it is another number: vLLM makes the blocks so large that one holds a state."""
+
+
+def connector(directory: Path | None, **settings: Any) -> dict[str, Any]:
+    """A configuration that loads whatever it can: on models this small, computing would be faster.
+
+    Args:
+        directory: of the store; None: host memory alone.
+        settings: further ones, named like ``host__capacity_bytes``.
+    """
+    extra: dict[str, Any] = {"host.capacity_bytes": "64MiB", "planner.enabled": False}
+    if directory is not None:
+        extra["directory.path"] = str(directory)
+    extra |= {name.replace("__", "."): value for name, value in settings.items()}
+    return {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.connect.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def whole(tokens: int, model: str = "") -> int:
+    """Of a prompt of so many tokens, those that a hit can give: whole chunks, and the last token is computed."""
+    chunk = CHUNKS.get(model, CHUNK)
+    return (tokens - 1) // chunk * chunk

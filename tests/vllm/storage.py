@@ -1,0 +1,90 @@
+"""What lies in a store's directory, changed behind kvtier's back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from kvtier.codec.frame import verify_frame
+from kvtier.codec.head import RAW_ID, pack_head, read_head
+
+
+def objects(directory: Path) -> list[Path]:
+    """The files of all objects."""
+    return sorted(path for path in (directory / "objects").rglob("*") if path.is_file())
+
+
+def flip_a_bit(directory: Path) -> int:
+    """Damage the last byte but 100 of every object; how many there are."""
+    return damage_behind(directory, 0)
+
+
+def truncate(directory: Path) -> int:
+    """Cut every object in half; how many there are."""
+    found = objects(directory)
+    for path in found:
+        with path.open("r+b") as stream:
+            stream.truncate(path.stat().st_size // 2 // 4096 * 4096)
+    return len(found)
+
+
+def damage_behind(directory: Path, depth: int) -> int:
+    """Damage every object that has `depth` or more before it in its prefix; how many there are."""
+    count = 0
+    for path, frame in _frames(directory):
+        if read_head(memoryview(frame)).identity.depth >= depth:
+            frame[-100] ^= 1
+            path.write_bytes(frame)
+            count += 1
+    return count
+
+
+def remove(directory: Path, rank: int, depth: int) -> int:
+    """Remove a rank's objects with `depth` others before them, and the index that still knows them; how many."""
+    count = 0
+    for path, frame in _frames(directory):
+        identity = read_head(memoryview(frame)).identity
+        if (identity.rank, identity.depth) == (rank, depth):
+            path.unlink()
+            count += 1
+    (directory / "index").unlink()
+    return count
+
+
+def roll(directory: Path) -> int:
+    """Move the bytes of every section by a quarter of its length and a bit; the checksums are made anew.
+
+    So the store says that all is well, and the engine gets KV of the right size with the wrong numbers. This is the
+    control of every test that says that outputs are equal. (A bit, because attention does not mind whole tokens that
+    change places: their K holds the position.)
+
+    Returns:
+        How many objects there are.
+    """
+    count = 0
+    for path, frame in _frames(directory):
+        head = read_head(memoryview(frame))
+        assert head.codec == RAW_ID
+        table = head.table.copy()
+        for row, section in zip(table, head.sections, strict=True):
+            start, stop = section.offset, section.offset + section.raw_bytes
+            rolled = np.roll(np.frombuffer(frame, np.uint8, section.raw_bytes, start), section.raw_bytes // 4 + 100)
+            frame[start:stop] = rolled.tobytes()
+            row["checksum"] = xxhash.xxh3_64_intdigest(frame[start : section.offset + section.extent_bytes])
+        frame[: head.header_bytes] = pack_head(head.identity, RAW_ID, table, head.frame_bytes, head.raw_bytes)
+        verify_frame(frame)
+        path.write_bytes(frame)
+        count += 1
+    return count
+
+
+def heads(directory: Path) -> list[tuple[int, int, int]]:
+    """(group, rank, depth) of every object."""
+    told = [read_head(memoryview(frame)).identity for _, frame in _frames(directory)]
+    return sorted((it.group, it.rank, it.depth) for it in told)
+
+
+def _frames(directory: Path) -> Iterator[tuple[Path, bytearray]]:
+    for path in objects(directory):
+        yield path, bytearray(path.read_bytes())

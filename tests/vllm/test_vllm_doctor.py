@@ -1,0 +1,44 @@
+"""The doctor knows whether a store holds KV of a model, as the engine itself would find it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PROMPTS, Start
+from judge import prompt
+from settings import connector
+
+pytestmark = pytest.mark.engine
+
+
+def doctor(given: dict[str, object], *arguments: str) -> dict[str, list[str]]:
+    """What `kvtier vllm doctor` finds, by level."""
+    command = [sys.executable, "-m", "kvtier.cli.main", "vllm", "doctor", json.dumps(given), *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    told = json.loads(done.stdout)
+    assert done.returncode == int(not told["ok"]), done.stderr
+    levels: dict[str, list[str]] = {}
+    for finding in told["findings"]:
+        levels.setdefault(finding["level"], []).append(finding["found"])
+    return levels
+
+
+def test_the_doctor_finds_the_models_own_kv(start: Start, checkpoints: Path, tmp_path: Path) -> None:
+    given = connector(tmp_path / "kv", directory__capacity_bytes="1GiB")
+    engine = start("llama", given)
+    engine.ask(prompt(*PROMPTS["short"]))
+    engine.close()
+
+    model = ("--model", str(checkpoints / "llama"), "--engine-args")
+    told = doctor(given, *model, "--dtype float32 --max-model-len 4096 --port 8000")
+    assert "error" not in told
+    assert any("objects of this model" in it for it in told["fine"])
+
+    for other, expected in (
+        ("--dtype bfloat16", "but nothing of this model"),
+        ("--dtype float33", "invalid choice: 'float33'"),
+    ):
+        (found,) = doctor(given, *model, other)["error"]
+        assert expected in found

@@ -1,0 +1,194 @@
+"""Whatever happens to the store: answers stay right, nobody waits for long, and it works again afterwards."""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sabotage
+from conftest import PROMPTS, Start
+from harness import Answer, in_process
+from judge import TOLERANCE, apart, is_same, prompt
+from models import make_checkpoint
+from settings import connector, whole
+from storage import damage_behind, flip_a_bit, objects, truncate
+
+pytestmark = pytest.mark.engine
+
+LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
+HYBRIDS = ("llama", "gemma3", "qwen3-next")
+Expected = Callable[[str], dict[str, Answer]]
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_damaged_files_are_recomputed_and_heal(
+    model: str, damage: Callable[[Path], int], start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    wanted = expected(model)["long"]
+    for store in ("empty", "damaged", "healed"):
+        engine = start(model, connector(tmp_path / "kv"))
+        assert is_same(model, engine.ask(LONG)[0], wanted), store
+        if store == "healed":
+            assert engine.external_hits() == whole(len(LONG), model)
+        engine.close()
+        if store == "empty":
+            assert damage(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_a_load_that_fails_in_the_middle_is_completed_by_computing(
+    model: str, start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    """The look-up has promised five chunks; three of them turn out to be damaged when they are read."""
+    first = start(model, connector(tmp_path / "kv"))
+    first.ask(LONG)
+    first.close()
+    assert damage_behind(tmp_path / "kv", 2)
+    engine = start(model, connector(tmp_path / "kv"))
+    assert is_same(model, engine.ask(LONG)[0], expected(model)["long"])
+    # Neither do the blocks that vLLM keeps hold anything else than they should.
+    assert is_same(model, engine.ask(LONG)[0], expected(model)["long"])
+    assert is_same(model, engine.ask(SHORT)[0], expected(model)["short"])
+
+
+@pytest.mark.parametrize("method", ["reads", "probes"])
+def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
+    method: str, start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    first = start("llama", connector(tmp_path / "kv"))
+    first.ask_in_turn(LONG, SHORT)
+    first.close()
+    flag = tmp_path / "hangs"
+    flag.touch()
+    patience_s = 1.0
+    engine = start(
+        "llama",
+        connector(
+            tmp_path / "kv",
+            limits__load_deadline_s=patience_s,
+            limits__probe_deadline_s=patience_s,
+            limits__transfer_deadline_s=patience_s,
+            limits__tier_failures=1,
+            limits__tier_retry_s=0.5,
+        ),
+        sabotage=f"sabotage:hang_{method}",
+        environment={sabotage.FLAG: str(flag)},
+    )
+    began = time.monotonic()
+    assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
+    # The deadline, what the engine takes, and much for a machine that others use.
+    assert time.monotonic() - began < patience_s + 10
+    assert engine.external_hits() in (0, whole(len(LONG))), "promised and then recomputed, or not promised"
+    engine.forget()
+    # What has been stored meanwhile is in host memory, which does not hang.
+    before = engine.external_hits()
+    assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
+    assert engine.external_hits() - before == whole(len(LONG))
+    flag.unlink()
+    deadline = time.monotonic() + 20
+    while True:  # the tier is tried again after a while
+        engine.forget()
+        before = engine.external_hits()
+        assert is_same("llama", engine.ask(SHORT)[0], expected("llama")["short"])
+        if engine.external_hits() - before == whole(len(SHORT)):
+            break
+        assert time.monotonic() < deadline, "the directory works, and is not used again"
+
+
+def test_a_directory_that_hangs_does_not_keep_the_engine_from_ending(start: Start, tmp_path: Path) -> None:
+    flag = tmp_path / "hangs"
+    flag.touch()
+    engine = start(
+        "llama",
+        connector(tmp_path / "kv", limits__close_deadline_s=1.0, limits__transfer_deadline_s=1.0),
+        sabotage="sabotage:hang_writes",
+        environment={sabotage.FLAG: str(flag)},
+    )
+    engine.ask(LONG)
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 20
+    assert objects(tmp_path / "kv") == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB: room for two of our chunks."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def test_a_full_disk_stores_what_fits_and_disturbs_nobody(small_disk: Path, start: Start, expected: Expected) -> None:
+    wanted = expected("llama")
+    first = start("llama", connector(small_disk / "kv"))
+    assert is_same("llama", first.ask(LONG)[0], wanted["long"])
+    assert is_same("llama", first.ask(SHORT)[0], wanted["short"])
+    first.forget()
+    assert is_same("llama", first.ask(LONG)[0], wanted["long"])
+    assert first.external_hits() == whole(len(LONG)), "from host memory"
+    first.close()
+    assert 0 < len(objects(small_disk / "kv")) < 7
+    second = start("llama", connector(small_disk / "kv"))
+    assert is_same("llama", second.ask(LONG)[0], wanted["long"])
+    assert is_same("llama", second.ask(SHORT)[0], wanted["short"])
+
+
+def test_an_engine_that_was_killed_leaves_a_store_that_works(start: Start, expected: Expected, tmp_path: Path) -> None:
+    first = start("llama", connector(tmp_path / "kv"))
+    first.ask_in_turn(LONG, SHORT)
+    first.kill()
+    second = start("llama", connector(tmp_path / "kv"))
+    for _ in range(2):
+        assert is_same("llama", second.ask(LONG)[0], expected("llama")["long"])
+        assert is_same("llama", second.ask(SHORT)[0], expected("llama")["short"])
+    second.close()
+    third = start("llama", connector(tmp_path / "kv"))
+    third.ask(LONG)
+    assert third.external_hits() == whole(len(LONG))
+
+
+def test_other_weights_at_the_same_path_are_another_model(start: Start, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    in_process(make_checkpoint, "llama", model, 7)
+    first = start(model, connector(tmp_path / "kv"))
+    first.ask(LONG)
+    first.close()
+    in_process(make_checkpoint, "llama", model, 8)
+    plain = start(model).ask(LONG)[0]
+    second = start(model, connector(tmp_path / "kv"))
+    assert apart(second.ask(LONG)[0], plain) == 0
+    assert second.external_hits() == 0
+    second.close()
+    in_process(make_checkpoint, "llama", model, 7)
+    third = start(model, connector(tmp_path / "kv"))
+    third.ask(LONG)
+    assert third.external_hits() == whole(len(LONG)), "the first weights are known again"
+
+
+def test_the_failure_policy_that_fails_requests_is_warned_of(start: Start, tmp_path: Path) -> None:
+    chosen = connector(tmp_path / "kv") | {"kv_load_failure_policy": "fail"}
+    engine = start("llama", chosen)
+    assert engine.printed().count("kv_load_failure_policy") >= 1
+    assert "recompute" in engine.printed().partition("kv_load_failure_policy")[2]
+    good = start("llama", connector(tmp_path / "kv"))
+    assert "WARNING" not in [line for line in good.printed().splitlines() if "kvtier" in line]
+
+
+def test_a_wrong_setting_is_refused_with_its_name(start: Start, tmp_path: Path) -> None:
+    from harness import EngineError
+
+    with pytest.raises(EngineError, match=r"host\.capacity_byte.*did you mean.*capacity_bytes"):
+        start("llama", connector(tmp_path / "kv", host__capacity_byte="64MiB"))
+
+
+def test_the_tolerance_is_one_that_tells_models_apart(start: Start, expected: Expected, tmp_path: Path) -> None:
+    """The control of the test of other weights: what would be served if their KV were taken for this model's."""
+    in_process(make_checkpoint, "llama", tmp_path / "model", 8)
+    assert apart(start(tmp_path / "model").ask(LONG)[0], expected("llama")["long"]) > 100 * TOLERANCE

@@ -1,0 +1,75 @@
+"""vLLM's other features go together with kvtier: guessed tokens, embeddings and images as prompts, several engines."""
+
+from pathlib import Path
+
+import pytest
+from conftest import PROMPTS, Start
+from harness import Ask
+from judge import TOLERANCE, apart, furthest, prompt
+from settings import CHUNK, connector, whole
+
+pytestmark = pytest.mark.engine
+
+LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
+
+
+def test_tokens_that_were_only_guessed_are_never_stored(start: Start, tmp_path: Path) -> None:
+    """Most guesses are wrong here: their KV lies in the blocks for a step, and is written over."""
+    guessing = {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        }
+    }
+    refrain = prompt(40, 1)
+    tokens = [*refrain * 10, *prompt(100, 2), *refrain]
+    plain = start("llama")
+    wanted = plain.ask(tokens, count=300)[0]
+    turn = [*tokens, *wanted.tokens, *prompt(30, 3)]
+    wanted_turn = plain.ask(turn)[0]
+
+    first = start("llama", connector(tmp_path / "kv"), **guessing)
+    assert first.ask(tokens, count=300)[0].tokens == wanted.tokens
+    metrics = first.metrics()
+    guesses, accepted = (metrics[f"vllm:spec_decode_num_{it}_tokens"] for it in ("draft", "accepted"))
+    assert guesses > 100
+    assert 0 < accepted < guesses / 2
+    first.close()
+    second = start("llama", connector(tmp_path / "kv"), **guessing)
+    assert apart(second.ask(turn)[0], wanted_turn) < TOLERANCE
+    assert second.external_hits() == 3 * CHUNK
+
+
+def test_prompts_of_embeddings_are_told_apart(start: Start, tmp_path: Path) -> None:
+    """Their token ids are all the same: none."""
+    asked = [Ask([0] * 600, embedding_seed=seed) for seed in (1, 2, 1)]
+    plain = [start("llama", enable_prompt_embeds=True).ask(it)[0] for it in asked[:2]]
+    assert apart(plain[0], plain[1]) > 1.0
+    for _ in range(2):
+        engine = start("llama", connector(tmp_path / "kv"), enable_prompt_embeds=True)
+        for it, wanted in zip(asked, [*plain, plain[0]], strict=True):
+            assert apart(engine.ask(it)[0], wanted) < TOLERANCE
+            engine.forget()
+        engine.close()
+
+
+def test_engines_that_run_at_the_same_time_share_a_directory(start: Start, tmp_path: Path) -> None:
+    one, two = (start("llama", connector(tmp_path / "kv")) for _ in range(2))
+    stored = one.ask_in_turn(LONG, SHORT)
+    one.close()
+    assert furthest(two.ask_in_turn(LONG, SHORT), stored) < TOLERANCE
+    assert two.external_hits() == whole(len(LONG)) + whole(len(SHORT))
+
+
+def test_vllm_is_told_where_hits_come_from(start: Start, tmp_path: Path) -> None:
+    first = start("llama", connector(tmp_path / "kv"))
+    first.ask(LONG)
+    first.forget()
+    first.ask(LONG)
+    assert first.metrics()["vllm:prompt_tokens_cached_by_source{source=host}"] == whole(len(LONG))
+    first.close()
+    second = start("llama", connector(tmp_path / "kv"))
+    second.ask(LONG)
+    assert second.metrics()["vllm:prompt_tokens_cached_by_source{source=disk}"] == whole(len(LONG))

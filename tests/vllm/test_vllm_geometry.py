@@ -1,0 +1,151 @@
+"""What kvtier fills is what vLLM's own block managers take for filled; and both need the same of a window."""
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    # What vLLM and torch have to say of each other while they are imported is not ours to mend.
+    warnings.simplefilter("ignore")
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.request import Request
+
+from kvtier.connect.vllm.geometry import SKIP, Geometry
+from kvtier.layout import Window
+
+BLOCKS = 4000
+
+
+def full(block: int) -> Any:
+    return FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+
+
+def sliding(block: int, window: int) -> Any:
+    return SlidingWindowSpec(block_size=block, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=window)
+
+
+def state(block: int) -> Any:
+    return MambaSpec(
+        block_size=block,
+        shapes=((4, 8),),
+        dtypes=(torch.float32,),
+        page_size_padded=block * 32,
+        mamba_cache_mode="align",
+    )
+
+
+MODELS = {
+    "full": [full(16)],
+    "window": [sliding(16, 100), full(16)],
+    "window of one block": [sliding(32, 33), full(32)],
+    "window of a chunk": [sliding(16, 257), full(16)],
+    "window of more": [sliding(16, 700), sliding(16, 700), full(16)],
+    "two windows": [sliding(16, 100), sliding(16, 300), full(16)],
+    "state": [state(64), state(64), full(64)],
+}
+
+
+def made(specs: list[Any]) -> KVCacheConfig:
+    page = max(spec.page_size_bytes for spec in specs)
+    return KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[
+            KVCacheTensor(size=page * BLOCKS, layers=[f"l{n}"], layer_stride=page * BLOCKS, block_stride=page)
+            for n in range(len(specs))
+        ],
+        kv_cache_groups=[KVCacheGroupSpec([f"l{n}"], spec) for n, spec in enumerate(specs)],
+        kv_cache_layout="LBHNC",
+        hash_block_size=specs[0].block_size,
+        cache_hit_alignment_tokens=specs[0].block_size,
+    )
+
+
+def manager(config: KVCacheConfig) -> KVCacheManager:
+    block = config.hash_block_size
+    return KVCacheManager(config, max_model_len=8192, scheduler_block_size=block, hash_block_size=block)
+
+
+def request(name: str, tokens: list[int], block: int) -> Request:
+    init_none_hash(sha256)
+    params = SamplingParams(max_tokens=4)
+    return Request(name, tokens, params, None, block_hasher=get_request_block_hasher(block, sha256))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_load_fills_what_vllm_has_allocated_for_it(model, seed):
+    rng = random.Random(seed)
+    config = made(MODELS[model])
+    geometry, blocks = Geometry.of(config), manager(config)
+    block = config.hash_block_size
+    tokens = rng.randrange(1, 8) * geometry.chunk_tokens
+    ids = [rng.randrange(1000) for _ in range(tokens + rng.randrange(1, 300))]
+    # Another request has computed a part of the same prompt, which vLLM finds in its own cache.
+    first = request("first", ids[: rng.randrange(0, tokens) // block * block + 1], block)
+    assert blocks.allocate_slots(first, first.num_tokens) is not None
+    blocks.coordinator.new_step_starts()
+    second = request("second", ids, block)
+    found, resident_tokens, _ = blocks.get_computed_blocks(second)
+    resident_tokens = min(resident_tokens, tokens - block)
+    if resident_tokens <= 0 or resident_tokens % block:
+        resident_tokens, found = 0, blocks.empty_kv_cache_blocks
+    else:
+        found = blocks.truncate_computed_blocks(found, resident_tokens)
+    held = {id_ for group in blocks.get_block_ids("first") for id_ in group}
+    assert blocks.allocate_slots(
+        second,
+        0,
+        num_new_computed_tokens=resident_tokens,
+        new_computed_blocks=found,
+        num_external_computed_tokens=tokens - resident_tokens,
+        delay_cache_blocks=True,
+    )
+    tables = blocks.get_block_ids("second")
+    places = geometry.targets(tokens, tables, resident_tokens)
+    assert places is not None
+    written = [id_ for place in places for id_ in place.blocks if id_ != SKIP]
+    assert len(written) == len(set(written))
+    assert not held & set(written), "a block that another request reads"
+    assert {id_ for table in tables for id_ in table} - held - {0} == set(written)
+    for number, table in enumerate(tables):
+        less, more = ([list(each) for each in tables] for _ in range(2))
+        less[number][-1] = 0
+        assert geometry.targets(tokens, less, resident_tokens) is None
+        if 0 in table[resident_tokens // block :]:
+            more[number][table.index(0, resident_tokens // block)] = BLOCKS - 1
+            told = geometry.targets(tokens, more, resident_tokens)
+            assert told is None or any(BLOCKS - 1 in place.blocks for place in told), "VLLM would read it unfilled"
+
+
+@pytest.mark.parametrize("block", [16, 32, 128])
+@pytest.mark.parametrize("window", [2, 16, 17, 33, 100, 128, 129, 256, 257, 1024, 1025])
+def test_a_window_object_has_the_blocks_that_vllm_wants_for_a_hit(block, window):
+    geometry = Geometry.of(made([sliding(block, window)]))
+    (group,) = geometry.groups
+    assert group.validity == Window(window - 1)
+    wanted = SlidingWindowManager._contiguous_blocks_for_hit(window, block, use_eagle=False)
+    assert group.tables[0].blocks == min(wanted, geometry.chunk_tokens // block)
+    tokens = 8 * geometry.chunk_tokens
+    assert tokens // block - group.needed_from(group.tables[0], tokens) == wanted
+
+
+def test_a_window_of_one_token_more_would_be_another_rule():
+    """The negative control: `sliding_window` itself is one too many."""
+    blocks = SlidingWindowManager._contiguous_blocks_for_hit
+    assert blocks(257, 16, use_eagle=False) == 16
+    assert blocks(258, 16, use_eagle=False) == 17

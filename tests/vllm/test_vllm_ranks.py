@@ -1,0 +1,55 @@
+"""Two workers in processes of their own (tensor parallelism): a chunk counts only when both have it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import PROMPTS, Start
+from harness import Answer
+from judge import TOLERANCE, apart, prompt
+from settings import CHUNK, connector, whole
+from storage import heads, remove, roll
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores: vLLM wants one for each worker"),
+]
+
+Expected = Callable[[str], dict[str, Answer]]
+LONG = prompt(*PROMPTS["long"])
+# A core for each worker: two on one core wait for each other most of the time.
+CORES = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+TWO = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": CORES}}
+
+
+def test_two_ranks_store_restart_hit_and_miss_together(start: Start, expected: Expected, tmp_path: Path) -> None:
+    directory = tmp_path / "kv"
+    alone = start("llama", connector(directory))
+    alone.ask(LONG)
+    alone.close()
+
+    first = start("llama", connector(directory), **TWO)
+    plain = first.ask(LONG)[0]
+    assert first.external_hits() == 0, "what one worker has stored for itself is of no use to two"
+    assert apart(plain, expected("llama")["long"]) < TOLERANCE
+    first.forget()
+    warm = first.ask(LONG)[0]
+    assert first.external_hits() == whole(len(LONG))
+    assert apart(warm, plain) < TOLERANCE
+    first.close()
+    assert {rank for _, rank, _ in heads(directory)} == {0, 1}
+
+    # A chunk that only one rank has is no chunk: rank 1 loses its third.
+    assert remove(directory, rank=1, depth=2) == 1
+    second = start("llama", connector(directory), **TWO)
+    disk = second.ask(LONG)[0]
+    assert second.external_hits() == 2 * CHUNK
+    assert apart(disk, plain) < TOLERANCE
+    second.close()
+
+    # The control: numbers of other tokens would show.
+    assert roll(directory)
+    third = start("llama", connector(directory), **TWO)
+    assert apart(third.ask(LONG)[0], plain) > 100 * TOLERANCE
+    assert third.external_hits() == whole(len(LONG)), "the second engine has completed what was missing"

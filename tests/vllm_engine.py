@@ -1,0 +1,481 @@
+"""An engine as small as can be that does to a connector what vLLM does: a stand-in for its scheduler and block pool.
+
+What vLLM cannot be made to do on a CPU is done here: overlapped steps, and a seed that chooses who is preempted,
+aborted or slow. Our half of the scheduler, the worker, the copier, the core and its threads are the real ones. The
+engine knows what the bytes of every block must be, and looks before each forward: bytes of anybody else's are a lie.
+"""
+
+import hashlib
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tests.vllm_engine_parts import Block, Faults, Keys, Pool, Request, Step
+from tests.vllm_recorded import recorded
+
+from kvtier.config.sections import Config, HostConfig
+from kvtier.connect.vllm.copier import open_copier
+from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.pool import PoolPins
+from kvtier.connect.vllm.scheduler import Scheduler
+from kvtier.connect.vllm.worker import Worker
+from kvtier.core.planner import Planner
+from kvtier.layout import History, Window
+from kvtier.runtime.fleet import Below, LocalRank
+from kvtier.runtime.open import open_core
+from kvtier.runtime.rank import open_rank
+
+DEADLINE_S = 60.0
+
+
+class LieError(AssertionError):
+    """A block that vLLM takes for filled holds other bytes."""
+
+
+class SmallEngine:
+    """One engine.
+
+    Args:
+        case: of the recorded configurations.
+        blocks: of the pool.
+        seed: of everything that is left to chance.
+        is_overlapped: a step is put together before the one before it has come back.
+        has_caching: vLLM's own prefix cache.
+        config: our settings.
+        step_tokens: most tokens of a step.
+        defers_loads: vLLM 0.33: a load begins when the steps that were under way have come back.
+        slow_s: gathers take up to so much longer, scatters up to a tenth of it.
+        failing: share of copies that fail.
+    """
+
+    def __init__(
+        self,
+        case: str = "llama32",
+        *,
+        blocks: int = 120,
+        seed: int = 0,
+        is_overlapped: bool = False,
+        has_caching: bool = True,
+        config: Config | None = None,
+        step_tokens: int = 1024,
+        defers_loads: bool = False,
+        slow_s: float = 0.0,
+        failing: float = 0.0,
+    ) -> None:
+        self.draw = random.Random(seed)
+        engine = recorded(case, blocks)
+        self.tensors = engine.tensors()
+        self.blocks = blocks
+        self.geometry = Geometry.of(engine.config)
+        copier, layout, _ = open_copier(self.geometry, engine.config, self.tensors, engine.layers)
+        self.copier = Faults(copier, seed, slow_s=slow_s, failing=failing)
+        config = config or Config(host=HostConfig(capacity_bytes="64MiB"))
+        self.rank = open_rank(config, layout, bytes(32), self.copier)
+        self.worker = Worker(copier)
+        below = Below(LocalRank(self.rank.mover, self.worker.hear), self.rank.slots, tuple(self.rank.tiers))
+        self.opened = open_core(config, self.geometry.layout, bytes(32), below, on_close=self.rank.close)
+        self.pool = Pool(blocks, has_caching=has_caching)
+        self.scheduler = Scheduler(
+            session=self.opened.session,
+            ranks=below.mover,
+            geometry=self.geometry,
+            begin_keys=lambda _request: Keys(self.geometry.chunk_tokens),
+            planner=Planner(is_on=False),
+            tables=lambda name: self.requests[name].block_ids,
+            open_pins=lambda on_reuse: PoolPins(self.pool, on_reuse),
+            bytes_per_token=self.geometry.layout.bytes_per_token,
+            is_overlapped=is_overlapped,
+            has_prefix_caching=has_caching,
+        )
+        tables = [(table, group) for group in self.geometry.groups for table in group.tables]
+        self.groups = [(table, group.validity) for table, group in sorted(tables, key=lambda each: each[0].number)]
+        self.step_tokens = step_tokens
+        self.defers_loads = defers_loads
+        self.deferred_loads: dict[str, tuple[int, int]] = {}
+        self.depth = 2 if is_overlapped else 1
+        self.under_way: deque[Step] = deque()
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.deferred: list[tuple[int, list[Block]]] = []
+        self.names = itertools.count()
+        self.step_number = self.processed_step = 0
+        self.loaded_tokens = self.preemptions = self.failures = self.reports = self.idle_steps = 0
+        self.truth: dict[str, list[int]] = {}
+        """All tokens of each request, also those that are not known yet."""
+
+    # ---- what a user does ------------------------------------------------------------------------------------------
+
+    def add(self, prompt: Sequence[int], new_tokens: int) -> Request:
+        request = Request(f"r{next(self.names)}", list(prompt), len(prompt), len(prompt) + new_tokens)
+        self.requests[request.request_id] = request
+        self.truth[request.request_id] = list(prompt)
+        self.waiting.append(request)
+        self.scheduler.arrived(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        if request.is_finished:
+            return
+        if request in self.running:
+            self.running.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        has_begun = self.deferred_loads.pop(request.request_id, None) is None
+        is_held = request.is_loading and not request.is_loaded and has_begun
+        request.status = "FINISHED_ABORTED"
+        self._end(request, is_held=is_held)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self.under_way or self.scheduler.has_news)
+
+    def step(self) -> None:
+        """What the engine's core does again and again."""
+        if self.requests or self.scheduler.has_news:
+            self.under_way.append(self._schedule())
+        if self.under_way and (len(self.under_way) >= self.depth or not self.requests):
+            # The workers may be done with it since long, or only now, when the next step has been put together.
+            self._execute(self.under_way[0])
+            self._update(self.under_way.popleft())
+        if self.draw.random() < 0.5:
+            for step in self.under_way:
+                self._execute(step)
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        until_s = time.monotonic() + DEADLINE_S
+        while self.has_work:
+            self.step()
+            assert time.monotonic() < until_s, f"stalled: {self.requests}"
+
+    def idle(self) -> None:
+        """One more step, with nothing to do."""
+        step = self._schedule()
+        self._execute(step)
+        self._update(step)
+
+    def close(self) -> None:
+        self.opened.session.close(10.0)
+        self.scheduler.close()
+
+    # ---- a step goes out -------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> Step:
+        scheduled: dict[str, int] = {}
+        new: list[Any] = []
+        resumed: set[str] = set()
+        budget = self.step_tokens
+        was_preempted = False
+        for request in list(self.running):
+            if request not in self.running:
+                continue
+            count = min(request.num_tokens + request.placeholders - request.num_computed_tokens, budget)
+            if count <= 0 or request.num_tokens + request.placeholders >= request.most:
+                continue
+            while not self._allocate(request, count):
+                if self.scheduler.has_freed_blocks():
+                    break
+                victim = self.running[-1]
+                if victim.last_step > self.processed_step:
+                    break  # what it frees would not be free at once
+                self._preempt(victim)
+                scheduled.pop(victim.request_id, None)
+                was_preempted = True
+                if victim is request:
+                    break
+            else:
+                scheduled[request.request_id] = count
+                budget -= count
+        if not was_preempted:
+            for request in list(self.waiting):
+                if budget <= 0 or len(self.running) >= 6:
+                    break
+                count = self._admit(request, budget)
+                if count is None:
+                    continue
+                if count < 0:
+                    break
+                (resumed.add if request.status == "PREEMPTED" else new.append)(request.request_id)
+                request.status = "RUNNING"
+                self.waiting.remove(request)
+                self.running.append(request)
+                scheduled[request.request_id] = count
+                budget -= count
+        if scheduled:
+            self.step_number += 1
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
+            kv_connector_block_state=None,
+        )
+        orders = self.scheduler.orders(output)
+        requests = {name: self.requests[name] for name in scheduled}
+        starts = {name: request.num_computed_tokens for name, request in requests.items()}
+        for name, count in scheduled.items():
+            request = requests[name]
+            request.num_computed_tokens += count
+            request.num_in_flight_tokens += count
+            request.last_step = self.step_number
+            if request.num_computed_tokens >= request.num_tokens + request.placeholders:
+                request.placeholders += 1
+        self.idle_steps += not scheduled
+        tables = {name: [list(table) for table in request.tables] for name, request in requests.items()}
+        return Step(self.step_number if scheduled else 0, scheduled, requests, starts, tables, orders)
+
+    def _admit(self, request: Request, budget: int) -> int | None:
+        """Tokens to compute of a waiting request now; None: not this one; below zero: nobody any more."""
+        if request.is_loading:
+            if not request.is_loaded:
+                return None
+            self._arrived(request)
+        elif request.num_in_flight_tokens:
+            return None  # output of before its preemption is still to come
+        if request.num_computed_tokens:
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            return count if self._allocate(request, count) else -1
+        hit = self._local_hit(request)
+        resident = len(hit) * self.groups[0][0].block_tokens
+        external, is_async = self.scheduler.matched(request, resident)
+        if external is None:
+            return None
+        count = 0 if is_async else min(request.num_tokens - resident - external, budget)
+        # All of it has to fit beside all that others will need: one that waits with its blocks cannot be preempted.
+        reserved = sum(self._lacking(other) for other in [*self.waiting, *self.running] if other.tables)
+        idle = sum(block.is_free for block in hit)
+        if self._lacking(request) - len(hit) * len(self.groups) + idle + reserved > len(self.pool.queue):
+            return -1
+        self.pool.touch(hit)
+        request.tables = [list(hit) for _ in self.groups]
+        for (table, validity), mine in zip(self.groups, request.tables, strict=True):
+            self._extend(mine, table, validity, resident + external, resident + external)
+        if is_async and self.defers_loads and self.step_number > self.processed_step:
+            request.last_step = self.step_number
+            self.deferred_loads[request.request_id] = (self.step_number, external)
+        elif external:
+            self._load(request, external)
+        request.num_computed_tokens = resident + external
+        if is_async:
+            request.is_loading = True
+            return None
+        if external:
+            self._cache(request, request.num_computed_tokens)
+        assert self._allocate(request, count)
+        return count
+
+    def _load(self, request: Request, external: int) -> None:
+        self.scheduler.allocated(request, request.block_ids, external)
+        self.loaded_tokens += external
+
+    def _lacking(self, request: Request) -> int:
+        """Blocks that a request will need, beside those that it has."""
+        tables = request.tables or [[] for _ in self.groups]
+        return sum(
+            max(0, -(-request.num_tokens // table.block_tokens) - len(mine))
+            for (table, _), mine in zip(self.groups, tables, strict=True)
+        )
+
+    def _local_hit(self, request: Request) -> list[Block]:
+        if not self.pool.has_caching or any(isinstance(validity, Window) for _, validity in self.groups):
+            return []
+        size = self.groups[0][0].block_tokens
+        hit: list[Block] = []
+        for end in range(size, request.num_tokens, size):
+            block = self.pool.cached.get(tuple(request.tokens[:end]))
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+    def _arrived(self, request: Request) -> None:
+        """A load has been reported."""
+        request.is_loading = request.is_loaded = False
+        if request.is_failed and not request.num_computed_tokens:
+            self._free(request)
+        else:
+            self._cache(request, request.num_computed_tokens)
+        request.is_failed = False
+
+    def _allocate(self, request: Request, count: int) -> bool:
+        total = request.num_computed_tokens + count
+        for (table, validity), mine in zip(self.groups, request.tables, strict=True):
+            if isinstance(validity, Window):
+                processed = request.num_computed_tokens - request.num_in_flight_tokens
+                self._slide(mine, max(0, processed - validity.tokens) // table.block_tokens)
+        needed = sum(
+            max(0, -(-total // table.block_tokens) - len(mine))
+            for (table, _), mine in zip(self.groups, request.tables, strict=True)
+        )
+        if needed > len(self.pool.queue):
+            return False
+        for (table, validity), mine in zip(self.groups, request.tables, strict=True):
+            self._extend(mine, table, validity, total, 0)
+        # Hashed when scheduled, before they are filled, as vLLM does it.
+        self._cache(request, min(total, request.num_tokens))
+        return True
+
+    def _extend(self, mine: list[Block | None], table: Any, validity: Any, total: int, external: int) -> None:
+        needed = -(-total // table.block_tokens) - len(mine)
+        if isinstance(validity, Window) and external:
+            skipped = max(0, external - validity.tokens) // table.block_tokens - len(mine)
+            mine += [None] * max(0, skipped)
+            needed -= max(0, skipped)
+        mine += self.pool.get_new_blocks(max(0, needed))
+
+    def _slide(self, mine: list[Block | None], first: int) -> None:
+        gone = [block for block in mine[:first] if block is not None]
+        mine[:first] = [None] * min(first, len(mine))
+        self.pool.free_blocks(gone)
+
+    def _cache(self, request: Request, tokens: int) -> None:
+        for (table, validity), mine in zip(self.groups, request.tables, strict=True):
+            if isinstance(validity, History):
+                for number in range(tokens // table.block_tokens):
+                    block = mine[number]
+                    assert block is not None
+                    self.pool.cache(block, tuple(request.tokens[: (number + 1) * table.block_tokens]))
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free(request)
+        request.status, request.num_computed_tokens, request.placeholders = "PREEMPTED", 0, 0
+        self.waiting.insert(0, request)
+        self.preemptions += 1
+
+    def _free(self, request: Request) -> None:
+        blocks = [block for table in request.tables for block in reversed(table) if block is not None]
+        request.tables = []
+        if request.last_step > self.processed_step:
+            self.deferred.append((self.step_number, blocks))
+        else:
+            self.pool.free_blocks(blocks)
+
+    # ---- the forward -----------------------------------------------------------------------------------------------
+
+    def _execute(self, step: Step) -> None:
+        if step.done is not None:
+            return
+        self.worker.begin(step.orders)
+        if step.orders.awaited:
+            self.worker.wait_for_loads()
+            step.bad_blocks = self.worker.take_bad_blocks()
+        for name, count in step.scheduled.items():
+            self._forward(step, name, count)
+        step.results = self.worker.results()
+        step.bad_blocks |= self.worker.take_bad_blocks()
+        step.done = self.worker.done
+
+    def _forward(self, step: Step, name: str, count: int) -> None:
+        request, start, bad_blocks = step.requests[name], step.starts[name], step.bad_blocks
+        truth = self.truth[request.request_id]
+        end = start + count
+        for (table, validity), mine in zip(self.groups, step.tables[name], strict=True):
+            size = table.block_tokens
+            first = max(0, start - validity.tokens) // size if isinstance(validity, Window) else 0
+            for number in range(first, -(-end // size)):
+                block = mine[number]
+                assert block is not None, f"{request.request_id} has no block {number}"
+                if (number + 1) * size <= start:
+                    if block.block_id not in bad_blocks:
+                        self._look(request, table, number, block, truth)
+                else:
+                    self._write(table, number, block, truth[: min(end, (number + 1) * size)])
+        if end == len(truth) and len(truth) <= request.most:
+            truth.append(_number(truth) % 1000)
+
+    def _write(self, table: Any, number: int, block: Block, tokens: list[int]) -> None:
+        for layer in table.layers:
+            self._page(layer, block).fill_(_number([*tokens, number, len(layer)]))
+
+    def _look(self, request: Request, table: Any, number: int, block: Block, truth: list[int]) -> None:
+        tokens = truth[: (number + 1) * table.block_tokens]
+        for layer in table.layers:
+            page = self._page(layer, block)
+            wanted = _number([*tokens, number, len(layer)])
+            if not bool((page == wanted).all()):
+                raise LieError(f"{request.request_id}: block {number} ({block.block_id}) of {layer} is not its own")
+
+    def _page(self, layer: str, block: Block) -> torch.Tensor:
+        page = self.tensors[layer].unflatten(0, (self.blocks, -1))[block.block_id]
+        assert page.is_contiguous()
+        return page.view(-1).view(torch.int64)
+
+    # ---- a step comes back -----------------------------------------------------------------------------------------
+
+    def _update(self, step: Step) -> None:
+        if step.scheduled:
+            self.processed_step = step.number
+        while self.deferred and self.deferred[0][0] <= self.processed_step:
+            self.pool.free_blocks(self.deferred.pop(0)[1])
+        for name, (fence, external) in list(self.deferred_loads.items()):
+            if fence <= self.processed_step:
+                del self.deferred_loads[name]
+                self._load(self.requests[name], external)
+        for name in step.results.failed:
+            request = self.requests.get(name)
+            if request is not None and request.is_loading:
+                request.num_computed_tokens, request.is_failed = 0, True
+                self.failures += 1
+        rescheduled = self._invalidate(step)
+        for name, count in step.scheduled.items():
+            request = step.requests[name]
+            request.num_in_flight_tokens -= count
+            if request.is_finished or request.status == "PREEMPTED" or name in rescheduled:
+                continue
+            truth = self.truth[name]
+            if step.starts[name] + count >= request.num_tokens and request.placeholders:
+                request.tokens.append(truth[request.num_tokens])
+                request.placeholders -= 1
+                if request.num_tokens >= request.most:
+                    request.status = "FINISHED_STOPPED"
+                    self.running.remove(request)
+                    self._end(request, is_held=False)
+        self.scheduler.stepped(step.done)
+        for name in step.results.received:
+            request = self.requests[name]  # vLLM asserts that, too
+            self.reports += 1
+            if request.is_finished:
+                self._free(request)
+                del self.requests[name]
+            else:
+                assert request.is_loading, f"{name} is reported and loads nothing"
+                assert not request.is_loaded, f"{name} is reported twice"
+                request.is_loaded = True
+
+    def _invalidate(self, step: Step) -> set[str]:
+        """What vLLM does with blocks that a load did not fill, where there is one group."""
+        found: set[str] = set()
+        if not step.bad_blocks:
+            return found
+        ((table, _),) = self.groups
+        for request in [*self.waiting, *self.running]:
+            if not request.tables or (request in self.waiting and not request.is_loading):
+                continue
+            computed = request.num_computed_tokens - step.scheduled.get(request.request_id, 0)
+            ids = request.block_ids[0][: -(-computed // table.block_tokens)]
+            first = next((number for number, block in enumerate(ids) if block in step.bad_blocks), None)
+            if first is not None:
+                request.num_computed_tokens = first * table.block_tokens
+                request.placeholders = 0
+                request.is_failed = request.is_loading
+                self.failures += 1
+                if not request.is_loading:
+                    found.add(request.request_id)
+        return found
+
+    def _end(self, request: Request, *, is_held: bool) -> None:
+        self.scheduler.finished(request, request.block_ids)
+        if not is_held:
+            self._free(request)
+            del self.requests[request.request_id]
+
+
+def _number(values: Sequence[int]) -> int:
+    told = hashlib.blake2b(repr(values).encode(), digest_size=7).digest()
+    return int.from_bytes(told, "little") + 1

@@ -1,0 +1,198 @@
+"""The parts of the small engine in `vllm_engine`: blocks, their pool, requests, steps, and accidents."""
+
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.keys.chain import Chain
+
+NULL = 0
+
+
+GATE_S = 60.0
+
+
+@dataclass(eq=False)
+class Block:
+    """`KVCacheBlock`."""
+
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: tuple[int, ...] | None = None
+    is_free: bool = True
+
+    @property
+    def next_free_block(self) -> "Block | None":
+        return self if self.is_free else None
+
+
+class Pool:
+    """`BlockPool`: blocks with a hash are handed out again last, the others first."""
+
+    def __init__(self, count: int, *, has_caching: bool) -> None:
+        self.blocks = [Block(number) for number in range(count)]
+        self.blocks[NULL].ref_cnt, self.blocks[NULL].is_free = 1, False
+        self.has_caching = has_caching
+        self.queue: OrderedDict[int, Block] = OrderedDict((block.block_id, block) for block in self.blocks[1:])
+        self.cached: dict[tuple[int, ...], Block] = {}
+        self.watchers: dict[int, Callable[[Block], None]] = {}
+
+    def get_new_blocks(self, count: int) -> list[Block]:
+        taken = [self.queue.popitem(last=False)[1] for _ in range(count)]
+        for block in taken:
+            block.is_free = False
+            watcher = self.watchers.pop(block.block_id, None)
+            if watcher is not None:
+                watcher(block)
+            if block.block_hash is not None:
+                if self.cached.get(block.block_hash) is block:
+                    del self.cached[block.block_hash]
+                block.block_hash = None
+            assert block.ref_cnt == 0
+            block.ref_cnt = 1
+        return taken
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if block.ref_cnt == 0:
+                del self.queue[block.block_id]
+                block.is_free = False
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+            if block.ref_cnt == 0:
+                self._append(block, first=block.block_hash is None or not self.has_caching)
+
+    def unpin_blocks(self, blocks: Sequence[Block], on_reuse: Callable[[Block], None]) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            self.watchers[block.block_id] = on_reuse
+            if block.ref_cnt == 0:
+                self._append(block, first=False)
+
+    def cache(self, block: Block, tokens: tuple[int, ...]) -> None:
+        if self.has_caching and block.block_hash is None:
+            block.block_hash = tokens
+            self.cached.setdefault(tokens, block)
+
+    def _append(self, block: Block, *, first: bool) -> None:
+        block.is_free = True
+        self.queue[block.block_id] = block
+        self.queue.move_to_end(block.block_id, last=not first)
+
+
+@dataclass(eq=False, repr=False)
+class Request:
+    """`vllm.v1.request.Request`, as far as the connector looks at it."""
+
+    request_id: str
+    tokens: list[int]
+    """Known so far."""
+    num_prompt_tokens: int
+    most: int
+    status: str = "WAITING"
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+    shared_prefix_boundary: int = 0
+    lora_request: None = None
+    tables: list[list[Block | None]] = field(default_factory=list)
+    is_loading: bool = False
+    is_loaded: bool = False
+    is_failed: bool = False
+    last_step: int = 0
+    placeholders: int = 0
+    """Tokens that steps under way will add."""
+
+    def __repr__(self) -> str:
+        return f"{self.request_id} {self.status} {self.num_computed_tokens}/{self.num_tokens} loading {self.is_loading}"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
+    def block_ids(self) -> list[list[int]]:
+        return [[NULL if block is None else block.block_id for block in table] for table in self.tables]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.startswith("FINISHED")
+
+
+@dataclass
+class Step:
+    """A step that is under way."""
+
+    number: int
+    scheduled: dict[str, int]
+    requests: dict[str, Request]
+    starts: dict[str, int]
+    tables: dict[str, list[list[Block | None]]]
+    """The blocks as they stood: a request may end or be preempted while its step is under way."""
+    orders: Any
+    results: Any = None
+    bad_blocks: set[int] = field(default_factory=set)
+    done: Any = None
+
+
+class Faults:
+    """A copier with accidents.
+
+    Args:
+        copier: the real one.
+        seed: of the accidents.
+        slow_s: gathers take up to so much longer, scatters up to a tenth of it.
+        failing: share of copies that fail.
+    """
+
+    def __init__(self, copier: Any, seed: int, *, slow_s: float, failing: float) -> None:
+        self.copier = copier
+        self.revoke = copier.revoke
+        self.done = copier.done
+        self._draw = random.Random(seed)
+        self._lock = threading.Lock()
+        self.slow_s, self.failing = slow_s, failing
+        self.gate = threading.Event()
+        """Gathers wait until it is set."""
+        self.gate.set()
+
+    def gather(self, request: Any, group: int, blocks: Any, payload: Any) -> Any:
+        assert self.gate.wait(GATE_S), "nobody has opened the gate"
+        self._delay(self.slow_s)
+        return self.copier.gather(request, group, blocks, payload)
+
+    def scatter(self, request: Any, group: int, blocks: Any, payload: Any) -> Any:
+        self._delay(self.slow_s / 10)
+        return self.copier.scatter(request, group, blocks, payload)
+
+    def _delay(self, most_s: float) -> None:
+        with self._lock:
+            wait_s, luck = self._draw.random() * most_s, self._draw.random()
+        time.sleep(wait_s)
+        if luck < self.failing:
+            raise OSError("an accident")
+
+
+class Keys:
+    """`RequestKeys`, with nothing but tokens."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chain = Chain(bytes(32), chunk_tokens)
+
+    def extend(self, all_token_ids: list[int]) -> None:
+        self._chain.extend(all_token_ids[self._chain.tokens :])
+
+    def prefix(self, tokens: int | None = None) -> Any:
+        return self._chain.prefix(tokens)

@@ -1,0 +1,114 @@
+"""What vLLM 0.32.0 told a connector on a CPU: its configuration, its KV tensors, and the block tables of each step.
+
+`golden/vllm_0_32.json` was written by a connector that only watches, on models with random weights: one prompt of 700
+tokens and 80 generated ones, then one of 3,000 tokens and 4. Here it becomes objects with the names of vLLM's classes,
+so that what reads them is tested without vLLM. tests/vllm holds the same against the engine itself.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_GOLDEN = Path(__file__).parent / "golden" / "vllm_0_32.json"
+_ENUMS = {"kv_quant_mode", "cache_role", "role", "mamba_type"}
+
+
+@cache
+def _golden() -> dict[str, Any]:
+    return json.loads(_GOLDEN.read_text())["cases"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one request."""
+
+    request: int
+    tokens: int
+    """Scheduled in it; 0 when the request has finished."""
+    blocks: list[list[int]]
+    offers: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One engine. Its tensors are made anew, over memory of as many blocks as are asked for."""
+
+    config: Any
+    layers: dict[str, Any]
+    steps: list[Step]
+    views: dict[str, dict[str, Any]]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What `register_kv_caches` gets: views of one allocation, which holds nothing but ones."""
+        size = max(tensor.size for tensor in self.config.kv_cache_tensors)
+        memory = torch.ones(size, dtype=torch.int8)
+        return {
+            name: memory.view(dtype).as_strided(view["shape"], view["stride"], view["offset"])
+            for name, view in self.views.items()
+            for dtype in [getattr(torch, view["dtype"])]
+        }
+
+
+def recorded(case: str, blocks: int | None = None) -> Recorded:
+    """A recorded engine, with so many blocks instead of its own."""
+    told = _golden()[case]
+    config = _object("KVCacheConfig", told["config"])
+    views = {name: dict(view) for name, view in told["views"].items()}
+    _check_placement(config, views)
+    if blocks is not None:
+        _shrink(config, views, blocks)
+    steps = [
+        Step(step["request"], step["tokens"], step["blocks"], [tuple(offer) for offer in step["offers"]])
+        for step in told["steps"]
+    ]
+    layers = {name: _layer(layer) for name, layer in told["layers"].items()}
+    return Recorded(config, layers, steps, views)
+
+
+def _layer(told: dict[str, Any]) -> Any:
+    backend = SimpleNamespace(get_name=lambda: told["backend"])
+    fields: dict[str, Any] = {"attn_backend": backend} | ({"isa": told["isa"]} if told["isa"] else {})
+    return _instance(told["cls"], fields)
+
+
+def _object(name: str, told: Any) -> Any:
+    if isinstance(told, dict):
+        fields = {key: _object(key, value) for key, value in told.items() if key != "__class__"}
+        return _instance(told.get("__class__", name), fields)
+    if isinstance(told, list):
+        return [_object(name, item) for item in told]
+    return SimpleNamespace(name=told.rpartition(".")[2]) if name in _ENUMS else told
+
+
+def _instance(name: str, fields: dict[str, Any]) -> Any:
+    return type(name, (SimpleNamespace,), {})(**fields)
+
+
+def _check_placement(config: Any, views: dict[str, dict[str, Any]]) -> None:
+    """The recording itself: each view is where the configuration says."""
+    for tensor in config.kv_cache_tensors:
+        for number, name in enumerate(tensor.layers):
+            view = views[name]
+            width = getattr(torch, view["dtype"]).itemsize
+            assert view["offset"] * width == tensor.offset + number * tensor.layer_stride
+            assert view["stride"][0] * width == tensor.block_stride
+            assert view["shape"][0] == config.num_blocks
+
+
+def _shrink(config: Any, views: dict[str, dict[str, Any]], blocks: int) -> None:
+    size = blocks * max(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+    for tensor in config.kv_cache_tensors:
+        assert tensor.layer_stride == tensor.block_stride * config.num_blocks, (
+            "only layer-compact layouts were recorded"
+        )
+        tensor.layer_stride, tensor.size = tensor.block_stride * blocks, size
+        for number, name in enumerate(tensor.layers):
+            view = views[name]
+            view["offset"] = number * tensor.layer_stride // getattr(torch, view["dtype"]).itemsize
+            view["shape"] = [blocks, *view["shape"][1:]]
+    config.num_blocks = blocks

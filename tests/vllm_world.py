@@ -1,0 +1,113 @@
+"""A worker's KV memory in any of vLLM's layouts, for whoever copies from and to it."""
+
+import mmap
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.vllm_recorded import Recorded, recorded
+
+from kvtier.connect.vllm.copier import BlockCopier
+from kvtier.connect.vllm.cpu_copy import CpuPageCopy
+from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.pages import EnginePages, engine_pages
+from kvtier.testing.copier import CopierWorld
+
+BLOCKS = 120
+"""Of the engine."""
+
+PAGE_ORDER = {"LBHNC": (0, 1), "LBNHC": (1, 0), "LHBNC": (0, 1), "BLHNC": (0, 1), "BLNHC": (1, 0), "BHLNC": (0, 1)}
+"""The order in which heads (0) and tokens (1) of one page lie in memory."""
+
+
+def made(layout: str, parts: int = 1) -> Recorded:
+    """An engine with three layers of one group in any layout of vLLM's (`KVCacheLayout`), its blocks cut in `parts`.
+
+    The strides follow `compute_layout_strides` of vLLM 0.32: the dimensions in the order of the layout's name.
+    """
+    engine = recorded("llama32", BLOCKS)
+    config, spec = engine.config, engine.config.kv_cache_groups[0].kv_cache_spec
+    layers = config.kv_cache_groups[0].layer_names = config.kv_cache_groups[0].layer_names[:3]
+    sizes = {"L": 3, "B": BLOCKS * parts, "H": 2, "N": 32 // parts, "C": 18}
+    spec.state_content_size_bytes = 36  # so that each layer of a chunk has padding behind it
+    strides, step = {}, 1
+    for dim in reversed(layout):
+        strides[dim] = step
+        step *= sizes[dim]
+    config.kv_cache_layout = layout
+    (tensor,) = config.kv_cache_tensors
+    tensor.layers, tensor.size = layers, 2 * step
+    tensor.layer_stride, tensor.block_stride = 2 * strides["L"], 2 * strides["B"] * parts
+    engine.views.clear()
+    for number, name in enumerate(layers):
+        engine.views[name] = {
+            "shape": [sizes[dim] for dim in "BHNC"],
+            "stride": [strides[dim] for dim in "BHNC"],
+            "dtype": "bfloat16",
+            "offset": number * strides["L"],
+        }
+    return engine
+
+
+class VllmWorld(CopierWorld):
+    """A worker's KV memory with random bytes in it."""
+
+    def __init__(self, engine: Recorded, copy: Callable[[EnginePages], Any] = CpuPageCopy) -> None:
+        self.engine = engine
+        self.geometry = Geometry.of(engine.config)
+        self.tensors = engine.tensors()
+        self.memory = next(iter(self.tensors.values())).untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8).set_(self.memory)
+        flat.copy_(torch.randint(1, 256, flat.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)))
+        self.flat = flat
+        pages = engine_pages(self.geometry, engine.config, self.tensors, engine.layers)
+        super().__init__(BlockCopier(pages, copy(pages)), pages.layout)
+
+    def chunks(self, group: int) -> list[tuple[int, ...]]:
+        """The first in order, the others mixed; of different groups, too, since groups share their memory."""
+        sizes = [sum(table.blocks for table in known.tables) for known in self.geometry.groups]
+        first, size = 1 + 4 * sum(sizes[:group]), sizes[group]
+        mixed = random.Random(7).sample(range(first + size, first + 4 * size), 3 * size)
+        return [tuple(range(first, first + size)), *(tuple(mixed[n * size : (n + 1) * size]) for n in range(3))]
+
+    def wrong(self, group: int) -> list[tuple[int, ...]]:
+        good = self.chunks(group)[1]
+        return [(), good[1:], (*good, 1), (0, *good[1:]), (BLOCKS, *good[1:]), (-2, *good[1:])]
+
+    def read(self, group: int, blocks: tuple[int, ...]) -> list[bytes]:
+        return [b"".join(bytes(self.page(name, block)) for block in ids) for name, ids in self.layers(group, blocks)]
+
+    def fill(self, group: int, blocks: tuple[int, ...], layers: list[bytes]) -> None:
+        for (name, ids), layer in zip(self.layers(group, blocks), layers, strict=True):
+            size = len(layer) // len(ids)
+            for number, block in enumerate(ids):
+                told = torch.frombuffer(bytearray(layer[number * size : (number + 1) * size]), dtype=torch.uint8)
+                page = self.view(name, block)
+                page.copy_(told.view(page.dtype).view(page.shape))
+
+    def everything(self) -> bytes:
+        return self.flat.numpy().tobytes()
+
+    def layers(self, group: int, blocks: tuple[int, ...]) -> list[tuple[str, list[int]]]:
+        """Each layer with the ids of its blocks."""
+        ids = iter(blocks)
+        tables = [(table, [next(ids) for _ in range(table.blocks)]) for table in self.geometry.groups[group].tables]
+        return [(name, mine) for table, mine in tables for name in table.layers]
+
+    def view(self, name: str, block: int) -> torch.Tensor:
+        """One page, with its dimensions in the order of memory; by torch's own indexing, not by offsets."""
+        tensor = self.tensors[name]
+        parts = tensor.unflatten(0, (BLOCKS, -1))[block]  # [parts, heads, tokens, content]
+        heads, tokens = (1 + dim for dim in PAGE_ORDER[self.engine.config.kv_cache_layout])
+        in_order = parts.permute(0, heads, tokens, 3)
+        # With heads outside of blocks the parts of a block follow each other within a head.
+        return in_order.transpose(0, 1) if self.engine.config.kv_cache_layout == "LHBNC" else in_order
+
+    def page(self, name: str, block: int) -> bytes:
+        return self.view(name, block).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def payload_of(size_bytes: int) -> memoryview:
+    """Memory as an arena has it."""
+    return memoryview(mmap.mmap(-1, size_bytes))
