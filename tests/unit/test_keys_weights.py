@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.keys import weights
-from kvtier.keys.weights import PIECE_BYTES, Tensor, checkpoint_files, digest_files, digest_tensors
+from kvtier.keys.weights import PIECE_BYTES, Tensor, checkpoint_files, digest_files, digest_tensors, home_cache
 
 
 @pytest.fixture
@@ -156,6 +156,17 @@ def test_a_cache_that_cannot_be_written_costs_only_time(checkpoint, tmp_path, ca
     (tmp_path / "directory").mkdir()
     assert digest_files(files_of(checkpoint), tmp_path / "directory").digest == wanted
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint", "directory"]
+
+
+def test_the_cache_lies_below_the_home_where_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place = home_cache()
+    assert place is not None
+    assert place.parent.is_relative_to(tmp_path)
+    assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert home_cache() is None
 
 
 def test_the_cache_keeps_the_newest_entries_only(tmp_path, monkeypatch):
