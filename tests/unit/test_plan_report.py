@@ -18,8 +18,9 @@ from kvtier.plan.series import (
 )
 
 pytest.importorskip("matplotlib")
+from kvtier.plan.page import STYLE
 from kvtier.plan.pictures import LIGHT, PICTURES, pictures, write_plot
-from kvtier.plan.report import STYLE, render_report, write_report
+from kvtier.plan.report import render_report, write_report
 
 WHEN = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 VOID = {"meta", "br", "link", "img", "path", "use", "rect"}

@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": ("kvtier.cli.demo:demo", "Replay real conversations without kvtier, cold, and warm after a restart."),
     "inspect": ("kvtier.cli.inspect:inspect", "Look into a store's directory: list, count, verify, repair, purge."),
     "plan": ("kvtier.cli.plan:plan", "Plan tiers: users, capacity, bandwidth, wear and cost, and which limit binds."),
+    "probe": ("kvtier.cli.probe:probe", "Measure this machine's links and name what is misconfigured."),
     "size": ("kvtier.cli.size:size", "Size a model's KV, say why, and explain other people's figures."),
     "vllm": ("kvtier.cli.vllm:vllm", "Turn the connector on in vLLM; find out why there is no hit."),
 }

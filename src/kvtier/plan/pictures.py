@@ -5,17 +5,16 @@ Imported only where something is drawn, after `kvtier.plan.files.check_library`.
 # matplotlib's own stubs leave keyword arguments without a type:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvtier.plan.drawing import LIGHT, MARKED, RC, Colours, dress, figure_bytes, for_page
 from kvtier.plan.files import write_whole
 from kvtier.plan.planning import Plan
 from kvtier.plan.series import (
@@ -29,39 +28,6 @@ from kvtier.plan.series import (
 )
 from kvtier.plan.words import bytes_text, load_text, time_text
 
-LIGHT = {
-    "ground": "#ffffff",
-    "ink": "#1c2128",
-    "soft": "#5b6470",
-    "line": "#dfe3e8",
-    "alone": "#6b7480",
-    "tiered": "#c9540a",
-    "computed": "#6b7480",
-    "gpu": "#2f7ed8",
-    "host": "#b57a0c",
-    "disk": "#1b8f6f",
-    "shared": "#8a4fd0",
-}
-"""Colours by what they stand for; the report's dark page has its own."""
-_MARKED = {name: f"#0a0b{number:02x}" for number, name in enumerate(LIGHT)}
-"""Colours that no picture has otherwise: in the report they become the page's variables."""
-_RC: Any = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "kvtier",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "lines.linewidth": 2.2,
-}
-Colours = Mapping[str, str]
-
 
 def write_plot(path: Path, plan: Plan) -> None:
     """Write all pictures to one file, on a light ground.
@@ -69,62 +35,26 @@ def write_plot(path: Path, plan: Plan) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    with mpl.rc_context(_RC):
+    with mpl.rc_context(RC):
         figure = Figure(figsize=(12.4, 8.6), layout="constrained", facecolor=LIGHT["ground"])
         for axes, (_, draw) in zip(figure.subplots(2, 2).flat, PICTURES.values(), strict=True):
             draw(axes, plan, LIGHT)
-            _dress(axes, LIGHT)
-        write_whole("--plot", path, _bytes(figure, path.suffix.lower().removeprefix("."), dpi=100))
+            dress(axes, LIGHT)
+        write_whole("--plot", path, figure_bytes(figure, path.suffix.lower().removeprefix("."), dpi=100))
 
 
 def pictures(plan: Plan) -> dict[str, str]:
     """Name of each picture to its SVG, whose colours are the variables of the page that shows it."""
     drawn: dict[str, str] = {}
-    with mpl.rc_context(_RC):
+    with mpl.rc_context(RC):
         for name, (_, draw) in PICTURES.items():
             figure = Figure(figsize=(6.6, 4.4), layout="constrained")
             axes = figure.subplots()
-            draw(axes, plan, _MARKED)
-            _dress(axes, _MARKED)
+            draw(axes, plan, MARKED)
+            dress(axes, MARKED)
             axes.set_title("")  # the page has its own
-            drawn[name] = _for_page(_bytes(figure, "svg").decode(), name)
+            drawn[name] = for_page(figure_bytes(figure, "svg").decode(), name)
     return drawn
-
-
-def _bytes(figure: Figure, form: str, dpi: float = 72) -> bytes:
-    buffer = io.BytesIO()
-    # Without a date the same plan gives the same file.
-    metadata = {"Date": None} if form == "svg" else None
-    figure.savefig(buffer, format=form, dpi=dpi, metadata=metadata, transparent=form == "svg" and dpi == 72)
-    return buffer.getvalue()
-
-
-def _for_page(svg: str, name: str) -> str:
-    """The bare element, its colours as variables, its ids its own: a page has several pictures."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(
-        r'<svg [^>]*viewBox="([^"]+)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{name}">', svg, count=1
-    )
-    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
-    for colour, marked in _MARKED.items():
-        svg = svg.replace(marked, f"var(--{colour})")
-    return svg
-
-
-def _dress(axes: Axes, colours: Colours) -> None:
-    axes.set_facecolor("none")
-    axes.grid(visible=True, color=colours["line"], linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", colors=colours["soft"], length=0)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(colours["line"])
-    axes.xaxis.label.set_color(colours["soft"])
-    axes.yaxis.label.set_color(colours["soft"])
-    axes.title.set_color(colours["ink"])
-    legend = axes.get_legend()
-    for text in legend.get_texts() if legend else ():
-        text.set_color(colours["ink"])
 
 
 def _draw_capacity(axes: Axes, plan: Plan, colours: Colours) -> None:
