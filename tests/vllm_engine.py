@@ -9,16 +9,20 @@ import hashlib
 import itertools
 import random
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tests.vllm_engine_parts import Block, Faults, Keys, Pool, Request, Step
 from tests.vllm_recorded import recorded
 
-from kvtier.config.sections import Config, HostConfig
+from kvtier.config.sections import Config, HostConfig, LimitsConfig
 from kvtier.connect.vllm.copier import open_copier
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.pool import PoolPins
@@ -26,11 +30,14 @@ from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
 from kvtier.layout import History, Window
-from kvtier.runtime.fleet import Below, LocalRank
+from kvtier.runtime.fleet import Below, LocalRank, Note
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
+from kvtier.types import RequestId
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
+PATIENT = LimitsConfig(load_deadline_s=600.0, transfer_deadline_s=600.0, store_patience_s=600.0)
+"""However slow the machine is."""
 
 
 class LieError(AssertionError):
@@ -51,6 +58,8 @@ class SmallEngine:
         defers_loads: vLLM 0.33: a load begins when the steps that were under way have come back.
         slow_s: gathers take up to so much longer, scatters up to a tenth of it.
         failing: share of copies that fail.
+        rest: share of steps before which all copies are made that were asked for; in between, none goes on. So the seed
+            decides how late they are, and not the machine. None: they take the time that they take.
     """
 
     def __init__(
@@ -66,18 +75,26 @@ class SmallEngine:
         defers_loads: bool = False,
         slow_s: float = 0.0,
         failing: float = 0.0,
+        rest: float | None = None,
     ) -> None:
         self.draw = random.Random(seed)
+        self.dice = random.Random(seed)
+        """For each step; `draw` is for what its users do, however many steps that takes."""
         engine = recorded(case, blocks)
         self.tensors = engine.tensors()
         self.blocks = blocks
         self.geometry = Geometry.of(engine.config)
         copier, layout, _ = open_copier(self.geometry, engine.config, self.tensors, engine.layers)
         self.copier = Faults(copier, seed, slow_s=slow_s, failing=failing)
-        config = config or Config(host=HostConfig(capacity_bytes="64MiB"))
+        self.rest = rest
+        if rest is not None:
+            self.copier.gate.clear()
+        self.pages: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
+        config = replace(config or Config(host=HostConfig(capacity_bytes="64MiB")), limits=PATIENT)
         self.rank = open_rank(config, layout, bytes(32), self.copier)
         self.worker = Worker(copier)
-        below = Below(LocalRank(self.rank.mover, self.worker.hear), self.rank.slots, tuple(self.rank.tiers))
+        self.heard: set[RequestId] = set()
+        below = Below(LocalRank(self.rank.mover, self._hear), self.rank.slots, tuple(self.rank.tiers))
         self.opened = open_core(config, self.geometry.layout, bytes(32), below, on_close=self.rank.close)
         self.pool = Pool(blocks, has_caching=has_caching)
         self.scheduler = Scheduler(
@@ -89,7 +106,7 @@ class SmallEngine:
             tables=lambda name: self.requests[name].block_ids,
             open_pins=lambda on_reuse: PoolPins(self.pool, on_reuse),
             bytes_per_token=self.geometry.layout.bytes_per_token,
-            is_overlapped=is_overlapped,
+            can_wait=not is_overlapped,
             has_prefix_caching=has_caching,
         )
         tables = [(table, group) for group in self.geometry.groups for table in group.tables]
@@ -137,13 +154,15 @@ class SmallEngine:
 
     def step(self) -> None:
         """What the engine's core does again and again."""
+        if self.rest is not None and self.dice.random() < self.rest:
+            self.settle()
         if self.requests or self.scheduler.has_news:
             self.under_way.append(self._schedule())
         if self.under_way and (len(self.under_way) >= self.depth or not self.requests):
             # The workers may be done with it since long, or only now, when the next step has been put together.
             self._execute(self.under_way[0])
             self._update(self.under_way.popleft())
-        if self.draw.random() < 0.5:
+        if self.dice.random() < 0.5:
             for step in self.under_way:
                 self._execute(step)
 
@@ -154,6 +173,34 @@ class SmallEngine:
             self.step()
             assert time.monotonic() < until_s, f"stalled: {self.requests}"
 
+    def settle(self) -> None:
+        """Until every copy that was asked for has ended, and whoever is to know of it has heard."""
+        self.copier.gate.set()
+        until_s = time.monotonic() + DEADLINE_S
+        while not self._is_settled():
+            assert time.monotonic() < until_s, "copies do not end"
+            time.sleep(1e-4)
+        if self.rest is not None:
+            self.copier.gate.clear()
+
+    def _is_settled(self) -> bool:
+        scheduler = self.scheduler
+        loads = {name for name, load in scheduler._loads._open.items() if not load.blocked_by}
+        told = {event.request for event in list(scheduler._courier._events)}
+        return told >= loads.union(scheduler._stores._read) and self.heard >= loads
+
+    def _hear(self, note: Note) -> None:
+        self.worker.hear(note)
+        self.heard.add(note.request)
+
+    def forget(self) -> None:
+        """The pool forgets what it has cached; all that was to be stored has been."""
+        self.settle()
+        self.idle()
+        self.pool.cached.clear()
+        for block in self.pool.blocks:
+            block.block_hash = None
+
     def idle(self) -> None:
         """One more step, with nothing to do."""
         step = self._schedule()
@@ -161,6 +208,7 @@ class SmallEngine:
         self._update(step)
 
     def close(self) -> None:
+        self.copier.gate.set()
         self.opened.session.close(10.0)
         self.scheduler.close()
 
@@ -363,7 +411,8 @@ class SmallEngine:
             return
         self.worker.begin(step.orders)
         if step.orders.awaited:
-            self.worker.wait_for_loads()
+            with self.copier.opened():
+                self.worker.wait_for_loads()
             step.bad_blocks = self.worker.take_bad_blocks()
         for name, count in step.scheduled.items():
             self._forward(step, name, count)
@@ -391,20 +440,21 @@ class SmallEngine:
 
     def _write(self, table: Any, number: int, block: Block, tokens: list[int]) -> None:
         for layer in table.layers:
-            self._page(layer, block).fill_(_number([*tokens, number, len(layer)]))
+            self._page(layer, block)[:] = _number(tokens, number, layer)
 
     def _look(self, request: Request, table: Any, number: int, block: Block, truth: list[int]) -> None:
         tokens = truth[: (number + 1) * table.block_tokens]
         for layer in table.layers:
-            page = self._page(layer, block)
-            wanted = _number([*tokens, number, len(layer)])
-            if not bool((page == wanted).all()):
+            if (self._page(layer, block) != _number(tokens, number, layer)).any():
                 raise LieError(f"{request.request_id}: block {number} ({block.block_id}) of {layer} is not its own")
 
-    def _page(self, layer: str, block: Block) -> torch.Tensor:
-        page = self.tensors[layer].unflatten(0, (self.blocks, -1))[block.block_id]
-        assert page.is_contiguous()
-        return page.view(-1).view(torch.int64)
+    def _page(self, layer: str, block: Block) -> npt.NDArray[np.int64]:
+        key = layer, block.block_id
+        if key not in self.pages:
+            page = self.tensors[layer].unflatten(0, (self.blocks, -1))[block.block_id]
+            assert page.is_contiguous()
+            self.pages[key] = page.view(-1).view(torch.int64).numpy()
+        return self.pages[key]
 
     # ---- a step comes back -----------------------------------------------------------------------------------------
 
@@ -436,7 +486,7 @@ class SmallEngine:
                     request.status = "FINISHED_STOPPED"
                     self.running.remove(request)
                     self._end(request, is_held=False)
-        self.scheduler.stepped(step.done)
+        self.scheduler.stepped(step.done, step.bad_blocks)
         for name in step.results.received:
             request = self.requests[name]  # vLLM asserts that, too
             self.reports += 1
@@ -450,23 +500,28 @@ class SmallEngine:
 
     def _invalidate(self, step: Step) -> set[str]:
         """What vLLM does with blocks that a load did not fill, where there is one group."""
-        found: set[str] = set()
         if not step.bad_blocks:
-            return found
+            return set()
+        for request in self._truncated([request for request in self.waiting if request.is_loading], step):
+            request.is_failed = True
+        return {request.request_id for request in self._truncated(self.running, step)}
+
+    def _truncated(self, requests: Sequence[Request], step: Step) -> list[Request]:
+        """Those that have such a block. Of several that share one, only the first computes it."""
         ((table, _),) = self.groups
-        for request in [*self.waiting, *self.running]:
-            if not request.tables or (request in self.waiting and not request.is_loading):
-                continue
+        found: list[Request] = []
+        marked: set[int] = set()
+        for request in requests:
             computed = request.num_computed_tokens - step.scheduled.get(request.request_id, 0)
             ids = request.block_ids[0][: -(-computed // table.block_tokens)]
-            first = next((number for number, block in enumerate(ids) if block in step.bad_blocks), None)
-            if first is not None:
-                request.num_computed_tokens = first * table.block_tokens
+            bad = [number for number, block in enumerate(ids) if block in step.bad_blocks]
+            if bad:
+                mine = [number for number in bad if ids[number] not in marked]
+                marked.update(ids[number] for number in mine)
+                request.num_computed_tokens = mine[0] * table.block_tokens if mine else computed
                 request.placeholders = 0
-                request.is_failed = request.is_loading
                 self.failures += 1
-                if not request.is_loading:
-                    found.add(request.request_id)
+                found.append(request)
         return found
 
     def _end(self, request: Request, *, is_held: bool) -> None:
@@ -476,6 +531,7 @@ class SmallEngine:
             del self.requests[request.request_id]
 
 
-def _number(values: Sequence[int]) -> int:
-    told = hashlib.blake2b(repr(values).encode(), digest_size=7).digest()
-    return int.from_bytes(told, "little") + 1
+def _number(tokens: Sequence[int], *place: object) -> int:
+    """What a page holds: another number for other tokens, or another place."""
+    told = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=7, key=repr(place).encode())
+    return int.from_bytes(told.digest(), "little") + 1

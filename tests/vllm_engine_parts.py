@@ -4,7 +4,8 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,7 @@ from kvtier.keys.chain import Chain
 
 NULL = 0
 
-
-GATE_S = 60.0
+GATE_S = 600.0
 
 
 @dataclass(eq=False)
@@ -81,6 +81,12 @@ class Pool:
         if self.has_caching and block.block_hash is None:
             block.block_hash = tokens
             self.cached.setdefault(tokens, block)
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        for block in (self.blocks[number] for number in blocks):
+            if block.block_hash is not None and self.cached.get(block.block_hash) is block:
+                del self.cached[block.block_hash]
+            block.block_hash = None
 
     def _append(self, block: Block, *, first: bool) -> None:
         block.is_free = True
@@ -165,11 +171,10 @@ class Faults:
         self._lock = threading.Lock()
         self.slow_s, self.failing = slow_s, failing
         self.gate = threading.Event()
-        """Gathers wait until it is set."""
+        """Copies wait until it is set."""
         self.gate.set()
 
     def gather(self, request: Any, group: int, blocks: Any, payload: Any) -> Any:
-        assert self.gate.wait(GATE_S), "nobody has opened the gate"
         self._delay(self.slow_s)
         return self.copier.gather(request, group, blocks, payload)
 
@@ -177,7 +182,17 @@ class Faults:
         self._delay(self.slow_s / 10)
         return self.copier.scatter(request, group, blocks, payload)
 
+    @contextmanager
+    def opened(self) -> Generator[None]:
+        """Copies go on meanwhile."""
+        was_open = self.gate.is_set()
+        self.gate.set()
+        yield
+        if not was_open:
+            self.gate.clear()
+
     def _delay(self, most_s: float) -> None:
+        assert self.gate.wait(GATE_S), "nobody has opened the gate"
         with self._lock:
             wait_s, luck = self._draw.random() * most_s, self._draw.random()
         time.sleep(wait_s)

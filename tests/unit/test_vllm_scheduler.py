@@ -4,6 +4,7 @@ import pytest
 from tests.vllm_engine import LieError, SmallEngine
 
 from kvtier.config.sections import Config, HostConfig
+from kvtier.connect.vllm import scheduler as module
 from kvtier.connect.vllm.pool import PoolPins
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.stores import Stores
@@ -26,7 +27,7 @@ WAYS = [
 ]
 LITTLE = Config(host=HostConfig(capacity_bytes="5MiB"))
 """Room for some chunks: what is stored soon leaves again."""
-RUSH = {"blocks": 60, "config": LITTLE, "slow_s": 0.05}
+RUSH = {"blocks": 60, "config": LITTLE, "rest": 0.2}
 
 
 def blocks(way: dict) -> int:
@@ -66,13 +67,13 @@ def conversations(engine: SmallEngine, *, turns: int = 3, users: int = 5, aborts
             talk[:] = request.tokens
 
 
-def rush(engine: SmallEngine, *, requests: int = 30, prompts: int = 6) -> None:
+def rush(engine: SmallEngine, *, requests: int = 30, prompts: int = 6, new_tokens: int = 8) -> None:
     """Short requests for a few long prompts, of which vLLM has room for two: what is free is reused at once."""
     draw = engine.draw
     known = [[draw.randrange(1000) for _ in range(draw.randrange(520, 760))] for _ in range(prompts)]
     recent = []
     for _ in range(requests):
-        recent.append(engine.add(draw.choice(known), draw.randrange(1, 8)))
+        recent.append(engine.add(draw.choice(known), draw.randrange(1, new_tokens)))
         for _ in range(draw.randrange(4)):
             engine.step()
         if draw.random() < 0.1:
@@ -84,6 +85,25 @@ def many(start, act, **options) -> None:
     """Until a seed finds something."""
     for seed in range(10):
         act(start(seed=seed, **options))
+
+
+def filled(engine: SmallEngine, tokens: int = 1000) -> list[int]:
+    """A prompt that the cache has and vLLM has forgotten."""
+    prompt = [engine.draw.randrange(1000) for _ in range(tokens)]
+    engine.add(prompt, 1)
+    engine.run()
+    engine.forget()
+    return prompt
+
+
+def load(engine: SmallEngine) -> None:
+    """Whatever the rest of a test has come to: something is loaded for certain."""
+    engine.settle()
+    engine.idle()
+    before, prompt = engine.loaded_tokens, filled(engine)
+    engine.add(prompt, 1)
+    engine.run()
+    assert engine.loaded_tokens == before + 768
 
 
 def check_all_is_over(engine: SmallEngine) -> None:
@@ -103,7 +123,7 @@ def check_all_is_over(engine: SmallEngine) -> None:
 def test_nobody_gets_anybody_elses_bytes(start, way, seed):
     engine = start(seed=seed, blocks=blocks(way), slow_s=0.004, **way)
     conversations(engine)
-    assert engine.loaded_tokens > 0
+    load(engine)
     check_all_is_over(engine)
 
 
@@ -111,7 +131,16 @@ def test_nobody_gets_anybody_elses_bytes(start, way, seed):
 def test_blocks_that_are_handed_out_while_they_are_copied(start, way):
     engine = start(seed=1, **RUSH | {"blocks": blocks(way)}, **way)
     rush(engine)
-    assert engine.loaded_tokens > 0
+    load(engine)
+    check_all_is_over(engine)
+
+
+@pytest.mark.parametrize("way", WAYS[:4])
+def test_requests_that_are_preempted_while_their_blocks_are_copied(start, way):
+    engine = start(seed=2, **RUSH, **way)
+    rush(engine, requests=10, new_tokens=160)
+    assert engine.preemptions > 0
+    load(engine)
     check_all_is_over(engine)
 
 
@@ -123,10 +152,9 @@ def late(engine: SmallEngine) -> None:
     for prompt in (first, *others):
         engine.add(prompt, 1)
         engine.run()
-    engine.copier.gate.set()
-    for prompt in others:
+    engine.settle()
+    for prompt in (*others, first):
         engine.add(prompt, 1)
-    engine.add(first, 1)
     engine.run()
 
 
@@ -148,7 +176,13 @@ def test_the_control_copies_that_come_too_late(start, monkeypatch):
 def test_copies_that_fail_are_computed(start, way):
     engine = start(seed=7, blocks=blocks(way), failing=0.3, **way)
     conversations(engine)
-    assert engine.failures > 0
+    engine.copier.failing = 0.0
+    load(engine)
+    prompt, before = filled(engine), engine.failures
+    engine.copier.failing = 1.0
+    engine.add(prompt, 1)
+    engine.run()
+    assert engine.failures > before
     check_all_is_over(engine)
 
 
@@ -170,7 +204,7 @@ def test_the_control_stores_of_steps_under_way_are_found(start, monkeypatch):
 
     monkeypatch.setattr(Tracked, "computed_tokens", hasty)
     with pytest.raises(LieError):
-        many(start, rush, blocks=60, config=LITTLE, is_overlapped=True, step_tokens=256)
+        many(start, rush, **RUSH | {"rest": 1.0}, is_overlapped=True, step_tokens=256)
 
 
 def twins(engine: SmallEngine) -> None:
@@ -186,6 +220,7 @@ def twins(engine: SmallEngine) -> None:
     for _ in range(4):  # vLLM forgets the prompt
         engine.add([draw.randrange(1000) for _ in range(900)], 1)
         engine.run()
+    engine.settle()
     engine.add(prompt, 3)
     engine.run()
 
@@ -205,10 +240,10 @@ def test_the_control_blocks_that_another_request_is_still_computing(start, monke
     monkeypatch.setattr(Tracked, "computed_tokens", hasty)
     monkeypatch.setattr(Scheduler, "stepped", _hasty_step)
     with pytest.raises(LieError):
-        many(start, twins, blocks=60, is_overlapped=True)
+        many(start, twins, blocks=60, is_overlapped=True, rest=1.0)
 
 
-def _hasty_step(self: Scheduler, done) -> None:
+def _hasty_step(self: Scheduler, done, _bad_blocks) -> None:
     self._confirmed_step = done.step
     self._settle()
     for name, tracked in list(self._due.items()):
@@ -218,19 +253,11 @@ def _hasty_step(self: Scheduler, done) -> None:
 # ---- a convoy, a reset, a mishap -----------------------------------------------------------------------------------
 
 
-def filled(engine: SmallEngine, tokens: int = 1000) -> list[int]:
-    """A prompt that the cache has and vLLM has forgotten."""
-    prompt = [engine.draw.randrange(1000) for _ in range(tokens)]
-    engine.add(prompt, 1)
-    engine.run()
-    engine.pool.cached.clear()
-    for block in engine.pool.blocks:
-        block.block_hash = None
-    return prompt
-
-
-def test_requests_for_one_prefix_share_one_load(start):
-    engine = start(seed=1, blocks=200, is_overlapped=True, slow_s=0.2)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_requests_for_one_prefix_share_one_load(start, monkeypatch, seed, is_overlapped):
+    monkeypatch.setattr(module, "SYNC_BYTES_MAX", 0)
+    engine = start(seed=seed, blocks=200, is_overlapped=is_overlapped, rest=0.2)
     prompt = filled(engine)
     for number in range(5):
         engine.add([*prompt, number], 2)
@@ -238,6 +265,31 @@ def test_requests_for_one_prefix_share_one_load(start):
     assert engine.reports == 1
     assert engine.loaded_tokens == 768
     check_all_is_over(engine)
+
+
+def abandoned(engine: SmallEngine) -> None:
+    """A step waits for a load, which fails; before anything is computed instead, its request is gone."""
+    prompt = filled(engine)
+    engine.copier.failing = 1.0
+    request = engine.add(prompt, 4)
+    engine.step()
+    assert engine.failures == 1
+    engine.copier.failing = 0.0
+    engine.abort(request)
+    engine.add(prompt, 1)
+    engine.run()
+
+
+def test_blocks_that_were_not_filled_are_found_by_nobody(start):
+    engine = start(blocks=200)
+    abandoned(engine)
+    check_all_is_over(engine)
+
+
+def test_the_control_blocks_that_were_not_filled(start, monkeypatch):
+    monkeypatch.setattr(PoolPins, "hide", lambda _self, _blocks: None)
+    with pytest.raises(LieError):
+        abandoned(start(blocks=200))
 
 
 def test_after_a_reset_nothing_from_before_is_found(start):
@@ -273,9 +325,7 @@ def test_a_request_that_computes_during_a_reset_is_stored_neither_here_nor_there
     engine.step()
     engine.scheduler.forget_all()
     engine.run()
-    engine.pool.cached.clear()
-    for block in engine.pool.blocks:
-        block.block_hash = None
+    engine.forget()
     engine.add(prompt, 1)
     engine.run()
     assert engine.loaded_tokens <= 256  # what was stored before the reset; the salt is another test's
@@ -283,8 +333,9 @@ def test_a_request_that_computes_during_a_reset_is_stored_neither_here_nor_there
 
 def test_after_a_mishap_nobody_waits_and_nothing_is_kept(start):
     """What the connector's guard does: nothing of ours is asked any more but for the last orders."""
-    engine = start(seed=1, blocks=200, is_overlapped=True, slow_s=3.0)
+    engine = start(seed=1, blocks=200, is_overlapped=True)
     prompts = [filled(engine) for _ in range(3)]
+    engine.copier.gate.clear()
     for prompt in prompts:
         engine.add(prompt, 2)
     engine.add([5] * 900, 2)

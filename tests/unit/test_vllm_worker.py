@@ -1,7 +1,6 @@
 """A worker reports each load once, whichever way it hears of it, and lets no copy spoil a forward, nor the reverse."""
 
 import threading
-import time
 
 import pytest
 
@@ -67,15 +66,28 @@ def test_every_step_says_that_it_has_run():
 
 
 def test_an_idle_step_waits_for_the_next_report(monkeypatch):
-    monkeypatch.setattr(module, "IDLE_WAIT_S", 5.0)
+    monkeypatch.setattr(module, "IDLE_WAIT_S", LONG_S)
     worker = Worker(Copier())
     worker.begin(StepOrders(1, is_waiting=True))
-    timer = threading.Timer(0.05, worker.hear, [note()])
-    timer.start()
-    before = time.monotonic()
+    was_woken = heard_while_it_waits(worker, "wait", note())
     assert worker.results().received == {"r7"}
-    assert time.monotonic() - before < 4.0
-    timer.join(5.0)
+    assert was_woken == [True]
+
+
+LONG_S = 60.0
+
+
+def heard_while_it_waits(worker: Worker, name: str, told: Note) -> list[bool]:
+    """As soon as the worker waits, it is told something; what its wait has returned, once it has."""
+    wait, returned = getattr(worker._news, name), []
+
+    def waiting(*args):
+        threading.Thread(target=worker.hear, args=[told]).start()
+        returned.append(wait(*args))
+        return returned[-1]
+
+    setattr(worker._news, name, waiting)
+    return returned
 
 
 def test_what_lost_its_blocks_is_kept_off_them_before_anything_else():
@@ -107,14 +119,14 @@ def test_a_load_that_is_waited_for_is_not_reported():
     assert worker.take_bad_blocks() == set()
 
 
-def test_its_note_may_come_during_the_wait():
+def test_its_note_may_come_during_the_wait(monkeypatch):
+    monkeypatch.setattr(module, "SYNC_WAIT_S", LONG_S)
     worker = Worker(Copier())
     awaiting(worker)
-    timer = threading.Timer(0.05, worker.hear, [note([9], subject=SYNC_NOTE)])
-    timer.start()
+    was_woken = heard_while_it_waits(worker, "wait_for", note([9], subject=SYNC_NOTE))
     worker.wait_for_loads()
+    assert was_woken == [True]
     assert worker.take_bad_blocks() == {9}
-    timer.join(5.0)
 
 
 def test_its_end_may_come_with_the_orders():

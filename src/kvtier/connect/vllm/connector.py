@@ -127,7 +127,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """A step has come back."""
         done = connector_output.kv_connector_worker_meta
         if isinstance(done, StepDone):
-            self._asked(lambda scheduler: scheduler.stepped(done), None)
+            bad_blocks = connector_output.invalid_block_ids
+            self._asked(lambda scheduler: scheduler.stepped(done, bad_blocks), None)
 
     def has_pending_block_frees(self) -> bool:
         """Whether vLLM can have blocks in the next step without preempting anybody."""

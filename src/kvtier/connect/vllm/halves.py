@@ -125,7 +125,7 @@ class SchedulerHalf:
             tables=self._tables,
             open_pins=self._open_pins,
             bytes_per_token=geometry.layout.bytes_per_token * opening.ranks,
-            is_overlapped=vllm_config.max_concurrent_batches > 1,
+            can_wait=_can_wait(vllm_config),
             has_prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             events=events,
         )
@@ -241,3 +241,12 @@ class WorkerHalf:
         self._server.leave(deadline_s)
         self._rank.close(1.0)
         self._server.close(1.0)
+
+
+def _can_wait(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM takes it well when a load that a step has waited for has failed.
+
+    It takes no report of blocks from steps that overlap. And where prompts are cut short, a request that shares such
+    blocks could be computed before the one that is to fill them.
+    """
+    return vllm_config.max_concurrent_batches == 1 and not vllm_config.scheduler_config.long_prefill_token_threshold

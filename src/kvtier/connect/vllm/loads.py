@@ -50,6 +50,8 @@ class Loads:
         self._session = session
         self._geometry = geometry
         self._open: dict[RequestId, Load] = {}
+        self._landed: dict[str, Load] = {}
+        """By request: those that have brought everything, of which vLLM does not know yet."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -111,10 +113,13 @@ class Loads:
         return freed
 
     def brings(self, prefix: Prefix, resident_tokens: int) -> int:
-        """Most leading tokens of `prefix` that some load is bringing; not more than `resident_tokens`: none is."""
+        """Most leading tokens of `prefix` that some load brings, or has brought when vLLM does not know of it yet.
+
+        Not more than `resident_tokens`: none does.
+        """
         first = resident_tokens // prefix.chunk_tokens
         best = 0
-        for load in self._open.values():
+        for load in itertools.chain(self._open.values(), self._landed.values()):
             if not load.is_void and load.leading_keys[first : first + 1] == prefix.keys[first : first + 1]:
                 best = max(best, _shared(load.leading_keys, prefix.keys))
         return best * prefix.chunk_tokens
@@ -147,10 +152,23 @@ class Loads:
             load.tracked.load = None
         return load
 
+    def land(self, load: Load) -> None:
+        """A load has brought everything; its request begins with the next step but one."""
+        self._landed[load.tracked.id] = load
+
+    def took_off(self, request: str) -> None:
+        """A request begins, or begins anew, or is gone."""
+        self._landed.pop(request, None)
+
+    def forget_landed(self) -> None:
+        """What has been brought is not to be found any more."""
+        self._landed.clear()
+
     def abandon(self) -> list[Ended]:
         """Whatever becomes of the open loads, vLLM is to be told that they have brought nothing."""
         ended = [self._report(load, 0) for load in self._open.values()]
         self._open.clear()
+        self._landed.clear()
         return ended
 
     def _report(self, load: Load, tokens: int) -> Ended:

@@ -27,6 +27,10 @@ class Pins(Protocol):
         """Give up pinned `blocks`."""
         ...
 
+    def hide(self, blocks: Collection[int]) -> None:
+        """Let the prefix cache find `blocks` no more; whoever has them keeps them."""
+        ...
+
 
 class PoolPins:
     """The pins of one engine. Belongs to the scheduler's thread.
@@ -53,6 +57,10 @@ class PoolPins:
     def unpin(self, blocks: Collection[int]) -> None:
         """See `Pins`."""
         self._pool.free_blocks(self._blocks(blocks))
+
+    def hide(self, blocks: Collection[int]) -> None:
+        """See `Pins`."""
+        self._pool.evict_blocks(set(blocks))
 
     def _blocks(self, blocks: Collection[int]) -> list[Block]:
         return [self._pool.blocks[block] for block in blocks]

@@ -15,7 +15,7 @@ it, and nothing of ours delays a step. Everything here runs in the scheduler's t
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from kvtier.connect.vllm.courier import Courier
@@ -65,7 +65,7 @@ class Scheduler:
         tables: the block ids of a request, as vLLM has them now.
         open_pins: vLLM's block pool, given who is to be told of blocks that are handed out again.
         bytes_per_token: of all groups and ranks.
-        is_overlapped: vLLM schedules a step before the one before it has come back.
+        can_wait: a step may wait for a load, and vLLM takes its report of blocks that were not filled.
         has_prefix_caching: what one request has loaded, others find in vLLM's own cache.
         events: for routers, where somebody wants them.
     """
@@ -81,7 +81,7 @@ class Scheduler:
         tables: Callable[[str], BlockTables],
         open_pins: Callable[[Callable[[int], None]], Pins],
         bytes_per_token: float,
-        is_overlapped: bool,
+        can_wait: bool,
         has_prefix_caching: bool,
         events: Events | None = None,
     ) -> None:
@@ -91,9 +91,8 @@ class Scheduler:
         self._begin_keys = begin_keys
         self._planner = planner
         self._tables = tables
-        # A load that is waited for fails by its blocks, and vLLM does not take that from overlapped steps.
-        can_wait = geometry.can_load_in_part and not is_overlapped
-        self._sync_tokens_max = SYNC_BYTES_MAX / bytes_per_token if can_wait else 0
+        # A load that is waited for fails by its blocks.
+        self._sync_tokens_max = SYNC_BYTES_MAX / bytes_per_token if can_wait and geometry.can_load_in_part else 0
         self._has_prefix_caching = has_prefix_caching
         self._events = events
         self._numbers = itertools.count()
@@ -125,6 +124,7 @@ class Scheduler:
             return
         self._due.pop(tracked.id, None)
         self._pace.forget(tracked.id)
+        self._loads.took_off(tracked.id)
         if tracked.load is not None:
             # VLLM keeps the blocks of an asynchronous load until its end has been reported.
             self._planner.dropped(self._loads.drop(tracked.load).match.plan)
@@ -146,6 +146,7 @@ class Scheduler:
             return 0, False
         # It has no blocks, or none any more.
         tracked.began_step = tracked.match = None
+        self._loads.took_off(tracked.id)
         self._forget_offers(tracked)
         self._worth.known(tracked, resident_tokens - resident_tokens % self._geometry.chunk_tokens)
         most = self._geometry.hit_tokens(request.num_tokens)
@@ -166,7 +167,7 @@ class Scheduler:
 
     def _is_brought(self, prefix: Prefix, resident_tokens: int) -> bool:
         """Whether to wait for somebody else's load, after which vLLM will have most of this itself."""
-        if not self._has_prefix_caching or not self._loads:
+        if not self._has_prefix_caching:
             return False
         shared = self._loads.brings(prefix, resident_tokens) - resident_tokens
         return 2 * shared >= prefix.tokens - resident_tokens
@@ -279,6 +280,7 @@ class Scheduler:
             if tracked is None:
                 continue
             tracked.began_step = self._step
+            self._loads.took_off(name)
             if tracked.loaded_s is not None:
                 self._planner.waited(time.monotonic() - tracked.loaded_s)
                 tracked.loaded_s = None
@@ -302,9 +304,16 @@ class Scheduler:
 
     # ---- a step comes back -----------------------------------------------------------------------------------------
 
-    def stepped(self, done: StepDone) -> None:
-        """The forward of a step has run on every worker, and vLLM has taken its output."""
+    def stepped(self, done: StepDone, bad_blocks: Collection[int] = ()) -> None:
+        """The forward of a step has run on every worker, and vLLM has taken its output.
+
+        Args:
+            done: which step.
+            bad_blocks: what `Worker.take_bad_blocks` has said after it.
+        """
         self._confirmed_step = done.step
+        if bad_blocks:
+            self._hide(bad_blocks)
         self._pace.came_back(done.step, time.monotonic())
         self._settle()
         self._stores.yield_idle()
@@ -313,6 +322,17 @@ class Scheduler:
                 was_stored = self._store_full_chunks(tracked, self._tables(name))
                 if was_stored or not tracked.request.num_in_flight_tokens:
                     del self._due[name]
+
+    def _hide(self, bad_blocks: Collection[int]) -> None:
+        """Let nobody find blocks that were not filled, and those behind them.
+
+        VLLM hashes the blocks of a load that is waited for before it has ended. When it fails they are computed, and
+        stay hashed: if their request goes before that, another one would find bytes that nobody has written.
+        """
+        for name in self._requests:
+            for table in self._tables(name):
+                first = next((number for number, block in enumerate(table) if block in bad_blocks), len(table))
+                self._stores.hide(table[first:])
 
     def _store_full_chunks(self, tracked: Tracked, tables: BlockTables) -> bool:
         """Store the chunks that are full now and were not handed over before; whether there were any."""
@@ -352,6 +372,8 @@ class Scheduler:
         plan, tracked = load.match.plan, load.tracked
         self._planner.ended(plan, done, load.ended_s - load.began_s, load.ended_s)
         tracked.loaded_s = load.ended_s if load.match.is_async else None
+        if load.match.is_async and not load.is_void and done.tokens >= plan.tokens:
+            self._loads.land(load)
         if plan.tokens < tracked.request.num_tokens:
             self._pace.will_compute(tracked)
         if done.tokens < plan.tokens:
@@ -376,6 +398,7 @@ class Scheduler:
 
     def forget_all(self) -> None:
         """Everything cached before now is not to be found any more: vLLM resets its caches."""
+        self._loads.forget_landed()
         for tracked in self._requests.values():
             is_loading = tracked.load is not None
             if tracked.load is not None:

@@ -49,6 +49,10 @@ class Stores:
         """They were not."""
         self._pins.unpin(blocks)
 
+    def hide(self, blocks: Collection[int]) -> None:
+        """VLLM's prefix cache is not to find `blocks`."""
+        self._pins.hide(blocks)
+
     def begin(self, request: str, prefix: Prefix, places: Sequence[Place], hint: Hint) -> None:
         """Store the chunks at `places`, whose blocks hold their final bytes and are in use."""
         name = RequestId(f"S{next(self._numbers)}/{request}")
