@@ -251,10 +251,10 @@ def test_nothing_is_admitted_while_everything_is_in_use(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_pool, "LEAVE_DEADLINE_S", 0.05)
     tier = open_tier(tmp_path / "s", capacity_bytes=SEGMENT_BYTES)
     assert tier.write(object_name(0), sealed(0))
-    extent = tier._pool.find(object_name(0))
+    (extent,) = tier._pool.find([object_name(0)])
     refused = [number for number in range(1, 30) if not tier.write(object_name(number), sealed(number))]
     assert refused
-    tier._pool.unpin(extent.segment)
+    tier._pool.unpin([extent.segment])
     write_many(tier, range(100, 130))
     tier.close()
 

@@ -127,17 +127,17 @@ def test_a_sync_misses_nothing_while_the_last_frame_of_a_segment_is_being_writte
     tier = opened(tmp_path / "s")
     extents = []
     while True:
-        extent = tier._pool._take_here(BLOCK_BYTES)
+        (extent,) = tier._pool.take_here([BLOCK_BYTES]) or [None]
         if extent is None and extents:
             break
         extents.append(extent or tier._pool.take(BLOCK_BYTES))
     for at, extent in enumerate(extents[:-1]):  # each sync writes a block with one entry, the most wasteful way
-        assert tier._pool.put(extent, object_name(at))
+        assert tier._pool.put([(extent, object_name(at))]) == [True]
         tier.sync()
         assert not extent.segment.pending
     segment = extents[-1].segment
     assert segment.next_block <= SEGMENT_BYTES // BLOCK_BYTES - segment.index_blocks - 1
-    tier._pool.abandon(extents[-1])
+    tier._pool.abandon(extents[-1:])
     tier.close()
     tier = opened(tmp_path / "s")
     assert tier.object_count == len(extents) - 1

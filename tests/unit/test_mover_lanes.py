@@ -26,7 +26,8 @@ class _Worker:
         self.ran: list[int] = []
         self.orphans: list[Job] = []
 
-    def run(self, job: Job, scratch: Scratch) -> None:
+    def run(self, jobs: list[Job], scratch: Scratch) -> None:
+        (job,) = jobs
         self.begun.release()
         assert self.gate.acquire(timeout=WAIT_S)
         assert not isinstance(job.command, Drop)
@@ -208,3 +209,33 @@ def test_scratch_memory_is_kept_until_more_is_needed() -> None:
     assert len(large) == 20_000
     assert not large.readonly
     assert len(scratch.view(0)) == 0
+
+
+def test_what_may_go_together_is_taken_together_but_not_more_than_a_share() -> None:
+    """Ids tell how many may go with a job. Nobody else is idle, so that a share is all that waits."""
+    taken: list[list[int]] = []
+    begun, gate = threading.Semaphore(0), threading.Semaphore(0)
+
+    def run(jobs: list[Job], _scratch: Scratch) -> None:
+        taken.append([job.command.id for job in jobs if isinstance(job.command, Probe)])
+        begun.release()
+        assert gate.acquire(timeout=WAIT_S)
+
+    def together(job: Job) -> int:
+        return job.command.id if isinstance(job.command, Probe) else 1
+
+    lane = Lane("test", threads=1, run=run, orphaned=lambda _: None, together=together)
+    lane.start()
+    ids = [1, 3, 3, 3, 3, 1, 2, 4, 4, 4]
+    for number in ids:
+        assert lane.add(_job(number), bound=BOUND)
+        if len(taken) == 0:
+            assert begun.acquire(timeout=WAIT_S)
+    gate.release(len(ids))
+    until_s = _until_s()
+    while sum(map(len, taken)) < len(ids):
+        assert time.monotonic() < until_s
+        assert begun.acquire(timeout=WAIT_S)
+    assert lane.close() == []
+    assert lane.join(_until_s())
+    assert taken == [[1], [3, 3, 3], [3], [1], [2, 4], [4, 4]]

@@ -9,12 +9,16 @@ class Answers:
     """A queue of answers. `take` is for one owner thread, everything else for any."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Settled | None] = SimpleQueue()
-        """None is a wake-up call."""
+        self._queue: SimpleQueue[list[Settled]] = SimpleQueue()
+        """An empty one is a wake-up call."""
         self._is_woken = False
 
     def put(self, settled: Settled) -> None:
         """Keep an answer for the owner."""
+        self._queue.put([settled])
+
+    def put_all(self, settled: list[Settled]) -> None:
+        """Keep answers for the owner, who is woken once for all of them."""
         self._queue.put(settled)
 
     def take(self, wait_s: float = 0.0) -> list[Settled]:
@@ -22,22 +26,24 @@ class Answers:
 
         Returns early, perhaps with nothing, when somebody calls `wake`.
         """
-        answers: list[Settled | None] = []
+        taken: list[Settled] = []
         try:
             if wait_s > 0:
-                answers.append(self._queue.get(timeout=wait_s))
+                self._open(self._queue.get(timeout=wait_s), taken)
             while True:
-                answers.append(self._queue.get_nowait())
+                self._open(self._queue.get_nowait(), taken)
         except Empty:
-            pass
-        taken = [settled for settled in answers if settled is not None]
-        if len(taken) < len(answers):
-            self._is_woken = False
-        return taken
+            return taken
 
     def wake(self) -> None:
         """Make a `take` that waits return, or the next one that would."""
         # One note is enough: until a `take` has found it, no other is needed.
         if not self._is_woken:
             self._is_woken = True
-            self._queue.put(None)
+            self._queue.put([])
+
+    def _open(self, note: list[Settled], taken: list[Settled]) -> None:
+        if note:
+            taken += note
+        else:
+            self._is_woken = False

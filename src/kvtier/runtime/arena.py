@@ -22,8 +22,9 @@ from kvtier.layout import ALIGNMENT, KvLayout, align_up
 SLOTS_MIN = 2
 """Fewest slots of a group: one can be filled while the other is read."""
 
-PageLock = Callable[[int, int], Callable[[], None]]
-"""Page-locks `bytes` from `address` on and returns what unlocks them; given by whoever has a device."""
+PageLock = Callable[[int, int, int], Callable[[], None]]
+"""Page-locks `bytes` from `address` on, perhaps later, in parts that are multiples of the third number, a slot's bytes;
+returns what unlocks them. Given by whoever has a device."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -107,7 +108,7 @@ class Arena:
         if any(size % ALIGNMENT for size in (*self._heads, *self._sizes)):
             raise AssertionError(f"slots must be multiples of {ALIGNMENT} bytes")
         self._views: list[memoryview] | None = [
-            _region(size * count, populate=populate, page_lock=page_lock)
+            _region(size * count, size, populate=populate, page_lock=page_lock)
             for size, count in zip(self._sizes, self.slots, strict=True)
         ]
 
@@ -152,12 +153,12 @@ class Arena:
         return slot * self._sizes[group]
 
 
-def _region(size_bytes: int, *, populate: bool, page_lock: PageLock | None) -> memoryview:
+def _region(size_bytes: int, slot_bytes: int, *, populate: bool, page_lock: PageLock | None) -> memoryview:
     region = page_aligned(size_bytes)
     if populate:
         region[::ALIGNMENT] = 0
     if page_lock is not None:
-        unlock = page_lock(_address(region), size_bytes)
+        unlock = page_lock(_address(region), size_bytes, slot_bytes)
         # The array dies with its last view and before its mapping, so that memory is unlocked first and unmapped then.
         # Not at exit: a thread may still be copying there, and the system cleans up anyway.
         weakref.finalize(region, _unlock, unlock).atexit = False

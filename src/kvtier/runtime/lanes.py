@@ -1,8 +1,8 @@
 """A lane: a bounded queue and the threads that serve it. What one lane waits for, no other lane does.
 
-Each job leaves the queue exactly once, under the lock, and whoever takes it out answers it: a thread that begins it, or
-the caller of `withdraw`, `expire` or `close`. Threads are daemons, and no join is without a deadline, so a thread that
-hangs in a tier holds up neither `close` nor the end of the process.
+Each job leaves the queue exactly once, under the lock, and whoever takes it out answers it: a thread that begins it,
+alone or with others that gain by going together, or the caller of `withdraw`, `expire` or `close`. Threads are daemons,
+and no join is without a deadline, so a thread that hangs in a tier holds up neither `close` nor the end of the process.
 """
 
 import threading
@@ -46,8 +46,10 @@ class Lane:
     Args:
         name: of its threads, for people who look at a hung process.
         threads: how many.
-        run: does a job and answers it. When it raises, it has answered; its thread ends and another takes its place.
+        run: does jobs that one thread takes at once, and answers them. When it raises, it has answered; its thread ends
+            and another takes its place.
         orphaned: answers the jobs that wait when the last thread has ended and no other can be started.
+        together: how many jobs of this kind a thread may take at once, when they wait; 1 is each by itself.
         start: starts a thread.
     """
 
@@ -56,13 +58,15 @@ class Lane:
         name: str,
         *,
         threads: int,
-        run: Callable[[Job, Scratch], None],
+        run: Callable[[list[Job], Scratch], None],
         orphaned: Callable[[list[Job]], None],
+        together: Callable[[Job], int] = lambda _: 1,
         start: Callable[[threading.Thread], None] = threading.Thread.start,
     ) -> None:
         self.name = name
         self._run = run
         self._orphaned = orphaned
+        self._together = together
         self._start = start
         self._urgent: deque[Job] = deque()
         self._usual: deque[Job] = deque()
@@ -70,6 +74,7 @@ class Lane:
         self._state = LaneState.OPEN
         self._wanted = threads
         self._serving = 0
+        self._idle = 0
         self._threads: list[threading.Thread] = []  # also those that are about to end
 
     def start(self) -> None:
@@ -150,22 +155,33 @@ class Lane:
     def _serve(self) -> None:
         scratch = Scratch()
         try:
-            while (job := self._next()) is not None:
-                self._run(job, scratch)
+            while jobs := self._next():
+                self._run(jobs, scratch)
         except BaseException:
             self._replace_thread()
             raise
 
-    def _next(self) -> Job | None:
-        """The next job, or None when the lane is closed."""
+    def _next(self) -> list[Job]:
+        """The next job, with those behind it that may go with it; none when the lane is closed."""
         with self._ready:
             while self._state is LaneState.OPEN:
-                if self._urgent:
-                    return self._urgent.popleft()
-                if self._usual:
-                    return self._usual.popleft()
-                self._ready.wait(IDLE_WAIT_S)
-            return None
+                if queue := self._urgent or self._usual:
+                    return self._take_from(queue)
+                self._idle += 1
+                try:
+                    self._ready.wait(IDLE_WAIT_S)
+                finally:
+                    self._idle -= 1
+            return []
+
+    def _take_from(self, queue: deque[Job]) -> list[Job]:
+        jobs = [queue.popleft()]
+        # An even share where others have nothing to do: what one thread takes no other begins earlier.
+        share = -(-(len(queue) + 1) // (self._idle + 1))
+        most = min(self._together(jobs[0]), share)
+        while len(jobs) < most and queue and len(jobs) < self._together(queue[0]):
+            jobs.append(queue.popleft())
+        return jobs
 
     def _replace_thread(self) -> None:
         """This thread ends; without another the jobs that wait would never be answered."""

@@ -1,17 +1,18 @@
 """The work of each command: one function for each of the four links, the probe and the drop.
 
-Nothing is caught here. An exception means that the bytes did not move, or moved only into a slot that no DONE was said
-for; the mover turns it into an outcome, in one place.
+Nothing is judged here. An exception means that the bytes did not move, or moved only into a slot that no DONE was said
+for; the mover turns it into an outcome, in one place. Of several objects that go together each has its own.
 """
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 from kvtier.codec.base import Codec
-from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, seal_scratch_bytes
+from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, open_in_place, seal, seal_scratch_bytes
 from kvtier.codec.head import Identity
 from kvtier.device.base import Copier, Fence
 from kvtier.errors import TierError
@@ -20,14 +21,23 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.jobs import Job
 from kvtier.runtime.lanes import Scratch
-from kvtier.tier.base import About, Tier
+from kvtier.tier.base import About, BatchTier, Read, Tier, Write
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
+
+BATCH_BYTES = 1 << 20
+"""Small objects go to a tier and come from it in batches of about so many bytes: more gains nothing, and waits."""
+
+BATCH_MAX = 64
 
 FENCE_WAIT_S_MIN = 20e-6
 FENCE_WAIT_S_MAX = 1e-3
 
 NOT_ADMITTED = "not admitted"
 """The detail of a demote that the tier refused: FAILED, but no fault of the tier."""
+
+_Question = TypeVar("_Question")
+_Answer = TypeVar("_Answer")
+_Given = TypeVarTuple("_Given")
 
 _log = logging.getLogger(__name__)
 
@@ -72,9 +82,28 @@ class Links:
         self._digests = [layout.digest(group) for group in range(len(layout.groups))]
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._seal_scratch_bytes = [seal_scratch_bytes(group, codec) for group in layout.groups]
+        self._batch_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, BatchTier)}
+        self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // frame_bytes(group))) for group in layout.groups]
 
-    def run(self, job: Job, scratch: Scratch) -> Result:
-        """Do what the job says. Raises whatever its tier, codec or copier raises."""
+    def together(self, job: Job) -> int:
+        """How many jobs like this one gain by going together; 1 is none."""
+        command = job.command
+        if isinstance(command, Transfer) and command.tier in self._batch_tiers:
+            return self._batch_counts[command.group]
+        return 1
+
+    def run(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
+        """Do what the jobs say: one job, or several demotes or several promotes of one tier that go together.
+
+        What one of several raises stands in its place. Raised is what concerns them all, and what a single job raises.
+        """
+        if len(jobs) == 1:
+            return [self._run(jobs[0], scratch)]
+        command = jobs[0].command
+        is_demote = isinstance(command, Transfer) and command.link is Link.DEMOTE
+        return self._demote_many(jobs, scratch) if is_demote else self._promote_many(jobs, scratch)
+
+    def _run(self, job: Job, scratch: Scratch) -> Result:
         command = job.command
         if isinstance(command, Probe):
             return self._probe(job, command)
@@ -110,29 +139,59 @@ class Links:
                 is_told = True
 
     def _demote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:
-        group = transfer.group
-        identity = self._identity(transfer)
-        size_bytes = self._seal_scratch_bytes[group]
-        frame = seal(
-            self._arena.frame(group, transfer.slot),
-            self._layout.groups[group],
-            identity,
-            self._codec,
-            scratch.view(size_bytes) if size_bytes else None,
-        )
-        about = About(identity.parent, transfer.depth, group, self._layout.chunk_tokens, transfer.hint)
+        write = self._sealed(transfer, scratch.view(self._seal_scratch_bytes[transfer.group]))
         with _calling_tier(job):
-            is_held = self._tiers[transfer.tier].write(identity.name, frame, about)
-        if not is_held:
-            return Result(Outcome.FAILED, detail=NOT_ADMITTED)
-        return Result(Outcome.DONE, len(frame))
+            is_held = self._tiers[transfer.tier].write(*write)
+        return _written(write, is_held=is_held)
 
-    def _promote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:
+    def _demote_many(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
+        transfers = _transfers(jobs)
+        stops = list(accumulate(self._seal_scratch_bytes[transfer.group] for transfer in transfers))
+        views = [
+            scratch.view(stops[-1])[stop - self._seal_scratch_bytes[transfer.group] : stop]
+            for transfer, stop in zip(transfers, stops, strict=True)
+        ]
+        writes = [_or_error(self._sealed, *pair) for pair in zip(transfers, views, strict=True)]
+        answers = _asked(jobs, writes, self._batch_tiers[transfers[0].tier].write_many)
+        results: list[Result | Exception] = []
+        for write, answer in zip(writes, answers, strict=True):
+            if isinstance(write, Exception):
+                results.append(write)
+            else:
+                results.append(answer if isinstance(answer, Exception) else _written(write, is_held=answer))
+        return results
+
+    def _sealed(self, transfer: Transfer, scratch: memoryview) -> Write:
         group = transfer.group
         identity = self._identity(transfer)
         slot = self._arena.frame(group, transfer.slot)
+        frame = seal(slot, self._layout.groups[group], identity, self._codec, scratch)
+        about = About(identity.parent, transfer.depth, group, self._layout.chunk_tokens, transfer.hint)
+        return Write(identity.name, frame, about)
+
+    def _promote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:
+        identity = self._identity(transfer)
+        slot = self._arena.frame(transfer.group, transfer.slot)
         with _calling_tier(job):
             stored_bytes = self._tiers[transfer.tier].read(identity.name, slot)
+        return self._opened(transfer.group, identity, slot, stored_bytes, scratch)
+
+    def _promote_many(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
+        transfers = _transfers(jobs)
+        identities = [self._identity(transfer) for transfer in transfers]
+        slots = [self._arena.frame(transfer.group, transfer.slot) for transfer in transfers]
+        reads = [Read(identity.name, slot) for identity, slot in zip(identities, slots, strict=True)]
+        answers = _asked(jobs, reads, self._batch_tiers[transfers[0].tier].read_many)
+        return [
+            answer
+            if isinstance(answer, Exception)
+            else _or_error(self._opened, transfer.group, identity, slot, answer, scratch)
+            for transfer, identity, slot, answer in zip(transfers, identities, slots, answers, strict=True)
+        ]
+
+    def _opened(
+        self, group: int, identity: Identity, slot: memoryview, stored_bytes: int | None, scratch: Scratch
+    ) -> Result:
         if stored_bytes is None:
             return Result(Outcome.ABSENT, detail="not there")
         open_in_place(slot, stored_bytes, self._layout.groups[group], identity, scratch.view(OPEN_SCRATCH_BYTES))
@@ -185,3 +244,35 @@ def _calling_tier(job: Job) -> Generator[None]:
     job.is_in_tier = True
     yield
     job.is_in_tier = False
+
+
+def _transfers(jobs: Sequence[Job]) -> list[Transfer]:
+    return [job.command for job in jobs if isinstance(job.command, Transfer)]
+
+
+def _written(write: Write, *, is_held: bool) -> Result:
+    return Result(Outcome.DONE, len(write.frame)) if is_held else Result(Outcome.FAILED, detail=NOT_ADMITTED)
+
+
+def _or_error(act: Callable[[*_Given], _Answer], *given: *_Given) -> _Answer | Exception:
+    """What `act` returns or raises: of several objects one that fails must not keep the others from their answer."""
+    try:
+        return act(*given)
+    except Exception as error:  # noqa: BLE001 - the mover judges it
+        return error
+
+
+def _asked(
+    jobs: Sequence[Job], asked: Sequence[_Question | Exception], ask: Callable[[list[_Question]], list[_Answer]]
+) -> list[_Answer | Exception]:
+    """What the tier answers to the questions that there are; in place of the others stand their errors."""
+    going = [(job, question) for job, question in zip(jobs, asked, strict=True) if not isinstance(question, Exception)]
+    for job, _ in going:
+        job.is_in_tier = True
+    told = ask([question for _, question in going])
+    if len(told) != len(going):
+        raise TierError(jobs[0].command.tier, f"{len(told)} answers to {len(going)} questions")
+    for (job, _), answer in zip(going, told, strict=True):
+        job.is_in_tier = isinstance(answer, TierError)
+    answers = iter(told)
+    return [question if isinstance(question, Exception) else next(answers) for question in asked]

@@ -55,6 +55,8 @@ class Mover:
     `take` and `close` are for one owner thread, everything else for any. The mover's own threads start at once and are
     daemons.
 
+    Small objects that wait for the same tier go there together, where the tier can do that (`BatchTier`).
+
     Raises:
         RuntimeError: the system gives no more threads.
         ValueError: a fingerprint that is not 32 bytes.
@@ -88,7 +90,7 @@ class Mover:
             clock=clock,
         )
         self._answers = Answers()
-        self._put: Callable[[Settled], None] = self._answers.put
+        self._put: Callable[[list[Settled]], None] = self._answers.put_all
         self._faults = FaultLog()
         self._device = self._lane("device", threads.device)
         self._reads = {name: self._lane(f"{name} read", threads.read) for name in tiers}
@@ -151,7 +153,12 @@ class Mover:
 
         Before the first `submit`. `put` must be quick and must not raise.
         """
-        self._put = put
+
+        def put_each(answers: list[Settled]) -> None:
+            for settled in answers:
+                put(settled)
+
+        self._put = put_each
 
     def close(self, deadline_s: float) -> bool:
         """Take no more work, answer what has not begun CANCELLED, and wait for the rest.
@@ -171,7 +178,8 @@ class Mover:
         return all(ended)
 
     def _lane(self, name: str, threads: int) -> Lane:
-        return Lane(name, threads=threads, run=self._run, orphaned=self._answer_orphans)
+        together = self._links.together
+        return Lane(name, threads=threads, run=self._run, orphaned=self._answer_orphans, together=together)
 
     def _route(self, command: Work) -> tuple[Lane, int]:
         if isinstance(command, Transfer) and command.link in (Link.GATHER, Link.SCATTER):
@@ -185,48 +193,53 @@ class Mover:
         lanes = self._reads if command.link is Link.PROMOTE else self._writes
         return lanes[command.tier], QUEUE_BOUND
 
-    def _run(self, job: Job, scratch: Scratch) -> None:
-        """Do a job and answer it. The one place where failures become outcomes; runs in the lanes' threads."""
+    def _run(self, jobs: list[Job], scratch: Scratch) -> None:
+        """Do jobs and answer them. The one place where failures become outcomes; runs in the lanes' threads."""
         began_s = self._clock()
-        if began_s >= job.deadline_s:
-            self._answer_too_late(job)
-            return
+        late = [job for job in jobs if began_s >= job.deadline_s]
+        if late:
+            for job in late:
+                self._answer_too_late(job)
+            jobs = [job for job in jobs if job not in late]
+            if not jobs:
+                return
         try:
-            result = self._links.run(job, scratch)
-        except CorruptChunkError as error:
-            # Only a promote has a source that could be bad.
-            is_promote = isinstance(job.command, Transfer) and job.command.link is Link.PROMOTE
-            result = Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error))
+            results = self._links.run(jobs, scratch)
         except Exception as error:  # noqa: BLE001 - whatever a tier, codec or copier raises is a miss
-            detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
-            result = Result(Outcome.FAILED, detail=detail)
+            results = [error] * len(jobs)
         except BaseException as error:
             # Somebody wants this thread to end. It does, but nobody is left waiting.
-            self._settle(job, began_s, Result(Outcome.FAILED, detail=f"{type(error).__name__}: {error}"))
+            failed = Result(Outcome.FAILED, detail=f"{type(error).__name__}: {error}")
+            self._settle(jobs, began_s, [failed] * len(jobs))
             raise
-        self._settle(job, began_s, result)
+        self._settle(jobs, began_s, [_judged(*pair) for pair in zip(jobs, results, strict=True)])
 
-    def _settle(self, job: Job, began_s: float, result: Result) -> None:
-        outcome, detail = result.outcome, result.detail
+    def _settle(self, jobs: list[Job], began_s: float, results: list[Result]) -> None:
+        seconds = self._clock() - began_s
         self._put(
-            Settled(
-                job.command,
-                outcome,
-                result.present,
-                result.size_bytes,
-                self._clock() - began_s,
-                began_s - job.submitted_s,
-                detail,
-                job.is_in_tier and outcome is Outcome.FAILED,
-            )
+            [
+                Settled(
+                    job.command,
+                    result.outcome,
+                    result.present,
+                    result.size_bytes,
+                    seconds,
+                    began_s - job.submitted_s,
+                    result.detail,
+                    job.is_in_tier and result.outcome is Outcome.FAILED,
+                )
+                for job, result in zip(jobs, results, strict=True)
+            ]
         )
-        if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and detail != NOT_ADMITTED):
-            self._faults.tell(_kind(job.command, outcome), detail)
+        for job, result in zip(jobs, results, strict=True):
+            outcome, detail = result.outcome, result.detail
+            if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and detail != NOT_ADMITTED):
+                self._faults.tell(_kind(job.command, outcome), detail)
 
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
         """Answer a job that has not begun."""
         waited_s = self._clock() - job.submitted_s
-        self._put(Settled(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault))
+        self._put([Settled(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)])
 
     def _answer_too_late(self, job: Job) -> None:
         # A tier that let a job wait that long is as good as one that failed; the device's lateness is nobody's fault.
@@ -235,6 +248,18 @@ class Mover:
     def _answer_orphans(self, jobs: list[Job]) -> None:
         for job in jobs:
             self._answer(job, Outcome.FAILED, "no thread is left", is_tier_fault=bool(job.command.tier))
+
+
+def _judged(job: Job, result: Result | Exception) -> Result:
+    """The outcome of what was raised."""
+    if not isinstance(result, Exception):
+        return result
+    if isinstance(result, CorruptChunkError):
+        # Only a promote has a source that could be bad.
+        is_promote = isinstance(job.command, Transfer) and job.command.link is Link.PROMOTE
+        return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(result))
+    detail = str(result) if isinstance(result, KvError) else f"{type(result).__name__}: {result}"
+    return Result(Outcome.FAILED, detail=detail)
 
 
 def _kind(command: Work, outcome: Outcome) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvtier.errors import TierError
-from kvtier.tier.base import About, Tier
+from kvtier.tier.base import About, BatchTier, Read, Tier, Write
 from kvtier.types import Hint, ObjectName
 
 MakeTier = Callable[[int], Tier]
@@ -196,6 +196,29 @@ class TierContract:
         assert tier.write(object_name(1), frame_of(1), about)
         assert tier.write(object_name(0), frame_of(0), About(tokens=256))
 
+    def test_a_batch_is_answered_object_by_object(self, tier: Tier) -> None:
+        """What is there, what is not, what does not fit and what is of odd length, in one call and in their order."""
+        if not isinstance(tier, BatchTier):
+            pytest.skip("the tier has no batches, and need not")
+        sizes = [BLOCK_BYTES, 4097, 2 * BLOCK_BYTES, 2 * ROOMY_BYTES, BLOCK_BYTES, 3 * BLOCK_BYTES]
+        frames = [
+            frame_of(number, size) if size < ROOMY_BYTES else empty_frame(size) for number, size in enumerate(sizes)
+        ]
+        assert tier.write(object_name(4), frames[4])
+        writes = [Write(object_name(number), frame) for number, frame in enumerate(frames)]
+        assert tier.write_many(writes) == [size < ROOMY_BYTES for size in sizes]
+        assert tier.write_many([]) == []
+        wanted = [5, 0, 99, 3, 2, 1, 4]
+        reads = [Read(object_name(number), empty_frame(4 * BLOCK_BYTES)) for number in wanted]
+        held = [number in range(6) and number != 3 for number in wanted]
+        assert tier.read_many(reads) == [sizes[n] if is_held else None for n, is_held in zip(wanted, held, strict=True)]
+        for number, is_held, read in zip(wanted, held, reads, strict=True):
+            assert read.into[: sizes[number] if is_held else 0] == (frames[number] if is_held else b"")
+        assert tier.read_many([]) == []
+        short = Read(object_name(5), empty_frame(BLOCK_BYTES))
+        assert tier.read_many([Read(object_name(0), empty_frame(BLOCK_BYTES)), short]) == [BLOCK_BYTES, BLOCK_BYTES]
+        assert short.into == frames[5][:BLOCK_BYTES]
+
     def test_closed_is_closed(self, tier: Tier) -> None:
         """Every method but `close` says so."""
         assert tier.write(object_name(1), frame_of(1))
@@ -210,6 +233,8 @@ class TierContract:
             lambda: tier.delete(object_name(1)),
             tier.scan,
         ]
+        if isinstance(tier, BatchTier):
+            calls += [lambda: tier.read_many([]), lambda: tier.write_many([])]
         for call in calls:
             with pytest.raises(TierError):
                 call()

@@ -1,8 +1,9 @@
 """The interface of a place below host memory."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvtier.errors import TierError
 from kvtier.types import Hint, ObjectName
 
 
@@ -60,4 +61,36 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give everything back; twice is fine."""
+        ...
+
+
+class Read(NamedTuple):
+    """One object of a batch that is read from its start on."""
+
+    name: ObjectName
+    into: memoryview
+
+
+class Write(NamedTuple):
+    """One object of a batch that is written."""
+
+    name: ObjectName
+    frame: memoryview
+    about: About = UNKNOWN
+
+
+@runtime_checkable
+class BatchTier(Tier, Protocol):
+    """A tier to which several small objects at once are less work than one after the other. Nobody has to be one.
+
+    Each answer stands where its question stood. An object that fails has its error there, and costs the others nothing;
+    the call raises only what concerns all of them.
+    """
+
+    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """`read` for each of `reads`."""
+        ...
+
+    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+        """`write` for each of `writes`, of different names."""
         ...

@@ -21,13 +21,14 @@ from typing import Literal, TypeVar
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier import disk_batch
+from kvtier.tier.base import UNKNOWN, About, Read, Write
 from kvtier.tier.direct import can_direct
 from kvtier.tier.disk_budget import WriteBudget
 from kvtier.tier.disk_files import SegmentFiles
 from kvtier.tier.disk_format import BLOCK_BYTES
 from kvtier.tier.disk_marker import ALLOWED, SEGMENTS_NAME, Claim
-from kvtier.tier.disk_pool import Pool
+from kvtier.tier.disk_pool import Extent, Pool
 from kvtier.tier.gate import Gate
 from kvtier.types import ObjectName
 
@@ -104,8 +105,8 @@ class DiskTier:
         self._is_closing = False
         self.direct_io = False
         """Whether direct I/O is used."""
-        self._accepted_bytes = 0
         self._avoided_bytes = 0
+        self._frames_before = 0
         self._upkeep_before = 0  # of pools before the place was opened again
         self._evictions_before = 0
         with self._refusing():
@@ -145,7 +146,8 @@ class DiskTier:
         Only ever more, for metrics; write amplification is (frames + upkeep) / frames.
         """
         upkeep = self._upkeep_before + self._pool.copied_bytes + self._pool.index_bytes
-        return {"frames": self._accepted_bytes, "upkeep": upkeep, "avoided": self._avoided_bytes}
+        frames = self._frames_before + self._pool.frame_bytes
+        return {"frames": frames, "upkeep": upkeep, "avoided": self._avoided_bytes}
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether it is held. Costs no system call."""
@@ -163,6 +165,16 @@ class DiskTier:
         False when the frame is larger than a segment, the write budget is spent, or all that could make room is in use.
         """
         return self._run("write", name, lambda: self._write(name, frame))
+
+    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """`read` for each of `reads`; frames that lie side by side come with one system call."""
+        _check_names(self.name, reads)
+        return self._run("read objects", None, lambda: self._read_many(reads))
+
+    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+        """`write` for each of `writes`; they lie side by side then, as far as one segment goes."""
+        _check_names(self.name, writes)
+        return self._run("write objects", None, lambda: self._write_many(writes))
 
     def delete(self, name: ObjectName) -> None:
         """Forget `name`, on the device too."""
@@ -198,38 +210,65 @@ class DiskTier:
 
     def _read(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         pool = self._pool
-        extent = pool.find(name)
+        (extent,) = pool.find([name])
         if extent is None:
             return None
         try:
-            wanted = into.cast("B")[: max(0, extent.size_bytes - offset)]
-            count = extent.segment.read(wanted, extent.offset + offset) if wanted.nbytes else 0
+            return self._read_extent(pool, extent, name, into, offset)
         finally:
-            pool.unpin(extent.segment)
+            pool.unpin([extent.segment])
+
+    def _read_extent(self, pool: Pool, extent: Extent, name: ObjectName, into: memoryview, offset: int) -> int | None:
+        wanted = into.cast("B")[: max(0, extent.size_bytes - offset)]
+        count = extent.segment.read(wanted, extent.offset + offset) if wanted.nbytes else 0
         if count < wanted.nbytes:
             pool.lose(extent, name)
             return None
         return count
 
+    def _read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        pool = self._pool
+
+        def alone(read: Read, extent: Extent) -> int | TierError | None:
+            return self._alone("read", read.name, lambda: self._read_extent(pool, extent, read.name, read.into, 0))
+
+        return disk_batch.read_many(pool, reads, alone)
+
     def _write(self, name: ObjectName, frame: memoryview) -> bool:
-        pool, size_bytes = self._pool, frame.nbytes
-        if not 0 < size_bytes <= pool.frame_bytes_max:
+        pool = self._pool
+        return pool.contains([name])[0] or (self._admits(name, frame) and self._write_admitted(pool, name, frame))
+
+    def _write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+        pool = self._pool
+
+        def alone(write: Write) -> bool | TierError:
+            return self._alone("write", write.name, lambda: self._write_admitted(pool, write.name, write.frame))
+
+        told: list[bool | TierError] = [*pool.contains([write.name for write in writes])]
+        wanted = [at for at, write in enumerate(writes) if not told[at] and self._admits(write.name, write.frame)]
+        for at, answer in zip(wanted, disk_batch.write_many(pool, [writes[at] for at in wanted], alone), strict=True):
+            told[at] = answer
+        return told
+
+    def _admits(self, name: ObjectName, frame: memoryview) -> bool:
+        """Whether a frame fits in a segment and the budget has bytes for it, which are spent then."""
+        if not 0 < frame.nbytes <= self._pool.frame_bytes_max:
             return False
-        if pool.holds(name):
-            return True
-        if not self._budget.admits(name, size_bytes, time.monotonic()):
-            self._avoided_bytes += size_bytes
-            return False
-        extent = pool.take(size_bytes)
+        is_admitted = self._budget.admits(name, frame.nbytes, time.monotonic())
+        if not is_admitted:
+            self._avoided_bytes += frame.nbytes
+        return is_admitted
+
+    def _write_admitted(self, pool: Pool, name: ObjectName, frame: memoryview) -> bool:
+        extent = pool.take(frame.nbytes)
         if extent is None:
             return False
         try:
             extent.segment.write(frame.cast("B"), extent.offset)
         except BaseException:
-            pool.abandon(extent)
+            pool.abandon([extent])
             raise
-        self._accepted_bytes += size_bytes
-        return pool.put(extent, name)
+        return pool.put([(extent, name)])[0]
 
     def _open_pool(self) -> Pool:
         marker = self._claim.read()
@@ -317,6 +356,7 @@ class DiskTier:
             self._claim = former_claim
             claim.release()
             raise
+        self._frames_before += former_pool.frame_bytes
         self._upkeep_before += former_pool.copied_bytes + former_pool.index_bytes
         self._evictions_before += former_pool.evictions
         former_claim.release()
@@ -327,16 +367,28 @@ class DiskTier:
         `act` finds the pool itself, because mending may put another in its place.
         """
         if name is not None and len(name) != NAME_BYTES:
-            raise TierError(self.name, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
+            raise _wrong_name(self.name, name)
         with self._gate:
             try:
                 if self._is_suspect:
                     self._mend()
                 return act()
             except OSError as error:
-                self._is_suspect = True
-                subject = "" if name is None else f" object {name.hex()[:12]}"
-                raise TierError(self.name, f"cannot {what}{subject}: {error}") from error
+                raise self._failed(what, name, error) from error
+
+    def _alone(self, what: str, name: ObjectName, act: Callable[[], _Answer]) -> _Answer | TierError:
+        """Do `act` for one object of a batch; its error is its answer."""
+        try:
+            return act()
+        except TierError as error:
+            return error
+        except OSError as error:
+            return self._failed(what, name, error)
+
+    def _failed(self, what: str, name: ObjectName | None, error: OSError) -> TierError:
+        self._is_suspect = True
+        subject = "" if name is None else f" object {name.hex()[:12]}"
+        return TierError(self.name, f"cannot {what}{subject}: {error}")
 
     @contextmanager
     def _refusing(self) -> Generator[None]:
@@ -348,6 +400,16 @@ class DiskTier:
             ) from error
         except OSError as error:
             raise TierError(self.name, f"root {str(self.root)!r} cannot be opened: {error}") from error
+
+
+def _wrong_name(tier: str, name: bytes) -> TierError:
+    return TierError(tier, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
+
+
+def _check_names(tier: str, batch: Sequence[Read | Write]) -> None:
+    for asked in batch:
+        if len(asked.name) != NAME_BYTES:
+            raise _wrong_name(tier, asked.name)
 
 
 def segment_bytes_for(capacity_bytes: int) -> int:

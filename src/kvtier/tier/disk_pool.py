@@ -13,7 +13,7 @@ Three locks, taken in this order. Who waits for the first two has a deadline, be
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -97,6 +97,7 @@ class Pool:
         self._spare: list[Segment] = []
         self._generation = 0
         self.evictions = 0
+        self.frame_bytes = 0
         self.copied_bytes = 0
         self.index_bytes = 0
         try:
@@ -125,11 +126,6 @@ class Pool:
         with self._lock:
             return self._table.holds(names)
 
-    def holds(self, name: bytes) -> bool:
-        """Whether `name` is held."""
-        with self._lock:
-            return self._table.find(name) is not None
-
     def everything(self) -> list[tuple[bytes, int]]:
         """(name, frame bytes) of all objects; those that come or go meanwhile may be left out."""
         told: list[tuple[bytes, int]] = []
@@ -138,24 +134,31 @@ class Pool:
                 told += self._table.told(start, start + _TOLD_AT_ONCE)
         return told
 
-    def find(self, name: bytes) -> Extent | None:
-        """Where `name` lies, pinned and counted as a use; `unpin` when it was read."""
+    def find(self, names: Sequence[bytes]) -> list[Extent | None]:
+        """Where each of `names` lies, pinned and counted as a use; `unpin` when it was read."""
         with self._lock:
-            row = self._table.find(name)
-            if row is None:
-                return None
-            self._table.use(row)
-            number, block, size_bytes = self._table.place(row)
-            segment = self._segments[number]
-            segment.pins += 1
-            return Extent(segment, block, size_bytes)
+            return [self._find(name) for name in names]
 
-    def unpin(self, segment: Segment) -> None:
-        """Undo what `find` did to its segment."""
+    def unpin(self, segments: Iterable[Segment]) -> None:
+        """Undo what `find` did to these segments."""
         with self._lock:
-            segment.pins -= 1
-            if segment.is_leaving:
-                self._unpinned.notify_all()
+            for segment in segments:
+                segment.pins -= 1
+                if segment.is_leaving:
+                    self._unpinned.notify_all()
+
+    def take_here(self, sizes: Sequence[int]) -> list[Extent]:
+        """Room for as many of these frames as the segment that is being filled has left, side by side."""
+        with self._lock:
+            segment, extents = self._filling, list[Extent]()
+            if segment is None or len(self._table) + len(sizes) > self._table.rows_max:
+                return extents
+            for size_bytes in sizes:
+                block = segment.take(size_bytes)
+                if block is None:
+                    break
+                extents.append(Extent(segment, block, size_bytes))
+            return extents
 
     def take(self, size_bytes: int) -> Extent | None:
         """Room for a frame, giving up others where needed; None when there is none. `put` or `abandon` it afterwards.
@@ -166,14 +169,12 @@ class Pool:
         """
         if size_bytes > self.frame_bytes_max:
             return None
-        extent = self._take_here(size_bytes)
-        if extent is not None:
-            return extent
+        if extents := self.take_here([size_bytes]):
+            return extents[0]
         with self._turning():
             for _ in range(_TURNS_MAX):
-                extent = self._take_here(size_bytes)  # somebody may have turned meanwhile
-                if extent is not None:
-                    return extent
+                if extents := self.take_here([size_bytes]):  # somebody may have turned meanwhile
+                    return extents[0]
                 if self._table.is_full:
                     if not self._give_up_one():
                         return None
@@ -188,23 +189,16 @@ class Pool:
                 self._turned()
         return None
 
-    def put(self, extent: Extent, name: bytes) -> bool:
-        """The frame of `name` is in `extent` now. False when the table has no row left."""
+    def put(self, written: Iterable[tuple[Extent, bytes]]) -> list[bool]:
+        """Each extent holds the frame of its name now. False where the table has no row left."""
         with self._lock:
-            self._end_write(extent.segment)
-            if self._table.find(name) is not None:
-                return True  # another writer was faster
-            if self._table.is_full:
-                return False
-            row = self._table.put(name, extent.segment.number, extent.block, extent.size_bytes)
-            extent.segment.rows.append(row)
-            extent.segment.pending[name] = (extent.block, extent.size_bytes)
-            return True
+            return [self._put(extent, name) for extent, name in written]
 
-    def abandon(self, extent: Extent) -> None:
-        """Nothing was written to `extent`; its room comes back with its segment."""
+    def abandon(self, extents: Iterable[Extent]) -> None:
+        """Nothing was written to these extents; their room comes back with their segment."""
         with self._lock:
-            self._end_write(extent.segment)
+            for extent in extents:
+                self._end_write(extent.segment)
 
     def remove(self, name: bytes) -> None:
         """Forget `name`, on the device too.
@@ -225,7 +219,7 @@ class Pool:
                 if not is_pending:
                     segment.blank(name)
         finally:
-            self.unpin(segment)
+            self.unpin([segment])
 
     def lose(self, extent: Extent, name: bytes) -> None:
         """The bytes of `name` are not in `extent`, whose file was cut off: forget it."""
@@ -277,14 +271,27 @@ class Pool:
 
     # ---- under the lock, for microseconds ----------------------------------------------------------------------------
 
-    def _take_here(self, size_bytes: int) -> Extent | None:
-        """Room in the segment that is being filled."""
-        with self._lock:
-            segment = self._filling
-            if segment is None or self._table.is_full:
-                return None
-            block = segment.take(size_bytes)
-            return None if block is None else Extent(segment, block, size_bytes)
+    def _find(self, name: bytes) -> Extent | None:
+        row = self._table.find(name)
+        if row is None:
+            return None
+        self._table.use(row)
+        number, block, size_bytes = self._table.place(row)
+        segment = self._segments[number]
+        segment.pins += 1
+        return Extent(segment, block, size_bytes)
+
+    def _put(self, extent: Extent, name: bytes) -> bool:
+        self._end_write(extent.segment)
+        self.frame_bytes += extent.size_bytes
+        if self._table.find(name) is not None:
+            return True  # another writer was faster
+        if self._table.is_full:
+            return False
+        row = self._table.put(name, extent.segment.number, extent.block, extent.size_bytes)
+        extent.segment.rows.append(row)
+        extent.segment.pending[name] = (extent.block, extent.size_bytes)
+        return True
 
     def _end_write(self, segment: Segment) -> None:
         segment.writers -= 1
@@ -380,15 +387,16 @@ class Pool:
             copied = [self._copy(row, segment, scratch) for row in rows[np.sort(order)].tolist()]
             return any(copied)
         finally:
-            self.unpin(segment)
+            self.unpin([segment])
 
     def _copy(self, row: int, segment: Segment, scratch: memoryview) -> bool:
         """Copy the object in `row` forward, if it is there still and there is room; whether so."""
         with self._lock:
             number, block, size_bytes = self._table.place(row)
-        extent = self._take_here(size_bytes) if number == segment.number else None
-        if extent is None:
+        extents = self.take_here([size_bytes]) if number == segment.number else []
+        if not extents:
             return False
+        (extent,) = extents
         frame = scratch[: align_up(size_bytes)]
         try:
             is_whole = segment.read(frame, block * ALIGNMENT) == frame.nbytes
@@ -396,7 +404,7 @@ class Pool:
                 extent.segment.write(frame, extent.offset)
                 self.copied_bytes += frame.nbytes
         except BaseException:
-            self.abandon(extent)
+            self.abandon(extents)
             raise
         with self._lock:
             self._end_write(extent.segment)
@@ -441,7 +449,7 @@ class Pool:
                 segment.index_blocks = before
             raise
         finally:
-            self.unpin(segment)
+            self.unpin([segment])
 
     def _load(self) -> None:
         """Take over the segments that are there, in the order they were begun; the newest is filled further."""

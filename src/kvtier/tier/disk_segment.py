@@ -10,7 +10,7 @@ that a pin keeps from being given to others.
 import errno
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -160,6 +160,23 @@ class Segment:
         padded = aligned_buffer(align_up(frame.nbytes))
         padded[: frame.nbytes] = frame
         self._write_whole(padded, offset)
+
+    def read_run(self, views: Sequence[memoryview], offset: int) -> bool:
+        """Fill `views` with the bytes from `offset` on, in one call; whether that was possible.
+
+        When not, some may be filled. Whoever then reads each by itself learns which are not, and why.
+        """
+        try:
+            return os.preadv(self._live(), views, offset) == sum(view.nbytes for view in views)
+        except OSError:
+            return False
+
+    def write_run(self, frames: Sequence[memoryview], offset: int) -> bool:
+        """Write `frames` side by side from `offset` on, in one call; whether that was possible, like `read_run`."""
+        try:
+            return os.pwritev(self._live(), frames, offset) == sum(frame.nbytes for frame in frames)
+        except OSError:
+            return False
 
     def write_index(self, pending: dict[bytes, tuple[int, int]], stop_number: int) -> None:
         """Write index blocks for `pending`; the last gets number `stop_number` - 1. The frames are on the device first.

@@ -1,0 +1,77 @@
+"""Several frames in one go: one visit to the index, and one system call for each run of neighbours in a segment.
+
+A call that fails is repeated for each of its frames alone, so that one bad block costs no other frame, and each error
+comes from the call that concerns it alone.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.errors import TierError
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.base import Read, Write
+from kvtier.tier.disk_pool import Extent, Pool
+
+ReadAlone = Callable[[Read, Extent], int | TierError | None]
+WriteAlone = Callable[[Write], bool | TierError]
+
+
+def read_many(pool: Pool, reads: Sequence[Read], alone: ReadAlone) -> list[int | TierError | None]:
+    """Read frames where they lie; those that lie side by side together.
+
+    Args:
+        pool: where they are.
+        reads: which frames, and where to.
+        alone: reads one from its extent.
+    """
+    told: list[int | TierError | None] = [None] * len(reads)
+    found = {at: extent for at, extent in enumerate(pool.find([read.name for read in reads])) if extent is not None}
+    try:
+        for run in _runs(found, reads):
+            first = found[run[0]]
+            views = [reads[at].into[: found[at].size_bytes] for at in run]
+            is_whole = len(run) > 1 and first.segment.read_run(views, first.offset)
+            for at in run:
+                told[at] = found[at].size_bytes if is_whole else alone(reads[at], found[at])
+    finally:
+        pool.unpin(extent.segment for extent in found.values())
+    return told
+
+
+def write_many(pool: Pool, writes: Sequence[Write], alone: WriteAlone) -> list[bool | TierError]:
+    """Write frames side by side, as far as the segment goes that is being filled.
+
+    Args:
+        pool: where to.
+        writes: frames that are admitted and not there yet.
+        alone: writes one, in the next segment where this one is full.
+    """
+    told: list[bool | TierError] = []
+    while len(told) < len(writes):
+        rest = writes[len(told) :]
+        extents = pool.take_here([write.frame.nbytes for write in rest]) if _are_aligned(rest) else []
+        frames = [write.frame.cast("B") for write, _ in zip(rest, extents, strict=False)]
+        if extents and extents[0].segment.write_run(frames, extents[0].offset):
+            told += pool.put((extent, write.name) for extent, write in zip(extents, rest, strict=False))
+        else:
+            pool.abandon(extents)
+            told += [alone(write) for write in rest[: max(1, len(extents))]]
+    return told
+
+
+def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:
+    """Places in `reads` of frames that lie side by side; one whose buffer is too small stays alone."""
+    runs: list[list[int]] = []
+    follows: tuple[int, int] | None = None  # (segment, offset) where the run goes on
+    for at in sorted(found, key=lambda at: (found[at].segment.number, found[at].block)):
+        extent = found[at]
+        is_fit = extent.size_bytes % ALIGNMENT == 0 and reads[at].into.nbytes >= extent.size_bytes
+        if is_fit and follows == (extent.segment.number, extent.offset):
+            runs[-1].append(at)
+        else:
+            runs.append([at])
+        follows = (extent.segment.number, extent.offset + extent.size_bytes) if is_fit else None
+    return runs
+
+
+def _are_aligned(writes: Sequence[Write]) -> bool:
+    return all(write.frame.nbytes % ALIGNMENT == 0 for write in writes)

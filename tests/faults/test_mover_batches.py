@@ -1,0 +1,193 @@
+"""Small objects that wait for one tier go together, and what goes wrong with one of them costs the others nothing."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from mover_world import HangingTier, ManualClock, NthCallTier, World, WrappedTier, threads_may_exit
+
+from kvtier.codec import registry
+from kvtier.errors import TierError
+from kvtier.runtime.jobs import Settled, Threads
+from kvtier.runtime.mover import CANCELLED, TOO_LATE
+from kvtier.tier.base import BatchTier, Read, Tier, Write
+from kvtier.tier.disk import DiskTier
+from kvtier.tier.memory import MemoryTier
+from kvtier.types import Cancel, Link, Outcome
+
+ONE_THREAD = Threads(read=1, write=1)
+CHUNKS = (1, 2, 3, 4, 5)
+
+
+class Batched(WrappedTier):
+    """A tier that answers batches by asking `inner` for each object; the sizes of the batches are kept."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.batches: list[int] = []
+
+    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        self.batches.append(len(reads))
+        answers: list[int | TierError | None] = []
+        for read in reads:
+            try:
+                answers.append(self.inner.read(*read))
+            except TierError as error:
+                answers.append(error)
+        return answers
+
+    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+        self.batches.append(len(writes))
+        answers: list[bool | TierError] = []
+        for write in writes:
+            try:
+                answers.append(self.inner.write(*write))
+            except TierError as error:
+                answers.append(error)
+        return answers
+
+
+class Held(HangingTier):
+    """The first call by itself waits for `release`; what comes meanwhile waits in the lane and goes together then."""
+
+    def __init__(self, inner: BatchTier, *hanging: str) -> None:
+        super().__init__(inner, *hanging)
+        self.read_many = inner.read_many
+        self.write_many = inner.write_many
+
+
+def _gathered(world: World) -> None:
+    for chunk in (0, *CHUNKS):
+        world.done(world.transfer(Link.GATHER, chunk, chunk))
+
+
+def _together(world: World, tier: Held, link: Link) -> list[Settled]:
+    """Move chunk 0, and while that hangs ask for the others; the answers of those."""
+    tier.release.clear()
+    commands = [world.transfer(link, chunk, chunk) for chunk in (0, *CHUNKS)]
+    world.mover.submit(commands[0])
+    tier.wait_begun()
+    for command in commands[1:]:
+        world.mover.submit(command)
+    tier.release.set()
+    answers = {settled.command: settled for settled in world.take(len(commands))}
+    return [answers[command] for command in commands[1:]]
+
+
+def _there_and_back(world: World, tier: Held) -> tuple[list[Settled], list[Settled]]:
+    """Five chunks go down together and come back together; what is DONE has the right bytes."""
+    _gathered(world)
+    down = _together(world, tier, Link.DEMOTE)
+    for slot in (0, *CHUNKS):
+        world.spoil(slot)
+    up = _together(world, tier, Link.PROMOTE)
+    for chunk, settled in zip(CHUNKS, up, strict=True):
+        assert settled.outcome is not Outcome.DONE or world.is_in_slot(chunk, chunk), "wrong bytes are DONE"
+    return down, up
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_what_waits_goes_together(codec: str) -> None:
+    if codec == "zstd":
+        pytest.importorskip("zstandard")
+    inner = Batched(MemoryTier(capacity_bytes=1 << 24))
+    tier = Held(inner, "read", "write")
+    with World({"memory": tier}, threads=ONE_THREAD, codec=registry.by_name(codec)) as world:
+        down, up = _there_and_back(world, tier)
+        assert {settled.outcome for settled in down + up} == {Outcome.DONE}
+        assert all(settled.size_bytes and not settled.is_tier_fault for settled in down + up)
+        assert inner.batches == [5, 5]
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_drive_of_ones_own_takes_them_together(tmp_path: Path, codec: str) -> None:
+    if codec == "zstd":
+        pytest.importorskip("zstandard")
+    disk = DiskTier(tmp_path / "store", capacity_bytes=8 << 20, segment_bytes=1 << 20)
+    assert isinstance(disk, BatchTier)
+    tier = Held(disk, "read", "write")
+    with World({"memory": tier}, threads=ONE_THREAD, codec=registry.by_name(codec)) as world:
+        down, up = _there_and_back(world, tier)
+        assert {settled.outcome for settled in down + up} == {Outcome.DONE}
+    disk.close()
+
+
+@pytest.mark.parametrize("way", NthCallTier.WAYS)
+def test_one_that_goes_wrong_costs_the_others_nothing(way: str) -> None:
+    """Each of the calls for one object in turn; whatever else was in the batch ends DONE."""
+    for n in range(1, 13):
+        tier = Held(Batched(NthCallTier(MemoryTier(capacity_bytes=1 << 24), n, way)), "read", "write")
+        with threads_may_exit(), World({"memory": tier}, threads=ONE_THREAD) as world:
+            down, up = _there_and_back(world, tier)
+        failures = [settled for settled in down + up if settled.outcome is not Outcome.DONE]
+        if way in {"bug", "exit"}:  # a tier that breaks the interface: the batch is lost, but answered
+            assert all(settled.detail for settled in failures)
+            continue
+        assert len({settled.command.key for settled in failures}) <= 1, failures
+        for settled in failures:
+            assert settled.detail
+            assert settled.is_tier_fault == (way == "raise" and "planned" in settled.detail)
+
+
+def test_what_concerns_all_fails_all_and_is_one_tiers_fault() -> None:
+    class Broken(Batched):
+        def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+            raise TierError(self.name, f"no {len(writes)} objects today")
+
+        def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+            return [None] * (len(reads) - 1)
+
+    tier = Held(Broken(MemoryTier(capacity_bytes=1 << 24)), "read", "write")
+    with World({"memory": tier}, threads=ONE_THREAD) as world:
+        down, up = _there_and_back(world, tier)
+    for answers, detail in ((down, "no 5 objects today"), (up, "4 answers to 5 questions")):
+        assert all(detail in settled.detail for settled in answers)
+        assert {(settled.outcome, settled.is_tier_fault) for settled in answers} == {(Outcome.FAILED, True)}
+
+
+def test_what_is_late_or_cancelled_does_not_go_with_the_others() -> None:
+    clock = ManualClock()
+    inner = Batched(MemoryTier(capacity_bytes=1 << 24))
+    tier = Held(inner, "write")
+    with World({"memory": tier}, threads=ONE_THREAD, clock=clock) as world:
+        _gathered(world)
+        deadlines = {1: 100.0, 2: 1.0, 3: 100.0, 4: 100.0, 5: 1.0}
+        commands = [world.transfer(Link.DEMOTE, chunk, chunk, deadline_s=at) for chunk, at in deadlines.items()]
+        world.mover.submit(world.transfer(Link.DEMOTE, 0, 0))
+        tier.wait_begun()
+        for command in commands:
+            world.mover.submit(command)
+        world.mover.submit(Cancel((commands[3].id,)))
+        clock.now_s = 2.0
+        tier.release.set()
+        answers = {settled.command: settled for settled in world.take(6)}
+        assert [answers[command].detail for command in commands] == ["", TOO_LATE, "", CANCELLED, TOO_LATE]
+        assert inner.batches == [2]
+
+
+def test_a_drop_keeps_its_place_between_batches() -> None:
+    """What comes after the drop of a name must not be written before it."""
+    inner = Batched(MemoryTier(capacity_bytes=1 << 24))
+    tier = Held(inner, "write")
+    with World({"memory": tier}, threads=ONE_THREAD) as world:
+        _gathered(world)
+        world.mover.submit(world.transfer(Link.DEMOTE, 0, 0))
+        tier.wait_begun()
+        demote = [world.transfer(Link.DEMOTE, chunk, chunk) for chunk in (1, 2, 1)]
+        for command in (*demote[:2], world.drop(1), demote[2]):
+            world.mover.submit(command)
+        tier.release.set()
+        assert {settled.outcome for settled in world.take(5)} == {Outcome.DONE}
+        assert inner.batches == [2]
+        assert inner.contains([world.name(1), world.name(2)]) == [True, True]
+
+
+def test_large_objects_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them keeps the device busy, and the others would only wait for it."""
+    monkeypatch.setattr("kvtier.runtime.links.BATCH_BYTES", 4096)
+    inner = Batched(MemoryTier(capacity_bytes=1 << 24))
+    tier = Held(inner, "read", "write")
+    with World({"memory": tier}, threads=ONE_THREAD) as world:
+        down, up = _there_and_back(world, tier)
+        assert {settled.outcome for settled in down + up} == {Outcome.DONE}
+        assert inner.batches == []
