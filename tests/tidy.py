@@ -62,6 +62,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("prints", "src/kvtier/bench/demo_pass.py"): "a process that speaks JSON lines to the one that started it",
     ("swallowed", "src/kvtier/connect/transformers/adapter.py"): "a guest never makes the engine fail",
     ("swallowed", "src/kvtier/connect/vllm/connector.py"): "a guest never makes the engine fail",
+    ("swallowed", "src/kvtier/device/conveyor.py"): "each chunk's own thread raises it",
     ("swallowed", "src/kvtier/sim/run.py"): "reports any failure with its seed: what a simulator is for",
     ("swallowed", "src/kvtier/testing/copier.py"): "an error of any kind is the refusal that is asked for",
     ("endless_waits", "src/kvtier/runtime/desk.py"): "one call for each thread that waits for its answer",

@@ -2,6 +2,9 @@
 
 import itertools
 import mmap
+import random
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,10 +23,13 @@ from kvtier.connect.transformers.caches import (
     restoration,
     restored_cache,
 )
-from kvtier.connect.transformers.copier import CacheCopier, host_page_lock
+from kvtier.connect.transformers.copier import BeltOf, CacheCopier, host_page_lock
 from kvtier.connect.transformers.support import inspect_cache
+from kvtier.device.arrivals import Arrivals
+from kvtier.device.belt import Belt
 from kvtier.layout import History, Window
 from kvtier.testing.copier import CopierContract, CopierWorld
+from kvtier.testing.streams import ThreadStreams
 from kvtier.types import RequestId
 
 pytestmark = pytest.mark.engine
@@ -58,7 +64,7 @@ def noise(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
 class World(CopierWorld):
     """Tensors of 60 columns: whole in the first group, in runs of several sizes in the others, and strange strides."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, belt_of: BeltOf | None = None, arrivals: Arrivals | None = None) -> None:
         torch.manual_seed(5)
         self.shape = shape(dtype)
         cuts = [(0, 60), (0, 7, 40, 60), (0, 60)]
@@ -77,8 +83,8 @@ class World(CopierWorld):
             )
             for group, cut in zip(self.shape.groups, cuts, strict=True)
         )
-        copier = CacheCopier(self.shape, self.shape.layout(CHUNK))
-        copier.expose(REQUEST, ROW, PAD, self.spans)
+        copier = CacheCopier(self.shape, self.shape.layout(CHUNK), belt_of)
+        copier.expose(REQUEST, ROW, PAD, self.spans, arrivals)
         super().__init__(copier, self.shape.layout(CHUNK), REQUEST)
 
     def chunks(self, group: int) -> list[tuple[int, ...]]:
@@ -137,6 +143,77 @@ class TestBfloat16(CopierContract):
 class TestFloat8(CopierContract):
     def make(self) -> World:
         return World(torch.float8_e4m3fn)
+
+
+class OnADevice(CopierContract):
+    """The way over a belt, on a device in threads whose queues run at their own pace."""
+
+    dtype = torch.float32
+    arrivals: Arrivals | None = None
+
+    @pytest.fixture(autouse=True)
+    def _device(self) -> Iterator[None]:
+        rng = random.Random(6)
+        self.made: list[ThreadStreams] = []
+        self.pause = lambda: rng.choice([0.0] * 499 + [1e-3])
+        yield
+        for streams in self.made:
+            assert all(stream.error is None for stream in streams.streams)
+            streams.close()
+
+    def make(self) -> World:
+        def belt_of(_device: torch.device) -> Belt:
+            self.made.append(ThreadStreams(self.pause))
+            return Belt(self.made[-1])
+
+        return World(self.dtype, belt_of, self.arrivals)
+
+
+class TestOnADevice(OnADevice):
+    dtype = torch.float8_e4m3fn
+
+
+class TestLayerByLayer(CopierContract):
+    def make(self) -> World:
+        return World(torch.float32, None, Arrivals(dict.fromkeys(range(4), 10**6)))
+
+
+class TestLayerByLayerOnADevice(OnADevice):
+    arrivals = Arrivals(dict.fromkeys(range(4), 10**6))
+
+
+def test_a_layers_event_comes_after_all_chunks_of_it() -> None:
+    """What the engine's thread is told to wait for; the negative control is that nothing comes while a queue stands."""
+    streams = ThreadStreams()
+    arrivals = Arrivals(dict.fromkeys(range(4), 3))
+    world = World(torch.float32, lambda _device: Belt(streams), arrivals)
+    wanted = world.read(0, (0, 30))
+    payloads = [payload_of(world, 0) for _ in range(3)]
+    for number, payload in enumerate(payloads):
+        finish(world.copier, world.copier.gather(REQUEST, 0, (10 * number, 10 * number + 10), payload))
+    world.fill(0, (0, 30), [bytes(len(layer)) for layer in wanted])
+    for stream in streams.streams:
+        stream.may_run.clear()
+    fences = []
+    for number, payload in enumerate(payloads):
+        assert not arrivals.wait(1, 0.0)
+        fences.append(world.copier.scatter(REQUEST, 0, (10 * number, 10 * number + 10), payload))
+    assert not any(any(layer) for layer in world.read(0, (0, 30)))
+    assert not any(world.copier.done(fence) for fence in fences)
+    for stream in streams.streams:
+        stream.may_run.set()
+    assert arrivals.wait(1, 30.0)
+    assert arrivals.wait(2, 30.0)
+    assert not arrivals.wait(0, 0.0), "another group's"
+    assert world.read(0, (0, 30)) == wanted
+    streams.close()
+
+
+def finish(copier: Any, fence: Any) -> None:
+    until = time.monotonic() + 30
+    while not (fence is None or copier.done(fence)):
+        assert time.monotonic() < until
+        time.sleep(1e-4)
 
 
 def payload_of(world: World, group: int) -> memoryview:

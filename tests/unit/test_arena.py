@@ -115,7 +115,7 @@ class _PageLocks:
         self.locked: dict[int, int] = {}
         self.told: list[tuple[int, int]] = []
 
-    def __call__(self, address: int, size_bytes: int) -> "object":
+    def __call__(self, address: int, size_bytes: int, slot_bytes: int) -> "object":
         self.locked[address] = size_bytes
         self.told.append((address, size_bytes))
         return lambda: self.locked.pop(address)
@@ -149,7 +149,7 @@ def test_an_unlock_that_fails_is_logged_and_no_more(caplog: pytest.LogCaptureFix
     def fail() -> None:
         raise RuntimeError("planned")
 
-    Arena(_layout(), (3, 2), page_lock=lambda _address, _bytes: fail).close()
+    Arena(_layout(), (3, 2), page_lock=lambda _address, _bytes, _slot: fail).close()
     gc.collect()
     assert [record.getMessage() for record in caplog.records] == [
         "page-locked memory could not be unlocked: planned"
@@ -159,10 +159,10 @@ def test_an_unlock_that_fails_is_logged_and_no_more(caplog: pytest.LogCaptureFix
 def test_a_page_lock_that_fails_leaves_nothing_locked() -> None:
     locks = _PageLocks()
 
-    def second_fails(address: int, size_bytes: int) -> object:
+    def second_fails(address: int, size_bytes: int, slot_bytes: int) -> object:
         if locks.told:
             raise RuntimeError("planned")
-        return locks(address, size_bytes)
+        return locks(address, size_bytes, slot_bytes)
 
     with pytest.raises(RuntimeError, match="planned"):
         Arena(_layout(), (3, 2), page_lock=second_fails)  # type: ignore[arg-type]

@@ -4,28 +4,50 @@
 `expose` until `forget`, and keeps its tensors alive for that time.
 
 On the CPU a copy is complete on return. It is made with numpy, because torch would start a team of threads in every
-mover thread and take the processor from the model. On CUDA it goes over a stream of our own that first waits for what
-the engine had queued when the request was exposed, and the fence is an event behind the copy.
+mover thread and take the processor from the model. On a device it goes over a `Belt`, which first waits for what the
+engine had queued when the request was exposed, and the fence is an event behind the copy.
+
+A load whose layers are waited for one by one (`Arrivals`) goes over a `Conveyor`, lowest layer first.
 """
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvtier.connect.transformers.caches import CachedLayer, CacheShape, Span, Spans
+from kvtier.connect.transformers.parts import SpanPlan, Step, chunk_pieces, extents, span_plan, steps_of
+from kvtier.device.arrivals import Arrivals
 from kvtier.device.base import Fence
+from kvtier.device.belt import Belt, Part
+from kvtier.device.conveyor import Conveyor, Job
 from kvtier.device.page_lock import cuda_page_lock
+from kvtier.device.pieces import joined
+from kvtier.device.streams import Event
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import PageLock
 from kvtier.types import RequestId
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as a KV number: bytes are moved, whatever they mean, and numpy knows no bfloat16."""
+
+CPU_WORKERS = 2
+"""Threads that copy at the same time on a CPU; more take the processor from the model."""
+
+MOVED_AT_ONCE = 64
+"""Chunks whose layers one thread gives to a device before others have a say."""
+
+Plans: TypeAlias = dict[tuple[int, int], tuple[SpanPlan, ...]]
+
+_SETTLE_S = 1e-3
+
+BeltOf: TypeAlias = Callable[[torch.device], Belt | None]
+"""What moves bytes to and from a device; None where a thread can do it itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +58,30 @@ class Row:
     pad: int
     spans: Spans
     """For each group, for each of its layers, the runs of columns that there are."""
-    ready: dict[torch.device, Any] = field(default_factory=dict[torch.device, Any])
-    """For each CUDA device, an event behind all that the engine had queued on these tensors."""
+    arrivals: Arrivals | None
+    """Who waits for single layers; None when nobody does."""
+    ready: dict[torch.device, Event]
+    """For each device with a belt, an event behind all that the engine had queued on these tensors."""
+    plans: dict[tuple[int, int], tuple[SpanPlan, ...]] = field(
+        default_factory=dict[tuple[int, int], "tuple[SpanPlan, ...]"]
+    )
+    """For each (group, layer) that was asked for, where its spans lie."""
 
 
-class CudaFence:
+class Fences:
     """Events behind the copies of one chunk, one for each device."""
 
-    def __init__(self, events: Sequence[Any]) -> None:
+    def __init__(self, events: Sequence[Event]) -> None:
         self.events = events
+
+
+class _Carried(Job):
+    """A chunk on the conveyor."""
+
+    def __init__(self, chunk: "_Chunk", row: Row, group: int, payload: memoryview, steps: Sequence[Step]) -> None:
+        super().__init__(group, [step.rank for step in steps])
+        self.chunk, self.row, self.group, self.payload = chunk, row, group, payload
+        self.events: dict[torch.device, Event] = {}
 
 
 class CacheCopier:
@@ -53,21 +90,37 @@ class CacheCopier:
     Args:
         shape: the model's KV groups.
         layout: their layout, made of `shape`.
+        belt_of: what moves bytes on a device; tests give a device in threads.
     """
 
-    def __init__(self, shape: CacheShape, layout: KvLayout) -> None:
+    def __init__(self, shape: CacheShape, layout: KvLayout, belt_of: BeltOf | None = None) -> None:
         self._shape = shape
         self._layout = layout
         self._rows: dict[RequestId, Row] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
+        devices = dict.fromkeys(layer.device for layer in shape.layers)
+        found = {device: (belt_of or _belt)(device) for device in devices}
+        self._belts: dict[torch.device, Belt] = {device: belt for device, belt in found.items() if belt is not None}
+        self._steps = [steps_of(layers, told) for layers, told in zip(shape.groups, layout.groups, strict=True)]
+        on_device = bool(self._belts)
+        # One thread gives work to a device, so that an event behind the last copy is behind all before it.
+        self._conveyor = Conveyor(
+            self._carry, at_once=MOVED_AT_ONCE if on_device else 1, workers=1 if on_device else CPU_WORKERS
+        )
 
-    def expose(self, request: RequestId, row: int, pad: int, spans: Spans) -> None:
-        """Let `request` be copied from and to these tensors until `forget`."""
-        devices = {layer.device for layer in self._shape.layers if layer.device.type == "cuda"}
-        ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+    def expose(self, request: RequestId, row: int, pad: int, spans: Spans, arrivals: Arrivals | None = None) -> None:
+        """Let `request` be copied from and to these tensors until `forget`.
+
+        Args:
+            request: a row's load or store.
+            row: its number in the tensors.
+            pad: columns of padding before its first token.
+            spans: the tensors.
+            arrivals: told of each layer that a scatter has brought, or is about to.
+        """
+        ready = {device: belt.now() for device, belt in self._belts.items()}
         with self._lock:
-            self._rows[request] = Row(row, pad, spans, ready)
+            self._rows[request] = Row(row, pad, spans, arrivals, ready)
 
     def forget(self, request: RequestId) -> None:
         """Let go of the tensors of `request`; unknown is fine."""
@@ -87,7 +140,8 @@ class CacheCopier:
             LookupError: the request is not exposed, or its tensors do not have all of the tokens.
             ValueError: `blocks` is no run of at most a chunk's tokens.
         """
-        return self._copy(request, group, blocks, payload, is_gather=True)
+        row, chunk = self._chunk(request, group, blocks, is_gather=True)
+        return self._at_once(row, chunk, group, payload, lambda belt, parts, after: belt.gather(parts, after))
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
         """Copy `payload` into the tokens `blocks` of a row, as far as its tensors have room for them.
@@ -96,15 +150,24 @@ class CacheCopier:
             LookupError: the request is not exposed.
             ValueError: `blocks` is no run of at most a chunk's tokens.
         """
-        return self._copy(request, group, blocks, payload, is_gather=False)
+        row, chunk = self._chunk(request, group, blocks, is_gather=False)
+        if row.arrivals is None:
+            return self._at_once(row, chunk, group, payload, lambda belt, parts, after: belt.scatter(parts, after))
+        job = _Carried(chunk, row, group, payload, self._steps[group])
+        try:
+            self._conveyor.carry(job)
+        except BaseException:
+            _settle(job.events.values())
+            raise
+        return Fences(list(job.events.values())) if job.events else None
 
     def done(self, fence: Fence) -> bool:
         """Whether the copy behind `fence` is complete."""
-        return not isinstance(fence, CudaFence) or all(event.query() for event in fence.events)
+        return not isinstance(fence, Fences) or all(event.query() for event in fence.events)
 
-    def _copy(
-        self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview, *, is_gather: bool
-    ) -> Fence | None:
+    def _chunk(
+        self, request: RequestId, group: int, blocks: tuple[int, ...], *, is_gather: bool
+    ) -> "tuple[Row, _Chunk]":
         with self._lock:
             row = self._rows.get(request)
         if row is None:
@@ -112,44 +175,93 @@ class CacheCopier:
         start, stop = blocks
         if not 0 <= start < stop <= start + self._layout.chunk_tokens:
             raise ValueError(f"blocks {blocks} is no run of 1 to {self._layout.chunk_tokens} tokens")
-        layout = self._layout.groups[group]
         chunk = _Chunk(row, row.pad + start, row.pad + stop, self._layout.chunk_tokens, is_gather=is_gather)
         for spans in row.spans[group]:
             chunk.check(spans)
-        devices: set[torch.device] = set()
-        for layer, spans, offset in zip(self._shape.groups[group], row.spans[group], layout.layer_offsets, strict=True):
-            if layer.device.type == "cuda":
-                devices.add(layer.device)
-                with torch.cuda.stream(self._stream(layer.device, row)):
-                    chunk.copy(layer, spans, payload, offset)
-            else:
-                chunk.copy(layer, spans, payload, offset)
-        if not devices:
-            return None
-        return CudaFence([self._streams[device].record_event() for device in devices])
+        return row, chunk
 
-    def _stream(self, device: torch.device, row: Row) -> torch.cuda.Stream:
-        with self._lock:
-            stream = self._streams.get(device)
-            if stream is None:
-                stream = self._streams[device] = torch.cuda.Stream(device)
-        stream.wait_event(row.ready[device])
-        return stream
+    def _at_once(
+        self,
+        row: Row,
+        chunk: "_Chunk",
+        group: int,
+        payload: memoryview,
+        begin: Callable[[Belt, Sequence[Part], Event], Event],
+    ) -> Fence | None:
+        """Copy all layers, in as few calls as there are devices."""
+        parts: dict[torch.device, list[Part]] = {}
+        for step in self._steps[group]:
+            if step.device not in self._belts:
+                self._copy(chunk, row, group, step, payload)
+            else:
+                parts.setdefault(step.device, []).extend(self._parts(chunk, row, group, step, payload))
+        events: list[Event] = []
+        try:
+            for device, told in parts.items():
+                events.append(begin(self._belts[device], told, row.ready[device]))
+        except BaseException:
+            _settle(events)
+            raise
+        return Fences(events) if events else None
+
+    def _carry(self, jobs: Sequence[Job]) -> None:
+        """Scatter the next step of jobs that are at the same one."""
+        carried = [job for job in jobs if isinstance(job, _Carried)]
+        group, step = carried[0].group, self._steps[carried[0].group][carried[0].step]
+        belt = self._belts.get(step.device)
+        events: list[Event] = []
+        if belt is None:
+            for job in carried:
+                self._copy(job.chunk, job.row, group, step, job.payload)
+        else:
+            # All rows of one load were exposed one after the other: what is behind the last is behind all.
+            parts = [part for job in carried for part in self._parts(job.chunk, job.row, group, step, job.payload)]
+            events = [belt.scatter(parts, carried[-1].row.ready[step.device])]
+            for job in carried:
+                job.events[step.device] = events[0]
+        for arrivals in dict.fromkeys(job.row.arrivals for job in carried if job.row.arrivals is not None):
+            mine = sum(job.row.arrivals is arrivals for job in carried)
+            arrivals.landed(step.layers, mine, events)
+
+    def _copy(self, chunk: "_Chunk", row: Row, group: int, step: Step, payload: memoryview) -> None:
+        offsets = self._layout.groups[group].layer_offsets
+        for number in range(step.first, step.stop):
+            chunk.copy(self._shape.groups[group][number], row.spans[group][number], payload, offsets[number])
+
+    def _parts(self, chunk: "_Chunk", row: Row, group: int, step: Step, payload: memoryview) -> Iterator[Part]:
+        layout = self._layout.groups[group]
+        for first, stop, begin, end in extents(layout, step.first, step.stop):
+            offsets = [offset - begin for offset in layout.layer_offsets[first:stop]]
+            pieces = [
+                chunk_pieces(self._plans(row, group, number), chunk.start, chunk.stop, at)
+                for number, at in zip(range(first, stop), offsets, strict=True)
+            ]
+            yield Part(payload[begin:end], pieces[0] if len(pieces) == 1 else joined(pieces))
+
+    def _plans(self, row: Row, group: int, number: int) -> tuple[SpanPlan, ...]:
+        # Two threads may make the same plan; either is right.
+        known = row.plans.get((group, number))
+        if known is None:
+            layer = self._shape.groups[group][number]
+            known = row.plans[group, number] = tuple(
+                span_plan(layer, span, row.row, self._layout.chunk_tokens) for span in row.spans[group][number]
+            )
+        return known
 
 
 class _Chunk:
     """One chunk of one row on its way."""
 
     def __init__(self, row: Row, start: int, stop: int, chunk_tokens: int, *, is_gather: bool) -> None:
-        self._row, self._start, self._stop = row, start, stop
+        self._row, self.start, self.stop = row, start, stop
         self._chunk_tokens = chunk_tokens
         self._is_gather = is_gather
 
     def check(self, spans: Sequence[Span]) -> None:
         """Refuse to gather what is not all there: bytes of an earlier chunk would leave with it."""
-        found = sum(max(0, min(self._stop, span.stop) - max(self._start, span.start)) for span in spans)
-        if self._is_gather and found != self._stop - self._start:
-            raise LookupError(f"only {found} of {self._stop - self._start} tokens are in the cache's tensors")
+        found = sum(max(0, min(self.stop, span.stop) - max(self.start, span.start)) for span in spans)
+        if self._is_gather and found != self.stop - self.start:
+            raise LookupError(f"only {found} of {self.stop - self.start} tokens are in the cache's tensors")
 
     def copy(self, layer: CachedLayer, spans: Sequence[Span], payload: memoryview, offset: int) -> None:
         """Copy one layer's K and V between `spans` and its part of `payload`, which begins at `offset`."""
@@ -159,20 +271,31 @@ class _Chunk:
         payload_values = payload[offset + key_bytes : offset + key_bytes + value_bytes]
         slot_values = _typed(payload_values, layer, layer.value_heads, layer.value_dim)
         for span in spans:
-            start, stop = max(self._start, span.start), min(self._stop, span.stop)
+            start, stop = max(self.start, span.start), min(self.stop, span.stop)
             if start >= stop:
                 continue
-            here, there = slice(start - span.start, stop - span.start), slice(start - self._start, stop - self._start)
+            here, there = slice(start - span.start, stop - span.start), slice(start - self.start, stop - self.start)
             self._move(span.keys[self._row.row, :, here], slot_keys[:, there])
             self._move(span.values[self._row.row, :, here], slot_values[:, there])
 
     def _move(self, engine: torch.Tensor, slot: torch.Tensor) -> None:
         target, source = (slot, engine) if self._is_gather else (engine, slot)
-        if engine.device.type == "cpu":
-            np.copyto(_numpy(target), _numpy(source))
-        else:
-            # Into a slot with gaps torch goes through memory of its own, which must not outlive an unfinished copy.
-            target.copy_(source, non_blocking=slot.is_contiguous())
+        np.copyto(_numpy(target), _numpy(source))
+
+
+def _settle(events: Iterable[Event]) -> None:
+    """Wait for copies whose chunk has failed: until they have ended, nobody else may have its slot."""
+    for event in events:
+        while not event.query():
+            time.sleep(_SETTLE_S)
+
+
+def _belt(device: torch.device) -> Belt | None:
+    if device.type == "cpu":
+        return None
+    from kvtier.device.cuda import CudaStreams  # noqa: PLC0415 - needs a driver
+
+    return Belt(CudaStreams(device))
 
 
 def host_page_lock(shape: CacheShape, mode: str) -> PageLock | None:

@@ -1,0 +1,123 @@
+"""Host memory is page-locked behind the start, in whole slots, and unlocked at the end; a refusal is explained."""
+
+import gc
+import logging
+import threading
+import time
+
+import pytest
+
+from kvtier.codec.frame import frame_bytes
+from kvtier.device import page_lock as module
+from kvtier.device.page_lock import cuda_page_lock
+from kvtier.errors import ConfigError
+from kvtier.layout import GroupLayout, History, KvLayout
+from kvtier.runtime.arena import Arena
+
+WAIT_S = 30.0
+UNIT = 1000
+
+
+class Registrar:
+    """A driver that locks when it is let, and refuses after so many parts."""
+
+    def __init__(self, parts: int = 10**6) -> None:
+        self.parts = parts
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.locked: dict[int, int] = {}
+        self.told: list[tuple[int, int]] = []
+
+    def register(self, address: int, size_bytes: int) -> int:
+        assert self.may_go_on.wait(WAIT_S)
+        self.told.append((address, size_bytes))
+        if len(self.told) > self.parts:
+            return 2
+        self.locked[address] = size_bytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        return 0 if self.locked.pop(address, None) else 1
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART_BYTES", 3500)
+
+
+def until(is_it: "object") -> None:
+    end = time.monotonic() + WAIT_S
+    while not is_it():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
+def test_parts_are_whole_slots_and_cover_everything() -> None:
+    registrar = Registrar()
+    lock = cuda_page_lock("on", registrar)
+    assert lock is not None
+    unlock = lock(70_000, 10 * UNIT, UNIT)
+    assert registrar.told == [(70_000, 3000), (73_000, 3000), (76_000, 3000), (79_000, 1000)]
+    unlock()
+    assert not registrar.locked
+    unlock()
+
+
+@pytest.mark.parametrize(("unit", "parts"), [(0, [(0, 10_000)]), (6000, [(0, 6000), (6000, 4000)])])
+def test_without_slots_or_with_large_ones(unit: int, parts: list[tuple[int, int]]) -> None:
+    registrar = Registrar()
+    lock = cuda_page_lock("on", registrar)
+    assert lock is not None
+    lock(0, 10_000, unit)
+    assert registrar.told == parts
+
+
+def test_the_start_does_not_wait_and_the_end_stops_it() -> None:
+    registrar = Registrar()
+    registrar.may_go_on.clear()
+    lock = cuda_page_lock("auto", registrar)
+    assert lock is not None
+    unlock = lock(0, 10 * UNIT, UNIT)
+    assert not registrar.told
+    ended = threading.Thread(target=unlock)
+    ended.start()
+    registrar.may_go_on.set()
+    ended.join(WAIT_S)
+    assert not ended.is_alive()
+    assert not registrar.locked
+    assert len(registrar.told) <= 1, "what has not begun does not begin any more"
+
+
+def test_a_refusal_is_explained_once_and_the_rest_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    registrar = Registrar(parts=2)
+    lock = cuda_page_lock("auto", registrar)
+    assert lock is not None
+    with caplog.at_level(logging.WARNING):
+        unlock = lock(0, 10 << 20, 1 << 20)
+        until(lambda: caplog.records)
+    (record,) = caplog.records
+    for told in ("2 of 10 MiB", "CUDA error 2 (out of memory)", "ulimit -l", "memlock=-1", "they stay correct"):
+        assert told in record.message
+    unlock()
+    assert not registrar.locked
+
+
+def test_whoever_says_on_gets_an_error_and_nothing_stays_locked() -> None:
+    registrar = Registrar(parts=1)
+    lock = cuda_page_lock("on", registrar)
+    assert lock is not None
+    with pytest.raises(ConfigError, match=r"host.page_lock = on: 0 of 0 MiB .* a smaller host.capacity_bytes"):
+        lock(0, 10 * UNIT, UNIT)
+    assert not registrar.locked
+    assert cuda_page_lock("off") is None
+
+
+def test_an_arena_locks_whole_slots() -> None:
+    layout = KvLayout(16, (GroupLayout(History(), (5000,), "test"),))
+    size = frame_bytes(layout.groups[0])
+    registrar = Registrar()
+    arena = Arena(layout, (5,), page_lock=cuda_page_lock("on", registrar))
+    assert [length for _, length in registrar.told] == [size] * 5, "a slot is larger than a part here"
+    arena.close()
+    gc.collect()
+    assert not registrar.locked
