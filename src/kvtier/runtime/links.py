@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple, TypeVar, TypeVarTuple
+from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 from kvtier.codec.base import Codec
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, open_in_place, seal, seal_scratch_bytes
@@ -40,6 +40,14 @@ _Answer = TypeVar("_Answer")
 _Given = TypeVarTuple("_Given")
 
 _log = logging.getLogger(__name__)
+
+
+class Attempt(Protocol):
+    """Gives what `act` returns or raises: of several objects one that fails must not keep the others from an answer."""
+
+    def __call__(self, act: Callable[[*_Given], _Answer], *given: *_Given) -> _Answer | Exception:
+        """See above."""
+        ...
 
 
 class Result(NamedTuple):
@@ -92,7 +100,7 @@ class Links:
             return self._batch_counts[command.group]
         return 1
 
-    def run(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
+    def run(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> list[Result | Exception]:
         """Do what the jobs say: one job, or several demotes or several promotes of one tier that go together.
 
         What one of several raises stands in its place. Raised is what concerns them all, and what a single job raises.
@@ -101,7 +109,7 @@ class Links:
             return [self._run(jobs[0], scratch)]
         command = jobs[0].command
         is_demote = isinstance(command, Transfer) and command.link is Link.DEMOTE
-        return self._demote_many(jobs, scratch) if is_demote else self._promote_many(jobs, scratch)
+        return (self._demote_many if is_demote else self._promote_many)(jobs, scratch, attempt)
 
     def _run(self, job: Job, scratch: Scratch) -> Result:
         command = job.command
@@ -144,14 +152,14 @@ class Links:
             is_held = self._tiers[transfer.tier].write(*write)
         return _written(write, is_held=is_held)
 
-    def _demote_many(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
+    def _demote_many(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> list[Result | Exception]:
         transfers = _transfers(jobs)
         stops = list(accumulate(self._seal_scratch_bytes[transfer.group] for transfer in transfers))
         views = [
             scratch.view(stops[-1])[stop - self._seal_scratch_bytes[transfer.group] : stop]
             for transfer, stop in zip(transfers, stops, strict=True)
         ]
-        writes = [_or_error(self._sealed, *pair) for pair in zip(transfers, views, strict=True)]
+        writes = [attempt(self._sealed, *pair) for pair in zip(transfers, views, strict=True)]
         answers = _asked(jobs, writes, self._batch_tiers[transfers[0].tier].write_many)
         results: list[Result | Exception] = []
         for write, answer in zip(writes, answers, strict=True):
@@ -176,7 +184,7 @@ class Links:
             stored_bytes = self._tiers[transfer.tier].read(identity.name, slot)
         return self._opened(transfer.group, identity, slot, stored_bytes, scratch)
 
-    def _promote_many(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
+    def _promote_many(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> list[Result | Exception]:
         transfers = _transfers(jobs)
         identities = [self._identity(transfer) for transfer in transfers]
         slots = [self._arena.frame(transfer.group, transfer.slot) for transfer in transfers]
@@ -185,7 +193,7 @@ class Links:
         return [
             answer
             if isinstance(answer, Exception)
-            else _or_error(self._opened, transfer.group, identity, slot, answer, scratch)
+            else attempt(self._opened, transfer.group, identity, slot, answer, scratch)
             for transfer, identity, slot, answer in zip(transfers, identities, slots, answers, strict=True)
         ]
 
@@ -252,14 +260,6 @@ def _transfers(jobs: Sequence[Job]) -> list[Transfer]:
 
 def _written(write: Write, *, is_held: bool) -> Result:
     return Result(Outcome.DONE, len(write.frame)) if is_held else Result(Outcome.FAILED, detail=NOT_ADMITTED)
-
-
-def _or_error(act: Callable[[*_Given], _Answer], *given: *_Given) -> _Answer | Exception:
-    """What `act` returns or raises: of several objects one that fails must not keep the others from their answer."""
-    try:
-        return act(*given)
-    except Exception as error:  # noqa: BLE001 - the mover judges it
-        return error
 
 
 def _asked(

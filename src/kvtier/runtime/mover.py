@@ -11,6 +11,7 @@ may still touch the slot, late or not: the core may have stopped waiting long be
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar, TypeVarTuple
 
 from kvtier.codec.base import Codec
 from kvtier.codec.raw import Raw
@@ -32,6 +33,9 @@ QUEUE_BOUND = 1 << 16
 DROPS_BOUND = 1024
 """Most jobs that may wait in a write lane when a drop comes. Drops have no budget in the core; a bad copy that stays is
 found bad again."""
+
+_Answer = TypeVar("_Answer")
+_Given = TypeVarTuple("_Given")
 
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
@@ -204,7 +208,7 @@ class Mover:
             if not jobs:
                 return
         try:
-            results = self._links.run(jobs, scratch)
+            results = self._links.run(jobs, scratch, _attempt)
         except Exception as error:  # noqa: BLE001 - whatever a tier, codec or copier raises is a miss
             results = [error] * len(jobs)
         except BaseException as error:
@@ -248,6 +252,14 @@ class Mover:
     def _answer_orphans(self, jobs: list[Job]) -> None:
         for job in jobs:
             self._answer(job, Outcome.FAILED, "no thread is left", is_tier_fault=bool(job.command.tier))
+
+
+def _attempt(act: Callable[[*_Given], _Answer], *given: *_Given) -> _Answer | Exception:
+    """See `Attempt`."""
+    try:
+        return act(*given)
+    except Exception as error:  # noqa: BLE001 - judged with the others, below
+        return error
 
 
 def _judged(job: Job, result: Result | Exception) -> Result:
