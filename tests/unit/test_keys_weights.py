@@ -266,6 +266,16 @@ def test_a_checkpoint_that_is_missing_or_empty_is_named(tmp_path):
         checkpoint_files(tmp_path)
 
 
+@pytest.fixture
+def small_heap():
+    """Objects of other tests are not looked at again each time the garbage is collected."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("small_heap")
 def test_a_tensors_bytes_are_let_go_once_they_are_hashed():
     alive = []
 
