@@ -1,13 +1,20 @@
 """The benchmarks keep their JSON contract and check the bytes they time. No figure is tested."""
 
 import json
+import random
+from itertools import pairwise
 
 import pytest
 
-from kvtier.bench import core, io
+from kvtier.bench import core, io, io_disk
 from kvtier.bench.fio import has_fio
+from kvtier.bench.io_disk import Mix
+from kvtier.bench.io_row import Row, layout_of
+from kvtier.bench.io_tables import notes
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError, KvError
+from kvtier.runtime.jobs import Settled
+from kvtier.types import Link, Outcome
 
 
 def test_core_gives_its_three_figures(capsys):
@@ -22,11 +29,14 @@ def test_core_repeats_are_all_kept():
     assert [len(values) for values in core.run(2).samples.values()] == [2] * 5
 
 
-@pytest.mark.skipif(not has_fio(), reason="fio is not installed")
+needs_fio = pytest.mark.skipif(not has_fio(), reason="fio is not installed")
+ONE = ["--size", "512KiB", "--threads", "1", "--repeats", "1", "--sample", "4MiB"]
+
+
+@needs_fio
 def test_io_gives_a_row_for_each_tier_op_and_size(tmp_path, capsys):
     record = tmp_path / "record.json"
-    arguments = ["bench", "io", "--dir", str(tmp_path), "--size", "512KiB", "--threads", "1", "--repeats", "1"]
-    assert run([*arguments, "--sample", "4MiB", "--record", str(record), "--json"]) == 0
+    assert run(["bench", "io", "--dir", str(tmp_path), *ONE, "--record", str(record), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
     assert [(row["tier"], row["op"]) for row in rows] == [
         ("host", "store"),
@@ -38,21 +48,162 @@ def test_io_gives_a_row_for_each_tier_op_and_size(tmp_path, capsys):
     ]
     fields = {"chunk_bytes", "gb_per_s", "ceiling_gb_per_s", "ratio", "cpu_s_per_gb", "threads", "mix", "samples"}
     assert all(fields <= set(row) for row in rows)
+    for row in rows[2:]:
+        assert 0 < row["latency_us"]["p50"] <= row["latency_us"]["p95"] <= row["latency_us"]["p99"]
+        assert row["ceiling_latency_us"]["p50"] > 0
+        assert row["mix"] == ("0/100" if row["op"] == "store" else "100/0")
+        assert (row["device_share"] is None) or row["op"] == "load"
     assert json.loads(record.read_text())["benchmark"] == "io"
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
-@pytest.mark.skipif(not has_fio(), reason="fio is not installed")
-def test_io_notices_wrong_bytes(tmp_path, monkeypatch):
-    def promote_nothing(self, link):
-        if link is io.Link.PROMOTE:
-            for slot in range(self.slots):
-                self.arena.payload(0, slot)[:8] = bytes(8)
-        return list(range(self.slots))
+@needs_fio
+def test_io_measures_a_mix_of_interleaved_streams_and_writes_a_report(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "io.html"
+    arguments = [*ONE, "--mix", "75/25", "--streams", "3", "--tier", "disk", "--report", str(report)]
+    assert run(["bench", "io", "--dir", str(tmp_path), *arguments]) == 0
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert ["disk", "mix", "75/25"] in lines
+    page = report.read_text()
+    assert page.count("<figure>") == page.count("<svg") == 3
+    assert page.count("<tr>") == 1 + 5
+    assert [path.name for path in tmp_path.iterdir()] == ["io.html"]
 
-    monkeypatch.setattr(io._Disk, "_move", promote_nothing)
+
+class Mover:
+    """In place of the real one: does nothing, or spoils what a load should have brought."""
+
+    def __init__(self, *, arena, tiers, spoils, **_others):
+        self.arena, self.tier, self.spoils, self.done = arena, next(iter(tiers.values())), spoils, []
+        self.kept = {}
+
+    def submit(self, command):
+        frame = self.arena.frame(0, command.slot)
+        if command.link is Link.DEMOTE:
+            self.kept[command.key] = bytes(frame)
+        else:
+            frame[:] = self.kept[command.key]
+            if self.spoils:
+                self.arena.payload(0, command.slot)[:8] = bytes(8)
+        self.done.append(Settled(command, Outcome.DONE, seconds=0.001))
+
+    def take(self, _wait_s):
+        done, self.done = self.done, []
+        return done
+
+    def close(self, _deadline_s):
+        return True
+
+
+def disk_with(monkeypatch, tmp_path, *, spoils, **more):
+    monkeypatch.setattr(io_disk, "Mover", lambda **given: Mover(spoils=spoils, **given))
+    return io_disk.Disk("directory", tmp_path / "store", 64 << 10, 24, 2, **more)
+
+
+def test_loads_are_compared_with_what_was_stored(tmp_path, monkeypatch):
+    disk = disk_with(monkeypatch, tmp_path, spoils=False, streams=3, mix=Mix(50))
+    for _ in range(2):
+        disk.store()
+        assert len(disk.load().latencies_s) == 24
+        assert len(disk.mixed(Mix(50)).latencies_s) == 12
+    disk.close()
+
+
+def test_io_notices_wrong_bytes(tmp_path, monkeypatch):
+    disk = disk_with(monkeypatch, tmp_path, spoils=True)
+    disk.store()
     with pytest.raises(KvError, match="other bytes"):
-        io.run(tmp_path, sizes=(512 << 10,), threads=(1,), repeats=1, sample_bytes=2 << 20)
+        disk.load()
+    disk.close()
+
+
+def test_a_mix_notices_wrong_bytes(tmp_path, monkeypatch):
+    disk = disk_with(monkeypatch, tmp_path, spoils=True, mix=Mix(90))
+    disk.store()
+    with pytest.raises(KvError, match="other bytes"):
+        disk.mixed(Mix(90))
+    disk.close()
+
+
+def test_a_load_that_misses_ends_the_benchmark(tmp_path):
+    disk = io_disk.Disk("directory", tmp_path / "store", 64 << 10, 8, 1)
+    disk.store()
+    for name, _ in list(disk.tier.scan())[:1]:
+        disk.tier.delete(name)
+    with pytest.raises(KvError, match="promote failed"):
+        disk.load()
+    disk.close()
+
+
+@pytest.mark.parametrize("name", ["directory", "disk"])
+def test_a_full_tier_keeps_what_a_mix_loads(tmp_path, name):
+    disk = io_disk.Disk(name, tmp_path / name, 64 << 10, 40, 2, streams=4, mix=Mix(50))
+    for _ in range(4):
+        disk.store()
+        disk.mixed(Mix(50))  # would raise on a miss
+        disk.load()
+    disk.close()
+
+
+def test_streams_take_turns_and_keep_their_own_order():
+    order = io_disk.interleaved(100, 8, random.Random(1))
+    assert sorted(order) == list(range(100))
+    assert order != sorted(order)
+    edges = [100 * stream // 8 for stream in range(9)]
+    for first, last in pairwise(edges):
+        mine = [number for number in order if first <= number < last]
+        assert mine == sorted(mine)
+    assert io_disk.interleaved(5, 1, random.Random(1)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [64 << 10, 96 << 10, 512 << 10, 3 << 20, (3 << 20) + (64 << 10), 64 << 20])
+def test_a_chunk_of_any_size_has_a_layout(size):
+    layers = layout_of(size).groups[0].layer_bytes
+    assert sum(layers) == size
+    assert all(layer % 16 == 0 for layer in layers)
+
+
+@pytest.mark.parametrize("mix", ["92", "92/9", "0/100", "x/y", "100/0"])
+def test_a_mix_that_is_none_is_refused(mix, capsys):
+    assert run(["bench", "io", "--mix", mix]) == 2
+    assert f"--mix {mix}: allowed" in capsys.readouterr().err
+
+
+@needs_fio
+def test_sizes_and_room_are_checked_before_anything_is_written(tmp_path, capsys):
+    assert run(["bench", "io", "--dir", str(tmp_path), "--size", "1000"]) == 2
+    assert run(["bench", "io", "--dir", str(tmp_path), "--size", "64 gigs"]) == 2
+    assert run(["bench", "io", "--dir", str(tmp_path), "--sample", "100TiB"]) == 2
+    err = capsys.readouterr().err
+    assert "multiples of 4 KiB" in err
+    assert "not a size" in err
+    assert "a smaller --sample" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def row(**changes):
+    series = {"samples": [(1.0, 2.0, 1.5), (3.0, 3.0, 1.0), (2.0, 2.5, 2.0)], "cpu": [0.1, 0.3, 0.2]}
+    return Row.of("disk", "load", 65536, **series, threads=2, mix="100/0", direct_io=True, **changes)
+
+
+def test_a_row_has_the_medians_of_its_samples():
+    it = row()
+    assert (it.gb_per_s, it.ceiling_gb_per_s, it.plain_gb_per_s, it.cpu_s_per_gb) == (2.0, 2.5, 1.5, 0.2)
+    assert it.ratio == 0.8
+
+
+def test_loads_from_a_cache_are_told():
+    told = [io.IoResult((row(device_share=share),), "fio", 1, 3, is_fresh=False) for share in (0.2, 1.0, None)]
+    assert [len(list(notes(result))) for result in told] == [1, 0, 0]
+    assert "only 20% of the bytes came from the device" in next(notes(told[0]))
+
+
+def test_what_the_kernel_read_for_us(tmp_path):
+    place = tmp_path / "io"
+    place.write_text("rchar: 5\nread_bytes: 8192\nwrite_bytes: 0\n")
+    assert io_disk.read_bytes(place) == 8192
+    assert io_disk.read_bytes(tmp_path / "none") is None
 
 
 def test_without_fio_there_is_no_ceiling(tmp_path, monkeypatch):

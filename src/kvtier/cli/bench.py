@@ -5,8 +5,10 @@ from pathlib import Path
 
 import click
 
+from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.config.kinds import parse_size
+from kvtier.errors import ConfigError
 
 RECORD_HELP = "Also write the JSON record (commit, machine, settings, samples) to FILE."
 
@@ -57,7 +59,7 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     help="A directory on the drive in question; a temporary one is made in it and removed. [default: here]",
 )
 @click.option(
-    "--size", "sizes", multiple=True, metavar="SIZE", help="Chunk size, repeatable. [default: 32, 4, 0.5 MiB]"
+    "--size", "sizes", multiple=True, metavar="SIZE", help="Chunk size, repeatable. [default: 32, 4, 1/2, 1/16 MiB]"
 )
 @click.option(
     "--threads", multiple=True, type=click.IntRange(1, 64), help="Threads to try, repeatable. [default: 1, 2, 4]"
@@ -69,12 +71,21 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     type=click.Choice(("directory", "disk")),
     help="Tier to measure, repeatable. [default: both]",
 )
+@click.option("--mix", "mixes", multiple=True, metavar="R/W", help="Also a mix of reads and writes, such as 92/8.")
+@click.option(
+    "--streams",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    help="Engines whose objects come interleaved, each in its own order.",
+)
 @click.option(
     "--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Pairs of samples behind a row."
 )
 @click.option("--sample", default="1GiB", show_default=True, metavar="SIZE", help="Bytes that one sample moves.")
 @click.option("--all", "keep_all", is_flag=True, help="Show every thread count, not only the best.")
 @click.option("--fresh", is_flag=True, help="Store to new files, not into a full directory.")
+@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML report.")
 @click.option("--record", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def io(
@@ -82,10 +93,13 @@ def io(
     sizes: tuple[str, ...],
     threads: tuple[int, ...],
     tiers: tuple[str, ...],
+    mixes: tuple[str, ...],
+    streams: int,
     repeats: int,
     sample: str,
     keep_all: bool,
     fresh: bool,
+    report: Path | None,
     record: Path | None,
     as_json: bool,
 ) -> None:
@@ -93,10 +107,16 @@ def io(
     from kvtier.bench import io as benchmark
     from kvtier.bench.record import Setting, make_record, write_record
 
-    chosen = tuple(parse_size(size) for size in sizes) or benchmark.SIZES
+    if report is not None:
+        from kvtier.plan.files import check_library, check_writable
+
+        check_library("--report")
+        check_writable("--report", report)
+    chosen = tuple(_read_size("--size", size) for size in sizes) or benchmark.SIZES
     counts = threads or (1, 2, 4)
-    sample_bytes = parse_size(sample)
-    with progress("io", len(chosen) * (2 + len(counts)) * repeats) as advance:
+    sample_bytes = _read_size("--sample", sample)
+    percents = tuple(_read_mix(mix) for mix in mixes)
+    with ended_by_signals(), progress("io", len(chosen) * (2 + len(counts)) * repeats) as advance:
         result = benchmark.run(
             directory,
             sizes=chosen,
@@ -106,6 +126,8 @@ def io(
             sample_bytes=sample_bytes,
             keep_all=keep_all,
             is_fresh=fresh,
+            mixes=percents,
+            streams=streams,
             tick=lambda _what: advance(1),
         )
     told = asdict(result)
@@ -114,35 +136,40 @@ def io(
             "sizes": Setting(list(chosen), "flag" if sizes else "default"),
             "threads": Setting(list(counts), "flag" if threads else "default"),
             "tiers": Setting(list(tiers or benchmark.TIERS), "flag" if tiers else "default"),
+            "mixes": Setting(list(mixes), "flag" if mixes else "default"),
+            "streams": Setting(streams, "flag"),
             "repeats": Setting(repeats, "flag"),
             "fresh": Setting(fresh, "flag"),
             "sample_bytes": Setting(sample_bytes, "flag"),
         }
-        write_record(record, make_record("io", settings=settings, seed=None, results=told, directory=directory))
+        write_record(record, make_record("io", settings=settings, seed=1, results=told, directory=directory))
+    if report is not None:
+        from kvtier.bench.io_report import write_report
+
+        write_report(report, result)
     if as_json:
         emit_json(told)
         return
-    rows = [
-        (
-            row.tier,
-            row.op,
-            _size(row.chunk_bytes),
-            str(row.threads),
-            f"{row.gb_per_s:.2f}",
-            f"{row.ceiling_gb_per_s:.2f}",
-            f"{row.ratio:.2f}",
-            f"{row.plain_gb_per_s:.2f}",
-            f"{row.cpu_s_per_gb:.3f}",
-        )
-        for row in result.results
-    ]
-    columns = ("tier", "op", "chunk", "threads", "GB/s", "ceiling GB/s", "ratio", "plain fio", "CPU s/GB")
-    emit_table(
-        columns, rows, f"Medians of {repeats}; ceilings: memcpy for host, {result.ceiling} for the others", numeric=6
-    )
-    if not all(row.direct_io for row in result.results if row.tier != "host"):
-        click.echo("The file system there has no direct I/O: loads may come from the page cache.", err=True)
+    from kvtier.bench.io_tables import notes, table
+
+    shown = table(result)
+    emit_table(shown.columns, shown.rows, shown.title, numeric=shown.numeric)
+    for note in notes(result):
+        click.echo(note, err=True)
 
 
-def _size(count: int) -> str:
-    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+def _read_size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}; allowed: bytes, or a number with KiB, MiB, GiB") from None
+
+
+def _read_mix(text: str) -> int:
+    """Per cent of reads."""
+    reads, slash, writes = text.partition("/")
+    if not slash or not reads.isdecimal() or not writes.isdecimal() or int(reads) + int(writes) != 100:
+        raise ConfigError(f"--mix {text}: allowed: reads/writes in per cent that make 100, such as 92/8")
+    if not 1 <= int(reads) <= 99:
+        raise ConfigError(f"--mix {text}: allowed: 1/99 to 99/1; store and load alone are always measured")
+    return int(reads)
