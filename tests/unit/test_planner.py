@@ -263,7 +263,7 @@ def test_a_try_that_fails_keeps_nobody_from_what_pays() -> None:
 
 def test_nothing_is_tried_where_even_a_fast_link_would_hardly_help() -> None:
     planner = taught()
-    assert planner.plan(lookup_of(offer(870, 0.01, place="host"), offer(900, 0.1)), TOTAL, now_s=0.0).tokens == 870
+    assert planner.plan(lookup_of(offer(880, 0.05, place="host"), offer(900, 0.1)), TOTAL, now_s=0.0).tokens == 880
     planner.waited(2.0)
     assert planner.plan(lookup_of(offer(900, 0.0)), TOTAL, now_s=0.0).tokens == 0
 

@@ -240,7 +240,8 @@ class Planner:
         """Whether the place has rested, no load tells how it is, and it would bring more than a try may cost."""
         rest = self._rests.get(plan.place)
         has_rested = rest is None or now_s >= rest.until_s
-        gain_s = best.load_s + best.compute_s - plan.compute_s - self._overhead_s
+        # However fast the place may be: the faster ones below it are needed, too, and take their time.
+        gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
         return has_rested and not self._open and gain_s > _slack_s(plan)
 
     def _failed(self, plan: Plan, regret_s: float, now_s: float) -> None:
