@@ -37,6 +37,11 @@ COLUMN = 48
 @click.option("--drive", help="Kind of drive, of the catalogue.  [default: pm1753]")
 @click.option("--drives", metavar="N", help="Drives; 0: none.  [default: 4]")
 @click.option("--file", type=click.Path(path_type=Path), help="TOML file of inputs: hardware, traffic, your prices.")
+@click.option(
+    "--probe",
+    type=click.Path(path_type=Path),
+    help="Record of `kvtier probe`: links as measured, one drive of --drives.",
+)
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one input; may be repeated.")
 @click.option("--example", help="Start from an example that ships with kvtier, such as samsung.")
 @click.option("--report", type=click.Path(path_type=Path), help="Also write an HTML report with pictures.")
@@ -48,6 +53,7 @@ COLUMN = 48
 def plan(
     model: str | None,
     file: Path | None,
+    probe: Path | None,
     sets: tuple[str, ...],
     example: str | None,
     report: Path | None,
@@ -63,7 +69,7 @@ def plan(
     which is next, and how the answer depends on each input.
 
     Every input has a name, a default and an origin, and all are printed. Later wins: defaults, --example, --file,
-    options, --set. Prices are yours: without them, costs are left out.
+    --probe, options, --set. Prices are yours: without them, costs are left out.
     """
     if list_hardware:
         _list_hardware(as_json)
@@ -73,7 +79,7 @@ def plan(
 
     values: dict[str, Any] = {"model": model, **given}
     options = {name: values[option] for name, option in OPTIONS.items()}
-    inputs = load(example=example or "", file=file, options=options, sets=sets)
+    inputs = load(example=example or "", file=file, options=options, sets=sets, probe=probe)
     if not inputs.model.name:
         raise ConfigError("no model is given; name one, such as `kvtier plan llama-3.1-8b`, or --example samsung")
     _check_outputs(report, plot)

@@ -1,4 +1,4 @@
-"""Inputs of a plan come in here. Later wins: defaults, an example, a file, options, `--set`."""
+"""Inputs of a plan come in here. Later wins: defaults, an example, a file, a probe's record, options, `--set`."""
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from kvtier.config.links import fastest, read_links
 from kvtier.config.sections import Setting, read
 from kvtier.errors import ConfigError
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
@@ -30,6 +31,7 @@ def load(
     file: Path | None = None,
     options: Mapping[str, object] | None = None,
     sets: Iterable[str] = (),
+    probe: Path | None = None,
 ) -> Inputs:
     """Read the inputs of a plan.
 
@@ -38,6 +40,7 @@ def load(
         file: TOML file with a table for each section.
         options: values by ``section.key``, as the command line's options give them; None means not given.
         sets: ``section.key=value`` texts.
+        probe: record of `kvtier probe`, for the speed of links instead of the catalogue's.
 
     Raises:
         ConfigError: an unknown example, section or input, a value that is not allowed, or a file that is no TOML.
@@ -45,6 +48,7 @@ def load(
     entries = [
         *_from_tables(example_tables(example) if example else {}, f"example {example}"),
         *_from_tables(_file_tables(file) if file else {}, f"file {file}"),
+        *(_from_probe(probe) if probe else ()),
         *_from_options(options or {}),
         *_from_sets(sets),
     ]
@@ -101,6 +105,23 @@ def _from_tables(tables: Mapping[str, Any], origin: str) -> Iterator[_Entry]:
             raise ConfigError(f"{section} (from {origin}): not a section; write its inputs below a line [{section}]")
         for key, raw in cast("dict[str, object]", table).items():
             yield _Entry(_find(f"{section}.{key}", origin), raw, origin, is_text=False)
+
+
+def _from_probe(path: Path) -> Iterator[_Entry]:
+    """What was measured needs no share of what a data sheet promises."""
+    links = read_links(path, "--probe")
+    origin = f"probe {path}"
+
+    def measured(name: str, value: float | None, **besides: float) -> Iterator[_Entry]:
+        if value is not None:
+            for key, raw in {name: value, **{it.replace("__", "."): number for it, number in besides.items()}}.items():
+                yield _Entry(_find(key, origin), raw, origin, is_text=False)
+
+    drive = "disk" if "disk" in links else "directory"
+    yield from measured("host.channel_bytes_per_s", fastest(links, "host", "copy"), host__channels=1, host__share=1.0)
+    yield from measured("gpu.link_bytes_per_s", fastest(links, "gpu", "to_gpu"), software__link_share=1.0)
+    yield from measured("disk.read_bytes_per_s", fastest(links, drive, "read"))
+    yield from measured("disk.write_bytes_per_s", fastest(links, drive, "write"))
 
 
 def _from_options(options: Mapping[str, object]) -> Iterator[_Entry]:
