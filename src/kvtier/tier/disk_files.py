@@ -11,9 +11,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 
-import numpy as np
-
-from kvtier.tier.disk_format import ENTRY, Entries
 from kvtier.tier.disk_segment import Segment
 
 logger = logging.getLogger(__name__)
@@ -23,7 +20,6 @@ GROW_RETRY_S = 30.0
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FILE = re.compile(r"\d{8}\.segment")
-_NONE: Entries = np.zeros(0, ENTRY)
 
 
 class SegmentFiles:
@@ -130,16 +126,15 @@ class SegmentFiles:
         segment.remove()
         self._charges.pop(segment.number, None)
 
-    def load(self, store_id: bytes) -> list[tuple[Segment, Entries]]:
-        """The segments that are there with what they hold, the one that was begun first first.
+    def load(self, store_id: bytes) -> list[Segment]:
+        """The segments that are there, with their headers: those that hold nothing, then the one begun first first.
 
-        Files of another size are removed. The cap may be lower than the last time: then empty files are removed, and
-        those that were begun first.
+        Files of another size are removed. The cap may be lower than the last time: then as many of the first are, too.
 
         Raises:
             OSError: the device or the file system fails.
         """
-        found: list[tuple[Segment, Entries]] = []
+        found: list[Segment] = []
         strange: Counter[str] = Counter()
         try:
             for file in sorted(os.listdir(self._directory)):
@@ -151,23 +146,19 @@ class SegmentFiles:
                     strange[f"{size_bytes} bytes long"] += size_bytes > 0
                     os.unlink(path)
                     continue
-                segment = Segment(path, int(file[:8]), size_bytes, direct_io=self._direct_io)
-                found.append((segment, _NONE))
-                entries = segment.load(store_id)
-                if isinstance(entries, str):
-                    strange[entries] += entries != "not begun"
-                else:
-                    found[-1] = (segment, entries)
-                self.charge(segment)
+                found.append(Segment(path, int(file[:8]), size_bytes, direct_io=self._direct_io))
+                reason = found[-1].load_header(store_id)
+                strange[reason] += reason not in {"", "not begun"}
+                self.charge(found[-1])
             for reason, count in (+strange).items():
                 logger.warning(
                     "tier %s: %d segments in %s count as empty: %s", self._tier, count, self._directory, reason
                 )
-            found.sort(key=lambda pair: (len(pair[1]) > 0, pair[0].generation))
+            found.sort(key=lambda segment: segment.generation)
             while self.used_bytes > self._capacity_bytes:
-                self.remove(found.pop(0)[0])
+                self.remove(found.pop(0))
         except BaseException:
-            for segment, _ in found:
+            for segment in found:
                 segment.close()
             raise
         return found

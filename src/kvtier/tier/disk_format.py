@@ -32,6 +32,24 @@ ENTRIES_PER_BLOCK: Final = 84
 Entries = npt.NDArray[np.void]
 """Rows of `ENTRY`. `block` counts units of 4096 bytes from the segment's start; `size_bytes` 0 is a blanked entry."""
 
+BLOCK: Final = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("version", "<u4"),
+        ("count", "<u4"),
+        ("store_id", "<u8", (2,)),
+        ("generation", "<u8"),
+        ("number", "<u4"),
+        ("reserved", "<u4"),
+        ("checksum", "<u8"),
+        ("reserved_too", "<u8"),
+        ("entries", ENTRY, (ENTRIES_PER_BLOCK,)),
+    ]
+)  # as `_BLOCK` and what follows it, so that many are read at once
+
+Blocks = npt.NDArray[np.void]
+"""Rows of `BLOCK`."""
+
 #                         magic version reserved store-id generation segment_bytes checksum
 _HEADER = struct.Struct("<8s    I       I        16s      Q          Q             Q")
 #                         magic version count    store-id generation number reserved checksum reserved
@@ -90,16 +108,35 @@ def pack_blocks(header: Header, first_number: int, entries: Entries) -> list[byt
     return blocks
 
 
-def read_block(header: Header, number: int, block: memoryview | bytes) -> Entries | None:
-    """The entries of index block `number` of the segment with that `header`; None when this is no such block."""
-    magic, version, count, store_id, generation, told, _, checksum, _ = _BLOCK.unpack_from(block)
-    if (magic, version, store_id, generation, told) != (
-        BLOCK_MAGIC, VERSION, header.store_id, header.generation, number,
-    ) or not 1 <= count <= ENTRIES_PER_BLOCK:  # fmt: skip
-        return None
-    if _checksum(block, _BLOCK_CHECKSUM_AT) != checksum:
-        return None
-    return np.frombuffer(block, ENTRY, count, _BLOCK.size)
+def read_blocks(header: Header, first_number: int, packed: memoryview | bytes) -> Blocks:
+    """Those index blocks in `packed` that are sound, in the order of their numbers.
+
+    Args:
+        header: of their segment.
+        first_number: of the block that lies last.
+        packed: whole blocks as they lie on the device, the highest number foremost.
+    """
+    rows = np.frombuffer(packed, np.uint8).reshape(-1, BLOCK_BYTES)[::-1].copy()
+    blocks = rows.view(BLOCK).reshape(-1)
+    numbers = first_number + np.arange(len(blocks))
+    store_id = np.frombuffer(header.store_id, "<u8")
+    is_sound = (blocks["magic"] == int.from_bytes(BLOCK_MAGIC, "little")) & (blocks["version"] == VERSION)
+    is_sound &= (blocks["generation"] == header.generation) & (blocks["number"] == numbers)
+    is_sound &= (blocks["store_id"] == store_id).all(axis=1)
+    is_sound &= (blocks["count"] >= 1) & (blocks["count"] <= ENTRIES_PER_BLOCK)
+    checksums = blocks["checksum"].copy()
+    blocks["checksum"] = 0
+    for at in np.flatnonzero(is_sound).tolist():
+        is_sound[at] = xxhash.xxh3_64_intdigest(rows[at]) == checksums[at]
+    return blocks if is_sound.all() else blocks[is_sound]
+
+
+def entries_in(blocks: Blocks) -> Entries:
+    """All their entries, in order."""
+    if (blocks["count"] == ENTRIES_PER_BLOCK).all():
+        return blocks["entries"].reshape(-1)
+    is_told = np.arange(ENTRIES_PER_BLOCK) < blocks["count"][:, np.newaxis]
+    return blocks["entries"][is_told]
 
 
 def blocks_for(entry_count: int) -> int:

@@ -453,9 +453,11 @@ class Pool:
 
     def _load(self) -> None:
         """Take over the segments that are there, in the order they were begun; the newest is filled further."""
-        for segment, entries in self._files.load(self._store_id):
-            self._segments[segment.number] = segment
+        segments = self._files.load(self._store_id)
+        self._segments = {segment.number: segment for segment in segments}
+        for segment in segments:
             self._generation = max(self._generation, segment.generation)
+            entries = segment.load_index()
             if not len(entries):
                 self._spare.append(segment)
                 continue

@@ -19,14 +19,16 @@ from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.disk_format import (
     BLOCK_BYTES,
     ENTRY,
+    Blocks,
     Entries,
     Header,
     are_sound,
     blocks_for,
+    entries_in,
     name_words,
     pack_blocks,
     pack_header,
-    read_block,
+    read_blocks,
     read_header,
 )  # fmt: skip
 
@@ -208,7 +210,13 @@ class Segment:
     def load(self, store_id: bytes) -> Entries | str:
         """Read header and index; the entries in the order they were written, or why there are none.
 
-        Afterwards frames can be written behind those of the entries.
+        Raises:
+            OSError: the device fails.
+        """
+        return self.load_header(store_id) or self.load_index()
+
+    def load_header(self, store_id: bytes) -> str:
+        """Read the header; why the segment holds nothing, or "".
 
         Raises:
             OSError: the device fails.
@@ -219,10 +227,22 @@ class Segment:
         if header.store_id != store_id or header.segment_bytes != self.size_bytes:
             return "of another store or size"
         self.header = header
-        found = sorted(self._index(header), key=lambda numbered: numbered[0])
-        self.index_blocks = found[-1][0] + 1 if found else 0
-        entries = np.concatenate([block for _, block in found]) if found else np.zeros(0, ENTRY)
-        entries = entries[are_sound(entries, self.size_bytes)]
+        return ""
+
+    def load_index(self) -> Entries:
+        """Read the index of a segment whose header was read; the entries in the order they were written.
+
+        Afterwards frames can be written behind those of the entries.
+
+        Raises:
+            OSError: the device fails.
+        """
+        pieces = list(self._index())
+        self.index_blocks = int(pieces[-1]["number"][-1]) + 1 if pieces else 0
+        entries = np.concatenate(list(map(entries_in, pieces))) if pieces else np.zeros(0, ENTRY)
+        is_sound = are_sound(entries, self.size_bytes)
+        if not is_sound.all():
+            entries = entries[is_sound]
         if len(entries):
             stops = entries["block"] + (entries["size_bytes"].astype(np.int64) + ALIGNMENT - 1) // ALIGNMENT
             self.next_block = max(1, int(stops.max()))
@@ -238,11 +258,13 @@ class Segment:
         if header is None:
             return
         words = name_words(name)
-        for number, entries in self._index(header):
-            hits = (entries["name"] == words).all(axis=1) & (entries["size_bytes"] > 0)
-            if hits.any():
-                kept = entries.copy()
-                kept["size_bytes"][hits] = 0
+        for blocks in self._index():
+            entries = blocks["entries"]
+            hits = (entries["name"] == words).all(axis=2) & (entries["size_bytes"] > 0)
+            for at in np.flatnonzero(hits.any(axis=1)).tolist():
+                kept = entries_in(blocks[at : at + 1])
+                kept["size_bytes"][hits[at, : len(kept)]] = 0
+                number = int(blocks["number"][at])
                 self._write_block(pack_blocks(header, number, kept)[0], self.size_bytes - (number + 1) * BLOCK_BYTES)
 
     def close(self) -> None:
@@ -260,8 +282,10 @@ class Segment:
         os.unlink(self.path)
         self.close()
 
-    def _index(self, header: Header) -> Iterator[tuple[int, Entries]]:
-        """(number, entries) of every sound index block, read from the end on until a whole piece holds none."""
+    def _index(self) -> Iterator[Blocks]:
+        """The sound index blocks, in pieces read from the end on, until a whole piece holds none."""
+        if self.header is None:
+            return
         stop = self.size_bytes
         piece = aligned_buffer(min(_TAIL_BYTES, align_up(self.size_bytes)))
         while stop > BLOCK_BYTES:
@@ -269,15 +293,10 @@ class Segment:
             view = piece[: stop - start]
             if self._read_whole(view, start) < view.nbytes:
                 return
-            found = 0
-            for at in range(view.nbytes - BLOCK_BYTES, -1, -BLOCK_BYTES):
-                number = (self.size_bytes - start - at) // BLOCK_BYTES - 1
-                entries = read_block(header, number, view[at : at + BLOCK_BYTES])
-                if entries is not None:
-                    found += 1
-                    yield number, entries.copy()
-            if not found:
+            blocks = read_blocks(self.header, (self.size_bytes - stop) // BLOCK_BYTES, view)
+            if not len(blocks):
                 return
+            yield blocks
             stop = start
 
     def _block_at(self, offset: int) -> memoryview:

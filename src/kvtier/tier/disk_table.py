@@ -84,7 +84,7 @@ class Table:
         if len(names) <= _FEW:
             return [self.find(name) is not None for name in names]
         words = np.frombuffer(b"".join(names), np.uint64).reshape(-1, 4)
-        return (self._find_rows(words) >= 0).tolist()
+        return (self._find_rows(words)[0] >= 0).tolist()
 
     def place(self, row: int) -> tuple[int, int, int]:
         """(segment, first block, size in bytes) of the object in `row`."""
@@ -155,19 +155,22 @@ class Table:
         in_order = np.sort(names[:, 0])
         if (in_order[1:] == in_order[:-1]).any():  # hardly ever; a start must not be slow for it
             return self._put_each(names, segment, blocks, sizes)
-        rows = self._find_rows(names)
+        rows, slots = self._find_rows(names)
         fresh = np.flatnonzero(rows < 0)[: self.rows_max - self._count]
+        # As a rule all are new, and go to the rows behind those in use.
+        is_plain = len(fresh) == len(names) and not self._free
+        start = self._used_rows
         rows[fresh] = self._new_rows(len(fresh))
         known = rows >= 0
-        kept = rows[known]
+        kept = slice(start, start + len(names)) if is_plain else rows[known]
         self._segments[kept] = segment
-        self._blocks[kept] = blocks[known]
-        self._sizes[kept] = sizes[known]
+        self._blocks[kept] = blocks if is_plain else blocks[known]
+        self._sizes[kept] = sizes if is_plain else sizes[known]
         self._hits[kept] = 0
-        self._names[rows[fresh]] = names[fresh]
-        self._take_slots(names[fresh], rows[fresh])
+        self._names[kept if is_plain else rows[fresh]] = names if is_plain else names[fresh]
+        self._take_slots(slots[fresh], rows[fresh])
         self._count += len(fresh)
-        return kept
+        return rows[known]
 
     def rows_in(self, segment: int, rows: "array[int]") -> Rows:
         """Those of `rows` that lie in `segment` still, in the order of their blocks."""
@@ -203,24 +206,23 @@ class Table:
         self._used_rows += count
         return np.arange(self._used_rows - count, self._used_rows)
 
-    def _find_rows(self, names: Words) -> Rows:
-        """The row of each of `names`, -1 where it is not there."""
+    def _find_rows(self, names: Words) -> tuple[Rows, Rows]:
+        """The row of each of `names`, -1 where it is not there, and the slot where the search ended."""
         rows = np.full(len(names), -1, np.int64)
         positions = (names[:, 0] & np.uint64(self._mask)).astype(np.int64)
-        open_ones = np.arange(len(names))
+        open_ones = np.flatnonzero(self._slots[positions])
         while len(open_ones):
             slots = self._slots[positions[open_ones]].astype(np.int64)
-            open_ones, slots = open_ones[slots > 0], slots[slots > 0]
             is_match = (self._names[slots - 1] == names[open_ones]).all(axis=1)
             rows[open_ones[is_match]] = slots[is_match] - 1
             open_ones = open_ones[~is_match]
             positions[open_ones] = (positions[open_ones] + 1) & self._mask
-        return rows
+            open_ones = open_ones[self._slots[positions[open_ones]] > 0]
+        return rows, positions
 
-    def _take_slots(self, names: Words, rows: Rows) -> None:
-        """Give each of `names`, all different and new, the first empty slot from its own on."""
+    def _take_slots(self, positions: Rows, rows: Rows) -> None:
+        """Give each of `rows`, whose names are all different and new, the first empty slot from its position on."""
         marks = (rows + 1).astype(np.uint32)
-        positions = (names[:, 0] & np.uint64(self._mask)).astype(np.int64)
         while len(marks):
             is_empty = self._slots[positions] == 0
             self._slots[positions[is_empty]] = marks[is_empty]  # of several in one slot the last wins
