@@ -26,13 +26,13 @@ test: setup
 
 # The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own.
 test-vllm: $(VLLM_VENV)/.done
-	$(VLLM_PYTHON) -m pytest tests/vllm
+	$(VLLM_PYTHON) -m pytest -o timeout=900 tests/vllm
 
 # Once more with the Python of the next release, which has no build for CPUs, over the kernels of this one.
 test-vllm-next: $(VLLM_VENV)/.done
 	[ -e $(VLLM_VENV)/next ] || $(VLLM_PYTHON) tests/vllm/next_release.py $(VLLM_VENV)/next
 	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/next VLLM_TARGET_DEVICE=cpu \
-		$(VLLM_PYTHON) -m pytest tests/vllm/test_vllm_interface.py tests/vllm/test_vllm_restore.py
+		$(VLLM_PYTHON) -m pytest -o timeout=900 tests/vllm/test_vllm_interface.py tests/vllm/test_vllm_restore.py
 
 $(VLLM_VENV)/.done: pyproject.toml tests/vllm/requirements.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

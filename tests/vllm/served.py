@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-DRAIN_S = 60.0
+DRAIN_S = 200.0
 
 
 class Served:
@@ -135,6 +135,10 @@ class Served:
             if value is not None:
                 told[f"{metric.name}{{{shown}}}" if shown else metric.name] = value
         return told
+
+    def chunk_tokens(self) -> int:
+        """Of kvtier's chunks."""
+        return self._engine.engine_core.engine_core.scheduler.connector._upper._opening.geometry.chunk_tokens
 
     def cpu_s(self) -> float:
         """Processor seconds of all threads of this process so far."""

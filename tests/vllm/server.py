@@ -16,9 +16,9 @@ from typing import Any, Self
 
 from harness import ENVIRONMENT, EngineError
 
-UP_S = 180.0
-ANSWER_S = 120.0
-END_S = 60.0
+UP_S = 400.0
+ANSWER_S = 300.0
+END_S = 120.0
 
 
 class Server:

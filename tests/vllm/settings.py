@@ -6,9 +6,6 @@ from typing import Any
 CHUNK = 256
 """Tokens of a chunk, with blocks of 16 to 256 tokens."""
 
-CHUNKS = {"qwen3-next": 384}
-"""Where it is another number: vLLM makes the blocks so large that one holds a state."""
-
 
 def connector(directory: Path | None, **settings: Any) -> dict[str, Any]:
     """A configuration that loads whatever it can: on models this small, computing would be faster.
@@ -30,7 +27,6 @@ def connector(directory: Path | None, **settings: Any) -> dict[str, Any]:
     }
 
 
-def whole(tokens: int, model: str = "") -> int:
+def whole(tokens: int, chunk_tokens: int = CHUNK) -> int:
     """Of a prompt of so many tokens, those that a hit can give: whole chunks, and the last token is computed."""
-    chunk = CHUNKS.get(model, CHUNK)
-    return (tokens - 1) // chunk * chunk
+    return (tokens - 1) // chunk_tokens * chunk_tokens

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 def doctor(given: dict[str, object], *arguments: str) -> dict[str, list[str]]:
     """What `kvtier vllm doctor` finds, by level."""
     command = [sys.executable, "-m", "kvtier.cli.main", "vllm", "doctor", json.dumps(given), *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     told = json.loads(done.stdout)
     assert done.returncode == int(not told["ok"]), done.stderr
     levels: dict[str, list[str]] = {}

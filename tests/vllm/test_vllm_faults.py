@@ -31,7 +31,7 @@ def test_damaged_files_are_recomputed_and_heal(
         engine = start(model, connector(tmp_path / "kv"))
         assert is_same(model, engine.ask(LONG)[0], wanted), store
         if store == "healed":
-            assert engine.external_hits() == whole(len(LONG), model)
+            assert engine.external_hits() == whole(len(LONG), engine.chunk_tokens)
         engine.close()
         if store == "empty":
             assert damage(tmp_path / "kv")
@@ -87,7 +87,7 @@ def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
     assert is_same("llama", engine.ask(LONG)[0], expected("llama")["long"])
     assert engine.external_hits() - before == whole(len(LONG))
     flag.unlink()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while True:  # the tier is tried again after a while
         engine.forget()
         before = engine.external_hits()

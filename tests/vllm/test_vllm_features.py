@@ -1,8 +1,12 @@
 """vLLM's other features go together with kvtier: guessed tokens, embeddings and images as prompts, several engines."""
 
+import socket
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 from conftest import PROMPTS, Start
 from harness import Ask
 from judge import TOLERANCE, apart, furthest, prompt
@@ -73,3 +77,45 @@ def test_vllm_is_told_where_hits_come_from(start: Start, tmp_path: Path) -> None
     second = start("llama", connector(tmp_path / "kv"))
     second.ask(LONG)
     assert second.metrics()["vllm:prompt_tokens_cached_by_source{source=disk}"] == whole(len(LONG))
+
+
+def test_routers_are_told_what_can_be_had_from_host_memory_and_from_disk(start: Start, tmp_path: Path) -> None:
+    """As vLLM publishes it, though idle: under its own hashes, next to what the engine itself holds."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [it.getsockname()[1] for it in (one, other)]
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{ports[0]}",
+        "replay_endpoint": f"tcp://127.0.0.1:{ports[1]}",
+    }
+    engine = start("llama", connector(tmp_path / "kv"), kv_events_config=events)
+    engine.ask(LONG)
+    wanted, until_s = LONG[: whole(len(LONG))], time.monotonic() + 120
+    while True:
+        engine.drain()  # no step is taken but for what is to be told
+        told = stored_events(ports[1])
+        if all(sum(map(len, told.get(medium, {}).values())) == len(wanted) for medium in ("CPU", "STORAGE")):
+            break
+        assert time.monotonic() < until_s, told
+        time.sleep(0.2)
+    for medium in ("CPU", "STORAGE"):
+        assert sorted(token for tokens in told[medium].values() for token in tokens) == sorted(wanted)
+        hashes = {block for blocks in told[medium] for block in blocks}
+        assert hashes <= {block for blocks in told["GPU"] for block in blocks}
+
+
+def stored_events(port: int) -> dict[str, dict[tuple[bytes, ...], list[int]]]:
+    """By medium: the tokens of the blocks that were stored, by their hashes. From vLLM's memory of what it has sent."""
+    found: dict[str, dict[tuple[bytes, ...], list[int]]] = {}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.linger = 0
+        asking.rcvtimeo = 60_000
+        asking.connect(f"tcp://127.0.0.1:{port}")
+        asking.send_multipart([b"", (0).to_bytes(8, "big")])
+        while len(batch := asking.recv_multipart()[-1]):
+            for event in msgspec.msgpack.decode(batch)[1]:
+                if event["type"] == "BlockStored":
+                    hashes, tokens, medium = (event[it] for it in ("block_hashes", "token_ids", "medium"))
+                    found.setdefault(medium, {})[tuple(hashes)] = tokens
+    return found

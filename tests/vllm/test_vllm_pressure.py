@@ -54,7 +54,7 @@ def test_a_storm_of_preemptions_changes_no_answer(
     storm = STORM | {"num_gpu_blocks_override": BLOCKS[model]}
     engine = start(model, connector(tmp_path / "kv"), sabotage=f"sabotage:{fault}", **storm)
     for turn in ("store", "load"):
-        answers = engine.ask(*GROWING, limit_s=200)
+        answers = engine.ask(*GROWING, limit_s=600)
         assert all(len(it.tokens) == 200 for it in answers)
         if model in EXACT:  # with bfloat16 the size of a batch changes answers in vLLM itself
             assert furthest(answers, calm[model]) < TOLERANCE, turn
@@ -68,7 +68,7 @@ def test_a_storm_of_preemptions_changes_no_answer(
     prompts = [it.tokens for it in GROWING[::4]]
     told = after.ask_in_turn(*prompts, count=1, logprobs=1)
     # Not all of it: a store that is too slow for the blocks it reads is dropped.
-    assert 0 < after.external_hits() <= sum(whole(len(it), model) for it in prompts)
+    assert 0 < after.external_hits() <= sum(whole(len(it), after.chunk_tokens) for it in prompts)
     for answer, known in zip(told, calm[model][::4], strict=True):
         assert is_same(model, answer, replace(known, tokens=known.tokens[:1], logprobs=known.logprobs[:1]))
 
