@@ -3,6 +3,8 @@
 import os
 import random
 import shutil
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from kvtier.codec.raw import Raw
 from kvtier.errors import CorruptChunkError
 from kvtier.layout import ALIGNMENT, GroupLayout, History
 from kvtier.testing.tier import empty_frame, object_name
+from kvtier.tier.base import Write
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_segment import Segment
 
@@ -31,6 +34,7 @@ def identity(number: int) -> Identity:
     return Identity(object_name(number), b"f" * 32, b"l" * 32)
 
 
+@lru_cache(maxsize=256)
 def payload_of(number: int) -> bytes:
     """The bytes of object `number`."""
     return random.Random(number).randbytes(group_of(number).payload_bytes)
@@ -42,6 +46,12 @@ def sealed(number: int) -> memoryview:
     slot = empty_frame(frame_bytes(group))
     slot[head_bytes(group) :] = payload_of(number)
     return seal(slot, group, identity(number), Raw())
+
+
+def write_all(tier: DiskTier, numbers: Iterable[int]) -> None:
+    """Write objects, several at once, some perhaps twice; each must be there then."""
+    told = tier.write_many([Write(object_name(number), sealed(number)) for number in dict.fromkeys(numbers)])
+    assert set(told) == {True}, told
 
 
 def look(tier: DiskTier, number: int) -> str:
@@ -93,17 +103,23 @@ class Recorder:
 
     def __init__(self, monkeypatch) -> None:
         self.log: list[tuple[str, int, bytes | None]] = []
-        write, flush = Segment._write_whole, Segment.flush
+        write, write_run, flush = Segment._write_whole, Segment.write_run, Segment.flush
 
         def recorded_write(segment, frame, offset):
             write(segment, frame, offset)
             self.log.append((os.path.basename(segment.path), offset, bytes(frame)))
+
+        def recorded_run(segment, frames, offset):
+            is_written = write_run(segment, frames, offset)
+            self.log.append((os.path.basename(segment.path), offset, b"".join(frames)))
+            return is_written
 
         def recorded_flush(segment):
             flush(segment)
             self.log.append((os.path.basename(segment.path), 0, None))
 
         monkeypatch.setattr(Segment, "_write_whole", recorded_write)
+        monkeypatch.setattr(Segment, "write_run", recorded_run)
         monkeypatch.setattr(Segment, "flush", recorded_flush)
 
     def play(self, root: Path, stop: int, segment_bytes: int, chance: random.Random) -> None:

@@ -14,6 +14,7 @@ import threading
 from disk_world import look, open_tier, sealed
 
 from kvtier.testing.tier import object_name
+from kvtier.tier.base import Write
 
 NAMES = 60
 THREADS = 3
@@ -27,7 +28,10 @@ def main(root: str, capacity_bytes: int, seed: int) -> None:
         chance = random.Random(seed * THREADS + number)
         while True:
             wanted = chance.randrange(NAMES)
-            if chance.random() < 0.6:
+            if chance.random() < 0.3:
+                names = [object_name(at % NAMES) for at in range(wanted, wanted + 4)]
+                tier.write_many([Write(name, sealed((wanted + at) % NAMES)) for at, name in enumerate(names)])
+            elif chance.random() < 0.5:
                 tier.write(object_name(wanted), sealed(wanted))
             elif look(tier, wanted) not in {"right", "absent"}:
                 print("wrong", flush=True)

@@ -25,7 +25,7 @@ from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk_format import BLOCK_BYTES
 
 NAMES = 60
-ROUNDS = 8
+ROUNDS = 3
 ROOMY_BYTES = 40 * SEGMENT_BYTES
 """Nothing is ever given up in it, so that everything synced must be found."""
 DEADLINE_S = 30.0
@@ -133,7 +133,7 @@ def test_flipped_bits_are_refused_and_no_more_than_what_they_hit(tmp_path):
     held = fill(root)
     chance = random.Random(2)
     refused = absent = 0
-    for round_number in range(40):
+    for round_number in range(24):
         place = tmp_path / f"flipped{round_number}"
         copy_store(root, place)
         file = chance.choice(sorted((place / "segments").iterdir()))
@@ -152,8 +152,8 @@ def test_flipped_bits_are_refused_and_no_more_than_what_they_hit(tmp_path):
         assert list(after.values()).count("refused") <= 1
         abandon(tier)
         shutil.rmtree(place)
-    assert refused > 5
-    assert absent > 5
+    assert refused > 2
+    assert absent > 2
 
 
 def test_segments_of_the_past_give_what_belongs_to_their_names(tmp_path):

@@ -13,6 +13,7 @@ from disk_world import (
     look,
     open_tier,
     sealed,
+    write_all,
 )
 
 from kvtier.testing.tier import object_name
@@ -36,7 +37,9 @@ class Run:
         for _ in range(steps):
             what = chance.randrange(20)
             number = min(int(chance.expovariate(1 / 25)), NAMES - 1)
-            if what < 10:
+            if what < 3:
+                write_all(tier, {min(number + more, NAMES - 1) for more in range(4)})
+            elif what < 10:
                 assert tier.write(object_name(number), sealed(number))
             elif what < 16:
                 assert look(tier, number) in {"right", "absent"}
@@ -94,15 +97,26 @@ def replay(run, root, place, rounds, seed):
     return found, refused
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_nothing_synced_is_lost_and_nothing_is_wrong(tmp_path, monkeypatch, seed):
-    run = Run(tmp_path / "store", monkeypatch, seed, 900)
+def lose_power(tmp_path, monkeypatch, seed, steps, rounds):
+    run = Run(tmp_path / "store", monkeypatch, seed, steps)
     assert run.tier.evictions > 50
     abandon(run.tier)
     monkeypatch.undo()
-    found, refused = replay(run, tmp_path / "store", tmp_path / "after", 25, seed)
-    assert found > 200
+    found, refused = replay(run, tmp_path / "store", tmp_path / "after", rounds, seed)
+    assert found > 8 * rounds
     assert refused < found / 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nothing_synced_is_lost_and_nothing_is_wrong(tmp_path, monkeypatch, seed):
+    lose_power(tmp_path, monkeypatch, seed, 450, 15)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_nothing_synced_is_lost_over_and_over(tmp_path, monkeypatch, seed):
+    lose_power(tmp_path, monkeypatch, seed, 900, 60)
 
 
 def test_without_the_flush_before_the_index_frames_would_be_missing(tmp_path, monkeypatch):
@@ -117,7 +131,8 @@ def test_without_the_flush_before_the_index_frames_would_be_missing(tmp_path, mo
     assert refused > 0
 
 
-def test_what_the_index_names_was_on_the_device_before(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", [10, pytest.param(1, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
+def test_what_the_index_names_was_on_the_device_before(tmp_path, monkeypatch, step):
     """With room for everything no entry is stale, so that nothing at all is refused, wherever the power went."""
     root, place, roomy = tmp_path / "store", tmp_path / "after", 40 * SEGMENT_BYTES
     recorder, chance = Recorder(monkeypatch), random.Random(3)
@@ -129,7 +144,7 @@ def test_what_the_index_names_was_on_the_device_before(tmp_path, monkeypatch):
     abandon(tier)
     monkeypatch.undo()
     found = 0
-    for stop in range(0, len(recorder.log), 3):
+    for stop in range(0, len(recorder.log), step):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         shutil.copy(root / "kvtier-disk.json", place)
