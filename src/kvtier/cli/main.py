@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": ("kvtier.cli.inspect:inspect", "Look into a store's directory: list, count, verify, repair, purge."),
     "plan": ("kvtier.cli.plan:plan", "Plan tiers: users, capacity, bandwidth, wear and cost, and which limit binds."),
     "probe": ("kvtier.cli.probe:probe", "Measure this machine's links and name what is misconfigured."),
+    "replay": ("kvtier.cli.replay:replay", "Replay a trace: hit rates of policies and capacities, and their bounds."),
     "size": ("kvtier.cli.size:size", "Size a model's KV, say why, and explain other people's figures."),
     "vllm": ("kvtier.cli.vllm:vllm", "Turn the connector on in vLLM; find out why there is no hit."),
 }

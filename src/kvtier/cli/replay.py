@@ -1,0 +1,219 @@
+"""`kvtier replay`: what hit rate, which policy and how much storage, from a trace."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvtier.cli.render import emit_json, emit_table, progress
+
+if TYPE_CHECKING:
+    from kvtier.replay.hits import Outcome
+    from kvtier.replay.tables import Replayed
+    from kvtier.trace.describe import Description
+    from kvtier.trace.packed import Packed
+
+CAPACITIES = "1M,3M,10M"
+POLICIES = "default,lru,min"
+
+
+class _RunOrDescribe(click.Group):
+    """``replay TRACE`` and ``replay describe TRACE``: without a known word, the first is meant."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put in the word that was left out."""
+        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+
+
+def _reading_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(
+        (
+            click.option(
+                "--block", type=int, metavar="TOKENS", help="Tokens of a block.  [default: the trace's; sessions: 256]"
+            ),
+            click.option("--window-h", type=float, default=10.0, help="Hours within which sessions start.  [10]"),
+            click.option("--seed", type=int, default=1, help="Of the draw of their starts.  [1]"),
+            click.option("--time-unit", default="ms", help="Of timestamps in request lines: s, ms, us.  [ms]"),
+            click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json, for traces of text."),
+            click.option("--strict", is_flag=True, help="What is wrong with a trace is an error, not a warning."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(cls=_RunOrDescribe)
+def replay() -> None:
+    """Replay traces."""
+
+
+@replay.command(name="run")
+@click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--capacity-tokens", default=CAPACITIES, help=f"Such as 3M; several, or inf.  [{CAPACITIES}]")
+@click.option("--policy", "policies", default=POLICIES, help=f"One or several; `help` lists them.  [{POLICIES}]")
+@_reading_options
+@click.option("--jobs", type=click.IntRange(1, 256), help="Processes at most.  [default: one for each core]")
+@click.option("--keep", type=click.Path(path_type=Path), help="File of outcomes: a run goes on where it stood.")
+@click.option("--report", type=click.Path(path_type=Path), help="Also write an HTML report with pictures.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def run(
+    traces: tuple[Path, ...],
+    capacity_tokens: str,
+    policies: str,
+    jobs: int | None,
+    keep: Path | None,
+    report: Path | None,
+    as_json: bool,
+    **reading: Any,  # noqa: ANN401  the options of `_reading_options`
+) -> None:
+    """Replay TRACES through one cache, for each policy and capacity.
+
+    The whole trace, no warm-up; the hit rate is the tokens of the longest leading run of blocks that are here, over
+    input tokens; a prompt's deepest block is touched first. Policies are the product's own (`default` is what kvtier
+    ships) and others to compare with; `min` is the best that keeping whole prefixes allows, `infinite` a cache without
+    end.
+
+    `kvtier replay describe TRACE` tells what a trace is like.
+
+    Reads JSON lines with hash_ids or hash_runs (Mooncake), coding-agent sessions and text conversations; plain, gzip
+    or zstd.
+    """
+    from kvtier.replay.cost import Prefill
+    from kvtier.replay.curves import Journal, Task, sweep
+
+    names = _names(policies)
+    capacities = _capacities(capacity_tokens)
+    if report is not None:
+        from kvtier.plan.files import check_library, check_writable
+
+        check_library("--report")
+        check_writable("--report", report)
+    told: list[dict[str, object]] = []
+    shown: list[Replayed] = []
+    for path in traces:
+        packed = _packed(path, reading)
+        tasks = [Task(name, capacity) for name in names for capacity in capacities]
+        everything = Task("infinite", None)
+        journal = Journal(keep, packed, Prefill()) if keep else None
+        with progress(f"{path.name}: {len(tasks)} replays", len(packed) * len({*tasks, everything})) as advance:
+            *outcomes, bound = sweep(packed, [*tasks, everything], jobs=jobs, journal=journal, advance=advance)
+        if report is not None:
+            from kvtier.replay.tables import Replayed as Shown
+            from kvtier.trace.describe import describe as measure
+
+            shown.append(Shown(description=measure(packed), bound=bound, outcomes=outcomes))
+        told.append(_as_dict(packed, bound, outcomes))
+        if not as_json:
+            _print(packed, bound, outcomes)
+    if report is not None:
+        from kvtier.replay.report import write_report
+
+        write_report(report, shown)
+        click.echo(f"Written: {report}", err=True)
+    if as_json:
+        emit_json(told[0] if len(told) == 1 else told)
+
+
+@replay.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+@_reading_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN401  as above
+    """Tell what TRACE is like: requests, tokens, reuse, its intervals, working set, sessions."""
+    from kvtier.replay.tables import description_table
+    from kvtier.trace.describe import describe as measure
+
+    told = measure(_packed(trace, reading))
+    if as_json:
+        emit_json(_plain(told))
+        return
+    table = description_table(told)
+    emit_table(table.columns, table.rows, numeric=table.numeric)
+    for note in told.notes:
+        click.echo(f"Note: {note}.")
+
+
+def _packed(path: Path, options: dict[str, Any]) -> "Packed":
+    from kvtier.trace.opening import Reading, open_trace
+    from kvtier.trace.packed import pack
+
+    reading: Reading = Reading(
+        block_tokens=options["block"],
+        window_h=options["window_h"],
+        seed=options["seed"],
+        time_unit=options["time_unit"],
+        tokenizer=options["tokenizer"],
+    )
+    packed = pack(open_trace(path, reading), is_strict=options["strict"])
+    for warning in packed.warnings:
+        click.echo(f"kvtier: trace {path}: {warning}", err=True)
+    return packed
+
+
+def _names(text: str) -> list[str]:
+    from kvtier.replay.policies.registry import REFERENCES, policy_names
+
+    names = [it.strip() for it in text.split(",") if it.strip()]
+    if names == ["help"]:
+        for name in policy_names():
+            known = REFERENCES.get(name)
+            click.echo(f"{name:<14}{known.help if known else 'shipped with kvtier, or installed'}")
+        raise click.exceptions.Exit(0)
+    if not names:
+        raise click.UsageError("--policy is empty; allowed: names, with commas between them")
+    return list(dict.fromkeys(names))
+
+
+def _capacities(text: str) -> list[int | None]:
+    from kvtier.errors import ConfigError
+    from kvtier.size.units import parse_count
+
+    found: list[int | None] = []
+    for it in text.split(","):
+        try:
+            found.append(None if it.strip().lower() == "inf" else parse_count(it))
+        except ValueError as error:
+            raise ConfigError(f"--capacity-tokens {it!r}: {error}") from None
+    return list(dict.fromkeys(found))
+
+
+def _as_dict(packed: "Packed", bound: "Outcome", outcomes: "list[Outcome]") -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "trace": packed.name,
+        "requests": len(packed),
+        "input_tokens": int(packed.input_tokens.sum(dtype="int64")),
+        "block_tokens": packed.block_tokens,
+        "infinite_hit_rate": bound.hit_rate,
+        "results": [asdict(it) for it in outcomes],
+        "prefix_violations": packed.prefix_violations,
+        "notes": list(packed.notes),
+        "warnings": list(packed.warnings),
+    }
+
+
+def _print(packed: "Packed", bound: "Outcome", outcomes: "list[Outcome]") -> None:
+    from kvtier.replay.tables import outcomes_table
+
+    click.secho(f"{packed.name}: {len(packed):,} requests, blocks of {packed.block_tokens} tokens", bold=True)
+    click.echo(f"  a cache without end hits {bound.hit_rate:.4f} of the input tokens; whole trace, no warm-up")
+    for note in packed.notes:
+        click.echo(f"  {note}")
+    table = outcomes_table(bound, outcomes)
+    emit_table(table.columns, table.rows, numeric=table.numeric)
+
+
+def _plain(told: "Description") -> dict[str, object]:
+    out: dict[str, object] = {}
+    for name in told.__slots__:
+        value: Any = getattr(told, name)
+        if name == "over_time":
+            value = {
+                key: it.tolist() if hasattr(it, "tolist") else it
+                for key, it in ((slot, getattr(value, slot)) for slot in value.__slots__)
+            }
+        if name != "intervals":
+            out[name] = value
+    return out

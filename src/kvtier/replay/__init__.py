@@ -1,0 +1,1 @@
+"""Replays of traces: hit rates of policies and their bounds, and the real core over tiers in virtual time."""

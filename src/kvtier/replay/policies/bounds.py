@@ -1,0 +1,135 @@
+"""Bounds: a cache without end, and policies that know the future.
+
+Belady's MIN, with bypass and ties to the deeper block, keeps whole prefixes (an ancestor's next use is never later than
+its descendant's), so among policies that keep whole prefixes nothing is better.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.replay.policies.base import Policy
+from kvtier.replay.policies.queues import PlainLru
+from kvtier.trace.packed import Packed
+
+NEVER = np.iinfo(np.int32).max
+
+
+class Infinite(Policy):
+    """Nothing ever leaves."""
+
+    def insert(self, block: int, place: int) -> bool:  # noqa: ARG002  the interface's arguments
+        """Always kept."""
+        self._enter(block)
+        return True
+
+
+class DeadKnown(PlainLru):
+    """LRU that is told which blocks nobody will use again, and holds none of them.
+
+    Args:
+        capacity: blocks that fit.
+        packed: the trace, of which the last use of each block is looked up.
+    """
+
+    def __init__(self, capacity: int, packed: Packed) -> None:
+        super().__init__(capacity, packed.block_count)
+        self._last_use = last_uses(packed).tolist()
+
+    def touch(self, block: int, place: int) -> None:
+        """To the end, or out."""
+        if self._last_use[block] > self.request:
+            super().touch(block, place)
+        else:
+            del self._queue[block]
+            self._drop(block)
+
+    def insert(self, block: int, place: int) -> bool:
+        """Kept if it is used again."""
+        return self._last_use[block] > self.request and super().insert(block, place)
+
+
+class Min(Policy):
+    """Whose next use is farthest away leaves first or does not even enter; of equals, the deeper one.
+
+    Args:
+        capacity: blocks that fit.
+        packed: the trace, of which the next use of each access is looked up: four bytes for each.
+    """
+
+    def __init__(self, capacity: int, packed: Packed) -> None:
+        super().__init__(capacity, packed.block_count)
+        self._next_uses = next_uses(packed)
+        self._starts = packed.starts
+        self._uses: list[int] = []
+        self._keys: dict[int, tuple[int, int]] = {}
+        self._heap: list[tuple[int, int, int]] = []
+
+    def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:
+        """Look up when each of its blocks is used next."""
+        super().begin(request, time_s, blocks)
+        self._uses = self._next_uses[int(self._starts[request]) : int(self._starts[request + 1])].tolist()
+
+    def touch(self, block: int, place: int) -> None:
+        """Its next use is known; out, if there is none."""
+        following = self._uses[place]
+        if following == NEVER:
+            del self._keys[block]
+            self._drop(block)
+        else:
+            self._put(block, following, place)
+
+    def insert(self, block: int, place: int) -> bool:
+        """Kept if it is used again before somebody who is here."""
+        following = self._uses[place]
+        if following == NEVER:
+            return False
+        if self.held >= self.capacity:
+            later, deeper, victim = self._worst()
+            if (later, deeper) >= (-following, -place):
+                # Nobody here is used later: the newcomer is the worst.
+                return False
+            heappop(self._heap)
+            del self._keys[victim]
+            self._leave(victim)
+        self._put(block, following, place)
+        self._enter(block)
+        return True
+
+    def _put(self, block: int, following: int, place: int) -> None:
+        self._keys[block] = (-following, -place)
+        heappush(self._heap, (-following, -place, block))
+
+    def _worst(self) -> tuple[int, int, int]:
+        while True:
+            later, deeper, block = self._heap[0]
+            if self._keys.get(block) == (later, deeper):
+                return later, deeper, block
+            heappop(self._heap)
+
+
+def last_uses(packed: Packed) -> npt.NDArray[np.int32]:
+    """For each block, the last request that has it."""
+    last = np.full(packed.block_count, -1, np.int32)
+    starts = packed.starts
+    for first in range(0, len(packed), 1 << 12):
+        end = min(first + (1 << 12), len(packed))
+        owner = np.repeat(np.arange(first, end, dtype=np.int32), np.diff(starts[first : end + 1]))
+        # Of several accesses the last counts, because that one is written last.
+        last[packed.ids[int(starts[first]) : int(starts[end])]] = owner
+    return last
+
+
+def next_uses(packed: Packed) -> npt.NDArray[np.int32]:
+    """For each access, the next request that has its block; NEVER where there is none."""
+    following = np.full(packed.block_count, NEVER, np.int32)
+    out = np.empty(len(packed.ids), np.int32)
+    starts = packed.starts.tolist() if len(packed) < 1 << 20 else packed.starts
+    for request in range(len(packed) - 1, -1, -1):
+        part = slice(int(starts[request]), int(starts[request + 1]))
+        blocks = packed.ids[part]
+        out[part] = following[blocks]
+        following[blocks] = request
+    return out

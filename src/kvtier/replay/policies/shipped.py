@@ -1,0 +1,86 @@
+"""The product's own policies, through the interfaces by which the core uses them."""
+
+from collections.abc import Sequence
+
+from kvtier.policy.base import Admitter, Evictor, Held
+from kvtier.replay.cost import Prefill
+from kvtier.replay.policies.base import Policy
+from kvtier.trace.packed import Packed
+
+PLACE = "host"
+BYTES_PER_TOKEN = 1
+"""All blocks are equally large here, so the unit does not matter."""
+
+
+class Shipped(Policy):
+    """A cache ruled by an `Evictor` and an `Admitter`.
+
+    Args:
+        capacity: blocks that fit.
+        packed: the trace; sessions and turns are told where it has them.
+        evictor: chooses who leaves.
+        admitter: chooses who may enter.
+        prefill: what a hit saves.
+    """
+
+    def __init__(self, capacity: int, packed: Packed, evictor: Evictor, admitter: Admitter, prefill: Prefill) -> None:
+        super().__init__(capacity, packed.block_count)
+        self._packed = packed
+        self._evictor = evictor
+        self._admitter = admitter
+        self._prefill = prefill
+        self._block_tokens = packed.block_tokens
+        self._parents = packed.parents.tolist()
+        self._names: list[bytes] = [block.to_bytes(8, "big") for block in range(packed.block_count)]
+        self._saved_s: list[float] = []
+        self._time_s = 0.0
+        self._session: str | None = None
+        self._turn: int | None = None
+
+    def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:
+        """Whose request it is."""
+        self.request, self._time_s = request, time_s
+        session = int(self._packed.session[request])
+        self._session = None if session < 0 else str(session)
+        self._turn = None if session < 0 else int(self._packed.turn[request])
+        tokens = self._block_tokens
+        while len(self._saved_s) < len(blocks):
+            start = len(self._saved_s) * tokens
+            self._saved_s.append(self._prefill.seconds(start, start + tokens))
+
+    def touch(self, block: int, place: int) -> None:
+        """The evictor is told."""
+        self._evictor.touched(self._held_as(block, place))
+
+    def insert(self, block: int, place: int) -> bool:
+        """Kept if the admitter lets it in and the evictor finds somebody who leaves for it."""
+        held = self._held_as(block, place)
+        if not self._admitter.admit(held, PLACE):
+            return False
+        if self.held >= self.capacity:
+            victim = self._evictor.victim(_nobody_is_pinned)
+            if victim is None:
+                return False
+            self._evictor.removed(victim)
+            self._leave(int.from_bytes(victim, "big"))
+        self._evictor.added(held)
+        self._enter(block)
+        return True
+
+    def _held_as(self, block: int, place: int) -> Held:
+        parent = self._parents[block]
+        return Held(
+            self._names[block],
+            self._names[parent] if parent >= 0 else None,
+            place,
+            self._block_tokens * BYTES_PER_TOKEN,
+            0,
+            self._time_s,
+            self._session,
+            self._turn,
+            self._saved_s[place],
+        )
+
+
+def _nobody_is_pinned(name: bytes) -> bool:  # noqa: ARG001  the interface's argument
+    return False

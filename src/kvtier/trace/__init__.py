@@ -1,0 +1,1 @@
+"""Request traces: one reader for each form, one packed form that everything replays."""

@@ -1,0 +1,98 @@
+"""A JSON object for each request with its text: `timestamp`, `input`, `output`, `session_id` (lmcache-agent-trace)."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtier.errors import ConfigError
+from kvtier.trace.files import Place, json_lines, number
+from kvtier.trace.request import Ids, Request
+from kvtier.trace.requests import UNITS_S, session_of
+
+BLOCK_TOKENS_DEFAULT = 64
+_PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
+"""Where no tokenizer is given: word pieces, numbers and signs, about four characters each in English prose."""
+
+Tokenize = Callable[[str], Sequence[object]]
+
+
+class TextLines:
+    """Reads request lines with text; prompts are cut into tokens and named by a chain of digests.
+
+    Args:
+        path: the file.
+        block_tokens: tokens of a block.
+        tokenizer: a tokenizer.json of Hugging Face; None cuts by a simple rule.
+
+    Raises:
+        ConfigError: the file or the tokenizer cannot be read.
+    """
+
+    has_blocks = True
+
+    def __init__(self, path: Path, block_tokens: int | None = None, tokenizer: Path | None = None) -> None:
+        self._path = path
+        self.name = str(path)
+        self.block_tokens = block_tokens or BLOCK_TOKENS_DEFAULT
+        self._tokenize: Tokenize = _PIECES.findall if tokenizer is None else _load(tokenizer)
+        how = "a simple rule (about four characters a token)" if tokenizer is None else str(tokenizer)
+        self.notes = (f"text is cut into tokens by {how}, and into blocks of {self.block_tokens}",)
+
+    def requests(self) -> Iterator[Request]:
+        """The requests, in the order of time, which counts from the first; files of this form go session by session."""
+        numbers: dict[bytes, int] = {}
+        requests: list[Request] = []
+        for line_number, line in json_lines(self._path):
+            with Place(self._path, line_number):
+                time_s = number(line, "timestamp")
+                time_s *= _unit_s(time_s)
+                tokens = self._tokenize(_text(line, "input"))
+                answer = len(self._tokenize(_text(line, "output"))) if "output" in line else 0
+                blocks = self._named(tokens, numbers)
+                requests.append(Request(time_s, len(tokens), answer, blocks, session_of(line), line_number))
+        requests.sort(key=lambda it: it.time_s)
+        for request in requests:
+            yield request._replace(time_s=request.time_s - requests[0].time_s)
+
+    def _named(self, tokens: Sequence[object], numbers: dict[bytes, int]) -> Ids:
+        digest = b""
+        out: list[int] = []
+        for start in range(0, len(tokens), self.block_tokens):
+            block = "\0".join(str(it) for it in tokens[start : start + self.block_tokens])
+            digest = blake2b(block.encode("utf-8", "surrogatepass"), digest_size=16, key=digest).digest()
+            out.append(numbers.setdefault(digest, len(numbers)))
+        return np.asarray(out, np.int64)
+
+
+def _unit_s(time: float) -> float:
+    """Seconds of one unit, told by the size of a time since 1970; smaller ones are milliseconds."""
+    if time > 1e14:
+        return UNITS_S["us"]
+    return UNITS_S["s"] if 1e8 < time < 1e11 else UNITS_S["ms"]
+
+
+def _text(line: dict[str, Any], name: str) -> str:
+    value = line.get(name)
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is {type(value).__name__}; allowed: a text")
+    return value
+
+
+def _load(path: Path) -> Tokenize:
+    try:
+        from tokenizers import Tokenizer  # noqa: PLC0415  an extra, wanted only here
+    except ImportError:
+        raise ConfigError(
+            "--tokenizer needs tokenizers, which is not installed; allowed: pip install 'kvtier[transformers]'"
+        ) from None
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer {str(path)!r} is no file; allowed: a tokenizer.json")
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(path))
+    except Exception as error:  # what its Rust side raises is a bare Exception
+        raise ConfigError(f"--tokenizer {str(path)!r} cannot be read: {error}") from error
+    return lambda text: tokenizer.encode(text).ids

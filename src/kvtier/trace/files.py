@@ -1,0 +1,133 @@
+"""Lines of trace files, plain, gzip or zstd, and errors that say in which line of which file something is wrong."""
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from kvtier.errors import ConfigError
+
+LINE_CHARS_MAX = 1 << 27
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+class Place:
+    """Says in which line of which file something was wrong: wrap what may raise in ``with Place(path, line)``."""
+
+    __slots__ = ("_line", "_path")
+
+    def __init__(self, path: Path, line: int) -> None:
+        self._path, self._line = path, line
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ConfigError):
+            if str(error).startswith("trace "):
+                return
+            raise ConfigError(f"trace {self._path}, line {self._line}: {error}") from None
+        if isinstance(error, KeyError):
+            raise ConfigError(f"trace {self._path}, line {self._line}: {error.args[0]!r} is missing") from None
+        if isinstance(error, TypeError | ValueError | AttributeError | OverflowError):
+            raise ConfigError(f"trace {self._path}, line {self._line}: {error}") from None
+
+
+def open_text(path: Path) -> IO[str]:
+    """Open a file as text; what its first bytes say counts, not its name.
+
+    Raises:
+        ConfigError: it cannot be opened, or it is zstd and the package for it is missing.
+    """
+    try:
+        with path.open("rb") as stream:
+            magic = stream.read(4)
+        if magic.startswith(_GZIP):
+            return gzip.open(path, "rt", encoding="utf-8")
+        if magic == _ZSTD:
+            return _open_zstd(path)
+        return path.open(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"trace {path}: {error.strerror or error}; allowed: a readable file") from error
+
+
+def _open_zstd(path: Path) -> IO[str]:
+    try:
+        import zstandard  # noqa: PLC0415  an extra, wanted only here
+    except ImportError:
+        raise ConfigError(
+            f"trace {path} is zstd, and zstandard is not installed; allowed: pip install 'kvtier[zstd]'"
+        ) from None
+    raw = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
+    return io.TextIOWrapper(cast("Any", raw), encoding="utf-8")
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers from 1; empty ones are left out.
+
+    Raises:
+        ConfigError: the file cannot be read, is cut short, or is no text.
+    """
+    number = 0
+    try:
+        with open_text(path) as stream:
+            for number, text in enumerate(iter(lambda: stream.readline(LINE_CHARS_MAX), ""), 1):
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise ConfigError(f"trace {path}, after line {number}: {error.strerror or error}") from error
+    except (EOFError, UnicodeDecodeError, *_zstd_errors()) as error:
+        raise ConfigError(f"trace {path}, after line {number}: not a trace: {error}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """JSON objects with the numbers of their lines.
+
+    Raises:
+        ConfigError: as `text_lines`, or a line is no JSON object.
+    """
+    for number, text in text_lines(path):
+        with Place(path, number):
+            value: object = json.loads(text)
+            if not isinstance(value, dict):
+                raise ConfigError(f"{text[:40].strip()!r} is not a JSON object")
+        yield number, cast("dict[str, Any]", value)
+
+
+def _zstd_errors() -> tuple[type[Exception], ...]:
+    try:
+        from zstandard import ZstdError  # noqa: PLC0415  an extra, wanted only here
+    except ImportError:
+        return ()
+    return (ZstdError,)
+
+
+def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:
+    """The field `name` as a whole number.
+
+    Raises:
+        ConfigError: it is missing, no whole number or below `least`.
+    """
+    if name not in fields:
+        raise ConfigError(f"{name!r} is missing")
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
+        raise ConfigError(f"{name} is {value!r}; allowed: a whole number from {least} on")
+    return int(value)
+
+
+def number(fields: dict[str, Any], name: str) -> float:
+    """The field `name` as a finite number.
+
+    Raises:
+        ConfigError: it is missing or no finite number.
+    """
+    if name not in fields:
+        raise ConfigError(f"{name!r} is missing")
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise ConfigError(f"{name} is {value!r}; allowed: a number")
+    return float(value)

@@ -1,0 +1,67 @@
+"""Which reader a file needs, from what its first line says."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from kvtier.errors import ConfigError
+from kvtier.trace.conversations import TextLines
+from kvtier.trace.files import Place, text_lines
+from kvtier.trace.lengths import LengthRows
+from kvtier.trace.request import Trace
+from kvtier.trace.requests import UNITS_S, RequestLines
+from kvtier.trace.sessions import SessionLines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a trace is read, where it leaves that open."""
+
+    block_tokens: int | None = None
+    """Tokens of a block; None takes the trace's own, 256 for sessions, 64 for text."""
+    window_h: float = 10.0
+    """Over how many hours sessions without absolute times start."""
+    seed: int = 1
+    """Of the draw of their starts."""
+    time_unit: str = "ms"
+    """Of `timestamp` in request lines."""
+    tokenizer: Path | None = None
+    """For text."""
+
+    def __post_init__(self) -> None:
+        if self.block_tokens is not None and not 1 <= self.block_tokens <= 1 << 20:
+            raise ConfigError(f"--block {self.block_tokens}; allowed: 1 to {1 << 20} tokens")
+        if not 0 < self.window_h <= 24 * 366:
+            raise ConfigError(f"--window-h {self.window_h:g}; allowed: above 0, up to a year")
+        if self.time_unit not in UNITS_S:
+            raise ConfigError(f"--time-unit {self.time_unit!r}; allowed: {', '.join(UNITS_S)}")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}; allowed: from 0 on")
+
+
+def open_trace(path: Path, reading: Reading | None = None) -> Trace:
+    """The reader for the file at `path`, plain, gzip or zstd.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or of no form that is known.
+    """
+    reading = reading or Reading()
+    first_line, first = next(text_lines(path), (0, ""))
+    if not first_line:
+        raise ConfigError(f"trace {path} is empty; allowed: at least one request")
+    if "TIMESTAMP" in first and "ContextTokens" in first:
+        return LengthRows(path)
+    with Place(path, first_line):
+        head: Any = json.loads(first)
+    keys = cast("dict[str, Any]", head).keys() if isinstance(head, dict) else set[str]()
+    if "requests" in keys:
+        return SessionLines(path, reading.block_tokens, reading.window_h, reading.seed)
+    if keys & {"hash_ids", "hash_runs"}:
+        return RequestLines(path, reading.block_tokens, reading.time_unit)
+    if {"timestamp", "input"} <= keys:
+        return TextLines(path, reading.block_tokens, reading.tokenizer)
+    raise ConfigError(
+        f"trace {path}, line {first_line}: unknown form; allowed: JSON lines with hash_ids or hash_runs, sessions with "
+        "requests, text with input, or CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
+    )

@@ -1,0 +1,110 @@
+"""A JSON object for each request: `timestamp` in milliseconds, lengths, and `hash_ids` or `hash_runs` (Mooncake)."""
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+from kvtier.trace.files import Place, json_lines, number, whole
+from kvtier.trace.ids import Numbering, blocks_of, merged
+from kvtier.trace.request import Request
+
+HEAD_LINES = 2000
+"""Lines from which the size of a block and the unit of time are told."""
+UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_BUSY_TOKENS_PER_S = 1e6
+_BUSY_REQUESTS_PER_S = 100.0
+"""Above both, a trace that is said to be in milliseconds is more likely in seconds."""
+
+
+class RequestLines:
+    """Reads request lines.
+
+    Args:
+        path: the file.
+        block_tokens: tokens of a block to replay with, a multiple of the trace's own; None takes its own.
+        time_unit: of `timestamp`: "s", "ms" or "us".
+
+    Raises:
+        ConfigError: the file cannot be read, a line is malformed, or `block_tokens` does not fit.
+    """
+
+    has_blocks = True
+
+    def __init__(self, path: Path, block_tokens: int | None = None, time_unit: str = "ms") -> None:
+        self._path = path
+        self.name = str(path)
+        self._unit_s = UNITS_S[time_unit]
+        head = list(islice(self._lines(), HEAD_LINES))
+        own, note = _own_block_tokens(head)
+        self.block_tokens, self._factor = larger_block(path, own, block_tokens)
+        self.notes = tuple(it for it in (note, _doubt(head, time_unit)) if it)
+
+    def requests(self) -> Iterator[Request]:
+        """The requests, in the order of the file."""
+        for request in self._lines():
+            yield request._replace(blocks=merged(request.blocks, self._factor)) if self._factor > 1 else request
+
+    def _lines(self) -> Iterator[Request]:
+        numbering = Numbering()
+        for line_number, line in json_lines(self._path):
+            with Place(self._path, line_number):
+                request = Request(
+                    number(line, "timestamp") * self._unit_s,
+                    whole(line, "input_length"),
+                    whole(line, "output_length") if "output_length" in line else 0,
+                    blocks_of(line, numbering),
+                    session_of(line),
+                    line_number,
+                )
+            yield request
+
+
+def session_of(line: dict[str, Any]) -> str | None:
+    """The line's `session_id`, or `chat_id` as some traces call it; None where it has none."""
+    session = line.get("session_id", line.get("chat_id"))
+    return None if session is None else str(session)
+
+
+def larger_block(path: Path, own: int, wanted: int | None) -> tuple[int, int]:
+    """Tokens of a block to replay with, and how many of the trace's own blocks make one.
+
+    Raises:
+        ConfigError: `wanted` is no multiple of `own`.
+    """
+    if wanted is None:
+        return own, 1
+    if wanted < own or wanted % own:
+        raise ConfigError(f"--block {wanted} does not fit trace {path}; allowed: a multiple of its {own} tokens")
+    return wanted, wanted // own
+
+
+def _own_block_tokens(head: list[Request]) -> tuple[int, str]:
+    """Request lines do not say it: the power of two that explains the numbers of ids."""
+    least, most = 1.0, math.inf
+    for request in head:
+        blocks = len(request.blocks)
+        if blocks:
+            least = max(least, request.input_tokens / blocks)
+        if blocks > 1:
+            most = min(most, request.input_tokens / (blocks - 1))
+    block = 2 ** math.ceil(math.log2(least))
+    if block < most:
+        return block, f"blocks of {block} tokens, from the numbers of ids"
+    return math.ceil(least), f"blocks of about {math.ceil(least)} tokens: the numbers of ids do not agree on one"
+
+
+def _doubt(head: list[Request], time_unit: str) -> str:
+    """A word on times that can hardly be meant."""
+    if len(head) < 10 or time_unit != "ms":
+        return ""
+    span_s = max(it.time_s for it in head) - min(it.time_s for it in head)
+    tokens = sum(it.input_tokens for it in head)
+    if span_s <= 0 or len(head) / span_s < _BUSY_REQUESTS_PER_S or tokens / span_s < _BUSY_TOKENS_PER_S:
+        return ""
+    return (
+        f"timestamps look like seconds, not milliseconds: read as milliseconds, {len(head) / span_s:,.0f} requests and "
+        f"{tokens / span_s:,.0f} tokens a second arrive; if they are seconds, say --time-unit s"
+    )

@@ -1,0 +1,197 @@
+"""Hit rates: the published tables to four digits, libCacheSim to the block, and every bound where it must be."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.replay.cost import Prefill
+from kvtier.replay.curves import Journal, Task, sweep
+from kvtier.replay.hits import replay
+from kvtier.replay.policies.registry import REFERENCES, make_policy, policy_names
+from kvtier.trace.opening import Reading, open_trace
+from kvtier.trace.packed import pack
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CONVERSATION, SYNTHETIC = "mooncake_conversation_runs", "mooncake_synthetic_runs"
+LIBCACHESIM = json.loads((GOLDEN / "libcachesim_hits.json").read_text())["block_hits"]
+
+
+@cache
+def trace(name, block=None):
+    return pack(open_trace(GOLDEN / "traces" / f"{name}.jsonl.gz", Reading(block_tokens=block)))
+
+
+def hit_rate(name, policy, millions):
+    capacity = None if millions is None else round(millions * 1e6)
+    return round(replay(trace(name), policy, capacity).hit_rate, 4)
+
+
+TABLE = [
+    # Whole trace, no warm-up, deepest block first: research/benchmarks, section 2.
+    (CONVERSATION, "infinite", {None: 0.3736}),
+    (CONVERSATION, "lru", {3: 0.1387}),
+    (CONVERSATION, "plain-lru", {0.1: 0.0427, 0.3: 0.0431, 1: 0.0543, 3: 0.1387, 10: 0.2908, 50: 0.3707}),
+    (CONVERSATION, "plain-fifo", {3: 0.1278}),
+    (CONVERSATION, "lfu", {3: 0.0988}),
+    (CONVERSATION, "sieve", {3: 0.0988}),
+    (CONVERSATION, "lfu-decay:1000", {3: 0.1839}),
+    (CONVERSATION, "lru-2", {3: 0.1823}),
+    (CONVERSATION, "arc", {3: 0.1470}),
+    (CONVERSATION, "s3-fifo", {3: 0.1555}),
+    (CONVERSATION, "mq:2", {3: 0.1745}),
+    (CONVERSATION, "second-sight", {3: 0.1793, 20: 0.2175}),
+    (CONVERSATION, "dead-known", {1: 0.1459, 3: 0.3388, 10: 0.3736}),
+    (CONVERSATION, "min", {0.1: 0.0915, 1: 0.2577, 3: 0.3601}),
+    (SYNTHETIC, "infinite", {None: 0.6512}),
+    (SYNTHETIC, "lru", {0.1: 0.0171, 3: 0.3151, 10: 0.5770}),
+    (SYNTHETIC, "fifo", {0.3: 0.0520, 1: 0.1441, 3: 0.3071, 10: 0.5387}),
+    (SYNTHETIC, "lfu", {0.1: 0.0070, 3: 0.2482, 10: 0.5989}),
+    (SYNTHETIC, "arc", {0.1: 0.0140, 3: 0.3300, 5: 0.4348}),
+    (SYNTHETIC, "s3-fifo", {0.1: 0.0102, 1: 0.1461, 5: 0.4176}),
+    (SYNTHETIC, "mq:2", {1: 0.1506, 10: 0.6016}),
+    (SYNTHETIC, "lru-2", {10: 0.6018}),
+    (SYNTHETIC, "dead-known", {0.3: 0.0824, 3: 0.4539, 10: 0.6512}),
+    (SYNTHETIC, "min", {0.1: 0.1181, 0.3: 0.2192, 1: 0.3826, 3: 0.5600, 5: 0.6273, 10: 0.6512}),
+]
+REST = [
+    (CONVERSATION, "lru", {1: 0.0543, 10: 0.2908, 50: 0.3707}),
+    (CONVERSATION, "fifo", {0.1: 0.0427, 0.3: 0.0431, 1: 0.0535, 10: 0.2613, 30: 0.3481, 50: 0.3630}),
+    (CONVERSATION, "lfu", {0.1: 0.0457, 1: 0.0600, 10: 0.2107, 20: 0.3224, 30: 0.3591, 50: 0.3702}),
+    (CONVERSATION, "lfu-decay", {0.1: 0.0555, 0.3: 0.0733, 1: 0.1151, 10: 0.3050, 20: 0.3554, 50: 0.3708}),
+    (CONVERSATION, "lru-2", {10: 0.2541, 20: 0.3170, 30: 0.3593, 50: 0.3702}),
+    (CONVERSATION, "arc", {0.1: 0.0458, 0.3: 0.0465, 1: 0.0693, 10: 0.2933, 20: 0.3299, 50: 0.3702}),
+    (CONVERSATION, "s3-fifo", {0.1: 0.0458, 0.3: 0.0490, 1: 0.0781, 10: 0.2556, 20: 0.3390, 50: 0.3695}),
+    (CONVERSATION, "mq", {1: 0.0795, 10: 0.3030, 20: 0.3446, 50: 0.3702}),
+    (CONVERSATION, "second-sight", {0.1: 0.0432, 0.3: 0.0482, 1: 0.0915, 10: 0.2167, 50: 0.2177}),
+    (CONVERSATION, "dead-known", {0.1: 0.0442, 0.3: 0.0543}),
+    (CONVERSATION, "min", {0.3: 0.1506, 10: 0.3736}),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "cells"), TABLE, ids=lambda it: str(it)[:24])
+def test_published_tables_to_four_digits(name, policy, cells):
+    assert {millions: hit_rate(name, policy, millions) for millions in cells} == cells
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "policy", "cells"), REST, ids=lambda it: str(it)[:24])
+def test_the_other_cells_of_the_tables(name, policy, cells):
+    assert {millions: hit_rate(name, policy, millions) for millions in cells} == cells
+
+
+@pytest.mark.parametrize(
+    ("policy", "hits", "written"),
+    [("plain-lru", 0.1387, 127.7), ("second-sight", 0.1793, 28.2), ("dead-known", 0.3388, 24.8)],
+)
+def test_what_is_written(policy, hits, written):
+    outcome = replay(trace(CONVERSATION), policy, 3_000_000)
+    assert (round(outcome.hit_rate, 4), round(outcome.written_tokens / 1e6, 1)) == (hits, written)
+    blocks = outcome.written_tokens // 512
+    if policy != "dead-known":  # which also drops what is dead
+        assert outcome.evictions == blocks - 3_000_000 // 512  # all that came is here or left
+
+
+def test_a_time_to_live_without_limit_holds_the_working_set():
+    outcome = replay(trace(CONVERSATION), "ttl:600", None)
+    assert round(outcome.hit_rate, 3) == 0.350
+    assert round(outcome.mean_tokens / 1e6, 1) == 17.0
+    assert round(outcome.peak_tokens / 1e6, 1) == 19.6
+
+
+@pytest.mark.parametrize("name", LIBCACHESIM)
+def test_block_hits_equal_libcachesim(name):
+    packed = trace(name)
+    for policy, cells in LIBCACHESIM[name].items():
+        for capacity, expected in cells.items():
+            outcome = replay(packed, policy, int(capacity) * packed.block_tokens)
+            assert (policy, capacity, outcome.block_hits) == (policy, capacity, expected)
+
+
+@pytest.mark.parametrize("name", ["lmcache_miniswe_b64", "lmcache_magagent_b64"])
+def test_no_policy_passes_the_bounds_and_lru_is_lru(name):
+    packed = trace(name)
+    for capacity in (6_400, 50_000):
+        rates = {policy: replay(packed, policy, capacity).hit_rate for policy in policy_names()}
+        best = rates.pop("infinite")
+        least = rates.pop("min")
+        assert max(rates.values()) <= least <= best
+        assert rates["lru"] == rates["plain-lru"]
+        assert rates["fifo"] == rates["plain-fifo"]
+        assert min(rates.values()) >= 0.0
+
+
+def test_sessions_replay_like_a_slow_count():
+    packed = trace("claude_code_17sessions")
+    assert packed.block_tokens == 256
+    seen, hit, total = set(), 0, 0
+    for request in open_trace(GOLDEN / "traces" / "claude_code_17sessions.jsonl.gz").requests():
+        ids = request.blocks.tolist()
+        run = next((place for place, block in enumerate(ids) if block not in seen), len(ids))
+        hit += min(run * 256, request.input_tokens)
+        total += request.input_tokens
+        seen.update(ids)
+    assert replay(packed, "infinite", None).hit_tokens == hit
+    assert int(packed.input_tokens.sum()) == total
+
+
+def test_a_sweep_gives_what_single_replays_give_and_a_journal_what_was_done(tmp_path):
+    packed = trace("lmcache_miniswe_b64")
+    tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc") for capacity in (20_000, None)]
+    told = []
+    alone = sweep(packed, tasks, jobs=1, advance=told.append)
+    assert alone == [replay(packed, it.policy, it.capacity_tokens) for it in tasks]
+    assert sum(told) == len(packed) * len(tasks)
+
+    path = tmp_path / "kept"
+    apart = sweep(packed, tasks, jobs=2, journal=Journal(path, packed, Prefill()))
+    assert apart == alone
+    path.write_text(path.read_text()[:-20])  # broken off while the last one was written
+    journal = Journal(path, packed, Prefill())
+    assert len(journal.done) == len(tasks) - 1
+    assert sweep(packed, tasks, jobs=1, journal=journal) == alone
+    assert len(Journal(path, packed, Prefill()).done) == len(tasks)
+    other = trace("lmcache_magagent_b64")
+    assert not Journal(path, other, Prefill()).done  # another trace's outcomes are not taken for this one's
+    path.write_text("{}\n")
+    with pytest.raises(ConfigError, match="line 1: not made by"):
+        Journal(path, packed, Prefill())
+
+
+@pytest.mark.parametrize(
+    ("policy", "capacity", "message"),
+    [
+        ("lfru", 10_000, "unknown policy 'lfru'; allowed: default, lru, fifo,"),
+        ("lru+nobody", 10_000, "unknown admission policy 'nobody'"),
+        ("arc+second-sight", 10_000, "arc takes no admission"),
+        ("mq:x", 10_000, "'x' is no number above 0"),
+        ("arc:3", 10_000, "'3' is not allowed here"),
+        ("lru:3", 10_000, "lru takes no number"),
+        ("lru", 63, "less than a block of 64 tokens"),
+    ],
+)
+def test_a_wrong_task_is_refused_before_anything_runs(policy, capacity, message):
+    told = []
+    with pytest.raises(ConfigError, match=message):
+        sweep(trace("lmcache_miniswe_b64"), [Task("lru", 10_000), Task(policy, capacity)], advance=told.append)
+    assert not told
+
+
+def test_policies_keep_their_capacity():
+    packed = trace("lmcache_magagent_b64")
+    for name in [*REFERENCES, "lru", "fifo", "lru+second-sight"]:
+        if name == "infinite":
+            continue
+        policy = make_policy(name, 40, packed)
+        for request in range(len(packed)):
+            blocks = packed.ids[packed.starts[request] : packed.starts[request + 1]].tolist()
+            policy.begin(request, float(packed.time_s[request]), blocks)
+            for place in range(len(blocks) - 1, -1, -1):
+                if policy.present[blocks[place]]:
+                    policy.touch(blocks[place], place)
+                else:
+                    policy.insert(blocks[place], place)
+                assert policy.held <= 40, name
+        assert policy.held == sum(policy.present)

@@ -1,0 +1,164 @@
+"""Trace readers: every form gives the same requests, plain or packed, and a bad line is named with its field."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from kvtier.errors import ConfigError
+from kvtier.trace.ids import merged
+from kvtier.trace.opening import Reading, open_trace
+
+LINES = [
+    {"timestamp": 0, "input_length": 150, "output_length": 7, "hash_ids": [0, 1, 2]},
+    {"timestamp": 2500, "input_length": 256, "output_length": 9, "hash_ids": [0, 1, 3, 4], "session_id": "a"},
+    {"timestamp": 2500, "input_length": 64, "output_length": 1, "hash_ids": [9], "session_id": 7},
+]
+
+
+def written(path: Path, lines, pack=bytes):
+    text = "\n".join(it if isinstance(it, str) else json.dumps(it) for it in lines) + "\n"
+    path.write_bytes(pack(text.encode()))
+    return path
+
+
+def read(path, **reading):
+    return [it._replace(blocks=it.blocks.tolist()) for it in open_trace(path, Reading(**reading)).requests()]
+
+
+def test_request_lines_plain_gzip_and_zstd_give_the_same(tmp_path):
+    plain = read(written(tmp_path / "trace", LINES))
+    assert [(it.time_s, it.input_tokens, it.output_tokens, it.blocks, it.session) for it in plain] == [
+        (0.0, 150, 7, [0, 1, 2], None),
+        (2.5, 256, 9, [0, 1, 3, 4], "a"),
+        (2.5, 64, 1, [9], "7"),
+    ]
+    # What the bytes say counts, not the name.
+    assert read(written(tmp_path / "a.jsonl", LINES, gzip.compress)) == plain
+    assert read(written(tmp_path / "b.gz", LINES, zstandard.compress)) == plain
+
+
+def test_runs_and_ids_give_the_same_and_the_block_is_told_from_their_number(tmp_path):
+    runs = [{**it, "hash_runs": [[block, 1] for block in it["hash_ids"]]} for it in LINES]
+    for it in runs:
+        del it["hash_ids"]
+    runs[1]["hash_runs"] = [[0, 2], [3, 2]]
+    path = written(tmp_path / "runs", runs)
+    assert read(path) == read(written(tmp_path / "ids", LINES))
+    assert open_trace(path).block_tokens == 64
+
+
+def test_hashes_and_texts_as_ids_keep_who_is_equal_to_whom(tmp_path):
+    names = {0: "ff00", 1: 1 << 63, 2: -5, 3: 1 << 40, 4: "x", 9: 12}
+    lines = [{**it, "hash_ids": [names[block] for block in it["hash_ids"]]} for it in LINES]
+    ids = [it.blocks for it in read(written(tmp_path / "trace", lines))]
+    assert ids[0][:2] == ids[1][:2]
+    assert len({*ids[0], *ids[1], *ids[2]}) == 6
+    assert ids[2] == [12]
+
+
+def test_larger_blocks_are_named_by_their_last_id(tmp_path):
+    path = written(tmp_path / "trace", LINES)
+    assert [it.blocks for it in read(path, block_tokens=128)] == [[1, 2], [1, 4], [9]]
+    assert merged(np.arange(5), 4).tolist() == [3, 4]
+    with pytest.raises(ConfigError, match=r"--block 100 .*allowed: a multiple of its 64 tokens"):
+        read(path, block_tokens=100)
+
+
+def test_sessions_start_by_one_draw_each_and_sub_agents_at_their_parents_time(tmp_path):
+    def request(t, blocks):
+        return {"t": t, "in": 64 * blocks, "out": 5, "hash_runs": [[1, blocks]]}
+
+    session = {
+        "id": "s",
+        "block_size": 64,
+        "requests": [request(0.0, 8), {"t": 50.0, "requests": [request(10.0, 9)]}, request(55.0, 12)],
+    }
+    path = written(tmp_path / "sessions", [session, {**session, "id": "u"}])
+    draw = np.random.default_rng(7)
+    starts = [draw.uniform(0, 7200.0), draw.uniform(0, 7200.0)]
+    expected = sorted(
+        [(start + 0.0, 512, name) for start, name in zip(starts, "su", strict=True)]
+        + [(start + 60.0, 576, f"{name}/1") for start, name in zip(starts, "su", strict=True)]
+        + [(start + 55.0, 768, name) for start, name in zip(starts, "su", strict=True)]
+    )
+    requests = read(path, window_h=2.0, seed=7)
+    assert [(it.time_s, it.input_tokens, it.session) for it in requests] == expected
+    assert open_trace(path).block_tokens == 256
+    by_session = {name: [it.blocks for it in requests if it.session == name] for name in ("s", "s/1", "u")}
+    first = by_session["s"][0]
+    assert [len(it) for it in by_session["s"]] == [2, 3]
+    assert by_session["s"][1][:2] == first == by_session["s/1"][0][:2]
+    assert not {*first} & {*by_session["u"][0]}  # ids mean something only within a session
+
+
+def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
+    rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:47,3,4"]
+    path = written(tmp_path / "azure.csv", rows, gzip.compress)
+    assert not open_trace(path).has_blocks
+    assert [(round(it.time_s, 2), it.input_tokens, it.output_tokens) for it in read(path)] == [
+        (0, 374, 44),
+        (0.32, 3, 4),
+    ]
+
+    shared = "the same words again " * 20
+    lines = [
+        {
+            "timestamp": 1760428258635837 + 1_500_000,
+            "input": shared + "and then more",
+            "output": "yes",
+            "session_id": "b",
+        },
+        {"timestamp": 1760428258635837, "input": shared, "output": "no", "session_id": "a"},
+    ]
+    earlier, later = read(written(tmp_path / "text", lines), block_tokens=16)
+    assert (earlier.session, earlier.time_s, round(later.time_s, 3)) == ("a", 0.0, 1.5)
+    whole = earlier.input_tokens // 16
+    assert later.blocks[:whole] == earlier.blocks[:whole]
+    assert later.blocks[whole:] != earlier.blocks[whole:]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"timestamp": 1, "output_length": 1, "hash_ids": [1]}, "line 3: 'input_length' is missing"),
+        ({"timestamp": "x", "input_length": 1, "hash_ids": [1]}, "line 3: timestamp is 'x'; allowed: a number"),
+        ({"timestamp": 1, "input_length": -4, "hash_ids": [1]}, "line 3: input_length is -4; allowed: a whole number"),
+        ({"timestamp": 1, "input_length": 1, "hash_ids": 5}, "line 3: hash_ids is 5; allowed: a list"),
+        ({"timestamp": 1, "input_length": 1, "hash_ids": [1.5]}, "line 3: hash_ids holds 1.5; allowed: whole numbers"),
+        ({"timestamp": 1, "input_length": 1}, "line 3: 'hash_ids' is missing"),
+        ({"timestamp": 1, "input_length": 1, "hash_runs": [[1, 0]]}, r"line 3: hash_runs holds \[1, 0\]"),
+        ("[1, 2]", "line 3: .* is not a JSON object"),
+        ('{"timestamp": ', "line 3: "),
+    ],
+)
+def test_a_malformed_line_is_named_with_its_field(tmp_path, bad, message):
+    path = written(tmp_path / "trace", [*LINES[:2], bad])
+    with pytest.raises(ConfigError, match=message):
+        read(path)
+    read(written(path, LINES[:2]))  # without it, all is well
+
+
+def test_files_that_are_no_traces_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is empty; allowed: at least one request"):
+        open_trace(written(tmp_path / "a", [""]))
+    with pytest.raises(ConfigError, match="No such file"):
+        open_trace(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="unknown form; allowed: JSON lines with hash_ids"):
+        open_trace(written(tmp_path / "b", [{"prompt": "?"}]))
+    whole = gzip.compress(("\n".join(json.dumps(it) for it in LINES) * 50).encode())
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="not a trace"):
+        read(tmp_path / "cut")
+
+
+def test_seconds_that_look_like_milliseconds_are_told(tmp_path):
+    lines = [{"timestamp": it, "input_length": 9000, "hash_ids": [it]} for it in range(50)]
+    path = written(tmp_path / "trace", lines)
+    assert any("look like seconds" in note and "--time-unit s" in note for note in open_trace(path).notes)
+    told = open_trace(path, Reading(time_unit="s"))
+    assert not any("look like" in note for note in told.notes)
+    assert [it.time_s for it in told.requests()][-1] == 49.0
