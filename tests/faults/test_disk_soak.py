@@ -1,0 +1,216 @@
+"""Many operations on a device that fails now and then, with restarts and kills between them: nothing wrong, ever."""
+
+import errno
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from disk_world import SEGMENT_BYTES, abandon, check_accounts, group_of, identity, look, open_tier, payload_of, sealed
+
+from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open_in_place
+from kvtier.errors import CorruptChunkError, TierError
+from kvtier.testing.tier import empty_frame, object_name
+from kvtier.tier.base import Read, Write
+from kvtier.tier.disk import DiskTier
+
+NAMES = 200
+CAPACITY_BYTES = 8 * SEGMENT_BYTES
+SCRATCH = memoryview(bytearray(OPEN_SCRATCH_BYTES))
+FRAMES = [sealed(number) for number in range(NAMES)]
+SLOTS = [empty_frame(max(frame.nbytes for frame in FRAMES)) for _ in range(5)]
+
+
+def slot_for(number: int, at: int = 0) -> memoryview:
+    """Memory for the frame of object `number`, whatever it held before."""
+    return SLOTS[at][: frame_bytes(group_of(number))]
+
+
+class SickDevice:
+    """While `is_sick`, one system call of some fails: with an error, half done, or with a bit turned on the way."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.is_sick = False
+        self.counts: Counter[str] = Counter()
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Between the tier and the device."""
+        instead = {
+            "preadv": self._read,
+            "pwritev": self._write,
+            "fdatasync": self._refuse,
+            "posix_fallocate": self._refuse,
+        }
+        patches = [patch.object(os, name, self._around(getattr(os, name), act)) for name, act in instead.items()]
+        for one in patches:
+            one.start()
+        try:
+            yield
+        finally:
+            for one in patches:
+                one.stop()
+
+    def _around(self, real: Callable[..., Any], act: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            if self.is_sick and self.chance.random() < 0.1:
+                return act(real, *given)
+            return real(*given)
+
+        return call
+
+    def _refuse(self, *_: Any) -> None:
+        self.counts["refused"] += 1
+        raise OSError(self.chance.choice([errno.EIO, errno.ENOSPC, errno.EROFS]), "planned")
+
+    def _read(self, real: Callable[..., int], descriptor: int, views: list[memoryview], offset: int) -> int:
+        if self.chance.random() < 0.5:
+            self._refuse()
+        count = real(descriptor, views, offset)
+        view = self.chance.choice(views)
+        view[self.chance.randrange(len(view))] ^= 1 << self.chance.randrange(8)
+        self.counts["flipped"] += 1
+        return count
+
+    def _write(self, real: Callable[..., int], descriptor: int, views: list[memoryview], offset: int) -> int:
+        fate = self.chance.random()
+        if fate < 0.4:
+            self._refuse()
+        if fate < 0.7:
+            self.counts["lost"] += 1
+            return sum(len(view) for view in views)
+        self.counts["torn"] += 1
+        part = b"".join(views)
+        done = self.chance.randrange(len(part) // 4096) * 4096
+        if done:
+            torn = empty_frame(done)
+            torn[:] = part[:done]
+            real(descriptor, [torn], offset)
+        return len(part) if fate < 0.85 else done or self._refuse() or 0
+
+
+class Soak:
+    """A tier, a sick device, and what was seen of it."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.root = root
+        self.chance = random.Random(seed)
+        self.device = SickDevice(self.chance)
+        self.counts: Counter[str] = Counter()
+        self.tier = self._opened()
+
+    def run(self, operations: int) -> None:
+        """So many operations; the device is sick in every second stretch of them."""
+        steps = [self.write, self.write_many, self.read, self.read_many, self.delete, self.sync, self.turn]
+        weights = [20, 10, 30, 10, 3, 1, 1]
+        with self.device.attached():
+            for number in range(operations):
+                self.device.is_sick = number // 500 % 2 == 1
+                (step,) = self.chance.choices(steps, weights)
+                try:
+                    step()
+                except TierError:
+                    self.counts["failed"] += 1
+                if number % 997 == 0:
+                    self.device.is_sick = False
+                    self.begin_again()
+
+    def write(self) -> None:
+        number = self._number()
+        self.tier.write(object_name(number), FRAMES[number])
+
+    def write_many(self) -> None:
+        first = self._number()
+        numbers = [(first + more) % NAMES for more in range(5)]
+        told = self.tier.write_many([Write(object_name(number), FRAMES[number]) for number in numbers])
+        self.counts["failed"] += sum(isinstance(answer, TierError) for answer in told)
+
+    def read(self) -> None:
+        number = self._number()
+        slot = slot_for(number)
+        self._judge(number, slot, self.tier.read(object_name(number), slot))
+
+    def read_many(self) -> None:
+        first = self._number()
+        numbers = [(first + more) % NAMES for more in range(5)]
+        slots = [slot_for(number, at) for at, number in enumerate(numbers)]
+        reads = [Read(object_name(number), slot) for number, slot in zip(numbers, slots, strict=True)]
+        for number, slot, answer in zip(numbers, slots, self.tier.read_many(reads), strict=True):
+            if isinstance(answer, TierError):
+                self.counts["failed"] += 1
+            else:
+                self._judge(number, slot, answer)
+
+    def delete(self) -> None:
+        self.tier.delete(object_name(self._number()))
+
+    def sync(self) -> None:
+        self.tier.sync()
+
+    def turn(self) -> None:
+        self.tier._run("prepare a segment", None, self.tier._pool.prepare)
+
+    def begin_again(self) -> None:
+        """The accounts are exact; the store is closed, or left as a kill would, and found again."""
+        check_accounts(self.tier, self.root, CAPACITY_BYTES)
+        if self.chance.random() < 0.5:
+            abandon(self.tier)
+        else:
+            self.tier.close()
+        self.tier = self._opened()
+        check_accounts(self.tier, self.root, CAPACITY_BYTES)
+        self.counts["begun"] += 1
+        self.counts["found"] += self.tier.object_count
+
+    def _judge(self, number: int, slot: memoryview, count: int | None) -> None:
+        if count is None:
+            self.counts["absent"] += 1
+            return
+        try:
+            open_in_place(slot, count, group_of(number), identity(number), SCRATCH)
+        except CorruptChunkError:
+            self.counts["refused"] += 1
+            self.tier.delete(object_name(number))  # as the core orders
+            return
+        assert slot[head_bytes(group_of(number)) :] == payload_of(number), f"wrong bytes as object {number}"
+        self.counts["right"] += 1
+
+    def _number(self) -> int:
+        return min(int(self.chance.expovariate(1 / 60)), NAMES - 1)
+
+    def _opened(self) -> DiskTier:
+        return open_tier(self.root, CAPACITY_BYTES)
+
+
+def soak(root: Path, seed: int, operations: int) -> None:
+    """Nothing wrong on the way; all that can happen did; and with the device well the tier is well again."""
+    world = Soak(root, seed)
+    world.run(operations)
+    counts, faults = world.counts, world.device.counts
+    assert min(faults[what] for what in ("refused", "flipped", "lost", "torn")) > operations / 1000
+    assert counts["right"] > operations / 4
+    assert min(counts[what] for what in ("absent", "refused", "failed", "found")) > operations / 1000
+    for number in range(5):
+        world.tier.delete(object_name(number))
+        assert world.tier.write(object_name(number), FRAMES[number])
+        assert look(world.tier, number) == "right"
+    check_accounts(world.tier, root, CAPACITY_BYTES)
+    assert all(not segment.pins and not segment.writers for segment in world.tier._pool._segments.values())
+    world.tier.close()
+
+
+def test_some_thousand_operations_on_a_sick_device(tmp_path: Path) -> None:
+    soak(tmp_path / "store", 1, 3000)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_a_million_operations_on_a_sick_device(tmp_path: Path, seed: int) -> None:
+    soak(tmp_path / "store", seed, 250_000)
