@@ -173,6 +173,9 @@ class PlannerConfig(Section):
     enabled: bool = _setting(
         default=True, kind=Switch(), help="Load only what is there sooner than computed; false: load whatever there is."
     )
+    probe_file: Path | None = _setting(
+        None, Location(), "Record of `kvtier probe`: how fast links are believed to be until they are seen; none: fast."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,9 @@ How it keeps its two promises:
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 from kvtier.core.asking import Asking
 from kvtier.core.boundary import chunk_end, longest_boundary, needed_chunks
@@ -18,7 +20,7 @@ from kvtier.core.debts import Debts
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.lower import Lowers
-from kvtier.core.meters import Meter
+from kvtier.core.meters import Belief, Meter
 from kvtier.core.offers import Appraiser, Asked
 from kvtier.core.patience import Patience
 from kvtier.core.residency import PRESENCE, READABLE
@@ -44,6 +46,7 @@ from kvtier.types import (
 )
 
 NO_HINT = Hint()
+NO_BELIEFS: Final[Mapping[str, Belief]] = MappingProxyType({})
 
 
 class Cache:
@@ -56,6 +59,7 @@ class Cache:
         evictor: makes one host evictor for each group.
         admitter: decides what may enter host memory.
         ranks: how many ranks answer each command.
+        beliefs: how fast places are believed to be before they are seen; by name, host memory's too.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Cache:
         admitter: Admitter,
         limits: Limits | None = None,
         ranks: int = 1,
+        beliefs: Mapping[str, Belief] = NO_BELIEFS,
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 2:
             raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
@@ -84,7 +89,7 @@ class Cache:
         self._lowers = Lowers(tiers, self._limits, min(slots), self._events)
         self._asking = Asking(self._lowers, self._limits, ranks, self._new_id, self._commands)
         self._tally = Tally()
-        self._meters = {place: Meter() for place in (HOST, *tiers)}
+        self._meters = {place: Meter.believing(beliefs.get(place)) for place in (HOST, *tiers)}
         self._debts = Debts(self._host, self._lowers, self._limits, self._tally)
         self._waiting = Waiting(
             layout=layout,

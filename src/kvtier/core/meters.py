@@ -6,11 +6,13 @@ side with its first object comes together with it, and the flow is what comes af
 of good news and what was believed, the geometric mean. So a plan counts on what a link does on its worse days, and one
 good look at a link that was bad is half the way back.
 
-Nothing is known of a link that nobody used. It is then believed to be fast, because only a try can tell.
+Nothing is known of a link that nobody used. It is then believed to be fast, because only a try can tell; unless
+somebody has measured it before (`Belief`).
 """
 
 from dataclasses import dataclass, field
 from math import sqrt
+from typing import NamedTuple
 
 UNKNOWN_BYTES_PER_S = 20e9
 UNKNOWN_FIRST_S = 1e-3
@@ -19,6 +21,14 @@ LOOK_S = 0.25
 INSTANT_S = 1e-6
 TOGETHER = 0.5
 """What comes within this share of the first wait has come together with the first object."""
+
+
+class Belief(NamedTuple):
+    """What is believed of a link before anything went over it; as in `Meter`."""
+
+    first_s: float
+    first_bytes: int
+    bytes_per_s: float
 
 
 @dataclass(slots=True)
@@ -46,6 +56,15 @@ class Meter:
     _together_bytes: int = field(default=0, init=False)
     _flow_since_s: float = field(default=0.0, init=False)
     _flow_bytes: int = field(default=0, init=False)
+
+    @classmethod
+    def believing(cls, belief: Belief | None) -> "Meter":
+        """A link of which `belief` says what to expect, until it is seen; None: nothing is known."""
+        if belief is None:
+            return cls()
+        meter = cls(first_s=belief.first_s, first_bytes=belief.first_bytes, bytes_per_s=belief.bytes_per_s)
+        meter.is_known = meter._knows_flow = True
+        return meter
 
     def began(self, size_bytes: int, now_s: float) -> None:
         """An object is on its way."""

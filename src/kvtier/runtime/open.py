@@ -17,6 +17,7 @@ from kvtier.layout import KvLayout
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime.arena import PageLock
+from kvtier.runtime.beliefs import beliefs
 from kvtier.runtime.counting import Counting, Gauges
 from kvtier.runtime.desk import Desk
 from kvtier.runtime.fleet import Below, LocalRank
@@ -116,7 +117,7 @@ def open_core(
         observer: told of every command and every answer, in the session's thread, after they were counted.
 
     Raises:
-        ConfigError: a setting is wrong, or the store's secret can be neither read nor made.
+        ConfigError: a setting is wrong, the store's secret can be neither read nor made, or there is no such probe.
     """
     metrics = Metrics()
     # After the tiers were opened: the secret lies in the directory that one of them may just have made.
@@ -128,6 +129,7 @@ def open_core(
         evictor=lambda: make_evictor(config.host.evictor),
         admitter=make_admitter("all"),
         limits=_limits(config),
+        beliefs=beliefs(config, max(group.payload_bytes for group in layout.groups)),
     )
     session = LocalSession(
         cache,

@@ -1,0 +1,58 @@
+"""What a probe's record says of the links of one engine, before anything has gone over them."""
+
+from collections.abc import Mapping
+from math import log2
+
+from kvtier.config.links import Links, Speed, fastest, read_links
+from kvtier.config.sections import Config
+from kvtier.core.meters import Belief
+from kvtier.core.work import HOST
+
+SECTION_MARK = "planner.probe_file"
+
+
+def beliefs(config: Config, object_bytes: int) -> dict[str, Belief]:
+    """How fast each place is believed to be; empty without a record.
+
+    Args:
+        config: the settings; `planner.probe_file` names the record.
+        object_bytes: of a usual object.
+
+    Raises:
+        ConfigError: the record cannot be read, or is none.
+    """
+    if config.planner.probe_file is None:
+        return {}
+    links = read_links(config.planner.probe_file, SECTION_MARK)
+    wanted: Mapping[str, tuple[str, str, int]] = {
+        HOST: ("gpu", "to_gpu", 1) if links.get("gpu") else ("host", "copy", 1),
+        "directory": ("directory", "read", config.directory.read_threads),
+        "disk": ("disk", "read", config.disk.read_threads),
+    }
+    depth_most = config.limits.loads_in_flight
+    hash_rate = fastest(links, "checksum", "hash")
+    found: dict[str, Belief] = {}
+    for place, (link, op, threads) in wanted.items():
+        speed = _nearest(links, link, op, object_bytes, min(threads, depth_most))
+        if speed is not None:
+            found[place] = _belief(speed, object_bytes, None if place == HOST else hash_rate)
+    return found
+
+
+def _nearest(links: Links, link: str, op: str, size_bytes: int, depth: int) -> Speed | None:
+    """The measure of the most similar operations: first by size, then by depth."""
+
+    def distance(speed: Speed) -> tuple[float, float]:
+        return abs(log2(speed.size_bytes / size_bytes)), abs(log2(speed.depth / depth))
+
+    return min((it for it in links.get(link, ()) if it.op == op), key=distance, default=None)
+
+
+def _belief(speed: Speed, object_bytes: int, hash_rate: float | None) -> Belief:
+    """What is larger than what was measured takes longer in proportion. What a tier gives is verified, besides."""
+    first_s = speed.first_s * max(1.0, object_bytes / speed.size_bytes)
+    seconds_per_byte = 1 / speed.bytes_per_s
+    if hash_rate is not None:
+        first_s += object_bytes / hash_rate
+        seconds_per_byte += 1 / hash_rate
+    return Belief(first_s, speed.depth * object_bytes, 1 / seconds_per_byte)
