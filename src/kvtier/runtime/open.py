@@ -22,7 +22,7 @@ from kvtier.runtime.counting import Counting, Gauges
 from kvtier.runtime.desk import Desk
 from kvtier.runtime.fleet import Below, LocalRank
 from kvtier.runtime.jobs import Observer
-from kvtier.runtime.rank import open_rank
+from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.session import LocalSession
 from kvtier.tier.base import Tier
 
@@ -71,6 +71,7 @@ def open_session(
     copier: Copier,
     *,
     page_lock: PageLock | None = None,
+    copy_threads: int = COPY_THREADS,
 ) -> Opened:
     """Open every part that `config` names, in this process, and start the threads.
 
@@ -80,13 +81,14 @@ def open_session(
         fingerprint_digest: 32 bytes, `Fingerprint.digest`.
         copier: moves bytes between the engine's blocks and host slots.
         page_lock: page-locks host memory, where a device wants it.
+        copy_threads: threads that gather and scatter.
 
     Raises:
         ConfigError: a setting is wrong or a place cannot be used. Nothing stays open.
         TierError: a place failed while it was opened.
         RuntimeError: the system gives no more threads.
     """
-    rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock)
+    rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
         below = Below(LocalRank(rank.mover), rank.slots, tuple(rank.tiers))
         return open_core(config, layout, fingerprint_digest, below, tiers=rank.tiers, on_close=rank.close)

@@ -20,6 +20,9 @@ from kvtier.tier.disk import DiskTier
 
 logger = logging.getLogger(__name__)
 
+COPY_THREADS = 2
+"""Threads that gather and scatter, where an engine's adapter does not want another number."""
+
 TIERS_DEADLINE_S_MIN = 1.0
 """A tier that was well until now gets a moment for its index even when the flush took all the time."""
 
@@ -53,6 +56,7 @@ def open_rank(
     rank: int = 0,
     ranks: int = 1,
     page_lock: PageLock | None = None,
+    copy_threads: int = COPY_THREADS,
 ) -> Rank:
     """Open the tiers that `config` names, take host memory and start the mover's threads.
 
@@ -64,6 +68,7 @@ def open_rank(
         rank: number of this rank, from 0.
         ranks: how many there are.
         page_lock: page-locks host memory, where a device wants it.
+        copy_threads: threads that gather and scatter.
 
     Raises:
         ConfigError: a setting is wrong or a place cannot be used. Nothing stays open.
@@ -87,7 +92,7 @@ def open_rank(
             copier=copier,
             tiers=tiers,
             codec=codec,
-            threads=_threads(config),
+            threads=_threads(config, copy_threads),
         )
     except BaseException:
         close_tiers(tiers, 5.0)
@@ -145,7 +150,11 @@ def _disk(config: DiskConfig, layout: KvLayout, rank: int, ranks: int) -> DiskTi
     return tier
 
 
-def _threads(config: Config) -> Threads:
+def _threads(config: Config, copy_threads: int) -> Threads:
     """Every tier has lanes of its own with that many threads: what the most demanding one is set to."""
     wanted = [tier for tier in (config.directory, config.disk) if tier.path is not None] or [config.directory]
-    return Threads(read=max(tier.read_threads for tier in wanted), write=max(tier.write_threads for tier in wanted))
+    return Threads(
+        device=copy_threads,
+        read=max(tier.read_threads for tier in wanted),
+        write=max(tier.write_threads for tier in wanted),
+    )

@@ -22,6 +22,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from kvtier.config.sections import Config
 from kvtier.connect.transformers import identity
+from kvtier.connect.transformers.arriving import MissingLayerError
 from kvtier.connect.transformers.caches import empty_cache, recorded_spans
 from kvtier.connect.transformers.call import Call, FirstToken, sequences_of
 from kvtier.connect.transformers.opening import Opened, open_model, settled
@@ -29,7 +30,14 @@ from kvtier.connect.transformers.positions import moving_rope
 from kvtier.connect.transformers.report import Report, Stored
 from kvtier.connect.transformers.restore import Restored
 from kvtier.connect.transformers.rows import left_padding
-from kvtier.connect.transformers.support import Options, accepts_padding, check_model, padding_mask, reason_against
+from kvtier.connect.transformers.support import (
+    Options,
+    accepts_padding,
+    check_model,
+    is_compiled,
+    padding_mask,
+    reason_against,
+)
 from kvtier.connect.transformers.upstream import Argument, Model, Output
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Extra
@@ -60,6 +68,7 @@ def attach(
     revision: str = "",
     epoch: int = 0,
     held_calls: int = 4,
+    layerwise: bool = True,
     **settings: object,
 ) -> "Attachment":
     """Give `model` a KV cache that outlives calls and processes.
@@ -74,6 +83,8 @@ def attach(
         epoch: counts in-place updates of the weights (`Attachment.set_epoch`).
         held_calls: calls whose KV may still be on its way to host memory, keeping their tensors alive; a call beyond
             them is not stored.
+        layerwise: let the model compute while later layers of its prompt still arrive. It then needs memory for the
+            restored KV twice until the last one has come; where there is none it waits for all of them, as with False.
         settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``.
 
     Raises:
@@ -90,6 +101,7 @@ def attach(
         revision=revision,
         epoch=epoch,
         held_calls=held_calls,
+        layerwise=layerwise,
     )
 
 
@@ -101,7 +113,15 @@ class Attachment:
     """
 
     def __init__(
-        self, model: Model, config: Config, *, checkpoint: Path | None, revision: str, epoch: int, held_calls: int
+        self,
+        model: Model,
+        config: Config,
+        *,
+        checkpoint: Path | None,
+        revision: str,
+        epoch: int,
+        held_calls: int,
+        layerwise: bool,
     ) -> None:
         self.model = model
         self.config = config
@@ -111,6 +131,7 @@ class Attachment:
         self._revision = revision
         self._epoch = epoch
         self._held_calls = held_calls
+        self._layerwise = layerwise
         self._accepts_padding = accepts_padding(model)
         self._lock = threading.RLock()
         self._numbers = itertools.count()
@@ -274,22 +295,39 @@ class Attachment:
         if isinstance(call, str):
             return self._generate_uncached(call, clock, inputs, given, arguments)
         opened = self._current()
-        restored = self._guarded(lambda: self._restore(opened, call))
+        # A streamer is given the prompt before the model has seen a layer; it must not be given it twice.
+        is_layerwise = self._layerwise and arguments.get("streamer") is None and not is_compiled(self.model)
+        restored = self._guarded(lambda: self._restore(opened, call, is_layerwise=is_layerwise))
         reason = restored if isinstance(restored, str) else ""
         found = Restored() if isinstance(restored, str) else restored
-        # The tensors it is made of go as soon as the library has made longer ones; so nothing else may hold them.
-        cache = found.cache or empty_cache(opened.shape)
         del restored
-        found.cache = None
         rest = {name: value for name, value in arguments.items() if name not in _REPLACED}
-        output = self.model.generate(
-            call.input_ids,
-            generation_config=given,
-            attention_mask=call.mask,
-            past_key_values=cache,
-            stopping_criteria=clock.among(arguments.get("stopping_criteria")),
-            **rest,
-        )
+
+        def compute(cache: DynamicCache) -> Output:
+            return self.model.generate(
+                call.input_ids,
+                generation_config=given,
+                attention_mask=call.mask,
+                past_key_values=cache,
+                stopping_criteria=clock.among(arguments.get("stopping_criteria")),
+                **rest,
+            )
+
+        rows = [row.asked for row in call.rows]
+        cache = _handed_out(found, opened)
+        try:
+            output = compute(cache)
+        except MissingLayerError as error:
+            logger.info("%s; the call begins again", error)
+            again = self._guarded(lambda: opened.restorer.resume(rows, call.input_ids.shape[1], found))
+            reason = again if isinstance(again, str) else reason
+            found = Restored() if isinstance(again, str) else again
+            del again
+            cache = _handed_out(found, opened)
+            output = compute(cache)
+        finally:
+            unsettled = self._guarded(lambda: opened.restorer.finish(rows, found) or "")
+        reason = reason or str(unsettled)
         report = call.report(output, found, clock, reason)
         kept = self._guarded(lambda: self._keep(opened, call, output, cache, report))
         self.last = replace(report, uncached_reason=kept) if isinstance(kept, str) else kept
@@ -372,12 +410,12 @@ class Attachment:
             return f"the text may cross the {rope.original_tokens} tokens at which the position encoding changes"
         return [Extra("rope", side.encode())]
 
-    def _restore(self, opened: Opened, call: Call) -> Restored:
+    def _restore(self, opened: Opened, call: Call, *, is_layerwise: bool) -> Restored:
         opened.waiting.take()
         rows = [row.asked for row in call.rows]
         if not any(row.prefix.keys for row in rows):
             return Restored()
-        return opened.restorer.restore(rows, call.input_ids.shape[1])
+        return opened.restorer.restore(rows, call.input_ids.shape[1], is_layerwise=is_layerwise)
 
     def _keep(self, opened: Opened, call: Call, output: Output, cache: DynamicCache, report: Report) -> Report:
         """Hand the new chunks of each row over for storing; the report with how many there are."""
@@ -428,3 +466,9 @@ class Attachment:
         if reason not in self._said and len(self._said) < _SAID_MAX:
             self._said.add(reason)
             logger.warning(message, reason)
+
+
+def _handed_out(found: Restored, opened: Opened) -> DynamicCache:
+    """The cache, which nothing else holds any more: its tensors go as soon as the library has made longer ones."""
+    cache, found.cache = found.cache, None
+    return cache or empty_cache(opened.shape)

@@ -4,12 +4,13 @@ A layer's share of a chunk is K as [head, token, dim], contiguous, then V likewi
 KV group whose chunks are all needed; layers with the same sliding window form a group of which only the last window is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvtier.connect.transformers.upstream import Argument, Layer, ModelConfig
 from kvtier.layout import GroupLayout, History, KvLayout, Window
@@ -163,6 +164,42 @@ def empty_cache(shape: CacheShape) -> DynamicCache:
     return cache
 
 
+Wait: TypeAlias = Callable[[int], None]
+"""Waits until a layer, given by its number in the model, is whole; raises when it will not be."""
+
+
+class ArrivingLayer(DynamicLayer):
+    """The library's layer, whose restored tokens may still be on their way when it is first used."""
+
+    awaited: Callable[[], None] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Argument, **kwargs: Argument
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait once, then do what the library does."""
+        _await(self)
+        return super().update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
+
+
+class ArrivingWindowLayer(RecordingWindowLayer):
+    """Likewise with a sliding window."""
+
+    awaited: Callable[[], None] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Argument, **kwargs: Argument
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait once, then do what the library does."""
+        _await(self)
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
+def _await(layer: ArrivingLayer | ArrivingWindowLayer) -> None:
+    if layer.awaited is not None:
+        layer.awaited()
+        layer.awaited = None
+
+
 @dataclass(frozen=True, slots=True)
 class Restoration:
     """Tensors for the leading `columns` columns of a cache, to be filled by loads. Window layers hold the last ones."""
@@ -172,6 +209,11 @@ class Restoration:
     columns: int
     spans: Spans
     """One run for each layer."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(span.keys.nbytes + span.values.nbytes for group in self.spans for layer in group for span in layer)
 
 
 def restoration(shape: CacheShape, padding: tuple[int, ...], columns: int) -> Restoration:
@@ -194,16 +236,25 @@ def _blank_span(layer: CachedLayer, padding: tuple[int, ...], columns: int) -> S
     return Span(keys, values, start)
 
 
-def restored_cache(restored: Restoration, columns: int) -> DynamicCache:
+def restored_cache(restored: Restoration, columns: int, wait: Wait | None = None) -> DynamicCache:
     """The cache after its leading `columns` columns were loaded.
 
     Fewer than were asked for are possible only where no layer has a window: window tensors end at one column.
+
+    Args:
+        restored: the tensors.
+        columns: how many of their columns count.
+        wait: called by each layer at its first use; None when all is there.
     """
     if columns > restored.columns or (columns < restored.columns and restored.shape.has_windows):
         raise ValueError(f"cannot resume at column {columns}: tensors were made for {restored.columns}")
     cache = empty_cache(restored.shape)
     for group, spans in zip(restored.shape.groups, restored.spans, strict=True):
         for layer, (span,) in zip(group, spans, strict=True):
+            if wait is not None:
+                arriving = ArrivingLayer() if layer.window is None else ArrivingWindowLayer(layer.window)
+                arriving.awaited = partial(wait, layer.index)
+                cache.layers[layer.index] = arriving
             _refill(cache.layers[layer.index], span, columns)
     return cache
 

@@ -98,6 +98,7 @@ class CacheCopier:
         self._layout = layout
         self._rows: dict[RequestId, Row] = {}
         self._lock = threading.Lock()
+        self._gathers = threading.BoundedSemaphore(CPU_WORKERS)
         devices = dict.fromkeys(layer.device for layer in shape.layers)
         found = {device: (belt_of or _belt)(device) for device in devices}
         self._belts: dict[torch.device, Belt] = {device: belt for device, belt in found.items() if belt is not None}
@@ -141,7 +142,8 @@ class CacheCopier:
             ValueError: `blocks` is no run of at most a chunk's tokens.
         """
         row, chunk = self._chunk(request, group, blocks, is_gather=True)
-        return self._at_once(row, chunk, group, payload, lambda belt, parts, after: belt.gather(parts, after))
+        with self._gathers:
+            return self._at_once(row, chunk, group, payload, lambda belt, parts, after: belt.gather(parts, after))
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
         """Copy `payload` into the tokens `blocks` of a row, as far as its tensors have room for them.

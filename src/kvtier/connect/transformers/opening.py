@@ -28,6 +28,11 @@ _ALIGNMENT = 1
 """The library resumes at any token, so a chunk may have any number of them."""
 
 
+CHUNKS_AT_ONCE = 32
+"""Chunks that are scattered at the same time, each held by a thread that mostly sleeps. Their layers are brought in the
+model's order, so that many chunks mean that the first layers are there early."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """One model as it is now, and the session that serves it."""
@@ -92,7 +97,15 @@ def open_model(model: Model, config: Config, *, checkpoint: Path | None, revisio
     fingerprint = identity.fingerprint(model, weights.digest, revision=revision, epoch=epoch, dtype=dtype)
     copier = CacheCopier(shape, layout)
     page_lock = host_page_lock(shape, config.host.page_lock)
-    parts = runtime.open_session(config, layout, fingerprint.digest, copier, page_lock=page_lock)
+    limits = replace(config.limits, scatters_in_flight=max(config.limits.scatters_in_flight, CHUNKS_AT_ONCE))
+    parts = runtime.open_session(
+        replace(config, limits=limits),
+        layout,
+        fingerprint.digest,
+        copier,
+        page_lock=page_lock,
+        copy_threads=CHUNKS_AT_ONCE,
+    )
     waiting = Waiting(parts.session, copier)
     restorer = Restorer(
         parts.session,

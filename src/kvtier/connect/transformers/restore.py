@@ -8,15 +8,18 @@ of both boundaries around the place are loaded, and only if the lookup says that
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from transformers.cache_utils import DynamicCache
 
+from kvtier.connect.transformers.arriving import Arriving
 from kvtier.connect.transformers.caches import CacheShape, Restoration, restoration, restored_cache
 from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.connect.transformers.rows import common_column, row_tokens
 from kvtier.connect.transformers.waiting import Waiting
+from kvtier.device.arrivals import Arrivals
 from kvtier.runtime.base import Session
 from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId
 
@@ -71,6 +74,8 @@ class Restored:
     sources: dict[str, int] = field(default_factory=dict[str, int])
     lookup_s: float = 0.0
     load_s: float = 0.0
+    arriving: Arriving | None = None
+    """What the cache's layers wait for; None when all of them are there."""
 
 
 class Restorer:
@@ -102,24 +107,81 @@ class Restorer:
         self._probe_deadline_s = probe_deadline_s
         self._load_deadline_s = load_deadline_s
 
-    def restore(self, rows: Sequence[Asked], columns: int) -> Restored:
-        """A cache for these rows, each of `columns` columns with its padding, filled as far as possible."""
+    def restore(self, rows: Sequence[Asked], columns: int, *, is_layerwise: bool = False) -> Restored:
+        """A cache for these rows, each of `columns` columns with its padding, filled as far as possible.
+
+        Args:
+            rows: of the call.
+            columns: of its prompt.
+            is_layerwise: hand the cache out while its layers still arrive. Then `finish` follows, or `resume`.
+        """
         restored = Restored()
-        deadline = time.monotonic() + self._load_deadline_s
-        for attempt in range(_ATTEMPTS):
+        self._restore(rows, columns, time.monotonic() + self._load_deadline_s, restored, is_layerwise=is_layerwise)
+        return restored
+
+    def finish(self, rows: Sequence[Asked], restored: Restored) -> None:
+        """The model has used every layer of a cache that was handed out early: settle the accounts."""
+        arriving, restored.arriving = restored.arriving, None
+        if arriving is None:
+            return
+        try:
+            if not arriving.end():
+                logger.warning("loads whose layers were all there have not ended; their tensors stay until they do")
+            done = arriving.done
+            restored.load_s += arriving.waited_s
+            restored.sources = _sources(rows, done, restored.columns)
+        finally:
+            arriving.leave()
+            self._release(rows)
+
+    def resume(self, rows: Sequence[Asked], columns: int, broken: Restored) -> Restored:
+        """What can be had after a layer turned out to be missing, all of it there before this returns."""
+        arriving, broken.arriving = broken.arriving, None
+        restored = Restored(lookup_s=broken.lookup_s, load_s=broken.load_s)
+        if arriving is None:
+            return restored
+        try:
+            self._release(rows)  # ends the loads that have not
+            arriving.end()
+            restored.load_s += arriving.waited_s
+            for number, event in arriving.done.items():
+                if event.failed:
+                    rows[number].whole_chunks = min(chunk for _, chunk in event.failed)
+        finally:
+            arriving.leave()
+        if not arriving.is_late:
+            self._restore(rows, columns, arriving.deadline, restored, first=1)
+        return restored
+
+    def _restore(
+        self,
+        rows: Sequence[Asked],
+        columns: int,
+        deadline: float,
+        restored: Restored,
+        *,
+        is_layerwise: bool = False,
+        first: int = 0,
+    ) -> None:
+        for attempt in range(first, _ATTEMPTS):
             # What tiers have said of a request is kept as long as it lives; a second attempt asks anew.
             for row in rows:
                 row.request = RequestId(f"{row.name}/{attempt}")
             try:
-                is_over = self._attempt(rows, columns, deadline, restored)
+                is_over = self._attempt(rows, columns, deadline, restored, is_layerwise=is_layerwise)
             finally:
-                for row in rows:
-                    self._session.release(row.request)
+                if restored.arriving is None:
+                    self._release(rows)
             if is_over or time.monotonic() >= deadline:
                 break
-        return restored
 
-    def _attempt(self, rows: Sequence[Asked], columns: int, deadline: float, restored: Restored) -> bool:
+    def _release(self, rows: Sequence[Asked]) -> None:
+        for row in rows:
+            self._session.release(row.request)
+
+    def _attempt(
+        self, rows: Sequence[Asked], columns: int, deadline: float, restored: Restored, *, is_layerwise: bool
+    ) -> bool:
         """Plan and load once; whether that is all that can be done."""
         started = time.perf_counter()
         column = self._plan(rows, columns)
@@ -127,7 +189,7 @@ class Restorer:
         restored.lookup_s += planned - started
         if not any(row_tokens(column, row.pad) for row in rows):
             return True
-        is_filled = self._load(rows, column, deadline, restored)
+        is_filled = self._load(rows, column, deadline, restored, is_layerwise=is_layerwise)
         restored.load_s += time.perf_counter() - planned
         return is_filled
 
@@ -176,7 +238,9 @@ class Restorer:
 
     # ---- load ------------------------------------------------------------------------------------------------------
 
-    def _load(self, rows: Sequence[Asked], column: int, deadline: float, restored: Restored) -> bool:
+    def _load(
+        self, rows: Sequence[Asked], column: int, deadline: float, restored: Restored, *, is_layerwise: bool
+    ) -> bool:
         """Load all rows up to `column`; whether `restored` has a cache now."""
         padding = tuple(row.pad for row in rows)
         tensors = restoration(self._shape, padding, column)
@@ -186,15 +250,21 @@ class Restorer:
             if tokens:
                 wanted[number] = tokens
         requests = {number: rows[number].request for number in wanted}
-        for number, tokens in wanted.items():
-            row = rows[number]
-            self._copier.expose(row.request, number, row.pad, tensors.spans)
-            boundary = -(-tokens // row.prefix.chunk_tokens) * row.prefix.chunk_tokens
-            try:
-                self._session.load(row.request, row.prefix, boundary, self._places(row, tokens, boundary))
-            except BaseException:
-                self._copier.forget(row.request)  # no LoadDone will
-                raise
+        places = {number: self._places(rows[number], tokens) for number, tokens in wanted.items()}
+        arrivals = Arrivals(self._expected(places.values())) if is_layerwise and _has_room(tensors) else None
+        self._waiting.begin(list(requests.values()))
+        try:
+            for number in wanted:
+                self._begin(rows[number], number, places[number], tensors, arrivals)
+        except BaseException:
+            self._waiting.leave(list(requests.values()))
+            raise
+        if arrivals is not None:
+            arriving = Arriving(self._waiting, arrivals, requests, deadline)
+            restored.arriving, restored.columns = arriving, column
+            restored.tokens = sum(wanted.values())
+            restored.cache = restored_cache(tensors, column, arriving.wait)
+            return True
         done = self._waiting.loads(list(requests.values()), deadline)
         late = [request for request in requests.values() if request not in done]
         for request in late:
@@ -203,11 +273,32 @@ class Restorer:
         if late:
             logger.warning("a load took longer than %g s; the prompt is computed", self._load_deadline_s)
             return False
-        return self._fill(rows, wanted, tensors, done, restored)
+        return self._fill(rows, wanted, tensors, {number: done[requests[number]] for number in wanted}, restored)
 
-    def _places(self, row: Asked, tokens: int, boundary: int) -> list[Place]:
+    def _begin(
+        self, row: Asked, number: int, places: Sequence[Place], tensors: Restoration, arrivals: Arrivals | None
+    ) -> None:
+        boundary = max(place.chunk for place in places) + 1
+        self._copier.expose(row.request, number, row.pad, tensors.spans, arrivals)
+        try:
+            self._session.load(row.request, row.prefix, boundary * row.prefix.chunk_tokens, places)
+        except BaseException:
+            self._copier.forget(row.request)  # no LoadDone will
+            raise
+
+    def _expected(self, loads: Iterable[Sequence[Place]]) -> dict[int, int]:
+        """How many chunks each of the model's layers is made of."""
+        expected = dict.fromkeys((layer.index for layer in self._shape.layers), 0)
+        for places in loads:
+            for place in places:
+                for layer in self._shape.groups[place.group]:
+                    expected[layer.index] += 1
+        return expected
+
+    def _places(self, row: Asked, tokens: int) -> list[Place]:
         """Every chunk of which the first `tokens` tokens of a row need a part."""
         size = row.prefix.chunk_tokens
+        boundary = -(-tokens // size) * size
         places: list[Place] = []
         for number, group in enumerate(self._shape.groups):
             past = group[0].past_tokens
@@ -221,12 +312,12 @@ class Restorer:
         rows: Sequence[Asked],
         wanted: dict[int, int],
         tensors: Restoration,
-        done: dict[RequestId, LoadDone],
+        done: dict[int, LoadDone],
         restored: Restored,
     ) -> bool:
         column = tensors.columns
         for number, tokens in wanted.items():
-            event = done[rows[number].request]
+            event = done[number]
             if event.failed:
                 column = min(column, rows[number].pad + min(event.tokens, tokens))
                 rows[number].whole_chunks = min(chunk for _, chunk in event.failed)
@@ -238,18 +329,30 @@ class Restorer:
         restored.cache = restored_cache(tensors, column)
         restored.columns = column
         restored.tokens = sum(row_tokens(column, row.pad) for row in rows)
-        restored.sources = _sources(rows, wanted, done, column)
+        restored.sources = _sources(rows, done, column)
         return True
 
 
-def _sources(
-    rows: Sequence[Asked], wanted: dict[int, int], done: dict[RequestId, LoadDone], column: int
-) -> dict[str, int]:
+def _sources(rows: Sequence[Asked], done: dict[int, LoadDone], column: int) -> dict[str, int]:
     """Restored tokens by place. What a row loads behind the common column does not count."""
     total: dict[str, int] = {}
-    for number in wanted:
+    for number, event in done.items():
         left = row_tokens(column, rows[number].pad)
-        for place, tokens in done[rows[number].request].sources:
+        for place, tokens in event.sources:
             total[place] = total.get(place, 0) + min(tokens, left)
             left -= min(tokens, left)
     return {place: tokens for place, tokens in total.items() if tokens}
+
+
+def _has_room(tensors: Restoration) -> bool:
+    """Whether the device can keep the tensors until the last layer has come, beside the longer ones made of them.
+
+    A load that is waited for as a whole gives them back layer by layer.
+    """
+    devices = {layer.device for layer in tensors.shape.layers if layer.device.type == "cuda"}
+    return all(_free_bytes(device) > tensors.size_bytes for device in devices)
+
+
+def _free_bytes(device: torch.device) -> int:
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return kept + torch.cuda.mem_get_info(device)[0]

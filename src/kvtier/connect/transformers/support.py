@@ -161,6 +161,15 @@ def _difference(first: Layer, second: Layer) -> float:
     return worst
 
 
+def is_compiled(model: Model) -> bool:
+    """Whether `torch.compile` has had to do with the model: what it has traced must not wait for a layer."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """A call's generation options, read as the library reads them: argument, given configuration, the model's own."""

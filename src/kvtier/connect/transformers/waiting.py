@@ -69,21 +69,32 @@ class Waiting:
                 self.held += event.held
                 self.dropped += event.dropped
 
+    def begin(self, requests: Sequence[RequestId]) -> None:
+        """Remember how the loads of `requests` end. Before they begin, or anything else polls."""
+        self._awaited.update(dict.fromkeys(requests))
+
+    def ended(self, request: RequestId) -> LoadDone | None:
+        """How a load that was begun so has ended; None while it has not, as far as was taken."""
+        return self._awaited.get(request)
+
+    def leave(self, requests: Sequence[RequestId]) -> None:
+        """Do not remember these any more; twice is fine."""
+        for request in requests:
+            self._awaited.pop(request, None)
+
     def loads(self, requests: Sequence[RequestId], until: float) -> dict[RequestId, LoadDone]:
         """Wait for the loads of `requests`, at most until the monotonic clock shows `until`; those that have ended.
 
-        To be called before anything else polls, once the loads have begun.
+        They were begun (`begin`), and are left afterwards.
         """
-        self._awaited.update(dict.fromkeys(requests))
         try:
             while True:
                 self.take(min(_POLL_S, max(0.0, until - time.monotonic())))
-                done = {request: event for request in requests if (event := self._awaited[request]) is not None}
+                done = {request: event for request in requests if (event := self.ended(request)) is not None}
                 if len(done) == len(requests) or time.monotonic() >= until:
                     return done
         finally:
-            for request in requests:
-                del self._awaited[request]
+            self.leave(requests)
 
     def stores(self, deadline_s: float = 0.0, call: int | None = None) -> bool:
         """Wait for the stores of one call, or of all; whether they ended within `deadline_s` seconds."""
