@@ -1,0 +1,33 @@
+"""The measure of interference: a mover beside the steps, told to end, and figures that fit each other."""
+
+import threading
+
+from kvtier.bench.interference import Steps, _at, _medians, _sample, measure
+
+
+def test_it_moves_beside_every_second_sample_and_stops():
+    begun: list[threading.Event] = []
+
+    def move(stop: threading.Event) -> None:
+        begun.append(stop)
+        assert stop.wait(60.0)
+
+    found = measure(move, repeats=3, steps=20)
+    assert len(begun) == 3
+    assert all(stop.is_set() for stop in begun)
+    for steps in (found.alone, found.beside):
+        assert 0 < steps.p50_ms <= steps.p99_ms
+        assert 0 <= steps.undisturbed <= 1
+
+
+def test_steps_that_the_system_interrupted_are_left_out(monkeypatch):
+    told = iter([(0.001, False)] * 50 + [(0.002, False)] * 10 + [(0.9, True)] * 40)
+    monkeypatch.setattr("kvtier.bench.interference._step", lambda _loops: next(told))
+    assert _sample(1, 100) == Steps(2.0, 900.0, 2.0, 0.6)
+    told = iter([(0.5, True)] * 10)
+    assert _sample(1, 10) == Steps(500.0, 500.0, 500.0, 0.0)
+
+
+def test_percentiles_and_medians():
+    assert [_at([1.0, 2.0, 3.0], share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 2.0, 3.0, 3.0]
+    assert _medians([Steps(1, 5, 3, 0.5), Steps(2, 9, 4, 0.7), Steps(3, 7, 9, 0.9)]) == Steps(2, 7, 4, 0.7)
