@@ -55,7 +55,7 @@ def _draw_capacity(axes: Axes, replayed: Replayed) -> None:
             colour, dash = MARKED[_HUES[others % len(_HUES)]], _DASHES[others // len(_HUES) % len(_DASHES)]
             others += 1
         axes.plot(x, y, color=colour, linestyle=dash, marker="o", markersize=4, label=policy)
-    axes.axhline(replayed.bound.hit_rate, color=MARKED["soft"], linewidth=1.2, linestyle=":", label="without end")
+    axes.axhline(replayed.bound, color=MARKED["soft"], linewidth=1.2, linestyle=":", label="without end")
     axes.set(xscale="log", xlabel="tokens of capacity", ylabel="hit rate of tokens", ylim=(0, None))
     axes.xaxis.set_major_formatter(lambda value, _: tokens_text(value))
     axes.legend(loc="best")

@@ -58,7 +58,7 @@ def _tiles(replayed: Replayed) -> str:
     shown = [
         (f"{told.requests:,}", f"requests in {told.duration_s:,.0f} s"),
         (tokens_text(told.input_tokens), "input tokens"),
-        (f"{replayed.bound.hit_rate:.1%}", "of them seen before: what a cache without end hits"),
+        (f"{replayed.bound:.1%}", "of them seen before: what a cache without end hits"),
         (tokens_text(told.unique_tokens), "tokens in distinct blocks"),
     ]
     drawn = "".join(f'<div class="tile"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in shown)

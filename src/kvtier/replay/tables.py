@@ -19,19 +19,19 @@ class Replayed:
     """A trace, what it is like, and what policies did with it."""
 
     description: Description
-    bound: Outcome
-    """A cache without end."""
+    bound: float
+    """Hit rate of a cache without end."""
     outcomes: Sequence[Outcome]
 
 
-def outcomes_table(bound: Outcome, outcomes: Sequence[Outcome]) -> Table:
+def outcomes_table(bound: float, outcomes: Sequence[Outcome]) -> Table:
     """A row for each outcome."""
     rows = tuple(
         (
             it.policy,
             tokens_text(it.capacity_tokens),
             f"{it.hit_rate:.4f}",
-            f"{it.hit_rate / bound.hit_rate:.1%}" if bound.hit_rate else "-",
+            f"{it.hit_rate / bound:.1%}" if bound else "-",
             tokens_text(it.hit_tokens),
             tokens_text(it.written_tokens),
             f"{it.evictions:,}",

@@ -280,6 +280,8 @@ class Mq(Policy):
         self._life = int(life * capacity)
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._accesses = 0
+        self._quiet_until = 0
+        """Nothing expires before so many accesses."""
 
     def touch(self, block: int, place: int) -> None:  # noqa: ARG002  the interface's arguments
         """Counted; to the end of the queue for so many uses."""
@@ -311,6 +313,8 @@ class Mq(Policy):
         self._expires[block] = self._accesses + self._life
 
     def _lower(self) -> None:
+        if self._accesses <= self._quiet_until:
+            return
         for level in range(1, self.QUEUES):
             queue = self._queues[level]
             if queue:
@@ -320,3 +324,6 @@ class Mq(Policy):
                     self._level[block] = level - 1
                     self._queues[level - 1][block] = None
                     self._expires[block] = self._accesses + self._life
+        # What comes later expires later than all that is here.
+        heads = [next(iter(queue)) for queue in self._queues[1:] if queue]
+        self._quiet_until = min([self._expires[block] for block in heads] or [self._accesses + self._life])

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+from kvtier.policy.admission import AdmitAll
 from kvtier.policy.base import Admitter, Evictor, Held
 from kvtier.replay.cost import Prefill
 from kvtier.replay.policies.base import Policy
 from kvtier.trace.packed import Packed
 
 PLACE = "host"
+_MORE = tuple(Held._field_defaults[name] for name in Held._fields[9:])
+"""Of fields that came later than this file."""
 BYTES_PER_TOKEN = 1
 """All blocks are equally large here, so the unit does not matter."""
 
@@ -28,10 +31,13 @@ class Shipped(Policy):
         self._packed = packed
         self._evictor = evictor
         self._admitter = admitter
+        self._admits_all = type(admitter) is AdmitAll  # a call less for each block
         self._prefill = prefill
         self._block_tokens = packed.block_tokens
-        self._parents = packed.parents.tolist()
-        self._names: list[bytes] = [block.to_bytes(8, "big") for block in range(packed.block_count)]
+        self._size = packed.block_tokens * BYTES_PER_TOKEN
+        self._names: list[bytes | None] = [block.to_bytes(8, "big") for block in range(packed.block_count)]
+        self._names.append(None)  # the parent of who has none is -1
+        self._parent_names: list[bytes | None] = [self._names[parent] for parent in packed.parents.tolist()]
         self._saved_s: list[float] = []
         self._time_s = 0.0
         self._session: str | None = None
@@ -55,7 +61,7 @@ class Shipped(Policy):
     def insert(self, block: int, place: int) -> bool:
         """Kept if the admitter lets it in and the evictor finds somebody who leaves for it."""
         held = self._held_as(block, place)
-        if not self._admitter.admit(held, PLACE):
+        if not self._admits_all and not self._admitter.admit(held, PLACE):
             return False
         if self.held >= self.capacity:
             victim = self._evictor.victim(_nobody_is_pinned)
@@ -68,17 +74,21 @@ class Shipped(Policy):
         return True
 
     def _held_as(self, block: int, place: int) -> Held:
-        parent = self._parents[block]
-        return Held(
-            self._names[block],
-            self._names[parent] if parent >= 0 else None,
-            place,
-            self._block_tokens * BYTES_PER_TOKEN,
-            0,
-            self._time_s,
-            self._session,
-            self._turn,
-            self._saved_s[place],
+        # Not through Held's own constructor, which takes twice as long and is called for each access.
+        return tuple.__new__(  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+            Held,
+            (
+                self._names[block],
+                self._parent_names[block],
+                place,
+                self._size,
+                0,
+                self._time_s,
+                self._session,
+                self._turn,
+                self._saved_s[place],
+                *_MORE,
+            ),
         )
 
 

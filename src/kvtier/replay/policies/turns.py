@@ -45,11 +45,14 @@ class ByTurn(Policy):
         self._rate = [0.0] * count
         self._now_s = 0.0
         self._turn = 0
+        self._chosen, self._next_least = -1, math.inf
+        """The class whose oldest block is worth least, and what those of the others are worth at least."""
 
     def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:
         """What a reuse is worth in each class, as of now."""
         super().begin(request, time_s, blocks)
         self._now_s = time_s
+        self._chosen = -1
         self._turn = min(self._turns[request], TURNS_MAX - 1)
         for place in range(len(self._queues)):
             pause_s = max(self._pauses_s[place] / self._returned[place], 1e-3)
@@ -82,19 +85,26 @@ class ByTurn(Policy):
         self._entered[new] += 1
         self._history[block] = (new, self._now_s, uses)
         self._class_of[block] = new
+        if not self._queues[new]:
+            self._chosen = -1
         self._queues[new][block] = self._now_s
 
     def _evict(self) -> None:
-        least, chosen = math.inf, -1
-        for place, queue in enumerate(self._queues):
-            if queue:
-                age_s = self._now_s - next(iter(queue.values()))
-                value = self._value[place] - age_s * self._rate[place]
-                if value < least:
-                    least, chosen = value, place
-        victim = self._queues[chosen].popitem(last=False)[0]
+        # During a request no time passes: who was chosen stays chosen until others are worth less.
+        if self._chosen < 0 or self._worth(self._chosen) > self._next_least:
+            worth = sorted((self._worth(place), place) for place, queue in enumerate(self._queues) if queue)
+            self._chosen = worth[0][1]
+            self._next_least = worth[1][0] if len(worth) > 1 else math.inf
+        victim = self._queues[self._chosen].popitem(last=False)[0]
         del self._class_of[victim]
         self._leave(victim)
+
+    def _worth(self, place: int) -> float:
+        """Of the oldest block of a class; without one, nothing is to be had there."""
+        queue = self._queues[place]
+        if not queue:
+            return math.inf
+        return self._value[place] - (self._now_s - next(iter(queue.values()))) * self._rate[place]
 
 
 def turns(packed: Packed) -> npt.NDArray[np.int32]:

@@ -1,0 +1,99 @@
+"""Replays of any small trace: bounds hold, MIN is the best, and the shortcut for a cache without end is exact."""
+
+from functools import cache
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.replay.hits import replay
+from kvtier.replay.policies.bounds import infinite_hit_tokens
+from kvtier.trace.packed import pack
+from kvtier.trace.request import Request
+
+BLOCK = 16
+
+
+class Listed:
+    """A trace from a list of prompts."""
+
+    name, block_tokens, has_blocks, notes = "list", BLOCK, True, ()
+
+    def __init__(self, prompts):
+        self.prompts = prompts
+
+    def requests(self):
+        for number, ids in enumerate(self.prompts):
+            tokens = max(len(ids) * BLOCK - number % BLOCK, 0)
+            yield Request(float(number), tokens, 1, np.asarray(ids, np.int64), None, number + 1)
+
+
+@st.composite
+def trees(draw):
+    """Prompts that are paths in a tree of prefixes, so that an id names a whole prefix."""
+    names, prompts = {}, []
+    for _ in range(draw(st.integers(1, 14))):
+        path, ids = (), []
+        for _ in range(draw(st.integers(0, 5))):
+            path = (*path, draw(st.integers(0, 2)))
+            ids.append(names.setdefault(path, len(names)))
+        prompts.append(ids)
+    return prompts
+
+
+def best_prefix_closed(prompts, capacity):
+    """Block hits of the best cache that keeps whole prefixes: tries every set that may be kept."""
+    parent = {block: ids[place - 1] if place else None for ids in prompts for place, block in enumerate(ids)}
+
+    @cache
+    def best(at, held):
+        if at == len(prompts):
+            return 0
+        ids = prompts[at]
+        run = next((place for place, block in enumerate(ids) if block not in held), len(ids))
+        return run + max(best(at + 1, kept) for kept in closed_subsets(held | frozenset(ids), capacity))
+
+    @cache
+    def closed_subsets(blocks, size):
+        out = {frozenset()}
+        for block in sorted(blocks, key=depth):
+            out |= {
+                kept | {block} for kept in out if len(kept) < size and (parent[block] is None or parent[block] in kept)
+            }
+        return tuple(out)
+
+    def depth(block):
+        return 0 if parent[block] is None else 1 + depth(parent[block])
+
+    return best(0, frozenset())
+
+
+@given(prompts=trees(), capacity=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_min_is_the_best_that_keeps_whole_prefixes(prompts, capacity):
+    prompts = [ids for ids in prompts if ids][:8] or [[0]]
+    trace = Listed(prompts)
+    trace.requests = lambda: (
+        Request(float(n), len(ids) * BLOCK, 1, np.asarray(ids, np.int64), None, n + 1) for n, ids in enumerate(prompts)
+    )
+    outcome = replay(pack(trace), "min", capacity * BLOCK)
+    assert outcome.hit_tokens == best_prefix_closed([tuple(it) for it in prompts], capacity) * BLOCK
+
+
+@given(prompts=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=20))
+@settings(max_examples=80, deadline=None)
+def test_the_shortcut_for_a_cache_without_end_equals_the_long_way(prompts):
+    # Also where ids break the prefix property.
+    prompts = [list(dict.fromkeys(it)) for it in prompts]
+    packed = pack(Listed(prompts))
+    assert infinite_hit_tokens(packed) == replay(packed, "infinite", None).hit_tokens
+
+
+@given(prompts=trees(), capacity=st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
+def test_more_capacity_never_hurts_lru_and_min_bounds_it(prompts, capacity):
+    packed = pack(Listed(prompts))
+    small, large = (replay(packed, "lru", it * BLOCK).hit_tokens for it in (capacity, capacity + 1))
+    # An inclusive stack: what LRU holds in less room it also holds in more.
+    assert small <= large
+    assert small <= replay(packed, "min", capacity * BLOCK).hit_tokens <= infinite_hit_tokens(packed)
