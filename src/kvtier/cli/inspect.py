@@ -26,11 +26,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 @click.group()
 def inspect() -> None:
-    """Look into a store's directory: list, count, verify, repair, purge.
+    """Look into a store's directory: list, count, verify, repair, compact, purge.
 
     DIR is the directory that the setting directory.path names, or a rank's directory (rank-0 and so on) in the one that
-    disk.path names. All but `purge` and `verify --repair` only read, and
-    may run beside processes that use the store.
+    disk.path names. All but `purge`, `compact` and `verify --repair` only read,
+    and may run beside processes that use the store.
     """
 
 
@@ -139,6 +139,27 @@ def purge_command(directory: Path, yes: bool, force: bool, as_json: bool) -> int
         emit_json(result)
     else:
         _draw_purge(result)
+    return 0
+
+
+@inspect.command()
+@directory_argument
+@json_option
+def compact(directory: Path, as_json: bool) -> int:
+    """Give back what a disk store that nobody has open takes beyond need.
+
+    Objects left in segments that are mostly empty are copied together; segments that hold nothing are removed.
+    """
+    if not store_disk.is_disk(directory):
+        raise ConfigError(
+            f"{directory} is no store of the disk tier; a directory's files give their room back when they go"
+        )
+    result = store_disk.compact(directory)
+    if as_json:
+        emit_json(result)
+    else:
+        given = size_text(result.bytes_before - result.bytes_after)
+        click.echo(f"{result.objects} objects; {given} given back, {size_text(result.copied_bytes)} written for it")
     return 0
 
 

@@ -9,7 +9,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import disk_usage
 from time import time
@@ -22,9 +22,12 @@ from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_told, read_head
 from kvtier.errors import ConfigError, CorruptChunkError
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import VERSION
-from kvtier.tier.disk_marker import MARKER_NAME, SEGMENTS_NAME, read_marker
+from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, SEGMENTS_NAME, read_marker
 from kvtier.tier.disk_view import Stored, census
 from kvtier.types import ObjectName
+
+_UNBOUNDED_BYTES = 1 << 62
+_NEVER_S = 86400.0
 
 
 def is_disk(root: Path) -> bool:
@@ -108,13 +111,41 @@ def repair(root: Path, result: Verification) -> None:
     Raises:
         ConfigError: another process has the store open: its readers drop what is bad by themselves.
     """
-    capacity_bytes = sum(path.stat().st_blocks * 512 for path in (root / SEGMENTS_NAME).iterdir())
     if not result.bad_objects:
         return
-    with closing(DiskTier(root, capacity_bytes=max(capacity_bytes, 1 << 20), open_deadline_s=0.5)) as tier:
+    with closing(_opened(root)) as tier:
         for bad in result.bad_objects:
             tier.delete(ObjectName(bytes.fromhex(bad.name)))
             result.dropped += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """What a store took on its device before and after, and what it holds."""
+
+    directory: str
+    objects: int
+    bytes_before: int
+    bytes_after: int
+    copied_bytes: int
+
+
+def compact(root: Path) -> Compaction:
+    """Copy together what is left in segments that are mostly empty, and give those that hold nothing back.
+
+    Raises:
+        ConfigError: there is no store that is known here, or another process has it open.
+    """
+    with closing(_opened(root)) as tier:
+        before, copied = tier.used_bytes, tier.write_bytes["upkeep"]
+        tier.compact()
+        return Compaction(
+            directory=str(root),
+            objects=tier.object_count,
+            bytes_before=before,
+            bytes_after=tier.used_bytes,
+            copied_bytes=tier.write_bytes["upkeep"] - copied,
+        )
 
 
 def purge(root: Path) -> Purge:
@@ -146,6 +177,20 @@ def purge(root: Path) -> Purge:
         os.close(descriptor)
     result.left += [path.name for path in sorted(root.iterdir()) if path.name != SEGMENTS_NAME]
     return result
+
+
+def _opened(root: Path) -> DiskTier:
+    """The store, with room for all names that it may hold, and left as it is but for what it is told to do."""
+    marker = read_marker(root)
+    if marker is None:
+        raise ConfigError(f"{root} holds no disk store that is known here; allowed: {ALLOWED}")
+    return DiskTier(
+        root,
+        capacity_bytes=_UNBOUNDED_BYTES,
+        segment_bytes=marker.segment_bytes,
+        sync_interval_s=_NEVER_S,
+        open_deadline_s=0.5,
+    )
 
 
 def _row(stored: Stored) -> ObjectRow:

@@ -25,6 +25,7 @@ from kvtier.tier import disk_batch
 from kvtier.tier.base import UNKNOWN, About, Read, Write
 from kvtier.tier.direct import can_direct
 from kvtier.tier.disk_budget import WriteBudget
+from kvtier.tier.disk_compact import CompactPool
 from kvtier.tier.disk_files import SegmentFiles
 from kvtier.tier.disk_format import BLOCK_BYTES
 from kvtier.tier.disk_marker import ALLOWED, SEGMENTS_NAME, Claim
@@ -189,6 +190,10 @@ class DiskTier:
         """Make durable what was written so far, instead of at the next interval."""
         self._run("sync", None, lambda: self._pool.sync())  # noqa: PLW0108 - another pool, perhaps
 
+    def compact(self) -> None:
+        """Give back what the store takes beyond need: see `CompactPool.compact`. For one that nobody uses."""
+        self._run("compact", None, lambda: self._pool.compact())  # noqa: PLW0108 - another pool, perhaps
+
     def close(self) -> None:
         """Wait for operations under way, write the index and let go of the store. Twice is fine."""
         if not self._gate.close():
@@ -270,7 +275,7 @@ class DiskTier:
             raise
         return pool.put([(extent, name)])[0]
 
-    def _open_pool(self) -> Pool:
+    def _open_pool(self) -> CompactPool:
         marker = self._claim.read()
         wanted = self._segment_bytes or segment_bytes_for(self.capacity_bytes)
         if marker is None or not self._may_keep(marker.segment_bytes):
@@ -284,7 +289,7 @@ class DiskTier:
             reserve_bytes=self._reserve_bytes,
             direct_io=self.direct_io,
         )
-        return Pool(
+        return CompactPool(
             files,
             self.name,
             marker.store_id,

@@ -182,10 +182,7 @@ class Pool:
                 segment = self._next()
                 if segment is None:
                     return None
-                with self._lock:
-                    if self._filling is not None:
-                        self._full.append(self._filling)
-                    self._filling = segment
+                self._fill(segment)
                 self._turned()
         return None
 
@@ -413,6 +410,13 @@ class Pool:
                 extent.segment.rows.append(row)
                 extent.segment.pending[self._table.name(row)] = (extent.block, size_bytes)
         return is_whole
+
+    def _fill(self, segment: Segment) -> None:
+        """From now on frames go to `segment`."""
+        with self._lock:
+            if self._filling is not None:
+                self._full.append(self._filling)
+            self._filling = segment
 
     def _grow(self) -> Segment | None:
         """One more segment; None when the cap or the file system has no room for it."""

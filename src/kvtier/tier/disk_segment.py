@@ -96,14 +96,17 @@ class Segment:
         Room for the index is kept: blocks for what is pending, and one for each write under way, because a sync may
         come between any two of them.
         """
-        index_blocks = self.index_blocks + blocks_for(len(self.pending)) + self.writers + 1
-        wanted = align_up(size_bytes) // ALIGNMENT
-        if self.next_block + wanted > self.size_bytes // BLOCK_BYTES - index_blocks:
+        if not self.has_room(size_bytes):
             return None
         block = self.next_block
-        self.next_block += wanted
+        self.next_block += align_up(size_bytes) // ALIGNMENT
         self.writers += 1
         return block
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether an extent for a frame of `size_bytes` fits. Under the lock."""
+        index_blocks = self.index_blocks + blocks_for(len(self.pending)) + self.writers + 1
+        return self.next_block + align_up(size_bytes) // ALIGNMENT <= self.size_bytes // BLOCK_BYTES - index_blocks
 
     def take_pending(self) -> dict[bytes, tuple[int, int]]:
         """What index blocks are to be written for now; they count as written. Under the lock."""
