@@ -42,10 +42,9 @@ class CompactPool(Pool):
         scratch = aligned_buffer(align_up(max(sizes, default=1)))
         for row, size_bytes in zip(rows.tolist(), sizes, strict=True):
             if self._filling is None or not self._filling.has_room(size_bytes):
-                if not self._spare:
+                spare = self._next() if self._spare else None
+                if spare is None:
                     return False
-                spare = self._next()
-                assert spare is not None
                 self._fill(spare)
             self._copy(row, segment, scratch)
         return True
