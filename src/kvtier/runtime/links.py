@@ -24,7 +24,7 @@ from kvtier.runtime.lanes import Scratch
 from kvtier.tier.base import About, BatchTier, Read, Tier, Write
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 2 << 20
 """Small objects go to a tier and come from it in batches of about so many bytes: more gains nothing, and waits."""
 
 BATCH_MAX = 64
