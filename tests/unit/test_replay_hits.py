@@ -163,7 +163,7 @@ def test_a_sweep_gives_what_single_replays_give_and_a_journal_what_was_done(tmp_
 @pytest.mark.parametrize(
     ("policy", "capacity", "message"),
     [
-        ("lfru", 10_000, "unknown policy 'lfru'; allowed: default, lru, fifo,"),
+        ("lfru", 10_000, "unknown policy 'lfru'; allowed: default, "),
         ("lru+nobody", 10_000, "unknown admission policy 'nobody'"),
         ("arc+second-sight", 10_000, "arc takes no admission"),
         ("mq:x", 10_000, "'x' is no number above 0"),

@@ -11,6 +11,7 @@ from kvtier.cli.render import emit_json, emit_table, progress
 if TYPE_CHECKING:
     from kvtier.replay.hits import Outcome
     from kvtier.replay.tables import Replayed
+    from kvtier.replay.tiered import Tiered
     from kvtier.trace.describe import Description
     from kvtier.trace.packed import Packed
 
@@ -52,6 +53,13 @@ def replay() -> None:
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--capacity-tokens", default=CAPACITIES, help=f"Such as 3M; several, or inf.  [{CAPACITIES}]")
 @click.option("--policy", "policies", default=POLICIES, help=f"One or several; `help` lists them.  [{POLICIES}]")
+@click.option("--tier", "tiers", multiple=True, help="Such as host=64GiB, then disk=4TiB,read=12GB/s; may be repeated.")
+@click.option("--model", default="llama-3.3-70b", help="Whose KV tiers hold, as `kvtier size` knows it.")
+@click.option("--prefill", type=float, default=10_000.0, help="Tokens a second that one prompt is computed with.")
+@click.option("--servers", type=int, help="Prompts computed at a time on a node.  [default: 80 % busy without tiers]")
+@click.option("--nodes", type=int, default=1, help="Engines, each with its own tiers unless they are shared.")
+@click.option("--router", default="round-robin", help="random, round-robin, session, prefix, load-and-prefix.")
+@click.option("--write-policy", type=click.Choice(["through", "back", "selective"]), default="through")
 @_reading_options
 @click.option("--jobs", type=click.IntRange(1, 256), help="Processes at most.  [default: one for each core]")
 @click.option("--keep", type=click.Path(path_type=Path), help="File of outcomes: a run goes on where it stood.")
@@ -61,6 +69,13 @@ def run(
     traces: tuple[Path, ...],
     capacity_tokens: str,
     policies: str,
+    tiers: tuple[str, ...],
+    model: str,
+    prefill: float,
+    servers: int | None,
+    nodes: int,
+    router: str,
+    write_policy: str,
     jobs: int | None,
     keep: Path | None,
     report: Path | None,
@@ -74,6 +89,9 @@ def run(
     ships) and others to compare with; `min` is the best that keeping whole prefixes allows, `infinite` a cache without
     end.
 
+    With --tier, the real core runs on each node over tiers of that size and speed, in virtual time; the first --policy
+    rules its host memory and tiers.
+
     `kvtier replay describe TRACE` tells what a trace is like.
 
     Reads JSON lines with hash_ids or hash_runs (Mooncake), coding-agent sessions and text conversations; plain, gzip
@@ -84,6 +102,16 @@ def run(
     from kvtier.replay.policies.bounds import infinite_hit_tokens
 
     names = _names(policies)
+    if tiers:
+        wanted = {
+            "servers": servers,
+            "nodes": nodes,
+            "router": router,
+            "policy": names[0],
+            "write_policy": write_policy,
+        }
+        _run_tiers(traces, tiers, model, prefill, wanted, reading, report=report, as_json=as_json)
+        return
     capacities = _capacities(capacity_tokens)
     if report is not None:
         from kvtier.plan.files import check_library, check_writable
@@ -114,6 +142,70 @@ def run(
         click.echo(f"Written: {report}", err=True)
     if as_json:
         emit_json(told[0] if len(told) == 1 else told)
+
+
+def _run_tiers(
+    traces: tuple[Path, ...],
+    tiers: tuple[str, ...],
+    model: str,
+    prefill: float,
+    wanted: dict[str, Any],
+    reading: dict[str, Any],
+    *,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    from dataclasses import asdict
+
+    from kvtier import size
+    from kvtier.config.sections import HostConfig
+    from kvtier.core.limits import WritePolicy
+    from kvtier.errors import ConfigError
+    from kvtier.replay.cost import Prefill
+    from kvtier.replay.stating import parse_tier
+    from kvtier.replay.tiered import Setup, replay_tiers
+
+    if report is not None:
+        raise ConfigError("--report is not available with --tier; allowed: --json")
+    policy, _, admitter = str(wanted["policy"]).partition("+")
+    setup = Setup(
+        tiers=tuple(parse_tier(it) for it in tiers),
+        token_bytes=size.of(model).bytes_per_token_stored,
+        prefill=Prefill(tokens_per_s=prefill),
+        servers=wanted["servers"],
+        nodes=wanted["nodes"],
+        router=wanted["router"],
+        seed=reading["seed"],
+        evictor=HostConfig().evictor if policy == "default" else policy,
+        admitter=admitter or "all",
+        write_policy=WritePolicy(wanted["write_policy"]),
+    )
+    told: list[dict[str, object]] = []
+    for path in traces:
+        packed = _packed(path, reading)
+        with progress(path.name, len(packed)) as advance:
+            outcome = replay_tiers(packed, setup, advance)
+        told.append({"trace": packed.name, "model": model, "token_bytes": setup.token_bytes, **asdict(outcome)})
+        if not as_json:
+            _print_tiers(packed, model, setup.token_bytes, outcome)
+    if as_json:
+        emit_json(told[0] if len(told) == 1 else told)
+
+
+def _print_tiers(packed: "Packed", model: str, token_bytes: float, told: "Tiered") -> None:
+    from kvtier.replay.stating import tiers_table, ttft_table
+
+    servers = f"{told.nodes} nodes, {told.servers} prompts at a time on each"
+    click.secho(f"{packed.name}: {told.requests:,} requests, {model}, {token_bytes:,.0f} bytes a token", bold=True)
+    click.echo(f"  {servers}; whole blocks of {packed.block_tokens} tokens; {told.hit_rate:.4f} of input tokens loaded")
+    for table in (tiers_table(told), ttft_table(told)):
+        click.echo()
+        emit_table(table.columns, table.rows, numeric=table.numeric)
+    click.echo()
+    click.echo(
+        f"{told.loads:,} loads, {told.cut_loads:,} brought less than asked for, {told.convoys:,} joined others; "
+        f"{told.skipped_tokens:,} tokens were there, but sooner computed; {told.dropped_chunks:,} chunks not stored"
+    )
 
 
 @replay.command()

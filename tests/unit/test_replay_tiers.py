@@ -1,0 +1,194 @@
+"""Tiered replay: links and tiers do what a slow count says, sharing and routing matter, and slow tiers never hurt."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.errors import ConfigError
+from kvtier.replay.cost import Prefill
+from kvtier.replay.hits import replay
+from kvtier.replay.links import Agenda, Link, TierSpec
+from kvtier.replay.routing import ROUTERS
+from kvtier.replay.stating import parse_tier
+from kvtier.replay.tiered import Setup, replay_tiers
+from kvtier.trace.opening import open_trace
+from kvtier.trace.packed import pack
+from kvtier.trace.request import Request
+
+TRACES = Path(__file__).parents[1] / "golden" / "traces"
+BLOCK, TOKEN = 64, 1024.0
+CHUNK = int(BLOCK * TOKEN)
+
+
+class Listed:
+    """A trace from a list of (time, ids, session), all blocks whole, and one token more."""
+
+    name, block_tokens, has_blocks, notes = "list", BLOCK, True, ()
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def requests(self):
+        for line, (time_s, ids, session) in enumerate(self.rows, 1):
+            yield Request(time_s, len(ids) * BLOCK + 1, 1, np.asarray(ids, np.int64), session, line)
+
+
+def tier(name, chunks, bytes_per_s=1e9, **more):
+    speeds = {"read_bytes_per_s": bytes_per_s, "write_bytes_per_s": bytes_per_s, "latency_s": 1e-4}
+    return TierSpec(name=name, capacity_bytes=chunks * CHUNK, **speeds, **more)
+
+
+def replayed(rows, *tiers, **more):
+    settings = {"token_bytes": TOKEN, "prefill": Prefill(tokens_per_s=1000.0), "servers": 1, **more}
+    return replay_tiers(pack(Listed(rows)), Setup(tiers=tiers, **settings))
+
+
+def agents():
+    """The first requests of a public trace."""
+    trace = open_trace(TRACES / "lmcache_magagent_b64.jsonl.gz")
+    first = [(it.time_s, it.blocks[: (it.input_tokens - 1) // BLOCK], it.session) for it in trace.requests()]
+    return pack(Listed(first[:160]))
+
+
+def hits(outcome):
+    return {it.name: it.hit_tokens // BLOCK for it in outcome.tiers}
+
+
+def test_a_link_serves_one_after_the_other():
+    agenda, ended = Agenda(), []
+    link = Link(agenda, 100.0, 0.5)
+    agenda.at(1.0, lambda: [link.send(150, lambda: ended.append(agenda.now_s)) for _ in range(2)])
+    agenda.at(9.0, lambda: link.send(100, lambda: ended.append(agenda.now_s)))
+    agenda.run()
+    assert ended == [3.0, 4.5, 10.5]
+    use = link.use(10.0)
+    assert (use.total_bytes, use.mean_bytes_per_s, use.peak_bytes_per_s, use.peak_depth) == (400, 40.0, 100.0, 2)
+    assert use.mean_depth == pytest.approx((2 * 2.0 + 1.5 + 1.5) / 10)
+
+
+def test_host_memory_gives_back_what_was_stored_and_no_more():
+    rows = [(0.0, [1, 2, 3], None), (10.0, [1, 2, 4], None), (20.0, [1, 2, 4, 5], None), (30.0, [9], None)]
+    outcome = replayed(rows, tier("host", 100))
+    assert hits(outcome) == {"host": 2 + 3}
+    host = outcome.tiers[0]
+    assert host.reads.total_bytes == 5 * CHUNK
+    assert host.writes.total_bytes == 6 * CHUNK  # 1 2 3, 4, 5, 9
+    assert outcome.hit_rate == pytest.approx(5 * BLOCK / (11 * BLOCK + 4))
+    assert outcome.loads == 2
+    first = 193 * (1 + 193 / 2 / 53_000) / 1000
+    assert outcome.ttft.p99_s == pytest.approx(first, rel=0.1)
+    assert outcome.ttft.mean_s < outcome.ttft_without.mean_s
+
+
+def test_what_host_memory_cannot_hold_comes_from_the_tier_below():
+    first, second = list(range(1, 9)), list(range(11, 19))
+    rows = [(0.0, first, None), (10.0, second, None), (20.0, first, None), (30.0, second, None)]
+    assert hits(replayed(rows, tier("host", 8))) == {"host": 0}
+    outcome = replayed(rows, tier("host", 8), tier("disk", 100))
+    assert sum(hits(outcome).values()) == 16
+    assert hits(outcome)["disk"] >= 8
+    disk = outcome.tiers[1]
+    assert disk.writes.total_bytes == 16 * CHUNK  # written once, whatever came back
+    assert disk.writes_per_day == pytest.approx(16 / 100 * 86_400 / outcome.duration_s)
+    small = replayed(rows, tier("host", 8), tier("disk", 8))
+    assert small.tiers[1].evictions > 0
+    assert sum(hits(small).values()) < 16
+
+
+def test_a_tier_that_is_slower_than_computing_is_left_alone():
+    first, second = list(range(1, 9)), list(range(11, 19))
+    rows = [(100.0 * turn, first if turn % 2 else second, None) for turn in range(12)]
+    slow = replayed(rows, tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 2.0))
+    fast = replayed(rows, tier("host", 8), tier("disk", 100))
+    assert fast.tiers[1].hit_tokens > 0
+    assert slow.tiers[1].hit_tokens < fast.tiers[1].hit_tokens
+    assert slow.skipped_tokens > 0
+    assert slow.ttft.p50_s <= slow.ttft_without.p50_s * 1.001
+
+
+def test_without_tiers_prompts_wait_for_each_other():
+    outcome = replayed([(0.0, [1], None), (0.0, [2], None), (0.0, [3], None)], tier("host", 100))
+    took = 65 * (1 + 65 / 2 / 53_000) / 1000
+    assert outcome.ttft_without.mean_s == pytest.approx(took * (1 + 2 + 3) / 3)
+    assert outcome.ttft.mean_s == pytest.approx(outcome.ttft_without.mean_s)
+
+
+def test_a_shared_tier_gives_one_node_what_another_stored():
+    rows = [(10.0 * turn, [1, 2, 3, *range(10, 10 + turn)], "s") for turn in range(6)]
+    alone = replayed(rows, tier("host", 50), tier("disk", 100), nodes=2)
+    shared = replayed(rows, tier("host", 50), tier("disk", 100, is_shared=True), nodes=2)
+    sticky = replayed(rows, tier("host", 50), tier("disk", 100), nodes=2, router="session")
+    assert sum(hits(shared).values()) > sum(hits(alone).values())
+    assert sum(hits(shared).values()) == sum(hits(sticky).values())
+    assert shared.tiers[1].hit_tokens > 0
+    assert sticky.tiers[1].hit_tokens == 0
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_routers_serve_everything_and_give_the_same_twice(router):
+    packed = agents()
+    setup = Setup(
+        tiers=(tier("host", 400), tier("disk", 4000, is_shared=True)), token_bytes=TOKEN, nodes=3, router=router
+    )
+    told = []
+    outcome = replay_tiers(packed, setup, told.append)
+    assert sum(told) == len(packed)
+    assert outcome == replay_tiers(packed, setup)
+    # No request finds more than was ever computed before it came.
+    assert 0.5 < outcome.hit_rate <= replay(packed, "infinite", None).hit_rate
+
+
+def test_affinity_finds_more_in_host_memory_than_chance():
+    packed = agents()
+    rates = {
+        router: replay_tiers(
+            packed, Setup(tiers=(tier("host", 1000),), token_bytes=TOKEN, nodes=4, router=router)
+        ).hit_rate
+        for router in ("random", "session", "prefix")
+    }
+    assert rates["session"] > rates["random"] + 0.1
+    assert rates["prefix"] > rates["random"] + 0.1
+
+
+def test_tiers_are_read_from_text():
+    spec = parse_tier("disk=4TiB, read=7GB/s, write=1.5GB/s, latency=2ms, shared")
+    assert spec == TierSpec(
+        name="disk",
+        capacity_bytes=4 << 40,
+        read_bytes_per_s=7e9,
+        write_bytes_per_s=1.5e9,
+        latency_s=2e-3,
+        is_shared=True,
+    )
+    for text in ("disk", "=4TiB", "disk=much", "disk=4TiB,speed=3", "disk=4TiB,latency=2h", "disk=4TiB,read=x"):
+        with pytest.raises(ConfigError, match="--tier"):
+            parse_tier(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tier", "disk=1TiB"), "host memory is missing or not first"),
+        (("--tier", "host=1MiB"), "fewer than two blocks"),
+        (("--tier", "host=1GiB", "--tier", "host=1GiB"), "twice"),
+        (("--tier", "host=1GiB", "--router", "best"), "--router 'best'; allowed: random"),
+        (("--tier", "host=1GiB", "--nodes", "0"), "--nodes 0; allowed: at least 1"),
+        (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy"),
+    ],
+)
+def test_wrong_tiers_are_explained(capsys, arguments, message):
+    assert run(["replay", str(TRACES / "lmcache_miniswe_b64.jsonl.gz"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_tells_tiers_in_json_and_in_tables(capsys):
+    arguments = [str(TRACES / "lmcache_magagent_b64.jsonl.gz"), "--tier", "host=2GiB", "--tier", "disk=200GiB"]
+    assert run(["replay", *arguments, "--policy", "lru", "--model", "llama-3.1-8b", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["token_bytes"] == 131_072
+    assert [it["name"] for it in told["tiers"]] == ["host", "disk"]
+    assert {"reads", "writes", "writes_per_day", "hit_rate"} <= told["tiers"][0].keys()
+    assert told["ttft"]["mean_s"] < told["ttft_without"]["mean_s"]
