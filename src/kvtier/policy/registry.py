@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.admission import AdmitAll, SecondSight
 from kvtier.policy.base import Admitter, Evictor
 from kvtier.policy.fifo import Fifo
 from kvtier.policy.lru import Lru
 
-EVICTORS: dict[str, Callable[[], Evictor]] = {"lru": Lru, "fifo": Fifo}
+EVICTORS: dict[str, Callable[[], Evictor]] = {"adaptive": Adaptive, "lru": Lru, "fifo": Fifo}
 ADMITTERS: dict[str, Callable[[], Admitter]] = {"all": AdmitAll, "second-sight": SecondSight}
 
 
