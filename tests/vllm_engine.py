@@ -5,21 +5,16 @@ aborted or slow. Our half of the scheduler, the worker, the copier, the core and
 engine knows what the bytes of every block must be, and looks before each forward: bytes of anybody else's are a lie.
 """
 
-import hashlib
 import itertools
 import random
 import time
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from tests.vllm_engine_parts import Block, Faults, Keys, Pool, Request, Step
+from tests.vllm_engine_parts import Block, Faults, Keys, LieError, Memory, Pool, Request, Step, number_of
 from tests.vllm_recorded import recorded
 
 from kvtier.config.sections import Config, HostConfig, LimitsConfig
@@ -35,13 +30,11 @@ from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.types import RequestId
 
+__all__ = ["LieError", "SmallEngine"]
+
 DEADLINE_S = 120.0
 PATIENT = LimitsConfig(load_deadline_s=600.0, transfer_deadline_s=600.0, store_patience_s=600.0)
 """However slow the machine is."""
-
-
-class LieError(AssertionError):
-    """A block that vLLM takes for filled holds other bytes."""
 
 
 class SmallEngine:
@@ -85,15 +78,13 @@ class SmallEngine:
         self.blocks = blocks
         self.geometry = Geometry.of(engine.config)
         copier, layout, _ = open_copier(self.geometry, engine.config, self.tensors, engine.layers)
-        self.copier = Faults(copier, seed, slow_s=slow_s, failing=failing)
         self.rest = rest
-        if rest is not None:
-            self.copier.gate.clear()
-        self.pages: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
+        self.copier = Faults(copier, seed, slow_s=slow_s, failing=failing, is_open=rest is None)
+        self.memory = Memory(self.tensors, blocks)
         config = replace(config or Config(host=HostConfig(capacity_bytes="64MiB")), limits=PATIENT)
         self.rank = open_rank(config, layout, bytes(32), self.copier)
         self.worker = Worker(copier)
-        self.heard: set[RequestId] = set()
+        self.heard: set[RequestId] = set()  # loads that the worker knows to have ended
         below = Below(LocalRank(self.rank.mover, self._hear), self.rank.slots, tuple(self.rank.tiers))
         self.opened = open_core(config, self.geometry.layout, bytes(32), below, on_close=self.rank.close)
         self.pool = Pool(blocks, has_caching=has_caching)
@@ -117,8 +108,7 @@ class SmallEngine:
         self.depth = 2 if is_overlapped else 1
         self.under_way: deque[Step] = deque()
         self.requests: dict[str, Request] = {}
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.waiting, self.running = list[Request](), list[Request]()
         self.deferred: list[tuple[int, list[Block]]] = []
         self.names = itertools.count()
         self.step_number = self.processed_step = 0
@@ -184,10 +174,9 @@ class SmallEngine:
             self.copier.gate.clear()
 
     def _is_settled(self) -> bool:
-        scheduler = self.scheduler
-        loads = {name for name, load in scheduler._loads._open.items() if not load.blocked_by}
-        told = {event.request for event in list(scheduler._courier._events)}
-        return told >= loads.union(scheduler._stores._read) and self.heard >= loads
+        loads = {name for name, load in self.scheduler._loads._open.items() if not load.blocked_by}
+        told = {event.request for event in list(self.scheduler._courier._events)}
+        return told >= loads.union(self.scheduler._stores._read) and self.heard >= loads
 
     def _hear(self, note: Note) -> None:
         self.worker.hear(note)
@@ -197,9 +186,7 @@ class SmallEngine:
         """The pool forgets what it has cached; all that was to be stored has been."""
         self.settle()
         self.idle()
-        self.pool.cached.clear()
-        for block in self.pool.blocks:
-            block.block_hash = None
+        self.pool.evict_blocks(set(range(self.blocks)))
 
     def idle(self) -> None:
         """One more step, with nothing to do."""
@@ -432,29 +419,11 @@ class SmallEngine:
                 assert block is not None, f"{request.request_id} has no block {number}"
                 if (number + 1) * size <= start:
                     if block.block_id not in bad_blocks:
-                        self._look(request, table, number, block, truth)
+                        self.memory.look(request, table, number, block, truth)
                 else:
-                    self._write(table, number, block, truth[: min(end, (number + 1) * size)])
+                    self.memory.write(table, number, block, truth[: min(end, (number + 1) * size)])
         if end == len(truth) and len(truth) <= request.most:
-            truth.append(_number(truth) % 1000)
-
-    def _write(self, table: Any, number: int, block: Block, tokens: list[int]) -> None:
-        for layer in table.layers:
-            self._page(layer, block)[:] = _number(tokens, number, layer)
-
-    def _look(self, request: Request, table: Any, number: int, block: Block, truth: list[int]) -> None:
-        tokens = truth[: (number + 1) * table.block_tokens]
-        for layer in table.layers:
-            if (self._page(layer, block) != _number(tokens, number, layer)).any():
-                raise LieError(f"{request.request_id}: block {number} ({block.block_id}) of {layer} is not its own")
-
-    def _page(self, layer: str, block: Block) -> npt.NDArray[np.int64]:
-        key = layer, block.block_id
-        if key not in self.pages:
-            page = self.tensors[layer].unflatten(0, (self.blocks, -1))[block.block_id]
-            assert page.is_contiguous()
-            self.pages[key] = page.view(-1).view(torch.int64).numpy()
-        return self.pages[key]
+            truth.append(number_of(truth) % 1000)
 
     # ---- a step comes back -----------------------------------------------------------------------------------------
 
@@ -529,9 +498,3 @@ class SmallEngine:
         if not is_held:
             self._free(request)
             del self.requests[request.request_id]
-
-
-def _number(tokens: Sequence[int], *place: object) -> int:
-    """What a page holds: another number for other tokens, or another place."""
-    told = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=7, key=repr(place).encode())
-    return int.from_bytes(told.digest(), "little") + 1

@@ -1,13 +1,19 @@
 """The parts of the small engine in `vllm_engine`: blocks, their pool, requests, steps, and accidents."""
 
+import hashlib
 import random
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from kvtier.keys.chain import Chain
 
@@ -161,9 +167,10 @@ class Faults:
         seed: of the accidents.
         slow_s: gathers take up to so much longer, scatters up to a tenth of it.
         failing: share of copies that fail.
+        is_open: copies need not wait for the gate.
     """
 
-    def __init__(self, copier: Any, seed: int, *, slow_s: float, failing: float) -> None:
+    def __init__(self, copier: Any, seed: int, *, slow_s: float, failing: float, is_open: bool) -> None:
         self.copier = copier
         self.revoke = copier.revoke
         self.done = copier.done
@@ -172,7 +179,8 @@ class Faults:
         self.slow_s, self.failing = slow_s, failing
         self.gate = threading.Event()
         """Copies wait until it is set."""
-        self.gate.set()
+        if is_open:
+            self.gate.set()
 
     def gather(self, request: Any, group: int, blocks: Any, payload: Any) -> Any:
         self._delay(self.slow_s)
@@ -211,3 +219,40 @@ class Keys:
 
     def prefix(self, tokens: int | None = None) -> Any:
         return self._chain.prefix(tokens)
+
+
+class LieError(AssertionError):
+    """A block that vLLM takes for filled holds other bytes."""
+
+
+class Memory:
+    """The engine's KV, in which each page holds a number that tells whose it is."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], blocks: int) -> None:
+        self._tensors = tensors
+        self._blocks = blocks
+        self._pages: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
+
+    def write(self, table: Any, number: int, block: Block, tokens: list[int]) -> None:
+        for layer in table.layers:
+            self._page(layer, block)[:] = number_of(tokens, number, layer)
+
+    def look(self, request: Request, table: Any, number: int, block: Block, truth: list[int]) -> None:
+        tokens = truth[: (number + 1) * table.block_tokens]
+        for layer in table.layers:
+            if (self._page(layer, block) != number_of(tokens, number, layer)).any():
+                raise LieError(f"{request.request_id}: block {number} ({block.block_id}) of {layer} is not its own")
+
+    def _page(self, layer: str, block: Block) -> npt.NDArray[np.int64]:
+        key = layer, block.block_id
+        if key not in self._pages:
+            page = self._tensors[layer].unflatten(0, (self._blocks, -1))[block.block_id]
+            assert page.is_contiguous()
+            self._pages[key] = page.view(-1).view(torch.int64).numpy()
+        return self._pages[key]
+
+
+def number_of(tokens: Sequence[int], *place: object) -> int:
+    """What a page holds: another number for other tokens, or another place."""
+    told = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=7, key=repr(place).encode())
+    return int.from_bytes(told.digest(), "little") + 1
