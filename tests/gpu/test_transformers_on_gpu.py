@@ -1,0 +1,43 @@
+"""On a GPU: a restored model goes on with the tokens that it would have computed, layer by layer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kvtier.bench.ttft_shapes import SHAPES, build  # noqa: E402 - after the check for torch
+from kvtier.connect.transformers import attach  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
+LOGITS: dict[str, Any] = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize("host", ["64MiB", "1MiB"])
+def test_restored_from_each_place(layerwise: bool, host: str, tmp_path: Path) -> None:
+    model = build("tiny", "cuda", "float32", 3)
+    prompt = torch.randint(1, 500, (1, 1001), generator=torch.Generator().manual_seed(1)).cuda()
+    arguments = LOGITS | {"attention_mask": torch.ones_like(prompt)}
+    plain = model.generate(prompt, **arguments)
+    with attach(model, tmp_path / "kv", host__capacity_bytes=host, store__chunk_tokens=16, layerwise=layerwise) as kv:
+        kv.generate(prompt, **arguments)
+        kv.flush()
+        for _ in range(3):
+            warm = kv.generate(prompt, **arguments)
+            assert kv.last.restored_tokens >= 992, kv.last
+            assert torch.equal(warm.sequences, plain.sequences)
+            torch.testing.assert_close(torch.stack(warm.logits), torch.stack(plain.logits), rtol=1e-3, atol=1e-3)
+    with attach(model, tmp_path / "kv", host__capacity_bytes=host, store__chunk_tokens=16, layerwise=layerwise) as kv:
+        disk = kv.generate(prompt, **arguments)
+        assert kv.last.restored_by_source == {"directory": 992}
+        assert torch.equal(disk.sequences, plain.sequences)
+
+
+def test_every_shape_has_a_configuration() -> None:
+    for shape in SHAPES.values():
+        assert shape.config().num_hidden_layers == shape.fields["num_hidden_layers"]

@@ -1,0 +1,131 @@
+"""`kvtier bench ttft` measures what it says, on a tiny model; its arithmetic and the GPU script's parts are right."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvtier.bench.ttft_plan import choose
+from kvtier.cli.bench import bench
+
+TOP = Path(__file__).parents[2]
+ENGINE = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
+needs_engine = pytest.mark.skipif(not ENGINE, reason="torch and Transformers are not installed")
+
+TINY = ("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--chunk-tokens", "16", "--repeats", "2")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """More of them wait for each other on a machine that has other things to do."""
+    if ENGINE:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+@needs_engine
+@pytest.mark.engine
+def test_every_arm_is_measured_and_recorded(tmp_path: Path) -> None:
+    record, picture = tmp_path / "ttft.json", tmp_path / "ttft.svg"
+    sizes = ("--contexts", "64", "--host", "16MiB", "--disk", "64MiB", "--dir", str(tmp_path))
+    has_plots = importlib.util.find_spec("matplotlib") is not None
+    drawn = ("--picture", str(picture)) if has_plots else ()
+    done = CliRunner().invoke(bench, ["ttft", *TINY, *sizes, "--record", str(record), *drawn], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    told = json.loads(record.read_text())
+    arms = {arm["name"]: arm for arm in told["samples"]}
+    assert {"recompute", "store", "host", "disk", "split 0.5"} <= set(arms)
+    assert {name: arm["restored_tokens"] for name, arm in arms.items()} == {
+        "recompute": 0,
+        "store": 0,
+        "host": 64,
+        "disk": 64,
+        "split 0.25": 16,
+        "split 0.5": 32,
+        "split 0.75": 48,
+    }
+    assert told["results"]["same_tokens"] is True
+    assert told["results"]["skipped"] == []
+    assert all(arm["ttft_s"] and min(arm["ttft_s"]) > 0 for arm in arms.values())
+    assert told["results"]["splits"][0]["regret"] >= 0
+    assert told["results"]["decoding"][0]["context"] == 64
+    assert told["settings"]["shape"] == {"value": "tiny", "origin": "flag"}
+    assert list(tmp_path.glob("kvtier-ttft-*")) == []
+    assert picture.exists() is has_plots
+
+
+@needs_engine
+@pytest.mark.engine
+def test_a_wrong_token_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The negative control of `same tokens`."""
+    from kvtier.bench import ttft
+
+    monkeypatch.setattr(ttft._Bench, "_first", lambda self, prompt: prompt[:, : ttft.FIRST_TOKENS])
+    settings = ttft.Settings(
+        shape="tiny", device="cpu", dtype="float32", contexts=(32,), repeats=1, chunk_tokens=16,
+        host_bytes=1 << 24, disk_bytes=1 << 20, directory=tmp_path, with_decode=False,
+    )  # fmt: skip
+    result = ttft.run(settings)
+    assert ttft.summary(result)["same_tokens"] is False
+    assert any("from disk" in told for told in result.skipped), "what does not fit is left out, and said"
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--shape", "llama-9", "--device", "cpu"), "unknown; allowed: tiny, llama-3.1-8b"),
+        (("--shape", "tiny", "--device", "cpu", "--dtype", "int8"), "dtype = int8: unknown; allowed: bfloat16"),
+        (("--contexts", "1k"), "--contexts = 1k: not a list of numbers"),
+        (("--contexts", "100"), "contexts of at least two chunks"),
+    ],
+)
+def test_impossible_settings_are_named(flags: tuple[str, ...], told: str) -> None:
+    done = CliRunner().invoke(bench, ["ttft", *flags])
+    assert done.exit_code != 0
+    assert told in str(done.exception)
+
+
+@needs_engine
+def test_the_crossover_is_where_it_stays_faster() -> None:
+    from kvtier.bench.ttft import Arm, TtftResult
+
+    def arm(name: str, context: int, seconds: float) -> Arm:
+        return Arm(name, context, 0, (seconds,), (0.0,), 0, same_tokens=True)
+
+    result = TtftResult("tiny", "cpu", 1)
+    for context, computed, fetched in ((1, 1.0, 0.5), (2, 2.0, 3.0), (4, 4.0, 3.0), (8, 9.0, 4.0)):
+        result.arms += [arm("recompute", context, computed), arm("disk", context, fetched)]
+    assert result.crossover("disk") == 4
+    assert result.crossover("host") is None
+
+
+@pytest.mark.parametrize(("load_s_per_token", "chosen"), [(1e-6, 4096), (1e-2, 0)], ids=["a fast link", "a slow one"])
+def test_the_planner_loads_what_is_faster_to_load(load_s_per_token: float, chosen: int) -> None:
+    computed = [(tokens, 1e-4 * tokens) for tokens in (512, 1024, 2048, 4096)]
+    loaded = [(tokens, load_s_per_token * tokens) for tokens in (1024, 4096)]
+    assert choose(4096, [0, 1024, 2048, 4096], computed=computed, loaded=loaded) == chosen
+    assert choose(4096, [0], computed=computed, loaded=loaded) == 0
+    assert not math.isnan(load_s_per_token)
+
+
+def test_the_gpu_script_names_its_slices_and_what_it_lacks(tmp_path: Path) -> None:
+    script = [sys.executable, str(TOP / "bench" / "gpu.py")]
+    listed = subprocess.run([*script, "--list"], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "tests/gpu" in listed
+    assert "--contexts 131072" in listed
+    unknown = subprocess.run([*script, "ttft-9b"], capture_output=True, text=True, timeout=120, check=False)
+    assert unknown.returncode == 2
+    assert "no slice ttft-9b" in unknown.stderr
+    # An interpreter without site packages has none of what is needed.
+    bare = subprocess.run(
+        [sys.executable, "-S", "-I", *script[1:]], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert bare.returncode == 2
+    assert "missing here: torch, transformers, triton, numpy, xxhash, click, rich" in bare.stderr
