@@ -79,7 +79,8 @@ class _Carried(Job):
     """A chunk on the conveyor."""
 
     def __init__(self, chunk: "_Chunk", row: Row, group: int, payload: memoryview, steps: Sequence[Step]) -> None:
-        super().__init__(group, [step.rank for step in steps])
+        # Not beside chunks of another load: its tensors may be younger than what this one's are ready after.
+        super().__init__((group, row.arrivals), [step.rank for step in steps])
         self.chunk, self.row, self.group, self.payload = chunk, row, group, payload
         self.events: dict[torch.device, Event] = {}
 
@@ -216,14 +217,14 @@ class CacheCopier:
             for job in carried:
                 self._copy(job.chunk, job.row, group, step, job.payload)
         else:
-            # All rows of one load were exposed one after the other: what is behind the last is behind all.
+            # The tensors of all rows of a load were there before the first was exposed.
             parts = [part for job in carried for part in self._parts(job.chunk, job.row, group, step, job.payload)]
             events = [belt.scatter(parts, carried[-1].row.ready[step.device])]
             for job in carried:
                 job.events[step.device] = events[0]
-        for arrivals in dict.fromkeys(job.row.arrivals for job in carried if job.row.arrivals is not None):
-            mine = sum(job.row.arrivals is arrivals for job in carried)
-            arrivals.landed(step.layers, mine, events)
+        arrivals = carried[0].row.arrivals
+        if arrivals is not None:
+            arrivals.landed(step.layers, len(carried), events)
 
     def _copy(self, chunk: "_Chunk", row: Row, group: int, step: Step, payload: memoryview) -> None:
         offsets = self._layout.groups[group].layer_offsets
