@@ -27,7 +27,8 @@ class _RunOrDescribe(click.Group):
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
 
 
-def _reading_options(command: Callable[..., None]) -> Callable[..., None]:
+def reading_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options on how a trace is read."""
     for option in reversed(
         (
             click.option(
@@ -60,7 +61,7 @@ def replay() -> None:
 @click.option("--nodes", type=int, default=1, help="Engines, each with its own tiers unless they are shared.")
 @click.option("--router", default="round-robin", help="random, round-robin, session, prefix, load-and-prefix.")
 @click.option("--write-policy", type=click.Choice(["through", "back", "selective"]), default="through")
-@_reading_options
+@reading_options
 @click.option("--jobs", type=click.IntRange(1, 256), help="Processes at most.  [default: one for each core]")
 @click.option("--keep", type=click.Path(path_type=Path), help="File of outcomes: a run goes on where it stood.")
 @click.option("--report", type=click.Path(path_type=Path), help="Also write an HTML report with pictures.")
@@ -80,7 +81,7 @@ def run(
     keep: Path | None,
     report: Path | None,
     as_json: bool,
-    **reading: Any,  # noqa: ANN401  the options of `_reading_options`
+    **reading: Any,  # noqa: ANN401  the options of `reading_options`
 ) -> None:
     """Replay TRACES through one cache, for each policy and capacity.
 
@@ -121,7 +122,7 @@ def run(
     told: list[dict[str, object]] = []
     shown: list[Replayed] = []
     for path in traces:
-        packed = _packed(path, reading)
+        packed = packed_trace(path, reading)
         tasks = [Task(name, capacity) for name in names for capacity in capacities]
         bound = infinite_hit_tokens(packed) / max(int(packed.input_tokens.sum(dtype="int64")), 1)
         journal = Journal(keep, packed, Prefill()) if keep else None
@@ -182,7 +183,7 @@ def _run_tiers(
     )
     told: list[dict[str, object]] = []
     for path in traces:
-        packed = _packed(path, reading)
+        packed = packed_trace(path, reading)
         with progress(path.name, len(packed)) as advance:
             outcome = replay_tiers(packed, setup, advance)
         told.append({"trace": packed.name, "model": model, "token_bytes": setup.token_bytes, **asdict(outcome)})
@@ -210,14 +211,14 @@ def _print_tiers(packed: "Packed", model: str, token_bytes: float, told: "Tiered
 
 @replay.command()
 @click.argument("trace", type=click.Path(path_type=Path))
-@_reading_options
+@reading_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN401  as above
     """Tell what TRACE is like: requests, tokens, reuse, its intervals, working set, sessions."""
     from kvtier.replay.tables import description_table
     from kvtier.trace.describe import describe as measure
 
-    told = measure(_packed(trace, reading))
+    told = measure(packed_trace(trace, reading))
     if as_json:
         emit_json(_plain(told))
         return
@@ -227,7 +228,8 @@ def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN40
         click.echo(f"Note: {note}.")
 
 
-def _packed(path: Path, options: dict[str, Any]) -> "Packed":
+def packed_trace(path: Path, options: dict[str, Any]) -> "Packed":
+    """The trace at `path`, read as the options of `reading_options` say; warnings go to stderr."""
     from kvtier.trace.opening import Reading, open_trace
     from kvtier.trace.packed import pack
 

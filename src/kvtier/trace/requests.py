@@ -38,7 +38,7 @@ class RequestLines:
         self.name = str(path)
         self._unit_s = UNITS_S[time_unit]
         head = list(islice(self._lines(), HEAD_LINES))
-        own, note = _own_block_tokens(head)
+        own, note = self._stated_block_tokens() or _own_block_tokens(head)
         self.block_tokens, self._factor = larger_block(path, own, block_tokens)
         self.notes = tuple(it for it in (note, _doubt(head, time_unit)) if it)
 
@@ -46,6 +46,14 @@ class RequestLines:
         """The requests, in the order of the file."""
         for request in self._lines():
             yield request._replace(blocks=merged(request.blocks, self._factor)) if self._factor > 1 else request
+
+    def _stated_block_tokens(self) -> tuple[int, str] | None:
+        """What the first line says, if it does."""
+        line_number, line = next(json_lines(self._path))
+        if "block_size" not in line:
+            return None
+        with Place(self._path, line_number):
+            return whole(line, "block_size", least=1), ""
 
     def _lines(self) -> Iterator[Request]:
         numbering = Numbering()

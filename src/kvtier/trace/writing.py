@@ -1,0 +1,82 @@
+"""Packed traces as request lines, the form that most tools read."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from kvtier.errors import ConfigError
+from kvtier.trace.packed import Column, Packed
+
+
+def write_requests(path: Path, packed: Packed, *, as_runs: bool) -> None:
+    """Write a trace as request lines, gzip where the name ends in ``.gz``; whole or not at all.
+
+    The first line also tells the size of a block. Texts, names of sessions and ids of the trace it came from are not in
+    it: blocks are numbered as they appear, sessions too.
+
+    Raises:
+        ConfigError: the trace has no blocks, or the file cannot be written.
+    """
+    if not packed.has_blocks:
+        raise ConfigError(f"trace {packed.name} tells no blocks; allowed: one that does")
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        with _created(draft, is_packed=path.suffix == ".gz") as stream:
+            for line in request_lines(packed, as_runs=as_runs):
+                stream.write(f"{json.dumps(line, separators=(',', ':'))}\n")
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _created(path: Path, *, is_packed: bool) -> IO[str]:
+    return gzip.open(path, "wt", encoding="utf-8") if is_packed else path.open("w", encoding="utf-8")
+
+
+def request_lines(packed: Packed, *, as_runs: bool) -> Iterator[dict[str, object]]:
+    """The lines, one for each request."""
+    numbers = np.full(packed.block_count, -1, np.int64)
+    count = 0
+    first_s = float(packed.time_s[0])
+    for request in range(len(packed)):
+        ids = packed.ids[int(packed.starts[request]) : int(packed.starts[request + 1])]
+        for block in ids[numbers[ids] < 0].tolist():
+            if numbers[block] < 0:
+                numbers[block] = count
+                count += 1
+        line: dict[str, object] = {
+            "timestamp": _milliseconds(float(packed.time_s[request]) - first_s),
+            "input_length": int(packed.input_tokens[request]),
+            "output_length": int(packed.output_tokens[request]),
+        }
+        if request == 0:
+            line["block_size"] = packed.block_tokens
+        session = int(packed.session[request])
+        if session >= 0:
+            line["session_id"] = session
+        named = numbers[ids]
+        if as_runs:
+            line["hash_runs"] = _runs(named)
+        else:
+            line["hash_ids"] = named.tolist()
+        yield line
+
+
+def _milliseconds(seconds: float) -> int | float:
+    time_ms = round(seconds * 1000, 3)
+    return int(time_ms) if time_ms == int(time_ms) else time_ms
+
+
+def _runs(ids: Column) -> list[list[int]]:
+    if not len(ids):
+        return []
+    breaks = np.flatnonzero(np.diff(ids) != 1) + 1
+    firsts = [0, *breaks.tolist()]
+    ends = [*breaks.tolist(), len(ids)]
+    return [[int(ids[first]), end - first] for first, end in zip(firsts, ends, strict=True)]
