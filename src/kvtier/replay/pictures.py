@@ -17,6 +17,7 @@ from kvtier.replay.tables import Replayed, tokens_text
 
 _HUES = ("gpu", "disk", "shared", "host", "ink")
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+_INTERVAL_LEAST_S = 0.1
 _OWN = {"default": "tiered", "lru": "alone"}
 
 
@@ -68,7 +69,7 @@ def _draw_intervals(axes: Axes, replayed: Replayed) -> None:
         axes.text(0.5, 0.5, "nothing is reused", transform=axes.transAxes, ha="center", color=MARKED["soft"])
         return
     share = np.cumsum(it.counts) / total
-    shown = (share > 0.001) & (share < 0.9999)
+    shown = (it.seconds >= _INTERVAL_LEAST_S) & (share > 0.001) & (share < 0.9999)
     if not shown.any():
         shown = it.counts > 0
     axes.plot(it.seconds[shown], share[shown], color=MARKED["tiered"])
@@ -91,7 +92,8 @@ def _draw_demand(axes: Axes, replayed: Replayed) -> None:
     per_s = max(it.bin_s, 1e-9)
     axes.plot(minutes, it.input_tokens / per_s, color=MARKED["gpu"], label="asked for")
     axes.plot(minutes, it.new_tokens / per_s, color=MARKED["tiered"], label="never seen before")
-    axes.set(xlabel="minutes", ylabel="input tokens a second", ylim=(0, None))
+    # Above the curves is room for their names.
+    axes.set(xlabel="minutes", ylabel="input tokens a second", ylim=(0, 1.25 * float(it.input_tokens.max()) / per_s))
     axes.yaxis.set_major_formatter(lambda value, _: tokens_text(value))
     axes.legend(loc="upper right")
 
