@@ -109,7 +109,7 @@ def test_a_value_that_a_later_layer_replaces_is_still_checked():
         ("host.capacity_bytes=", "not a size"),
         ("host.page_lock=maybe", "not one of the choices; allowed: auto, on, off"),
         ("host.populate=perhaps", "neither true nor false"),
-        ("host.evictor=random", "not known here; allowed: lru"),
+        ("host.evictor=random", "not known here; allowed: adaptive, lru"),
         ("directory.read_threads=0", "too small; allowed: a whole number from 1 to 256"),
         ("directory.read_threads=2.5", "not a whole number"),
         ("directory.read_threads=٣", "not a whole number"),

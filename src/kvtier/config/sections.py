@@ -66,7 +66,7 @@ class HostConfig(Section):
     section: ClassVar[str] = "host"
 
     capacity_bytes: int = _setting(4 * 2**30, Size(2**20), "Host memory for chunks; taken at start, never exceeded.")
-    evictor: str = _setting("lru", Named(_evictors), "Who leaves host memory when it is full.")
+    evictor: str = _setting("adaptive", Named(_evictors), "Who leaves host memory when it is full.")
     page_lock: Mode = _setting("auto", _MODE, "Page-lock host memory for fast copies to the GPU; auto: where CUDA is.")
     populate: bool = _setting(
         default=False, kind=Switch(), help="Touch all host memory at start: a slower start, no page fault later."
@@ -82,7 +82,7 @@ class DirectoryConfig(Section):
     path: Path | None = _setting(None, Location(), "Where chunks are kept; none: no directory tier.")
     capacity_bytes: int = _setting(64 * 2**30, Size(2**20), "Most bytes on disk, of all processes together.")
     direct_io: Mode = _setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
-    evictor: str = _setting("lru", Named(_evictors), "Who leaves the directory when it is full.")
+    evictor: str = _setting("adaptive", Named(_evictors), "Who leaves the directory when it is full.")
     shared: bool = _setting(
         default=True,
         kind=Switch(),
