@@ -43,6 +43,9 @@ class Host:
         # Counting who could leave keeps a full house cheap: no search for a victim that cannot exist.
         self._idle_clean = [0] * len(self.slots)
         self._idle_owed = [0] * len(self.slots)
+        # A search that found nobody is not made again before somebody may have become free to leave: while many stores
+        # wait for slots whose demotions are slow, each of them asks at every step.
+        self._is_searched = [False] * len(self.slots)
 
     def find(self, key: ChunkKey, group: int) -> Entry | None:
         """The object's entry, unless it is absent or lost."""
@@ -123,11 +126,11 @@ class Host:
     def take_slot(self, group: int) -> int | None:
         """A free slot, evicting an object that is neither pinned nor owed to a tier; None when there is none."""
         if not self._free[group]:
-            if not self._idle_clean[group]:
+            if not self._idle_clean[group] or self._is_searched[group]:
                 return None
-            entries = self.entries[group]
-            victim = self._victim(group, lambda name: not _is_idle(entries[ChunkKey(name)], may_owe=False))
+            victim = self._victim(group, self._must_stay(group))
             if victim is None:
+                self._is_searched[group] = True
                 return None
             self._evict(victim)
         return self._free[group].pop()
@@ -149,11 +152,13 @@ class Host:
         self._count(entry, -1)
         entry.residency = after(entry.residency, Change.LEAVE)
         self.leaving[entry.group] += 1
+        self._is_searched[entry.group] = False
         self._evictors[entry.group].removed(entry.key)
 
     def stuck(self, entry: Entry) -> None:
         """A late demotion reads the slot, nobody knows how long: until then the evictor need not spare its parents."""
         entry.stuck += 1
+        self._is_searched[entry.group] = False
         self._evictors[entry.group].removed(entry.key)
 
     def unstuck(self, entry: Entry, now_s: float) -> None:
@@ -199,7 +204,13 @@ class Host:
             assert clean == self._idle_clean[group], "the count of idle objects is wrong"
             assert owed == self._idle_owed[group], "the count of idle owed objects is wrong"
             assert leaving == self.leaving[group], "the count of leaving objects is wrong"
+            if self._is_searched[group]:
+                assert self._victim(group, self._must_stay(group)) is None, "somebody who could leave is not looked for"
         assert all(entry.residency is Residency.LOST for entry in self.lost), "a lost entry is not lost"
+
+    def _must_stay(self, group: int) -> Callable[[bytes], bool]:
+        entries = self.entries[group]
+        return lambda name: not _is_idle(entries[ChunkKey(name)], may_owe=False)
 
     def _victim(self, group: int, is_pinned: Callable[[bytes], bool]) -> Entry | None:
         name = self._evictors[group].victim(is_pinned)
@@ -218,10 +229,12 @@ class Host:
     def _offer(self, entry: Entry, now_s: float) -> None:
         """The evictor may choose `entry` (again)."""
         if not entry.stuck:
+            self._is_searched[entry.group] = False
             self._evictors[entry.group].added(self._held(entry, now_s))
 
     def _depart(self, entry: Entry) -> None:
         del self.entries[entry.group][entry.key]
+        self._is_searched[entry.group] = False
         self.departures += 1
 
     def _leave_if_paid(self, entry: Entry) -> None:
@@ -232,6 +245,7 @@ class Host:
         if entry.residency is Residency.READY and not entry.pins:
             counts = self._idle_owed if entry.owed else self._idle_clean
             counts[entry.group] += step
+            self._is_searched[entry.group] &= step < 0
 
     def _held(self, entry: Entry, now_s: float) -> Held:
         return Held(
