@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvtier.config import Config
 from kvtier.core.cache import Cache
 from kvtier.keys.chain import chunk_keys
 from kvtier.layout import GroupLayout, History, KvLayout
@@ -76,7 +77,7 @@ def _cache(slots: int, tiers: Iterable[str] = ()) -> Cache:
         layout=layout,
         slots=(slots,),
         tiers=list(tiers),
-        evictor=lambda: make_evictor("lru"),
+        evictor=lambda: make_evictor(Config().host.evictor),
         admitter=make_admitter("all"),
     )
 

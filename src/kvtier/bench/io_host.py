@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.bench.io_row import CHUNK_TOKENS, DEADLINE_S, FINGERPRINT, Row, Sample, Tick, chunk_key, layout_of, timed
+from kvtier.config import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
 from kvtier.device.cpu import CpuCopier
@@ -76,7 +77,7 @@ def _host_sample(
         layout=layout,
         slots=slots,
         tiers=[],
-        evictor=lambda: make_evictor("lru"),
+        evictor=lambda: make_evictor(Config().host.evictor),
         admitter=make_admitter("all"),
         limits=Limits(waiting_chunks=count),
     )

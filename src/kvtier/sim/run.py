@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvtier.core.cache import Cache
+from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.base import Evictor, Held
 from kvtier.policy.fifo import Fifo
 from kvtier.policy.lru import Lru
@@ -247,6 +248,8 @@ class _Simulation:
         inner: Evictor
         if self.scenario.evictor == "lru":
             inner = Lru()
+        elif self.scenario.evictor == "adaptive":
+            inner = Adaptive()
         elif self.scenario.evictor == "fifo":
             inner = Fifo()
         else:

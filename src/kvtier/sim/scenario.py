@@ -7,7 +7,7 @@ from random import Random
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.layout import GroupLayout, History, KvLayout, State, Validity, Window
 
-EVICTORS = ("lru", "fifo", "random")
+EVICTORS = ("lru", "adaptive", "fifo", "random")
 AGES_S = 10_000.0
 """A deadline that a run without faults never reaches."""
 
@@ -122,7 +122,7 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         tier_evicts=dice.random() < 0.6,
         ranks=dice.choices((1, 2, 3), (60, 30, 10))[0],
         limits=_draw_limits(dice, mode),
-        evictor=dice.choices(EVICTORS, (70, 15, 15))[0],
+        evictor=dice.choices(EVICTORS, (35, 35, 15, 15))[0],
         device_s=(0.001, dice.uniform(0.002, 0.02)),
         tier_s=tuple((0.001, dice.choice((0.005, 0.02, 0.1))) for _ in tiers),
         arrival_s=dice.choice((0.01, 0.05, 0.2)),
