@@ -12,6 +12,8 @@ from typing import Any
 FLAG = "SABOTAGE_FLAG"
 HANG_S = 60.0
 SLOW_S = 0.05
+LATE_S = 0.6
+"""Many steps of the engine, on a fast machine and on a slow one."""
 
 
 def hang_reads() -> None:
@@ -29,13 +31,13 @@ def hang_writes() -> None:
     _hang("write")
 
 
-def slow_copies() -> None:
-    """Copies between the engine's blocks and host memory take `SLOW_S` and end when the engine is steps ahead."""
+def slow_copies(slow_s: float = SLOW_S) -> None:
+    """Copies between the engine's blocks and host memory begin `slow_s` late, when the engine may be steps ahead."""
     from kvtier.connect.vllm.cpu_copy import CpuPageCopy
 
     def late(inner: Callable[..., Any]) -> Callable[..., Any]:
         def copy(self: CpuPageCopy, *arguments: Any) -> Any:
-            time.sleep(SLOW_S)
+            time.sleep(slow_s)
             return inner(self, *arguments)
 
         return copy
@@ -45,10 +47,10 @@ def slow_copies() -> None:
 
 
 def unfenced_copies() -> None:
-    """The same, and nobody may take blocks back: the control of the tests of the fence."""
+    """The same, later still, and nobody may take blocks back: the control of the tests of the fence."""
     from kvtier.connect.vllm.copier import BlockCopier
 
-    slow_copies()
+    slow_copies(LATE_S)
     BlockCopier.revoke = lambda self, requests, wait_s: True  # type: ignore[method-assign]
 
 

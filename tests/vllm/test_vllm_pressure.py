@@ -76,14 +76,16 @@ def test_a_storm_of_preemptions_changes_no_answer(
 def test_without_the_fence_the_storm_would_change_answers(
     start: Start, calm: dict[str, list[Answer]], tmp_path: Path
 ) -> None:
-    """The control of the test above: the same slow copies, and blocks that are never taken back."""
+    """The control of the test above: copies that are late, and blocks that are never taken back."""
     storm = STORM | {"num_gpu_blocks_override": BLOCKS["llama"]}
     engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:unfenced_copies", **storm)
     distances = []
-    for _ in range(2):
-        distances.append(furthest(engine.ask(*GROWING), calm["llama"]))
+    for _ in range(6):  # what is stored wrongly in one turn is loaded in the next
+        distances.append(furthest(engine.ask(*GROWING, limit_s=600), calm["llama"]))
+        if distances[-1] > 100 * TOLERANCE:
+            return
         engine.forget()
-    assert max(distances) > 100 * TOLERANCE
+    pytest.fail(f"six turns without a wrong answer: {distances}")
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3-next"])
