@@ -123,7 +123,7 @@ def vllm(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"demo": demo, "io": io, "core": core}
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"demo": demo, "vllm": vllm, "io": io, "core": core}
 
 
 def rendered(text: str) -> str:
