@@ -18,8 +18,9 @@ from kvtier.plan.series import (
 )
 
 pytest.importorskip("matplotlib")
+from kvtier.plan.drawing import LIGHT
 from kvtier.plan.page import STYLE
-from kvtier.plan.pictures import LIGHT, PICTURES, pictures, write_plot
+from kvtier.plan.pictures import PICTURES, pictures, write_plot
 from kvtier.plan.report import render_report, write_report
 
 WHEN = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)

@@ -7,11 +7,15 @@ Imported only where something is drawn, after `kvtier.plan.files.check_library`.
 
 import io
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from kvtier.plan.files import write_whole
 
 LIGHT = {
     "ground": "#ffffff",
@@ -45,6 +49,48 @@ RC: Any = {
     "lines.linewidth": 2.2,
 }
 Colours = Mapping[str, str]
+
+Subject = TypeVar("Subject")
+Pictures = Mapping[str, tuple[str, Callable[[Axes, Subject, Colours], None]]]
+"""Name to heading and how it is drawn."""
+
+
+def svgs(pictures: Pictures[Subject], subject: Subject, prefix: str = "") -> dict[str, str]:
+    """Name of each picture to its SVG without heading, whose colours are the variables of the page that shows it.
+
+    Args:
+        pictures: what to draw.
+        subject: of what.
+        prefix: makes the names unique in a page that shows several subjects.
+    """
+    drawn: dict[str, str] = {}
+    with mpl.rc_context(RC):
+        for name, (_, draw) in pictures.items():
+            figure = Figure(figsize=(6.6, 4.4), layout="constrained")
+            axes = figure.subplots()
+            draw(axes, subject, MARKED)
+            dress(axes, MARKED)
+            axes.set_title("")  # the page has its own
+            drawn[name] = for_page(figure_bytes(figure, "svg").decode(), f"{prefix}{name}")
+    return drawn
+
+
+def write_pictures(path: Path, pictures: Pictures[Subject], subject: Subject) -> None:
+    """Write all pictures to one file, two in a row, on a light ground.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    rows = -(-len(pictures) // 2)
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(12.4, 4.3 * rows), layout="constrained", facecolor=LIGHT["ground"])
+        for number, (heading, draw) in enumerate(pictures.values(), 1):
+            axes = figure.add_subplot(rows, 2, number)
+            draw(axes, subject, LIGHT)
+            if not axes.get_title():
+                axes.set_title(heading)
+            dress(axes, LIGHT)
+        write_whole("--plot", path, figure_bytes(figure, path.suffix.lower().removeprefix("."), dpi=100))
 
 
 def figure_bytes(figure: Figure, form: str, dpi: float = 72) -> bytes:

@@ -3,19 +3,15 @@
 Imported only where something is drawn, after `kvtier.plan.files.check_library`.
 """
 # matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from kvtier.plan.drawing import LIGHT, MARKED, RC, Colours, dress, figure_bytes, for_page
-from kvtier.plan.files import write_whole
+from kvtier.plan.drawing import Colours, Pictures, svgs, write_pictures
 from kvtier.plan.planning import Plan
 from kvtier.plan.series import (
     capacity_curves,
@@ -35,26 +31,12 @@ def write_plot(path: Path, plan: Plan) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(12.4, 8.6), layout="constrained", facecolor=LIGHT["ground"])
-        for axes, (_, draw) in zip(figure.subplots(2, 2).flat, PICTURES.values(), strict=True):
-            draw(axes, plan, LIGHT)
-            dress(axes, LIGHT)
-        write_whole("--plot", path, figure_bytes(figure, path.suffix.lower().removeprefix("."), dpi=100))
+    write_pictures(path, PICTURES, plan)
 
 
 def pictures(plan: Plan) -> dict[str, str]:
     """Name of each picture to its SVG, whose colours are the variables of the page that shows it."""
-    drawn: dict[str, str] = {}
-    with mpl.rc_context(RC):
-        for name, (_, draw) in PICTURES.items():
-            figure = Figure(figsize=(6.6, 4.4), layout="constrained")
-            axes = figure.subplots()
-            draw(axes, plan, MARKED)
-            dress(axes, MARKED)
-            axes.set_title("")  # the page has its own
-            drawn[name] = for_page(figure_bytes(figure, "svg").decode(), name)
-    return drawn
+    return svgs(PICTURES, plan)
 
 
 def _draw_capacity(axes: Axes, plan: Plan, colours: Colours) -> None:
@@ -171,12 +153,9 @@ def _round(text: str) -> str:
     return re.sub(r"\.0+(?= )", "", text)
 
 
-Draw = Callable[[Axes, Plan, Colours], None]
-
-PICTURES: dict[str, tuple[str, Draw]] = {
+PICTURES: Pictures[Plan] = {
     "capacity": ("KV against conversations and context", _draw_capacity),
     "prompt": ("One prompt: computed, or fetched", _draw_single_prompt),
     "ttft": ("Time to first token against the load", _draw_ttft),
     "cost": ("What a million output tokens take", _draw_cost),
 }
-"""Name to heading and how it is drawn."""

@@ -3,18 +3,15 @@
 Imported only where something is drawn, after `kvtier.plan.files.check_library`.
 """
 # matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from kvtier.config.kinds import size_text
-from kvtier.plan.drawing import LIGHT, MARKED, RC, Colours, dress, figure_bytes, for_page
-from kvtier.plan.files import write_whole
+from kvtier.plan.drawing import Colours, Pictures, svgs, write_pictures
 from kvtier.probe.result import LinkMeasures, Measure, ProbeResult
 
 COLOURS = {"host": "host", "gpu": "gpu", "directory": "shared", "disk": "disk"}
@@ -28,26 +25,12 @@ def write_plot(path: Path, result: ProbeResult) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(12.4, 4.6), layout="constrained", facecolor=LIGHT["ground"])
-        for axes, (title, draw) in zip(figure.subplots(1, 2).flat, PICTURES.values(), strict=True):
-            draw(axes, result, LIGHT)
-            axes.set_title(title)
-            dress(axes, LIGHT)
-        write_whole("--plot", path, figure_bytes(figure, path.suffix.lower().removeprefix("."), dpi=100))
+    write_pictures(path, PICTURES, result)
 
 
 def pictures(result: ProbeResult) -> dict[str, str]:
     """Title of each picture to its SVG, whose colours are the variables of the page that shows it."""
-    drawn: dict[str, str] = {}
-    with mpl.rc_context(RC):
-        for name, (title, draw) in PICTURES.items():
-            figure = Figure(figsize=(6.6, 4.4), layout="constrained")
-            axes = figure.subplots()
-            draw(axes, result, MARKED)
-            dress(axes, MARKED)
-            drawn[title] = for_page(figure_bytes(figure, "svg").decode(), name)
-    return drawn
+    return {PICTURES[name][0]: svg for name, svg in svgs(PICTURES, result).items()}
 
 
 def _draw_rates(axes: Axes, result: ProbeResult, colours: Colours) -> None:
@@ -101,10 +84,7 @@ def _finish(axes: Axes, result: ProbeResult) -> None:
     axes.legend(loc="best", ncols=2)
 
 
-Draw = Callable[[Axes, ProbeResult, Colours], None]
-
-PICTURES: dict[str, tuple[str, Draw]] = {
+PICTURES: Pictures[ProbeResult] = {
     "rates": ("How fast", _draw_rates),
     "latencies": ("How long one operation takes", _draw_latencies),
 }
-"""Name to heading and how it is drawn."""

@@ -5,14 +5,10 @@ Imported only where something is drawn, after `kvtier.plan.files.check_library`.
 # matplotlib's own stubs leave keyword arguments without a type:
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable
-
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from kvtier.plan.drawing import MARKED, RC, dress, figure_bytes, for_page
+from kvtier.plan.drawing import Colours, Pictures
 from kvtier.replay.tables import Replayed, tokens_text
 
 _HUES = ("gpu", "disk", "shared", "host", "ink")
@@ -21,25 +17,7 @@ _INTERVAL_LEAST_S = 0.1
 _OWN = {"default": "tiered", "lru": "alone"}
 
 
-def pictures(replayed: Replayed, prefix: str) -> dict[str, tuple[str, str]]:
-    """Name of each picture to its heading and SVG, whose colours are the variables of the page that shows it.
-
-    Args:
-        replayed: what to draw.
-        prefix: makes the names unique in the page.
-    """
-    drawn: dict[str, tuple[str, str]] = {}
-    with mpl.rc_context(RC):
-        for name, (heading, draw) in PICTURES.items():
-            figure = Figure(figsize=(6.6, 4.4), layout="constrained")
-            axes = figure.subplots()
-            draw(axes, replayed)
-            dress(axes, MARKED)
-            drawn[name] = heading, for_page(figure_bytes(figure, "svg").decode(), f"{prefix}-{name}")
-    return drawn
-
-
-def _draw_capacity(axes: Axes, replayed: Replayed) -> None:
+def _draw_capacity(axes: Axes, replayed: Replayed, colours: Colours) -> None:
     by_policy: dict[str, list[tuple[float, float]]] = {}
     for it in replayed.outcomes:
         if it.capacity_tokens is not None:
@@ -48,62 +26,59 @@ def _draw_capacity(axes: Axes, replayed: Replayed) -> None:
     for policy, points in by_policy.items():
         x, y = zip(*sorted(points), strict=True)
         if policy == "min":
-            axes.plot(x, y, color=MARKED["soft"], linestyle=(0, (5, 3)), marker="o", markersize=3, label="min (bound)")
+            axes.plot(x, y, color=colours["soft"], linestyle=(0, (5, 3)), marker="o", markersize=3, label="min (bound)")
             continue
         if policy in _OWN:
-            colour, dash = MARKED[_OWN[policy]], "-"
+            colour, dash = colours[_OWN[policy]], "-"
         else:
-            colour, dash = MARKED[_HUES[others % len(_HUES)]], _DASHES[others // len(_HUES) % len(_DASHES)]
+            colour, dash = colours[_HUES[others % len(_HUES)]], _DASHES[others // len(_HUES) % len(_DASHES)]
             others += 1
         axes.plot(x, y, color=colour, linestyle=dash, marker="o", markersize=4, label=policy)
-    axes.axhline(replayed.bound, color=MARKED["soft"], linewidth=1.2, linestyle=":", label="without end")
+    axes.axhline(replayed.bound, color=colours["soft"], linewidth=1.2, linestyle=":", label="without end")
     axes.set(xscale="log", xlabel="tokens of capacity", ylabel="hit rate of tokens", ylim=(0, None))
     axes.xaxis.set_major_formatter(lambda value, _: tokens_text(value))
     axes.legend(loc="best")
 
 
-def _draw_intervals(axes: Axes, replayed: Replayed) -> None:
+def _draw_intervals(axes: Axes, replayed: Replayed, colours: Colours) -> None:
     it = replayed.description.intervals
     total = it.counts.sum()
     if not total:
-        axes.text(0.5, 0.5, "nothing is reused", transform=axes.transAxes, ha="center", color=MARKED["soft"])
+        axes.text(0.5, 0.5, "nothing is reused", transform=axes.transAxes, ha="center", color=colours["soft"])
         return
     share = np.cumsum(it.counts) / total
     shown = (it.seconds >= _INTERVAL_LEAST_S) & (share > 0.001) & (share < 0.9999)
     if not shown.any():
         shown = it.counts > 0
-    axes.plot(it.seconds[shown], share[shown], color=MARKED["tiered"])
+    axes.plot(it.seconds[shown], share[shown], color=colours["tiered"])
     axes.set(xscale="log", xlabel="seconds since the last use", ylabel="share of reuse within", ylim=(0, 1))
 
 
-def _draw_working_set(axes: Axes, replayed: Replayed) -> None:
+def _draw_working_set(axes: Axes, replayed: Replayed, colours: Colours) -> None:
     it = replayed.description.over_time
     minutes = (np.arange(len(it.unique_tokens)) + 1) * it.bin_s / 60
-    axes.plot(minutes, it.unique_tokens, color=MARKED["disk"], label="distinct so far")
-    axes.plot(minutes, it.used_tokens, color=MARKED["tiered"], label=f"used within {it.bin_s:,.0f} s")
+    axes.plot(minutes, it.unique_tokens, color=colours["disk"], label="distinct so far")
+    axes.plot(minutes, it.used_tokens, color=colours["tiered"], label=f"used within {it.bin_s:,.0f} s")
     axes.set(xlabel="minutes", ylabel="tokens", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _: tokens_text(value))
     axes.legend(loc="upper left")
 
 
-def _draw_demand(axes: Axes, replayed: Replayed) -> None:
+def _draw_demand(axes: Axes, replayed: Replayed, colours: Colours) -> None:
     it = replayed.description.over_time
     minutes = (np.arange(len(it.input_tokens)) + 0.5) * it.bin_s / 60
     per_s = max(it.bin_s, 1e-9)
-    axes.plot(minutes, it.input_tokens / per_s, color=MARKED["gpu"], label="asked for")
-    axes.plot(minutes, it.new_tokens / per_s, color=MARKED["tiered"], label="never seen before")
+    axes.plot(minutes, it.input_tokens / per_s, color=colours["gpu"], label="asked for")
+    axes.plot(minutes, it.new_tokens / per_s, color=colours["tiered"], label="never seen before")
     # Above the curves is room for their names.
     axes.set(xlabel="minutes", ylabel="input tokens a second", ylim=(0, 1.25 * float(it.input_tokens.max()) / per_s))
     axes.yaxis.set_major_formatter(lambda value, _: tokens_text(value))
     axes.legend(loc="upper right")
 
 
-Draw = Callable[[Axes, Replayed], None]
-
-PICTURES: dict[str, tuple[str, Draw]] = {
+PICTURES: Pictures[Replayed] = {
     "capacity": ("Hit rate against capacity", _draw_capacity),
     "intervals": ("How soon a block is used again", _draw_intervals),
     "working-set": ("Working set over time", _draw_working_set),
     "demand": ("Demand over time", _draw_demand),
 }
-"""Name to heading and how it is drawn."""

@@ -5,9 +5,10 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from kvtier.plan.drawing import svgs
 from kvtier.plan.files import write_whole
 from kvtier.plan.page import page, table_html
-from kvtier.replay.pictures import pictures
+from kvtier.replay.pictures import PICTURES
 from kvtier.replay.tables import CONVENTION, Replayed, description_table, outcomes_table, tokens_text
 
 CAPTIONS = {
@@ -41,8 +42,8 @@ def render_report(replayed: Sequence[Replayed], made: datetime) -> str:
 def _trace(replayed: Replayed, number: int) -> str:
     told = replayed.description
     figures = "".join(
-        f"<figure><h3>{escape(heading)}</h3>{svg}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
-        for name, (heading, svg) in pictures(replayed, f"t{number}").items()
+        f"<figure><h3>{escape(PICTURES[name][0])}</h3>{svg}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
+        for name, svg in svgs(PICTURES, replayed, f"t{number}-").items()
     )
     notes = "".join(f"<li>{escape(it)}</li>" for it in (*told.warnings, *told.notes))
     return (
