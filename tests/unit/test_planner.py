@@ -9,7 +9,6 @@ from kvtier.core.planner import (
     RISKS,
     SLACK,
     SLACK_S_MIN,
-    UNKNOWN_WAIT_S,
     Piece,
     Plan,
     Planner,
@@ -86,6 +85,16 @@ def test_what_a_load_takes_besides_counts() -> None:
     assert planner.plan(lookup_of(offer(900, 0.0)), TOTAL, now_s=0.0).tokens == 900
 
 
+def test_what_loads_took_besides_is_forgotten_while_nobody_can_see_it() -> None:
+    planner = taught()
+    planner.waited(5.0)  # once, for a reason that has gone
+    lookup = lookup_of(offer(900, 0.01))
+    assert planner.plan(lookup, TOTAL, now_s=0.0).tokens == 0
+    for _ in range(30):
+        planner.prefilled([Piece(TOTAL, 0)], TOTAL * PER_TOKEN_S)
+    assert planner.plan(lookup, TOTAL, now_s=30.0).tokens == 900
+
+
 def test_a_load_that_is_over_before_the_engine_is_free_costs_nothing() -> None:
     planner, lookup = taught(), lookup_of(offer(900, 2.0))
     assert planner.plan(lookup, TOTAL, now_s=0.0).is_trial  # too slow
@@ -137,10 +146,11 @@ def test_a_short_prompt_has_some_milliseconds_too() -> None:
     assert plan.patience.allowance_s == pytest.approx(SLACK_S_MIN)
 
 
-def test_a_link_that_nobody_knows_is_given_some_time() -> None:
-    plan = taught().plan(lookup_of(offer(900, 0.0, is_known=False)), TOTAL, now_s=0.0)
+@pytest.mark.parametrize(("tokens", "first_look_s"), [(1000, 0.1), (10_000, 0.2), (100_000, 0.4)])
+def test_the_first_look_at_a_link_is_given_its_share_of_the_prompt(tokens: int, first_look_s: float) -> None:
+    plan = taught().plan(lookup_of(offer(900, 0.0, is_known=False)), tokens, now_s=0.0)
     assert plan.patience is not None
-    assert plan.patience.allowance_s == pytest.approx(SLACK + RISKS * UNKNOWN_WAIT_S, rel=0.01)
+    assert plan.patience.allowance_s == pytest.approx(0.03 * tokens * PER_TOKEN_S + first_look_s, rel=0.01)
 
 
 def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:

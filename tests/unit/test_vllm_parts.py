@@ -282,13 +282,34 @@ def test_overlapped_steps_are_timed_one_after_the_other():
     planner.prefilled = lambda pieces, seconds: seen.append((len(pieces), seconds))
     pace = Pace(planner)
     piece = pace.scheduled(tracked(), 100)
-    pace.went(1, [piece], 10.0)
-    pace.went(2, [piece, piece], 11.0)
+    pace.went(1, [piece], 10.0, is_plain=True)
+    pace.went(2, [piece, piece], 11.0, is_plain=True)
     pace.came_back(1, 12.0)
     pace.came_back(2, 15.0)
-    pace.went(3, [], 16.0)
+    pace.went(3, [], 16.0, is_plain=True)
     pace.came_back(3, 17.0)
     assert seen == [(1, 2.0), (2, 3.0)]
+
+
+def test_a_clock_that_stands_still_while_the_engine_computes():
+    pace = Pace(Planner())
+    piece = pace.scheduled(tracked(), 100)
+    assert pace.computed_s(9.0) == 0
+    pace.went(1, [piece], 10.0, is_plain=False)
+    assert pace.computed_s(10.5) == 0.5  # while it is under way
+    pace.came_back(1, 12.0)
+    assert pace.computed_s(11.5) == 1.5  # of what had ended during it
+    assert pace.computed_s(14.0) == 2.0
+    pace.went(2, [], 14.0, is_plain=True)  # nothing to compute: that is waiting
+    pace.came_back(2, 15.0)
+    assert pace.computed_s(15.0) == 2.0
+    pace.went(3, [piece], 15.0, is_plain=True)
+    pace.went(4, [piece], 16.0, is_plain=True)  # before the third has come back
+    assert pace.computed_s(17.0) == 4.0
+    pace.came_back(3, 18.0)
+    pace.came_back(4, 19.0)
+    assert pace.computed_s(18.5) == 5.5
+    assert pace.computed_s(20.0) == 6.0
 
 
 # ---- events ----------------------------------------------------------------------------------------------------------

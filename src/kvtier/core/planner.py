@@ -36,8 +36,13 @@ SAVED_SHARE = 0.1
 """Share of what was saved that may be lost again."""
 RISKS = 2.0
 """A load may lose this many times as much on the way as it was expected to."""
-UNKNOWN_WAIT_S = 0.2
-"""What is expected of a link that nobody has used yet."""
+UNKNOWN_S_MIN = 0.1
+UNKNOWN_S_MAX = 0.4
+"""What the first look at a link may cost, once: `COMPUTED_SHARE` of computing the prompt, within these. Many links take
+some tens of milliseconds before the first byte, and few more than the most."""
+OVERHEAD_HALF_S = 10.0
+"""After so long of computing, half of what loads took besides is forgotten: else one bad moment would keep everybody
+from loading, and nobody would ever see that it has passed."""
 REST_S_MIN = 1.0
 REST_S_MAX = 30.0
 REST_GROWTH = 2.0
@@ -112,6 +117,7 @@ class Planner:
         """A step of the engine that computed `pieces` took `seconds`."""
         self._prefill.add(pieces, seconds)
         self._earn(COMPUTED_SHARE * seconds)
+        self._overhead_s *= 0.5 ** (seconds / OVERHEAD_HALF_S)
 
     def seconds(self, tokens: int, context_tokens: int) -> float:
         """Expected time of computing `tokens` behind `context_tokens`."""
@@ -187,7 +193,8 @@ class Planner:
         self._spared_s = self._spared_s - plan.recompute_s + plan.compute_s if self._open else 0.0
 
     def waited(self, seconds: float) -> None:
-        """What a load took besides: from the plan to its beginning, and from its end to the step that goes on."""
+        """What a load took besides: from its end to the step that goes on, as far as nobody computed meanwhile."""
+        seconds = max(0.0, seconds)
         self._overhead_s = sqrt(self._overhead_s * seconds) if self._overhead_s else seconds
 
     def snapshot(self) -> dict[str, float]:
@@ -213,7 +220,8 @@ class Planner:
         risk_s = self._risk_s(plan.resident_tokens, offer)
         needed_s = min(RISKS * risk_s, max(risk_s, plan.saved_s))
         if not offer.is_known:
-            needed_s = max(needed_s, RISKS * UNKNOWN_WAIT_S, plan.free_s)
+            unknown_s = min(max(UNKNOWN_S_MIN, COMPUTED_SHARE * plan.recompute_s), UNKNOWN_S_MAX)
+            needed_s = max(needed_s, unknown_s, plan.free_s)
         lent_s = needed_s if self._account_s > 0 else min(needed_s, plan.free_s)
         return replace(plan, risk_s=risk_s, patience=self._patience(_slack_s(plan) + lent_s))
 

@@ -14,7 +14,12 @@ class Pace:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._steps: dict[int, tuple[float, list[Piece]]] = {}
-        """Those that are under way: when they went out, and what they compute."""
+        """Those that are under way: when they went out, and what they compute, if nothing else is in their time."""
+        self._computed_s = 0.0
+        """All steps together, up to the end of the last one that computed something."""
+        self._began_s = 0.0
+        self._ended_s = 0.0
+        """Of that one."""
         self._last_done_s = 0.0
         self._computing: dict[str, Tracked] = {}
         """Requests whose prompts are being computed, or will be."""
@@ -44,14 +49,24 @@ class Pace:
             self._computing.pop(tracked.id, None)
         return Piece(tokens, done)
 
-    def went(self, step: int, pieces: list[Piece], now_s: float) -> None:
-        """A step goes out that does nothing but compute `pieces`."""
+    def went(self, step: int, pieces: list[Piece], now_s: float, *, is_plain: bool) -> None:
+        """A step goes out that computes `pieces`, and does nothing else if it `is_plain`."""
         if pieces:
-            self._steps[step] = (now_s, pieces)
+            self._steps[step] = (now_s, pieces if is_plain else [])
 
     def came_back(self, step: int, now_s: float) -> None:
         """The step has come back. One that overlaps the one before it began with that one's end."""
         went = self._steps.pop(step, None)
         if went is not None:
-            self._planner.prefilled(went[1], now_s - max(went[0], self._last_done_s))
+            began_s, pieces = max(went[0], self._last_done_s), went[1]
+            if pieces:
+                self._planner.prefilled(pieces, now_s - began_s)
+            self._computed_s += now_s - began_s
+            self._began_s, self._ended_s = began_s, now_s
         self._last_done_s = now_s
+
+    def computed_s(self, at_s: float) -> float:
+        """How long the engine has computed up to `at_s`, which is not before the last step that came back began."""
+        since_s = min((went_s for went_s, _ in self._steps.values()), default=at_s)
+        not_yet_s = max(0.0, self._ended_s - max(at_s, self._began_s))
+        return self._computed_s - not_yet_s + max(0.0, at_s - max(since_s, self._last_done_s))

@@ -248,8 +248,7 @@ class Scheduler:
                 pieces.append(self._pace.scheduled(tracked, tokens))
                 if pieces[-1].context_tokens + tokens >= tracked.handed_tokens + self._geometry.chunk_tokens:
                     self._due[name] = tracked
-        if not self._awaited:
-            self._pace.went(self._step, pieces, time.monotonic())
+        self._pace.went(self._step, pieces, time.monotonic(), is_plain=not self._awaited)
         self._stores.yield_idle()
         self._revoked += self._stores.give_up_lost()
         awaited, revoked, self._awaited, self._revoked = self._awaited, self._revoked, [], []
@@ -282,7 +281,7 @@ class Scheduler:
             tracked.began_step = self._step
             self._loads.took_off(name)
             if tracked.loaded_s is not None:
-                self._planner.waited(time.monotonic() - tracked.loaded_s)
+                self._planner.waited(self._idle_s(time.monotonic()) - tracked.loaded_s)
                 tracked.loaded_s = None
         if not self._geometry.has_states or output.kv_connector_block_state is None:
             return
@@ -371,7 +370,7 @@ class Scheduler:
             return
         plan, tracked = load.match.plan, load.tracked
         self._planner.ended(plan, done, load.ended_s - load.began_s, load.ended_s)
-        tracked.loaded_s = load.ended_s if load.match.is_async else None
+        tracked.loaded_s = self._idle_s(load.ended_s) if load.match.is_async else None
         if load.match.is_async and not load.is_void and done.tokens >= plan.tokens:
             self._loads.land(load)
         if plan.tokens < tracked.request.num_tokens:
@@ -384,6 +383,10 @@ class Scheduler:
             tracked.attempts += 1
             is_last = done.was_cut or tracked.attempts >= ATTEMPTS_MAX
             tracked.cap_tokens = 0 if is_last else min((chunk for _, chunk in done.failed), default=0) * self._size
+
+    def _idle_s(self, at_s: float) -> float:
+        """A clock that stands still while the engine computes: a request that waits for others has lost nothing."""
+        return at_s - self._pace.computed_s(at_s)
 
     @property
     def _size(self) -> int:

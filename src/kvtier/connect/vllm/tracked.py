@@ -89,7 +89,7 @@ class Tracked:
     load: RequestId | None = None
     """The load that is under way."""
     loaded_s: float | None = None
-    """When its load had ended, until it is computed."""
+    """When its load had ended, by the clock that stands still while the engine computes."""
     _prefix: tuple[int, Prefix] | None = None
 
     @property
