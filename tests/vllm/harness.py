@@ -168,6 +168,10 @@ class Engine:
         """Processor seconds of the engine's process, with everything that runs in its background."""
         return self._call("cpu_s", ANSWER_S)
 
+    def told_by(self, place: str) -> Any:
+        """What ``module:function`` says in the engine's process."""
+        return self._call("told_by", ANSWER_S, place=place)
+
     @property
     def chunk_tokens(self) -> int:
         """Of kvtier's chunks. In a model with states it depends on vLLM's blocks, and they on the processor."""

@@ -144,6 +144,10 @@ class Served:
         """Processor seconds of all threads of this process so far."""
         return time.process_time()
 
+    def told_by(self, place: str) -> Any:
+        """What ``module:function`` says here."""
+        return _called(place)
+
     def close(self) -> None:
         """End the engine as its own server would."""
         self.drain()
@@ -169,8 +173,7 @@ def serve(connection: Connection, job: str) -> None:
         try:
             if engine is None:
                 for place in filter(None, told["sabotage"].split(",")):
-                    module, _, function = place.partition(":")
-                    getattr(import_module(module), function)()
+                    _called(place)
                 engine, result = Served(told["arguments"]), None
             else:
                 name, arguments = connection.recv()
@@ -184,3 +187,8 @@ def serve(connection: Connection, job: str) -> None:
             if engine is None:
                 break
     sys.stdout.flush()
+
+
+def _called(place: str) -> Any:
+    module, _, function = place.partition(":")
+    return getattr(import_module(module), function)()
