@@ -87,7 +87,7 @@ def vllm(record: dict[str, Any]) -> str:
         told = {name: 100 * (value - 1) for name, value in misses[arm]["ttft"].items()}
         return f"{told['ratio']:+.1f} % ({told['low']:+.1f} to {told['high']:+.1f})"
 
-    own = {name: 100 * value for name, value in misses["kvtier"]["own_cpu"].items()}
+    own = {name: 100 * value for name, value in misses["kvtier"].get("own_cpu", {}).items()}
     prompt, host = settings["prompt_tokens"], settings["small_host_bytes"]
     rows = [
         ["TTFT, nothing stored", *times("miss")],
@@ -99,17 +99,16 @@ def vllm(record: dict[str, Any]) -> str:
             "-",
             *(f"{large[arm]['restored']:,} of {large[arm]['of']:,}" for arm in arms[1:]),
         ],
-        [
-            "of it the connector's own processor time, of what computing takes",
-            "-",
-            "-",
-            f"{own['ratio']:.2f} % ({own['low']:.2f} to {own['high']:.2f})",
-        ],
+        *(
+            [["processor time of it", "-", "-", f"{own['ratio']:.2f} % ({own['low']:.2f} to {own['high']:.2f})"]]
+            if own
+            else []
+        ),
         ["growing conversations, tokens not computed", *(f"{talk[arm]['cached_tokens']:,}" for arm in arms)],
         ["growing conversations, requests/s", *(f"{talk[arm]['requests_per_s']:.2f}" for arm in arms)],
         ["growing conversations, median TTFT", *(f"{talk[arm]['ttft']['median_s']:.2f} s" for arm in arms)],
     ]
-    worst = max(results["slow"], key=lambda it: it["all"])
+    worst = max(results["slow"], key=lambda it: it.get("all", it["worst"]))
     lines = [
         (
             f"A prompt of {prompt:,} tokens, {settings['model']} with random weights, vLLM on one of "
@@ -125,7 +124,7 @@ def vllm(record: dict[str, Any]) -> str:
             "Native tiering is vLLM's own, with a worker that copies with memcpy, because its own needs CUDA. "
             f"With a disk so slow that loading takes {results['slow'][0]['load_over_compute']:g} to "
             f"{results['slow'][-1]['load_over_compute']:g} times as long as computing, {settings['throttled_prompts']} "
-            f"prompts together take at worst {100 * (worst['all'] - 1):+.0f} % against computing them "
+            f"prompts together take at worst {100 * (worst.get('all', worst['worst']) - 1):+.0f} % against computing them "
             f"(at {worst['load_over_compute']:g} times; {100 * (worst['worst'] - 1):+.0f} % the worst prompt)."
         ),
     ]

@@ -9,6 +9,7 @@ leaves the others to the rest, as it does by itself on a small machine.
 """
 
 import argparse
+import json
 import math
 import random
 import statistics
@@ -247,15 +248,19 @@ def main() -> None:
     """Run the parts, print a summary, write the record."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few samples: shows that it runs")
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this part; repeatable")
+    parser.add_argument(
+        "--part", action="append", choices=list(PARTS), help="only this part, the rest of the record stays; repeatable"
+    )
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the drive in question")
-    parser.add_argument("--record", type=Path, help="write the JSON record to this file")
+    parser.add_argument("--record", type=Path, help="write the JSON record to this file, after each part")
     parser.add_argument("--seed", type=int, default=1, help="draws the prompts")
     given = parser.parse_args()
     sizes = QUICK if given.quick else FULL
     parts = given.part or list(PARTS)
-    results: dict[str, Any] = {"arms": MEANS}
-    samples: Samples = []
+    results, samples = _kept(given.record) if given.part else ({}, [])
+    results |= {"arms": MEANS, "made": results.get("made", {})}
+    settings = {name: Setting(value, "flag" if given.quick else "default") for name, value in asdict(sizes).items()}
+    settings |= {"threads": Setting(1, "default"), "dtype": Setting(DTYPE, "default")}
     with tempfile.TemporaryDirectory(prefix=".bench-vllm-", dir=given.dir) as folder:
         work = Path(folder).resolve()
         in_process(make_checkpoint, sizes.model, work / "models" / sizes.model)
@@ -263,17 +268,23 @@ def main() -> None:
         for part in parts:
             began = time.perf_counter()
             results[part], taken = PARTS[part](bench, given.seed)
-            samples += taken
+            samples = [it for it in samples if it["part"] != part] + taken
             print(f"{part}: {time.perf_counter() - began:.0f} s: {results[part]}", file=sys.stderr, flush=True)
-    if given.record is not None:
-        settings = {name: Setting(value, "flag" if given.quick else "default") for name, value in asdict(sizes).items()}
-        settings["parts"] = Setting(parts, "flag" if given.part else "default")
-        settings["threads"] = Setting(1, "default")
-        settings["dtype"] = Setting(DTYPE, "default")
-        record = make_record(
-            "vllm", settings=settings, seed=given.seed, results=results, samples=samples, directory=given.dir
-        )
-        write_record(given.record, record)
+            if given.record is None:
+                continue
+            record = make_record(
+                "vllm", settings=settings, seed=given.seed, results=results, samples=samples, directory=given.dir
+            )
+            results["made"][part] = {"time": record["time"], "commit": record["commit"], "sizes": asdict(sizes)}
+            write_record(given.record, record)
+
+
+def _kept(path: Path | None) -> tuple[dict[str, Any], Samples]:
+    """What a record holds of parts that this run leaves out; each says when and with what it was made."""
+    if path is None or not path.exists():
+        return {}, []
+    known = json.loads(path.read_text(encoding="utf-8"))
+    return known["results"], known["samples"]
 
 
 if __name__ == "__main__":
