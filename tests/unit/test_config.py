@@ -150,7 +150,7 @@ def test_unknown_names_are_errors_that_name_the_known_ones(tmp_path):
         "capacity_bytes? known here: path, capacity_bytes, direct_io,",
         environ={"KVTIER_DIRECTORY__CAPCITY_BYTES": "1"},
     )
-    refused("tape (from flag --set tape.path): unknown section; known here: host, directory,", flags=["tape.path=/x"])
+    refused("shelf (from flag --set shelf.x): unknown section; known here: host, directory,", flags=["shelf.x=/y"])
     refused("did you mean limits?", file=write(tmp_path / "a.toml", "[limit]\n"))
     refused("limits.reqests (from file", file=write(tmp_path / "b.toml", "[limits]\nreqests = 1\n"))
     refused("capacity_bytes (from file", file=write(tmp_path / "c.toml", "capacity_bytes = 1\n"))

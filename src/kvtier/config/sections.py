@@ -148,6 +148,11 @@ class LimitsConfig(Section):
     loads_in_flight: int = _setting(16, Count(1, 1024), "Promotes (lower tier to host) at once, for each tier.")
     stores_in_flight: int = _setting(16, Count(1, 1024), "Gathers (engine to host) at once.")
     demotes_in_flight: int = _setting(8, Count(1, 1024), "Demotes (host to lower tier) at once, for each tier.")
+    small_bytes_in_flight: int = _setting(
+        16 * 2**20,
+        Size(0),
+        "Small objects may be more than these loads and demotes at once: so many bytes of each, for each tier.",
+    )
     scatters_in_flight: int = _setting(16, Count(1, 1024), "Scatters (host to engine) at once.")
     waiting_chunks: int = _setting(4096, Count(0, 10**6), "Objects of stores that may wait for room; more are dropped.")
     requests: int = _setting(4096, Count(1, 10**6), "Requests tracked; more are looked up in host memory only.")
@@ -179,6 +184,16 @@ class PlannerConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig(Section):
+    """A record of requests, to be replayed; it tells lengths, times and which blocks are equal."""
+
+    section: ClassVar[str] = "trace"
+
+    path: Path | None = _setting(None, Location(), "Directory for recordings of requests; none: nothing is recorded.")
+    capacity_bytes: int = _setting(2**30, Size(2**12), "Most bytes of recordings in it; then recording stops.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings. Constructors elsewhere take values from it, never the tree."""
 
@@ -188,10 +203,12 @@ class Config:
     store: StoreConfig = field(default_factory=StoreConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
 
 
 SECTIONS: dict[str, type[Section]] = {
-    kind.section: kind for kind in (HostConfig, DirectoryConfig, DiskConfig, StoreConfig, LimitsConfig, PlannerConfig)
+    kind.section: kind
+    for kind in (HostConfig, DirectoryConfig, DiskConfig, StoreConfig, LimitsConfig, PlannerConfig, TraceConfig)
 }
 
 

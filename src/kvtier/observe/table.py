@@ -151,6 +151,14 @@ TIER_FAILURES = Metric(
     "kvtier_tier_failures_total", MetricKind.COUNTER, "", (_TIER,), "I/O errors and missed deadlines of a tier."
 )
 
+TRACE_REQUESTS = Metric(
+    "kvtier_trace_requests_total",
+    MetricKind.COUNTER,
+    "",
+    (Label("result", ("recorded", "lost")),),
+    "Requests that were to be recorded as a trace.",
+)
+
 METRICS: tuple[Metric, ...] = (
     LOOKUPS,
     LOOKUP_TOKENS,
@@ -175,5 +183,6 @@ METRICS: tuple[Metric, ...] = (
     DROPS,
     TIER_UP,
     TIER_FAILURES,
+    TRACE_REQUESTS,
 )
 """The table."""

@@ -23,6 +23,7 @@ from kvtier.runtime.desk import Desk
 from kvtier.runtime.fleet import Below, LocalRank
 from kvtier.runtime.jobs import Observer
 from kvtier.runtime.rank import COPY_THREADS, open_rank
+from kvtier.runtime.recorder import Recorder
 from kvtier.runtime.session import LocalSession
 from kvtier.tier.base import Tier
 
@@ -30,6 +31,9 @@ NO_TIERS: Final[Mapping[str, Tier]] = MappingProxyType({})
 
 CHUNK_TOKENS_MIN = 256
 """Smallest automatic chunk: below it objects get too small for a drive's bandwidth."""
+
+RECORDER_DEADLINE_S = 2.0
+"""How long a recording may take to be written to its end when a session closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Opened:
     """Those that are open in this process."""
     metrics: Metrics
     slots: tuple[int, ...]
+    recorder: Recorder | None = None
+    """Where an adapter notes each request that has ended; None when nobody wants a trace."""
 
 
 def choose_chunk_tokens(wanted: int, alignment: int) -> int:
@@ -119,7 +125,8 @@ def open_core(
         observer: told of every command and every answer, in the session's thread, after they were counted.
 
     Raises:
-        ConfigError: a setting is wrong, the store's secret can be neither read nor made, or there is no such probe.
+        ConfigError: a setting is wrong, the store's secret can be neither read nor made, there is no such probe, or
+            requests cannot be recorded where they shall be.
     """
     metrics = Metrics()
     # After the tiers were opened: the secret lies in the directory that one of them may just have made.
@@ -133,15 +140,26 @@ def open_core(
         limits=_limits(config),
         beliefs=beliefs(config, max(group.payload_bytes for group in layout.groups)),
     )
+    recorder = None
+    if config.trace.path is not None:
+        recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
     session = LocalSession(
         cache,
         below.mover,
-        on_close=on_close,
+        on_close=on_close if recorder is None else _both(recorder, on_close),
         on_second=Gauges(metrics, cache, layout, tiers),
         metrics=metrics,
         observer=Counting(metrics, observer),
     )
-    return Opened(Desk(session), root, dict(tiers), metrics, below.slots)
+    return Opened(Desk(session), root, dict(tiers), metrics, below.slots, recorder)
+
+
+def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[float], None]:
+    def close(deadline_s: float) -> None:
+        recorder.close(min(deadline_s, RECORDER_DEADLINE_S))
+        on_close(deadline_s)
+
+    return close
 
 
 def _secret(config: Config) -> Secret:
@@ -162,6 +180,7 @@ def _limits(config: Config) -> Limits:
         scatters=limits.scatters_in_flight,
         promotes=limits.loads_in_flight,
         demotes=limits.demotes_in_flight,
+        small_bytes=limits.small_bytes_in_flight,
         waiting_chunks=limits.waiting_chunks,
         requests=limits.requests,
         probe_deadline_s=limits.probe_deadline_s,

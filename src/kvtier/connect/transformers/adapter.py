@@ -397,6 +397,7 @@ class Attachment:
             mask=mask,
             padding=padding,
             end_tokens=options.tokens("eos_token_id"),
+            recorder=opened.recorder,
         )
 
     def _extras(self, options: Options, columns: int, padding: Sequence[int]) -> list[Extra] | str:

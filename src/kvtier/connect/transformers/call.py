@@ -12,6 +12,7 @@ from kvtier.connect.transformers.restore import Asked, Restored
 from kvtier.connect.transformers.rows import kept_tokens, row_end, row_tokens
 from kvtier.connect.transformers.upstream import Argument, Output, integers
 from kvtier.keys.chain import Chain, Extra
+from kvtier.runtime.recorder import Recorder, Served
 from kvtier.types import Place, Prefix
 
 
@@ -69,6 +70,8 @@ class Call:
     rows: list[Row]
     keys_s: float
     """Seconds that naming the chunks took."""
+    arrived_s: float
+    recorder: Recorder | None = None
 
     @classmethod
     def begun(
@@ -82,14 +85,16 @@ class Call:
         mask: torch.Tensor,
         padding: Sequence[int],
         end_tokens: frozenset[int],
+        recorder: Recorder | None = None,
     ) -> "Call":
         """Name the chunks of each row."""
-        started = time.perf_counter()
+        started, arrived_s = time.perf_counter(), time.monotonic()
         rows = [
             Row.begun(f"{number}/{index}", integers(tokens[pad:]), pad, Chain(root, chunk_tokens, extras))
             for index, (tokens, pad) in enumerate(zip(input_ids, padding, strict=True))
         ]
-        return cls(number, input_ids, mask, end_tokens, rows, time.perf_counter() - started)
+        keys_s = time.perf_counter() - started
+        return cls(number, input_ids, mask, end_tokens, rows, keys_s, arrived_s, recorder)
 
     def report(self, output: Output, restored: Restored, clock: "FirstToken", reason: str) -> Report:
         """What the call did, before anything of it is stored."""
@@ -98,7 +103,11 @@ class Call:
         for row, sequence in zip(self.rows, sequences_of(output), strict=True):
             row.restored_tokens = row_tokens(restored.columns, row.asked.pad)
             tokens = integers(sequence[row.asked.pad :])
-            generated_tokens += row_end(tokens, row.prompt_tokens, self.end_tokens) - row.prompt_tokens
+            new_tokens = row_end(tokens, row.prompt_tokens, self.end_tokens) - row.prompt_tokens
+            generated_tokens += new_tokens
+            if self.recorder is not None:
+                keys = row.asked.prefix.keys
+                self.recorder.served(Served(self.arrived_s, keys, row.prompt_tokens, new_tokens))
         return Report(
             prompt_tokens=prompt_tokens,
             restored_tokens=restored.tokens,

@@ -19,6 +19,7 @@ from kvtier.keys.weights import WeightsDigest, home_cache
 from kvtier.layout import KvLayout
 from kvtier.runtime import open as runtime
 from kvtier.runtime.base import Session
+from kvtier.runtime.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Opened:
     """Shows that the model has changed since."""
     fingerprint: Fingerprint
     weights: WeightsDigest
+    recorder: Recorder | None
 
 
 def settled(config: Config | None, directory: Path | str | None, settings: dict[str, object]) -> Config:
@@ -115,4 +117,6 @@ def open_model(model: Model, config: Config, *, checkpoint: Path | None, revisio
         probe_deadline_s=config.limits.probe_deadline_s,
         load_deadline_s=config.limits.load_deadline_s,
     )
-    return Opened(shape, layout, parts.session, waiting, restorer, parts.root, watch, fingerprint, weights)
+    return Opened(
+        shape, layout, parts.session, waiting, restorer, parts.root, watch, fingerprint, weights, parts.recorder
+    )

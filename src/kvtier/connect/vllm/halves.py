@@ -128,6 +128,7 @@ class SchedulerHalf:
             can_wait=_can_wait(vllm_config),
             has_prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             events=events,
+            recorder=opened.recorder,
         )
         below.mover.when_leaving(self._leave)
         logger.info(

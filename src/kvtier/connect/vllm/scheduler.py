@@ -32,6 +32,7 @@ from kvtier.connect.vllm.worth import Worth
 from kvtier.core.planner import Piece, Planner
 from kvtier.runtime.base import Session
 from kvtier.runtime.fleet import Note, Ranks
+from kvtier.runtime.recorder import Recorder
 from kvtier.types import Hint, LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Scheduler:
         can_wait: a step may wait for a load, and vLLM takes its report of blocks that were not filled.
         has_prefix_caching: what one request has loaded, others find in vLLM's own cache.
         events: for routers, where somebody wants them.
+        recorder: takes note of requests that have ended, where somebody wants a trace.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Scheduler:
         can_wait: bool,
         has_prefix_caching: bool,
         events: Events | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._session = session
         self._ranks = ranks
@@ -95,6 +98,7 @@ class Scheduler:
         self._sync_tokens_max = SYNC_BYTES_MAX / bytes_per_token if can_wait and geometry.can_load_in_part else 0
         self._has_prefix_caching = has_prefix_caching
         self._events = events
+        self._recorder = recorder
         self._numbers = itertools.count()
         self._requests: dict[str, Tracked] = {}
         self._pace = Pace(planner)
@@ -133,6 +137,9 @@ class Scheduler:
         self._forget_offers(tracked)
         if tracked.answer is not None:
             self._session.release(tracked.question)
+        if self._recorder is not None:
+            earliest = next(iter(self._requests.values()), None)
+            self._recorder.served(tracked.served(), None if earliest is None else earliest.arrived_s)
 
     # ---- what can be loaded ----------------------------------------------------------------------------------------
 

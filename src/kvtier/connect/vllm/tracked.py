@@ -1,10 +1,12 @@
 """What the scheduler's half remembers of one request of vLLM's, from its arrival to its end."""
 
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvtier.connect.vllm.upstream import Offer, Request
 from kvtier.core.planner import Plan
+from kvtier.runtime.recorder import Served
 from kvtier.types import Lookup, Prefix, Presence, RequestId
 
 _ENDED_BY_OUTPUT = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
@@ -90,6 +92,7 @@ class Tracked:
     """The load that is under way."""
     loaded_s: float | None = None
     """When its load had ended, by the clock that stands still while the engine computes."""
+    arrived_s: float = field(default_factory=time.monotonic)
     _prefix: tuple[int, Prefix] | None = None
 
     @property
@@ -114,6 +117,12 @@ class Tracked:
             self.keys.extend(self.request.all_token_ids)
             self._prefix = (tokens, self.keys.prefix(tokens))
         return self._prefix[1]
+
+    def served(self) -> Served:
+        """What a trace tells of it, once it has ended."""
+        prompt = self.request.num_prompt_tokens
+        keys = () if self.keys is None else self.prefix(prompt).keys
+        return Served(self.arrived_s, keys, prompt, self.request.num_tokens - prompt)
 
     def computed_tokens(self, confirmed_step: int) -> int:
         """Leading tokens whose KV is in its blocks: all computed, in steps whose output has come back, and all final.

@@ -1,0 +1,71 @@
+"""A trace that is recorded while a real model generates replays to the hits that it had."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from conftest import Attach
+from tiny_transformers import batch, llama, tokens
+
+from kvtier.cli.main import run
+
+pytestmark = pytest.mark.engine
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3}
+SYSTEM, TURN = tokens(70, 1), tokens(60, 2)
+PROMPTS = [
+    [*SYSTEM, *tokens(30, 3)],
+    [*SYSTEM, *tokens(31, 4)],
+    [*SYSTEM, *tokens(30, 3), *TURN],
+    [*SYSTEM, *tokens(30, 3), *TURN, *tokens(47, 5)],
+    tokens(90, 6),
+    [*SYSTEM, *tokens(31, 4)],
+]
+
+
+def test_a_replay_of_the_recording_hits_what_the_live_run_hit(
+    attached: Attach, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kv = attached(llama(), trace__path=tmp_path / "traces")
+    restored, generated = [], []
+    for prompt in PROMPTS:
+        kv.generate(torch.tensor([prompt]), **GREEDY)
+        restored.append(kv.last.restored_tokens)
+        generated.append(kv.last.generated_tokens)
+        assert kv.flush(60)
+    kv.close()
+    assert restored == [0, 64, 96, 160, 0, 96]
+    (path,) = (tmp_path / "traces").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [it["input_length"] for it in lines] == [len(it) for it in PROMPTS]
+    assert [it["output_length"] for it in lines] == generated == [3] * 6
+
+    def replayed(*options: str) -> int:
+        arguments = ("--policy", "lru", "--json", "--jobs", "1", "--strict", *options)
+        assert run(["replay", str(path), *arguments]) == 0
+        return json.loads(capsys.readouterr().out)["results"][0]["hit_tokens"]
+
+    assert replayed("--capacity-tokens", "inf") == sum(restored)
+    # Negative controls: less room, or ids that no longer tell which blocks are equal, give other figures.
+    assert replayed("--capacity-tokens", "64") < sum(restored)
+    for number, line in enumerate(lines):
+        line["hash_ids"] = [(number << 50) + it for it in line["hash_ids"]]
+    path.write_text("".join(f"{json.dumps(it)}\n" for it in lines))
+    assert replayed("--capacity-tokens", "inf") == 0
+
+
+def test_each_row_of_a_batch_is_a_request(attached: Attach, tmp_path: Any) -> None:
+    kv = attached(llama(), trace__path=tmp_path / "traces")
+    input_ids, mask = batch(tokens(50, 1), tokens(20, 2))
+    kv.generate(input_ids, attention_mask=mask, **GREEDY)
+    kv.close()
+    (path,) = (tmp_path / "traces").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(it["input_length"], len(it["hash_ids"])) for it in lines] == [(50, 3), (20, 1)]
+
+
+def test_without_the_setting_nothing_is_recorded(attached: Attach, tmp_path: Any) -> None:
+    kv = attached(llama())
+    kv.generate(torch.tensor([PROMPTS[0]]), **GREEDY)
+    assert kv._current().recorder is None
