@@ -53,13 +53,17 @@ class Driver:
         self,
         *,
         groups: Sequence[Validity] = (History(),),
+        payloads: Sequence[int] = (),
         slots: int | Sequence[int] = 8,
         tiers: Sequence[str] = ("disk",),
         ranks: int = 1,
         admitter: Admitter | None = None,
         **limits: object,
     ) -> None:
-        layout = KvLayout(CHUNK, tuple(GroupLayout(kind, (1,), "test") for kind in groups))
+        sizes = payloads or (1,) * len(groups)
+        layout = KvLayout(
+            CHUNK, tuple(GroupLayout(kind, (size,), "test") for kind, size in zip(groups, sizes, strict=True))
+        )
         settings = {
             "probe_deadline_s": LONG_S,
             "load_deadline_s": LONG_S,

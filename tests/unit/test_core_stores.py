@@ -1,9 +1,10 @@
 """Stores: what is acknowledged is readable, room is made on demand, and patience ends."""
 
 import pytest
-from tests.core_driver import Driver, key, prefix_of
+from tests.core_driver import CHUNK, Driver, key, prefix_of
 
 from kvtier.core.limits import Limits, WritePolicy
+from kvtier.layout import History, Window
 from kvtier.policy.base import Held
 from kvtier.types import Hint, Link, Outcome, Place, Presence, RequestId, StoreDone
 
@@ -227,6 +228,51 @@ def test_promotions_and_demotions_stay_within_their_budgets() -> None:
     assert len(core.going(Link.PROMOTE)) == 2
     core.run()
     assert core.loaded()[0].tokens == 24
+
+
+@pytest.mark.parametrize(
+    ("slots", "small_objects", "promotions", "demotions"),
+    [(32, 0, 2, 3), (32, 2, 2, 3), (32, 5, 5, 5), (32, 99, 8, 8), (16, 99, 4, 4)],
+    ids=["none", "fewer than the counts", "by bytes", "a quarter of the slots", "of fewer slots"],
+)
+def test_small_objects_go_beyond_the_counts_within_their_bytes(
+    slots: int, small_objects: int, promotions: int, demotions: int
+) -> None:
+    core = Driver(slots=slots, promotes=2, demotes=3, small_bytes=small_objects * 4096)
+    assert {group.payload_bytes for group in core.layout.groups} == {4096}
+    core.store("a", prefix_of("abcdefghijkl"))
+    core.run(links=[Link.GATHER])
+    core.fill("disk", prefix_of("mnopqrstuvwxyz"))
+    core.load("b", prefix_of("mnopqrstuvwxyz"))
+    assert len(core.going(Link.DEMOTE)) == demotions
+    assert len(core.going(Link.PROMOTE)) == promotions
+    core.answer(core.going(Link.PROMOTE)[0])
+    assert len(core.going(Link.PROMOTE)) == promotions, "what came makes room for as much"
+    core.run()
+    assert core.loaded()[0].tokens == 14 * CHUNK
+
+
+def test_a_large_object_does_not_go_beyond_the_counts() -> None:
+    core = Driver(groups=(History(), Window(99)), payloads=(4096, 16384), slots=64, demotes=2, small_bytes=5 * 4096)
+    core.store("a", prefix_of("abcd"), (0, 0), (0, 1), (0, 2), (1, 3), (0, 3))
+    core.run(links=[Link.GATHER])
+    assert [one.group for one in core.going(Link.DEMOTE)] == [0, 0, 0]
+    core.answer(core.going(Link.DEMOTE)[0])
+    assert [one.group for one in core.going(Link.DEMOTE)] == [0, 0], "a small one would fit, but none passes another"
+    core.answer(core.going(Link.DEMOTE)[0])
+    assert [one.group for one in core.going(Link.DEMOTE)] == [0, 1]
+    core.run()
+    assert core.cache.owed_count == 0
+
+
+def test_write_back_lets_as_many_small_objects_leave_as_may_be_on_their_way() -> None:
+    core = Driver(slots=32, demotes=2, small_bytes=6 * 4096, write_policy=WritePolicy.BACK)
+    core.store("a", prefix_of("".join(chr(65 + n) for n in range(32))))
+    core.run()
+    core.store("b", prefix_of("0123456789"))
+    assert len(core.going(Link.DEMOTE)) == 6
+    core.run()
+    assert core.stored()[-1] == StoreDone(RequestId("b"), 10, 0)
 
 
 @pytest.mark.parametrize(("slots", "tiers", "most"), [(16, 1, 4), (16, 2, 2), (2, 2, 1)])

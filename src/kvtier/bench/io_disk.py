@@ -11,6 +11,7 @@ import numpy as np
 
 from kvtier.bench.io_row import DEADLINE_S, FINGERPRINT, Latency, chunk_key, layout_of
 from kvtier.codec.frame import frame_bytes
+from kvtier.config.sections import LimitsConfig
 from kvtier.device.cpu import CpuCopier
 from kvtier.errors import KvError
 from kvtier.layout import align_up
@@ -80,7 +81,8 @@ class Disk:
         self.name = name
         self.layout = layout_of(size)
         self.count = count
-        self.slots = 4 * threads
+        self._in_flight = in_flight(size, threads)
+        self.slots = self._in_flight * (1 if mix is None else 2)
         self.streams = min(streams, count)
         self._round = 0
         self._random = random.Random(seed)  # noqa: S311 - an order, no secret
@@ -167,7 +169,10 @@ class Disk:
         Loads and stores have slots of their own, so that a store's bytes are known. In a mix only loads are timed.
         """
         kinds = {link for link, _ in work}
-        free = {link: list(range(number, self.slots, len(kinds))) for number, link in enumerate(sorted(kinds, key=str))}
+        free = {
+            link: list(range(number, self._in_flight * len(kinds), len(kinds)))
+            for number, link in enumerate(sorted(kinds, key=str))
+        }
         used: list[int] = []
         latencies_s: list[float] = []
         out = 0
@@ -195,6 +200,14 @@ class Disk:
     def _transfer(self, number: int, key: int, link: Link, slot: int) -> Transfer:
         deadline_s = time.monotonic() + DEADLINE_S
         return Transfer(number, link, chunk_key(key), 0, slot, self.name, None, (), None, number, deadline_s, Hint())
+
+
+def in_flight(size: int, threads: int) -> int:
+    """How many objects of `size` bytes are on their way at once: as many for each thread as the core allows.
+
+    A session's defaults have 4 for each thread, and small objects up to a number of bytes.
+    """
+    return max(4 * threads, LimitsConfig().small_bytes_in_flight // size)
 
 
 def interleaved(count: int, streams: int, draw: random.Random) -> list[int]:

@@ -186,6 +186,10 @@ class Cache:
         """Commands that are out and will be answered."""
         return len(self._traffic.flights) + len(self._asking)
 
+    def is_up(self, tier: str) -> bool:
+        """Whether `tier` is used; otherwise it failed lately and is left alone for a while."""
+        return self._lowers[tier].health.is_up()
+
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next, if nothing else happens."""
         ends = [self._traffic.next_deadline(), self._asking.next_deadline()]

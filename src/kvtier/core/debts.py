@@ -67,7 +67,8 @@ class Debts:
         if self._limits.write_policy is not WritePolicy.BACK:
             return False
         before = self._host.leaving[group]
-        most = min((lower.limit[Link.DEMOTE] + lower.late[Link.DEMOTE] for lower in self._lowers), default=0)
+        size_bytes = self._host.object_bytes[group]
+        most = min((it.most(Link.DEMOTE, size_bytes) + it.late[Link.DEMOTE] for it in self._lowers), default=0)
         while self._host.leaving[group] < min(wanted, most):
             entry = self._host.oldest_owed(group)
             if entry is None:

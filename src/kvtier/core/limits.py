@@ -22,6 +22,9 @@ class Limits:
     """Promotions in flight per tier; all tiers together at most a quarter of the slots of the smallest group."""
     demotes: int = 8
     """Demotions in flight per tier; all tiers together at most a quarter of the slots of the smallest group."""
+    small_bytes: int = 0
+    """A tier's promotions, and its demotions, may be more than that, within the same quarters, while they have no more
+    than so many bytes together: small objects go in batches, and only what is in flight can be in one."""
     waiting_chunks: int = 4096
     """Objects of all stores together that may wait for a slot; more are dropped."""
     requests: int = 4096
@@ -39,5 +42,6 @@ class Limits:
         for name in ("gathers", "scatters", "promotes", "demotes", "requests", "tier_failures", "selective_uses"):
             if getattr(self, name) < 1:
                 raise ValueError(f"limits.{name} must be at least 1, got {getattr(self, name)}")
-        if self.waiting_chunks < 0:
-            raise ValueError(f"limits.waiting_chunks must be at least 0, got {self.waiting_chunks}")
+        for name in ("waiting_chunks", "small_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"limits.{name} must be at least 0, got {getattr(self, name)}")

@@ -19,16 +19,25 @@ class Lower:
         self.queue: OrderedDict[Entry, None] = OrderedDict()
         """What waits for a demotion, in order; each owes this tier."""
         self.out = {Link.PROMOTE: 0, Link.DEMOTE: 0}
+        self.out_bytes = {Link.PROMOTE: 0, Link.DEMOTE: 0}
         self.late = {Link.PROMOTE: 0, Link.DEMOTE: 0}
         """Of those, the ones whose deadline has passed: their threads are stuck and their budget with them."""
         self.limit = {
             Link.PROMOTE: min(limits.promotes, in_flight_max),
             Link.DEMOTE: min(limits.demotes, in_flight_max),
         }
+        """Of whatever size; small objects may be more."""
+        self._most = in_flight_max
+        self._small_bytes = limits.small_bytes
 
-    def has_room(self, link: Link) -> bool:
-        """Whether one more transfer may go out."""
-        return self.out[link] < self.limit[link]
+    def has_room(self, link: Link, size_bytes: int) -> bool:
+        """Whether one more transfer, of `size_bytes`, may go out."""
+        out = self.out[link]
+        return out < self.limit[link] or (out < self._most and self.out_bytes[link] + size_bytes <= self._small_bytes)
+
+    def most(self, link: Link, size_bytes: int) -> int:
+        """How many transfers of `size_bytes` each may be out at once."""
+        return max(self.limit[link], min(self._most, self._small_bytes // size_bytes))
 
     def may_ask(self, now_s: float) -> bool:
         """Whether to give it reads now: it is healthy or due for a trial, and not all of its budget is stuck."""
@@ -38,10 +47,30 @@ class Lower:
         """Whether to give it writes now; as `may_ask`."""
         return self.late[Link.DEMOTE] < self.limit[Link.DEMOTE] and self.health.may_ask(now_s)
 
-    def ended(self, link: Link, *, is_late: bool) -> None:
-        """One transfer has been answered."""
+    def began(self, link: Link, size_bytes: int) -> None:
+        """One transfer, of `size_bytes`, goes out."""
+        self.health.asked()
+        self.out[link] += 1
+        self.out_bytes[link] += size_bytes
+
+    def ended(self, link: Link, size_bytes: int, *, is_late: bool) -> None:
+        """It has been answered."""
         self.out[link] -= 1
+        self.out_bytes[link] -= size_bytes
         self.late[link] -= is_late
+
+    def check(self) -> None:
+        """Assert that budgets hold.
+
+        Raises:
+            AssertionError: they do not, which is a mistake in the core.
+        """
+        for link, limit in self.limit.items():
+            out, out_bytes = self.out[link], self.out_bytes[link]
+            assert self.late[link] <= out, f"more {link.value}s are late than are out"
+            assert out <= limit or out_bytes <= self._small_bytes, f"{link.value}s over budget"
+            assert out <= self._most, f"{link.value}s take more than their share of host memory"
+            assert bool(out) == bool(out_bytes), f"bytes of {link.value}s miscounted"
 
 
 class Lowers:
@@ -82,8 +111,7 @@ class Lowers:
         for link in (Link.PROMOTE, Link.DEMOTE):
             assert out[link] == sum([lower.out[link] for lower in self]), f"{link.value}s miscounted"
         for lower in self:
-            for link, most in lower.limit.items():
-                assert lower.late[link] <= lower.out[link] <= most, f"{link.value}s over budget"
+            lower.check()
             for entry in lower.queue:
                 assert lower.name in entry.owed, "a demotion waits that is not owed"
                 assert entry.residency in READABLE, "a demotion waits for what is not whole"

@@ -158,7 +158,7 @@ class Traffic:
 
     def _promoted(self, flight: Flight, now_s: float) -> None:
         lower, entry = self._lowers[flight.transfer.tier], flight.entry
-        lower.ended(Link.PROMOTE, is_late=flight.is_late)
+        lower.ended(Link.PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         self._measured(lower.name, flight, now_s)
         if flight.outcome is Outcome.CORRUPT:
             self._tally.corrupt += 1
@@ -179,7 +179,7 @@ class Traffic:
 
     def _demoted(self, flight: Flight, now_s: float) -> None:
         lower, entry = self._lowers[flight.transfer.tier], flight.entry
-        lower.ended(Link.DEMOTE, is_late=flight.is_late)
+        lower.ended(Link.DEMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         if flight.is_late:
             self._host.unstuck(entry, now_s)
         else:
@@ -269,7 +269,7 @@ class Traffic:
                 elif lower is None:
                     load.todo.popleft()
                     self._waiting.fail(load, place)
-                elif not lower.has_room(Link.PROMOTE):
+                elif not lower.has_room(Link.PROMOTE, self._host.object_bytes[place.group]):
                     is_starving |= not self._host.has_room(place.group)
                     break
                 else:
@@ -301,8 +301,7 @@ class Traffic:
         entry.source = lower.name
         self._host.enter(entry, Change.PROMOTE)
         self._waiting.attach(load, place, entry)
-        lower.health.asked()
-        lower.out[Link.PROMOTE] += 1
+        lower.began(Link.PROMOTE, self._host.object_bytes[entry.group])
         self._meters[lower.name].began(self._host.object_bytes[entry.group], now_s)
         self._send(Link.PROMOTE, entry, now_s, tier=lower.name)
 
@@ -342,11 +341,12 @@ class Traffic:
                     self._debts.drop_next(lower.name)
                     has_dropped = True
                     continue
-                if not lower.has_room(Link.DEMOTE):
+                entry = next(iter(lower.queue))
+                size_bytes = self._host.object_bytes[entry.group]
+                if not lower.has_room(Link.DEMOTE, size_bytes):
                     break
-                entry, _ = lower.queue.popitem(last=False)
-                lower.health.asked()
-                lower.out[Link.DEMOTE] += 1
+                del lower.queue[entry]
+                lower.began(Link.DEMOTE, size_bytes)
                 self._host.pin(entry)
                 self._send(Link.DEMOTE, entry, now_s, tier=lower.name)
         return has_dropped

@@ -8,7 +8,7 @@ from kvtier.core.cache import Cache
 from kvtier.core.residency import Residency
 from kvtier.layout import History
 from kvtier.sim.engine import Job, Ticket
-from kvtier.sim.scenario import Mode
+from kvtier.sim.scenario import OBJECT_BYTES, Mode
 from kvtier.sim.world import Item, Violation, World
 from kvtier.types import Cancel, ChunkKey, Command, Link, LoadDone, Outcome, Probe, RequestId, TierNotice, Transfer
 
@@ -306,12 +306,13 @@ class Log:
             is_late = transfer.tier and now_s > transfer.deadline_s + TICK_LATENESS_S_MAX
             if is_late and not flight.is_cancelled:
                 raise Violation(f"{transfer.link.value} {transfer.id} is past its deadline and was not given up")
+        small = limits.small_bytes // OBJECT_BYTES
         for (link, tier), count in out.items():
             most = {
                 Link.GATHER: limits.gathers,
                 Link.SCATTER: limits.scatters,
-                Link.PROMOTE: min(limits.promotes, self._tier_most),
-                Link.DEMOTE: min(limits.demotes, self._tier_most),
+                Link.PROMOTE: min(max(limits.promotes, small), self._tier_most),
+                Link.DEMOTE: min(max(limits.demotes, small), self._tier_most),
             }[link]
             if count > most:
                 raise Violation(f"{count} {link.value}s {tier} in flight, {most} allowed")

@@ -8,6 +8,8 @@ from kvtier.core.limits import Limits, WritePolicy
 from kvtier.layout import GroupLayout, History, KvLayout, State, Validity, Window
 
 EVICTORS = ("lru", "adaptive", "fifo", "random")
+OBJECT_BYTES = 4096
+"""Of every group."""
 AGES_S = 10_000.0
 """A deadline that a run without faults never reaches."""
 
@@ -121,7 +123,7 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         tier_objects=dice.randint(4, 40) if mode is Mode.STORM and dice.random() < 0.4 else None,
         tier_evicts=dice.random() < 0.6,
         ranks=dice.choices((1, 2, 3), (60, 30, 10))[0],
-        limits=_draw_limits(dice, mode),
+        limits=replace(_draw_limits(dice, mode), small_bytes=_draw_small_bytes(seed)),
         evictor=dice.choices(EVICTORS, (35, 35, 15, 15))[0],
         device_s=(0.001, dice.uniform(0.002, 0.02)),
         tier_s=tuple((0.001, dice.choice((0.005, 0.02, 0.1))) for _ in tiers),
@@ -142,7 +144,7 @@ def _draw_groups(dice: Random, chunk_tokens: int) -> tuple[GroupLayout, ...]:
         if dice.random() < 0.5:
             kinds.append(State())
         dice.shuffle(kinds)
-    return tuple(GroupLayout(kind, (4096,), "sim") for kind in kinds)
+    return tuple(GroupLayout(kind, (OBJECT_BYTES,), "sim") for kind in kinds)
 
 
 def _draw_limits(dice: Random, mode: Mode) -> Limits:
@@ -163,6 +165,11 @@ def _draw_limits(dice: Random, mode: Mode) -> Limits:
         write_policy=dice.choice(list(WritePolicy)),
         selective_uses=dice.randint(1, 3),
     )
+
+
+def _draw_small_bytes(seed: int) -> int:
+    # With dice of its own: what else a seed draws is older than this.
+    return Random(f"small {seed}").choice((0, 0, 1, 3, 6, 12)) * OBJECT_BYTES
 
 
 def _draw_faults(dice: Random, mode: Mode, tiers: tuple[str, ...]) -> Faults:
