@@ -15,14 +15,14 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --constraint constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[transformers,zstd,plots]' \
-		pytest pytest-cov pytest-timeout hypothesis ruff 'pyright[nodejs]' import-linter
+		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter
 	touch $@
 
 demo: setup
 	$(BIN)/kvtier demo
 
 test: setup
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --cov --cov-report=term
 
 # The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own.
 test-vllm: $(VLLM_VENV)/.done
