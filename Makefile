@@ -26,7 +26,7 @@ test: setup
 
 # The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own.
 test-vllm: $(VLLM_VENV)/.done
-	$(VLLM_PYTHON) -m pytest -o timeout=900 tests/vllm
+	$(VLLM_PYTHON) -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile -o timeout=900 tests/vllm
 
 # Once more with the Python of the next release, which has no build for CPUs, over the kernels of this one.
 test-vllm-next: $(VLLM_VENV)/.done
