@@ -14,6 +14,7 @@ from kvtier.cli.store_view import Listing, ObjectRow, ObjectView, StoreStat, fin
 from kvtier.config import load
 from kvtier.config.kinds import size_text
 from kvtier.errors import ConfigError
+from kvtier.tier.disk_status import DiskStatus
 
 NAME_DIGITS = 16
 """Of a name that is shown to people; `show` takes as many as make it unique."""
@@ -68,6 +69,22 @@ def stat(directory: Path, as_json: bool) -> int:
     else:
         _draw_stat(result)
     return 0
+
+
+@inspect.command()
+@directory_argument
+@json_option
+def health(directory: Path, as_json: bool) -> int:
+    """Tell how a disk store in use fares: errors, room, wear, and whether its session leaves it alone.
+
+    Exit code 1 when it is left alone, or when the process that has it open tells nothing any more.
+    """
+    result = store_disk.health(directory)
+    if as_json:
+        emit_json(result)
+    else:
+        _draw_health(result)
+    return 0 if result.is_well else 1
 
 
 @inspect.command()
@@ -229,6 +246,38 @@ def _draw_stat(result: StoreStat) -> None:
     ]
     if shares:
         emit_table(("fingerprint", "groups", "ranks", "objects", "tokens", "size"), shares, numeric=3)
+
+
+def _draw_health(result: store_disk.StoreHealth) -> None:
+    status = result.status
+    if status is None or result.age_s is None:
+        emit_table(("what", "value"), [("state", f"{result.state}; nothing was ever told")], title=result.directory)
+        return
+    use = {True: "", False: "", None: "; whether its session leaves it alone is in the metric kvtier_tier_up"}
+    rows = [
+        ("state", f"{result.state}{use[status.is_up]}"),
+        ("told", f"{_age(result.age_s)} by process {status.pid}"),
+        ("I/O errors", _faults(status)),
+        ("objects", str(status.objects)),
+        ("in use", f"{size_text(status.used_bytes)} of {size_text(status.capacity_bytes)}"),
+        ("disk free", f"{size_text(status.free_bytes)}, of which {size_text(status.reserve_bytes)} is left to others"),
+        ("written", f"{size_text(status.frame_bytes)} of frames, {size_text(status.upkeep_bytes)} of upkeep"),
+        ("amplification", "-" if result.amplification is None else f"{result.amplification:.3f}"),
+        ("not written to spare the drive", f"{size_text(status.avoided_bytes)}{_per_day(status.write_bytes_per_day)}"),
+        ("direct I/O", "yes" if status.direct_io else "no"),
+    ]
+    emit_table(("what", "value"), rows, title=result.directory)
+
+
+def _faults(status: DiskStatus) -> str:
+    if status.last_fault_s is None:
+        return "none since it was opened"
+    last = datetime.fromtimestamp(status.last_fault_s, UTC).isoformat(timespec="seconds")
+    return f"{status.faults} since it was opened, the last at {last}: {status.last_fault}"
+
+
+def _per_day(write_bytes_per_day: int) -> str:
+    return f" (budget: {size_text(write_bytes_per_day)} a day)" if write_bytes_per_day else " (no budget)"
 
 
 def _draw_object(result: ObjectView) -> None:

@@ -23,11 +23,15 @@ from kvtier.errors import ConfigError, CorruptChunkError
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import VERSION
 from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, SEGMENTS_NAME, read_marker
+from kvtier.tier.disk_status import AGAIN_S, DRAFT_NAME, STATUS_NAME, DiskStatus, read_status
 from kvtier.tier.disk_view import Stored, census
 from kvtier.types import ObjectName
 
 _UNBOUNDED_BYTES = 1 << 62
 _NEVER_S = 86400.0
+
+SILENT_S = 3 * AGAIN_S
+"""A process that has told nothing for so long hangs in its device, or is stopped."""
 
 
 def is_disk(root: Path) -> bool:
@@ -51,6 +55,7 @@ def statistics(root: Path, advance: Callable[[float], None]) -> StoreStat:
     for stored in census(root):
         rows.append(_row(stored))
         advance(1)
+    told = health(root).status
     segments = [os.stat(path) for path in (root / SEGMENTS_NAME).glob("*.segment")]  # noqa: PTH116
     return StoreStat(
         directory=str(root),
@@ -61,7 +66,7 @@ def statistics(root: Path, advance: Callable[[float], None]) -> StoreStat:
         bytes=sum(row.size_bytes for row in rows),
         charged_bytes=sum(told.st_blocks * 512 for told in segments),
         ledger_bytes=None,
-        capacity_bytes=None,
+        capacity_bytes=told.capacity_bytes if told else None,
         drafts=0,
         draft_bytes=0,
         open_in=int(_is_open(root)),
@@ -71,6 +76,51 @@ def statistics(root: Path, advance: Callable[[float], None]) -> StoreStat:
         newest_age_s=min((row.age_s for row in rows), default=None),
         fingerprints=by_fingerprint(rows),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHealth:
+    """How a store fares, as the process told that has it open or had it open last."""
+
+    directory: str
+    state: str
+    """``in use``, ``left alone``, ``silent`` (a process has it open but tells nothing), ``not open``."""
+    age_s: float | None
+    """How long ago that was told; None: never."""
+    amplification: float | None
+    status: DiskStatus | None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is wrong with it now."""
+        return self.state in {"in use", "not open"}
+
+
+def health(root: Path) -> StoreHealth:
+    """How the store at `root` fares. Reads two small files.
+
+    Raises:
+        ConfigError: there is no store of the disk tier.
+    """
+    if not is_disk(root):
+        raise ConfigError(f"{root} holds no disk store that is known here; allowed: {ALLOWED}")
+    status, is_open = read_status(root), _is_open(root)
+    age_s = None if status is None else max(time() - status.time_s, 0.0)
+    return StoreHealth(
+        directory=str(root),
+        state=_state(status, age_s, is_open=is_open),
+        age_s=age_s,
+        amplification=None if status is None else status.amplification,
+        status=status,
+    )
+
+
+def _state(status: DiskStatus | None, age_s: float | None, *, is_open: bool) -> str:
+    if not is_open:
+        return "not open"
+    if status is None or age_s is None or not status.is_open or age_s > SILENT_S:
+        return "silent"
+    return "left alone" if status.is_up is False else "in use"
 
 
 def find(root: Path, prefix: str) -> Stored:
@@ -171,6 +221,8 @@ def purge(root: Path) -> Purge:
         result.left = [str(path.relative_to(root)) for path in sorted(segments.glob("*"))]
         if not result.left and segments.is_dir():
             segments.rmdir()
+        for name in (STATUS_NAME, DRAFT_NAME):
+            (root / name).unlink(missing_ok=True)
         # Last: until here, a purge that was interrupted can be repeated.
         (root / MARKER_NAME).unlink()
     finally:

@@ -1,6 +1,6 @@
 """What happens below a session, as rows of the metrics table."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
@@ -66,7 +66,8 @@ class Counting:
 class Gauges:
     """How full each place is, and what it wrote.
 
-    Tiers that tell (`used_bytes`, `capacity_bytes`, `evictions`; `write_bytes`) are asked.
+    Tiers that tell (`used_bytes`, `capacity_bytes`, `evictions`; `write_bytes`) are asked, and those that want to know
+    (`note_use`) are told whether the session uses them.
     """
 
     def __init__(self, metrics: Metrics, cache: Cache, layout: KvLayout, tiers: Mapping[str, Tier]) -> None:
@@ -88,6 +89,9 @@ class Gauges:
             told = [getattr(tier, what, None) for what in ("used_bytes", "capacity_bytes", "evictions")]
             if all(isinstance(value, int) for value in told):
                 self._tell(name, *(value for value in told if value is not None))
+            note_use: Callable[..., None] | None = getattr(tier, "note_use", None)
+            if note_use is not None:
+                note_use(is_up=self._cache.is_up(name))
             written: dict[str, int] = getattr(tier, "write_bytes", {})
             for what, count in written.items():
                 self._metrics.add(table.WRITE_BYTES, count - self._written.get((name, what), 0), tier=name, what=what)

@@ -12,6 +12,7 @@ The bytes on the device are in FORMAT.md; the choices in docs/adr/0008.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -30,6 +31,7 @@ from kvtier.tier.disk_files import SegmentFiles
 from kvtier.tier.disk_format import BLOCK_BYTES
 from kvtier.tier.disk_marker import ALLOWED, SEGMENTS_NAME, Claim
 from kvtier.tier.disk_pool import Extent, Pool
+from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
 from kvtier.tier.gate import Gate
 from kvtier.types import ObjectName
 
@@ -52,6 +54,8 @@ ROWS_MAX = 1 << 24
 
 NAME_BYTES = 32
 CLOSE_DEADLINE_S = 10.0
+STATUS_INTERVAL_S = 5.0
+"""How often is looked, at the least, whether the status is to be told."""
 
 
 class DiskTier:
@@ -99,6 +103,7 @@ class DiskTier:
         self._lock_deadline_s = lock_deadline_s
         self._sync_interval_s = sync_interval_s
         self._budget = WriteBudget(write_bytes_per_day, time.monotonic())
+        self._write_bytes_per_day = write_bytes_per_day
         self._gate = Gate(name)
         self._mending = threading.Lock()
         self._is_suspect = False
@@ -110,6 +115,11 @@ class DiskTier:
         self._frames_before = 0
         self._upkeep_before = 0  # of pools before the place was opened again
         self._evictions_before = 0
+        self._faults = 0
+        self._last_fault = ""
+        self._last_fault_s: float | None = None
+        self._is_up: bool | None = None
+        self._status = StatusFile(self.root)
         with self._refusing():
             self._claim = Claim(self.root, name, open_deadline_s)
             try:
@@ -149,6 +159,10 @@ class DiskTier:
         upkeep = self._upkeep_before + self._pool.copied_bytes + self._pool.index_bytes
         frames = self._frames_before + self._pool.frame_bytes
         return {"frames": frames, "upkeep": upkeep, "avoided": self._avoided_bytes}
+
+    def note_use(self, *, is_up: bool) -> None:
+        """Whether the session uses this tier or leaves it alone for a while: told to people, beside the segments."""
+        self._is_up = is_up
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether it is held. Costs no system call."""
@@ -210,6 +224,7 @@ class DiskTier:
             self._pool.sync()
         except (OSError, TierError) as error:
             logger.warning("tier %s: the last writes are forgotten, for want of an index: %s", self.name, error)
+        self._tell_status(is_last=True)
         self._pool.close()
         self._claim.release()
 
@@ -319,7 +334,9 @@ class DiskTier:
         """What a thread of our own does: sync at intervals, and keep a segment spare."""
         synced_s = time.monotonic()
         while True:
-            self._wake.wait(max(0.0, synced_s + self._sync_interval_s - time.monotonic()))
+            self._tell_status()
+            next_s = min(synced_s + self._sync_interval_s, time.monotonic() + STATUS_INTERVAL_S)
+            self._wake.wait(max(0.0, next_s - time.monotonic()))
             self._wake.clear()
             if self._is_closing:
                 return
@@ -331,6 +348,41 @@ class DiskTier:
             except TierError as error:
                 synced_s = time.monotonic()  # not again at once
                 logger.info("tier %s: %s", self.name, error)
+
+    def _tell_status(self, *, is_last: bool = False) -> None:
+        """Tell people how it goes, unless that was done just now. That it cannot be told is no fault."""
+        now_s = time.monotonic()
+        if not is_last and not self._status.is_due(now_s, faults=self._faults, is_up=self._is_up):
+            return
+        try:
+            # Where the disk is not mounted, the path leads to some other disk.
+            if self._claim.is_there():
+                self._status.tell(self._current_status(is_open=not is_last), now_s)
+        except OSError as error:
+            logger.debug("tier %s: its status cannot be written: %s", self.name, error)
+
+    def _current_status(self, *, is_open: bool) -> DiskStatus:
+        told = os.statvfs(self.root)
+        written = self.write_bytes
+        return DiskStatus(
+            time_s=time.time(),
+            pid=os.getpid(),
+            is_open=is_open,
+            is_up=self._is_up,
+            faults=self._faults,
+            last_fault=self._last_fault,
+            last_fault_s=self._last_fault_s,
+            objects=self.object_count,
+            used_bytes=self.used_bytes,
+            capacity_bytes=self.capacity_bytes,
+            free_bytes=told.f_bavail * told.f_frsize,
+            reserve_bytes=self._reserve_bytes,
+            frame_bytes=written["frames"],
+            upkeep_bytes=written["upkeep"],
+            avoided_bytes=written["avoided"],
+            write_bytes_per_day=self._write_bytes_per_day,
+            direct_io=self.direct_io,
+        )
 
     def _mend(self) -> None:
         """After an I/O error: go on when the place is what it was, take over what is there when it was replaced."""
@@ -393,7 +445,10 @@ class DiskTier:
     def _failed(self, what: str, name: ObjectName | None, error: OSError) -> TierError:
         self._is_suspect = True
         subject = "" if name is None else f" object {name.hex()[:12]}"
-        return TierError(self.name, f"cannot {what}{subject}: {error}")
+        fault = f"cannot {what}{subject}: {error}"
+        self._faults += 1
+        self._last_fault, self._last_fault_s = fault[:FAULT_LENGTH_MAX], time.time()
+        return TierError(self.name, fault)
 
     @contextmanager
     def _refusing(self) -> Generator[None]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.tier.disk_format import STORE_ID_BYTES, VERSION
+from kvtier.tier.disk_status import DRAFT_NAME, STATUS_NAME
 from kvtier.tier.ledger import lock_file
 
 MARKER_NAME = "kvtier-disk.json"
@@ -20,7 +21,7 @@ SEGMENTS_NAME = "segments"
 
 ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 
-_HARMLESS = {"lost+found", MARKER_NAME, SEGMENTS_NAME}
+_HARMLESS = {"lost+found", MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, DRAFT_NAME}
 _MARKER_BYTES_MAX = 4096
 
 logger = logging.getLogger(__name__)

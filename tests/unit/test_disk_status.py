@@ -1,0 +1,210 @@
+"""What a disk store in use tells people: true when it is told, rarely told, and never believed."""
+
+import json
+import time
+from dataclasses import asdict, replace
+
+import pytest
+
+from kvtier.cli import store_disk
+from kvtier.cli.main import run
+from kvtier.errors import TierError
+from kvtier.testing.tier import empty_frame, object_name
+from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_status import (
+    AGAIN_S,
+    ALARMED_S,
+    CHANGED_S,
+    STATUS_NAME,
+    DiskStatus,
+    StatusFile,
+    read_status,
+    write_status,
+)
+
+STATUS = DiskStatus(
+    time_s=1000.0,
+    pid=1,
+    is_open=True,
+    is_up=None,
+    faults=0,
+    last_fault="",
+    last_fault_s=None,
+    objects=3,
+    used_bytes=1 << 20,
+    capacity_bytes=4 << 20,
+    free_bytes=1 << 30,
+    reserve_bytes=0,
+    frame_bytes=100,
+    upkeep_bytes=50,
+    avoided_bytes=0,
+    write_bytes_per_day=0,
+    direct_io=False,
+)
+FRAME = empty_frame(8192)
+
+
+@pytest.fixture(autouse=True)
+def _the_keeper_tells_once(monkeypatch):
+    monkeypatch.setattr("kvtier.tier.disk.STATUS_INTERVAL_S", 3600.0)
+
+
+def opened(root, **settings):
+    tier = DiskTier(root, capacity_bytes=4 << 20, segment_bytes=1 << 20, sync_interval_s=3600.0, **settings)
+    until_s = time.monotonic() + 20.0
+    while read_status(root) is None or not read_status(root).is_open:
+        assert time.monotonic() < until_s, "it tells nothing when it is opened"
+        time.sleep(1e-3)
+    return tier
+
+
+def told_now(tier):
+    """Its status as of now, whatever the clock says."""
+    tier._status = StatusFile(tier.root)
+    tier._tell_status()
+    return read_status(tier.root)
+
+
+def test_it_tells_room_wear_faults_and_what_the_session_says(tmp_path, monkeypatch):
+    tier = opened(tmp_path, write_bytes_per_day=1 << 40, reserve_bytes=1)
+    assert tier.write(object_name(1), FRAME)
+    status = told_now(tier)
+    assert (status.is_open, status.is_up, status.faults, status.last_fault_s) == (True, None, 0, None)
+    assert (status.objects, status.used_bytes, status.capacity_bytes) == (1, tier.used_bytes, 4 << 20)
+    assert (status.frame_bytes, status.write_bytes_per_day, status.reserve_bytes) == (8192, 1 << 40, 1)
+    assert status.free_bytes > 0
+    tier.sync()
+    assert told_now(tier).amplification > 1.0
+
+    tier.note_use(is_up=False)
+    monkeypatch.setattr("kvtier.tier.disk_segment.os.preadv", failing)
+    with pytest.raises(TierError, match="planned"):
+        tier.read(object_name(1), empty_frame(8192))
+    monkeypatch.undo()
+    status = told_now(tier)
+    assert (status.is_up, status.faults) == (False, 1)
+    assert "planned" in status.last_fault
+    assert status.last_fault_s <= status.time_s
+    tier.close()
+    assert not read_status(tmp_path).is_open
+
+
+def failing(*_given):
+    raise OSError("planned")
+
+
+def test_a_status_is_written_rarely_and_an_alarm_soon(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("kvtier.tier.disk_status.write_status", lambda _root, status: written.append(status))
+    file, now_s = StatusFile(tmp_path), 0.0
+
+    def tell(seconds, **changes):
+        nonlocal now_s
+        now_s += seconds
+        status = replace(STATUS, time_s=STATUS.time_s + now_s, **changes)
+        if file.is_due(now_s, faults=status.faults, is_up=status.is_up):
+            file.tell(status, now_s)
+        return len(written)
+
+    assert tell(0.0) == 1
+    assert tell(0.9 * CHANGED_S, objects=4) == 1
+    assert tell(0.2 * CHANGED_S, objects=4) == 2
+    assert tell(0.9 * ALARMED_S, objects=4, faults=1) == 2
+    assert tell(0.2 * ALARMED_S, objects=4, faults=1) == 3
+    for _ in range(int(0.9 * AGAIN_S)):
+        assert tell(1.0, objects=4, faults=1) == 3, "nothing is new"
+    assert [tell(CHANGED_S, objects=4, faults=1) for _ in range(2)][-1] == 4, "somebody is alive"
+
+
+def test_the_file_is_whole_or_not_there_and_read_back_as_written(tmp_path):
+    write_status(tmp_path, STATUS)
+    assert read_status(tmp_path) == STATUS
+    loud = replace(STATUS, is_up=True, last_fault="EIO " * 60, last_fault_s=3.0, faults=9)
+    write_status(tmp_path, loud)
+    assert read_status(tmp_path) == loud
+    assert [path.name for path in tmp_path.iterdir()] == [STATUS_NAME]
+
+
+WRONG = {
+    "nothing": b"",
+    "half": json.dumps(asdict(STATUS)).encode()[:-20],
+    "a list": b"[1]",
+    "deep": b"[" * 4096,
+    "long": json.dumps({"about": "x" * 5000, **asdict(STATUS)}).encode(),
+    "lacking": json.dumps({name: value for name, value in asdict(STATUS).items() if name != "faults"}).encode(),
+    "text": json.dumps({**asdict(STATUS), "faults": "1"}).encode(),
+    "a switch for a number": json.dumps({**asdict(STATUS), "faults": True}).encode(),
+    "negative": json.dumps({**asdict(STATUS), "free_bytes": -1}).encode(),
+    "no number": json.dumps({**asdict(STATUS), "time_s": float("nan")}).encode(),
+    "a time out of mind": json.dumps({**asdict(STATUS), "last_fault_s": 1e300}).encode(),
+    "no text": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("content", WRONG.values(), ids=WRONG.keys())
+def test_what_makes_no_sense_is_nothing(tmp_path, content, capsys):
+    opened(tmp_path).close()
+    (tmp_path / STATUS_NAME).write_bytes(content)
+    assert read_status(tmp_path) is None
+    assert run(["inspect", "health", str(tmp_path)]) == 0
+    assert "nothing was ever told" in capsys.readouterr().out
+    tier = opened(tmp_path)
+    assert tier.write(object_name(1), FRAME), "nobody believes it"
+    tier.close()
+
+
+def test_a_status_that_cannot_be_written_is_no_fault(tmp_path, monkeypatch):
+    tier = opened(tmp_path)
+    monkeypatch.setattr("kvtier.tier.disk_status.write_status", failing)
+    tier._status = StatusFile(tmp_path)
+    tier._tell_status()
+    assert tier.write(object_name(1), FRAME)
+    assert tier._faults == 0
+    tier.close()
+
+
+def test_nothing_is_told_where_another_disk_lies_at_the_path(tmp_path):
+    root, elsewhere = tmp_path / "store", tmp_path / "taken away"
+    tier = opened(root)
+    root.rename(elsewhere)
+    root.mkdir()
+    told_now(tier)
+    assert list(root.iterdir()) == []
+    tier.close()
+
+
+def health(capsys, root):
+    code = run(["inspect", "health", str(root), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_inspect_tells_how_a_store_in_use_fares(tmp_path, capsys, monkeypatch):
+    tier = opened(tmp_path)
+    tier.note_use(is_up=True)
+    tier.write(object_name(1), FRAME)
+    told_now(tier)
+    code, result = health(capsys, tmp_path)
+    assert (code, result["state"], result["amplification"], result["status"]["objects"]) == (0, "in use", 1.0, 1)
+    assert run(["inspect", "health", str(tmp_path)]) == 0
+    assert "none since it was opened" in capsys.readouterr().out
+    tier.note_use(is_up=False)
+    told_now(tier)
+    assert health(capsys, tmp_path)[0] == 1
+    assert health(capsys, tmp_path)[1]["state"] == "left alone"
+    tier.note_use(is_up=True)
+    told_now(tier)
+    monkeypatch.setattr("kvtier.cli.store_disk.time", lambda: read_status(tmp_path).time_s + store_disk.SILENT_S + 1)
+    code, result = health(capsys, tmp_path)
+    assert (code, result["state"]) == (1, "silent")
+    monkeypatch.undo()
+    tier.close()
+    code, result = health(capsys, tmp_path)
+    assert (code, result["state"], result["status"]["is_open"]) == (0, "not open", False)
+    assert run(["inspect", "health", str(tmp_path / "segments")]) == 2
+
+
+def test_purge_takes_the_status_with_it(tmp_path):
+    opened(tmp_path / "store").close()
+    assert (tmp_path / "store" / STATUS_NAME).exists()
+    assert run(["inspect", "purge", str(tmp_path / "store"), "--yes"]) == 0
+    assert list((tmp_path / "store").iterdir()) == []
