@@ -23,10 +23,9 @@ from transformers.generation.configuration_utils import GenerationConfig
 from kvtier.config.sections import Config
 from kvtier.connect.transformers import identity
 from kvtier.connect.transformers.arriving import MissingLayerError
-from kvtier.connect.transformers.caches import empty_cache, recorded_spans
-from kvtier.connect.transformers.call import Call, FirstToken, sequences_of
+from kvtier.connect.transformers.caches import Spans, empty_cache, recorded_spans
+from kvtier.connect.transformers.call import Call, FirstToken, extras_of, sequences_of
 from kvtier.connect.transformers.opening import Opened, open_model, settled
-from kvtier.connect.transformers.positions import moving_rope
 from kvtier.connect.transformers.report import Report, Stored
 from kvtier.connect.transformers.restore import Restored
 from kvtier.connect.transformers.rows import left_padding
@@ -40,11 +39,10 @@ from kvtier.connect.transformers.support import (
 )
 from kvtier.connect.transformers.upstream import Argument, Model, Output
 from kvtier.errors import ConfigError
-from kvtier.keys.chain import Extra
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest
 from kvtier.runtime.base import Closed, Session
-from kvtier.types import Hint, RequestId
+from kvtier.types import Hint, Place, Prefix, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +166,23 @@ class Attachment:
         with self._lock:
             output = self._generate(inputs, generation_config, arguments)
             return (output, self.last) if return_report else output
+
+    def store(self, input_ids: torch.Tensor, cache: DynamicCache, *, known_tokens: int = 0) -> int:
+        """Keep KV that was computed outside `generate`, such as an answer that a server has decoded by itself.
+
+        Args:
+            input_ids: [1, columns] tokens without padding.
+            cache: the KV of some leading ones. Its tensors are copied in the background: nobody changes these columns
+                in place before `flush`.
+            known_tokens: leading tokens that have been stored; their whole chunks are left out.
+
+        Returns:
+            Objects that were handed over. As with `generate`, nothing that goes wrong in kvtier makes the call fail;
+            of a model with sliding windows nothing is kept, because its cache has only the last tokens.
+        """
+        with self._lock:
+            count = self._guarded(lambda: self._store(input_ids, cache, known_tokens))
+            return 0 if isinstance(count, str) else count
 
     @property
     def stored(self) -> Stored:
@@ -382,7 +397,7 @@ class Attachment:
             return "attention_mask pads on the right, has holes or hides a whole row; allowed: padding on the left"
         if any(padding) and not self._accepts_padding:
             return f"{type(self.model).__name__} takes no position_ids: KV of a padded row may depend on its padding"
-        extras = self._extras(options, input_ids.shape[1], padding)
+        extras = extras_of(self.model, options, input_ids.shape[1], padding)
         if isinstance(extras, str):
             return extras
         opened = self._refreshed()
@@ -399,17 +414,6 @@ class Attachment:
             end_tokens=options.tokens("eos_token_id"),
             recorder=opened.recorder,
         )
-
-    def _extras(self, options: Options, columns: int, padding: Sequence[int]) -> list[Extra] | str:
-        """What besides its tokens the KV of this call depends on; or why that cannot be said."""
-        rope = moving_rope(self.model)
-        if rope is None:
-            return []
-        side = rope.side(columns - min(padding), options.total_tokens(columns))
-        # A prefill in pieces begins with the frequencies of a short text.
-        if side is None or (side == "long" and options.get("prefill_chunk_size")):
-            return f"the text may cross the {rope.original_tokens} tokens at which the position encoding changes"
-        return [Extra("rope", side.encode())]
 
     def _restore(self, opened: Opened, call: Call, *, is_layerwise: bool) -> Restored:
         opened.waiting.take()
@@ -431,13 +435,37 @@ class Attachment:
                 computed_tokens=report.prompt_tokens,
                 uncached_reason="the model went on with a cache of its own",
             )
-        opened.waiting.take()
-        is_full = opened.waiting.storing_calls >= self._held_calls
         seconds = max(0.0, report.ttft_s - report.lookup_s - report.load_s)
         hint = Hint(seconds_saved_per_token=seconds / report.computed_tokens if report.computed_tokens else 0.0)
+        groups = len(opened.shape.groups)
+        ends = call.end_tokens
+        new = [row.new_places(tokens, ends, groups) for row, tokens in zip(call.rows, sequences, strict=True)]
+        count = self._hand_over(opened, call, new, spans, hint)
+        if not isinstance(output, torch.Tensor):
+            # The caller gets the cache and may do with it as it likes: nothing is copied from it after that.
+            opened.waiting.stores(_HANDOVER_DEADLINE_S, call.number)
+        return replace(report, stored_chunks=count)
+
+    def _store(self, input_ids: torch.Tensor, cache: DynamicCache, known_tokens: int) -> int:
+        call = self._prepare(input_ids, None, {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 0})
+        if isinstance(call, str):
+            self._say(call, "not stored: %s (said once)")
+            return 0
+        opened, tokens = self._current(), min(cache.get_seq_length(), input_ids.shape[1])
+        spans = recorded_spans(opened.shape, cache, cache.get_seq_length())
+        if spans is None or opened.shape.has_windows or len(call.rows) > 1:
+            return 0
+        new = call.rows[0].places(known_tokens // opened.layout.chunk_tokens, tokens, len(opened.shape.groups))
+        return self._hand_over(opened, call, [new], spans, Hint())
+
+    def _hand_over(
+        self, opened: Opened, call: Call, new: Sequence[tuple[Prefix, list[Place]]], spans: Spans, hint: Hint
+    ) -> int:
+        """Begin to store the new places of each row; how many there are."""
+        opened.waiting.take()
+        is_full = opened.waiting.storing_calls >= self._held_calls
         count = 0
-        for number, (row, sequence) in enumerate(zip(call.rows, sequences, strict=True)):
-            prefix, places = row.new_places(sequence, call.end_tokens, len(opened.shape.groups))
+        for number, (row, (prefix, places)) in enumerate(zip(call.rows, new, strict=True)):
             if is_full:
                 self._before = replace(self._before, dropped=self._before.dropped + len(places))
             elif places:
@@ -446,10 +474,7 @@ class Attachment:
                     request, call.number, prefix, places, row=number, pad=row.asked.pad, spans=spans, hint=hint
                 )
                 count += len(places)
-        if not isinstance(output, torch.Tensor):
-            # The caller gets the cache and may do with it as it likes: nothing is copied from it after that.
-            opened.waiting.stores(_HANDOVER_DEADLINE_S, call.number)
-        return replace(report, stored_chunks=count)
+        return count
 
     # ---- mishaps ---------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from kvtier.connect.transformers.positions import moving_rope
 from kvtier.connect.transformers.report import Report
 from kvtier.connect.transformers.restore import Asked, Restored
 from kvtier.connect.transformers.rows import kept_tokens, row_end, row_tokens
-from kvtier.connect.transformers.upstream import Argument, Output, integers
+from kvtier.connect.transformers.support import Options
+from kvtier.connect.transformers.upstream import Argument, Model, Output, integers
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime.recorder import Recorder, Served
 from kvtier.types import Place, Prefix
@@ -19,6 +21,18 @@ from kvtier.types import Place, Prefix
 def sequences_of(output: Output) -> torch.Tensor:
     """[rows, columns] tokens of what `generate` returned: prompts, then what was generated."""
     return output if isinstance(output, torch.Tensor) else output.sequences
+
+
+def extras_of(model: Model, options: Options, columns: int, padding: Sequence[int]) -> list[Extra] | str:
+    """What besides its tokens the KV of a call depends on; or why that cannot be said."""
+    rope = moving_rope(model)
+    if rope is None:
+        return []
+    side = rope.side(columns - min(padding), options.total_tokens(columns))
+    # A prefill in pieces begins with the frequencies of a short text.
+    if side is None or (side == "long" and options.get("prefill_chunk_size")):
+        return f"the text may cross the {rope.original_tokens} tokens at which the position encoding changes"
+    return [Extra("rope", side.encode())]
 
 
 @dataclass(slots=True)
@@ -49,14 +63,17 @@ class Row:
         tokens = integers(sequence[self.asked.pad :])
         kept = kept_tokens(tokens, row_end(tokens, self.prompt_tokens, end_tokens))
         self.chain.extend(tokens[self.prompt_tokens : kept])
+        # The prompt's last token has KV only if another was generated after it; so the kept tokens may be fewer.
+        return self.places(-(-self.restored_tokens // self.asked.prefix.chunk_tokens), kept, groups)
+
+    def places(self, first: int, tokens: int, groups: int) -> tuple[Prefix, list[Place]]:
+        """The whole chunks of the leading `tokens` tokens, from chunk `first` on."""
         prefix = self.chain.prefix()
         size = prefix.chunk_tokens
-        # The prompt's last token has KV only if another was generated after it; so the kept tokens may be fewer.
-        chunks = range(-(-self.restored_tokens // size), kept // size)
-        places = [
+        chunks = range(first, tokens // size)
+        return prefix, [
             Place(group, chunk, (chunk * size, (chunk + 1) * size)) for chunk in chunks for group in range(groups)
         ]
-        return prefix, places
 
 
 @dataclass(slots=True)
