@@ -80,7 +80,7 @@ def test_a_wrong_token_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--shape", "llama-9", "--device", "cpu"), "unknown; allowed: tiny, llama-3.1-8b"),
+        (("--shape", "llama-9", "--device", "cpu"), "unknown; allowed: tiny, small, llama-3.1-8b"),
         (("--shape", "tiny", "--device", "cpu", "--dtype", "int8"), "dtype = int8: unknown; allowed: bfloat16"),
         (("--contexts", "1k"), "--contexts = 1k: not a list of numbers"),
         (("--contexts", "100"), "contexts of at least two chunks"),

@@ -51,6 +51,19 @@ SHAPES = {
             },
         ),
         Shape(
+            "small",
+            "LlamaConfig",
+            {
+                "vocab_size": 4096,
+                "hidden_size": 384,
+                "intermediate_size": 1024,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+                "initializer_range": 0.05,
+            },
+        ),
+        Shape(
             "llama-3.1-8b",
             "LlamaConfig",
             {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from kvtier.cli.bench_multiturn import multiturn
 from kvtier.cli.bench_ttft import ttft
 from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.render import emit_json, emit_table, progress
@@ -20,6 +21,7 @@ def bench() -> None:
 
 
 bench.add_command(ttft)
+bench.add_command(multiturn)
 
 
 @bench.command()
