@@ -1,16 +1,20 @@
-"""`kvtier trace`: traces in another form, without what they tell of their texts."""
+"""`kvtier trace`: record traces, convert them, take out what they tell of anybody, make new ones like them."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvtier.cli.render import progress
 from kvtier.cli.replay import packed_trace, reading_options
+
+_TOLD_EVERY = 4096
 
 
 @click.group()
 def trace() -> None:
-    """Convert request traces."""
+    """Record, convert, anonymize and synthesize request traces."""
 
 
 @trace.command()
@@ -32,3 +36,77 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
     packed = packed_trace(source, reading)
     write_requests(target, packed, as_runs=not as_ids)
     click.echo(f"{len(packed):,} requests, {packed.block_count:,} blocks of {packed.block_tokens} tokens: {target}")
+
+
+_STATISTICS = (
+    ("requests-per-s", float, "Requests a second on average, of all sessions.  [2; with --like: the trace's]"),
+    ("turns", float, "Requests of a session on average.  [4]"),
+    ("first-tokens", float, "Of a first prompt on average, behind what it shares.  [1500]"),
+    ("turn-tokens", float, "By which a prompt grows from turn to turn, on average.  [600]"),
+    ("output-tokens", float, "On average.  [300]"),
+    ("think-s", float, "Seconds between the requests of a session, on average.  [60]"),
+    ("spread", float, "Standard deviation of the logarithm of lengths and pauses.  [1]"),
+    ("shared-prompts", int, "Prompts that sessions begin with.  [16]"),
+    ("shared-tokens", int, "Of each of them.  [1024]"),
+    ("shared-share", float, "Of the sessions that begin with one.  [0.8]"),
+    ("popularity", float, "The n-th of them is used in proportion to n to the power of minus this.  [1]"),
+)
+
+
+def _statistics_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for name, kind, text in reversed(_STATISTICS):
+        command = click.option(f"--{name}", type=kind, help=text)(command)
+    return command
+
+
+@trace.command()
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--requests", help="How many, such as 10M.  [100k; with --like: as many as the trace has]")
+@click.option("--like", type=click.Path(path_type=Path), help="A trace to be like.")
+@_statistics_options
+@reading_options
+def synthesize(target: Path, requests: str | None, like: Path | None, **options: Any) -> None:  # noqa: ANN401
+    """Write TARGET, a trace that nobody has recorded (.gz: gzip): the same one for the same options and --seed.
+
+    Its sessions have the statistics that are given, or those of the trace --like: whole sessions of it, with their
+    lengths, pauses and what they share, in another order and under new ids.
+    """
+    from kvtier.errors import ConfigError
+    from kvtier.size.units import parse_count
+    from kvtier.trace.fitted import Fitted
+    from kvtier.trace.stated import Stated, Statistics, option_of
+    from kvtier.trace.synthesis import Source, synthesized
+    from kvtier.trace.writing import write_lines
+
+    stated = {name: options.pop(name) for name in (it[0].replace("-", "_") for it in _STATISTICS)}
+    given = {name: value for name, value in stated.items() if value is not None}
+    try:
+        count = None if requests is None else parse_count(requests)
+    except ValueError as error:
+        raise ConfigError(f"--requests {requests!r}: {error}") from None
+    source: Source
+    if like is None:
+        if options["block"] is not None:
+            given["block_tokens"] = options["block"]
+        source = Stated(Statistics(**given), options["seed"])
+        count = 100_000 if count is None else count
+    else:
+        if like.resolve() == target.resolve():
+            raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
+        rate = given.pop("requests_per_s", None)
+        if given:
+            names = ", ".join(f"--{option_of(name)}" for name in given)
+            raise ConfigError(f"{names} and --like are both given; allowed: with --like only --requests-per-s")
+        packed = packed_trace(like, options)
+        source = Fitted(packed, options["seed"], rate)
+        count = len(packed) if count is None else count
+    with progress(f"{target.name}: {count:,} requests", count) as advance:
+        write_lines(target, _told(synthesized(source, count), advance))
+    click.echo(f"{count:,} requests, blocks of {source.block_tokens} tokens: {target}")
+
+
+def _told(lines: Iterator[str], advance: Callable[[int], None]) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if number % _TOLD_EVERY == 0:
+            advance(_TOLD_EVERY)
+        yield line

@@ -17,10 +17,10 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 class Place:
     """Says in which line of which file something was wrong: wrap what may raise in ``with Place(path, line)``."""
 
-    __slots__ = ("_line", "_path")
+    __slots__ = ("_line", "_path", "_unit")
 
-    def __init__(self, path: Path, line: int) -> None:
-        self._path, self._line = path, line
+    def __init__(self, path: Path, line: int, unit: str = "line") -> None:
+        self._path, self._line, self._unit = path, line, unit
 
     def __enter__(self) -> None:
         pass
@@ -29,11 +29,11 @@ class Place:
         if isinstance(error, ConfigError):
             if str(error).startswith("trace "):
                 return
-            raise ConfigError(f"trace {self._path}, line {self._line}: {error}") from None
+            raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error}") from None
         if isinstance(error, KeyError):
-            raise ConfigError(f"trace {self._path}, line {self._line}: {error.args[0]!r} is missing") from None
+            raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error.args[0]!r} is missing") from None
         if isinstance(error, TypeError | ValueError | AttributeError | OverflowError):
-            raise ConfigError(f"trace {self._path}, line {self._line}: {error}") from None
+            raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error}") from None
 
 
 def open_text(path: Path) -> IO[str]:
@@ -42,27 +42,50 @@ def open_text(path: Path) -> IO[str]:
     Raises:
         ConfigError: it cannot be opened, or it is zstd and the package for it is missing.
     """
+    return io.TextIOWrapper(cast("Any", open_binary(path)), encoding="utf-8")
+
+
+def open_binary(path: Path) -> IO[bytes]:
+    """Open a file, plain, gzip or zstd.
+
+    Raises:
+        ConfigError: as `open_text`.
+    """
     try:
         with path.open("rb") as stream:
             magic = stream.read(4)
         if magic.startswith(_GZIP):
-            return gzip.open(path, "rt", encoding="utf-8")
+            return cast("IO[bytes]", gzip.open(path, "rb"))
         if magic == _ZSTD:
             return _open_zstd(path)
-        return path.open(encoding="utf-8")
+        return path.open("rb")
     except OSError as error:
         raise ConfigError(f"trace {path}: {error.strerror or error}; allowed: a readable file") from error
 
 
-def _open_zstd(path: Path) -> IO[str]:
+def is_msgpack(path: Path) -> bool:
+    """Whether a file begins with a msgpack array or map, which no text does.
+
+    Raises:
+        ConfigError: as `open_text`, or it is cut short.
+    """
+    try:
+        with open_binary(path) as stream:
+            first = stream.read(1)
+    except (OSError, EOFError, *_zstd_errors()) as error:
+        raise ConfigError(f"trace {path}: not a trace: {error}") from error
+    return bool(first) and (0x80 <= first[0] <= 0x9F or 0xDC <= first[0] <= 0xDF)
+
+
+def _open_zstd(path: Path) -> IO[bytes]:
     try:
         import zstandard  # noqa: PLC0415  an extra, wanted only here
     except ImportError:
         raise ConfigError(
             f"trace {path} is zstd, and zstandard is not installed; allowed: pip install 'kvtier[zstd]'"
         ) from None
-    raw = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-    return io.TextIOWrapper(cast("Any", raw), encoding="utf-8")
+    decompressor = zstandard.ZstdDecompressor()
+    return cast("Any", decompressor.stream_reader(path.open("rb"), read_across_frames=True, closefd=True))
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:

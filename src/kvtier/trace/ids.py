@@ -11,6 +11,8 @@ from kvtier.trace.request import Ids
 
 OWN_IDS_MAX = 1 << 25
 """Ids below are taken as they are; others (hashes, texts) are numbered, from -1 downwards, as they appear."""
+RUN_IDS_MAX = 1 << 30
+"""Ids in runs: whoever writes runs numbers blocks one after the other."""
 RUN_BLOCKS_MAX = 1 << 22
 """Blocks of one request: with 16 tokens each, 67 million tokens."""
 
@@ -57,12 +59,12 @@ def from_runs(runs: object) -> Ids:
     blocks = 0
     for run in cast("list[Any]", runs):
         match run:
-            case [int(first), int(count)] if 0 <= first < OWN_IDS_MAX and 0 < count <= RUN_BLOCKS_MAX:
+            case [int(first), int(count)] if 0 <= first <= RUN_IDS_MAX - count and 0 < count <= RUN_BLOCKS_MAX:
                 parts.append(range(first, first + count))
                 blocks += count
             case _:
                 raise ConfigError(
-                    f"hash_runs holds {_short(run)}; allowed: [first id below {OWN_IDS_MAX}, count from 1]"
+                    f"hash_runs holds {_short(run)}; allowed: [first id, count from 1], ids below {RUN_IDS_MAX}"
                 )
     if blocks > RUN_BLOCKS_MAX:
         raise ConfigError(f"hash_runs has {blocks} blocks; allowed: at most {RUN_BLOCKS_MAX}")

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from kvtier.errors import ConfigError
 from kvtier.trace.conversations import TextLines
-from kvtier.trace.files import Place, text_lines
+from kvtier.trace.events import EventBatches
+from kvtier.trace.files import Place, is_msgpack, text_lines
 from kvtier.trace.lengths import LengthRows
 from kvtier.trace.request import Trace
 from kvtier.trace.requests import UNITS_S, RequestLines
@@ -41,12 +42,14 @@ class Reading:
 
 
 def open_trace(path: Path, reading: Reading | None = None) -> Trace:
-    """The reader for the file at `path`, plain, gzip or zstd.
+    """The reader for the file at `path`, plain, gzip or zstd; KV events are msgpack or JSON lines.
 
     Raises:
         ConfigError: it cannot be read, is empty, or of no form that is known.
     """
     reading = reading or Reading()
+    if is_msgpack(path):
+        return EventBatches(path, reading.block_tokens)
     first_line, first = next(text_lines(path), (0, ""))
     if not first_line:
         raise ConfigError(f"trace {path} is empty; allowed: at least one request")
@@ -55,6 +58,8 @@ def open_trace(path: Path, reading: Reading | None = None) -> Trace:
     with Place(path, first_line):
         head: Any = json.loads(first)
     keys = cast("dict[str, Any]", head).keys() if isinstance(head, dict) else set[str]()
+    if isinstance(head, list) or {"ts", "events"} <= keys:
+        return EventBatches(path, reading.block_tokens)
     if "requests" in keys:
         return SessionLines(path, reading.block_tokens, reading.window_h, reading.seed)
     if keys & {"hash_ids", "hash_runs"}:
@@ -63,5 +68,5 @@ def open_trace(path: Path, reading: Reading | None = None) -> Trace:
         return TextLines(path, reading.block_tokens, reading.tokenizer)
     raise ConfigError(
         f"trace {path}, line {first_line}: unknown form; allowed: JSON lines with hash_ids or hash_runs, sessions with "
-        "requests, text with input, or CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
+        "requests, text with input, KV events, or CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
     )

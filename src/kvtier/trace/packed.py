@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.request import Trace
+from kvtier.trace.request import Trace, Wrong
 
 Column = npt.NDArray[Any]
 
 MEMORY_BYTES_MAX = 64 << 20
 """A column beyond is kept in a file."""
 BLOCKS_MAX = 1 << 30
+_SPARSE = 2
+"""From so many ids for each access on, they are sorted: a table of all of them would be large and empty."""
 _STEP = 1 << 16
 """Values that are gathered before they are written."""
 _NAMES = ("ids", "starts", "time_s", "input_tokens", "output_tokens", "session", "turn", "parents")
@@ -170,12 +172,13 @@ class _Packer:
             raise ConfigError(f"trace {self._trace.name} has no request; allowed: at least one")
         self._flush()
         self._starts.add(np.asarray([self._total]))
-        warnings = [it for it in self._trace.notes if it.startswith("timestamps look")]
+        notes = self._trace.notes
+        warnings = [str(it) for it in notes if isinstance(it, Wrong)]
         if times_back:
             warnings.append(
                 f"{times_back} timestamps go back, first in line {first_back}; the latest before it counts instead"
             )
-        return self._checked(tuple(it for it in self._trace.notes if it not in warnings), warnings)
+        return self._checked(tuple(it for it in notes if not isinstance(it, Wrong)), warnings)
 
     def close(self) -> None:
         for column in (self._ids, self._starts, self._time_s, self._input, self._output, self._session, self._turn):
@@ -239,6 +242,11 @@ class _Packer:
 
 def _renumber(ids: Column, lowest: int, highest: int) -> int:
     """Number the blocks in place, without gaps, in the order of their ids; returns how many there are."""
+    if highest - lowest >= _SPARSE * max(len(ids), MEMORY_BYTES_MAX):
+        known = np.unique(ids)
+        for start in range(0, len(ids), _STEP):
+            ids[start : start + _STEP] = np.searchsorted(known, ids[start : start + _STEP])
+        return len(known)
     is_used = np.zeros(highest - lowest + 1, np.bool_)
     for start in range(0, len(ids), _STEP):
         is_used[ids[start : start + _STEP] - lowest] = True

@@ -23,6 +23,12 @@ class Request(NamedTuple):
     """Where it stands in the file, from 1."""
 
 
+class Wrong(str):
+    """A note that says what is wrong with a trace."""
+
+    __slots__ = ()
+
+
 class Trace(Protocol):
     """A trace that can be read as often as needed; nothing of it is kept."""
 
@@ -43,7 +49,7 @@ class Trace(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of figures should know of how the trace was read."""
+        """What a reader of figures should know of how the trace was read; complete once it has been."""
         ...
 
     def requests(self) -> Iterator[Request]:

@@ -9,7 +9,7 @@ from typing import Any
 from kvtier.errors import ConfigError
 from kvtier.trace.files import Place, json_lines, number, whole
 from kvtier.trace.ids import Numbering, blocks_of, merged
-from kvtier.trace.request import Request
+from kvtier.trace.request import Request, Wrong
 
 HEAD_LINES = 2000
 """Lines from which the size of a block and the unit of time are told."""
@@ -112,7 +112,7 @@ def _doubt(head: list[Request], time_unit: str) -> str:
     tokens = sum(it.input_tokens for it in head)
     if span_s <= 0 or len(head) / span_s < _BUSY_REQUESTS_PER_S or tokens / span_s < _BUSY_TOKENS_PER_S:
         return ""
-    return (
+    return Wrong(
         f"timestamps look like seconds, not milliseconds: read as milliseconds, {len(head) / span_s:,.0f} requests and "
         f"{tokens / span_s:,.0f} tokens a second arrive; if they are seconds, say --time-unit s"
     )

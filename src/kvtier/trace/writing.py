@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -23,11 +23,20 @@ def write_requests(path: Path, packed: Packed, *, as_runs: bool) -> None:
     """
     if not packed.has_blocks:
         raise ConfigError(f"trace {packed.name} tells no blocks; allowed: one that does")
+    lines = request_lines(packed, as_runs=as_runs)
+    write_lines(path, (f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write lines, gzip where the name ends in ``.gz``; whole or not at all.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     draft = path.with_name(f".{path.name}.draft")
     try:
         with _created(draft, is_packed=path.suffix == ".gz") as stream:
-            for line in request_lines(packed, as_runs=as_runs):
-                stream.write(f"{json.dumps(line, separators=(',', ':'))}\n")
+            stream.writelines(lines)
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
@@ -36,7 +45,7 @@ def write_requests(path: Path, packed: Packed, *, as_runs: bool) -> None:
 
 
 def _created(path: Path, *, is_packed: bool) -> IO[str]:
-    return gzip.open(path, "wt", encoding="utf-8") if is_packed else path.open("w", encoding="utf-8")
+    return gzip.open(path, "wt", 6, encoding="utf-8") if is_packed else path.open("w", encoding="utf-8")
 
 
 def request_lines(packed: Packed, *, as_runs: bool) -> Iterator[dict[str, object]]:

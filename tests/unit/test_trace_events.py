@@ -1,0 +1,164 @@
+"""KV events as a trace: what a real vLLM published gives the prompts that it was asked, and bad files are explained."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.errors import ConfigError
+from kvtier.replay.hits import replay
+from kvtier.trace.opening import Reading, open_trace
+from kvtier.trace.packed import pack
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
+REAL = GOLDEN / "vllm_events.msgpack"
+TOLD = json.loads((GOLDEN / "vllm_events.json").read_text())
+BLOCK = TOLD["block"]
+
+
+def batches():
+    unpacker = msgpack.Unpacker(raw=False)
+    unpacker.feed(REAL.read_bytes())
+    return list(unpacker)
+
+
+def written(path, told, pack_file=bytes):
+    path.write_bytes(pack_file(b"".join(msgpack.packb(it) for it in told)))
+    return path
+
+
+def stored(*hashes, parent=None, **more):
+    fields = {"block_hashes": list(hashes), "parent_block_hash": parent, "token_ids": [], "block_size": 16}
+    return {"type": "BlockStored", **fields, "lora_id": None, "medium": "GPU", **more}
+
+
+def read(path, **reading):
+    trace = open_trace(path, Reading(**reading))
+    requests = [(round(it.time_s, 3), it.blocks.tolist(), it.output_tokens) for it in trace.requests()]
+    return requests, trace.notes
+
+
+def test_what_vllm_published_gives_the_prompts_that_it_was_asked():
+    trace = open_trace(REAL)
+    assert trace.block_tokens == BLOCK
+    requests = list(trace.requests())
+    seen = [it for it in TOLD["asked"] if not it["what"].startswith("there as a whole")]
+    assert len(seen) == len(TOLD["asked"]) - 1  # what cannot be known
+    assert [it.input_tokens for it in requests] == [it["prompt"] // BLOCK * BLOCK for it in seen]
+    # Of an answer, the whole blocks beyond the prompt's last whole one; its last token was never computed.
+    ends = [(it["prompt"] + it["generated"] - 1) // BLOCK * BLOCK - it["prompt"] // BLOCK * BLOCK for it in seen]
+    assert [it.output_tokens for it in requests] == ends
+    # vLLM's own cache lost nothing, so an endless one hits what it said it had.
+    packed = pack(trace, is_strict=True)
+    assert replay(packed, "lru", None).hit_tokens == sum(it["cached"] for it in seen)
+    # Negative control: without one of its batches the figures are others.
+    assert sum(it["cached"] for it in seen) > 0
+
+
+def test_a_lost_batch_shows(tmp_path):
+    seen = [it for it in TOLD["asked"] if not it["what"].startswith("there as a whole")]
+    packed = pack(open_trace(written(tmp_path / "lost", batches()[1:])))
+    assert replay(packed, "lru", None).hit_tokens != sum(it["cached"] for it in seen)
+    assert any("stored before the file begins" in it for it in packed.warnings)
+    with pytest.raises(ConfigError, match="allowed with --strict"):
+        pack(open_trace(tmp_path / "lost"), is_strict=True)
+
+
+def test_json_lines_and_arrays_and_packed_files_give_the_same(tmp_path):
+    expected = read(REAL)
+
+    def hashes(event):
+        # JSON has no bytes.
+        names = {it: it.hex() if isinstance(it, bytes) else it for it in event["block_hashes"]}
+        parent = event["parent_block_hash"]
+        parent = parent.hex() if isinstance(parent, bytes) else parent
+        return {**event, "block_hashes": list(names.values()), "parent_block_hash": parent}
+
+    plain = [[ts, [hashes(it) for it in events], rank] for ts, events, rank in batches()]
+    objects = [{"ts": ts, "events": events, "data_parallel_rank": rank} for ts, events, rank in plain]
+    for number, told in enumerate((plain, objects)):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(f"{json.dumps(it)}\n" for it in told))
+        assert read(path) == expected
+    # Older releases of vLLM, and SGLang, write the fields of an event one after the other.
+    names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+    arrays = [[ts, [[it[name] for name in names] for it in events]] for ts, events, _ in batches()]
+    assert read(written(tmp_path / "arrays.gz", arrays, gzip.compress)) == expected
+
+
+def test_pages_one_at_a_time_are_one_prompt_and_hashes_of_a_page_alone_name_no_prefix(tmp_path):
+    """As SGLang publishes them; releases before it chained its hashes took those of a page's own tokens."""
+    told = [
+        [0.0, [stored(7), stored(8, parent=7), stored(7, parent=8)]],
+        [100.0, [stored(9), stored(8, parent=9)]],
+    ]
+    requests, _ = read(written(tmp_path / "pages", told))
+    (_, first, _), (_, second, _) = requests
+    assert len(first) == 3
+    assert len(set(first)) == 3
+    assert len(second) == 2
+    assert not set(first) & set(second)
+    assert pack(open_trace(tmp_path / "pages"), is_strict=True).prefix_violations == 0
+
+
+def test_what_goes_on_and_what_is_new(tmp_path):
+    told = [
+        [0.0, [stored(1, 2)]],
+        [1.0, [stored(3, 4, parent=2)]],  # a prompt in pieces
+        [5.0, [stored(5, parent=4)]],  # its answer
+        [5.5, [stored(6, 7, parent=5)]],  # no answer comes in two blocks: the next turn
+        [30.0, [stored(8, parent=7)]],  # too late
+        [30.0, [{"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}, {"type": "AllBlocksCleared"}]],
+        [31.0, [stored(1, 2), stored(9, parent=2, medium="CPU"), stored(9, 10, group_idx=1)]],
+    ]
+    requests, notes = read(written(tmp_path / "events", told))
+    assert requests == [
+        (0.0, [0, 1, 2, 3], 16),
+        (5.5, [0, 1, 2, 3, 4, 5, 6], 0),
+        (30.0, [0, 1, 2, 3, 4, 5, 6, 7], 0),
+        (31.0, [0, 1], 0),
+    ]
+    assert any("cleared 1 times" in it for it in notes)
+    assert read(tmp_path / "events", block_tokens=32)[0][0][1] == [1, 3]
+
+
+def test_two_engines_in_one_file_do_not_go_on_for_each_other(tmp_path):
+    told = [[0.0, [stored(1, 2)], 0], [0.1, [stored(1, 2)], 1], [0.2, [stored(3, 4, parent=2)], 0]]
+    assert [it[1] for it in read(written(tmp_path / "events", told))[0]] == [[0, 1, 2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ([[0.0, [stored(1)]], [1.0, [stored(1, block_size="x")]]], r"batch 2: block_size is 'x'; allowed: a whole"),
+        ([[0.0, [stored(1)]], ["soon", [stored(1)]]], "batch 2: ts is 'soon'; allowed: a number"),
+        ([[0.0, [stored(1)]], [1.0, [stored(2.5)]]], "batch 2: block hash 2.5; allowed: whole numbers, bytes"),
+        ([[0.0, [stored(1)]], [1.0, [stored(2, parent=[1])]]], "batch 2: block hash .*allowed"),
+        ([[0.0, [stored(1)]], [1.0, [{"block_hashes": 1}]]], "batch 2: .* is no event"),
+        ([[0.0, [stored(1)]], [1.0, [{"type": "BlockStored"}]]], "batch 2: block_hashes .* is None; allowed: a list"),
+        ([[0.0, [stored(1)]], [1.0]], "batch 2: .* is no batch"),
+        ([[0.0, [stored(1)]], [1.0, 5]], "batch 2: events is 5; allowed: a list"),
+        ([[0.0, [{"type": "AllBlocksCleared"}]]], "no BlockStored of an engine's own memory"),
+    ],
+)
+def test_a_malformed_batch_is_named_with_its_field(tmp_path, told, message):
+    for path in (written(tmp_path / "packed", told), tmp_path / "lines"):
+        (tmp_path / "lines").write_text("".join(f"{json.dumps(it)}\n" for it in told))
+        with pytest.raises(ConfigError, match=message):
+            list(open_trace(path).requests())
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path):
+    (tmp_path / "cut").write_bytes(REAL.read_bytes()[:-7])
+    with pytest.raises(ConfigError, match="cut short after batch 10"):
+        pack(open_trace(tmp_path / "cut"))
+
+
+def test_without_the_package_it_is_said_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    assert run(["replay", "describe", str(REAL)]) == 2
+    assert "pip install 'kvtier[events]'" in capsys.readouterr().err
