@@ -10,7 +10,10 @@ from disk_world import SEGMENT_BYTES, check_accounts, look, open_tier, sealed
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.tier import disk_batch
+from kvtier.tier.aio import Queue, Run, read_runs
 from kvtier.tier.base import Read, Write
+from kvtier.tier.direct import can_direct
 from kvtier.tier.disk import DiskTier
 
 NUMBERS = range(8)
@@ -77,6 +80,98 @@ def test_one_bad_block_costs_one_object_on_the_way_up(tmp_path: Path, device: De
     assert all(segment.pins == 0 for segment in tier._pool._segments.values())
     device.bad = None
     assert _read_all(tier) == [sealed(number).nbytes for number in NUMBERS]
+    tier.close()
+
+
+SCATTERED = (6, 1, 4, 7, 0)
+"""Not all of them neighbours of one another."""
+
+
+class Together:
+    """Stands before the reads that are asked for at the same time: what they were, and what becomes of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[list[int]] = []
+        self.spoil: Callable[[list[int]], list[int]] | None = list
+        monkeypatch.setattr(disk_batch, "read_runs", self._read)
+
+    def _read(self, runs: Sequence[Run]) -> list[int] | None:
+        answers = None if self.spoil is None else read_runs(runs)
+        if answers is None or self.spoil is None:
+            return None
+        self.asked.append([len(run.views) for run in runs])
+        return self.spoil(answers)
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Together:
+    if not can_direct(str(tmp_path)):
+        pytest.skip("no direct I/O here")
+    try:
+        Queue().close()
+    except OSError as error:
+        pytest.skip(f"no asynchronous I/O here: {error}")
+    return Together(monkeypatch)
+
+
+def _right(tier: DiskTier, numbers: Sequence[int]) -> bool:
+    reads = [Read(object_name(number), empty_frame(1 << 17)) for number in numbers]
+    answers = tier.read_many(reads)
+    return all(
+        answer == sealed(number).nbytes and read.into[:answer] == sealed(number)
+        for number, read, answer in zip(numbers, reads, answers, strict=True)
+    )
+
+
+def test_scattered_frames_are_asked_for_together(tmp_path: Path, device: Device, together: Together) -> None:
+    tier = open_tier(tmp_path / "s")
+    assert _write_all(tier) == [True] * len(NUMBERS)
+    device.calls.clear()
+    assert _right(tier, SCATTERED)
+    assert device.calls == []
+    assert together.asked == [[2, 1, 2]], "0 and 1, 4, 6 and 7"
+    tier.close()
+
+
+@pytest.mark.parametrize("spoilt", range(3))
+@pytest.mark.parametrize("answer", [-errno.EIO, 0, BLOCK_BYTES])
+def test_what_was_not_read_with_the_others_is_read_alone(
+    tmp_path: Path, device: Device, together: Together, spoilt: int, answer: int
+) -> None:
+    tier = open_tier(tmp_path / "s")
+    assert _write_all(tier) == [True] * len(NUMBERS)
+    device.calls.clear()
+    together.spoil = lambda answers: [answer if at == spoilt else told for at, told in enumerate(answers)]
+    assert _right(tier, SCATTERED)
+    assert device.calls == ["preadv"] * [2, 1, 2][spoilt]
+    tier.close()
+
+
+def test_a_system_that_cannot_read_together_reads_one_after_the_other(
+    tmp_path: Path, device: Device, together: Together
+) -> None:
+    tier = open_tier(tmp_path / "s")
+    assert _write_all(tier) == [True] * len(NUMBERS)
+    device.calls.clear()
+    together.spoil = None
+    assert _right(tier, SCATTERED)
+    assert device.calls == ["preadv"] * 3
+    tier.close()
+
+
+def test_memory_that_the_device_does_not_take_is_filled_all_the_same(tmp_path: Path, together: Together) -> None:
+    """A caller's own, which is not aligned; or too small for the whole frame."""
+    tier = open_tier(tmp_path / "s")
+    assert _write_all(tier) == [True] * len(NUMBERS)
+    odd = [memoryview(bytearray(1 + sealed(number).nbytes))[1:] for number in SCATTERED]
+    answers = tier.read_many([Read(object_name(number), into) for number, into in zip(SCATTERED, odd, strict=True)])
+    assert answers == [sealed(number).nbytes for number in SCATTERED]
+    assert all(into == sealed(number) for number, into in zip(SCATTERED, odd, strict=True))
+    short = [empty_frame(BLOCK_BYTES) for _ in SCATTERED]
+    answers = tier.read_many([Read(object_name(number), into) for number, into in zip(SCATTERED, short, strict=True)])
+    assert answers == [BLOCK_BYTES] * len(SCATTERED)
+    assert all(into == sealed(number)[:BLOCK_BYTES] for number, into in zip(SCATTERED, short, strict=True))
+    assert together.asked
     tier.close()
 
 

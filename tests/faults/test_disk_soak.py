@@ -16,6 +16,8 @@ from disk_world import SEGMENT_BYTES, abandon, check_accounts, group_of, identit
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open_in_place
 from kvtier.errors import CorruptChunkError, TierError
 from kvtier.testing.tier import empty_frame, object_name
+from kvtier.tier import disk_batch
+from kvtier.tier.aio import Run, read_runs
 from kvtier.tier.base import Read, Write
 from kvtier.tier.disk import DiskTier
 
@@ -49,6 +51,7 @@ class SickDevice:
             "posix_fallocate": self._refuse,
         }
         patches = [patch.object(os, name, self._around(getattr(os, name), act)) for name, act in instead.items()]
+        patches.append(patch.object(disk_batch, "read_runs", self._around(disk_batch.read_runs, self._read_runs)))
         for one in patches:
             one.start()
         try:
@@ -77,6 +80,20 @@ class SickDevice:
         view[self.chance.randrange(len(view))] ^= 1 << self.chance.randrange(8)
         self.counts["flipped"] += 1
         return count
+
+    def _read_runs(self, real: Callable[..., list[int] | None], runs: list[Run]) -> list[int] | None:
+        """Of reads that go together, one fails, is cut short or has a bit turned."""
+        answers = real(runs)
+        if answers is not None:
+            at = self.chance.randrange(len(runs))
+            fate = self.chance.choice(["read together: refused", "read together: short", "read together: flipped"])
+            self.counts[fate] += 1
+            if fate.endswith("flipped"):
+                view = self.chance.choice(runs[at].views)
+                view[self.chance.randrange(len(view))] ^= 1 << self.chance.randrange(8)
+            else:
+                answers[at] = -errno.EIO if fate.endswith("refused") else max(0, answers[at] - 4096)
+        return answers
 
     def _write(self, real: Callable[..., int], descriptor: int, views: list[memoryview], offset: int) -> int:
         fate = self.chance.random()
@@ -194,6 +211,9 @@ def soak(root: Path, seed: int, operations: int) -> None:
     world.run(operations)
     counts, faults = world.counts, world.device.counts
     assert min(faults[what] for what in ("refused", "flipped", "lost", "torn")) > operations / 1000
+    if world.tier.direct_io and read_runs([]) is not None:
+        ways = ("refused", "short", "flipped")
+        assert min(faults[f"read together: {way}"] for way in ways) > operations / 5000, faults
     assert counts["right"] > operations / 4
     assert min(counts[what] for what in ("absent", "refused", "failed", "found")) > operations / 1000
     for number in range(5):

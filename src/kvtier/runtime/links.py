@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 from kvtier.codec.base import Codec
-from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, open_in_place, seal, seal_scratch_bytes
+from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, seal_scratch_bytes
 from kvtier.codec.head import Identity
 from kvtier.device.base import Copier, Fence
 from kvtier.errors import TierError
@@ -91,7 +91,7 @@ class Links:
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._seal_scratch_bytes = [seal_scratch_bytes(group, codec) for group in layout.groups]
         self._batch_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, BatchTier)}
-        self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // frame_bytes(group))) for group in layout.groups]
+        self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
 
     def together(self, job: Job) -> int:
         """How many jobs like this one gain by going together; 1 is none."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT
+from kvtier.tier.aio import read_runs
 from kvtier.tier.base import Read, Write
 from kvtier.tier.disk_pool import Extent, Pool
 
@@ -26,10 +27,8 @@ def read_many(pool: Pool, reads: Sequence[Read], alone: ReadAlone) -> list[int |
     told: list[int | TierError | None] = [None] * len(reads)
     found = {at: extent for at, extent in enumerate(pool.find([read.name for read in reads])) if extent is not None}
     try:
-        for run in _runs(found, reads):
-            first = found[run[0]]
-            views = [reads[at].into[: found[at].size_bytes] for at in run]
-            is_whole = len(run) > 1 and first.segment.read_run(views, first.offset)
+        runs = _runs(found, reads)
+        for run, is_whole in zip(runs, _are_read(runs, found, reads), strict=True):
             for at in run:
                 told[at] = found[at].size_bytes if is_whole else alone(reads[at], found[at])
     finally:
@@ -71,6 +70,22 @@ def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:
             runs.append([at])
         follows = (extent.segment.number, extent.offset + extent.size_bytes) if is_fit else None
     return runs
+
+
+def _are_read(runs: Sequence[Sequence[int]], found: dict[int, Extent], reads: Sequence[Read]) -> list[bool]:
+    """Read `runs`, all at once where the system can do that; for each, whether it was read whole.
+
+    One that was not is read again, each of its frames alone.
+    """
+    asked = [
+        found[run[0]].segment.run([reads[at].into[: found[at].size_bytes] for at in run], found[run[0]].offset)
+        for run in runs
+    ]
+    told = read_runs(asked) if len(asked) > 1 and found[runs[0][0]].segment.direct_io else None
+    if told is None:
+        return [len(run) > 1 and found[run[0]].segment.read_run(it) for run, it in zip(runs, asked, strict=True)]
+    sizes = (sum(found[at].size_bytes for at in run) for run in runs)
+    return [count == size_bytes for count, size_bytes in zip(told, sizes, strict=True)]
 
 
 def _are_aligned(writes: Sequence[Write]) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvtier.layout import ALIGNMENT, align_up
+from kvtier.tier.aio import Run
 from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.disk_format import (
     BLOCK_BYTES,
@@ -53,6 +54,7 @@ class Segment:
         self._descriptor: int | None = None
         self.path = path
         self.number = number
+        self.direct_io = direct_io
         self.size_bytes = size_bytes
         self.header: Header | None = None
         self.rows = array("I")
@@ -166,13 +168,21 @@ class Segment:
         padded[: frame.nbytes] = frame
         self._write_whole(padded, offset)
 
-    def read_run(self, views: Sequence[memoryview], offset: int) -> bool:
-        """Fill `views` with the bytes from `offset` on, in one call; whether that was possible.
+    def run(self, views: Sequence[memoryview], offset: int) -> Run:
+        """What to ask for, to fill `views` with the bytes from `offset` on.
 
-        When not, some may be filled. Whoever then reads each by itself learns which are not, and why.
+        Raises:
+            OSError: the segment is closed.
+        """
+        return Run(self._live(), views, offset)
+
+    def read_run(self, run: Run) -> bool:
+        """Read `run` of this segment in one call; whether that was possible.
+
+        When not, some may be read. Whoever then reads each by itself learns which are not, and why.
         """
         try:
-            return os.preadv(self._live(), views, offset) == sum(view.nbytes for view in views)
+            return os.preadv(*run) == sum(view.nbytes for view in run.views)
         except OSError:
             return False
 
