@@ -11,7 +11,7 @@ from disk_world import SEGMENT_BYTES, check_accounts, look, open_tier, sealed
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import disk_batch
-from kvtier.tier.aio import Queue, Run, read_runs
+from kvtier.tier.aio import ReadQueue, Run, read_runs
 from kvtier.tier.base import Read, Write
 from kvtier.tier.direct import can_direct
 from kvtier.tier.disk import DiskTier
@@ -108,7 +108,7 @@ def together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Together:
     if not can_direct(str(tmp_path)):
         pytest.skip("no direct I/O here")
     try:
-        Queue().close()
+        ReadQueue().close()
     except OSError as error:
         pytest.skip(f"no asynchronous I/O here: {error}")
     return Together(monkeypatch)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvtier.tier import aio
-from kvtier.tier.aio import DEPTH, NOT_READ, Queue, Run, read_runs
+from kvtier.tier.aio import DEPTH, NOT_READ, ReadQueue, Run, read_runs
 from kvtier.tier.direct import aligned_buffer
 
 BLOCK = 4096
@@ -18,7 +18,7 @@ BLOCKS = 40
 @pytest.fixture
 def queue():
     try:
-        queue = Queue()
+        queue = ReadQueue()
     except OSError as error:
         pytest.skip(f"no asynchronous I/O here: {error}")
     yield queue
@@ -124,8 +124,8 @@ def test_a_signal_does_not_end_the_wait_but_another_error_does(queue, file, monk
 def test_each_thread_has_a_queue_of_its_own_which_goes_with_it(queue, file, monkeypatch):
     monkeypatch.setattr(aio, "_local", threading.local())
     closed = []
-    real = Queue.close
-    monkeypatch.setattr(Queue, "close", lambda it: (closed.append(it._context), real(it)))
+    real = ReadQueue.close
+    monkeypatch.setattr(ReadQueue, "close", lambda it: (closed.append(it._context), real(it)))
     queues = []
 
     def read():

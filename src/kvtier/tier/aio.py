@@ -40,7 +40,7 @@ class Run(NamedTuple):
     offset: int
 
 
-class Queue:
+class ReadQueue:
     """Reads of one thread. `read_runs` keeps one for each.
 
     Raises:
@@ -142,17 +142,17 @@ class Queue:
 
 
 def read_runs(runs: Sequence[Run]) -> list[int] | None:
-    """Read `runs` at the same time: see `Queue.read`; None where the system has no queue for this thread.
+    """Read `runs` at the same time: see `ReadQueue.read`; None where the system has no queue for this thread.
 
     Raises:
         OSError: the queue broke.
     """
-    queue: Queue | None = getattr(_local, "queue", None)
+    queue: ReadQueue | None = getattr(_local, "queue", None)
     if queue is None or not queue.is_open:
         if getattr(_local, "is_without", False):
             return None
         try:
-            queue = _local.queue = Queue()
+            queue = _local.queue = ReadQueue()
         except OSError:
             _local.is_without = True
             return None
