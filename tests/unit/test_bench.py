@@ -34,6 +34,26 @@ ONE = ["--size", "512KiB", "--threads", "1", "--repeats", "1", "--sample", "4MiB
 
 
 @needs_fio
+def test_a_run_that_is_cut_short_leaves_a_record_of_what_it_had(tmp_path, monkeypatch, capsys):
+    real = io._disk_rows
+
+    def rows(it, size, count, threads):
+        if size == 8192:
+            raise ConfigError("fio was taken away")
+        return real(it, size, count, threads)
+
+    monkeypatch.setattr(io, "_disk_rows", rows)
+    record = tmp_path / "record.json"
+    arguments = [*ONE, "--size", "8KiB", "--tier", "disk", "--record", str(record)]
+    assert run(["bench", "io", "--dir", str(tmp_path), *arguments]) == 2
+    assert "taken away" in capsys.readouterr().err
+    told = json.loads(record.read_text())["results"]["results"]
+    assert [(row["tier"], row["op"], row["chunk_bytes"]) for row in told] == [
+        (tier, op, 524288) for tier in ("host", "disk") for op in ("store", "load")
+    ]
+
+
+@needs_fio
 def test_io_gives_a_row_for_each_tier_op_and_size(tmp_path, capsys):
     record = tmp_path / "record.json"
     assert run(["bench", "io", "--dir", str(tmp_path), *ONE, "--record", str(record), "--json"]) == 0

@@ -15,8 +15,8 @@ came from a cache instead of the device shows in `device_share`.
 
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvtier.bench.fio import Fio, Told, has_fio
@@ -43,6 +43,9 @@ class IoResult:
     bytes_per_sample: int
     repeats: int
     is_fresh: bool
+
+
+Keep = Callable[[IoResult], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,7 @@ def run(
     mixes: Sequence[int] = (),
     streams: int = 1,
     tick: Tick = lambda _what: None,
+    keep: Keep = lambda _result: None,
 ) -> IoResult:
     """Measure every size.
 
@@ -112,6 +116,7 @@ def run(
         mixes: per cent of reads of each mix of reads and writes that is measured besides.
         streams: engines whose objects are stored and loaded interleaved.
         tick: told before each pair of samples.
+        keep: given what there is after each size, so that a run that is cut short was not for nothing.
 
     Raises:
         ConfigError: fio is not installed or fails, the directory cannot be used, or a size is not allowed.
@@ -122,6 +127,7 @@ def run(
         if not SIZE_LEAST <= size <= SIZE_MOST or size % SIZE_LEAST:
             raise ConfigError(f"--size {size}: allowed: multiples of 4 KiB up to {size_text(SIZE_MOST)}")
     rows: list[Row] = []
+    result = IoResult((), CEILING, sample_bytes, repeats, is_fresh)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as place:
         it = _Run(
             root=Path(place),
@@ -140,7 +146,9 @@ def run(
             found = [_disk_rows(it, size, count, n) for n in threads]
             for rows_of_op in zip(*found, strict=True):
                 rows += rows_of_op if keep_all else [max(rows_of_op, key=lambda row: row.gb_per_s)]
-    return IoResult(tuple(rows), CEILING if it.direct else BUFFERED, sample_bytes, repeats, is_fresh)
+            result = replace(result, results=tuple(rows), ceiling=CEILING if it.direct else BUFFERED)
+            keep(result)
+    return result
 
 
 def _check_room(it: _Run, sample_bytes: int, size: int) -> None:

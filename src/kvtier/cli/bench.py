@@ -122,6 +122,22 @@ def io(
     counts = threads or (1, 2, 4)
     sample_bytes = _read_size("--sample", sample)
     percents = tuple(_read_mix(mix) for mix in mixes)
+    settings = {
+        "sizes": Setting(list(chosen), "flag" if sizes else "default"),
+        "threads": Setting(list(counts), "flag" if threads else "default"),
+        "tiers": Setting(list(tiers or benchmark.TIERS), "flag" if tiers else "default"),
+        "mixes": Setting(list(mixes), "flag" if mixes else "default"),
+        "streams": Setting(streams, "flag"),
+        "repeats": Setting(repeats, "flag"),
+        "fresh": Setting(fresh, "flag"),
+        "sample_bytes": Setting(sample_bytes, "flag"),
+    }
+
+    def keep(result: benchmark.IoResult) -> None:
+        if record is not None:
+            told = asdict(result)
+            write_record(record, make_record("io", settings=settings, seed=1, results=told, directory=directory))
+
     with ended_by_signals(), progress("io", len(chosen) * (2 + len(counts)) * repeats) as advance:
         result = benchmark.run(
             directory,
@@ -135,26 +151,14 @@ def io(
             mixes=percents,
             streams=streams,
             tick=lambda _what: advance(1),
+            keep=keep,
         )
-    told = asdict(result)
-    if record is not None:
-        settings = {
-            "sizes": Setting(list(chosen), "flag" if sizes else "default"),
-            "threads": Setting(list(counts), "flag" if threads else "default"),
-            "tiers": Setting(list(tiers or benchmark.TIERS), "flag" if tiers else "default"),
-            "mixes": Setting(list(mixes), "flag" if mixes else "default"),
-            "streams": Setting(streams, "flag"),
-            "repeats": Setting(repeats, "flag"),
-            "fresh": Setting(fresh, "flag"),
-            "sample_bytes": Setting(sample_bytes, "flag"),
-        }
-        write_record(record, make_record("io", settings=settings, seed=1, results=told, directory=directory))
     if report is not None:
         from kvtier.bench.io_report import write_report
 
         write_report(report, result)
     if as_json:
-        emit_json(told)
+        emit_json(result)
         return
     from kvtier.bench.io_tables import notes, table
 
