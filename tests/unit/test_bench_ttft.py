@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvtier.bench.ttft_plan import choose
+from kvtier.bench.ttft_plan import between, choose, every_split
 from kvtier.cli.bench import bench
 
 TOP = Path(__file__).parents[2]
@@ -53,7 +53,11 @@ def test_every_arm_is_measured_and_recorded(tmp_path: Path) -> None:
     assert told["results"]["same_tokens"] is True
     assert told["results"]["skipped"] == []
     assert all(arm["ttft_s"] and min(arm["ttft_s"]) > 0 for arm in arms.values())
-    assert told["results"]["splits"][0]["regret"] >= 0
+    splits = {(it["place"], it["is_tried"]): it for it in told["results"]["splits"]}
+    assert set(splits) == {("host", True), ("host", False), ("disk", False)}
+    assert min(it["regret"] for it in splits.values()) >= 0
+    assert told["results"]["planner_regret"]["disk, every split"] == {"64": splits["disk", False]["regret"]}
+    assert "the best split of all, by measured loads and prefills, is" in done.output
     assert told["results"]["decoding"][0]["context"] == 64
     assert told["settings"]["shape"] == {"value": "tiny", "origin": "flag"}
     assert list(tmp_path.glob("kvtier-ttft-*")) == []
@@ -113,6 +117,52 @@ def test_the_planner_loads_what_is_faster_to_load(load_s_per_token: float, chose
     assert choose(4096, [0, 1024, 2048, 4096], computed=computed, loaded=loaded) == chosen
     assert choose(4096, [0], computed=computed, loaded=loaded) == 0
     assert not math.isnan(load_s_per_token)
+
+
+def test_every_split_is_put_together_from_what_was_measured() -> None:
+    computed, loaded = [(100, 1.0), (200, 3.0)], [(200, 0.5)]
+    found = every_split(200, 50, computed=computed, loaded=loaded)
+    assert found == pytest.approx({0: 3.0, 50: 0.125 + 2.5, 100: 0.25 + 2.0, 150: 0.375 + 1.0, 200: 0.5})
+    assert between(loaded, 400) == 1.0
+    assert between([], 10) == 0.0
+    # A load that is slow up to 100 tokens and free from there on: neither nothing nor everything is best.
+    kinked = every_split(200, 50, computed=[(100, 0.1), (200, 3.0)], loaded=[(100, 0.2), (150, 0.2), (200, 9.0)])
+    assert min(kinked, key=lambda tokens: kinked[tokens]) == 150
+
+
+@needs_engine
+@pytest.mark.parametrize("slope", [1e-6, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2], ids=lambda it: f"{it:g} s a token")
+def test_the_planner_is_close_to_the_best_of_all_splits(slope: float) -> None:
+    """Links from far faster than computing to far slower; computing grows with the square of the length."""
+    from kvtier.bench.ttft import Arm, TtftResult, chosen_splits
+
+    result = TtftResult("tiny", "cpu", 1)
+    for context in (1024, 4096, 16384):
+        computed_s = 2e-4 * context + 1e-9 * context**2 / 2
+        result.arms += [
+            Arm("recompute", context, 0, (computed_s,), (0.0,), 0, same_tokens=True),
+            Arm("host", context, context, (slope * context,), (slope * context,), 0, same_tokens=True),
+        ]
+    for context in (1024, 4096, 16384):
+        (split,) = chosen_splits(result, context, {}, 256)
+        assert (split.place, split.is_tried) == ("host", False)
+        assert 0 <= split.regret <= 0.06, split
+
+
+@needs_engine
+def test_a_choice_that_is_not_the_best_has_a_regret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of it."""
+    from kvtier.bench import ttft
+
+    result = ttft.TtftResult("tiny", "cpu", 1)
+    result.arms += [
+        ttft.Arm("recompute", 1024, 0, (1.0,), (0.0,), 0, same_tokens=True),
+        ttft.Arm("host", 1024, 1024, (0.1,), (0.1,), 0, same_tokens=True),
+    ]
+    monkeypatch.setattr(ttft, "choose", lambda *_args, **_more: 0)
+    (split,) = ttft.chosen_splits(result, 1024, {}, 256)
+    assert (split.best_tokens, split.chosen_tokens) == (1024, 0)
+    assert split.regret == pytest.approx(9.0)
 
 
 def test_the_gpu_script_names_its_slices_and_what_it_lacks(tmp_path: Path) -> None:

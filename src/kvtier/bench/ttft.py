@@ -25,6 +25,7 @@ import torch
 from transformers import StoppingCriteria
 
 from kvtier.bench.ttft_links import LinkSpeed, device_name, measure
+from kvtier.bench.ttft_plan import choose, every_split
 from kvtier.bench.ttft_shapes import build
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.call import FirstToken
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 FIRST_TOKENS = 4
 """Generated in each call, to compare; only the first is timed."""
 SPLITS = (0.25, 0.5, 0.75)
+REGRETS = {"host, tried": ("host", True), "host, every split": ("host", False), "disk, every split": ("disk", False)}
+"""What the planner's choices are held against, by name."""
 _FLUSH_S = 300.0
 _JOIN_S = 600.0
 _DISK_HOST_CHUNKS = 16
@@ -91,17 +94,21 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What loading less than everything would have given."""
+    """What the planner chose, against the best of all splits."""
 
     context: int
     best_tokens: int
     best_s: float
     chosen_tokens: int
     chosen_s: float
+    place: str = "host"
+    is_tried: bool = True
+    """Whether each split's time was measured as it is; False: put together from measured loads and prefills, for every
+    number of chunks (`ttft_plan.every_split`)."""
 
     @property
     def regret(self) -> float:
-        """How much longer the planner's choice took than the best one that was tried, as a share of that."""
+        """How much longer the planner's choice takes than the best one, as a share of that."""
         return self.chosen_s / self.best_s - 1
 
 
@@ -276,9 +283,7 @@ class _Bench:
             self._note(f"split {share:g}", context, samples)
             if samples.ttft_s:
                 found[tokens] = statistics.median(samples.ttft_s)
-        split = chosen_split(self.result, context, found)
-        if split is not None:
-            self.result.splits.append(split)
+        self.result.splits += chosen_splits(self.result, context, found, self._settings.chunk_tokens)
 
     def _measure_decoding(self, context: int, prompt: torch.Tensor) -> None:
         other = self._prompt(min(512, context), 4000)
@@ -412,26 +417,29 @@ class _TokenClock(StoppingCriteria):
         return torch.full((input_ids.shape[0],), is_over, dtype=torch.bool, device=input_ids.device)
 
 
-def chosen_split(result: TtftResult, context: int, found: dict[int, float]) -> Split | None:
-    """The planner's choice for a prompt in host memory, from what was measured at shorter contexts and on the link.
+def chosen_splits(result: TtftResult, context: int, found: dict[int, float], step: int) -> list[Split]:
+    """The planner's choices for a prompt, from the loads and prefills measured so far.
 
     Args:
         result: with the arms of all contexts so far.
         context: of the prompt.
-        found: median time to first token by restored tokens, all measured.
+        found: median time to first token by tokens restored from host memory, all measured.
+        step: tokens of a chunk.
     """
-    from kvtier.bench.ttft_plan import choose  # noqa: PLC0415 - the planner is the core's, and this module is long
-
-    if len(found) < 2:
-        return None
-    best = min(found, key=lambda tokens: found[tokens])
-    chosen = choose(
-        context,
-        sorted(found),
-        computed=[(arm.context, arm.median_s) for arm in result.arms if arm.name == "recompute"],
-        loaded=[(arm.restored_tokens, statistics.median(arm.load_s)) for arm in result.arms if arm.name == "host"],
-    )
-    return Split(context, best, found[best], chosen, found[chosen])
+    computed = [(arm.context, arm.median_s) for arm in result.arms if arm.name == "recompute"]
+    splits: list[Split] = []
+    for place in ("host", "disk"):
+        # With the step that gives the first token; what the model waited for hides what overlapped.
+        loaded = [(arm.restored_tokens, arm.median_s) for arm in result.arms if arm.name == place]
+        if not loaded or not computed:
+            continue
+        tables = [(found, True)] if place == "host" and len(found) > 1 else []
+        tables.append((every_split(context, step, computed=computed, loaded=loaded), False))
+        for seconds, is_tried in tables:
+            best = min(seconds, key=lambda tokens: seconds[tokens])
+            chosen = choose(context, sorted(seconds), computed=computed, loaded=loaded, place=place)
+            splits.append(Split(context, best, seconds[best], chosen, seconds[chosen], place, is_tried))
+    return splits
 
 
 def summary(result: TtftResult) -> dict[str, object]:
@@ -446,7 +454,10 @@ def summary(result: TtftResult) -> dict[str, object]:
             for name in names
         },
         "crossover_tokens": {name: result.crossover(name) for name in names if name in {"host", "disk"}},
-        "planner_regret": {str(split.context): round(split.regret, 4) for split in result.splits},
+        "planner_regret": {
+            name: {str(it.context): round(it.regret, 4) for it in result.splits if (it.place, it.is_tried) == key}
+            for name, key in REGRETS.items()
+        },
         "same_tokens": all(arm.same_tokens for arm in result.arms),
         "skipped": list(result.skipped),
     }

@@ -103,9 +103,10 @@ def ttft(
             f"{it.beside_recompute_ms:.1f} beside a recompute, {it.beside_restore_ms:.1f} beside a restore"
         )
     for split in result.splits:
+        of = "those tried" if split.is_tried else "all, by measured loads and prefills,"
         click.echo(
-            f"{split.context:,} tokens: the planner loads {split.chosen_tokens:,}, the best split of those tried is "
-            f"{split.best_tokens:,}; regret {split.regret:.1%}"
+            f"{split.context:,} tokens from {split.place}: the planner loads {split.chosen_tokens:,}, the best split "
+            f"of {of} is {split.best_tokens:,}; regret {split.regret:.1%}"
         )
     for told in result.skipped:
         click.echo(f"left out: {told}", err=True)
