@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from hashlib import sha256
@@ -164,3 +166,18 @@ def test_it_is_off_unless_a_directory_is_set(tmp_path):
     assert load(environ={}).config.trace.path is None
     config = load(environ={"KVTIER_TRACE__PATH": str(tmp_path), "KVTIER_TRACE__CAPACITY_BYTES": "1MiB"}).config
     assert (config.trace.path, config.trace.capacity_bytes) == (tmp_path, MIB)
+
+
+def test_the_command_runs_a_program_with_recording_on(tmp_path):
+    folder = tmp_path / "new" / "traces"
+    program = "from kvtier.config import load; it = load().config.trace; print(it.path, it.capacity_bytes)"
+    command = [sys.executable, "-m", "kvtier.cli.main", "trace", "record", "--capacity", "1MiB", str(folder)]
+    told = {"capture_output": True, "text": True}
+    done = subprocess.run([*command, sys.executable, "-c", program], timeout=250, check=False, **told)
+    assert (done.returncode, done.stdout.split()) == (0, [str(folder), str(MIB)]), done.stderr
+    assert folder.is_dir()
+    (tmp_path / "file").write_text("")
+    command[-1] = str(tmp_path / "file")
+    done = subprocess.run([*command, "true"], timeout=250, check=False, **told)
+    assert done.returncode == 2
+    assert "allowed: a directory" in done.stderr

@@ -25,7 +25,7 @@ COMMANDS = {
     "probe": ("kvtier.cli.probe:probe", "Measure this machine's links and name what is misconfigured."),
     "replay": ("kvtier.cli.replay:replay", "Replay a trace: hit rates of policies and capacities, and their bounds."),
     "size": ("kvtier.cli.size:size", "Size a model's KV, say why, and explain other people's figures."),
-    "trace": ("kvtier.cli.trace:trace", "Convert request traces, without what they tell of their texts."),
+    "trace": ("kvtier.cli.trace:trace", "Record, convert, anonymize and synthesize request traces."),
     "vllm": ("kvtier.cli.vllm:vllm", "Turn the connector on in vLLM; find out why there is no hit."),
 }
 """Name to where the command is and one line on what it does."""

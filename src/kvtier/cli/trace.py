@@ -38,6 +38,67 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
     click.echo(f"{len(packed):,} requests, {packed.block_count:,} blocks of {packed.block_tokens} tokens: {target}")
 
 
+@trace.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--ids", "as_ids", is_flag=True, help="Write hash_ids, which more tools read; runs are shorter.")
+@click.option("--coarse-s", type=float, default=0.0, help="Cut times to multiples of so many seconds.  [0: leave them]")
+@click.option("--no-sessions", is_flag=True, help="Do not tell which requests belong together.")
+@reading_options
+def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sessions: bool, **reading: Any) -> None:  # noqa: ANN401
+    """Write SOURCE to TARGET (.gz: gzip) so that it can be passed on.
+
+    Blocks and sessions are numbered as they appear, whatever their ids were made of; times count from the first
+    request; nothing else of SOURCE is in it. A trace that holds texts is refused. Hit rates stay as they are, but for
+    policies that go by time if it is cut. What stays can tell something, too: lengths, the order, how often a block
+    is used.
+    """
+    from kvtier.errors import ConfigError
+    from kvtier.trace.conversations import TextLines
+    from kvtier.trace.opening import open_trace
+    from kvtier.trace.packed import without_sessions
+    from kvtier.trace.writing import write_requests
+
+    if target.resolve() == source.resolve():
+        raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
+    if isinstance(open_trace(source), TextLines):
+        raise ConfigError(
+            f"trace {source} holds texts, of which lengths would tell; allowed: one with block ids, such as "
+            "`kvtier trace convert` makes of it"
+        )
+    packed = packed_trace(source, reading)
+    write_requests(target, without_sessions(packed) if no_sessions else packed, as_runs=not as_ids, coarse_s=coarse_s)
+    click.echo(f"{len(packed):,} requests, {packed.block_count:,} blocks of {packed.block_tokens} tokens: {target}")
+
+
+@trace.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--capacity", default="1GiB", help="Most bytes of recordings in FOLDER; then recording stops.  [1GiB]")
+def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
+    """Run PROGRAM, such as `vllm serve MODEL …` with kvtier, and record its requests in FOLDER.
+
+    Each engine that it starts writes a file of request lines: when a request came, its lengths, and which blocks are
+    equal, under ids that cannot be undone. No text, no token. `kvtier replay` reads it.
+
+    The same as the settings trace.path and trace.capacity_bytes, wherever settings are read.
+    """
+    import os
+
+    from kvtier.config import load
+    from kvtier.errors import ConfigError
+
+    flags = (f"trace.path={folder}", f"trace.capacity_bytes={capacity}")
+    told = load(flags=flags).config.trace
+    assert told.path is not None, "the setting that was just given"
+    try:
+        told.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{str(folder)!r} cannot be made: {error.strerror or error}; allowed: a directory") from error
+    settings = (f"KVTIER_TRACE__PATH={told.path}", f"KVTIER_TRACE__CAPACITY_BYTES={told.capacity_bytes}")
+    os.execvp("env", ["env", *settings, *program])  # noqa: S606  in our place: signals and the terminal are its own
+
+
 _STATISTICS = (
     ("requests-per-s", float, "Requests a second on average, of all sessions.  [2; with --like: the trace's]"),
     ("turns", float, "Requests of a session on average.  [4]"),

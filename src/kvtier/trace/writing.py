@@ -11,19 +11,29 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.trace.packed import Column, Packed
 
+COARSE_MAX_S = 86_400.0
 
-def write_requests(path: Path, packed: Packed, *, as_runs: bool) -> None:
+
+def write_requests(path: Path, packed: Packed, *, as_runs: bool, coarse_s: float = 0.0) -> None:
     """Write a trace as request lines, gzip where the name ends in ``.gz``; whole or not at all.
 
     The first line also tells the size of a block. Texts, names of sessions and ids of the trace it came from are not in
-    it: blocks are numbered as they appear, sessions too.
+    it: blocks are numbered as they appear, sessions too. Times count from the first request.
+
+    Args:
+        path: the file.
+        packed: the trace.
+        as_runs: write `hash_runs`, not `hash_ids`.
+        coarse_s: times are cut to multiples of so many seconds; 0 leaves them.
 
     Raises:
-        ConfigError: the trace has no blocks, or the file cannot be written.
+        ConfigError: the trace has no blocks, `coarse_s` is not possible, or the file cannot be written.
     """
+    if not 0 <= coarse_s <= COARSE_MAX_S:
+        raise ConfigError(f"--coarse-s {coarse_s:g}; allowed: 0 to {COARSE_MAX_S:g} seconds")
     if not packed.has_blocks:
         raise ConfigError(f"trace {packed.name} tells no blocks; allowed: one that does")
-    lines = request_lines(packed, as_runs=as_runs)
+    lines = request_lines(packed, as_runs=as_runs, coarse_s=coarse_s)
     write_lines(path, (f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
 
 
@@ -48,7 +58,7 @@ def _created(path: Path, *, is_packed: bool) -> IO[str]:
     return gzip.open(path, "wt", 6, encoding="utf-8") if is_packed else path.open("w", encoding="utf-8")
 
 
-def request_lines(packed: Packed, *, as_runs: bool) -> Iterator[dict[str, object]]:
+def request_lines(packed: Packed, *, as_runs: bool, coarse_s: float = 0.0) -> Iterator[dict[str, object]]:
     """The lines, one for each request."""
     numbers = np.full(packed.block_count, -1, np.int64)
     count = 0
@@ -60,7 +70,7 @@ def request_lines(packed: Packed, *, as_runs: bool) -> Iterator[dict[str, object
                 numbers[block] = count
                 count += 1
         line: dict[str, object] = {
-            "timestamp": _milliseconds(float(packed.time_s[request]) - first_s),
+            "timestamp": _milliseconds(float(packed.time_s[request]) - first_s, coarse_s),
             "input_length": int(packed.input_tokens[request]),
             "output_length": int(packed.output_tokens[request]),
         }
@@ -77,7 +87,9 @@ def request_lines(packed: Packed, *, as_runs: bool) -> Iterator[dict[str, object
         yield line
 
 
-def _milliseconds(seconds: float) -> int | float:
+def _milliseconds(seconds: float, coarse_s: float) -> int | float:
+    if coarse_s:
+        seconds = seconds // coarse_s * coarse_s
     time_ms = round(seconds * 1000, 3)
     return int(time_ms) if time_ms == int(time_ms) else time_ms
 
