@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from kvtier.cli.main import run
-from kvtier.errors import ConfigError
 from kvtier.replay.cost import Prefill
 from kvtier.replay.hits import replay
-from kvtier.replay.links import Agenda, Link, TierSpec
+from kvtier.replay.links import Agenda, Gauge, Link, TierSpec, link_use
 from kvtier.replay.routing import ROUTERS
-from kvtier.replay.stating import parse_tier
 from kvtier.replay.tiered import Setup, replay_tiers
 from kvtier.trace.opening import open_trace
 from kvtier.trace.packed import pack
@@ -59,12 +57,13 @@ def hits(outcome):
 
 def test_a_link_serves_one_after_the_other():
     agenda, ended = Agenda(), []
-    link = Link(agenda, 100.0, 0.5)
+    gauge = Gauge()
+    link = Link(agenda, 100.0, 0.5, gauge)
     agenda.at(1.0, lambda: [link.send(150, lambda: ended.append(agenda.now_s)) for _ in range(2)])
     agenda.at(9.0, lambda: link.send(100, lambda: ended.append(agenda.now_s)))
     agenda.run()
     assert ended == [3.0, 4.5, 10.5]
-    use = link.use(10.0)
+    use = link_use([link], gauge, 10.0)
     assert (use.total_bytes, use.mean_bytes_per_s, use.peak_bytes_per_s, use.peak_depth) == (400, 40.0, 100.0, 2)
     assert use.mean_depth == pytest.approx((2 * 2.0 + 1.5 + 1.5) / 10)
 
@@ -100,13 +99,19 @@ def test_what_host_memory_cannot_hold_comes_from_the_tier_below():
 
 def test_a_tier_that_is_slower_than_computing_is_left_alone():
     first, second = list(range(1, 9)), list(range(11, 19))
-    rows = [(100.0 * turn, first if turn % 2 else second, None) for turn in range(12)]
-    slow = replayed(rows, tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 2.0))
+    rows = [(10.0 * turn, first if turn % 2 else second, None) for turn in range(24)]
+    slow = replayed(rows, tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 0.3))
     fast = replayed(rows, tier("host", 8), tier("disk", 100))
-    assert fast.tiers[1].hit_tokens > 0
-    assert slow.tiers[1].hit_tokens < fast.tiers[1].hit_tokens
+    assert hits(fast)["disk"] > 8 * 15
+    assert (slow.planning.loaded_tokens, hits(slow)["disk"]) == (0, 0)
     assert slow.skipped_tokens > 0
-    assert slow.ttft.p50_s <= slow.ttft_without.p50_s * 1.001
+    assert 0 < slow.planning.trials < slow.planning.requests  # it is looked at again from time to time
+    assert slow.planning.regret_s < 0.06 * slow.planning.best_s
+    assert slow.ttft.p99_s < 1.2 * slow.ttft_without.p99_s
+    blind = replayed(rows, tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 0.3), is_planned=False)
+    assert blind.planning.loaded_tokens > 0
+    assert blind.planning.regret_s > slow.planning.best_s  # what the planner is for
+    assert blind.ttft.mean_s > 2 * blind.ttft_without.mean_s
 
 
 def test_without_tiers_prompts_wait_for_each_other():
@@ -153,21 +158,6 @@ def test_affinity_finds_more_in_host_memory_than_chance():
     assert rates["prefix"] > rates["random"] + 0.1
 
 
-def test_tiers_are_read_from_text():
-    spec = parse_tier("disk=4TiB, read=7GB/s, write=1.5GB/s, latency=2ms, shared")
-    assert spec == TierSpec(
-        name="disk",
-        capacity_bytes=4 << 40,
-        read_bytes_per_s=7e9,
-        write_bytes_per_s=1.5e9,
-        latency_s=2e-3,
-        is_shared=True,
-    )
-    for text in ("disk", "=4TiB", "disk=much", "disk=4TiB,speed=3", "disk=4TiB,latency=2h", "disk=4TiB,read=x"):
-        with pytest.raises(ConfigError, match="--tier"):
-            parse_tier(text)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -176,7 +166,10 @@ def test_tiers_are_read_from_text():
         (("--tier", "host=1GiB", "--tier", "host=1GiB"), "twice"),
         (("--tier", "host=1GiB", "--router", "best"), "--router 'best'; allowed: random"),
         (("--tier", "host=1GiB", "--nodes", "0"), "--nodes 0; allowed: at least 1"),
-        (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy"),
+        (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy 'belady'; known here: adaptive, "),
+        (("--tier", "host=1GiB", "--keep", "file"), "--keep is not available with --tier"),
+        (("--tier", "host=1GiB", "--gpu", "h1000"), "--gpu: 'h1000' is no gpu of the catalogue; did you mean h100-"),
+        (("--tier", "host=1GiB", "--probe", "nowhere.json"), "--probe = nowhere.json: No such file"),
     ],
 )
 def test_wrong_tiers_are_explained(capsys, arguments, message):

@@ -1,7 +1,10 @@
 """`kvtier replay`: what hit rate, which policy and how much storage, from a trace."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,12 +14,36 @@ from kvtier.cli.render import emit_json, emit_table, progress
 if TYPE_CHECKING:
     from kvtier.replay.hits import Outcome
     from kvtier.replay.tables import Replayed
-    from kvtier.replay.tiered import Tiered
     from kvtier.trace.describe import Description
     from kvtier.trace.packed import Packed
 
 CAPACITIES = "1M,3M,10M"
 POLICIES = "default,lru,min"
+
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as a shell would report it."""
+
+
+@contextmanager
+def interruptible() -> Generator[Callable[[], bool]]:
+    """Let the first Ctrl-C only be noted, so that what is done can be told; yields whether there was one.
+
+    The second one ends the process as usual.
+    """
+    was_asked = False
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal was_asked
+        was_asked = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: was_asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _RunOrDescribe(click.Group):
@@ -27,7 +54,7 @@ class _RunOrDescribe(click.Group):
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
 
 
-def reading_options(command: Callable[..., None]) -> Callable[..., None]:
+def reading_options(command: Callable[..., object]) -> Callable[..., object]:
     """Options on how a trace is read."""
     for option in reversed(
         (
@@ -45,6 +72,36 @@ def reading_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def tier_options(command: Callable[..., object]) -> Callable[..., object]:
+    """Options on tiers, and on the nodes above them."""
+    for option in reversed(
+        (
+            click.option(
+                "--tier",
+                "tiers",
+                multiple=True,
+                metavar="NAME=SIZE",
+                help="host=64GiB first, then such as disk=4TiB,read=12GB/s or disk=4xpm1753; may be repeated.",
+            ),
+            click.option("--model", default="llama-3.3-70b", help="Whose KV tiers hold, as `kvtier size` knows it."),
+            click.option("--gpu", help="GPUs of a node, such as 8xh100-sxm: speed of prefill, and of their links."),
+            click.option("--prefill", type=float, help="Tokens a second of one prompt.  [by --gpu, or 10,000]"),
+            click.option(
+                "--probe", type=click.Path(path_type=Path), help="Speeds of links from a record of `kvtier probe`."
+            ),
+            click.option("--servers", type=int, help="Prompts at a time on a node.  [80 % busy without tiers]"),
+            click.option("--nodes", type=int, default=1, help="Engines, each with its own tiers unless shared.  [1]"),
+            click.option(
+                "--router", default="round-robin", help="random, round-robin, session, prefix, load-and-prefix."
+            ),
+            click.option("--write-policy", type=click.Choice(["through", "back", "selective"]), default="through"),
+            click.option("--planner/--no-planner", default=True, help="Without it, whatever is there is loaded."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 @click.group(cls=_RunOrDescribe)
 def replay() -> None:
     """Replay traces."""
@@ -54,13 +111,7 @@ def replay() -> None:
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--capacity-tokens", default=CAPACITIES, help=f"Such as 3M; several, or inf.  [{CAPACITIES}]")
 @click.option("--policy", "policies", default=POLICIES, help=f"One or several; `help` lists them.  [{POLICIES}]")
-@click.option("--tier", "tiers", multiple=True, help="Such as host=64GiB, then disk=4TiB,read=12GB/s; may be repeated.")
-@click.option("--model", default="llama-3.3-70b", help="Whose KV tiers hold, as `kvtier size` knows it.")
-@click.option("--prefill", type=float, default=10_000.0, help="Tokens a second that one prompt is computed with.")
-@click.option("--servers", type=int, help="Prompts computed at a time on a node.  [default: 80 % busy without tiers]")
-@click.option("--nodes", type=int, default=1, help="Engines, each with its own tiers unless they are shared.")
-@click.option("--router", default="round-robin", help="random, round-robin, session, prefix, load-and-prefix.")
-@click.option("--write-policy", type=click.Choice(["through", "back", "selective"]), default="through")
+@tier_options
 @reading_options
 @click.option("--jobs", type=click.IntRange(1, 256), help="Processes at most.  [default: one for each core]")
 @click.option("--keep", type=click.Path(path_type=Path), help="File of outcomes: a run goes on where it stood.")
@@ -71,18 +122,12 @@ def run(
     capacity_tokens: str,
     policies: str,
     tiers: tuple[str, ...],
-    model: str,
-    prefill: float,
-    servers: int | None,
-    nodes: int,
-    router: str,
-    write_policy: str,
     jobs: int | None,
     keep: Path | None,
     report: Path | None,
     as_json: bool,
-    **reading: Any,  # noqa: ANN401  the options of `reading_options`
-) -> None:
+    **others: Any,  # noqa: ANN401  the options of `tier_options` and `reading_options`
+) -> int:
     """Replay TRACES through one cache, for each policy and capacity.
 
     The whole trace, no warm-up; the hit rate is the tokens of the longest leading run of blocks that are here, over
@@ -90,123 +135,77 @@ def run(
     ships) and others to compare with; `min` is the best that keeping whole prefixes allows, `infinite` a cache without
     end.
 
-    With --tier, the real core runs on each node over tiers of that size and speed, in virtual time; the first --policy
-    rules its host memory and tiers.
+    With --tier, the real core and planner run on each node over tiers of that size and speed, in virtual time; the
+    first --policy rules its host memory and tiers.
+
+    Ctrl-C ends a run with what is done; with --keep the next one goes on from there.
 
     `kvtier replay describe TRACE` tells what a trace is like.
 
     Reads JSON lines with hash_ids or hash_runs (Mooncake), coding-agent sessions and text conversations; plain, gzip
     or zstd.
     """
-    from kvtier.replay.cost import Prefill
-    from kvtier.replay.curves import Journal, Task, sweep
-    from kvtier.replay.policies.bounds import infinite_hit_tokens
-
     names = _names(policies)
-    if tiers:
-        wanted = {
-            "servers": servers,
-            "nodes": nodes,
-            "router": router,
-            "policy": names[0],
-            "write_policy": write_policy,
-        }
-        _run_tiers(traces, tiers, model, prefill, wanted, reading, report=report, as_json=as_json)
-        return
-    capacities = _capacities(capacity_tokens)
     if report is not None:
         from kvtier.plan.files import check_library, check_writable
 
         check_library("--report")
         check_writable("--report", report)
+    if tiers:
+        from kvtier.cli.replay_tiers import run_tiers
+
+        if keep is not None:
+            raise click.UsageError("--keep is not available with --tier; allowed: --json, --report")
+        return run_tiers(traces, tiers, names[0], others, report=report, as_json=as_json)
+    wanted = [(name, capacity) for name in names for capacity in _capacities(capacity_tokens)]
+    return _run_policies(traces, wanted, others, jobs=jobs, keep=keep, report=report, as_json=as_json)
+
+
+def _run_policies(
+    traces: tuple[Path, ...],
+    wanted: list[tuple[str, int | None]],
+    reading: dict[str, Any],
+    *,
+    jobs: int | None,
+    keep: Path | None,
+    report: Path | None,
+    as_json: bool,
+) -> int:
+    from kvtier.replay.cost import Prefill
+    from kvtier.replay.curves import Journal, Task, sweep
+    from kvtier.replay.policies.bounds import infinite_hit_tokens
+
+    tasks = [Task(*it) for it in wanted]
     told: list[dict[str, object]] = []
     shown: list[Replayed] = []
+    was_stopped = False
     for path in traces:
         packed = packed_trace(path, reading)
-        tasks = [Task(name, capacity) for name in names for capacity in capacities]
         bound = infinite_hit_tokens(packed) / max(int(packed.input_tokens.sum(dtype="int64")), 1)
         journal = Journal(keep, packed, Prefill()) if keep else None
-        with progress(f"{path.name}: {len(tasks)} replays", len(packed) * len({*tasks})) as advance:
-            outcomes = sweep(packed, tasks, jobs=jobs, journal=journal, advance=advance)
+        total = len(packed) * len({*tasks})
+        with interruptible() as should_stop, progress(f"{path.name}: {len(tasks)} replays", total) as advance:
+            outcomes = sweep(packed, tasks, jobs=jobs, journal=journal, advance=advance, should_stop=should_stop)
+            was_stopped = should_stop()
         if report is not None:
             from kvtier.replay.tables import Replayed as Shown
             from kvtier.trace.describe import describe as measure
 
             shown.append(Shown(description=measure(packed), bound=bound, outcomes=outcomes))
-        told.append(_as_dict(packed, bound, outcomes))
+        told.append({**_as_dict(packed, bound, outcomes), "is_complete": len(outcomes) == len(tasks)})
         if not as_json:
             _print(packed, bound, outcomes)
+        if was_stopped:
+            click.echo(f"Broken off: {len(outcomes)} of {len(tasks)} replays of {path} are done.", err=True)
+            break
     if report is not None:
         from kvtier.replay.report import write_report
 
         write_report(report, shown)
         click.echo(f"Written: {report}", err=True)
     if as_json:
-        emit_json(told[0] if len(told) == 1 else told)
-
-
-def _run_tiers(
-    traces: tuple[Path, ...],
-    tiers: tuple[str, ...],
-    model: str,
-    prefill: float,
-    wanted: dict[str, Any],
-    reading: dict[str, Any],
-    *,
-    report: Path | None,
-    as_json: bool,
-) -> None:
-    from dataclasses import asdict
-
-    from kvtier import size
-    from kvtier.config.sections import HostConfig
-    from kvtier.core.limits import WritePolicy
-    from kvtier.errors import ConfigError
-    from kvtier.replay.cost import Prefill
-    from kvtier.replay.stating import parse_tier
-    from kvtier.replay.tiered import Setup, replay_tiers
-
-    if report is not None:
-        raise ConfigError("--report is not available with --tier; allowed: --json")
-    policy, _, admitter = str(wanted["policy"]).partition("+")
-    setup = Setup(
-        tiers=tuple(parse_tier(it) for it in tiers),
-        token_bytes=size.of(model).bytes_per_token_stored,
-        prefill=Prefill(tokens_per_s=prefill),
-        servers=wanted["servers"],
-        nodes=wanted["nodes"],
-        router=wanted["router"],
-        seed=reading["seed"],
-        evictor=HostConfig().evictor if policy == "default" else policy,
-        admitter=admitter or "all",
-        write_policy=WritePolicy(wanted["write_policy"]),
-    )
-    told: list[dict[str, object]] = []
-    for path in traces:
-        packed = packed_trace(path, reading)
-        with progress(path.name, len(packed)) as advance:
-            outcome = replay_tiers(packed, setup, advance)
-        told.append({"trace": packed.name, "model": model, "token_bytes": setup.token_bytes, **asdict(outcome)})
-        if not as_json:
-            _print_tiers(packed, model, setup.token_bytes, outcome)
-    if as_json:
-        emit_json(told[0] if len(told) == 1 else told)
-
-
-def _print_tiers(packed: "Packed", model: str, token_bytes: float, told: "Tiered") -> None:
-    from kvtier.replay.stating import tiers_table, ttft_table
-
-    servers = f"{told.nodes} nodes, {told.servers} prompts at a time on each"
-    click.secho(f"{packed.name}: {told.requests:,} requests, {model}, {token_bytes:,.0f} bytes a token", bold=True)
-    click.echo(f"  {servers}; whole blocks of {packed.block_tokens} tokens; {told.hit_rate:.4f} of input tokens loaded")
-    for table in (tiers_table(told), ttft_table(told)):
-        click.echo()
-        emit_table(table.columns, table.rows, numeric=table.numeric)
-    click.echo()
-    click.echo(
-        f"{told.loads:,} loads, {told.cut_loads:,} brought less than asked for, {told.convoys:,} joined others; "
-        f"{told.skipped_tokens:,} tokens were there, but sooner computed; {told.dropped_chunks:,} chunks not stored"
-    )
+        emit_json(told[0] if len(traces) == 1 else told)
+    return INTERRUPTED if was_stopped else 0
 
 
 @replay.command()

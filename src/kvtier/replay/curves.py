@@ -3,10 +3,12 @@
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from kvtier.replay.policies.registry import make_policy
 from kvtier.trace.packed import Packed
 
 JOBS_MAX = 256
-_POLL_S = 60.0
+_POLL_S = 0.25
 _HASH_STEP = 1 << 22
 
 
@@ -98,6 +100,7 @@ def sweep(
     jobs: int | None = None,
     journal: Journal | None = None,
     advance: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
     """Replay a trace for each task.
 
@@ -108,9 +111,10 @@ def sweep(
         jobs: processes at most; None takes one for each core.
         journal: what is done already, and where to keep what gets done.
         advance: told of requests that are done.
+        should_stop: asked several times a second; once it says so, what is under way is given up.
 
     Returns:
-        An outcome for each task, in their order.
+        An outcome for each task, in their order; of those that were done, if it was stopped.
 
     Raises:
         ConfigError: a task is not possible.
@@ -125,51 +129,83 @@ def sweep(
     if advance:
         advance(len(packed) * (len(set(tasks)) - len(open_tasks)))
     count = min(jobs or os.cpu_count() or 1, len(open_tasks), JOBS_MAX)
-    outcomes = _here(packed, open_tasks, prefill, advance) if count <= 1 else _apart(packed, open_tasks, prefill, count)
-    for outcome in outcomes:
+    made = (
+        _here(packed, open_tasks, prefill, advance, should_stop)
+        if count <= 1
+        else _apart(packed, open_tasks, prefill, count, should_stop)
+    )
+    for outcome in made:
         done[Task(outcome.policy, outcome.capacity_tokens)] = outcome
         if journal:
             journal.add(outcome)
         if advance and count > 1:
             advance(len(packed))
-    return [done[task] for task in tasks]
+    return [done[task] for task in tasks if task in done]
+
+
+class _StoppedError(Exception):
+    """Leaves a replay that is under way."""
 
 
 def _here(
-    packed: Packed, tasks: list[Task], prefill: Prefill, advance: Callable[[int], None] | None
+    packed: Packed,
+    tasks: list[Task],
+    prefill: Prefill,
+    advance: Callable[[int], None] | None,
+    should_stop: Callable[[], bool],
 ) -> Iterator[Outcome]:
+    def go_on(requests: int) -> None:
+        if should_stop():
+            raise _StoppedError
+        if advance:
+            advance(requests)
+
     for task in tasks:
-        yield replay(packed, task.policy, task.capacity_tokens, prefill=prefill, advance=advance)
+        try:
+            yield replay(packed, task.policy, task.capacity_tokens, prefill=prefill, advance=go_on)
+        except _StoppedError:
+            return
 
 
-def _apart(packed: Packed, tasks: list[Task], prefill: Prefill, count: int) -> Iterator[Outcome]:
+def _apart(
+    packed: Packed, tasks: list[Task], prefill: Prefill, count: int, should_stop: Callable[[], bool]
+) -> Iterator[Outcome]:
     # Spawned, not forked: whoever calls us may have threads. They map the trace's columns from files.
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="kvtier-replay-") as folder:
         packed.save(Path(folder))
-        pool = ProcessPoolExecutor(count, context, _begin, (folder, prefill))
+        ends = context.Event()
+        pool = ProcessPoolExecutor(count, context, _begin, (folder, prefill, ends))
         try:
             waiting: set[Future[Outcome]] = {pool.submit(_work, task) for task in tasks}
-            while waiting:
+            while waiting and not should_stop():
                 finished, waiting = wait(waiting, _POLL_S, FIRST_COMPLETED)
                 for future in finished:
                     yield future.result(timeout=0)
         finally:
+            ends.set()
             pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Packed, Prefill] | None = None
+_worker: tuple[Packed, Prefill, Event] | None = None
 
 
-def _begin(folder: str, prefill: Prefill) -> None:
+def _begin(folder: str, prefill: Prefill, ends: Event) -> None:
     global _worker  # noqa: PLW0603  one trace for each process of the pool
-    _worker = (Packed.load(Path(folder)), prefill)
+    # Ctrl-C reaches every process of a terminal; who started this one says when it is to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _worker = (Packed.load(Path(folder)), prefill, ends)
 
 
 def _work(task: Task) -> Outcome:
     assert _worker is not None, "the pool's initializer ran"
-    packed, prefill = _worker
-    return replay(packed, task.policy, task.capacity_tokens, prefill=prefill)
+    packed, prefill, ends = _worker
+
+    def go_on(_requests: int) -> None:
+        if ends.is_set():
+            raise _StoppedError
+
+    return replay(packed, task.policy, task.capacity_tokens, prefill=prefill, advance=go_on)
 
 
 def _empty(packed: Packed) -> Packed:

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 
 from kvtier.plan.drawing import Colours, Pictures
 from kvtier.replay.tables import Replayed, tokens_text
+from kvtier.trace.describe import Description
 
 _HUES = ("gpu", "disk", "shared", "host", "ink")
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
@@ -41,7 +42,12 @@ def _draw_capacity(axes: Axes, replayed: Replayed, colours: Colours) -> None:
 
 
 def _draw_intervals(axes: Axes, replayed: Replayed, colours: Colours) -> None:
-    it = replayed.description.intervals
+    draw_intervals(axes, replayed.description, colours)
+
+
+def draw_intervals(axes: Axes, description: Description, colours: Colours) -> None:
+    """How soon a block is used again."""
+    it = description.intervals
     total = it.counts.sum()
     if not total:
         axes.text(0.5, 0.5, "nothing is reused", transform=axes.transAxes, ha="center", color=colours["soft"])

@@ -2,20 +2,25 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
+from kvtier.core.planner import Planner
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.replay.cost import Prefill
-from kvtier.replay.links import Agenda, Link, LinkUse, Shelf, TierSpec
-from kvtier.replay.node import Job, Node, key_of
+from kvtier.replay.links import Agenda, Gauge, Link, Shelf, TierSpec, link_use
+from kvtier.replay.node import Job, Node, NodeTally, key_of
+from kvtier.replay.outcome import PARTS, Latency, OverTime, Planning, Tiered, TierOutcome, TierOverTime
 from kvtier.replay.routing import ROUTERS, make_router
+from kvtier.replay.series import Series
 from kvtier.trace.packed import Packed
 from kvtier.types import Hint, Prefix, RequestId
 
@@ -42,6 +47,8 @@ class Setup:
     evictor: str = "lru"
     admitter: str = "all"
     write_policy: WritePolicy = WritePolicy.THROUGH
+    is_planned: bool = True
+    """False: whatever is there is loaded, however long that takes."""
 
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[0].name != HOST:
@@ -58,131 +65,110 @@ class Setup:
             raise ConfigError(f"--router {self.router!r}; allowed: {', '.join(ROUTERS)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
-    """Times to the first token, in seconds."""
-
-    mean_s: float
-    p50_s: float
-    p95_s: float
-    p99_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierOutcome:
-    """What one tier did; of tiers that each node has, all together."""
-
-    name: str
-    capacity_bytes: int
-    hit_tokens: int
-    """Delivered to engines from bytes that lay here."""
-    hit_rate: float
-    """Of all input tokens."""
-    reads: LinkUse
-    """For host memory: to the engine, whatever tier it came from."""
-    writes: LinkUse
-    evictions: int
-    writes_per_day: float
-    """How often a day's writes, at this rate, would fill the tier."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiered:
-    """What the tiers did with a trace."""
-
-    requests: int
-    nodes: int
-    servers: int
-    """Of each node."""
-    duration_s: float
-    """Until the last first token."""
-    hit_rate: float
-    ttft: Latency
-    ttft_without: Latency
-    """The same requests on the same nodes, everything computed."""
-    tiers: tuple[TierOutcome, ...]
-    loads: int
-    cut_loads: int
-    convoys: int
-    """Loads that found something on its way for another."""
-    skipped_tokens: int
-    """Present, but computing was expected to be sooner."""
-    dropped_chunks: int
-    """Not stored: not admitted, or no room in time."""
-    busy_share: float
-    """Of the prefill servers' time."""
-    busy_share_without: float
-
-
-def replay_tiers(packed: Packed, setup: Setup, advance: Callable[[int], None] | None = None) -> Tiered:
+def replay_tiers(
+    packed: Packed,
+    setup: Setup,
+    advance: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Tiered:
     """Replay a trace through tiers.
 
     Only whole blocks are kept. Times are the trace's own.
+
+    Args:
+        packed: the trace.
+        setup: what it is replayed through.
+        advance: told of requests whose first token is there.
+        should_stop: asked before each request but the first; once it says so, no more come, and the outcome is that of
+            those that did.
 
     Raises:
         ConfigError: the trace has no blocks, or host memory holds fewer than two.
     """
     if not packed.has_blocks:
         raise ConfigError(f"trace {packed.name} tells no blocks, so nothing can be kept; allowed: one that does")
-    return _Run(packed, setup, advance).outcome()
+    return _Run(packed, setup, advance, should_stop).outcome()
 
 
 class _Run:
     """One replay."""
 
-    def __init__(self, packed: Packed, setup: Setup, advance: Callable[[int], None] | None) -> None:
-        self._packed, self._setup, self._advance = packed, setup, advance
+    def __init__(
+        self,
+        packed: Packed,
+        setup: Setup,
+        advance: Callable[[int], None] | None,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._packed, self._setup, self._advance, self._should_stop = packed, setup, advance, should_stop
         self._agenda = Agenda()
         group = GroupLayout(History(), (max(1, round(packed.block_tokens * setup.token_bytes)),), "replay")
         self._layout = KvLayout(packed.block_tokens, (group,))
         self._bytes = group.payload_bytes
+        self._compute_s: list[float] = [setup.prefill.seconds(0, tokens) for tokens in packed.input_tokens.tolist()]
         self._servers = setup.servers or self._enough_servers()
         self._first_s = float(packed.time_s[0])
         self._last_s = 0.0
+        self._look_every_s = (float(packed.time_s[-1]) - self._first_s) / PARTS
+        self._arrived = 0
+        self._gauges = {it.name: (Gauge(), Gauge()) for it in setup.tiers}
         shared = {it.name: self._shelf(it) for it in setup.tiers[1:] if it.is_shared}
         self._nodes = [self._node(shared) for _ in range(setup.nodes)]
+        self._shelves = {
+            it.name: [shared[it.name]] if it.is_shared else [node.shelves[it.name] for node in self._nodes]
+            for it in setup.tiers[1:]
+        }
         self._router = make_router(setup.router, packed, self._nodes, setup.seed)
         self._keys = [key_of(block) for block in range(packed.block_count)]
         self._ttft = np.zeros(len(packed))
         self._node_of = np.zeros(len(packed), np.int32)
+        self._hits = {it.name: 0 for it in setup.tiers}
+        self._input_tokens, self._skipped_tokens = Series(), Series()
+        self._hit_tokens = {it.name: Series() for it in setup.tiers}
+        self._held = [(0.0, [0] * len(setup.tiers))]
+        """Times, and what each tier held then."""
 
     def outcome(self) -> Tiered:
         self._arrive(0)
         self._agenda.run()
+        self._look()
         duration_s = max(self._last_s, 1e-9)
-        packed, setup = self._packed, self._setup
-        total = max(int(packed.input_tokens.sum(dtype=np.int64)), 1)
-        hits: dict[str, int] = {}
+        setup, arrived = self._setup, self._arrived
+        total = max(int(self._packed.input_tokens[:arrived].sum(dtype=np.int64)), 1)
         for node in self._nodes:
             node.cache.check()
-            for place, tokens in node.tally.hit_tokens.items():
-                hits[place] = hits.get(place, 0) + tokens
         without, busy_without_s = self._without()
         tallies = [node.tally for node in self._nodes]
         server_s = duration_s * self._servers * setup.nodes
+        planning = _planning(tallies)
         return Tiered(
-            requests=len(packed),
+            requests=arrived,
+            is_complete=arrived == len(self._packed),
             nodes=setup.nodes,
             servers=self._servers,
             duration_s=duration_s,
-            hit_rate=sum(hits.values()) / total,
-            ttft=_latency(self._ttft),
-            ttft_without=_latency(without),
-            tiers=tuple(self._tier(it, hits.get(it.name, 0), total, duration_s) for it in setup.tiers),
-            loads=sum(it.loads for it in tallies),
-            cut_loads=sum(it.cut_loads for it in tallies),
+            input_tokens=total,
+            hit_rate=sum(self._hits.values()) / total,
+            ttft=Latency.of(self._ttft[:arrived]),
+            ttft_without=Latency.of(without),
+            tiers=tuple(self._tier(it, total, duration_s) for it in setup.tiers),
+            planning=planning,
+            loads=planning.loads,
+            cut_loads=planning.cut_loads,
             convoys=sum(it.convoys for it in tallies),
-            skipped_tokens=sum(it.skipped_tokens for it in tallies),
+            skipped_tokens=planning.skipped_tokens,
             dropped_chunks=sum(it.dropped_chunks for it in tallies),
+            dropped_demotions=sum(node.cache.tally.demotions_dropped for node in self._nodes),
             busy_share=sum(it.busy_s for it in tallies) / server_s,
             busy_share_without=busy_without_s / server_s,
+            over_time=self._over_time(),
         )
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def _arrive(self, number: int) -> None:
         """Let a request come in at its time, and then the next."""
-        if number == len(self._packed):
+        if number == len(self._packed) or (number and self._should_stop()):
             return
 
         def act() -> None:
@@ -193,6 +179,9 @@ class _Run:
 
     def _begin(self, number: int) -> None:
         packed = self._packed
+        self._arrived = number + 1
+        if self._agenda.now_s >= self._held[-1][0] + self._look_every_s:
+            self._look()
         tokens = int(packed.input_tokens[number])
         start = int(packed.starts[number])
         count = min(int(packed.starts[number + 1]) - start, tokens // packed.block_tokens)
@@ -212,6 +201,13 @@ class _Run:
     def _finished(self, job: Job) -> None:
         self._last_s = max(self._last_s, job.first_token_s)
         self._ttft[job.number] = job.first_token_s - job.arrived_s
+        at_s = job.arrived_s
+        self._input_tokens.add(at_s, at_s, job.input_tokens)
+        if job.found:
+            self._skipped_tokens.add(at_s, at_s, job.found - job.delivered)
+        for place, tokens in job.sources:
+            self._hits[place] += tokens
+            self._hit_tokens[place].add(at_s, at_s, tokens)
         if self._advance is not None:
             self._advance(1)
 
@@ -230,56 +226,94 @@ class _Run:
             admitter=make_admitter(setup.admitter),
             limits=Limits(write_policy=setup.write_policy),
         )
+        up, down = self._gauges[HOST]
         return Node(
             self._agenda,
             cache,
+            [Planner(is_on=setup.is_planned) for _ in range(self._servers)],
             object_bytes=self._bytes,
-            up=Link(self._agenda, host.read_bytes_per_s, host.latency_s),
-            down=Link(self._agenda, host.write_bytes_per_s, host.latency_s),
+            up=Link(self._agenda, host.read_bytes_per_s, host.latency_s, up),
+            down=Link(self._agenda, host.write_bytes_per_s, host.latency_s, down),
             shelves={it.name: shared.get(it.name) or self._shelf(it) for it in setup.tiers[1:]},
-            servers=self._servers,
             prefill=setup.prefill,
             finished=self._finished,
         )
 
     def _shelf(self, tier: TierSpec) -> Shelf:
-        return Shelf(self._agenda, tier, self._bytes, make_evictor(self._setup.evictor))
+        return Shelf(self._agenda, tier, self._bytes, make_evictor(self._setup.evictor), self._gauges[tier.name])
 
-    def _tier(self, tier: TierSpec, hit_tokens: int, total: int, duration_s: float) -> TierOutcome:
+    def _tier(self, tier: TierSpec, total: int, duration_s: float) -> TierOutcome:
         if tier.name == HOST:
             reads = [node.up for node in self._nodes]
             writes = [node.down for node in self._nodes]
             evictions = sum(node.cache.host.evictions for node in self._nodes)
         else:
-            shelves = list({id(node.shelves[tier.name]): node.shelves[tier.name] for node in self._nodes}.values())
+            shelves = self._shelves[tier.name]
             reads, writes = [it.reads for it in shelves], [it.writes for it in shelves]
             evictions = sum(it.evictions for it in shelves)
-        written = _together([it.use(duration_s) for it in writes])
+        read_gauge, write_gauge = self._gauges[tier.name]
+        written = link_use(writes, write_gauge, duration_s)
+        day_bytes = written.total_bytes / len(writes) / duration_s * _DAY_S
         return TierOutcome(
             name=tier.name,
             capacity_bytes=tier.capacity_bytes,
-            hit_tokens=hit_tokens,
-            hit_rate=hit_tokens / total,
-            reads=_together([it.use(duration_s) for it in reads]),
+            count=len(writes),
+            hit_tokens=self._hits[tier.name],
+            hit_rate=self._hits[tier.name] / total,
+            reads=link_use(reads, read_gauge, duration_s),
             writes=written,
             evictions=evictions,
-            writes_per_day=written.total_bytes / len(writes) / duration_s * _DAY_S / tier.capacity_bytes,
+            writes_per_day=day_bytes / tier.capacity_bytes,
+            drive_writes_per_day=day_bytes / (tier.drive_bytes or tier.capacity_bytes),
+            rated_writes_per_day=tier.rated_writes_per_day,
         )
 
-    def _compute_s(self) -> list[float]:
-        return [self._setup.prefill.seconds(0, tokens) for tokens in self._packed.input_tokens.tolist()]
+    def _look(self) -> None:
+        """Note what each tier holds now."""
+        host_bytes = self._bytes * sum(node.cache.host.used(0) for node in self._nodes)
+        below = [sum(it.held_bytes for it in shelves) for shelves in self._shelves.values()]
+        self._held.append((self._agenda.now_s, [host_bytes, *below]))
+
+    def _over_time(self) -> OverTime:
+        gauges = [gauge for pair in self._gauges.values() for gauge in pair]
+        span_s = max(it.span_s for it in (self._input_tokens, *(gauge.depth for gauge in gauges)))
+
+        def told(series: Series) -> tuple[float, ...]:
+            return tuple(series.parts(span_s, PARTS).tolist())
+
+        ends_s = np.linspace(0, span_s, PARTS + 1)[1:]
+        times_s = [time_s for time_s, _ in self._held]
+        latest: list[int] = (np.searchsorted(times_s, ends_s, side="right") - 1).tolist()
+        tiers: dict[str, TierOverTime] = {}
+        for number, tier in enumerate(self._setup.tiers):
+            reads, writes = self._gauges[tier.name]
+            tiers[tier.name] = TierOverTime(
+                hit_tokens_per_s=told(self._hit_tokens[tier.name]),
+                read_bytes_per_s=told(reads.moved),
+                written_bytes_per_s=told(writes.moved),
+                read_depth=told(reads.depth),
+                write_depth=told(writes.depth),
+                held_bytes=tuple(float(self._held[place][1][number]) for place in latest),
+            )
+        return OverTime(
+            part_s=span_s / PARTS,
+            input_tokens_per_s=told(self._input_tokens),
+            skipped_tokens_per_s=told(self._skipped_tokens),
+            tiers=tiers,
+        )
 
     def _enough_servers(self) -> int:
         span_s = max(float(self._packed.time_s[-1] - self._packed.time_s[0]), 1e-9)
-        return max(1, math.ceil(sum(self._compute_s()) / span_s / self._setup.nodes / LOAD))
+        enough = math.ceil(sum(self._compute_s) / span_s / self._setup.nodes / LOAD)
+        return max(1, min(enough, len(self._packed)))
 
-    def _without(self) -> tuple[np.ndarray, float]:
+    def _without(self) -> tuple[npt.NDArray[np.float64], float]:
         """Times to the first token when everything is computed, first come, first served."""
         free_s = [[0.0] * self._servers for _ in self._nodes]
-        out, busy_s = np.zeros(len(self._packed)), 0.0
-        times = (np.asarray(self._packed.time_s) - self._first_s).tolist()
-        for number, (time_s, took_s) in enumerate(zip(times, self._compute_s(), strict=True)):
-            servers = free_s[int(self._node_of[number])]
+        out, busy_s = np.zeros(self._arrived), 0.0
+        times = (np.asarray(self._packed.time_s[: self._arrived]) - self._first_s).tolist()
+        for number, time_s in enumerate(times):
+            servers, took_s = free_s[int(self._node_of[number])], self._compute_s[number]
             end_s = max(heappop(servers), time_s) + took_s
             heappush(servers, end_s)
             out[number] = end_s - time_s
@@ -287,17 +321,10 @@ class _Run:
         return out, busy_s
 
 
-def _latency(times_s: np.ndarray) -> Latency:
-    p50, p95, p99 = (float(np.quantile(times_s, it)) for it in (0.5, 0.95, 0.99))
-    return Latency(mean_s=float(times_s.mean()), p50_s=p50, p95_s=p95, p99_s=p99)
+def _planning(tallies: Sequence[NodeTally]) -> Planning:
+    def total(name: str) -> Any:  # noqa: ANN401  whole numbers and seconds alike
+        return sum(getattr(it, name) for it in tallies)
 
-
-def _together(uses: Sequence[LinkUse]) -> LinkUse:
-    """Several links as one; a peak is that of the busiest of them."""
-    return LinkUse(
-        total_bytes=sum(it.total_bytes for it in uses),
-        mean_bytes_per_s=sum(it.mean_bytes_per_s for it in uses),
-        peak_bytes_per_s=max(it.peak_bytes_per_s for it in uses),
-        mean_depth=sum(it.mean_depth for it in uses) / len(uses),
-        peak_depth=max(it.peak_depth for it in uses),
-    )
+    names = [it.name for it in fields(Planning) if it.name != "regret_most_s"]
+    most_s = max(it.regret_most_s for it in tallies)
+    return Planning(**{name: total(name) for name in names}, regret_most_s=most_s)

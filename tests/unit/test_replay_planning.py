@@ -1,0 +1,225 @@
+"""Tiered replay plans with the product's planner, tells how good that was, what passed when, and can be broken off."""
+
+import json
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.unit.test_replay_tiers import BLOCK, CHUNK, Listed, agents, hits, replayed, tier
+
+from kvtier.cli.main import run
+from kvtier.cli.replay import interruptible
+from kvtier.replay.cost import Prefill
+from kvtier.replay.curves import Task, sweep
+from kvtier.replay.outcome import PARTS
+from kvtier.replay.series import SPAN_MAX_S, Series
+from kvtier.replay.split import best_split
+from kvtier.replay.tiered import Setup, replay_tiers
+from kvtier.trace.opening import open_trace
+from kvtier.trace.packed import pack
+
+MAGAGENT = Path(__file__).parents[1] / "golden" / "traces" / "lmcache_magagent_b64.jsonl.gz"
+TWO = (list(range(1, 9)), list(range(11, 19)))
+
+
+def in_turn(count, pause_s=10.0):
+    """Two prompts of eight blocks in turn, of which host memory holds one."""
+    return [(pause_s * turn, TWO[turn % 2], None) for turn in range(count)]
+
+
+def test_the_best_split_is_the_least_of_all():
+    prefill = Prefill(tokens_per_s=100.0, attention_tokens=float("inf"))
+    shared = {"chunk_tokens": 100, "input_tokens": 450, "prefill": prefill}
+    # A chunk takes a second to compute.
+    assert best_split([0.5, 1.0, 9.0], ahead_s=0.0, **shared) == (2, 1.0 + 2.5)
+    assert best_split([0.5, 1.0, 9.0], ahead_s=9.5, **shared) == (3, 9.5 + 1.5)
+    assert best_split([2.0, 4.0], ahead_s=0.0, **shared) == (0, 4.5)
+    assert best_split([], ahead_s=1.0, **shared) == (0, 5.5)
+
+
+def test_plans_come_close_to_the_best_split_where_links_are_steady():
+    told = replayed(in_turn(24), tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 0.02)).planning
+    assert told.loads == told.requests == 22
+    assert told.loaded_tokens == 22 * 8 * BLOCK
+    assert told.taken_s < 0.5 * told.recompute_s
+    assert 0 <= told.regret_s < 0.02 * told.best_s
+    assert told.taken_s == pytest.approx(told.best_s + told.regret_s)
+    # The first load knows nothing of its link; the others do.
+    assert told.predicted_load_s == pytest.approx(told.load_s, rel=0.1)
+
+
+def test_what_waits_behind_others_is_computed_and_nobody_is_much_later_for_it():
+    # Twelve at once want the same link, which they know, and which is faster than computing for the first of them only.
+    ids = [list(range(100 * turn, 100 * turn + 8)) for turn in range(12)]
+    known = [(10.0 * turn, ids[turn % 12], None) for turn in range(24)]
+    rush = [(1000.0 + turn / 1000, ids[turn], None) for turn in range(12)]
+    tiers = tier("host", 32), tier("disk", 200, bytes_per_s=CHUNK / 0.04)
+    wise, blind = (replayed([*known, *rush], *tiers, servers=12, is_planned=it) for it in (True, False))
+    assert wise.skipped_tokens + wise.planning.cut_tokens > 0
+    assert 0 < wise.planning.loaded_tokens < blind.planning.loaded_tokens
+    assert wise.planning.regret_s < 0.3 * blind.planning.regret_s
+    assert wise.ttft.p99_s < 0.5 * blind.ttft.p99_s
+
+
+@pytest.mark.parametrize("policy", ["through", "back", "selective"])
+def test_write_policies_write_what_they_promise(policy):
+    from kvtier.core.limits import WritePolicy
+
+    rows = [(10.0 * turn, ids, None) for turn, ids in enumerate([*TWO, TWO[0], *TWO, list(range(31, 39))])]
+    outcome = replayed(rows, tier("host", 8), tier("disk", 100), write_policy=WritePolicy(policy))
+    written = outcome.tiers[1].writes.total_bytes // CHUNK
+    if policy == "through":
+        assert written == 24  # each once
+    elif policy == "back":
+        assert written == 16  # what had to leave; the last is still here
+    else:
+        assert written == 8  # one is used again before it leaves
+    assert outcome.tiers[1].drive_writes_per_day == pytest.approx(written / 100 * 86_400 / outcome.duration_s)
+
+
+def test_sums_over_time_are_the_totals():
+    rows = [(10.0 * turn, TWO[turn // 2 % 2], None) for turn in range(24)]
+    outcome = replayed(rows, tier("host", 8), tier("disk", 100, drive_bytes=400 * CHUNK), nodes=2)
+    over_time = outcome.over_time
+    assert len(over_time.input_tokens_per_s) == PARTS
+    assert sum(over_time.input_tokens_per_s) * over_time.part_s == pytest.approx(outcome.input_tokens)
+    for it in outcome.tiers:
+        told = over_time.tiers[it.name]
+        assert sum(told.hit_tokens_per_s) * over_time.part_s == pytest.approx(it.hit_tokens)
+        assert sum(told.read_bytes_per_s) * over_time.part_s == pytest.approx(it.reads.total_bytes)
+        assert sum(told.written_bytes_per_s) * over_time.part_s == pytest.approx(it.writes.total_bytes)
+        waited_s = sum(told.write_depth) * over_time.part_s
+        assert waited_s == pytest.approx(it.writes.mean_depth * it.count * outcome.duration_s)
+        peak, together = it.reads.peak_bytes_per_s, it.reads.peak_together_bytes_per_s
+        assert 0 < 0.99 * peak <= together <= 2e9
+    assert over_time.tiers["host"].held_bytes[-1] == 2 * 8 * CHUNK
+    assert over_time.tiers["disk"].held_bytes[-1] == outcome.tiers[1].writes.total_bytes
+    disk = outcome.tiers[1]
+    assert disk.drive_writes_per_day == pytest.approx(disk.writes_per_day / 4)
+    assert outcome.ttft.quantiles_s == tuple(sorted(outcome.ttft.quantiles_s))
+
+
+def test_a_series_spreads_what_it_is_told():
+    series = Series()
+    assert (series.span_s, series.peak) == (0.0, 0.0)
+    series.add(0.25, 0.75, 3.0)
+    series.add(0.5, 2.5, 4.0)
+    assert series.peak == 4.0  # 3 and half a second's share of 4 in two seconds
+    assert series.span_s == 3.0
+    assert series.parts(3.0, 3).tolist() == [4.0, 2.0, 1.0]
+    assert series.parts(4.0, 2).tolist() == [3.0, 0.5]
+    series.add(5.0 * SPAN_MAX_S, 6.0 * SPAN_MAX_S, 7.0)
+    assert series.parts(SPAN_MAX_S, 1).sum() * SPAN_MAX_S == pytest.approx(14.0)
+
+
+def test_a_tiered_replay_that_is_broken_off_tells_of_the_requests_until_then():
+    packed = agents()
+    setup = Setup(tiers=(tier("host", 400), tier("disk", 4000)), token_bytes=1024.0)
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return len(asked) >= 50
+
+    told = replay_tiers(packed, setup, should_stop=stop)
+    assert (told.requests, told.is_complete) == (50, False)
+    assert told.input_tokens == int(packed.input_tokens[:50].sum())
+    whole = replay_tiers(packed, setup)
+    assert (whole.requests, whole.is_complete) == (len(packed), True)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_sweep_that_is_broken_off_gives_what_is_done(jobs):
+    packed = pack(open_trace(MAGAGENT))
+    tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc", "mq") for capacity in (20_000, 50_000)]
+    done = []
+
+    def stop():
+        return len(done) >= 2
+
+    journal = SimpleNamespace(done={}, add=done.append)
+    outcomes = sweep(packed, tasks, jobs=jobs, journal=journal, should_stop=stop)
+    assert 2 <= len(outcomes) < len(tasks)
+    assert outcomes == [it for it in sweep(packed, tasks, jobs=1) if it in outcomes]
+
+
+def test_the_first_ctrl_c_is_noted_and_the_second_ends():
+    with interruptible() as should_stop:
+        assert not should_stop()
+        signal.raise_signal(signal.SIGINT)
+        assert should_stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_prints_what_is_done_and_the_next_run_goes_on(capsys, tmp_path, monkeypatch):
+    from kvtier.replay import curves
+
+    keep = tmp_path / "kept"
+    arguments = ["replay", str(MAGAGENT), "--policy", "lru,min", "--capacity-tokens", "50k", "--jobs", "1", "--json"]
+    add = curves.Journal.add
+
+    def interrupted(journal, outcome):
+        add(journal, outcome)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(curves.Journal, "add", interrupted)
+        assert run([*arguments, "--keep", str(keep)]) == 130
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["is_complete"], [it["policy"] for it in told["results"]]) == (False, ["lru"])
+    assert "Broken off: 1 of 2 replays" in err
+    assert run([*arguments, "--keep", str(keep)]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["is_complete"]
+    assert whole["results"][0] == told["results"][0]
+    assert len(keep.read_text().splitlines()) == 2
+
+
+def test_a_tiered_report_holds_the_pictures_and_every_table(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "report.html"
+    tiers = (
+        "--tier",
+        "host=1GiB",
+        "--tier",
+        "disk=1xpm1753",
+        "--tier",
+        "pool=1TiB,shared",
+        "--nodes",
+        "2",
+        "--block",
+        "512",
+    )
+    trace = str(MAGAGENT.with_name("lmcache_miniswe_b64.jsonl.gz"))
+    arguments = ["replay", trace, *tiers, "--block", "512", "--model", "qwen3-0.6b", "--report", str(path)]
+    assert run(arguments) == 0
+    page = path.read_text()
+    assert page.count("<svg") == page.count("<figure>") == 7
+    for word in (
+        "Where prompts came from, over time",
+        "What passed over each link",
+        "Queue depth",
+        "Working set, and what is held",
+        "with tiers: ",
+        "of 1 rated",
+        "What it rests on",
+        "2 nodes, router round-robin",
+        "regret",
+    ):
+        assert word in page
+    assert "http://" not in page.replace("http://www.w3.org", "")  # nothing is fetched
+    out = capsys.readouterr().out
+    regret = re.search(r"regret against these, sum and most of one +([0-9.]+ s)", out)[1]
+    assert regret in page
+
+
+def test_a_trace_of_one_request_is_told():
+    outcome = replay_tiers(pack(Listed([(5.0, [1, 2], None)])), Setup(tiers=(tier("host", 8),), token_bytes=1024.0))
+    assert (outcome.requests, hits(outcome)) == (1, {"host": 0})
+    assert (outcome.planning.requests, outcome.planning.regret_s) == (0, 0.0)

@@ -1,0 +1,151 @@
+"""Where a replay's speeds come from, which it says: the command line, a named part, a probe, the GPUs, a default."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.errors import ConfigError
+from kvtier.plan.catalogue import catalogue
+from kvtier.replay.cost import Prefill
+from kvtier.replay.links import TierSpec
+from kvtier.replay.speeds import Probed, find_part, prefill_of
+from kvtier.replay.stating import parse_tier, stated
+from kvtier.replay.tiered import Setup
+
+TRACE = Path(__file__).parents[1] / "golden" / "traces" / "lmcache_miniswe_b64.jsonl.gz"
+DRIVE = catalogue()["drive"]["pm1753"].values
+
+
+def measure(op, size, depth, gb_per_s, latency_us):
+    return {
+        "op": op,
+        "bytes": size,
+        "depth": depth,
+        "gb_per_s": gb_per_s,
+        "latency_us_p50": latency_us,
+        "latency_us_p99": latency_us,
+        "count": 9,
+    }
+
+
+@pytest.fixture
+def record(tmp_path):
+    links = [
+        {"name": "host", "measures": [measure("copy", 1 << 20, 1, 9.0, 110)]},
+        {
+            "name": "directory",
+            "measures": [
+                measure("read", 1 << 20, 1, 1.0, 850),
+                measure("read", 1 << 22, 1, 1.5, 2500),
+                measure("read", 1 << 22, 8, 2.0, 15_000),
+                measure("write", 1 << 22, 8, 3.0, 9_000),
+            ],
+        },
+    ]
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps({"results": {"links": links}}))
+    return path
+
+
+def test_tiers_are_read_from_text():
+    spec = parse_tier("disk=4TiB, read=7GB/s, write=1.5GB/s, latency=2ms, shared")
+    assert spec == TierSpec(
+        name="disk",
+        capacity_bytes=4 << 40,
+        read_bytes_per_s=7e9,
+        write_bytes_per_s=1.5e9,
+        latency_s=2e-3,
+        is_shared=True,
+    )
+    wrong = ["disk", "=4TiB", "disk=much", "disk=3xh100-sxm", "disk=0xpm1753", "disk=1TiB,part=none"]
+    wrong += ["disk=8TiB,drives=4TB", "disk=4TiB,speed=3", "disk=4TiB,latency=2h", "disk=4TiB,read=x"]
+    for text in wrong:
+        with pytest.raises(ConfigError, match="--tier"):
+            parse_tier(text)
+
+
+def test_the_text_is_believed_before_the_part_the_part_before_the_probe_and_that_before_the_default(record):
+    probe = Probed(record)
+    drive = parse_tier("disk=2xpm1753,latency=2ms", probe=probe)
+    assert drive.capacity_bytes == drive.drive_bytes == 2 * DRIVE["capacity_bytes"]
+    assert (drive.read_bytes_per_s, drive.write_bytes_per_s) == (2 * 14.5e9, 2 * 10e9)
+    assert (drive.latency_s, drive.rated_writes_per_day) == (2e-3, 1)
+    assert drive.sources["read_bytes_per_s"].startswith("catalogue: 2 x pm1753 (Samsung")
+    assert drive.sources["latency_s"] == "--tier"
+    part = parse_tier("disk=1TiB,part=pm1753,read=1GB/s", probe=probe)
+    assert (part.capacity_bytes, part.drive_bytes) == (1 << 40, DRIVE["capacity_bytes"])
+    assert (part.read_bytes_per_s, part.write_bytes_per_s) == (1e9, 10e9)
+    probed = parse_tier("disk=1TiB", probe=probe)
+    assert (probed.read_bytes_per_s, probed.write_bytes_per_s) == (2e9, 3e9)
+    assert probed.latency_s == pytest.approx(850e-6 - (1 << 20) / 2e9)
+    assert f"probe {record}: directory" in probed.sources["read_bytes_per_s"]
+    other = parse_tier("pool=1TiB,shared", probe=probe)
+    assert (other.read_bytes_per_s, other.sources["read_bytes_per_s"]) == (5e9, "default")
+    assert parse_tier("disk=1TiB").sources["read_bytes_per_s"].startswith("default")
+
+
+def test_host_memory_is_as_fast_as_the_gpus_links_unless_it_was_probed(record):
+    gpus = find_part("8xh100-sxm", "--gpu", "gpu")
+    host = parse_tier("host=1TiB", gpu=gpus)
+    assert host.read_bytes_per_s == host.write_bytes_per_s == pytest.approx(0.8 * 8 * 64e9)
+    assert "8 x h100-sxm" in host.sources["read_bytes_per_s"]
+    assert parse_tier("host=1TiB", gpu=gpus, probe=Probed(record)).read_bytes_per_s == 9e9
+    assert parse_tier("disk=1TiB", gpu=gpus).read_bytes_per_s == 12e9
+
+
+def test_prefill_is_that_of_the_model_on_the_gpus():
+    gpus = find_part("8 x H100_SXM", "--gpu", "gpu")
+    prefill = prefill_of("llama-3.3-70b", gpu=gpus)
+    parameters = 70.55e9
+    assert prefill.tokens_per_s == pytest.approx(8 * 989e12 * 0.5 / (2 * parameters), rel=0.01)
+    assert prefill.attention_tokens == pytest.approx(2 * parameters / (80 * 2 * 64 * 2 * 128), rel=0.01)
+    assert "8 x h100-sxm" in prefill.source
+    assert prefill_of("llama-3.3-70b", tokens_per_s=123.0, gpu=gpus).tokens_per_s == 123
+    assert prefill_of("llama-3.3-70b").tokens_per_s == Prefill().tokens_per_s
+    # Half of this model's layers look back 128 tokens only: far into a prompt they cost no more.
+    windowed = prefill_of("gpt-oss-120b", gpu=gpus)
+    assert [tokens for tokens, _ in windowed.windows] == [128]
+    by_token = [windowed.seconds(at, at + 1) for at in (0, 64, 100_000, 100_064)]
+    assert by_token[1] - by_token[0] > 1.5 * (by_token[3] - by_token[2])
+
+
+def test_a_window_costs_what_its_tokens_cost():
+    prefill = Prefill(tokens_per_s=1.0, attention_tokens=float("inf"), windows=((100, 50.0),))
+    assert prefill.seconds(0, 10) == pytest.approx(10 * (1 + 5 / 50))
+    assert prefill.seconds(1000, 1001) == pytest.approx(1 + 100 / 50)
+    with pytest.raises(ConfigError, match="attention_tokens"):
+        Prefill(windows=((100, 0.0),))
+
+
+def test_what_was_used_is_told(record, capsys):
+    tiers = (parse_tier("host=1GiB"), parse_tier("disk=1TiB", probe=Probed(record)))
+    rows = {it.what: it for it in stated(Setup(tiers=tiers, token_bytes=1.0))}
+    assert rows["disk, reads"].value == "2 GB/s"
+    assert str(record) in rows["disk, reads"].source
+    assert rows["prefill of one prompt"].source.startswith("default")
+    assert rows["host, capacity"].source == "--tier"
+    options = [
+        "--tier",
+        "host=1GiB",
+        "--model",
+        "llama-3.1-8b",
+        "--probe",
+        str(record),
+        "--gpu",
+        "h100-pcie",
+        "--block",
+        "512",
+    ]
+    assert run(["replay", str(TRACE), *options, "--json"]) == 0
+    told = {it["what"]: it["source"] for it in json.loads(capsys.readouterr().out)["stated"]}
+    assert "probe" in told["host, to the engine"]
+    assert "1 x h100-pcie" in told["prefill of one prompt"]
+    assert run(["replay", str(TRACE), *options]) == 0
+    assert "1 x h100-pcie" in capsys.readouterr().out
+
+
+def test_a_tier_without_sources_was_given():
+    spec = TierSpec(name="host", capacity_bytes=1, read_bytes_per_s=1.0, write_bytes_per_s=1.0, latency_s=0.0)
+    assert {it.source for it in stated(Setup(tiers=(spec,), token_bytes=1.0))} == {Prefill().source, "given"}
