@@ -19,10 +19,10 @@ from kvtier.codec.head import (
     Plan,
     Section,
     expect,
+    is_raw_head,
     pack_head,
     pack_raw_head,
     plan,
-    raw_identity,
     read_head,
 )  # fmt: skip
 from kvtier.errors import ConfigError, CorruptChunkError
@@ -183,10 +183,7 @@ def _is_as_sealed(slot: memoryview, known: Plan, identity: Identity) -> bool:
     Then every check has passed at once: there is only one head for a payload and an identity. What a reader does not
     compare (parent, depth and so on) is taken from the frame.
     """
-    told = raw_identity(slot, known)
-    if told is None or told[:3] != identity[:3]:
-        return False
-    return slot[: known.header_bytes].tobytes() == bytes(pack_raw_head(told, known, _checksums(slot, known)))
+    return is_raw_head(slot, known, identity, _checksums(slot, known))
 
 
 def _seal_encoded(

@@ -45,6 +45,9 @@ ENTRY: Final = np.dtype(
 _FIXED = struct.Struct("<8s    I       I      Q        Q     Q   I     I         32s32s32s32s IIII 64s")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = 16
+_IDENTITY = struct.Struct("<32s32s32s32s IIII")
+_IDENTITY_AT, _COMPARED_STOP, _IDENTITY_STOP = 48, 144, 192
+_FEW = 8
 _WORDS = ENTRY_BYTES // 8  # of an entry; its checksum is the second
 DIGEST_BYTES: Final = 32
 _NO_PARENT = bytes(DIGEST_BYTES)
@@ -171,15 +174,20 @@ def plan(group: GroupLayout) -> Plan:
     header_bytes = align_up(FIXED_BYTES + ENTRY_BYTES * count)
     rows = [(header_bytes + at, 0, size, size, layer, RAW_ID) for layer, at, size in group.sections]
     table = np.array(rows, ENTRY)
+    frame_bytes = header_bytes + group.payload_bytes
+    fixed = _FIXED.pack(
+        MAGIC, VERSION, header_bytes, 0, frame_bytes, group.payload_bytes, RAW_ID, count,
+        *[_NO_PARENT] * 4, *[0] * 4, _RESERVED,
+    )  # fmt: skip
     extents = tuple((row[0], row[0] + align_up(row[2])) for row in rows)
     paddings = tuple((row[0] + row[2], stop) for row, (_, stop) in zip(rows, extents, strict=True))
     return Plan(
         header_bytes,
-        header_bytes + group.payload_bytes,
+        frame_bytes,
         table,
         extents,
         tuple((start, stop) for start, stop in paddings if start < stop),
-        (bytes(FIXED_BYTES) + table.tobytes()).ljust(header_bytes, b"\0"),
+        (fixed + table.tobytes()).ljust(header_bytes, b"\0"),
     )
 
 
@@ -202,29 +210,45 @@ def pack_raw_head(identity: Identity, known: Plan, checksums: Sequence[int]) -> 
         ValueError: a digest that is not 32 bytes, or a number that does not fit in four.
     """
     head = bytearray(known.blank)
-    np.frombuffer(head, "<u8", _WORDS * len(checksums), FIXED_BYTES)[1::_WORDS] = checksums
-    raw_bytes = known.frame_bytes - known.header_bytes
-    _finish(head, identity, RAW_ID, len(checksums), known.frame_bytes, raw_bytes)
+    _IDENTITY.pack_into(head, _IDENTITY_AT, *_told(identity))
+    _fill_in(head, checksums)
     return head
 
 
-def raw_identity(front: memoryview, known: Plan) -> Identity | None:
-    """Whose raw frame of `known`'s group this seems to be, by the unchecked bytes of its head; None when of none."""
-    magic, version, header_bytes, _, frame_bytes, raw_bytes, codec, count, *told, _ = _FIXED.unpack_from(front)
-    name, fingerprint, layout_digest, parent, depth, tokens, group, rank = told
-    if (magic, version, codec, count) != (MAGIC, VERSION, RAW_ID, len(known.extents)):
-        return None
-    if (header_bytes, frame_bytes) != (
-        known.header_bytes,
-        known.frame_bytes,
-    ) or raw_bytes != frame_bytes - header_bytes:
-        return None
-    known_parent = None if parent == _NO_PARENT else ObjectName(parent)
-    return Identity(ObjectName(name), fingerprint, layout_digest, known_parent, depth, tokens, group, rank)
+def is_raw_head(front: memoryview, known: Plan, identity: Identity, checksums: Sequence[int]) -> bool:
+    """Whether `front` begins, byte for byte, with what `pack_raw_head` makes for the object `identity`.
+
+    What a reader does not compare (parent, depth and so on) is taken from there.
+    """
+    told = front[: known.header_bytes].tobytes()
+    if told[_IDENTITY_AT:_COMPARED_STOP] != identity.name + identity.fingerprint + identity.layout_digest:
+        return False
+    head = bytearray(known.blank)
+    head[_IDENTITY_AT:_IDENTITY_STOP] = told[_IDENTITY_AT:_IDENTITY_STOP]
+    _fill_in(head, checksums)
+    return bytes(head) == told
+
+
+def _fill_in(head: bytearray, checksums: Sequence[int]) -> None:
+    """The checksums of a raw frame's sections, and last that of its head."""
+    if len(checksums) <= _FEW:  # then the set-up of an array costs more
+        for number, checksum in enumerate(checksums):
+            _CHECKSUM.pack_into(head, FIXED_BYTES + 8 + ENTRY_BYTES * number, checksum)
+    else:
+        np.frombuffer(head, "<u8", _WORDS * len(checksums), FIXED_BYTES)[1::_WORDS] = checksums
+    _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
 
 
 def _finish(head: bytearray, identity: Identity, codec: int, count: int, frame_bytes: int, raw_bytes: int) -> None:
     """Fill in what stands before the section table; last the checksum of it all."""
+    _FIXED.pack_into(
+        head, 0, MAGIC, VERSION, len(head), 0, frame_bytes, raw_bytes, codec, count, *_told(identity), _RESERVED
+    )
+    _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
+
+
+def _told(identity: Identity) -> tuple[bytes, bytes, bytes, bytes, int, int, int, int]:
+    """What a head says of `identity`."""
     name, fingerprint, layout_digest, parent, depth, tokens, group, rank = identity
     parent = parent or _NO_PARENT
     if not len(name) == len(fingerprint) == len(layout_digest) == len(parent) == DIGEST_BYTES:
@@ -233,11 +257,7 @@ def _finish(head: bytearray, identity: Identity, codec: int, count: int, frame_b
     counts = (depth, tokens, group, rank)
     if min(counts) < 0 or max(counts) > _COUNT_MAX:
         raise ValueError(f"depth, tokens, group and rank must be in 0..{_COUNT_MAX}, got {counts}")
-    _FIXED.pack_into(
-        head, 0, MAGIC, VERSION, len(head), 0, frame_bytes, raw_bytes, codec, count,
-        name, fingerprint, layout_digest, parent, depth, tokens, group, rank, _RESERVED,
-    )  # fmt: skip
-    _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
+    return name, fingerprint, layout_digest, parent, depth, tokens, group, rank
 
 
 def head_bytes_told(front: memoryview | bytes) -> int:
