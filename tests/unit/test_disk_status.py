@@ -5,10 +5,13 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
+from tests.core_driver import Driver, prefix_of
 
 from kvtier.cli import store_disk
 from kvtier.cli.main import run
 from kvtier.errors import TierError
+from kvtier.observe.metrics import Metrics
+from kvtier.runtime.counting import Gauges
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_status import (
@@ -170,6 +173,18 @@ def test_nothing_is_told_where_another_disk_lies_at_the_path(tmp_path):
     root.mkdir()
     told_now(tier)
     assert list(root.iterdir()) == []
+    tier.close()
+
+
+def test_a_session_says_whether_it_uses_the_tier(tmp_path):
+    tier, core = opened(tmp_path), Driver(tier_failures=1)
+    gauges = Gauges(Metrics(), core.cache, core.layout, {"disk": tier})
+    gauges()
+    assert told_now(tier).is_up is True
+    core.lookup("r", prefix_of("a"))
+    core.tell(next(iter(core.questions.values())), None)
+    gauges()
+    assert told_now(tier).is_up is False
     tier.close()
 
 
