@@ -61,7 +61,7 @@ class SessionLines:
             own = whole(first, "block_size", least=1)
         wanted = max(BLOCK_TOKENS_DEFAULT, own) if block_tokens is None else block_tokens
         self.block_tokens, self._factor = larger_block(path, own, wanted)
-        self._own_tokens = own
+        self.own_block_tokens = own
         starts = f"they start uniformly within {window_h:g} h, seed {seed}"
         self.notes = (f"sessions without absolute times: {starts}; what they share is not visible",)
 
@@ -73,8 +73,10 @@ class SessionLines:
         for line_number, session in json_lines(self._path):
             start_s = float(draw.uniform(0.0, self._window_s))
             with Place(self._path, line_number):
-                if whole(session, "block_size", least=1) != self._own_tokens:
-                    raise ConfigError(f"block_size {session['block_size']}; allowed: {self._own_tokens}, as before")
+                if whole(session, "block_size", least=1) != self.own_block_tokens:
+                    raise ConfigError(
+                        f"block_size {session['block_size']}; allowed: {self.own_block_tokens}, as before"
+                    )
                 highest = -1
                 name = str(session.get("id", line_number))
                 for time_s, agent, request in _flattened(session, start_s, name, 0):
