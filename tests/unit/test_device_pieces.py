@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,7 +76,8 @@ def test_the_widest_word_that_fits_is_taken(row: tuple[int, int, int], word: int
 
 KERNEL = """
 import numpy as np, torch
-from kvtier.device.kernel import TILE_WORDS, copy_pieces
+from kvtier.device.kernel import TILE_WORDS, check, copy_pieces
+assert check(torch.device("cpu")) == ""
 rng = np.random.default_rng(4)
 for word in (16, 8, 4, 2, 1):
     source, target = (rng.integers(0, 256, 1 << 20, np.uint8) for _ in range(2))
@@ -100,6 +102,27 @@ for word in (16, 8, 4, 2, 1):
     assert (target != expected).any(), word
 print("right")
 """
+
+
+def test_a_kernel_that_does_not_compile_or_copies_wrongly_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a machine without a C compiler, say: the driver's copies are slow, and right."""
+    pytest.importorskip("torch")
+    from kvtier.device import cuda
+
+    def answers(told: str) -> object:
+        cuda._kernel.cache_clear()
+        twin = SimpleNamespace(check=lambda _device: told, copy_pieces=lambda *_: None)
+        monkeypatch.setitem(sys.modules, "kvtier.device.kernel", twin)
+        found = cuda._kernel("a device")
+        cuda._kernel.cache_clear()
+        return found
+
+    assert answers("") is not None
+    assert caplog.text == ""
+    assert answers("RuntimeError: Failed to find C compiler") is None
+    assert "copied one by one, which is slow (RuntimeError: Failed to find C compiler)" in caplog.text
 
 
 def test_the_kernel_moves_what_its_table_says_in_tritons_interpreter() -> None:

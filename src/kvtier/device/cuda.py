@@ -68,7 +68,7 @@ class CudaStream:
         """See `Stream`."""
         if not len(pieces):
             return
-        kernel = _kernel()
+        kernel = _kernel(self._device)
         if kernel is None:
             copy, stream = self._copying("cuMemcpyDtoDAsync_v2")
             rows: list[list[int]] = cast("Any", pieces).tolist()
@@ -112,6 +112,7 @@ class CudaStreams:
         index: int | None = cast("Any", device).index
         self._device = torch.device(device.type, torch.cuda.current_device() if index is None else index)
         self._stages: list[torch.Tensor] = []
+        _kernel(self._device)  # compiled now, and not while somebody waits for a first copy
 
     def stream(self) -> Stream:
         """See `Streams`."""
@@ -139,13 +140,17 @@ def _driver(name: str) -> Callable[..., int]:
 
 
 @cache
-def _kernel() -> Callable[[Pieces, torch.Tensor], None] | None:
+def _kernel(device: torch.device) -> Callable[[Pieces, torch.Tensor], None] | None:
     try:
-        from kvtier.device.kernel import copy_pieces  # noqa: PLC0415 - Triton is optional
+        from kvtier.device.kernel import check, copy_pieces  # noqa: PLC0415 - Triton is optional
     except ImportError as error:
-        logger.warning("no Triton (%s): pieces are copied one by one, which is slow", error)
-        return None
-    return copy_pieces
+        reason = f"no Triton: {error}"
+    else:
+        reason = check(device)
+        if not reason:
+            return copy_pieces
+    logger.warning("pieces are copied one by one, which is slow (%s)", reason)
+    return None
 
 
 def _checked(code: int, size_bytes: int = 0) -> None:
