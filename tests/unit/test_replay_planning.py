@@ -1,5 +1,7 @@
 """Tiered replay plans with the product's planner, tells how good that was, what passed when, and can be broken off."""
 
+import gzip
+import itertools
 import json
 import re
 import signal
@@ -223,3 +225,17 @@ def test_a_trace_of_one_request_is_told():
     outcome = replay_tiers(pack(Listed([(5.0, [1, 2], None)])), Setup(tiers=(tier("host", 8),), token_bytes=1024.0))
     assert (outcome.requests, hits(outcome)) == (1, {"host": 0})
     assert (outcome.planning.requests, outcome.planning.regret_s) == (0, 0.0)
+
+
+def test_the_documents_python_runs(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    lines = MAGAGENT.with_name("lmcache_miniswe_b64.jsonl.gz")
+    monkeypatch.chdir(tmp_path)
+    with gzip.open(lines) as source, gzip.open("conversation.jsonl.gz", "wb") as target:
+        target.writelines(itertools.islice(source, 60))
+    names = {}
+    exec(snippet, names)
+    assert 0 < names["rates"]["lru"] <= names["rates"]["min"]
+    assert names["saved_s"] > 0
+    assert names["told"].is_complete
