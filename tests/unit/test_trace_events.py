@@ -142,6 +142,7 @@ def test_two_engines_in_one_file_do_not_go_on_for_each_other(tmp_path):
         ([[0.0, [stored(1)]], [1.0, [{"type": "BlockStored"}]]], "batch 2: block_hashes .* is None; allowed: a list"),
         ([[0.0, [stored(1)]], [1.0]], "batch 2: .* is no batch"),
         ([[0.0, [stored(1)]], [1.0, 5]], "batch 2: events is 5; allowed: a list"),
+        ([[0.0, [stored(1)]], [1.76e12, []]], r"batch 2: ts is 1.76e\+12; allowed: seconds"),
         ([[0.0, [{"type": "AllBlocksCleared"}]]], "no BlockStored of an engine's own memory"),
     ],
 )

@@ -11,6 +11,7 @@ import zstandard
 from kvtier.errors import ConfigError
 from kvtier.trace.ids import merged
 from kvtier.trace.opening import Reading, open_trace
+from kvtier.trace.packed import pack
 
 LINES = [
     {"timestamp": 0, "input_length": 150, "output_length": 7, "hash_ids": [0, 1, 2]},
@@ -133,6 +134,8 @@ def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
         ({"timestamp": 1, "input_length": 1, "hash_runs": [[1, 0]]}, r"line 3: hash_runs holds \[1, 0\]"),
         ("[1, 2]", "line 3: .* is not a JSON object"),
         ('{"timestamp": ', "line 3: "),
+        ('{"timestamp": 1, "input_length": NaN, "hash_ids": [1]}', "line 3: input_length is nan; allowed"),
+        ({"timestamp": 1, "input_length": 1 << 31, "hash_ids": [1]}, "line 3: input_length is 2147483648; allowed"),
     ],
 )
 def test_a_malformed_line_is_named_with_its_field(tmp_path, bad, message):
@@ -162,3 +165,79 @@ def test_seconds_that_look_like_milliseconds_are_told(tmp_path):
     told = open_trace(path, Reading(time_unit="s"))
     assert not any("look like" in note for note in told.notes)
     assert [it.time_s for it in told.requests()][-1] == 49.0
+
+
+def session(*times, **more):
+    return {"block_size": 64, "requests": [{"t": t, "in": 64, "out": 1, "hash_runs": [[1, 1]]} for t in times], **more}
+
+
+TEXT = {"timestamp": 1760428258635837, "input": "a b c", "output": "d", "session_id": "s"}
+ROW = "2023-11-16 18:15:46.6805900,374,44"
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([session(0), {**session(0), "requests": [{"t": 0, "out": 1, "hash_runs": []}]}], "line 2: 'in' is missing"),
+        ([session(0), {**session(0), "requests": [{"t": "x"}]}], "line 2: t is 'x'; allowed: a number"),
+        ([session(0), {**session(0), "requests": 5}], "line 2: 'requests' is missing or no list"),
+        ([session(0), {**session(0), "block_size": 16}], "line 2: block_size 16; allowed: 64, as before"),
+        ([session(0), "{"], "line 2: "),
+        ([session()], "has no request; allowed: at least one"),
+        ([TEXT, {**TEXT, "input": 5}], "line 2: input is int; allowed: a text"),
+        ([TEXT, {**TEXT, "timestamp": None}], "line 2: timestamp is None; allowed: a number"),
+        ([TEXT, "[]"], "line 2: .* is not a JSON object"),
+        ([HEADER, ROW, "yesterday,1,2"], "line 3: TIMESTAMP is 'yesterday'; allowed: such as"),
+        ([HEADER, ROW, "2023-11-16 18:15:47,many,2"], "line 3: ContextTokens is 'many'; allowed: a whole number"),
+        ([HEADER, ROW, "2023-11-16 18:15:47"], "line 3: ContextTokens is None; allowed: a whole number"),
+        ([HEADER.replace(",Gen", ",Degen"), ROW], "line 1: column GeneratedTokens is missing"),
+        ([HEADER], "has no request; allowed: at least one"),
+    ],
+)
+def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
+    path = written(tmp_path / "trace", lines)
+    with pytest.raises(ConfigError, match=message) as told:
+        pack(open_trace(path))
+    assert str(path) in str(told.value)
+    if len(lines) > 2 or (len(lines) == 2 and not isinstance(lines[0], str)):
+        pack(open_trace(written(path, lines[:-1])))  # without the last line, all is well
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([session(0, 9, 5)], "1 requests come before the one above them"),
+        (
+            [session(0, 3_600_000)],
+            "times look like milliseconds, not seconds: read as seconds, a ses",
+        ),
+        (
+            [{**TEXT, "timestamp": n, "input": "word " * 3000} for n in range(12)],
+            "timestamps look like seconds",
+        ),
+        ([HEADER, ROW, ROW.replace(":46.", ":12.")], "1 timestamps go back, first in line 3"),
+    ],
+)
+def test_every_reader_tells_of_times_that_cannot_be_meant(tmp_path, lines, message):
+    path = written(tmp_path / "trace", lines)
+    assert any(message in it for it in pack(open_trace(path)).warnings)
+    with pytest.raises(ConfigError, match="allowed with --strict"):
+        pack(open_trace(path), is_strict=True)
+    well = pack(open_trace(written(path, [session(0, 5, 9)])), is_strict=True)
+    assert well.warnings == ()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", gzip.compress(b""), zstandard.compress(b"")])
+def test_nothing_is_no_trace(tmp_path, content):
+    (tmp_path / "trace").write_bytes(content)
+    with pytest.raises(ConfigError, match="is empty; allowed: at least one request"):
+        open_trace(tmp_path / "trace")
+
+
+def test_ids_far_apart_take_no_table(tmp_path):
+    lines = [{"timestamp": n, "input_length": 9, "hash_runs": [[n * 500_000_000, 2]]} for n in (0, 1, 2, 1)]
+    packed = pack(open_trace(written(tmp_path / "trace", lines)))
+    assert packed.ids.tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
+    with pytest.raises(ConfigError, match=r"hash_runs holds .*ids below 1073741824"):
+        pack(open_trace(written(tmp_path / "trace", [{**lines[0], "hash_runs": [[1 << 30, 1]]}])))

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.trace.files import Place, json_lines, number
 from kvtier.trace.request import Ids, Request
-from kvtier.trace.requests import UNITS_S, session_of
+from kvtier.trace.requests import UNITS_S, doubt, session_of
 
 BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
@@ -40,7 +40,13 @@ class TextLines:
         self.block_tokens = block_tokens or BLOCK_TOKENS_DEFAULT
         self._tokenize: Tokenize = _PIECES.findall if tokenizer is None else _load(tokenizer)
         how = "a simple rule (about four characters a token)" if tokenizer is None else str(tokenizer)
-        self.notes = (f"text is cut into tokens by {how}, and into blocks of {self.block_tokens}",)
+        self._how = f"text is cut into tokens by {how}, and into blocks of {self.block_tokens}"
+        self._doubt = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See `Trace`."""
+        return (self._how, self._doubt) if self._doubt else (self._how,)
 
     def requests(self) -> Iterator[Request]:
         """The requests, in the order of time, which counts from the first; files of this form go session by session."""
@@ -55,6 +61,7 @@ class TextLines:
                 blocks = self._named(tokens, numbers)
                 requests.append(Request(time_s, len(tokens), answer, blocks, session_of(line), line_number))
         requests.sort(key=lambda it: it.time_s)
+        self._doubt = doubt([it.time_s for it in requests], [it.input_tokens for it in requests], "")
         for request in requests:
             yield request._replace(time_s=request.time_s - requests[0].time_s)
 

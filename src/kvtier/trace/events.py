@@ -30,6 +30,8 @@ PROMPT_S: Final = 2.0
 """Between two pieces of a prompt; what is stored later is another request's."""
 ANSWER_S: Final = 10.0
 """Between two blocks of an answer."""
+SECONDS_MAX: Final = 1e11
+"""Of a time since 1970; what is more is in another unit."""
 BATCH_BYTES_MAX: Final = 1 << 28
 _FIELDS: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
 """Of a `BlockStored` that is written as an array: the leading ones, in the order in which both engines have them."""
@@ -282,7 +284,10 @@ def _parts(batch: object) -> tuple[float, list[object], object]:
     events = parts.get("events")
     if not isinstance(events, list):
         raise ConfigError(f"events is {_short(events)}; allowed: a list")
-    return number(parts, "ts"), cast("list[object]", events), parts.get("data_parallel_rank")
+    time_s = number(parts, "ts")
+    if time_s > SECONDS_MAX:
+        raise ConfigError(f"ts is {time_s:g}; allowed: seconds, as engines write them, not milliseconds")
+    return time_s, cast("list[object]", events), parts.get("data_parallel_rank")
 
 
 def _event(event: object) -> tuple[str, dict[str, Any]]:

@@ -10,6 +10,8 @@ from typing import IO, Any, cast
 from kvtier.errors import ConfigError
 
 LINE_CHARS_MAX = 1 << 27
+WHOLE_MAX = (1 << 31) - 1
+"""Tokens of a prompt, at most."""
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
@@ -129,16 +131,17 @@ def _zstd_errors() -> tuple[type[Exception], ...]:
 
 
 def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:
-    """The field `name` as a whole number.
+    """The field `name` as a whole number of at most `WHOLE_MAX`.
 
     Raises:
-        ConfigError: it is missing, no whole number or below `least`.
+        ConfigError: it is missing, no whole number, below `least` or too large.
     """
     if name not in fields:
         raise ConfigError(f"{name!r} is missing")
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
-        raise ConfigError(f"{name} is {value!r}; allowed: a whole number from {least} on")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= WHOLE_MAX or value != int(value):
+        raise ConfigError(f"{name} is {value!r}; allowed: a whole number from {least} to {WHOLE_MAX}")
     return int(value)
 
 

@@ -1,7 +1,7 @@
 """A JSON object for each request: `timestamp` in milliseconds, lengths, and `hash_ids` or `hash_runs` (Mooncake)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from kvtier.trace.request import Request, Wrong
 HEAD_LINES = 2000
 """Lines from which the size of a block and the unit of time are told."""
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+DOUBT_REQUESTS_MIN = 10
 _BUSY_TOKENS_PER_S = 1e6
 _BUSY_REQUESTS_PER_S = 100.0
 """Above both, a trace that is said to be in milliseconds is more likely in seconds."""
@@ -106,13 +107,22 @@ def _own_block_tokens(head: list[Request]) -> tuple[int, str]:
 
 def _doubt(head: list[Request], time_unit: str) -> str:
     """A word on times that can hardly be meant."""
-    if len(head) < 10 or time_unit != "ms":
+    if time_unit != "ms":
         return ""
-    span_s = max(it.time_s for it in head) - min(it.time_s for it in head)
-    tokens = sum(it.input_tokens for it in head)
-    if span_s <= 0 or len(head) / span_s < _BUSY_REQUESTS_PER_S or tokens / span_s < _BUSY_TOKENS_PER_S:
+    return doubt(
+        [it.time_s for it in head], [it.input_tokens for it in head], "; if they are seconds, say --time-unit s"
+    )
+
+
+def doubt(times_s: Sequence[float], input_tokens: Sequence[int], advice: str) -> str:
+    """A word on times, read as milliseconds, between which far too much would arrive."""
+    span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
+    count, tokens = len(times_s), sum(input_tokens)
+    if count < DOUBT_REQUESTS_MIN or span_s <= 0:
+        return ""
+    if count / span_s < _BUSY_REQUESTS_PER_S or tokens / span_s < _BUSY_TOKENS_PER_S:
         return ""
     return Wrong(
-        f"timestamps look like seconds, not milliseconds: read as milliseconds, {len(head) / span_s:,.0f} requests and "
-        f"{tokens / span_s:,.0f} tokens a second arrive; if they are seconds, say --time-unit s"
+        f"timestamps look like seconds, not milliseconds: read as milliseconds, {count / span_s:,.0f} requests and "
+        f"{tokens / span_s:,.0f} tokens a second arrive{advice}"
     )

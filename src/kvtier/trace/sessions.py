@@ -16,10 +16,12 @@ import numpy.typing as npt
 from kvtier.errors import ConfigError
 from kvtier.trace.files import Place, json_lines, number, whole
 from kvtier.trace.ids import Numbering, blocks_of, merged
-from kvtier.trace.request import Request
+from kvtier.trace.request import Request, Wrong
 from kvtier.trace.requests import larger_block
 
 BLOCK_TOKENS_DEFAULT = 256
+SESSION_MAX_S = 30 * 86_400.0
+"""What takes longer is more likely in milliseconds."""
 DEPTH_MAX = 32
 """Sub-agents of sub-agents."""
 
@@ -63,13 +65,20 @@ class SessionLines:
         self.block_tokens, self._factor = larger_block(path, own, wanted)
         self.own_block_tokens = own
         starts = f"they start uniformly within {window_h:g} h, seed {seed}"
-        self.notes = (f"sessions without absolute times: {starts}; what they share is not visible",)
+        self._starts = f"sessions without absolute times: {starts}; what they share is not visible"
+        self._doubt: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See `Trace`."""
+        return (self._starts, *self._doubt)
 
     def requests(self) -> Iterator[Request]:
         """The requests of all sessions, in the order of time."""
         parts: list[_Part] = []
         draw = np.random.default_rng(self._seed)
-        first_id = 0
+        first_id = times_back = 0
+        longest_s = 0.0
         for line_number, session in json_lines(self._path):
             start_s = float(draw.uniform(0.0, self._window_s))
             with Place(self._path, line_number):
@@ -79,7 +88,11 @@ class SessionLines:
                     )
                 highest = -1
                 name = str(session.get("id", line_number))
+                latest_s: dict[str, float] = {}
                 for time_s, agent, request in _flattened(session, start_s, name, 0):
+                    times_back += time_s < latest_s.get(agent, time_s)
+                    latest_s[agent] = max(time_s, latest_s.get(agent, time_s))
+                    longest_s = max(longest_s, time_s - start_s)
                     own = blocks_of(request, Numbering())
                     if len(own):
                         highest = max(highest, int(own.max()))
@@ -96,6 +109,7 @@ class SessionLines:
                     )
                 first_id += highest + 1
         parts.sort(key=lambda it: it.time_s)
+        self._doubt = _doubts(times_back, longest_s)
         for part in parts:
             yield Request(
                 part.time_s,
@@ -105,6 +119,19 @@ class SessionLines:
                 part.session,
                 part.line,
             )
+
+
+def _doubts(times_back: int, longest_s: float) -> tuple[str, ...]:
+    """What is wrong with times."""
+    doubts: list[str] = []
+    if times_back:
+        doubts.append(Wrong(f"{times_back} requests come before the one above them; they are put in order"))
+    if longest_s > SESSION_MAX_S:
+        days = longest_s / 86_400
+        doubts.append(
+            Wrong(f"times look like milliseconds, not seconds: read as seconds, a session takes {days:,.0f} days")
+        )
+    return tuple(doubts)
 
 
 def _flattened(
