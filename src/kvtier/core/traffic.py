@@ -308,6 +308,7 @@ class Traffic:
     def _advance_stores(self, now_s: float) -> bool:
         """Returns whether a gather has begun."""
         has_gathered = False
+        refused: dict[int, int] = {}
         for store in list(self._waiting.stores):
             while store.todo:
                 place, key = store.todo[0]
@@ -317,8 +318,13 @@ class Traffic:
                 elif self._out[Link.GATHER] >= self._limits.gathers:
                     return has_gathered
                 else:
-                    slot = self._debts.slot_for_store(place.group, len(store.todo))
+                    # Whom nobody made room for just now, nobody makes room for now: nothing has left since.
+                    wanted = len(store.todo)
+                    slot = None
+                    if wanted > refused.get(place.group, 0):
+                        slot = self._debts.slot_for_store(place.group, wanted)
                     if slot is None:
+                        refused[place.group] = max(wanted, refused.get(place.group, 0))
                         break
                     entry = self._new_entry(store.prefix, place, key, slot, store.hint)
                     entry.is_fresh = True
