@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -179,3 +180,39 @@ def test_the_gpu_script_names_its_slices_and_what_it_lacks(tmp_path: Path) -> No
     )
     assert bare.returncode == 2
     assert "missing here: torch, transformers, triton, numpy, xxhash, click, rich" in bare.stderr
+
+
+def test_the_commands_of_the_gpu_script_take_their_options(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("gpu", TOP / "bench" / "gpu.py")
+    gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
+    seen = set()
+    for name, program in {**gpu.SLICES, **{f"quick {name}": it for name, it in gpu.QUICK.items()}}.items():
+        if name == "tests":
+            continue
+        words = gpu.command_of(name, program, tmp_path)[len(gpu.PROGRAM) + 1 :]
+        context = bench.commands[words[0]].make_context(words[0], words[1:])
+        assert context.params["record"] == tmp_path / f"gpu-{name}.json"
+        seen.add(words[0])
+    assert seen == {"ttft", "multiturn"}
+    with pytest.raises(click.NoSuchOption):  # the negative control
+        bench.commands["multiturn"].make_context("multiturn", ["--user", "1"])
+
+
+@needs_engine
+@pytest.mark.engine
+@pytest.mark.nightly
+def test_the_gpu_script_runs_both_benchmarks_on_the_cpu(tmp_path: Path) -> None:
+    script = [sys.executable, str(TOP / "bench" / "gpu.py"), "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, benchmark in (("ttft", "ttft"), ("turns", "multiturn")):
+        told = json.loads((tmp_path / f"gpu-{name}.json").read_text())
+        assert told["benchmark"] == benchmark
+        assert told["results"]["same_tokens"] is True
+    # A slice that fails is told, and leaves the others alone.
+    failed = subprocess.run(
+        [*script, "turns", "--seconds", "0"], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert failed.returncode == 1
+    assert "failed: turns" in failed.stdout

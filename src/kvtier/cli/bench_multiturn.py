@@ -20,10 +20,10 @@ FULL: dict[str, Any] = {
 }  # fmt: skip
 FULL_TIERS = {"host": "32GiB", "dir": "64GiB"}
 QUICK: dict[str, Any] = FULL | {
-    "shape": "small", "device": "cpu", "dtype": "float32", "users": "1,2,4", "rounds": 3, "system": 64, "history": 448,
-    "question": 16, "answer": 6, "rate": 0.5, "kv_budget": "8MiB", "chunk_tokens": 64, "threads": 1,
+    "shape": "small", "device": "cpu", "dtype": "float32", "users": "1,2,4,6", "rounds": 3, "system": 64,
+    "history": 768, "question": 16, "answer": 6, "rate": 0.5, "kv_budget": "12MiB", "chunk_tokens": 64, "threads": 1,
 }  # fmt: skip
-QUICK_TIERS = {"host": "8MiB", "dir": "1GiB"}
+QUICK_TIERS = {"host": "16MiB", "dir": "1GiB"}
 """What `--quick` takes where nothing else is said: a model and lengths with which two cores show the effect."""
 
 ORIGINS = {
@@ -38,7 +38,7 @@ ORIGINS = {
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="A small model and short texts on the CPU: a minute or two.")
+@click.option("--quick", is_flag=True, help="A small model and short texts on the CPU: some minutes.")
 @click.option("--model", "--shape", "shape", metavar="SHAPE", help="The model whose shape is made. [llama-3.1-8b]")
 @click.option("--device", help="Where it is made and runs: cuda, cuda:1, cpu. [cuda]")
 @click.option("--dtype", help="Of its weights and KV. [bfloat16]")
