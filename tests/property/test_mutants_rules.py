@@ -12,6 +12,7 @@ from kvtier.core import asking, boundary, cache, debts, health, host, lower, tra
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import State, Window
 from kvtier.sim import engine
+from kvtier.types import Link
 
 MUTANTS: list[Mutant] = []
 
@@ -48,13 +49,23 @@ def a_probe_is_waited_for_for_ever(patch: Patch) -> None:
 
 @mutant
 def a_budget_is_not_given_back(patch: Patch) -> None:
-    patch.setattr(lower.Lower, "ended", lambda self, link, *, is_late: None)
+    patch.setattr(lower.Lower, "ended", lambda self, link, size_bytes, *, is_late: None)
     blind_checks(patch)
 
 
 @mutant
 def a_budget_is_not_kept(patch: Patch) -> None:
-    patch.setattr(lower.Lower, "has_room", lambda self, link: True)
+    patch.setattr(lower.Lower, "has_room", lambda self, link, size_bytes: True)
+    blind_checks(patch)
+
+
+@mutant
+def small_objects_take_more_than_their_share_of_host_memory(patch: Patch) -> None:
+    def has_room(self: lower.Lower, link: Link, size_bytes: int) -> bool:
+        fits = self.out_bytes[link] + size_bytes <= self._small_bytes
+        return self.out[link] < self.limit[link] or fits
+
+    patch.setattr(lower.Lower, "has_room", has_room)
     blind_checks(patch)
 
 
