@@ -87,6 +87,9 @@ def test_a_report_holds_the_pictures_and_every_row(capsys, tmp_path):
         ((MINISWE, "--window-h", "0"), "--window-h 0; allowed: above 0"),
         ((MINISWE, "--time-unit", "h"), "--time-unit 'h'; allowed: s, ms, us"),
         (("nowhere.jsonl",), "No such file"),
+        ((MINISWE, "--nodes", "4"), "--nodes needs --tier"),
+        ((MINISWE, "--no-planner"), "--planner needs --tier"),
+        ((MINISWE, "--tier", "host=1GiB"), "--jobs is not available with --tier"),
     ],
 )
 def test_wrong_options_are_explained(capsys, arguments, message):

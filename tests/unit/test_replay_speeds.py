@@ -111,6 +111,20 @@ def test_prefill_is_that_of_the_model_on_the_gpus():
     assert by_token[1] - by_token[0] > 1.5 * (by_token[3] - by_token[2])
 
 
+@pytest.mark.parametrize("name", [*catalogue()["gpu"]])
+def test_every_gpu_tells_prefill_and_link(name):
+    gpu = find_part(name, "--gpu", "gpu")
+    assert prefill_of("llama-3.1-8b", gpu=gpu).tokens_per_s > 1000
+    assert gpu.speeds.read_bytes_per_s > 1e9
+
+
+@pytest.mark.parametrize("kind", [*catalogue()])
+def test_every_part_has_speeds(kind):
+    for name in catalogue()[kind]:
+        speeds = find_part(f"2x{name}", "part").speeds
+        assert min(speeds.read_bytes_per_s, speeds.write_bytes_per_s) > 1e9
+
+
 def test_a_window_costs_what_its_tokens_cost():
     prefill = Prefill(tokens_per_s=1.0, attention_tokens=float("inf"), windows=((100, 50.0),))
     assert prefill.seconds(0, 10) == pytest.approx(10 * (1 + 5 / 50))

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvtier.cli.render import emit_json, emit_table, progress
 
@@ -21,6 +22,7 @@ CAPACITIES = "1M,3M,10M"
 POLICIES = "default,lru,min"
 
 
+_TIER_ONLY = ("model", "gpu", "prefill", "probe", "servers", "nodes", "router", "write_policy", "planner")
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell would report it."""
 
@@ -146,6 +148,7 @@ def run(
     or zstd.
     """
     names = _names(policies)
+    _check_given(has_tiers=bool(tiers))
     if report is not None:
         from kvtier.plan.files import check_library, check_writable
 
@@ -154,11 +157,21 @@ def run(
     if tiers:
         from kvtier.cli.replay_tiers import run_tiers
 
-        if keep is not None:
-            raise click.UsageError("--keep is not available with --tier; allowed: --json, --report")
         return run_tiers(traces, tiers, names[0], others, report=report, as_json=as_json)
     wanted = [(name, capacity) for name in names for capacity in _capacities(capacity_tokens)]
     return _run_policies(traces, wanted, others, jobs=jobs, keep=keep, report=report, as_json=as_json)
+
+
+def _check_given(*, has_tiers: bool) -> None:
+    """Refuse options that would do nothing."""
+    context = click.get_current_context()
+    given = [it for it in context.params if context.get_parameter_source(it) is ParameterSource.COMMANDLINE]
+    for name in given:
+        option = f"--{name.replace('_', '-')}"
+        if has_tiers and name in ("capacity_tokens", "jobs", "keep"):
+            raise click.UsageError(f"{option} is not available with --tier")
+        if not has_tiers and name in _TIER_ONLY:
+            raise click.UsageError(f"{option} needs --tier")
 
 
 def _run_policies(
