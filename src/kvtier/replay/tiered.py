@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.config.sections import LimitsConfig
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.core.planner import Planner
@@ -224,7 +225,7 @@ class _Run:
             tiers=[it.name for it in setup.tiers[1:]],
             evictor=lambda: make_evictor(setup.evictor),
             admitter=make_admitter(setup.admitter),
-            limits=Limits(write_policy=setup.write_policy),
+            limits=Limits(write_policy=setup.write_policy, small_bytes=LimitsConfig().small_bytes_in_flight),
         )
         up, down = self._gauges[HOST]
         return Node(
