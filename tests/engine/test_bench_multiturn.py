@@ -109,6 +109,8 @@ def test_the_command_measures_every_arm(tmp_path: Path) -> None:
         assert points[3, arm]["computed_tokens"] < points[3, "recompute"]["computed_tokens"]
         assert points[3, arm]["equal_tokens"][0] == points[3, arm]["equal_tokens"][1] > 0
     assert told["settings"]["users"] == {"value": [1, 3], "origin": "flag"}
+    origins = {name: it["origin"] for name, it in told["settings"].items()}
+    assert (origins["host_bytes"], origins["repeats"], origins["threads"]) == ("flag", "default", "default")
     assert told["settings"]["rate_per_user"] == {"value": 0.0, "origin": "flag"}
     assert list(tmp_path.glob("kvtier-turns-*")) == []
     assert "host+disk" in done.output

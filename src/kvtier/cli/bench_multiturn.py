@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.config.kinds import parse_size
@@ -33,6 +34,9 @@ ORIGINS = {
     "answer": "answer_tokens",
     "rate": "rate_per_user",
     "kv_budget": "budget_bytes",
+    "host": "host_bytes",
+    "dir": "disk_bytes",
+    "lengths": "real_lengths",
 }
 """Options whose settings have other names."""
 
@@ -113,7 +117,7 @@ def multiturn(
     from kvtier.bench.multiturn_record import notes, summary, table, write
     from kvtier.bench.multiturn_result import MultiturnResult
 
-    origins = {ORIGINS.get(name, name): "flag" if name in named else "default" for name in chosen}
+    origins = _origins(set(named) | set(_tiers(tiers)))
 
     def keep(result: MultiturnResult) -> None:
         if record is not None:
@@ -167,6 +171,13 @@ def _settings(chosen: Mapping[str, Any], sizes: Mapping[str, str], *, lengths: s
         threads=chosen["threads"],
         **more,
     )
+
+
+def _origins(named: set[str]) -> dict[str, str]:
+    """Where the value of each setting came from; those of `--quick` and of nothing at all are defaults."""
+    context = click.get_current_context()
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    return {ORIGINS.get(name, name): "flag" for name in named | given}
 
 
 def _tiers(given: tuple[str, ...]) -> dict[str, str]:
