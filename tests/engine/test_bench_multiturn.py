@@ -17,12 +17,15 @@ from kvtier.bench import multiturn as benchmark
 from kvtier.bench.multiturn import ARMS, Settings
 from kvtier.bench.multiturn_decode import Row, attending, step
 from kvtier.bench.multiturn_load import Workload
+from kvtier.bench.multiturn_record import markdown
 from kvtier.bench.multiturn_result import MultiturnResult, Summary
 from kvtier.bench.multiturn_server import Server
 from kvtier.cli.bench import bench
 from kvtier.connect.transformers.copier import CacheCopier
 
 pytestmark = pytest.mark.engine
+
+TOP = Path(__file__).parents[2]
 
 TOKEN_BYTES = 4 * 2 * 2 * 16 * 8
 """Of the tiny shape in float64: so exact that not even the last bit's order of additions decides about a token."""
@@ -117,6 +120,14 @@ def test_the_command_measures_every_arm(tmp_path: Path) -> None:
     if has_plots:
         assert "Where the KV of prompts came from" in report.read_text()
         assert picture.stat().st_size > 1000
+
+
+def test_the_documents_table_is_made_from_the_record() -> None:
+    record = json.loads((TOP / "bench" / "records" / "multiturn_cpu.json").read_text())
+    text = (TOP / "docs" / "gpu.md").read_text()
+    assert f"<!-- table: multiturn_cpu -->\n{markdown(record)}\n<!-- end -->" in text
+    record["results"]["points"][0]["ttft_ms"]["p50"] += 1  # the negative control
+    assert markdown(record) not in text
 
 
 def test_a_budget_that_fits_everything_shows_no_reloads(tmp_path: Path) -> None:

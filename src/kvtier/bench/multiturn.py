@@ -4,7 +4,7 @@
     host        kvtier, with host memory
     host+disk   kvtier, with the same host memory and a directory below it
 
-All arms are asked the same questions at the same times, and go on with the same answers: those of the arm that went
+All arms are asked the same questions with the same pauses, and go on with the same answers: those of the arm that went
 first, with which the others are compared. For each number of users the arms take turns, and another one begins at each
 repeat, so that drift hits all of them. `multiturn_server` says what kind of server it is.
 """

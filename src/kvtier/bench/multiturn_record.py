@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from kvtier.bench.multiturn import Settings
 from kvtier.bench.multiturn_result import MultiturnResult, Summary, users_within
@@ -124,6 +125,34 @@ def equality(it: Summary) -> str:
         return "all"
     (first, of_first), (equal, of) = it.equal_first_tokens, it.equal_tokens
     return f"NO: {equal / of:.1%} of tokens, {first / of_first:.1%} of first ones"
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """The table of a document, from a record."""
+    results, settings = record["results"], {name: it["value"] for name, it in record["settings"].items()}
+    arms = list(dict.fromkeys(point["arm"] for point in results["points"]))
+    told = {(point["users"], point["arm"]): point for point in results["points"]}
+    heads = [f"{what}, {arm}" for what in ("TTFT", "tokens/s", "computed") for arm in arms]
+    before = settings["system_tokens"] + settings["history_tokens"]
+    lines = [
+        (
+            f"Shape {results['shape']} in {settings['dtype']} on {results['device']}; each user has "
+            f"{settings['rounds']} turns, {before:,} tokens before the first. The device holds "
+            f"{results['budget_tokens']:,} tokens of KV, host memory {settings['host_bytes'] >> 20} MiB. Median time "
+            "to first token of the later turns, output tokens/s, share of prompt tokens computed; over "
+            f"{settings['repeats']} runs. All arms gave the same tokens: {'yes' if results['same_tokens'] else 'NO'}."
+        ),
+        "",
+        f"| users | {' | '.join(heads)} |",
+        f"| ---: |{' ---: |' * len(heads)}",
+    ]
+    for users in dict.fromkeys(point["users"] for point in results["points"]):
+        points = [told[users, arm] for arm in arms]
+        cells = [f"{it['ttft_ms']['p50']:,.0f} ms" for it in points]
+        cells += [f"{it['output_tokens_per_s']:.1f}" for it in points]
+        cells += [f"{it['computed_tokens'] / it['prompt_tokens']:.0%}" for it in points]
+        lines.append(f"| {users} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def notes(result: MultiturnResult) -> list[str]:
