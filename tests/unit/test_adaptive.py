@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,10 @@ from kvtier.policy.fifo import Fifo
 from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.lru import Lru
 from kvtier.policy.reuse import WATCHED_MAX, ReuseModel
+from kvtier.replay.hits import replay
 from kvtier.testing.policy import held, name_of
+from kvtier.trace.opening import open_trace
+from kvtier.trace.packed import pack
 
 Prompt = list[int]
 
@@ -71,6 +75,23 @@ def test_what_is_learned_makes_the_difference(monkeypatch):
     assert hits(Adaptive, chats_among_documents(3000, 1), 100) < learned / 1.3
 
 
+def agents_in_turn(prompts: int, seed: int) -> Iterator[Prompt]:
+    """Twelve agents with twenty names each, in rounds: more than fits, and the oldest is always the next to come."""
+    chance = random.Random(seed)
+    agents = [list(range(100 * number, 100 * number + 20)) for number in range(1, 13)]
+    for step in range(prompts):
+        if step % 12 == 0:
+            chance.shuffle(agents)
+        yield agents[step % 12]
+
+
+def test_a_prompt_does_not_drive_out_its_betters(monkeypatch):
+    ours, lru = (hits(make, agents_in_turn(1200, 2), 100) for make in (Adaptive, Lru))
+    assert ours > 1.5 * lru
+    monkeypatch.setattr(Adaptive, "_own_tail", lambda *_: None)
+    assert hits(Adaptive, agents_in_turn(1200, 2), 100) < ours / 1.05
+
+
 def test_the_same_events_give_the_same_victims():
     assert hits(Adaptive, chats_among_documents(800, 3), 80) == hits(Adaptive, chats_among_documents(800, 3), 80)
 
@@ -118,6 +139,20 @@ def spares_parents_and_pins(evictor: Evictor, steps: list[tuple[str, int, set[in
                 del present[int.from_bytes(victim)]
 
 
+TRACE = Path(__file__).parents[1] / "golden" / "traces" / "mooncake_synthetic_runs.jsonl.gz"
+FLOOR = 0.335
+"""Of the token hit rate there at 3M tokens; LRU has 0.3151, the best fixed policy 0.3355."""
+
+
+def test_on_a_recorded_trace_it_stays_above_the_best_fixed_policy():
+    assert replay(pack(open_trace(TRACE)), "adaptive", 3_000_000).hit_rate >= FLOOR
+
+
+def test_without_learning_it_falls_below(monkeypatch):
+    monkeypatch.setattr(ReuseModel, "watch", lambda *_: None)
+    assert replay(pack(open_trace(TRACE)), "adaptive", 3_000_000).hit_rate < FLOOR - 0.01
+
+
 @settings(max_examples=400, derandomize=True, deadline=None)
 @given(STEPS)
 def test_a_victim_is_a_leaf_that_nobody_pins(steps):
@@ -159,64 +194,96 @@ def test_memory_stays_bounded_whatever_comes():
             assert ours.victim(_nobody) is not None
         if number >= 100:
             ours.removed(name_of(number - 100))
-    queued = sum(len(run.entries) for queue in ours._queues.values() for run in queue.runs)
+    queued = sum(len(run.entries) for _, _, run in ours._heap)
+    assert len(ours._heap) <= queued + 1
     assert queued <= 2 * len(ours) + adaptive._SLACK
     assert len(ours._children) <= len(ours) + 1
     assert len(ours._model) <= WATCHED_MAX
-    assert len(ours._model._open) <= WATCHED_MAX
+    assert len(ours._model._done[0]) <= WATCHED_MAX
     assert ours._ghosts is not None
     assert len(ours._ghosts) <= 4 * adaptive._GHOSTS * 100
 
 
 def test_a_use_that_another_follows_soon_is_worth_more_than_one_that_waits_or_waits_in_vain():
-    model = ReuseModel(3)
+    model = ReuseModel(3, 1, 1)
+    soon, late, never = (model.kind(base, 0, 0) for base in range(3))
     for step in range(3000):
         now = 10 * step
-        model.watch(3 * step, 0, now, 1)
-        model.watch(3 * step + 1, 1, now, 1)
-        model.watch(3 * step + 2, 2, now, 1)
+        for kind in (soon, late, never):
+            model.watch(3 * step + kind, kind, now)
         if step:
-            model.used(3 * (step - 1), now)  # after 10
+            model.used(3 * (step - 1) + soon, now)  # after 10
         if step >= 20:
-            model.used(3 * (step - 20) + 1, now)  # after 200
+            model.used(3 * (step - 20) + late, now)  # after 200
     model.learn(30_000, 100)
-    soon, late, never = (model.values(range(3))[kind] for kind in range(3))
-    assert 1 / 10 <= soon[0] < 2 / 10  # an age in a bucket counts as half of it
-    assert 1 / 200 <= late[0] < 2 / 200
-    assert never[0] < late[0] / 5
-    assert late[0] < late[model.bucket(150)]  # who waited for so long will not have to wait much longer
+    assert model.value(soon, 0) == pytest.approx(1 / 10, rel=0.5)  # a bucket of ages is known as a whole
+    assert model.value(late, 0) == pytest.approx(1 / 200, rel=0.5)
+    assert model.value(never, 0) < model.value(late, 0) / 5
+    assert model.value(late, 0) < model.value(late, 150)  # who waited for so long will not have to wait much longer
 
 
-def test_outcomes_count_only_when_both_could_have_come():
-    model = ReuseModel(1)
-    model.watch(1, 0, 0, 1)
-    model.watch(2, 0, 0, 1)
-    model.used(1, 5)
-    model.learn(6, 100)  # the first bucket ends at 12.5
-    assert sum(map(sum, model._again)) == 0
-    model.learn(20, 100)
-    assert sum(map(sum, model._again)) == pytest.approx(1, rel=0.2)
-    assert sum(map(sum, model._passed)) == pytest.approx(1, rel=0.2)
+def test_many_at_once_are_worth_what_each_is_alone():
+    model = ReuseModel(2, 3, 2)
+    chance = random.Random(5)
+    for now in range(0, 50_000, 10):
+        model.watch(now, model.kind(chance.randrange(2), chance.randrange(3), chance.randrange(2)), now)
+        model.used(chance.randrange(now + 1) // 10 * 10, now)
+    model.learn(50_000, 100)
+    asked = [(kind, age) for kind in range(12) for age in (0, 3, 16, 100, 5000, 1 << 30)]
+    assert model.values(*zip(*asked, strict=True)) == pytest.approx([model.value(*it) for it in asked])
 
 
-def test_when_there_is_too_much_to_watch_half_is_watched():
-    model = ReuseModel(1)
+def test_what_two_features_say_is_put_together_for_a_kind_that_was_never_seen():
+    model = ReuseModel(1, 2, 2)
+    for step in range(4000):  # reuse after 100: of (0, 0) one in two, of (1, 0) and (0, 1) one in eight
+        kind = (model.kind(0, 0, 0), model.kind(0, 1, 0), model.kind(0, 0, 1))[step % 3]
+        now = 10 * step
+        model.watch(step, kind, now)
+        if step >= 10 and chance_of(step - 10) < ((step - 10) % 3 == 0) * 3 / 8 + 1 / 8:
+            model.used(step - 10, now)
+    model.learn(40_000, 100)
+    both, rare, rarest = (model.value(model.kind(0, *it), 0) for it in ((0, 0), (1, 0), (1, 1)))
+    assert both > 2 * rare
+    assert rare > 1.5 * rarest
+
+
+def chance_of(number: int) -> float:
+    return random.Random(number).random()
+
+
+def test_who_is_watched_no_longer_tells_what_was_seen_until_then():
+    model = ReuseModel(1, 1, 1)
     for number in range(3 * WATCHED_MAX):
-        model.watch(number, 0, number, 1)
-    assert WATCHED_MAX // 2 <= len(model) <= WATCHED_MAX
+        model.watch(number, 0, number)
+        if number % 2 and number > 30:
+            model.used(number - 30, number)
+    assert len(model) <= WATCHED_MAX
+    model.learn(3 * WATCHED_MAX, 10_000)
+    assert 0.45 < model._again.sum(1)[0] / model._ended.sum(1)[0] < 0.65  # half were used again, of those that are done
+    assert model.value(0, 0) > 3 * model.value(0, 60)
+
+
+def test_in_a_large_place_fewer_names_are_watched_for_longer():
+    model = ReuseModel(1, 1, 1)
+    model.learn(0, WATCHED_MAX)
+    for number in range(15 * WATCHED_MAX):
+        model.watch(number, 0, number)
+    assert model._sample_mask == 7
+    times = [time for time, kind in zip(model._times, model._kinds, strict=True) if kind >= 0]
+    assert max(times) - min(times) >= 7 * WATCHED_MAX
 
 
 def test_ghosts_know_who_left_last_from_a_place():
     ghosts = Ghosts(16)
     mark = 0xABCDEF0123456785
     assert len(ghosts) == 16
-    assert ghosts.uses(mark) == 0
-    ghosts.remember(mark, 3)
-    assert ghosts.uses(mark) == 3
-    assert ghosts.uses(mark ^ 1 << 60) == 0
-    ghosts.remember(mark ^ 1 << 60, 99)
-    assert ghosts.uses(mark) == 0
-    assert ghosts.uses(mark ^ 1 << 60) == 15
+    assert ghosts.find(mark) == (0, 0)
+    ghosts.remember(mark, 3, 1 << 39)
+    assert ghosts.find(mark) == (3, 1 << 39)
+    assert ghosts.find(mark ^ 1 << 60) == (0, 0)
+    ghosts.remember(mark ^ 1 << 60, 99, 5)
+    assert ghosts.find(mark) == (0, 0)
+    assert ghosts.find(mark ^ 1 << 60) == (15, 5)
 
 
 def test_who_comes_back_is_known():

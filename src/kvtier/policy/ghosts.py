@@ -1,15 +1,16 @@
-"""How often names that left had been used: four bytes each, in a table of fixed size."""
+"""How often names that left had been used, and when last: eight bytes each, in a table of fixed size."""
 
 from array import array
 
-_MARK_BITS = 28
+_MARK_BITS = 20
+_TIME_BITS = 40
 _USES_MAX = 15
 
 
 class Ghosts:
     """A table with one place for each remainder of a mark; who comes later takes the place.
 
-    A name is known by its mark, a 64-bit hash. Two names may be taken for one another, once in 2^28 at the same place;
+    A name is known by its mark, a 64-bit hash. Two names may be taken for one another, once in 2^20 at the same place;
     that costs a bad guess, nothing else.
 
     Args:
@@ -17,16 +18,21 @@ class Ghosts:
     """
 
     def __init__(self, places: int) -> None:
-        self._table = array("I", bytes(4 << max(0, places - 1).bit_length()))
+        self._table = array("Q", bytes(8 << max(0, places - 1).bit_length()))
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def remember(self, mark: int, uses: int) -> None:
-        """A name left after so many uses."""
-        self._table[mark % len(self._table)] = (mark >> 64 - _MARK_BITS) << 4 | min(uses, _USES_MAX)
+    def remember(self, mark: int, uses: int, time: int) -> None:
+        """A name left after so many uses, the last of them at `time`."""
+        time &= (1 << _TIME_BITS) - 1
+        self._table[mark % len(self._table)] = (mark >> 64 - _MARK_BITS << _TIME_BITS | time) << 4 | min(
+            uses, _USES_MAX
+        )
 
-    def uses(self, mark: int) -> int:
-        """Uses of the name before it left; 0 if it is not remembered."""
+    def find(self, mark: int) -> tuple[int, int]:
+        """Uses of the name before it left, and the time of the last; zeros if it is not remembered."""
         item = self._table[mark % len(self._table)]
-        return item & _USES_MAX if item >> 4 == mark >> 64 - _MARK_BITS else 0
+        if not item or item >> _TIME_BITS + 4 != mark >> 64 - _MARK_BITS:
+            return 0, 0
+        return item & _USES_MAX, item >> 4 & (1 << _TIME_BITS) - 1

@@ -1,41 +1,44 @@
-"""How likely a use is to be followed by another, by kind of use and by age, learned from the stream itself.
+"""How soon a use is likely to be followed by another, by kind of use and by age, learned from the stream itself.
 
-Ages count uses, and are sorted into buckets in units of the number of names the place holds: nothing here knows bytes,
-seconds or tokens. For each kind and bucket two counts are kept: how many watched uses were followed by another within
-the bucket, and how many passed its end without. Their ratio is a hazard. Names that left go on being watched, so the
-model also sees what keeping them longer would have brought.
+Ages count uses of any name: nothing here knows bytes, seconds or tokens. They are sorted into buckets, two for each
+doubling. For each bucket two things are added up: how many watched uses were followed by another at such an age, and
+how long uses were watched at such an age. Their ratio is a rate. Whoever is watched no longer, for whatever reason,
+has told what it could; nothing is waited for.
+
+A kind has three features: a base, and two more that are learned apart from one another given the base. What each of
+the two says, as a factor to the rate of its base, is multiplied: so that few uses teach something about many kinds.
 """
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
-ENDS = (1 / 8, 1 / 4, 1 / 2, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0, 16.0, 32.0, 64.0)
-"""Ages at which buckets end, in names held: close together where recency alone would draw the line."""
-BUCKETS = len(ENDS)
-WATCHED_MAX = 1 << 15
-"""Uses that are watched at once; when there are more, half of the names are watched no longer."""
-_DOUBT = 30.0
-"""Uses that it takes for a kind's own experience to weigh as much as what it is expected to be like."""
-_DOUBT_OVERALL = 3.0
-"""The same for the factor between a kind and the average."""
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[Any]
+
+_FIRST_END = 16
+ENDS = tuple(round(_FIRST_END * 2 ** (step / 2)) for step in range(45))
+"""Ages at which buckets end; one more has no end."""
+BUCKETS = len(ENDS) + 1
+WATCHED_MAX = 1 << 14
+"""Uses that are watched at once; the oldest is watched no longer when there are more."""
+_HORIZON = 8
+"""When the watched span fewer uses than so many times the names held, half of the names are watched from then on."""
+_DOUBT = 1.0
+"""Uses that it takes to weigh as much as what is expected without them."""
 _FORGET = 64.0
 """After so many times the names held, what was learned weighs half."""
-_FADE = 0.5
-"""How likely a reuse is at an age that nobody has reached yet, against the age before: a guess on the side of LRU."""
-_HAZARD_MAX = 0.95
+_FADE = 0.35
+"""The rate in a bucket that nobody has reached yet, against the one before: a guess on the side of LRU."""
+_FIRST_RATE = 0.01 / _FIRST_END
+_FACTOR_MAX = 8.0
+"""A feature raises or lowers a rate so many times at most."""
 
-
-class _Use:
-    """A use of a sampled name, and after how many uses of any name the next one came."""
-
-    __slots__ = ("age", "kind", "mark", "names", "time")
-
-    def __init__(self, mark: int, kind: int, time: int, names: int) -> None:
-        self.mark = mark
-        self.kind = kind
-        self.time = time
-        self.names = names
-        self.age = 0  # not used again yet
+_STARTS: Numbers = np.array((0, *ENDS))
+_WIDTHS: Numbers = np.diff(np.array((0, *ENDS, 2 * ENDS[-1])))
 
 
 class ReuseModel:
@@ -44,118 +47,192 @@ class ReuseModel:
     A name is known here by its mark, a 64-bit hash of it. Every event costs O(1) amortised.
 
     Args:
-        kinds: how many kinds of uses there are.
+        bases: how many values the base of a kind has.
+        firsts: how many the first of the other two features has.
+        seconds: how many the second has.
     """
 
-    def __init__(self, kinds: int) -> None:
-        self._again = [[0.0] * (BUCKETS + 1) for _ in range(kinds)]
-        self._passed = [[0.0] * (BUCKETS + 1) for _ in range(kinds)]
-        self._uses: list[_Use] = []  # in the order of their times
-        self._reached = [0] * (BUCKETS + 1)  # for each bucket, how many of `_uses` have passed its end
-        self._open: dict[int, _Use] = {}  # by mark: the latest use, not followed by another yet
+    def __init__(self, bases: int, firsts: int, seconds: int) -> None:
+        self._bases, self._firsts, self._seconds = bases, firsts, seconds
+        self._rows = bases * (1 + firsts + seconds)
+        """Rows of the tables: a row for each base, for each base and first, for each base and second."""
+        self._again: Numbers = np.zeros((self._rows, BUCKETS))
+        self._ended: Numbers = np.zeros((self._rows, BUCKETS))
+        self._inside: Numbers = np.zeros((self._rows, BUCKETS))
+        """Followed by another in this bucket; watched until this bucket; time for which the latter were in it."""
+        self._kinds = array("q", [-1]) * WATCHED_MAX  # of those watched, a ring; -1 is a free place
+        self._times = array("q", [-1]) * WATCHED_MAX
+        self._marks = array("Q", [0]) * WATCHED_MAX
+        self._next = 0
+        self._places: dict[int, int] = {}  # of marks in the ring
+        self._done: tuple[array[int], array[int], array[int]] = (array("q"), array("q"), array("q"))
+        """Kind, age, and 1 if another followed, of those whose watch has ended and who are not counted yet."""
         self._sample_mask = 0
+        self._held = 0
         self._learned_at = 0
-        self.ends = [2.0**62 * end for end in ENDS]
-        """Ages at which buckets end; the last, number `BUCKETS`, does not. Nobody is old before the first `learn`."""
+        self._rates: tuple[Numbers, Numbers, Numbers] | None = None
+        kinds = bases * firsts * seconds
+        self._values: Numbers = np.zeros((kinds, BUCKETS + 1))
+        """By kind, at the start of each bucket, and after the last."""
+        self._lessons = 0
+        self._known_since: Numbers = np.zeros(kinds, np.int64)
+        """By kind, the number of the lesson that `_values` are from; 0 for none."""
 
     def __len__(self) -> int:
-        return len(self._uses)
+        return len(self._places)
+
+    def kind(self, base: int, first: int, second: int) -> int:
+        """The number of a kind."""
+        return (base * self._firsts + first) * self._seconds + second
 
     def used(self, mark: int, now: int) -> None:
         """The name of `mark` is used: that is the outcome of its use before."""
-        use = self._open.pop(mark, None)
-        if use is not None:
-            use.age = max(1, now - use.time)
+        place = self._places.pop(mark, None)
+        if place is not None:
+            self._end(place, now, 1)
 
-    def watch(self, mark: int, kind: int, time: int, names: int) -> None:
-        """The use at `time` was of `kind`; it stands for so many `names`. Times may not go back."""
+    def watch(self, mark: int, kind: int, time: int) -> None:
+        """The use at `time` was of `kind`. Times may not go back."""
         if mark & self._sample_mask:
             return
-        if len(self._uses) >= WATCHED_MAX:
-            self._watch_fewer()
-        use = _Use(mark, kind, time, names)
-        self._uses.append(use)
-        self._open[mark] = use
-
-    def bucket(self, age: int) -> int:
-        """The bucket of an age."""
-        return bisect_right(self.ends, age)
+        place = self._next
+        self._next = (place + 1) % WATCHED_MAX
+        if not place and self._times[0] >= 0 and time - self._times[0] < _HORIZON * self._held:
+            self._sample_mask = 2 * self._sample_mask + 1
+        if self._kinds[place] >= 0:
+            self._places.pop(self._marks[place], None)
+            self._end(place, time, 0)
+        before = self._places.get(mark)
+        if before is not None:
+            self._end(before, time, 0)
+        self._kinds[place], self._times[place], self._marks[place] = kind, time, mark
+        self._places[mark] = place
 
     def learn(self, now: int, held: int) -> None:
-        """Count what has become certain by `now`; the place holds `held` names."""
-        self.ends = [held * end for end in ENDS]
-        self._forget(now, held)
-        for bucket, end in enumerate(self.ends):
-            self._count(bucket, end, now)
-        done = self._reached[BUCKETS - 1]
-        for use in self._uses[:done]:
-            if self._open.get(use.mark) is use:
-                del self._open[use.mark]
-        del self._uses[:done]
-        self._reached = [max(0, reached - done) for reached in self._reached]
-
-    def values(self, kinds: Iterable[int]) -> dict[int, list[float]]:
-        """For each of these kinds, by bucket: reuses for the time that a name is kept, if for as long as pays best.
-
-        That is the highest ratio, over all ages at which one could give up, of the probability of a reuse until then to
-        the time until either (Gittins' index). What a kind has not lived to see is taken from the average of all,
-        times the factor by which the kind differed from it so far.
-        """
-        average = self._average()
-        return {kind: self._value(kind, average) for kind in kinds}
-
-    def _average(self) -> list[float]:
-        hazards: list[float] = []
-        for bucket in range(BUCKETS):
-            again = sum(row[bucket] for row in self._again)
-            passed = sum(row[bucket] for row in self._passed)
-            before = hazards[-1] * _FADE if hazards else 0.0
-            hazards.append((again + _DOUBT * before) / (again + passed + _DOUBT))
-        return hazards
-
-    def _value(self, kind: int, average: list[float]) -> list[float]:
-        again, passed = self._again[kind], self._passed[kind]
-        expected = sum((again[it] + passed[it]) * average[it] for it in range(BUCKETS))
-        factor = (sum(again) + _DOUBT_OVERALL) / (expected + _DOUBT_OVERALL)
-        left, time, start = 1.0, 0.0, 0.0
-        points = [(0.0, 0.0)]  # (time spent, probability of a reuse) at each bucket's end
-        for bucket, end in enumerate(self.ends):
-            guess = min(_HAZARD_MAX, factor * average[bucket])
-            hazard = (again[bucket] + _DOUBT * guess) / (again[bucket] + passed[bucket] + _DOUBT)
-            time += left * (end - start) * (1 - hazard / 2)
-            left *= 1 - hazard
-            start = end
-            points.append((time, 1 - left))
-        values: list[float] = []
-        for number, (time, reused) in enumerate(points[:-1]):
-            values.append(max((more - reused) / (later - time) for later, more in points[number + 1 :]))
-        return [*values, values[-1] / 2]
-
-    def _count(self, bucket: int, end: float, now: int) -> None:
-        """Each use that has reached `end`: did another follow within the bucket, or none until its end?"""
-        uses = self._uses
-        start = self.ends[bucket - 1] if bucket else 0.0
-        reached = self._reached[bucket]
-        while reached < len(uses) and now - uses[reached].time >= end:
-            use = uses[reached]
-            if not use.age or use.age > end:
-                self._passed[use.kind][bucket] += use.names
-            elif use.age > start:
-                self._again[use.kind][bucket] += use.names
-            reached += 1
-        self._reached[bucket] = reached
-
-    def _forget(self, now: int, held: int) -> None:
+        """Take account of all that happened until `now`; the place holds `held` names."""
+        self._held = held
+        self._count_done()
         share = 0.5 ** ((now - self._learned_at) / (_FORGET * max(1, held)))
         self._learned_at = now
-        for rows in (self._again, self._passed):
-            for row in rows:
-                for bucket in range(BUCKETS):
-                    row[bucket] *= share
+        self._again *= share
+        self._ended *= share
+        self._inside *= share
+        kinds = np.frombuffer(self._kinds, np.int64)
+        is_open = kinds >= 0
+        kinds = kinds[is_open]
+        ended, inside = self._summed(kinds, np.maximum(1, now - np.frombuffer(self._times, np.int64)[is_open]))
+        self._learn_rates(self._ended + ended, self._inside + inside)
+        self._lessons += 1
 
-    def _watch_fewer(self) -> None:
-        self._sample_mask = 2 * self._sample_mask + 1
-        keeps = [not use.mark & self._sample_mask for use in self._uses]
-        self._reached = [sum(keeps[:reached]) for reached in self._reached]
-        self._uses = [use for use, keep in zip(self._uses, keeps, strict=True) if keep]
-        self._open = {mark: use for mark, use in self._open.items() if not mark & self._sample_mask}
+    def value(self, kind: int, age: int) -> float:
+        """Reuses for the time that a name is kept, if for as long as pays best.
+
+        That is the highest ratio, over all ages at which one could give up, of the probability of a reuse until then to
+        the time until either (Gittins' index). It may be from before the last lesson, if `values` was not asked since.
+        """
+        if not self._known_since.item(kind):
+            self._know(np.array([kind]))
+        if not age:
+            return self._values.item(kind, 0)
+        bucket = bisect_right(ENDS, age)
+        if bucket == BUCKETS - 1:
+            return self._values.item(kind, bucket) * ENDS[-1] / age
+        start = ENDS[bucket - 1] if bucket else 0
+        share = (age - start) / (ENDS[bucket] - start)
+        return self._values.item(kind, bucket) * (1 - share) + self._values.item(kind, bucket + 1) * share
+
+    def values(self, kinds: Sequence[int], ages: Sequence[int]) -> list[float]:
+        """The same for many at once, from the last lesson."""
+        kind, age = np.array(kinds, np.int64), np.array(ages, np.int64)
+        self._know(np.unique(kind[self._known_since[kind] < self._lessons]))
+        bucket = np.searchsorted(ENDS, age, "right")
+        share = np.minimum(1.0, (age - _STARTS[bucket]) / _WIDTHS[bucket])
+        value = self._values[kind, bucket] * (1 - share) + self._values[kind, bucket + 1] * share
+        is_last = bucket == BUCKETS - 1
+        value[is_last] = self._values[kind[is_last], BUCKETS - 1] * ENDS[-1] / age[is_last]
+        return value.tolist()
+
+    def _end(self, place: int, now: int, is_again: int) -> None:
+        kinds, ages, again = self._done
+        kinds.append(self._kinds[place])
+        ages.append(max(1, now - self._times[place]))
+        again.append(is_again)
+        self._kinds[place] = -1
+        if len(kinds) >= WATCHED_MAX:
+            self._count_done()
+
+    def _count_done(self) -> None:
+        kinds, ages, again = (np.array(column, np.int64) for column in self._done)
+        self._done = (array("q"), array("q"), array("q"))
+        ended, inside = self._summed(kinds, ages)
+        self._ended += ended
+        self._inside += inside
+        followed = again > 0
+        self._again += self._summed(kinds[followed], ages[followed])[0]
+
+    def _summed(self, kinds: Numbers, ages: Numbers) -> tuple[Numbers, Numbers]:
+        """For each row and bucket: how many have an age in it, and for how long they were in it."""
+        bucket = np.searchsorted(ENDS, ages, "right")
+        into = ages - _STARTS[bucket]
+        count = np.zeros(self._rows * BUCKETS)
+        time = np.zeros(self._rows * BUCKETS)
+        for row in self._rows_of(kinds):
+            place = row * BUCKETS + bucket
+            count += np.bincount(place, minlength=len(count))
+            time += np.bincount(place, into, len(time))
+        return count.reshape(self._rows, BUCKETS), time.reshape(self._rows, BUCKETS)
+
+    def _rows_of(self, kinds: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        base = kinds // (self._firsts * self._seconds)
+        first = self._bases + kinds // self._seconds
+        return base, first, self._bases * (1 + self._firsts) + base * self._seconds + kinds % self._seconds
+
+    def _learn_rates(self, ended: Numbers, inside: Numbers) -> None:
+        again = self._again
+        later = ended[:, ::-1].cumsum(1)[:, ::-1] - ended  # these have been in the whole bucket
+        watched = inside + later * _WIDTHS
+        average = _average(again[: self._bases].sum(0), watched[: self._bases].sum(0))
+        base = _shrunk(again[: self._bases], watched[: self._bases], average)
+        starts = (self._bases, self._bases * (1 + self._firsts), self._rows)
+        factors: list[Numbers] = []
+        for start, end, count in zip(starts, starts[1:], (self._firsts, self._seconds), strict=False):
+            above = base.repeat(count, 0)
+            rates = _shrunk(again[start:end], watched[start:end], above)
+            factors.append((rates / above).clip(1 / _FACTOR_MAX, _FACTOR_MAX))
+        self._rates = base, factors[0], factors[1]
+
+    def _know(self, kinds: Numbers) -> None:
+        if not len(kinds) or self._rates is None:
+            return
+        base, first, second = self._rows_of(kinds)
+        rates = self._rates[0][base] * self._rates[1][first - self._bases]
+        rates *= self._rates[2][second - self._bases * (1 + self._firsts)]
+        kept = np.exp(-rates * _WIDTHS)
+        left = np.ones((len(kinds), BUCKETS + 1))
+        left[:, 1:] = kept.cumprod(1)
+        time = np.zeros_like(left)
+        time[:, 1:] = (left[:, :-1] * (1 - kept) / rates).cumsum(1)
+        for bucket in range(BUCKETS):
+            reused = left[:, bucket, None] - left[:, bucket + 1 :]
+            spent = time[:, bucket + 1 :] - time[:, bucket, None]
+            self._values[kinds, bucket] = (reused / (spent + 1e-9)).max(1)
+        self._values[kinds, BUCKETS] = self._values[kinds, BUCKETS - 1] / 2
+        self._known_since[kinds] = self._lessons
+
+
+def _average(again: Numbers, watched: Numbers) -> Numbers:
+    """The rate in each bucket, over all kinds."""
+    rates = np.empty(BUCKETS)
+    guess = _FIRST_RATE
+    for bucket in range(BUCKETS):
+        if bucket:
+            guess = rates[bucket - 1] * _FADE
+        rates[bucket] = (again[bucket] + _DOUBT) / (watched[bucket] + _DOUBT / guess)
+    return rates
+
+
+def _shrunk(again: Numbers, watched: Numbers, above: Numbers) -> Numbers:
+    """Rates of rows: what is expected from `above`, times the factor by which a row differs, until it knows better."""
+    factor = (again.sum(1) + _DOUBT) / ((watched * above).sum(1) + _DOUBT)
+    expected = factor[:, None] * above
+    return (again + _DOUBT) / (watched + _DOUBT / expected)
