@@ -29,7 +29,8 @@ from kvtier.connect.transformers.support import inspect_cache
 from kvtier.errors import ConfigError
 
 RECOMPUTE, HOST, DISK = ARMS = ("recompute", "host", "host+disk")
-_HELD_CALLS = 64
+_HELD_CALLS = 8
+"""Each keeps its conversation on the device, beside the budget, until its new chunks are in host memory."""
 _WARM_TOKENS = 64
 _WARM_NUMBER = 1 << 20
 
