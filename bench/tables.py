@@ -1,4 +1,4 @@
-"""Write the tables of README.md from the committed records: `python bench/tables.py` (`--check` only compares)."""
+"""Write the tables of the documents from the committed records: `python bench/tables.py` (`--check` only compares)."""
 
 import json
 import re
@@ -10,8 +10,10 @@ from typing import Any
 TOP = Path(__file__).parents[1]
 RECORDS = TOP / "bench" / "records"
 README = TOP / "README.md"
+DOCUMENTS = (README, TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md", TOP / "docs" / "probing.md")
+"""Those with tables."""
 CEILINGS = """The ceiling is memcpy with as many threads, or fio with its buffers in huge pages, writing over its files
-as a full store does; plain fio is fio as it comes. Small stores are where Python's cost per object shows."""
+as a full store does. CPU is that of all threads; small objects are where Python's cost for each shows."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -45,21 +47,69 @@ def io(record: dict[str, Any]) -> str:
     lines = [
         (
             f"Store and cold load through the whole path, checksums included, next to memcpy (host) and fio with "
-            f"direct I/O (directory) in the same run; {record['machine']['file_system']} on a virtual disk. "
-            f"{_link('io')}"
+            f"direct I/O (directory, disk) in the same run; {_conditions(record)}. {_link('io')}"
         ),
         "",
-        "| tier | chunk | store GB/s | of the ceiling | of plain fio | load GB/s | of the ceiling | of plain fio |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     rows = {(row["tier"], row["chunk_bytes"], row["op"]): row for row in record["results"]["results"]}
+    mixes = sorted({row["mix"] for row in rows.values() if row["op"] == "mix"})
+    ops = {"store": "store", "load": "load", **({"mix": f"{mixes[0]} mix"} if len(mixes) == 1 else {})}
+    heads = [f"{name} GB/s | of the ceiling | CPU s/GB" for name in ops.values()]
+    lines += [f"| tier | chunk | {' | '.join(heads)} |", f"| --- | ---: |{' ---: |' * 3 * len(ops)}"]
     for tier, size in dict.fromkeys((tier, size) for tier, size, _ in rows):
-        store, load = rows[tier, size, "store"], rows[tier, size, "load"]
-        lines.append(f"| {tier} | {_size(size)} | {_shares(store)} | {_shares(load)} |")
-    lines += [
+        cells = [_shares(rows.get((tier, size, op))) for op in ops]
+        lines.append(f"| {tier} | {_size(size)} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", CEILINGS])
+
+
+ASKED = {
+    "load": {32 << 20: 0.95, 4 << 20: 0.9, 512 << 10: 0.8, 64 << 10: 0.5},
+    "store": {32 << 20: 0.9, 4 << 20: 0.9, 512 << 10: 0.8, 64 << 10: 0.5},
+}
+"""What the disk tier should reach, of fio."""
+
+
+def disk(record: dict[str, Any]) -> str:
+    """The disk tier beside fio and the directory tier, from `kvtier bench io --record`."""
+    lines = [
+        f"Medians of {record['results']['repeats']}, {_conditions(record)}. {_link('io', up=2)}",
         "",
-        CEILINGS,
+        "| chunk | | threads | GB/s | of fio | asked | CPU s/GB | p99 | fio's p99 | directory of fio | its CPU s/GB |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
+    rows = {(row["tier"], row["chunk_bytes"], row["op"]): row for row in record["results"]["results"]}
+    for (tier, size, op), row in rows.items():
+        if tier != "disk":
+            continue
+        asked = ASKED.get(op, {}).get(size)
+        other = rows.get(("directory", size, op))
+        beside = f"{other['ratio']:.2f} | {other['cpu_s_per_gb']:.3f}" if other else "- | -"
+        lines.append(
+            f"| {_size(size)} | {op if op != 'mix' else row['mix']} | {row['threads']} | {row['gb_per_s']:.2f} "
+            f"| {row['ratio']:.2f} | {asked or '-'} | {row['cpu_s_per_gb']:.3f} | {_ms(row['latency_us'])} "
+            f"| {_ms(row['ceiling_latency_us'])} | {beside} |"
+        )
+    return "\n".join(lines)
+
+
+def peer(record: dict[str, Any]) -> str:
+    """LMCache's file backends beside ours, from `kvtier bench peer --record`."""
+    settings = {name: it["value"] for name, it in record["settings"].items()}
+    rows = {(row["system"], row["chunk_bytes"], row["op"]): row for row in record["results"]["results"]}
+    sizes = list(dict.fromkeys(size for _, size, _ in rows))
+    lines = [
+        (
+            f"GB/s and share of fio, medians of {settings['repeats']}, {settings['threads']} threads or workers, "
+            f"{_machine(record)}. {_link('peer', up=1)}"
+        ),
+        "",
+        f"| | {' | '.join(f'{_size(size)} store | load' for size in sizes)} |",
+        f"| --- |{' ---: |' * 2 * len(sizes)}",
+    ]
+    for system in dict.fromkeys(system for system, _, _ in rows):
+        cells = [rows[system, size, op] for size in sizes for op in ("store", "load")]
+        told = " | ".join(f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for row in cells)
+        lines.append(f"| {system} | {told} |")
     return "\n".join(lines)
 
 
@@ -123,15 +173,27 @@ def vllm(record: dict[str, Any]) -> str:
         (
             "Native tiering is vLLM's own, with a worker that copies with memcpy, because its own needs CUDA. "
             f"With a disk so slow that loading takes {results['slow'][0]['load_over_compute']:g} to "
-            f"{results['slow'][-1]['load_over_compute']:g} times as long as computing, {settings['throttled_prompts']} "
-            f"prompts together take at worst {100 * (worst.get('all', worst['worst']) - 1):+.0f} % against computing them "
+            f"{results['slow'][-1]['load_over_compute']:g} times as long as computing, "
+            f"{settings['throttled_prompts']} prompts together take at worst "
+            f"{100 * (worst.get('all', worst['worst']) - 1):+.0f} % against computing them "
             f"(at {worst['load_over_compute']:g} times; {100 * (worst['worst'] - 1):+.0f} % the worst prompt)."
         ),
     ]
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"demo": demo, "vllm": vllm, "io": io, "core": core}
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "demo": demo,
+    "vllm": vllm,
+    "io": io,
+    "core": core,
+    "disk": disk,
+    "peer": peer,
+}
+
+
+RECORD_OF = {"disk": "io"}
+"""Of tables that are not called like their record."""
 
 
 def rendered(text: str) -> str:
@@ -139,19 +201,31 @@ def rendered(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        record = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
+        record = json.loads((RECORDS / f"{RECORD_OF.get(name, name)}.json").read_text(encoding="utf-8"))
         return f"{match[1]}{TABLES[name](record)}\n{match[3]}"
 
     return MARKED.sub(fill, text)
 
 
-def _link(name: str) -> str:
-    return f"Record: [bench/records/{name}.json](bench/records/{name}.json)."
+def _link(name: str, up: int = 0) -> str:
+    return f"Record: [bench/records/{name}.json]({'../' * up}bench/records/{name}.json)."
 
 
-def _shares(row: dict[str, Any]) -> str:
-    plain = "-" if row["tier"] == "host" else f"{row['gb_per_s'] / row['plain_gb_per_s']:.2f}"
-    return f"{row['gb_per_s']:.2f} | {row['ratio']:.2f} | {plain}"
+def _machine(record: dict[str, Any]) -> str:
+    return f"{record['machine']['cores']} cores, {record['machine']['file_system']} on a virtual disk"
+
+
+def _conditions(record: dict[str, Any]) -> str:
+    streams = record["settings"].get("streams", {"value": 1})["value"]
+    return _machine(record) + (f", objects of {streams} engines interleaved" if streams > 1 else "")
+
+
+def _shares(row: dict[str, Any] | None) -> str:
+    return f"{row['gb_per_s']:.2f} | {row['ratio']:.2f} | {row['cpu_s_per_gb']:.3f}" if row else "- | - | -"
+
+
+def _ms(latency: dict[str, float] | None) -> str:
+    return "-" if latency is None else f"{latency['p99'] / 1e3:,.1f} ms"
 
 
 def _size(count: int) -> str:
@@ -159,8 +233,9 @@ def _size(count: int) -> str:
 
 
 if __name__ == "__main__":
-    before = README.read_text(encoding="utf-8")
-    after = rendered(before)
-    if "--check" in sys.argv:
-        sys.exit("README.md: a table differs from its record; run python bench/tables.py" if before != after else 0)
-    README.write_text(after, encoding="utf-8")
+    for document in DOCUMENTS:
+        before = document.read_text(encoding="utf-8")
+        after = rendered(before)
+        if "--check" in sys.argv and before != after:
+            sys.exit(f"{document.name}: a table differs from its record; run python bench/tables.py")
+        document.write_text(after, encoding="utf-8")
