@@ -178,11 +178,13 @@ def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
                 samples.append({"part": "talk", "arm": arm, "turn": turn, "s": turn_s, "ttft_s": waits[-len(texts) :]})
                 for number, (text, answer) in enumerate(zip(texts, answers, strict=True)):
                     text += [*answer.tokens, *prompt(sizes.turn_tokens, seed + 100 * turn + number)]
+            preemptions = engine.metrics().get("vllm:num_preemptions", 0)
         told[arm] = {
             "s": spent_s,
             "requests_per_s": sizes.conversations * sizes.turns / spent_s,
             "prompt_tokens": asked,
             "cached_tokens": restored,
+            "preemptions": preemptions,
             "ttft": summary([it for it in waits if it is not None]),
         }
     return told, samples
