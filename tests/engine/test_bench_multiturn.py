@@ -131,7 +131,7 @@ def test_the_documents_table_is_made_from_the_record() -> None:
 
 
 def test_a_budget_that_fits_everything_shows_no_reloads(tmp_path: Path) -> None:
-    roomy = replace(SMALL, budget_bytes=1 << 30, directory=tmp_path)
+    roomy = replace(SMALL, budget_bytes=1 << 30, host_bytes=16 << 20, directory=tmp_path)
     for name, it in by_arm(benchmark.run(roomy)).items():
         assert it.evictions == 0
         # The system prompt is all that a first turn may restore; later turns have everything.
