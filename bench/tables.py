@@ -7,10 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench import multiturn_record
+
 TOP = Path(__file__).parents[1]
 RECORDS = TOP / "bench" / "records"
 README = TOP / "README.md"
-DOCUMENTS = (README, TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md", TOP / "docs" / "probing.md")
+DOCUMENTS = (
+    README,
+    TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md",
+    TOP / "docs" / "probing.md",
+    TOP / "docs" / "gpu.md",
+)
 """Those with tables."""
 CEILINGS = """The ceiling is memcpy with as many threads, or fio with its buffers in huge pages, writing over its files
 as a full store does. CPU is that of all threads; small objects are where Python's cost for each shows."""
@@ -189,6 +196,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "core": core,
     "disk": disk,
     "peer": peer,
+    "multiturn_cpu": multiturn_record.markdown,
 }
 
 
