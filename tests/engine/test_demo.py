@@ -28,7 +28,9 @@ def command(*arguments):
 
 def environment(temporary: Path):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    return {**clean, "TMPDIR": str(temporary)}
+    # Torch makes a directory for its compiler as soon as it is imported.
+    compiled = temporary.with_name(f"{temporary.name}-torch")
+    return {**clean, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
 
 
 def call(temporary: Path, *arguments):
