@@ -5,11 +5,13 @@ from tests.vllm_engine import LieError, SmallEngine
 
 from kvtier.config.sections import Config, HostConfig
 from kvtier.connect.vllm import scheduler as module
+from kvtier.connect.vllm.pace import Pace
 from kvtier.connect.vllm.pool import PoolPins
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.tracked import Tracked
 from kvtier.connect.vllm.worker import Worker
+from kvtier.core.planner import Planner
 
 WAYS = [
     pytest.param(
@@ -264,6 +266,20 @@ def test_requests_for_one_prefix_share_one_load(start, monkeypatch, seed, is_ove
     engine.run()
     assert engine.reports == 1
     assert engine.loaded_tokens == 768
+    check_all_is_over(engine)
+
+
+def test_a_load_is_not_charged_for_what_others_compute_before_its_request_goes_on(start, monkeypatch):
+    monkeypatch.setattr(module, "SYNC_BYTES_MAX", 0)
+    monkeypatch.setattr(Pace, "computed_s", lambda _self, at_s: at_s)  # the engine has always been computing
+    waits: list[float] = []
+    monkeypatch.setattr(Planner, "waited", lambda _self, seconds: waits.append(seconds))
+    engine = start(blocks=200)
+    prompt = filled(engine)
+    engine.add([*prompt, 1], 2)
+    engine.run()
+    assert engine.reports == 1
+    assert waits == [0.0]
     check_all_is_over(engine)
 
 
