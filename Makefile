@@ -41,7 +41,7 @@ $(VLLM_VENV)/.done: pyproject.toml tests/vllm/requirements.txt
 	touch $@
 
 lint: setup
-	$(BIN)/ruff check
+	$(BIN)/ruff check --no-cache  # a cached verdict does not see that a module came or went
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports

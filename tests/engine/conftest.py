@@ -1,12 +1,13 @@
-"""What the engine tests share: small settings, and an attachment that is closed."""
+"""What the engine tests share: an attachment that is closed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from attaching import SMALL, Attach
 
 if TYPE_CHECKING:
     from kvtier.connect.transformers import Attachment
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
 IS_INSTALLED = find_spec("torch") is not None and find_spec("transformers") is not None
 # A conftest cannot skip; what it ignores is told by the header.
 collect_ignore_glob = [] if IS_INSTALLED else ["test_transformers*.py"]
-
-SMALL: dict[str, Any] = {"store__chunk_tokens": 16, "host__capacity_bytes": "16MiB"}
-
-Attach = Callable[..., "Attachment"]
 
 
 def pytest_report_header() -> str:

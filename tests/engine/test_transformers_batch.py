@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SMALL, Attach
+from attaching import SMALL, Attach
 from tiny_transformers import MODELS, VOCABULARY, batch, gemma3, llama, mistral, tokens
 from transformers import GenerationConfig
 

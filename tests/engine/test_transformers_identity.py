@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Attach
+from attaching import Attach
 from tiny_transformers import batch, gemma3, llama, mistral, tokens
 from transformers import LlamaForCausalLM
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Attach
+from attaching import Attach
 from tiny_transformers import batch, gemma3, llama, tokens
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer

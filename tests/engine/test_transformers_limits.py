@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import SMALL, Attach
+from attaching import SMALL, Attach
 from tiny_transformers import _made, batch, gemma3, llama, tokens
 from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer

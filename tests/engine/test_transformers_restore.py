@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, Attach
+from attaching import SMALL, Attach
 from tiny_transformers import MODELS, batch, gemma3, llama, mistral, tokens
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -123,7 +123,7 @@ PROCESS = """
 import sys
 import numpy as np
 import torch
-from conftest import SMALL
+from attaching import SMALL
 from test_transformers_restore import LOGITS
 from tiny_transformers import MODELS, batch, tokens
 from kvtier.connect.transformers import attach

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Attach
+from attaching import Attach
 from tiny_transformers import batch, llama, tokens
 
 from kvtier.cli.main import run

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -20,6 +20,7 @@ IS_INSTALLED = _is_installed()
 collect_ignore_glob = [] if IS_INSTALLED else ["test_*.py"]
 
 if IS_INSTALLED:
+    from engines import PROMPTS, Start, small_engine
     from harness import Answer, Engine, in_process
     from judge import prompt
     from models import make_all
@@ -30,24 +31,6 @@ def pytest_report_header() -> str:
     return "" if IS_INSTALLED else "tests on vLLM are left out: it is not installed here; make test-vllm has them"
 
 
-EXACT = ("llama", "gemma3", "deepseek")
-"""Models that run with float32: neither batches nor chunks nor cached blocks change more than the last bits."""
-
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    # vLLM's kernels for the CPU have bfloat16 only.
-    "qwen3-next": {"dtype": "bfloat16"},
-    "deepseek": {
-        # The reference, which any CPU has; with AMX vLLM would take one for bfloat16.
-        "attention_backend": "CPU_MLA",
-        # vLLM's own rotary kernel gives other numbers there for each length of a batch (0.32 and 0.33).
-        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
-    },
-}
-"""Of `vllm.LLM`, by model."""
-
-PROMPTS = {"long": (1400, 1), "short": (700, 2)}
-
-
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the checkpoints of `models.CONFIGS`, by name, and two adapters for llama."""
@@ -56,16 +39,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-class Start(Protocol):
-    """Starts engines."""
-
-    def __call__(self, model: str | Path = "llama", connector: dict[str, Any] | None = None, **fields: Any) -> "Engine":
-        """An engine that runs until the test ends it or is over."""
-        ...
-
-
 @pytest.fixture
-def start(checkpoints: Path, tmp_path: Path) -> Iterator[Start]:
+def start(checkpoints: Path, tmp_path: Path) -> Iterator["Start"]:
     """Starts engines with small settings; ends them at the end."""
     numbers = itertools.count()
     with ExitStack() as stack:
@@ -76,15 +51,6 @@ def start(checkpoints: Path, tmp_path: Path) -> Iterator[Start]:
             )
 
         yield begin
-
-
-def small_engine(
-    checkpoints: Path, model: str | Path, log: Path, connector: dict[str, Any] | None, **fields: Any
-) -> "Engine":
-    """An engine of one of our checkpoints, or of one at a path."""
-    name = model if isinstance(model, str) else "llama"
-    small = {"dtype": "float32", "max_model_len": 4096, "kv_cache_memory_bytes": 64 << 20}
-    return Engine(checkpoints / model, log, connector, **small | ARGUMENTS.get(name, {}) | fields)
 
 
 @pytest.fixture(scope="session")

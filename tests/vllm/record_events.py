@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import zmq
-from conftest import small_engine
+from engines import small_engine
 from harness import in_process
 from judge import prompt
 from models import make_all

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PROMPTS, Start
+from engines import PROMPTS, Start
 from judge import prompt
 from settings import connector
 

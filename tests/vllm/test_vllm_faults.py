@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import sabotage
-from conftest import PROMPTS, Start
+from engines import PROMPTS, Start
 from harness import Answer, in_process
 from judge import TOLERANCE, apart, is_same, prompt
 from models import make_checkpoint

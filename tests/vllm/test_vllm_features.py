@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from conftest import PROMPTS, Start
+from engines import PROMPTS, Start
 from harness import Ask
 from judge import TOLERANCE, apart, furthest, prompt
 from settings import CHUNK, connector, whole

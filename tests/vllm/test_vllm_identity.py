@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import PROMPTS, Start
+from engines import PROMPTS, Start
 from harness import Ask, in_process
 from judge import TOLERANCE, apart, prompt
 from models import make_adapter

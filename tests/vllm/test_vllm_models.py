@@ -1,7 +1,7 @@
 """The checkpoints are good for something: every token of a prompt counts, and the engine itself is repeatable."""
 
 import pytest
-from conftest import EXACT, Start
+from engines import EXACT, Start
 from judge import TOLERANCE, apart, prompt
 from models import SMALL
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import sabotage
-from conftest import EXACT, Start
+from engines import EXACT, Start, small_engine
 from harness import Answer, Ask, Engine
 from judge import TOLERANCE, furthest, is_same, prompt
 from settings import CHUNK, connector, whole
@@ -24,8 +24,6 @@ GROWING = [Ask(prompt(700 + 11 * number, number), count=200, logprobs=1) for num
 @pytest.fixture(scope="module")
 def calm(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
     """What the growing requests are answered where there is room for all."""
-    from conftest import small_engine
-
     told = {}
     for model in BLOCKS:
         log = tmp_path_factory.mktemp("calm") / "log"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import PROMPTS, Start
+from engines import PROMPTS, Start
 from harness import Answer
 from judge import TOLERANCE, apart, prompt
 from settings import CHUNK, connector, whole

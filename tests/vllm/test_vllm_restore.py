@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import EXACT, PROMPTS, Start
+from engines import EXACT, PROMPTS, Start
 from harness import Answer
 from judge import TOLERANCE, apart, furthest, is_same, prompt
 from models import SMALL

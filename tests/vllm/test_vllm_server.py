@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PROMPTS, Start
+from engines import PROMPTS, Start
 from judge import prompt
 from server import Server
 from settings import whole

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Start
+from engines import Start
 from harness import Ask
 from judge import prompt
 from settings import CHUNK, connector, whole
