@@ -167,6 +167,18 @@ def test_copies_that_come_too_late_are_given_up(start):
     check_all_is_over(engine)
 
 
+def test_of_blocks_that_only_a_store_holds_the_deepest_is_reused_first(start):
+    engine = start(blocks=60)
+    engine.copier.gate.clear()
+    request = engine.add([engine.draw.randrange(1000) for _ in range(1100)], 8)
+    while not request.is_finished:
+        if request.tables:
+            table = request.block_ids[0]
+        engine.step()
+    order = [block for block in engine.pool.queue if block in table[: 1024 // 32]]
+    assert order == table[: 1024 // 32][::-1]
+
+
 def test_the_control_copies_that_come_too_late(start, monkeypatch):
     monkeypatch.setattr(Worker, "_fence", lambda _self, _requests: None)
     monkeypatch.setattr(Stores, "give_up_lost", lambda _self: [])

@@ -26,8 +26,9 @@ class Stores:
         self._pins = open_pins(self._reused)
         self._read: dict[RequestId, frozenset[int]] = {}
         """The blocks that each open store reads."""
-        self._pinned: dict[RequestId, set[int]] = {}
-        """Those of them that we keep from being freed."""
+        self._pinned: dict[RequestId, list[int]] = {}
+        """Those of them that we keep from being freed, deepest first: in that order the pool hands them out again, and a
+        prefix without its beginning is of no use to anybody."""
         self._lost: dict[RequestId, None] = {}
         self._numbers = itertools.count()
         self.lost_count = 0
@@ -56,9 +57,10 @@ class Stores:
     def begin(self, request: str, prefix: Prefix, places: Sequence[Place], hint: Hint) -> None:
         """Store the chunks at `places`, whose blocks hold their final bytes and are in use."""
         name = RequestId(f"S{next(self._numbers)}/{request}")
-        blocks = frozenset(block for place in places for block in place.blocks if block > 0)
+        deepest_first = sorted(places, key=lambda place: place.chunk, reverse=True)
+        blocks = list(dict.fromkeys(block for place in deepest_first for block in reversed(place.blocks) if block > 0))
         self._pins.pin(blocks)
-        self._read[name], self._pinned[name] = blocks, set(blocks)
+        self._read[name], self._pinned[name] = frozenset(blocks), blocks
         try:
             self._session.store(name, prefix, places, hint)
         except BaseException:
@@ -68,11 +70,11 @@ class Stores:
     def yield_idle(self) -> bool:
         """Let vLLM have the blocks that only stores still need; whether there were any."""
         has_yielded = False
-        for pinned in self._pinned.values():
-            if pinned:
-                idle = self._pins.yield_idle(pinned)
-                pinned.difference_update(idle)
-                has_yielded |= bool(idle)
+        for name, pinned in reversed(self._pinned.items()):  # what a request stored last is its deepest
+            idle = set(self._pins.yield_idle(pinned))
+            if idle:
+                self._pinned[name] = [block for block in pinned if block not in idle]
+                has_yielded = True
         return has_yielded
 
     def reading(self, blocks: Collection[int]) -> set[RequestId]:
