@@ -27,8 +27,8 @@ class Stores:
         self._read: dict[RequestId, frozenset[int]] = {}
         """The blocks that each open store reads."""
         self._pinned: dict[RequestId, list[int]] = {}
-        """Those of them that we keep from being freed, deepest first: in that order the pool hands them out again, and a
-        prefix without its beginning is of no use to anybody."""
+        """Those of them that we keep from being freed, deepest first: in that order the pool hands them out again, and
+        a prefix without its beginning is of no use to anybody."""
         self._lost: dict[RequestId, None] = {}
         self._numbers = itertools.count()
         self.lost_count = 0
