@@ -132,6 +132,30 @@ def test_a_store_waits_for_room_only_while_its_patience_lasts() -> None:
     assert core.cache.tally.stores_dropped == 2
 
 
+def test_what_others_brought_while_a_store_waited_for_room_is_held_when_its_patience_ends() -> None:
+    core = Driver(slots=2, store_patience_s=10)
+    core.store("m", prefix_of("m"))
+    core.store("n", prefix_of("n"))
+    core.run(links=[Link.GATHER])  # both slots are kept by what the tier is still to receive
+    core.store("a", prefix_of("xy"))
+    core.store("b", prefix_of("x"))
+    core.answer(core.going(Link.DEMOTE)[0])
+    core.answer(core.going(Link.GATHER)[0])
+    assert [one.request for one in core.stored()] == ["m", "n"]
+    core.wait(10)
+    assert core.stored() == [StoreDone(RequestId("a"), 1, 1), StoreDone(RequestId("b"), 1, 0)]
+
+
+def test_a_group_without_room_does_not_keep_others_waiting() -> None:
+    core = Driver(groups=(History(), History()), slots=(2, 3))
+    core.store("m", prefix_of("mn"))
+    core.run(links=[Link.GATHER])
+    core.store("a", prefix_of("x"), (0, 0))
+    core.store("b", prefix_of("y"), (0, 0))
+    core.store("c", prefix_of("z"), (1, 0))
+    assert [one.request for one in core.going(Link.GATHER)] == ["c"]
+
+
 def test_patience_ends_also_for_who_waits_for_somebody_elses_promotion() -> None:
     core = Driver(store_patience_s=3.0)
     core.load("r", prefix_of("a"))

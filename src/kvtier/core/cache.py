@@ -11,6 +11,7 @@ How it keeps its two promises:
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from types import MappingProxyType
 from typing import Final
 
@@ -80,14 +81,12 @@ class Cache:
         self._limits = limits or Limits()
         self._admitter = admitter
         self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
-        self._last_id = 0
         self._commands: list[Command] = []
         self._events: list[Event] = []
-        sizes = [group.payload_bytes for group in layout.groups]
-        self._sizes = sizes
-        self._host = Host(slots, evictor, sizes, self._seconds_saved)
+        new_id = count(1).__next__
+        self._host = Host(slots, evictor, layout)
         self._lowers = Lowers(tiers, self._limits, min(slots), self._events)
-        self._asking = Asking(self._lowers, self._limits, ranks, self._new_id, self._commands)
+        self._asking = Asking(self._lowers, self._limits, ranks, new_id, self._commands)
         self._tally = Tally()
         self._meters = {place: Meter.believing(beliefs.get(place)) for place in (HOST, *tiers)}
         self._debts = Debts(self._host, self._lowers, self._limits, self._tally)
@@ -110,7 +109,7 @@ class Cache:
             waiting=self._waiting,
             tally=self._tally,
             meters=self._meters,
-            new_id=self._new_id,
+            new_id=new_id,
             commands=self._commands,
         )
         self._appraiser = Appraiser(
@@ -308,9 +307,9 @@ class Cache:
 
     def _readable_run(self, group: int, keys: tuple[ChunkKey, ...]) -> int:
         readable = self._host.readable[group]
-        for count, key in enumerate(keys):
+        for place, key in enumerate(keys):
             if key not in readable:
-                return count
+                return place
         return len(keys)
 
     def _is_ready(self, prefix: Prefix) -> Callable[[int, int], bool]:
@@ -329,10 +328,10 @@ class Cache:
     def _is_admitted(self, prefix: Prefix, place: Place, hint: Hint, now_s: float) -> bool:
         depth = prefix.depth(place.chunk)
         parent = prefix.keys[depth - 1] if depth else None
-        size_bytes, saved = self._sizes[place.group], self._seconds_saved(hint)
-        held = Held(
-            prefix.key(place.chunk), parent, depth, size_bytes, place.group, now_s, hint.session, hint.turn, saved
-        )
+        session, turn, token_s = hint
+        size_bytes, saved_s = self._host.object_bytes[place.group], token_s * self._layout.chunk_tokens
+        key = prefix.key(place.chunk)
+        held = Held(key, parent, depth, size_bytes, place.group, now_s, session, turn, saved_s)
         return self._admitter.admit(held, HOST)
 
     def _check_places(self, prefix: Prefix, places: Sequence[Place]) -> None:
@@ -360,13 +359,6 @@ class Cache:
             if (group, chunk) not in named and chunk_end(prefix, chunk) > resident_tokens:
                 told = f"a load of {tokens} tokens, {resident_tokens} of them resident"
                 raise ValueError(f"{told}, needs chunk {chunk} of group {group}")
-
-    def _seconds_saved(self, hint: Hint) -> float:
-        return hint.seconds_saved_per_token * self._layout.chunk_tokens
-
-    def _new_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
 
 
 def _in_host(_group: int, _chunk: int) -> str:  # pragma: no cover  what is readable is not asked for its place

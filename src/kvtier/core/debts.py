@@ -3,7 +3,7 @@
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.core.lower import Lowers
-from kvtier.core.residency import Residency
+from kvtier.core.residency import READY
 from kvtier.core.tally import Tally
 from kvtier.core.work import Entry
 from kvtier.types import Link
@@ -21,7 +21,7 @@ class Debts:
     def use(self, entry: Entry, now_s: float) -> None:
         """A request uses the object; with the selective policy that may be when tiers are to have it."""
         self._host.touch(entry, now_s)
-        if entry.is_fresh and entry.uses == self._limits.selective_uses and entry.residency is Residency.READY:
+        if entry.is_fresh and entry.uses == self._limits.selective_uses and entry.residency is READY:
             self.owe(entry, now_s)
 
     def owe(self, entry: Entry, now_s: float) -> None:
@@ -30,7 +30,7 @@ class Debts:
         if policy is WritePolicy.SELECTIVE and entry.uses < self._limits.selective_uses:
             return
         entry.is_fresh = False
-        tiers = {lower.name for lower in self._lowers if lower.may_tell(now_s)}
+        tiers = frozenset([lower.name for lower in self._lowers.all if lower.may_tell(now_s)])
         if tiers:
             self._host.owe(entry, tiers)
             if policy is not WritePolicy.BACK:
@@ -85,7 +85,7 @@ class Debts:
 
     def _queue(self, entry: Entry) -> None:
         for tier in sorted(entry.owed - entry.queued):
-            entry.queued.add(tier)
+            entry.queued |= {tier}
             self._lowers[tier].queue[entry] = None
 
     def _forget(self, entry: Entry) -> None:

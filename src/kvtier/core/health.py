@@ -28,9 +28,7 @@ class Health:
 
     def may_ask(self, now_s: float) -> bool:
         """Whether to give it work now. While it is down, one trial is let through after each rest."""
-        if self.is_up():
-            return True
-        return not self.is_trial and now_s >= self.closed_until_s
+        return self.rest_s == 0.0 or (not self.is_trial and now_s >= self.closed_until_s)
 
     def asked(self) -> None:
         """Work was given to it; when it is down, that is its trial."""

@@ -5,10 +5,11 @@ The only place that changes either.
 
 from collections.abc import Callable, Sequence
 
-from kvtier.core.residency import COMING, READABLE, Change, Residency, after
+from kvtier.core.residency import COMING, LEAVING, READABLE, READY, Change, Residency, after
 from kvtier.core.work import Entry
+from kvtier.layout import KvLayout
 from kvtier.policy.base import Evictor, Held
-from kvtier.types import ChunkKey, Hint
+from kvtier.types import ChunkKey
 
 
 class Host:
@@ -17,15 +18,14 @@ class Host:
     Args:
         slots: number of slots of each group.
         evictor: makes one `Evictor` for each group.
-        seconds_saved: estimated GPU seconds that one reuse of an object with this hint saves.
+        layout: the model's KV groups.
     """
 
     def __init__(
         self,
         slots: Sequence[int],
         evictor: Callable[[], Evictor],
-        object_bytes: Sequence[int],
-        seconds_saved: Callable[[Hint], float],
+        layout: KvLayout,
     ) -> None:
         self.slots = tuple(slots)
         self.entries: list[dict[ChunkKey, Entry]] = [{} for _ in slots]
@@ -38,8 +38,8 @@ class Host:
         """How often an object that could be found was there no more, for whatever reason."""
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
-        self.object_bytes = tuple(object_bytes)
-        self._seconds_saved = seconds_saved
+        self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
+        self._chunk_tokens = layout.chunk_tokens
         # Counting who could leave keeps a full house cheap: no search for a victim that cannot exist.
         self._idle_clean = [0] * len(self.slots)
         self._idle_owed = [0] * len(self.slots)
@@ -84,12 +84,12 @@ class Host:
     def touch(self, entry: Entry, now_s: float) -> None:
         """A request uses the object."""
         entry.uses += 1
-        if entry.residency is Residency.LEAVING:
+        if entry.residency is LEAVING:
             entry.residency = after(entry.residency, Change.WANTED)
             self.leaving[entry.group] -= 1
             self._count(entry, 1)
             self._offer(entry, now_s)
-        elif entry.residency is Residency.READY:
+        elif entry.residency is READY:
             self._evictors[entry.group].touched(self._held(entry, now_s))
 
     def pin(self, entry: Entry) -> None:
@@ -106,8 +106,8 @@ class Host:
             self._count(entry, 1)
             self._leave_if_paid(entry)
 
-    def owe(self, entry: Entry, tiers: set[str]) -> None:
-        """`tiers` are still to receive the object."""
+    def owe(self, entry: Entry, tiers: frozenset[str]) -> None:
+        """`tiers` are still to receive the object, which is here or about to be."""
         self._count(entry, -1)
         entry.owed |= tiers
         self._count(entry, 1)
@@ -115,7 +115,7 @@ class Host:
     def paid(self, entry: Entry, tier: str) -> None:
         """`tier` has received the object, or will not."""
         self._count(entry, -1)
-        entry.owed.discard(tier)
+        entry.owed -= {tier}
         self._count(entry, 1)
         self._leave_if_paid(entry)
 
@@ -164,7 +164,7 @@ class Host:
     def unstuck(self, entry: Entry, now_s: float) -> None:
         """The thread behind a late demotion has answered at last."""
         entry.stuck -= 1
-        if entry.residency is Residency.READY:
+        if entry.residency is READY:
             self._offer(entry, now_s)
 
     def used(self, group: int) -> int:
@@ -192,10 +192,10 @@ class Host:
                 if state in READABLE:
                     readable += 1
                     assert key in self.readable[group], "the set of readable keys lacks one"
-                    clean += state is Residency.READY and not entry.pins and not entry.owed
-                    owed += state is Residency.READY and not entry.pins and bool(entry.owed)
-                    leaving += state is Residency.LEAVING
-                    assert state is Residency.READY or entry.pins or entry.owed, "nothing keeps what is leaving"
+                    clean += state is READY and not entry.pins and not entry.owed
+                    owed += state is READY and not entry.pins and bool(entry.owed)
+                    leaving += state is LEAVING
+                    assert state is READY or entry.pins or entry.owed, "nothing keeps what is leaving"
                 else:
                     assert state in COMING, "an absent entry was kept"
             slots.sort()
@@ -218,7 +218,7 @@ class Host:
 
     def _evict(self, entry: Entry) -> None:
         self._count(entry, -1)
-        self.leaving[entry.group] -= entry.residency is Residency.LEAVING
+        self.leaving[entry.group] -= entry.residency is LEAVING
         entry.residency = after(entry.residency, Change.EVICTED)
         self._depart(entry)
         self.readable[entry.group].discard(entry.key)
@@ -238,28 +238,23 @@ class Host:
         self.departures += 1
 
     def _leave_if_paid(self, entry: Entry) -> None:
-        if entry.residency is Residency.LEAVING and not entry.pins and not entry.owed:
+        if entry.residency is LEAVING and not entry.pins and not entry.owed:
             self._evict(entry)
 
     def _count(self, entry: Entry, step: int) -> None:
-        if entry.residency is Residency.READY and not entry.pins:
-            counts = self._idle_owed if entry.owed else self._idle_clean
-            counts[entry.group] += step
+        if entry.residency is not READY or entry.pins:
+            return
+        if entry.owed:
+            self._idle_owed[entry.group] += step
+        else:
+            self._idle_clean[entry.group] += step
             self._is_searched[entry.group] &= step < 0
 
     def _held(self, entry: Entry, now_s: float) -> Held:
-        return Held(
-            entry.key,
-            entry.parent,
-            entry.depth,
-            self.object_bytes[entry.group],
-            entry.group,
-            now_s,
-            entry.hint.session,
-            entry.hint.turn,
-            self._seconds_saved(entry.hint),
-        )
+        session, turn, token_s = entry.hint
+        size_bytes, saved_s = self.object_bytes[entry.group], token_s * self._chunk_tokens
+        return Held(entry.key, entry.parent, entry.depth, size_bytes, entry.group, now_s, session, turn, saved_s)
 
 
 def _is_idle(entry: Entry, *, may_owe: bool) -> bool:
-    return entry.residency is Residency.READY and not entry.pins and (may_owe or not entry.owed)
+    return entry.residency is READY and not entry.pins and (may_owe or not entry.owed)

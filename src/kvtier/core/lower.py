@@ -9,6 +9,9 @@ from kvtier.core.residency import READABLE
 from kvtier.core.work import Entry
 from kvtier.types import Event, Link, TierNotice
 
+# Names of their own, as in `traffic`.
+DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
+
 
 class Lower:
     """One lower tier: its breaker, its budgets and its queue of demotions."""
@@ -18,13 +21,13 @@ class Lower:
         self.health = Health(limits.tier_failures, limits.tier_retry_s)
         self.queue: OrderedDict[Entry, None] = OrderedDict()
         """What waits for a demotion, in order; each owes this tier."""
-        self.out = {Link.PROMOTE: 0, Link.DEMOTE: 0}
-        self.out_bytes = {Link.PROMOTE: 0, Link.DEMOTE: 0}
-        self.late = {Link.PROMOTE: 0, Link.DEMOTE: 0}
+        self.out = {PROMOTE: 0, DEMOTE: 0}
+        self.out_bytes = {PROMOTE: 0, DEMOTE: 0}
+        self.late = {PROMOTE: 0, DEMOTE: 0}
         """Of those, the ones whose deadline has passed: their threads are stuck and their budget with them."""
         self.limit = {
-            Link.PROMOTE: min(limits.promotes, in_flight_max),
-            Link.DEMOTE: min(limits.demotes, in_flight_max),
+            PROMOTE: min(limits.promotes, in_flight_max),
+            DEMOTE: min(limits.demotes, in_flight_max),
         }
         """Of whatever size; small objects may be more."""
         self._most = in_flight_max
@@ -41,11 +44,11 @@ class Lower:
 
     def may_ask(self, now_s: float) -> bool:
         """Whether to give it reads now: it is healthy or due for a trial, and not all of its budget is stuck."""
-        return self.late[Link.PROMOTE] < self.limit[Link.PROMOTE] and self.health.may_ask(now_s)
+        return self.late[PROMOTE] < self.limit[PROMOTE] and self.health.may_ask(now_s)
 
     def may_tell(self, now_s: float) -> bool:
         """Whether to give it writes now; as `may_ask`."""
-        return self.late[Link.DEMOTE] < self.limit[Link.DEMOTE] and self.health.may_ask(now_s)
+        return self.late[DEMOTE] < self.limit[DEMOTE] and self.health.may_ask(now_s)
 
     def began(self, link: Link, size_bytes: int) -> None:
         """One transfer, of `size_bytes`, goes out."""
@@ -81,10 +84,11 @@ class Lowers:
         # hang, half of host memory goes on.
         in_flight_max = max(1, slots_min // (4 * max(1, len(names))))
         self.by_name = {name: Lower(name, limits, in_flight_max) for name in names}
+        self.all = tuple(self.by_name.values())
         self._events = events
 
     def __iter__(self) -> Iterator[Lower]:
-        return iter(self.by_name.values())
+        return iter(self.all)
 
     def __getitem__(self, name: str) -> Lower:
         return self.by_name[name]
@@ -108,7 +112,7 @@ class Lowers:
         Raises:
             AssertionError: that is not so, which is a mistake in the core.
         """
-        for link in (Link.PROMOTE, Link.DEMOTE):
+        for link in (PROMOTE, DEMOTE):
             assert out[link] == sum([lower.out[link] for lower in self]), f"{link.value}s miscounted"
         for lower in self:
             lower.check()

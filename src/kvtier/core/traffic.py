@@ -20,6 +20,10 @@ from kvtier.core.waiting import Waiting
 from kvtier.core.work import HOST, SEVERITY, Entry, Flight, Load, Store, Waiter
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Hint, Link, Outcome, Place, Prefix, Transfer
 
+# Asked for at every step; on its class, up to Python 3.11, a member costs as much as two calls.
+GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
+DONE, CANCELLED = Outcome.DONE, Outcome.CANCELLED
+
 
 class Traffic:
     """Everything that is on its way between the engine, host memory and the lower tiers."""
@@ -51,7 +55,7 @@ class Traffic:
         self._meters = meters
         self._new_id = new_id
         self._commands = commands
-        self._out = {Link.GATHER: 0, Link.SCATTER: 0}
+        self._out = {GATHER: 0, SCATTER: 0}
         self._deadlines: deque[tuple[float, int]] = deque()
 
     def stop_load(self, load: Load) -> None:
@@ -60,7 +64,7 @@ class Traffic:
         unwanted = [
             flight
             for flight in self.flights.values()
-            if flight.load is load or (flight.transfer.link is Link.PROMOTE and not flight.entry.waiters)
+            if flight.load is load or (flight.transfer.link is PROMOTE and not flight.entry.waiters)
         ]
         self._cancel([flight for flight in unwanted if not flight.is_cancelled])
 
@@ -106,7 +110,7 @@ class Traffic:
         flight = self.flights.get(transfer_id)
         if flight is None:
             return False
-        if outcome is not Outcome.DONE and SEVERITY[outcome] > SEVERITY[flight.outcome]:
+        if outcome is not DONE and SEVERITY[outcome] > SEVERITY[flight.outcome]:
             flight.outcome = outcome
         flight.is_fault |= is_fault
         flight.ranks_left -= 1
@@ -114,25 +118,25 @@ class Traffic:
             return False
         del self.flights[transfer_id]
         link = flight.transfer.link
-        if link is Link.GATHER:
+        if link is GATHER:
             self._gathered(flight, now_s)
-        elif link is Link.SCATTER:
+        elif link is SCATTER:
             self._scattered(flight, now_s)
-        elif link is Link.DEMOTE:
+        elif link is DEMOTE:
             self._demoted(flight, now_s)
         else:
             self._promoted(flight, now_s)
         return True
 
     def _gathered(self, flight: Flight, now_s: float) -> None:
-        self._out[Link.GATHER] -= 1
+        self._out[GATHER] -= 1
         store, entry = flight.store, flight.entry
         assert store is not None
         waiters, entry.waiters = entry.waiters, []
-        if flight.outcome is Outcome.DONE:
+        if flight.outcome is DONE:
+            self._debts.owe(entry, now_s)
             self._host.arrived(entry, now_s)
             self._waiting.settle_store(store, is_held=True)
-            self._debts.owe(entry, now_s)
             if waiters:
                 self._waiting.serve(waiters, entry)
         else:
@@ -142,13 +146,13 @@ class Traffic:
         self._waiting.end_store_if_settled(store)
 
     def _scattered(self, flight: Flight, now_s: float) -> None:
-        self._out[Link.SCATTER] -= 1
+        self._out[SCATTER] -= 1
         self._measured(HOST, flight, now_s)
         load, place, entry = flight.load, flight.place, flight.entry
         assert load is not None
         assert place is not None
         self._host.unpin(entry)
-        if flight.outcome is Outcome.DONE:
+        if flight.outcome is DONE:
             source, had_led = entry.source, load.has_led
             self._waiting.delivered(load, place, entry, now_s)
             if not had_led:
@@ -158,7 +162,7 @@ class Traffic:
 
     def _promoted(self, flight: Flight, now_s: float) -> None:
         lower, entry = self._lowers[flight.transfer.tier], flight.entry
-        lower.ended(Link.PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
+        lower.ended(PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         self._measured(lower.name, flight, now_s)
         if flight.outcome is Outcome.CORRUPT:
             self._tally.corrupt += 1
@@ -168,30 +172,30 @@ class Traffic:
             return
         self._judge(flight, now_s)
         waiters, entry.waiters = entry.waiters, []
-        if flight.outcome is Outcome.DONE:
+        if flight.outcome is DONE:
             self._host.arrived(entry, now_s)
             self._waiting.serve(waiters, entry)
             return
         self._host.failed(entry)
-        if flight.outcome is not Outcome.CANCELLED:
+        if flight.outcome is not CANCELLED:
             _blame(lower.name, entry, waiters)
         self._waiting.retry(waiters)
 
     def _demoted(self, flight: Flight, now_s: float) -> None:
         lower, entry = self._lowers[flight.transfer.tier], flight.entry
-        lower.ended(Link.DEMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
+        lower.ended(DEMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         if flight.is_late:
             self._host.unstuck(entry, now_s)
         else:
             self._judge(flight, now_s)
-        if flight.outcome is not Outcome.DONE:
+        if flight.outcome is not DONE:
             self._tally.demotions_dropped += 1
         self._host.unpin(entry)
         self._host.paid(entry, lower.name)
 
     def _measured(self, place: str, flight: Flight, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
-        self._meters[place].ended(size_bytes, now_s, is_moved=flight.outcome is Outcome.DONE)
+        self._meters[place].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
 
     def _led(self, load: Load, place: str, now_s: float) -> None:
         """Something of use has come to `load` for the first time, or nothing in time: what waiting for it took."""
@@ -207,7 +211,7 @@ class Traffic:
         return next(iter(self._asking.tiers_for(load.request, (key, 0))), HOST)
 
     def _judge(self, flight: Flight, now_s: float) -> None:
-        if flight.outcome is Outcome.CANCELLED:
+        if flight.outcome is CANCELLED:
             self._lowers[flight.transfer.tier].health.unanswered()
         else:
             self._lowers.judge(flight.transfer.tier, now_s, is_fault=flight.is_fault)
@@ -219,7 +223,7 @@ class Traffic:
         transfer, entry = flight.transfer, flight.entry
         self._lowers[transfer.tier].late[transfer.link] += 1
         self._lowers.judge(transfer.tier, now_s, is_fault=True)
-        if transfer.link is Link.PROMOTE:
+        if transfer.link is PROMOTE:
             waiters, entry.waiters = entry.waiters, []
             self._host.late(entry)
             _blame(transfer.tier, entry, waiters)
@@ -249,11 +253,12 @@ class Traffic:
         return has_dropped or (has_promoted and len(loads) > 1) or (has_gathered and bool(loads))
 
     def _advance_scatters(self, now_s: float) -> None:
-        while self._waiting.scatters and self._out[Link.SCATTER] < self._limits.scatters:
-            load, place, entry = self._waiting.scatters.popleft()
-            self._out[Link.SCATTER] += 1
-            self._meters[HOST].began(self._host.object_bytes[entry.group], now_s)
-            self._send(Link.SCATTER, entry, now_s, place=place, load=load)
+        queue, meter = self._waiting.scatters, self._meters[HOST]
+        for _ in range(min(len(queue), self._limits.scatters - self._out[SCATTER])):
+            load, place, entry = queue.popleft()
+            self._out[SCATTER] += 1
+            meter.began(self._host.object_bytes[entry.group], now_s)
+            self._send(SCATTER, entry, now_s, place=place, load=load)
 
     def _advance_loads(self, now_s: float) -> tuple[bool, bool]:
         """Returns whether some load wants a slot that nobody can give, and whether a promotion has begun."""
@@ -269,7 +274,7 @@ class Traffic:
                 elif lower is None:
                     load.todo.popleft()
                     self._waiting.fail(load, place)
-                elif not lower.has_room(Link.PROMOTE, self._host.object_bytes[place.group]):
+                elif not lower.has_room(PROMOTE, self._host.object_bytes[place.group]):
                     is_starving |= not self._host.has_room(place.group)
                     break
                 else:
@@ -301,46 +306,46 @@ class Traffic:
         entry.source = lower.name
         self._host.enter(entry, Change.PROMOTE)
         self._waiting.attach(load, place, entry)
-        lower.began(Link.PROMOTE, self._host.object_bytes[entry.group])
+        lower.began(PROMOTE, self._host.object_bytes[entry.group])
         self._meters[lower.name].began(self._host.object_bytes[entry.group], now_s)
-        self._send(Link.PROMOTE, entry, now_s, tier=lower.name)
+        self._send(PROMOTE, entry, now_s, tier=lower.name)
 
     def _advance_stores(self, now_s: float) -> bool:
         """Returns whether a gather has begun."""
         has_gathered = False
-        refused: dict[int, int] = {}
+        full: set[int] = set()
         for store in list(self._waiting.stores):
-            while store.todo:
+            # Where nobody made room for the one before, nobody makes room for this one.
+            while store.todo and store.todo[0][0].group not in full:
                 place, key = store.todo[0]
                 entry = self._host.find(key, place.group)
                 if entry is not None:
                     self._waiting.join(store, place, key, entry)
-                elif self._out[Link.GATHER] >= self._limits.gathers:
+                elif self._out[GATHER] >= self._limits.gathers:
                     return has_gathered
                 else:
-                    # Whom nobody made room for just now, nobody makes room for now: nothing has left since.
-                    wanted = len(store.todo)
-                    slot = None
-                    if wanted > refused.get(place.group, 0):
-                        slot = self._debts.slot_for_store(place.group, wanted)
+                    slot = self._debts.slot_for_store(place.group, self._waiting.chunks)
                     if slot is None:
-                        refused[place.group] = max(wanted, refused.get(place.group, 0))
+                        full.add(place.group)
                         break
                     entry = self._new_entry(store.prefix, place, key, slot, store.hint)
                     entry.is_fresh = True
                     self._host.enter(entry, Change.GATHER)
-                    self._out[Link.GATHER] += 1
-                    self._send(Link.GATHER, entry, now_s, place=place, store=store)
+                    self._out[GATHER] += 1
+                    self._send(GATHER, entry, now_s, place=place, store=store)
                     has_gathered = True
                 store.todo.popleft()
                 self._waiting.chunks -= 1
-            self._waiting.end_store_if_settled(store)
+            if not store.todo:
+                self._waiting.end_store_if_settled(store)
+            elif len(full) == len(self._host.slots):
+                break
         return has_gathered
 
     def _advance_demotions(self, now_s: float) -> bool:
         """Returns whether a debt was dropped, which may have made room for somebody."""
         has_dropped = False
-        for lower in self._lowers:
+        for lower in self._lowers.all:
             # While the tier is being tried, its answer decides about the rest.
             while lower.queue and not lower.health.is_trial:
                 if not lower.may_tell(now_s):
@@ -349,12 +354,12 @@ class Traffic:
                     continue
                 entry = next(iter(lower.queue))
                 size_bytes = self._host.object_bytes[entry.group]
-                if not lower.has_room(Link.DEMOTE, size_bytes):
+                if not lower.has_room(DEMOTE, size_bytes):
                     break
                 del lower.queue[entry]
-                lower.began(Link.DEMOTE, size_bytes)
+                lower.began(DEMOTE, size_bytes)
                 self._host.pin(entry)
-                self._send(Link.DEMOTE, entry, now_s, tier=lower.name)
+                self._send(DEMOTE, entry, now_s, tier=lower.name)
         return has_dropped
 
     def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, hint: Hint) -> Entry:
@@ -407,7 +412,7 @@ class Traffic:
         for flight in self.flights.values():
             link, entry = flight.transfer.link, flight.entry
             out[link] += 1
-            if link is Link.SCATTER or link is Link.DEMOTE:
+            if link is SCATTER or link is DEMOTE:
                 pins[entry] = pins.get(entry, 0) + 1
                 assert entry.residency in READABLE, "a slot is read that is not whole"
                 assert entry.slot == flight.transfer.slot, "a slot changed hands while it is read"
@@ -415,8 +420,8 @@ class Traffic:
             for entry in entries.values():
                 assert entry.pins == pins.get(entry, 0), "pins do not match the readers"
                 assert not entry.waiters or entry.residency in COMING, "somebody waits for what is here"
-        assert out[Link.GATHER] == self._out[Link.GATHER] <= self._limits.gathers, "gathers over budget"
-        assert out[Link.SCATTER] == self._out[Link.SCATTER] <= self._limits.scatters, "scatters over budget"
+        assert out[GATHER] == self._out[GATHER] <= self._limits.gathers, "gathers over budget"
+        assert out[SCATTER] == self._out[SCATTER] <= self._limits.scatters, "scatters over budget"
         self._lowers.check(out)
         self._waiting.check()
 

@@ -4,6 +4,7 @@ Nothing here moves bytes: what is to be scattered, promoted or gathered waits in
 """
 
 from collections import deque
+from itertools import islice, takewhile
 
 from kvtier.core.boundary import chunk_end, longest_boundary
 from kvtier.core.debts import Debts
@@ -36,7 +37,8 @@ class Waiting:
         events: list[Event],
     ) -> None:
         self.loads: dict[RequestId, Load] = {}
-        self.stores: list[Store] = []
+        self.stores: dict[Store, None] = {}
+        """In the order in which they began, which is that of their deadlines, too."""
         self.chunks = 0
         """Objects of all stores that wait for a slot."""
         self.scatters: deque[tuple[Load, Place, Entry]] = deque()
@@ -71,7 +73,7 @@ class Waiting:
 
     def begin_store(self, store: Store, places: list[tuple[Place, ChunkKey, bool]], now_s: float) -> None:
         """Gather what is not here, as far as it `is_admitted`."""
-        self.stores.append(store)
+        self.stores[store] = None
         found: list[Entry] = []
         for place, key, is_admitted in places:
             entry = self._host.find(key, place.group)
@@ -182,7 +184,11 @@ class Waiting:
     def give_up(self, store: Store) -> None:
         """What still waits, for room or for somebody else's transfer, is dropped."""
         store.is_over = True
+        for place, key in store.todo:  # others may have brought it since it was looked for
+            entry = self._host.find(key, place.group)
+            self.settle_store(store, is_held=entry is not None and entry.residency in READABLE)
         self.chunks -= len(store.todo)
+        store.todo.clear()
         for _ in self._detach(store):
             self.settle_store(store, is_held=False)
         self.end_store_if_settled(store)
@@ -216,7 +222,7 @@ class Waiting:
     def end_store_if_settled(self, store: Store) -> None:
         """Say so when nothing of `store` is left to do."""
         if not store.unsettled and store in self.stores:
-            self.stores.remove(store)
+            del self.stores[store]
             self._events.append(StoreDone(store.request, store.held, store.dropped))
 
     # ---- time ------------------------------------------------------------------------------------------------------
@@ -227,12 +233,13 @@ class Waiting:
 
     def overdue_stores(self, now_s: float) -> list[Store]:
         """Stores whose patience has run out."""
-        return [store for store in self.stores if store.deadline_s <= now_s and not store.is_over]
+        began_before = takewhile(lambda store: store.deadline_s <= now_s, self.stores)
+        return [store for store in began_before if not store.is_over]
 
     def deadlines(self) -> list[float]:
         """When those that are still waited for will be overdue."""
         ends = [load.end_s for load in self.loads.values() if not load.is_over]
-        return ends + [store.deadline_s for store in self.stores if not store.is_over]
+        return ends + list(islice((store.deadline_s for store in self.stores if not store.is_over), 1))
 
     def check(self) -> None:
         """Assert that the counts are right.

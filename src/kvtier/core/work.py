@@ -9,6 +9,7 @@ from kvtier.core.residency import Residency
 from kvtier.types import ChunkKey, Hint, Outcome, Place, Prefix, RequestId, Transfer
 
 HOST = "host"
+NOBODY = frozenset[str]()
 
 Item = tuple[ChunkKey, int]
 """(key, group): one object."""
@@ -32,9 +33,9 @@ class Entry:
     """Scatters queued or in flight, and demotions in flight."""
     stuck: int = 0
     """Of these, demotions whose deadline has passed."""
-    owed: set[str] = field(default_factory=set[str])
+    owed: frozenset[str] = NOBODY
     """Lower tiers that the write policy still wants to receive it."""
-    queued: set[str] = field(default_factory=set[str])
+    queued: frozenset[str] = NOBODY
     """Of these, the tiers whose queue it has entered."""
     uses: int = 1
     """The store or load that brought it counts."""
@@ -93,7 +94,7 @@ class Load:
     def advanced(self, groups: int, now_s: float) -> None:
         """Something was delivered to a load whose every chunk is of use when those before it are there."""
         before = self.run
-        while all((group, self.run) in self.delivered for group in range(groups)):
+        while self._has(self.run, groups):
             self.run += 1
         self.has_led |= self.run > before
         # What comes after the cut has come too late, though nobody may have looked at the clock since.
@@ -101,6 +102,12 @@ class Load:
             saved_s = self.patience.saved_s(self.resident_tokens, self.run * self.prefix.chunk_tokens)
             self.lowest_regret_s = min(self.lowest_regret_s, now_s - self.begun_s - saved_s)
             self.cut_s = self.begun_s + self.lowest_regret_s + saved_s + self.patience.allowance_s
+
+    def _has(self, chunk: int, groups: int) -> bool:
+        for group in range(groups):  # noqa: SIM110  `all` would make a generator for every object that comes
+            if (group, chunk) not in self.delivered:
+                return False
+        return True
 
     def lose(self, place: Place) -> None:
         """`place` will not be delivered."""
