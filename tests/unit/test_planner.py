@@ -4,6 +4,7 @@ import pytest
 
 from kvtier.core.planner import (
     ACCOUNT_START_S,
+    LATE,
     REST_S_MAX,
     REST_S_MIN,
     RISKS,
@@ -135,9 +136,15 @@ def test_a_load_whose_first_tokens_are_cheap_to_compute_may_get_to_the_dear_ones
 
 
 def test_no_more_is_lent_than_a_load_may_bring() -> None:
+    plan = taught().plan(lookup_of(offer(900, 0.4, wait_s=0.3)), TOTAL, now_s=0.0)
+    assert plan.patience is not None
+    assert plan.patience.allowance_s == pytest.approx(SLACK + 0.5, rel=0.01)
+
+
+def test_a_load_that_brings_little_may_be_a_little_late() -> None:
     plan = taught().plan(lookup_of(offer(900, 0.7, wait_s=0.3)), TOTAL, now_s=0.0)
     assert plan.patience is not None
-    assert plan.patience.allowance_s == pytest.approx(SLACK + 0.3, rel=0.01)
+    assert plan.patience.allowance_s == pytest.approx(SLACK + LATE * 0.3, rel=0.01)
 
 
 def test_a_short_prompt_has_some_milliseconds_too() -> None:

@@ -35,7 +35,9 @@ ACCOUNT_MOST_S = 10.0
 SAVED_SHARE = 0.1
 """Share of what was saved that may be lost again."""
 RISKS = 2.0
-"""A load may lose this many times as much on the way as it was expected to."""
+"""A load may lose this many times as much on the way as it was expected to, if it would bring as much."""
+LATE = 1.25
+"""And so many times in any case: who is cut at the very moment at which it is due pays twice for a little noise."""
 UNKNOWN_S_MIN = 0.1
 UNKNOWN_S_MAX = 0.4
 """What the first look at a link may cost, once: `COMPUTED_SHARE` of computing the prompt, within these. Many links take
@@ -218,7 +220,7 @@ class Planner:
     def _patient(self, plan: Plan, offer: Offer) -> Plan:
         """With the patience for its risk, if that can be afforded."""
         risk_s = self._risk_s(plan.resident_tokens, offer)
-        needed_s = min(RISKS * risk_s, max(risk_s, plan.saved_s))
+        needed_s = min(RISKS * risk_s, max(LATE * risk_s, plan.saved_s))
         if not offer.is_known:
             unknown_s = min(max(UNKNOWN_S_MIN, COMPUTED_SHARE * plan.recompute_s), UNKNOWN_S_MAX)
             needed_s = max(needed_s, unknown_s, plan.free_s)
