@@ -158,6 +158,7 @@ class Driver:
         count = self.ranks if ranks is None else ranks
         for _ in range(count):
             self.cache.complete(transfer.id, outcome, self.now_s, is_fault=is_fault)
+        self.cache.advance(self.now_s)
         if ranks is None:
             self.out.pop(transfer.id, None)
         self._take()
@@ -166,6 +167,7 @@ class Driver:
         """All ranks answer a probe."""
         for _ in range(self.ranks):
             self.cache.probed(probe.id, present, self.now_s)
+        self.cache.advance(self.now_s)
         self.questions.pop(probe.id, None)
         self._take()
 

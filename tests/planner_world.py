@@ -208,6 +208,7 @@ class World:
             self._step()
 
     def _settle(self) -> None:
+        self.cache.advance(self.now_s)
         for command in self.cache.take_commands():
             if isinstance(command, Transfer):
                 self._transfer(command)

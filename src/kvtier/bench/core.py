@@ -123,7 +123,7 @@ def _through(prefix: Prefix) -> tuple[float, float]:
 
 
 def _obey(cache: Cache, held: set[ChunkKey]) -> None:
-    """Answer every command at once, as a mover of no cost would."""
+    """Answer all that is out at once, as a mover of no cost would."""
     while commands := cache.take_commands():
         for command in commands:
             if isinstance(command, Transfer):
@@ -132,6 +132,7 @@ def _obey(cache: Cache, held: set[ChunkKey]) -> None:
                 cache.complete(command.id, Outcome.DONE, 0.0)
             elif isinstance(command, Probe):
                 cache.probed(command.id, [key in held for key, _ in command.objects], 0.0)
+        cache.advance(0.0)
     cache.take_events()
 
 

@@ -1,7 +1,7 @@
 """The core: what to give, what to keep, what to move. Pure and synchronous; DESIGN principles 1, 3 and 4.
 
 Events go in (lookup, load, store, release, complete, probed), each with the time; commands and events come out
-(`take_commands`, `take_events`). One owner calls it; it never blocks, and it never believes a lower tier.
+(`take_commands`, `take_events`), those that follow from answers after the next `advance` or `tick`. One owner calls it; it never blocks, and it never believes a lower tier.
 
 How it keeps its two promises:
 - never lie: an object is readable only in residency READY or LEAVING, to which only a transfer leads that every rank
@@ -81,6 +81,8 @@ class Cache:
         self._limits = limits or Limits()
         self._admitter = admitter
         self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
+        self._may_move = False
+        """Something has ended, and what waited for it has not been looked at."""
         self._commands: list[Command] = []
         self._events: list[Event] = []
         new_id = count(1).__next__
@@ -259,18 +261,23 @@ class Cache:
 
     def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool = False) -> None:
         """One rank's answer to a transfer. `is_fault`: the tier failed, as against a refusal or a cancellation."""
-        if self._traffic.complete(transfer_id, outcome, now_s, is_fault=is_fault):
-            self._traffic.advance(now_s)
+        self._may_move |= self._traffic.complete(transfer_id, outcome, now_s, is_fault=is_fault)
 
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """One rank's answer to a probe; None when the tier failed."""
         self._asking.answered(probe_id, present, now_s)
-        self._traffic.advance(now_s)  # demotions may have waited for the tier's trial
+        self._may_move = True  # demotions may have waited for the tier's trial
+
+    def advance(self, now_s: float) -> None:
+        """Begin what answers have made possible; after many of them once, since one look costs as much as an answer."""
+        if self._may_move:
+            self._may_move = False
+            self._traffic.advance(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass."""
-        if self._asking.expire(now_s) | self._traffic.expire(now_s):
-            self._traffic.advance(now_s)
+        """Let deadlines pass, and `advance`."""
+        self._may_move |= self._asking.expire(now_s) | self._traffic.expire(now_s)
+        self.advance(now_s)
 
     # ---- output ----------------------------------------------------------------------------------------------------
 

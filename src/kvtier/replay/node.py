@@ -308,6 +308,7 @@ class Node:
 
     def _probed(self, probe: Probe, shelf: Shelf) -> None:
         self.cache.probed(probe.id, [key in shelf for key, _ in probe.objects], self._agenda.now_s)
+        self.cache.advance(self._agenda.now_s)
         self._ask_again()
         self._settle()
 
@@ -315,6 +316,7 @@ class Node:
         def answer(outcome: Outcome) -> None:
             self._due_s.pop(transfer.key, None)
             self.cache.complete(transfer.id, outcome, self._agenda.now_s)
+            self.cache.advance(self._agenda.now_s)
             self._settle()
 
         if transfer.link is Way.GATHER:

@@ -19,6 +19,8 @@ from kvtier.sim.scenario import Mode, Scenario, draw
 from kvtier.sim.world import Violation, World
 from kvtier.types import Command, Event, LoadDone, Outcome, Probe, TierNotice, Transfer
 
+POLL_S = 0.002
+"""What happens within so much of each other may be heard of at once."""
 STEPS_MAX_FACTOR = 60
 """A run that takes this many times its steps to come to rest never will."""
 
@@ -153,6 +155,8 @@ class _Simulation:
         self.judge.begin()
         self.mover = Mover(self.world, self._complete, self._probed, self.log.incident)
         self.others = OtherWriters(self.world, self.mover)
+        self._polls = Random(f"polls {scenario.seed}")
+        self._late_share = self._polls.choice((0.0, 0.0, 0.5, 0.9))
         self._tick_lateness_s = (
             0.0 if self.world.dice.random() < 0.5 else self.world.dice.uniform(0, TICK_LATENESS_S_MAX)
         )
@@ -195,6 +199,8 @@ class _Simulation:
                 raise Violation(f"a deadline at {again_s} does not pass at {deadline_s}")
         else:
             self.world.take()()
+            while self._is_heard_late(deadline_s):
+                self.world.take()()
         self._settle()
         self.judge.after_step(is_waiting=self.engine.is_waiting)
         # A stray answer makes the core look again. What could go out has gone out, so there must be nothing to do (but
@@ -205,8 +211,16 @@ class _Simulation:
             raise Violation(f"the core had more to do and did not: {more}")
         return True
 
+    def _is_heard_late(self, deadline_s: float | None) -> bool:
+        """Whether what happens next is heard of together with what has just happened, as by who polls now and then."""
+        next_s = self.world.next_s()
+        if next_s is None or next_s > self.world.now_s + POLL_S or (deadline_s is not None and deadline_s <= next_s):
+            return False
+        return self._polls.random() < self._late_share
+
     def _settle(self) -> list[Command | Event]:
         """Hand over commands and events until there are none; returns what there was."""
+        self.cache.advance(self.world.now_s)
         handed_over: list[Command | Event] = []
         while True:
             commands, events = self.cache.take_commands(), self.cache.take_events()
