@@ -1,7 +1,8 @@
 """The core: what to give, what to keep, what to move. Pure and synchronous; DESIGN principles 1, 3 and 4.
 
 Events go in (lookup, load, store, release, complete, probed), each with the time; commands and events come out
-(`take_commands`, `take_events`), those that follow from answers after the next `advance` or `tick`. One owner calls it; it never blocks, and it never believes a lower tier.
+(`take_commands`, `take_events`), those that follow from answers after the next `advance` or `tick`. One owner calls it;
+it never blocks, and it never believes a lower tier.
 
 How it keeps its two promises:
 - never lie: an object is readable only in residency READY or LEAVING, to which only a transfer leads that every rank
