@@ -146,7 +146,7 @@ GOOD = {"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [1]}
     [
         ([], "is empty"),
         (["[1, 2]"], "batch 1: events is 2"),
-        (["{"], "line 1: Expecting"),
+        (["{"], "line 1: not JSON: Expecting"),
         (['{"a": 1}'], "line 1: unknown form"),
         ([json.dumps(GOOD)], "1 requests; allowed: at least 2"),
         ([json.dumps(GOOD), json.dumps(GOOD)], "at different times"),

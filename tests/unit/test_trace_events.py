@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import zstandard
 
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
@@ -157,6 +158,15 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
     (tmp_path / "cut").write_bytes(REAL.read_bytes()[:-7])
     with pytest.raises(ConfigError, match="cut short after batch 10"):
         pack(open_trace(tmp_path / "cut"))
+    whole = gzip.compress(REAL.read_bytes(), mtime=0)
+    data = REAL.read_bytes()
+    packed = zstandard.compress(data[:100]) + zstandard.compress(data[100:])
+    for damaged in (whole[:-9], packed[:-3], packed[:-9] + b"?" * 9):
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"after batch \d+: not msgpack"):
+            read(tmp_path / "damaged")
+    (tmp_path / "whole").write_bytes(packed)
+    assert read(tmp_path / "whole") == read(REAL)
 
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch, capsys):

@@ -96,6 +96,39 @@ def test_sessions_start_by_one_draw_each_and_sub_agents_at_their_parents_time(tm
     assert not {*first} & {*by_session["u"][0]}  # ids mean something only within a session
 
 
+def scoped(blocks, **more):
+    requests = [{"t": float(n), "in": 64 * len(it), "out": 1, "hash_ids": it} for n, it in enumerate(blocks)]
+    return {"block_size": 64, "requests": requests, **more}
+
+
+@pytest.mark.parametrize("name", [int, "block {}".format, lambda it: it + (1 << 60), lambda it: it * 30_000_000])
+def test_ids_of_sessions_may_be_anything_and_keep_who_is_equal_to_whom(tmp_path, name):
+    first, second = [[1, 2], [1, 2, 3], [4]], [[1, 2], [1, 5]]
+    named = [[[name(block) for block in blocks] for blocks in it] for it in (first, second)]
+    path = written(tmp_path / "local", [scoped(it, id=n) for n, it in zip("ab", named, strict=True)])
+    requests = read(path, block_tokens=64)
+    told = {session: [it.blocks for it in requests if it.session == session] for session in "ab"}
+    a, b = told["a"], told["b"]
+    assert a[1][:2] == a[0]
+    assert b[1][:1] == b[0][:1]
+    assert len({*a[1], *a[2], *b[0], *b[1]}) == 7  # nothing else is equal, also not across sessions
+
+    lines = [scoped(it, id=n, hash_id_scope="global") for n, it in zip("ab", named, strict=True)]
+    requests = read(written(tmp_path / "global", lines), block_tokens=64)
+    told = {session: [it.blocks for it in requests if it.session == session] for session in "ab"}
+    assert told["b"][0] == told["a"][0]
+    assert len({*told["a"][1], *told["a"][2], *told["b"][1]}) == 5
+
+
+def test_a_scope_that_is_unknown_or_changes_is_refused(tmp_path):
+    sessions = [scoped([[1]], hash_id_scope="global"), scoped([[1]])]
+    with pytest.raises(ConfigError, match="line 2: hash_id_scope None; allowed: the same in all lines"):
+        read(written(tmp_path / "mixed", sessions))
+    with pytest.raises(ConfigError, match="line 1: hash_id_scope is 'user'; allowed: local, global"):
+        read(written(tmp_path / "unknown", [scoped([[1]], hash_id_scope="user")]))
+    assert read(written(tmp_path / "said", [scoped([[1]], hash_id_scope="local"), scoped([[1]])]))
+
+
 def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:47,3,4"]
     path = written(tmp_path / "azure.csv", rows, gzip.compress)
@@ -104,6 +137,11 @@ def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
         (0, 374, 44),
         (0.32, 3, 4),
     ]
+
+    zoned = [rows[0], "2024-05-10 00:00:00.0099300+00:00,1,2", "", "2024-05-10 00:00:01+00:00,3,4"]
+    assert [round(it.time_s, 2) for it in read(written(tmp_path / "later.csv", zoned))] == [0, 0.99]
+    with pytest.raises(ConfigError, match="line 5: ContextTokens is 'x'"):
+        read(written(tmp_path / "bad.csv", [*zoned, "2024-05-10 00:00:01+00:00,x,4"]))
 
     shared = "the same words again " * 20
     lines = [
@@ -156,6 +194,37 @@ def test_files_that_are_no_traces_are_refused(tmp_path):
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ConfigError, match="not a trace"):
         read(tmp_path / "cut")
+
+
+def test_damage_is_told_in_which_line_it_is(tmp_path):
+    lines = [json.dumps({**LINES[0], "timestamp": n}) for n in range(3000)]
+    data = ("\n".join(lines) + "\n").encode()
+    path = tmp_path / "trace"
+    plain = read(written(path, lines))
+
+    def refused(content, message):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=message) as told:
+            read(path)
+        assert str(path) in str(told.value)
+
+    refused(data + b'{"timestamp": \xff', "line 3001: not a trace: no UTF-8 text: invalid start byte at byte 15")
+    refused(data + b"[" * 100_000, "line 3001: ")
+    refused(data + b'{"timestamp": 5,', "line 3001: not JSON: .*; allowed: a JSON value on each line")
+    refused(json.dumps(LINES[0], indent=1).encode(), "line 1: not JSON: .*; allowed: a JSON value on each line")
+    refused(json.dumps(LINES).encode(), "line 1: unknown form")
+    packed = gzip.compress(data, mtime=0)
+    refused(packed[:10] + b"\x07" + packed[11:], "not a trace: .* invalid block type")
+    refused(packed[:3000] + bytes([packed[3000] ^ 255]) + packed[3001:], "trace .*: not ")
+    # In frames of a thousand lines each, cut within the last one: not a trace of two thousand lines.
+    thousand = [("\n".join(lines[at : at + 1000]) + "\n").encode() for at in (0, 1000, 2000)]
+    packed = b"".join(zstandard.compress(it) for it in thousand)
+    refused(packed[:-1], "not a trace: it ends within a zstd frame")
+    refused(packed[:-200] + b"?" * 200, "not a trace: ")
+
+    for same in (data, b"\xef\xbb\xbf" + data, data.replace(b"\n", b"\r\n"), data[:-1], packed, gzip.compress(data)):
+        path.write_bytes(same)
+        assert read(path) == plain
 
 
 def test_seconds_that_look_like_milliseconds_are_told(tmp_path):

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, is_msgpack, number, open_binary, text_lines, whole
+from kvtier.trace.files import Place, damage_errors, is_msgpack, number, open_binary, text_lines, whole
 from kvtier.trace.ids import merged
 from kvtier.trace.request import Request, Wrong
 from kvtier.trace.requests import larger_block
@@ -273,7 +273,7 @@ def _batches(path: Path) -> Iterator[tuple[int, object]]:
                 yield count, cast("object", each)
             if unpacker.tell() != stream.tell():
                 raise ConfigError(f"trace {path}: cut short after batch {count}")
-    except (ValueError, OSError, EOFError, msgpack.exceptions.UnpackException) as error:
+    except (ValueError, OSError, *damage_errors(), msgpack.exceptions.UnpackException) as error:
         raise ConfigError(f"trace {path}, after batch {count}: not msgpack: {error}") from error
 
 

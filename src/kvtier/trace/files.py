@@ -3,17 +3,22 @@
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from kvtier.errors import ConfigError
 
-LINE_CHARS_MAX = 1 << 27
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+LINE_BYTES_MAX = 1 << 27
 WHOLE_MAX = (1 << 31) - 1
 """Tokens of a prompt, at most."""
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
+_PACKED_BYTES = 1 << 16
 
 
 class Place:
@@ -34,24 +39,21 @@ class Place:
             raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error}") from None
         if isinstance(error, KeyError):
             raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error.args[0]!r} is missing") from None
-        if isinstance(error, TypeError | ValueError | AttributeError | OverflowError):
+        if isinstance(error, json.JSONDecodeError):
+            # Positions of the decoder name lines of its own, of which there is one.
+            raise ConfigError(
+                f"trace {self._path}, {self._unit} {self._line}: not JSON: {error.msg} at character {error.pos + 1}; "
+                "allowed: a JSON value on each line"
+            ) from None
+        if isinstance(error, TypeError | ValueError | AttributeError | OverflowError | RecursionError):
             raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error}") from None
 
 
-def open_text(path: Path) -> IO[str]:
-    """Open a file as text; what its first bytes say counts, not its name.
+def open_binary(path: Path) -> IO[bytes]:
+    """Open a file, plain, gzip or zstd; what its first bytes say counts, not its name.
 
     Raises:
         ConfigError: it cannot be opened, or it is zstd and the package for it is missing.
-    """
-    return io.TextIOWrapper(cast("Any", open_binary(path)), encoding="utf-8")
-
-
-def open_binary(path: Path) -> IO[bytes]:
-    """Open a file, plain, gzip or zstd.
-
-    Raises:
-        ConfigError: as `open_text`.
     """
     try:
         with path.open("rb") as stream:
@@ -69,12 +71,12 @@ def is_msgpack(path: Path) -> bool:
     """Whether a file begins with a msgpack array or map, which no text does.
 
     Raises:
-        ConfigError: as `open_text`, or it is cut short.
+        ConfigError: as `open_binary`, or it is damaged.
     """
     try:
         with open_binary(path) as stream:
             first = stream.read(1)
-    except (OSError, EOFError, *_zstd_errors()) as error:
+    except (OSError, *damage_errors()) as error:
         raise ConfigError(f"trace {path}: not a trace: {error}") from error
     return bool(first) and (0x80 <= first[0] <= 0x9F or 0xDC <= first[0] <= 0xDF)
 
@@ -86,25 +88,69 @@ def _open_zstd(path: Path) -> IO[bytes]:
         raise ConfigError(
             f"trace {path} is zstd, and zstandard is not installed; allowed: pip install 'kvtier[zstd]'"
         ) from None
-    decompressor = zstandard.ZstdDecompressor()
-    return cast("Any", decompressor.stream_reader(path.open("rb"), read_across_frames=True, closefd=True))
+    return io.BufferedReader(_Unpacked(path, zstandard))
+
+
+class _Unpacked(io.RawIOBase):
+    """Reads zstd as `gzip.open` reads gzip: a file that ends within a frame is an error, not a shorter file."""
+
+    def __init__(self, path: Path, package: Any) -> None:  # noqa: ANN401  zstandard, which may be missing
+        self._package = package
+        self._stream = path.open("rb")
+        self._decoder: Any = None
+        self._packed = self._unpacked = b""
+        self._given = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._given
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        while not self._unpacked:
+            self._packed = self._packed or self._stream.read(_PACKED_BYTES)
+            if not self._packed:
+                if self._decoder is not None:
+                    raise EOFError("it ends within a zstd frame")
+                return 0
+            self._decoder = self._decoder or self._package.ZstdDecompressor().decompressobj()
+            self._unpacked, self._packed = self._decoder.decompress(self._packed), b""
+            if self._decoder.eof:
+                self._packed, self._decoder = self._decoder.unused_data, None
+        into = memoryview(buffer).cast("B")
+        count = min(len(into), len(self._unpacked))
+        into[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        self._given += count
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers from 1; empty ones are left out.
+    """Lines of UTF-8 with their numbers from 1; empty ones are left out.
 
     Raises:
-        ConfigError: the file cannot be read, is cut short, or is no text.
+        ConfigError: the file cannot be read, is damaged, or is no text.
     """
     number = 0
     try:
-        with open_text(path) as stream:
-            for number, text in enumerate(iter(lambda: stream.readline(LINE_CHARS_MAX), ""), 1):
+        with open_binary(path) as stream:
+            for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX), b""), 1):
+                # Some programs begin a file with a mark that says it is UTF-8.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
                     yield number, text
     except OSError as error:
         raise ConfigError(f"trace {path}, after line {number}: {error.strerror or error}") from error
-    except (EOFError, UnicodeDecodeError, *_zstd_errors()) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"trace {path}, line {number}: not a trace: no UTF-8 text: {error.reason} at byte {error.start + 1}"
+        ) from error
+    except damage_errors() as error:
         raise ConfigError(f"trace {path}, after line {number}: not a trace: {error}") from error
 
 
@@ -122,12 +168,13 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, cast("dict[str, Any]", value)
 
 
-def _zstd_errors() -> tuple[type[Exception], ...]:
+def damage_errors() -> tuple[type[Exception], ...]:
+    """What reading a damaged gzip or zstd file raises, besides OSError."""
     try:
         from zstandard import ZstdError  # noqa: PLC0415  an extra, wanted only here
     except ImportError:
-        return ()
-    return (ZstdError,)
+        return (EOFError, zlib.error)
+    return (EOFError, zlib.error, ZstdError)
 
 
 def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:

@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -31,16 +31,17 @@ class LengthRows:
 
     def requests(self) -> Iterator[Request]:
         """The requests, in the order of the file; times count from the first."""
-        rows = csv.reader(text for _, text in text_lines(self._path))
-        columns = [it.strip() for it in next(rows, list[str]())]
-        with Place(self._path, 1):
+        lines = text_lines(self._path)
+        first_line, first = next(lines, (1, ""))
+        columns = [it.strip() for it in _cells(first)]
+        with Place(self._path, first_line):
             if missing := [it for it in HEADER if it not in columns]:
                 raise ConfigError(f"column {missing[0]} is missing")
         began: datetime | None = None
         nothing = np.zeros(0, np.int64)
-        for line_number, row in enumerate(rows, 2):
+        for line_number, text in lines:
             with Place(self._path, line_number):
-                fields = dict(zip(columns, row, strict=False))
+                fields = dict(zip(columns, _cells(text), strict=False))
                 time = _time(fields.get("TIMESTAMP", ""))
                 began = began or time
                 inputs, outputs = _count(fields, HEADER[1]), _count(fields, HEADER[2])
@@ -48,10 +49,15 @@ class LengthRows:
             yield request
 
 
+def _cells(text: str) -> list[str]:
+    return next(csv.reader([text]), list[str]())
+
+
 def _time(text: str) -> datetime:
     try:
-        # Fractions have seven digits there, of which Python reads six.
-        return datetime.fromisoformat(text.strip()[:26])
+        time = datetime.fromisoformat(text.strip())
+        # Azure's later traces name the zone, UTC.
+        return time if time.tzinfo else time.replace(tzinfo=UTC)
     except ValueError:
         raise ConfigError(f"TIMESTAMP is {text!r}; allowed: such as 2023-11-16 18:15:46.680590") from None
 

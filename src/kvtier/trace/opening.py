@@ -58,7 +58,8 @@ def open_trace(path: Path, reading: Reading | None = None) -> Trace:
     with Place(path, first_line):
         head: Any = json.loads(first)
     keys = cast("dict[str, Any]", head).keys() if isinstance(head, dict) else set[str]()
-    if isinstance(head, list) or {"ts", "events"} <= keys:
+    is_batch = isinstance(head, list) and not isinstance(next(iter(cast("list[Any]", head)), None), dict)
+    if is_batch or {"ts", "events"} <= keys:
         return EventBatches(path, reading.block_tokens)
     if "requests" in keys:
         return SessionLines(path, reading.block_tokens, reading.window_h, reading.seed)

@@ -1,8 +1,9 @@
 """A JSON object for each coding-agent session (kv-cache-tester): `requests`, nested sub-agents, `block_size`.
 
-Ids mean something only within their session, and times count from its start. When sessions start is a choice of the
-experiment: here, uniformly within a window, drawn from `numpy.random.default_rng(seed)`, one draw for each session in
-the order of the file. A sub-agent's times begin at its parent entry's own.
+Ids mean something only within their session, unless its `hash_id_scope` is "global", and times count from its start.
+When sessions start is a choice of the experiment: here, uniformly within a window, drawn from
+`numpy.random.default_rng(seed)`, one draw for each session in the order of the file. A sub-agent's times begin at its
+parent entry's own.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ SESSION_MAX_S = 30 * 86_400.0
 """What takes longer is more likely in milliseconds."""
 DEPTH_MAX = 32
 """Sub-agents of sub-agents."""
+_IDS_MAX = (1 << 31) - 1
 
 
 class _Part(NamedTuple):
@@ -35,7 +37,6 @@ class _Part(NamedTuple):
     blocks: npt.NDArray[np.int32]
     session: str
     line: int
-    first_id: int
 
 
 class SessionLines:
@@ -61,11 +62,14 @@ class SessionLines:
         first_line, first = next(islice(json_lines(path), 1))
         with Place(path, first_line):
             own = whole(first, "block_size", least=1)
+            self._is_global = _is_global(first)
         wanted = max(BLOCK_TOKENS_DEFAULT, own) if block_tokens is None else block_tokens
         self.block_tokens, self._factor = larger_block(path, own, wanted)
         self.own_block_tokens = own
-        starts = f"they start uniformly within {window_h:g} h, seed {seed}"
-        self._starts = f"sessions without absolute times: {starts}; what they share is not visible"
+        shared = "what they share is visible" if self._is_global else "what they share is not visible"
+        self._starts = (
+            f"sessions without absolute times: they start uniformly within {window_h:g} h, seed {seed}; {shared}"
+        )
         self._doubt: tuple[str, ...] = ()
 
     @property
@@ -77,6 +81,7 @@ class SessionLines:
         """The requests of all sessions, in the order of time."""
         parts: list[_Part] = []
         draw = np.random.default_rng(self._seed)
+        numbering = Numbering()
         first_id = times_back = 0
         longest_s = 0.0
         for line_number, session in json_lines(self._path):
@@ -86,28 +91,21 @@ class SessionLines:
                     raise ConfigError(
                         f"block_size {session['block_size']}; allowed: {self.own_block_tokens}, as before"
                     )
-                highest = -1
+                if _is_global(session) != self._is_global:
+                    raise ConfigError(f"hash_id_scope {session.get('hash_id_scope')!r}; allowed: the same in all lines")
                 name = str(session.get("id", line_number))
                 latest_s: dict[str, float] = {}
+                own: list[_Part] = []
                 for time_s, agent, request in _flattened(session, start_s, name, 0):
                     times_back += time_s < latest_s.get(agent, time_s)
                     latest_s[agent] = max(time_s, latest_s.get(agent, time_s))
                     longest_s = max(longest_s, time_s - start_s)
-                    own = blocks_of(request, Numbering())
-                    if len(own):
-                        highest = max(highest, int(own.max()))
-                    parts.append(
-                        _Part(
-                            time_s,
-                            whole(request, "in"),
-                            whole(request, "out"),
-                            merged(own, self._factor).astype(np.int32),
-                            agent,
-                            line_number,
-                            first_id,
-                        )
-                    )
-                first_id += highest + 1
+                    blocks = merged(blocks_of(request, numbering), self._factor).astype(np.int32)
+                    own.append(_Part(time_s, whole(request, "in"), whole(request, "out"), blocks, agent, line_number))
+                if not self._is_global:
+                    numbering = Numbering()
+                    own, first_id = _apart(own, first_id)
+                parts += own
         parts.sort(key=lambda it: it.time_s)
         self._doubt = _doubts(times_back, longest_s)
         for part in parts:
@@ -115,10 +113,32 @@ class SessionLines:
                 part.time_s,
                 part.input_tokens,
                 part.output_tokens,
-                part.blocks.astype(np.int64) + part.first_id,
+                part.blocks.astype(np.int64),
                 part.session,
                 part.line,
             )
+
+
+def _is_global(session: dict[str, Any]) -> bool:
+    """Whether ids mean the same in all sessions that say so."""
+    scope = session.get("hash_id_scope", "local")
+    if scope not in ("local", "global"):
+        raise ConfigError(f"hash_id_scope is {scope!r}; allowed: local, global")
+    return scope == "global"
+
+
+def _apart(parts: list[_Part], first_id: int) -> tuple[list[_Part], int]:
+    """The requests of one session with ids that no other session has, from `first_id` on, and the next free one."""
+    if not parts:
+        return parts, first_id
+    ids = np.concatenate([it.blocks for it in parts])
+    known, numbers = np.unique(ids, return_inverse=True)
+    if first_id + len(known) > _IDS_MAX:
+        raise ConfigError(f"more than {_IDS_MAX} distinct blocks up to here; allowed: at most so many")
+    numbers = (numbers.reshape(-1) + first_id).astype(np.int32)
+    ends = np.cumsum([len(it.blocks) for it in parts])
+    apart = [it._replace(blocks=own) for it, own in zip(parts, np.split(numbers, ends[:-1]), strict=True)]
+    return apart, first_id + len(known)
 
 
 def _doubts(times_back: int, longest_s: float) -> tuple[str, ...]:
