@@ -108,6 +108,10 @@ class Mover:
                 self.arena.payload(0, command.slot)[:8] = bytes(8)
         self.done.append(Settled(command, Outcome.DONE, seconds=0.001))
 
+    def submit_all(self, commands):
+        for command in commands:
+            self.submit(command)
+
     def take(self, _wait_s):
         done, self.done = self.done, []
         return done

@@ -13,8 +13,8 @@ WAIT_S = 20.0
 BOUND = 100
 
 
-def _job(number: int, deadline_s: float = float("inf")) -> Job:
-    return Job(Probe(number, "tier", (), deadline_s), 0.0)
+def _job(number: int, deadline_s: float = float("inf"), together: int = 1) -> Job:
+    return Job(Probe(number, "tier", (), deadline_s), 0.0, together)
 
 
 class _Worker:
@@ -59,10 +59,10 @@ def _until_s() -> float:
 def test_urgent_jobs_go_first_then_the_oldest() -> None:
     worker = _Worker()
     lane = worker.lane()
-    assert lane.add(_job(0), bound=BOUND)
+    assert lane.add([_job(0)], bound=BOUND)
     worker.wait_begun()
     for number, is_urgent in ((1, False), (2, True), (3, False), (4, True)):
-        assert lane.add(_job(number), bound=BOUND, is_urgent=is_urgent)
+        assert lane.add([_job(number)], bound=BOUND, is_urgent=is_urgent)
     worker.gate.release(5)
     for _ in range(4):
         worker.wait_begun()
@@ -74,9 +74,9 @@ def test_urgent_jobs_go_first_then_the_oldest() -> None:
 def test_no_more_than_the_bound_may_wait() -> None:
     worker = _Worker()
     lane = worker.lane()
-    assert lane.add(_job(0), bound=2)
+    assert lane.add([_job(0)], bound=2)
     worker.wait_begun()
-    assert [lane.add(_job(number), bound=2, is_urgent=number == 1) for number in (1, 2, 3)] == [True, True, False]
+    assert [lane.add([_job(number)], bound=2, is_urgent=number == 1) for number in (1, 2, 3)] == [1, 1, 0]
     assert lane.state is LaneState.OPEN
     worker.gate.release(3)
     lane.close()
@@ -88,10 +88,10 @@ def test_what_is_withdrawn_is_not_run() -> None:
     lane = worker.lane()
     assert lane.withdraw([0]) == []
     running, drop, *waiting = [_job(0), Job(Drop("tier", ChunkKey(b""), 0), 0.0), *(_job(n) for n in (1, 2, 3))]
-    assert lane.add(running, bound=BOUND)
+    assert lane.add([running], bound=BOUND)
     worker.wait_begun()
     for job in (*waiting, drop):
-        assert lane.add(job, bound=BOUND)
+        assert lane.add([job], bound=BOUND)
     assert lane.withdraw({0, 1, 3}) == [waiting[0], waiting[2]]
     assert lane.close() == [waiting[1], drop]
     worker.gate.release()
@@ -103,13 +103,13 @@ def test_what_is_late_leaves_the_front_of_the_queue() -> None:
     worker = _Worker()
     lane = worker.lane()
     assert lane.expire(0.0) == []
-    assert lane.add(_job(0), bound=BOUND)
+    assert lane.add([_job(0)], bound=BOUND)
     worker.wait_begun()
     jobs = [_job(number, deadline_s) for number, deadline_s in ((1, 1.0), (2, 2.0), (3, 3.0))]
     urgent = _job(4, 1.5)
     for job in jobs:
-        assert lane.add(job, bound=BOUND)
-    assert lane.add(urgent, bound=BOUND, is_urgent=True)
+        assert lane.add([job], bound=BOUND)
+    assert lane.add([urgent], bound=BOUND, is_urgent=True)
     assert lane.expire(0.5) == []
     assert set(lane.expire(2.0)) == {jobs[0], jobs[1], urgent}
     assert lane.close() == [jobs[2]]
@@ -121,7 +121,7 @@ def test_a_closed_lane_takes_nothing() -> None:
     worker = _Worker()
     lane = worker.lane(threads=3)
     assert lane.close() == []
-    assert not lane.add(_job(0), bound=BOUND)
+    assert not lane.add([_job(0)], bound=BOUND)
     assert lane.state is LaneState.CLOSED
     assert lane.join(_until_s())
 
@@ -129,7 +129,7 @@ def test_a_closed_lane_takes_nothing() -> None:
 def test_join_does_not_wait_beyond_its_time() -> None:
     worker = _Worker()
     lane = worker.lane()
-    assert lane.add(_job(0), bound=BOUND)
+    assert lane.add([_job(0)], bound=BOUND)
     worker.wait_begun()
     lane.close()
     assert not lane.join(time.monotonic() + 0.01)
@@ -143,7 +143,7 @@ def test_a_thread_that_ends_is_replaced(exits: list[type[BaseException]]) -> Non
     lane = worker.lane()
     worker.gate.release(4)
     for number in (-1, -2, -3, 4):
-        assert lane.add(_job(number), bound=BOUND)
+        assert lane.add([_job(number)], bound=BOUND)
     for _ in range(4):
         worker.wait_begun()
     assert lane.close() == []
@@ -170,14 +170,14 @@ def test_when_no_thread_can_be_had_what_waits_is_handed_back(exits: list[type[Ba
     lane = Lane("test", threads=1, run=worker.run, orphaned=orphaned, start=start_one)
     lane.start()
     last, waiting = _job(-1), _job(2)
-    assert lane.add(last, bound=BOUND)
+    assert lane.add([last], bound=BOUND)
     worker.wait_begun()
-    assert lane.add(waiting, bound=BOUND)
+    assert lane.add([waiting], bound=BOUND)
     worker.gate.release()
     assert is_over.wait(WAIT_S)
     assert worker.orphans == [waiting]
     assert lane.state is LaneState.DEAD
-    assert not lane.add(_job(3), bound=BOUND)
+    assert not lane.add([_job(3)], bound=BOUND)
     assert lane.close() == []
     assert lane.join(_until_s())
     assert set(exits) <= {SystemExit}  # the thread is on its way out
@@ -221,14 +221,11 @@ def test_what_may_go_together_is_taken_together_but_not_more_than_a_share() -> N
         begun.release()
         assert gate.acquire(timeout=WAIT_S)
 
-    def together(job: Job) -> int:
-        return job.command.id if isinstance(job.command, Probe) else 1
-
-    lane = Lane("test", threads=1, run=run, orphaned=lambda _: None, together=together)
+    lane = Lane("test", threads=1, run=run, orphaned=lambda _: None)
     lane.start()
     ids = [1, 3, 3, 3, 3, 1, 2, 4, 4, 4]
     for number in ids:
-        assert lane.add(_job(number), bound=BOUND)
+        assert lane.add([_job(number, together=number)], bound=BOUND)
         if len(taken) == 0:
             assert begun.acquire(timeout=WAIT_S)
     gate.release(len(ids))
@@ -239,3 +236,28 @@ def test_what_may_go_together_is_taken_together_but_not_more_than_a_share() -> N
     assert lane.close() == []
     assert lane.join(_until_s())
     assert taken == [[1], [3, 3, 3], [3], [1], [2, 4], [4, 4]]
+
+
+def test_one_that_begins_wakes_another_for_what_is_left() -> None:
+    """Three come in one go. Each thread hangs in its own, so that none but another could begin the next."""
+    worker = _Worker()
+    lane = worker.lane(threads=3)
+    assert lane.add([_job(0), _job(1), _job(2)], bound=BOUND) == 3
+    for _ in range(3):
+        worker.wait_begun()
+    worker.gate.release(3)
+    assert lane.close() == []
+    assert lane.join(_until_s())
+
+
+def test_of_those_that_come_together_as_many_wait_as_there_is_room_for() -> None:
+    worker = _Worker()
+    lane = worker.lane()
+    assert lane.add([_job(0)], bound=2) == 1
+    worker.wait_begun()
+    assert lane.add([_job(1)], bound=2, is_urgent=True) == 1
+    last = _job(2)
+    assert lane.add([last, _job(3)], bound=2) == 1
+    assert lane.close()[1:] == [last]
+    worker.gate.release()
+    assert lane.join(_until_s())

@@ -178,12 +178,14 @@ class Disk:
         out = 0
         until = time.monotonic() + DEADLINE_S
         while len(used) < len(work) or out:
+            transfers: list[Transfer] = []
             while len(used) < len(work) and free[work[len(used)][0]]:
                 link, number = work[len(used)]
                 slot = free[link].pop()
-                self._mover.submit(self._transfer(len(used), number, link, slot))
+                transfers.append(self._transfer(len(used), number, link, slot))
                 used.append(slot)
-                out += 1
+            self._mover.submit_all(transfers)
+            out += len(transfers)
             for settled in self._mover.take(1.0):
                 command = settled.command
                 assert isinstance(command, Transfer)

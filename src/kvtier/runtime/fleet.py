@@ -81,6 +81,7 @@ class LocalRank:
         self._closed = threading.Event()
         self._leaving: Callable[[], None] = lambda: None
         self.submit = mover.submit
+        self.submit_all = mover.submit_all
         self.cancel = mover.cancel
         self.take = mover.take
         self.wake = mover.wake
@@ -141,11 +142,18 @@ class Fleet:
         """See `Obedient`."""
         if isinstance(command, Cancel):
             self.cancel(command.ids)
-            return
+        else:
+            self.submit_all((command,))
+
+    def submit_all(self, commands: Iterable[Command]) -> None:
+        """See `Obedient`."""
+        commands = tuple(commands)
         with self._lock:
-            self._open[id(command)] = _Open(command, len(self._ranks))
+            for command in commands:
+                if not isinstance(command, Cancel):
+                    self._open[id(command)] = _Open(command, len(self._ranks))
         for rank in self._ranks:
-            rank.submit(command)
+            rank.submit_all(commands)
 
     def cancel(self, ids: Iterable[int]) -> None:
         """See `Obedient`. What some rank has begun is answered when it ends there."""

@@ -1,5 +1,6 @@
 """What a mover is given and what it answers."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -38,6 +39,10 @@ class Obedient(Protocol):
 
     def submit(self, command: Command) -> None:
         """Begin `command` when there is a thread for it. Never blocks; what cannot be done is answered so."""
+        ...
+
+    def submit_all(self, commands: Iterable[Command]) -> None:
+        """`submit` each of `commands`, in order; less work than one after the other."""
         ...
 
     def cancel(self, ids: Iterable[int]) -> None:
@@ -84,16 +89,22 @@ class Threads:
                 raise ValueError(f"threads.{name} must be at least 1, got {getattr(self, name)}")
 
 
-@dataclass(slots=True, eq=False)
 class Job:
-    """One command on its way through a lane."""
+    """One command on its way through a lane.
 
-    command: Work
-    submitted_s: float
-    is_in_tier: bool = False
-    """A tier is being called, so what is raised is the tier's fault."""
+    Args:
+        command: which.
+        submitted_s: when it came.
+        together: how many jobs of its kind a thread may take at once, when they wait; 1 is each by itself.
+    """
 
-    @property
-    def deadline_s(self) -> float:
+    __slots__ = ("command", "deadline_s", "is_in_tier", "submitted_s", "together")
+
+    def __init__(self, command: Work, submitted_s: float, together: int = 1) -> None:
+        self.command = command
+        self.submitted_s = submitted_s
+        self.together = together
+        self.deadline_s = math.inf if isinstance(command, Drop) else command.deadline_s
         """After it the answer no longer counts; a drop has none."""
-        return float("inf") if isinstance(self.command, Drop) else self.command.deadline_s
+        self.is_in_tier = False
+        """A tier is being called, so what is raised is the tier's fault."""

@@ -8,7 +8,7 @@ and no join is without a deadline, so a thread that hangs in a tier holds up nei
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from enum import Enum
 
 from kvtier.runtime.arena import page_aligned
@@ -17,6 +17,9 @@ from kvtier.types import Drop
 
 IDLE_WAIT_S = 60.0
 """A thread without work looks again after this long, so that not even a lost wake-up could stall a lane for ever."""
+
+SHARES_MOST = 4
+"""Jobs that one thread may take at once are shared by so many at most: a switch of threads costs more than a job."""
 
 
 class LaneState(Enum):
@@ -49,7 +52,6 @@ class Lane:
         run: does jobs that one thread takes at once, and answers them. When it raises, it has answered; its thread ends
             and another takes its place.
         orphaned: answers the jobs that wait when the last thread has ended and no other can be started.
-        together: how many jobs of this kind a thread may take at once, when they wait; 1 is each by itself.
         start: starts a thread.
     """
 
@@ -60,13 +62,11 @@ class Lane:
         threads: int,
         run: Callable[[list[Job], Scratch], None],
         orphaned: Callable[[list[Job]], None],
-        together: Callable[[Job], int] = lambda _: 1,
         start: Callable[[threading.Thread], None] = threading.Thread.start,
     ) -> None:
         self.name = name
         self._run = run
         self._orphaned = orphaned
-        self._together = together
         self._start = start
         self._urgent: deque[Job] = deque()
         self._usual: deque[Job] = deque()
@@ -92,14 +92,20 @@ class Lane:
         """Whether it takes jobs."""
         return self._state
 
-    def add(self, job: Job, *, bound: int, is_urgent: bool = False) -> bool:
-        """Queue a job; False when the lane is not open or `bound` jobs wait. Then it is the caller's to answer."""
+    def add(self, jobs: Sequence[Job], *, bound: int, is_urgent: bool = False) -> int:
+        """Queue the first of `jobs`, as many as there is room for; how many. The rest is the caller's to answer.
+
+        There is room for fewer than all when `bound` jobs wait then, and for none when the lane is not open.
+        """
         with self._ready:
-            if self._state is not LaneState.OPEN or len(self._urgent) + len(self._usual) >= bound:
-                return False
-            (self._urgent if is_urgent else self._usual).append(job)
-            self._ready.notify()
-            return True
+            if self._state is not LaneState.OPEN:
+                return 0
+            room = max(0, bound - len(self._urgent) - len(self._usual))
+            taken = jobs if len(jobs) <= room else jobs[:room]
+            (self._urgent if is_urgent else self._usual).extend(taken)
+            if taken:
+                self._ready.notify()
+            return len(taken)
 
     def withdraw(self, ids: Container[int]) -> list[Job]:
         """Take out the waiting jobs with these ids; they are the caller's to answer."""
@@ -175,12 +181,16 @@ class Lane:
             return []
 
     def _take_from(self, queue: deque[Job]) -> list[Job]:
-        jobs = [queue.popleft()]
-        # An even share where others have nothing to do: what one thread takes no other begins earlier.
-        share = -(-(len(queue) + 1) // (self._idle + 1))
-        most = min(self._together(jobs[0]), share)
-        while len(jobs) < most and queue and len(jobs) < self._together(queue[0]):
-            jobs.append(queue.popleft())
+        first = queue.popleft()
+        jobs = [first]
+        if first.together > 1 and queue:
+            # An even share where others have nothing to do: what one thread takes no other begins earlier.
+            share = max(-(-(len(queue) + 1) // (self._idle + 1)), -(-first.together // SHARES_MOST))
+            most = min(first.together, share)
+            while len(jobs) < most and queue and len(jobs) < queue[0].together:
+                jobs.append(queue.popleft())
+        if self._urgent or self._usual:
+            self._ready.notify()  # one thread was woken, for however many jobs
         return jobs
 
     def _replace_thread(self) -> None:

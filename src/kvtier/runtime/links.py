@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 from kvtier.codec.base import Codec
@@ -19,7 +19,7 @@ from kvtier.errors import TierError
 from kvtier.keys.names import object_name, object_names
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.jobs import Job
+from kvtier.runtime.jobs import Job, Work
 from kvtier.runtime.lanes import Scratch
 from kvtier.tier.base import About, BatchTier, Read, Tier, Write
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
@@ -59,6 +59,9 @@ class Result(NamedTuple):
     detail: str = ""
 
 
+_ABSENT = Result(Outcome.ABSENT, detail="not there")
+
+
 class Links:
     """One rank's ways between its engine, its arena and its tiers. Thread-safe: it has no state of its own.
 
@@ -93,9 +96,8 @@ class Links:
         self._batch_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, BatchTier)}
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
 
-    def together(self, job: Job) -> int:
-        """How many jobs like this one gain by going together; 1 is none."""
-        command = job.command
+    def together(self, command: Work) -> int:
+        """How many commands like this one gain by going together; 1 is none."""
         if isinstance(command, Transfer) and command.tier in self._batch_tiers:
             return self._batch_counts[command.group]
         return 1
@@ -147,7 +149,8 @@ class Links:
                 is_told = True
 
     def _demote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:
-        write = self._sealed(transfer, scratch.view(self._seal_scratch_bytes[transfer.group]))
+        (identity,) = self._identities([transfer])
+        write = self._sealed(transfer, identity, scratch.view(self._seal_scratch_bytes[transfer.group]))
         with _calling_tier(job):
             is_held = self._tiers[transfer.tier].write(*write)
         return _written(write, is_held=is_held)
@@ -155,11 +158,10 @@ class Links:
     def _demote_many(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> list[Result | Exception]:
         transfers = _transfers(jobs)
         stops = list(accumulate(self._seal_scratch_bytes[transfer.group] for transfer in transfers))
-        views = [
-            scratch.view(stops[-1])[stop - self._seal_scratch_bytes[transfer.group] : stop]
-            for transfer, stop in zip(transfers, stops, strict=True)
-        ]
-        writes = [attempt(self._sealed, *pair) for pair in zip(transfers, views, strict=True)]
+        whole = scratch.view(stops[-1])
+        views = [whole[start:stop] for start, stop in pairwise((0, *stops))]
+        identities = self._identities(transfers)
+        writes = [attempt(self._sealed, *it) for it in zip(transfers, identities, views, strict=True)]
         answers = _asked(jobs, writes, self._batch_tiers[transfers[0].tier].write_many)
         results: list[Result | Exception] = []
         for write, answer in zip(writes, answers, strict=True):
@@ -169,59 +171,50 @@ class Links:
                 results.append(answer if isinstance(answer, Exception) else _written(write, is_held=answer))
         return results
 
-    def _sealed(self, transfer: Transfer, scratch: memoryview) -> Write:
+    def _sealed(self, transfer: Transfer, identity: Identity, scratch: memoryview) -> Write:
         group = transfer.group
-        identity = self._identity(transfer)
         slot = self._arena.frame(group, transfer.slot)
         frame = seal(slot, self._layout.groups[group], identity, self._codec, scratch)
         about = About(identity.parent, transfer.depth, group, self._layout.chunk_tokens, transfer.hint)
         return Write(identity.name, frame, about)
 
     def _promote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:
-        identity = self._identity(transfer)
+        name = self._name(transfer.key, transfer.group)
         slot = self._arena.frame(transfer.group, transfer.slot)
         with _calling_tier(job):
-            stored_bytes = self._tiers[transfer.tier].read(identity.name, slot)
-        return self._opened(transfer.group, identity, slot, stored_bytes, scratch)
+            stored_bytes = self._tiers[transfer.tier].read(name, slot)
+        return self._opened(transfer.group, name, slot, stored_bytes, scratch.view(OPEN_SCRATCH_BYTES))
 
     def _promote_many(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> list[Result | Exception]:
         transfers = _transfers(jobs)
-        identities = [self._identity(transfer) for transfer in transfers]
+        groups = [transfer.group for transfer in transfers]
+        names = self._names([transfer.key for transfer in transfers], groups)
         slots = [self._arena.frame(transfer.group, transfer.slot) for transfer in transfers]
-        reads = [Read(identity.name, slot) for identity, slot in zip(identities, slots, strict=True)]
+        reads = list(map(Read, names, slots))
         answers = _asked(jobs, reads, self._batch_tiers[transfers[0].tier].read_many)
+        memory = scratch.view(OPEN_SCRATCH_BYTES)
         return [
-            answer
-            if isinstance(answer, Exception)
-            else attempt(self._opened, transfer.group, identity, slot, answer, scratch)
-            for transfer, identity, slot, answer in zip(transfers, identities, slots, answers, strict=True)
+            answer if isinstance(answer, Exception) else attempt(self._opened, group, name, slot, answer, memory)
+            for group, name, slot, answer in zip(groups, names, slots, answers, strict=True)
         ]
 
     def _opened(
-        self, group: int, identity: Identity, slot: memoryview, stored_bytes: int | None, scratch: Scratch
+        self, group: int, name: ObjectName, slot: memoryview, stored_bytes: int | None, scratch: memoryview
     ) -> Result:
         if stored_bytes is None:
-            return Result(Outcome.ABSENT, detail="not there")
-        open_in_place(slot, stored_bytes, self._layout.groups[group], identity, scratch.view(OPEN_SCRATCH_BYTES))
+            return _ABSENT
+        identity = Identity(name, self._fingerprint, self._digests[group])
+        open_in_place(slot, stored_bytes, self._layout.groups[group], identity, scratch)
         return Result(Outcome.DONE, stored_bytes)
 
     def _probe(self, job: Job, probe: Probe) -> Result:
-        present = [False] * len(probe.objects)
-        positions: dict[int, list[int]] = {}
-        for position, (_, group) in enumerate(probe.objects):
-            positions.setdefault(group, []).append(position)
-        names: list[ObjectName] = []
-        for group, members in positions.items():
-            keys = (probe.objects[position][0] for position in members)
-            names += object_names(keys, group, self._rank, self._digests[group])
+        keys, groups = [key for key, _ in probe.objects], [group for _, group in probe.objects]
+        names = self._names(keys, groups)
         with _calling_tier(job):
             answers = self._tiers[probe.tier].contains(names)
             if len(answers) != len(names):
                 raise TierError(probe.tier, f"{len(answers)} answers to {len(names)} names")
-        order = (position for members in positions.values() for position in members)
-        for position, is_present in zip(order, answers, strict=True):
-            present[position] = is_present
-        return Result(Outcome.DONE, present=tuple(present))
+        return Result(Outcome.DONE, present=tuple(answers))
 
     def _drop(self, job: Job, drop: Drop) -> Result:
         name = self._name(drop.key, drop.group)
@@ -232,18 +225,39 @@ class Links:
     def _name(self, key: ChunkKey, group: int) -> ObjectName:
         return object_name(key, group, self._rank, self._digests[group])
 
-    def _identity(self, transfer: Transfer) -> Identity:
-        group = transfer.group
-        return Identity(
-            self._name(transfer.key, group),
-            self._fingerprint,
-            self._digests[group],
-            None if transfer.parent is None else self._name(transfer.parent, group),
-            transfer.depth,
-            self._layout.chunk_tokens,
-            group,
-            self._rank,
-        )
+    def _names(self, keys: Sequence[ChunkKey], groups: Sequence[int]) -> list[ObjectName]:
+        """The name of each of these objects."""
+        different = set(groups)
+        if len(different) == 1:  # as a rule
+            return object_names(keys, groups[0], self._rank, self._digests[groups[0]])
+        names = [ObjectName(b"")] * len(keys)
+        for group in different:
+            members = [position for position, it in enumerate(groups) if it == group]
+            its_keys = (keys[position] for position in members)
+            for position, name in zip(
+                members, object_names(its_keys, group, self._rank, self._digests[group]), strict=True
+            ):
+                names[position] = name
+        return names
+
+    def _identities(self, transfers: Sequence[Transfer]) -> list[Identity]:
+        groups = [transfer.group for transfer in transfers]
+        names = self._names([transfer.key for transfer in transfers], groups)
+        of_parents = [(transfer.parent, transfer.group) for transfer in transfers if transfer.parent is not None]
+        parents = iter(self._names([key for key, _ in of_parents], [group for _, group in of_parents]))
+        return [
+            Identity(
+                name,
+                self._fingerprint,
+                self._digests[transfer.group],
+                None if transfer.parent is None else next(parents),
+                transfer.depth,
+                self._layout.chunk_tokens,
+                transfer.group,
+                self._rank,
+            )
+            for transfer, name in zip(transfers, names, strict=True)
+        ]
 
 
 @contextmanager

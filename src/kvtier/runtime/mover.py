@@ -11,6 +11,7 @@ may still touch the slot, late or not: the core may have stopped waiting long be
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
 from kvtier.codec.base import Codec
@@ -40,6 +41,15 @@ _Given = TypeVarTuple("_Given")
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
 CLOSED = "the mover is closed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """The lane of one kind of command."""
+
+    lane: Lane
+    bound: int
+    is_urgent: bool = False
 
 
 class Mover:
@@ -96,11 +106,16 @@ class Mover:
         self._answers = Answers()
         self._put: Callable[[list[Settled]], None] = self._answers.put_all
         self._faults = FaultLog()
-        self._device = self._lane("device", threads.device)
-        self._reads = {name: self._lane(f"{name} read", threads.read) for name in tiers}
-        self._writes = {name: self._lane(f"{name} write", threads.write) for name in tiers}
-        self._probes = {name: self._lane(f"{name} probe", threads.probe) for name in tiers}
-        self._lanes = [self._device, *self._reads.values(), *self._writes.values(), *self._probes.values()]
+        device = self._lane("device", threads.device)
+        reads = {name: self._lane(f"{name} read", threads.read) for name in tiers}
+        writes = {name: self._lane(f"{name} write", threads.write) for name in tiers}
+        probes = {name: self._lane(f"{name} probe", threads.probe) for name in tiers}
+        self._lanes = [device, *reads.values(), *writes.values(), *probes.values()]
+        self._gathers, self._scatters = _Way(device, QUEUE_BOUND), _Way(device, QUEUE_BOUND, is_urgent=True)
+        self._promotes = {name: _Way(lane, QUEUE_BOUND) for name, lane in reads.items()}
+        self._demotes = {name: _Way(lane, QUEUE_BOUND) for name, lane in writes.items()}
+        self._drops = {name: _Way(lane, DROPS_BOUND) for name, lane in writes.items()}
+        self._probes = {name: _Way(lane, QUEUE_BOUND) for name, lane in probes.items()}
         try:
             for lane in self._lanes:
                 lane.start()
@@ -114,25 +129,29 @@ class Mover:
         Raises:
             ValueError: there is no such tier.
         """
-        if isinstance(command, Cancel):
-            self.cancel(command.ids)
-            return
-        lane, bound = self._route(command)
+        self.submit_all((command,))
+
+    def submit_all(self, commands: Iterable[Command]) -> None:
+        """`submit` each of `commands`, in order; the lanes are visited once for all of them.
+
+        Raises:
+            ValueError: there is no such tier. Nothing of what follows is done.
+        """
         now_s = self._clock()
-        for job in lane.expire(now_s):
-            self._answer_too_late(job)
-        job = Job(command, now_s)
-        is_urgent = isinstance(command, Transfer) and command.link is Link.SCATTER
-        if lane.add(job, bound=bound, is_urgent=is_urgent):
-            return
-        if lane.state is LaneState.CLOSED:
-            self._answer(job, Outcome.CANCELLED, CLOSED)
-            return
-        if lane.state is LaneState.DEAD:
-            self._answer_orphans([job])
-            return
-        self._answer(job, Outcome.FAILED, f"{bound} commands wait in the {lane.name} lane")
-        assert isinstance(command, Drop), f"the core has let {bound} commands wait in the {lane.name} lane"
+        together = self._links.together
+        bursts: dict[_Way, list[Job]] = {}
+        try:
+            for command in commands:
+                if isinstance(command, Transfer | Probe):
+                    bursts.setdefault(self._way(command), []).append(Job(command, now_s, together(command)))
+                    continue
+                self._begin(bursts, now_s)  # what came before may be what it is about
+                if isinstance(command, Cancel):
+                    self.cancel(command.ids)
+                else:
+                    self._begin({self._way(command): [Job(command, now_s)]}, now_s)
+        finally:
+            self._begin(bursts, now_s)
 
     def cancel(self, ids: Iterable[int]) -> None:
         """Answer those transfers and probes CANCELLED that have not begun; the others go on and answer as ever."""
@@ -182,20 +201,42 @@ class Mover:
         return all(ended)
 
     def _lane(self, name: str, threads: int) -> Lane:
-        together = self._links.together
-        return Lane(name, threads=threads, run=self._run, orphaned=self._answer_orphans, together=together)
+        return Lane(name, threads=threads, run=self._run, orphaned=self._answer_orphans)
 
-    def _route(self, command: Work) -> tuple[Lane, int]:
-        if isinstance(command, Transfer) and command.link in (Link.GATHER, Link.SCATTER):
-            return self._device, QUEUE_BOUND
-        if command.tier not in self._reads:
-            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(self._reads) or 'none'}")
-        if isinstance(command, Probe):
-            return self._probes[command.tier], QUEUE_BOUND
-        if isinstance(command, Drop):
-            return self._writes[command.tier], DROPS_BOUND
-        lanes = self._reads if command.link is Link.PROMOTE else self._writes
-        return lanes[command.tier], QUEUE_BOUND
+    def _way(self, command: Work) -> "_Way":
+        link = command.link if isinstance(command, Transfer) else None
+        if link is Link.SCATTER:
+            return self._scatters
+        if link is Link.GATHER:
+            return self._gathers
+        ways = self._promotes if link is Link.PROMOTE else self._demotes
+        if link is None:
+            ways = self._probes if isinstance(command, Probe) else self._drops
+        if (way := ways.get(command.tier)) is None:
+            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(ways) or 'none'}")
+        return way
+
+    def _begin(self, bursts: dict["_Way", list[Job]], now_s: float) -> None:
+        """Queue these jobs, and answer those for which there is no room."""
+        while bursts:
+            way, jobs = bursts.popitem()
+            lane = way.lane
+            for job in lane.expire(now_s):
+                self._answer_too_late(job)
+            queued = lane.add(jobs, bound=way.bound, is_urgent=way.is_urgent)
+            if queued == len(jobs):
+                continue
+            jobs = jobs[queued:]
+            if lane.state is LaneState.CLOSED:
+                for job in jobs:
+                    self._answer(job, Outcome.CANCELLED, CLOSED)
+            elif lane.state is LaneState.DEAD:
+                self._answer_orphans(jobs)
+            else:
+                for job in jobs:
+                    self._answer(job, Outcome.FAILED, f"{way.bound} commands wait in the {lane.name} lane")
+                is_ours = any(not isinstance(job.command, Drop) for job in jobs)
+                assert not is_ours, f"the core has let {way.bound} commands wait in the {lane.name} lane"
 
     def _run(self, jobs: list[Job], scratch: Scratch) -> None:
         """Do jobs and answer them. The one place where failures become outcomes; runs in the lanes' threads."""
@@ -216,29 +257,22 @@ class Mover:
             failed = Result(Outcome.FAILED, detail=f"{type(error).__name__}: {error}")
             self._settle(jobs, began_s, [failed] * len(jobs))
             raise
-        self._settle(jobs, began_s, [_judged(*pair) for pair in zip(jobs, results, strict=True)])
+        judged = [_judged(job, it) if isinstance(it, Exception) else it for job, it in zip(jobs, results, strict=True)]
+        self._settle(jobs, began_s, judged)
 
     def _settle(self, jobs: list[Job], began_s: float, results: list[Result]) -> None:
         seconds = self._clock() - began_s
-        self._put(
-            [
-                Settled(
-                    job.command,
-                    result.outcome,
-                    result.present,
-                    result.size_bytes,
-                    seconds,
-                    began_s - job.submitted_s,
-                    result.detail,
-                    job.is_in_tier and result.outcome is Outcome.FAILED,
-                )
-                for job, result in zip(jobs, results, strict=True)
-            ]
-        )
+        settled: list[Settled] = []
+        faults: list[tuple[Work, Result]] = []
         for job, result in zip(jobs, results, strict=True):
-            outcome, detail = result.outcome, result.detail
+            command, (outcome, size_bytes, present, detail) = job.command, result
+            waited_s, is_fault = began_s - job.submitted_s, job.is_in_tier and outcome is Outcome.FAILED
+            settled.append(Settled(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
             if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and detail != NOT_ADMITTED):
-                self._faults.tell(_kind(job.command, outcome), detail)
+                faults.append((command, result))
+        self._put(settled)
+        for command, result in faults:
+            self._faults.tell(_kind(command, result.outcome), result.detail)
 
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
         """Answer a job that has not begun."""
@@ -262,15 +296,13 @@ def _attempt(act: Callable[[*_Given], _Answer], *given: *_Given) -> _Answer | Ex
         return error
 
 
-def _judged(job: Job, result: Result | Exception) -> Result:
+def _judged(job: Job, error: Exception) -> Result:
     """The outcome of what was raised."""
-    if not isinstance(result, Exception):
-        return result
-    if isinstance(result, CorruptChunkError):
+    if isinstance(error, CorruptChunkError):
         # Only a promote has a source that could be bad.
         is_promote = isinstance(job.command, Transfer) and job.command.link is Link.PROMOTE
-        return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(result))
-    detail = str(result) if isinstance(result, KvError) else f"{type(result).__name__}: {result}"
+        return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error))
+    detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
     return Result(Outcome.FAILED, detail=detail)
 
 

@@ -95,6 +95,11 @@ class RemoteMover:
                     return
         self._put(Settled(command, refusal[0], detail=refusal[1]))
 
+    def submit_all(self, commands: Iterable[Command]) -> None:
+        """See `Obedient`; sent with the next `take` or `flush`."""
+        for command in commands:
+            self.submit(command)
+
     def cancel(self, ids: Iterable[int]) -> None:
         """See `Obedient`; sent with the next `take` or `flush`."""
         with self._lock, suppress(WireError):  # only a wish

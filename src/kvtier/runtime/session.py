@@ -212,13 +212,13 @@ class LocalSession:
 
     def _pass_on(self) -> None:
         """Give the core's commands to the mover, and its events to the engine."""
-        for command in self._cache.take_commands():
-            if isinstance(command, Cancel):
-                self._mover.cancel(command.ids)
-                continue
-            if self._observer is not None:
-                self._observer.submitted(command)
-            self._mover.submit(command)
+        commands = self._cache.take_commands()
+        if self._observer is not None:
+            for command in commands:
+                if not isinstance(command, Cancel):
+                    self._observer.submitted(command)
+        if commands:
+            self._mover.submit_all(commands)
         for event in self._cache.take_events():
             self._events.append(event)
             self._observe(event)
