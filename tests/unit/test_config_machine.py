@@ -1,5 +1,6 @@
 """`check` tells what will not work on this machine, and creates nothing while it looks."""
 
+import json
 import os
 from pathlib import Path
 
@@ -88,6 +89,40 @@ def test_directory_settings_without_a_directory_are_told():
     assert str(found) == (
         "directory.read_threads = 8 (from flag --set directory.read_threads): has no effect: directory.path is not set"
     )
+
+
+def test_a_reserve_of_all_that_is_free_is_told(tmp_path):
+    disk = [f"directory.path={tmp_path / 'a'}", f"disk.path={tmp_path}", "disk.capacity_bytes=1MiB"]
+    (found,) = findings(*disk, "disk.reserve_bytes=1024TiB")
+    assert found.startswith(
+        "warning: disk.reserve_bytes = 1024 TiB (from flag --set disk.reserve_bytes): leaves nothing"
+    )
+    assert findings(*disk, "disk.reserve_bytes=0") == []
+
+
+def test_a_place_for_recordings_that_is_a_file_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("x")
+    kv = f"directory.path={tmp_path / 'kv'}"
+    (found,) = findings(kv, f"trace.path={tmp_path / 'file'}")
+    assert found.startswith(f"error: trace.path = {tmp_path / 'file'} (from flag --set trace.path): ")
+    assert "is not a directory" in found
+    assert findings(kv, f"trace.path={tmp_path / 'traces'}") == []
+    assert "has no effect: trace.path is not set" in findings(kv, "trace.capacity_bytes=1MiB")[0]
+
+
+def test_a_record_of_a_probe_that_cannot_be_read_is_an_error(tmp_path):
+    path = tmp_path / "probe.json"
+    given = [f"directory.path={tmp_path / 'kv'}", f"planner.probe_file={path}"]
+    (found,) = findings(*given)
+    assert found == (
+        f"error: planner.probe_file = {path} (from flag --set planner.probe_file): No such file or directory; allowed: "
+        "a file that `kvtier probe --record` or `kvtier probe --json` wrote"
+    )
+    path.write_text("[]")
+    assert "not the record of a probe" in findings(*given)[0]
+    measure = {"op": "read", "bytes": 4096, "depth": 1, "gb_per_s": 1.0, "latency_us_p50": 9.0, "latency_us_p99": 9.0}
+    path.write_text(json.dumps({"links": [{"name": "disk", "measures": [measure]}]}))
+    assert findings(*given) == []
 
 
 def test_a_secret_that_others_can_read_is_told(tmp_path):

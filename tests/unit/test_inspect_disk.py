@@ -172,4 +172,9 @@ def test_compact_leaves_full_segments_and_stores_in_use_alone(store, capsys):
     assert "in use by another process" in capsys.readouterr().err
     tier.close()
     assert run(["inspect", "compact", str(store.parent)]) == 2
-    assert "is no store of the disk tier" in capsys.readouterr().err
+    assert f"such as {store.parent / 'rank-0'}" in capsys.readouterr().err
+    for command in ("compact", "health"):
+        assert run(["inspect", command, str(store / "segments")]) == 2
+        message = capsys.readouterr().err
+        assert "is no store of the disk tier" in message
+        assert "a directory with kvtier-disk.json" in message

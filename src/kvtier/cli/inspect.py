@@ -143,6 +143,8 @@ def verify_command(directory: Path, is_repair: bool, as_json: bool) -> int:
 def purge_command(directory: Path, yes: bool, force: bool, as_json: bool) -> int:
     """Remove the store in DIR with all its objects and its secret; DIR itself and what is not ours stay.
 
+    The secret of a disk store, which all ranks share, lies beside rank-0 and stays.
+
     While other processes have it open it is refused; with --force its objects are removed and the store stays.
     """
     is_disk = store_disk.is_disk(directory)
@@ -167,10 +169,7 @@ def compact(directory: Path, as_json: bool) -> int:
 
     Objects left in segments that are mostly empty are copied together; segments that hold nothing are removed.
     """
-    if not store_disk.is_disk(directory):
-        raise ConfigError(
-            f"{directory} is no store of the disk tier; a directory's files give their room back when they go"
-        )
+    store_disk.check_disk(directory)
     result = store_disk.compact(directory)
     if as_json:
         emit_json(result)

@@ -39,6 +39,22 @@ def is_disk(root: Path) -> bool:
     return (root / MARKER_NAME).is_file()
 
 
+def check_disk(root: Path) -> None:
+    """Refuse what is no store of the disk tier.
+
+    Raises:
+        ConfigError: it is none; the message names the one that may be meant.
+    """
+    if is_disk(root):
+        return
+    if is_disk(root / "rank-0"):
+        raise ConfigError(f"{root} is of the disk tier; allowed here: one of its stores, such as {root / 'rank-0'}")
+    raise ConfigError(
+        f"{root} is no store of the disk tier, the only one that this is for; allowed: a directory with {MARKER_NAME}, "
+        "such as rank-0 in the one that disk.path names"
+    )
+
+
 def listing(root: Path, *, limit: int, after: str = "") -> Listing:
     """See `store_view.listing`."""
     found = census(root)
@@ -102,8 +118,7 @@ def health(root: Path) -> StoreHealth:
     Raises:
         ConfigError: there is no store of the disk tier.
     """
-    if not is_disk(root):
-        raise ConfigError(f"{root} holds no disk store that is known here; allowed: {ALLOWED}")
+    check_disk(root)
     status, is_open = read_status(root), _is_open(root)
     age_s = None if status is None else max(time() - status.time_s, 0.0)
     return StoreHealth(

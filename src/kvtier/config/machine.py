@@ -9,6 +9,7 @@ from shutil import disk_usage
 from typing import Literal
 
 from kvtier.config.kinds import size_text
+from kvtier.config.links import read_links
 from kvtier.config.loader import Origin
 from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
 from kvtier.errors import ConfigError
@@ -63,6 +64,8 @@ def check(config: Config, origins: Mapping[str, Origin] | None = None, file: Pat
         ("directory.path", config.directory.path, _directory(config, reporter)),
         ("disk.path", config.disk.path, _disk(config, reporter)),
         ("store.secret_file", config.store.secret_file, _secret(config, reporter, file)),
+        ("trace.path", config.trace.path, _trace(config, reporter)),
+        ("planner.probe_file", config.planner.probe_file, _probe(config, reporter)),
     )
     for setting, path, part in paths:
         try:
@@ -129,6 +132,31 @@ def _disk(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         return
     is_store = nearest == path and (path / "rank-0" / DISK_MARKER_NAME).exists()
     yield from _room("disk", config.disk, nearest, reporter, is_store=is_store)
+    reserve, usage = config.disk.reserve_bytes, disk_usage(nearest)
+    room = usage.total if is_store else usage.free
+    if usage.total and reserve >= room:
+        detail = f"leaves nothing to store in: its file system has {size_text(room)}{'' if is_store else ' free'}"
+        yield reporter.warning("disk.reserve_bytes", size_text(reserve), detail)
+
+
+def _trace(config: Config, reporter: _Reporter) -> Iterator[Finding]:
+    path = config.trace.path
+    if path is None:
+        yield from _without_effect("trace", config.trace, reporter)
+        return
+    problem = _place_problem(path, _nearest_existing(path))
+    if problem is not None:
+        yield reporter.error("trace.path", path, problem)
+
+
+def _probe(config: Config, reporter: _Reporter) -> Iterator[Finding]:
+    path = config.planner.probe_file
+    if path is None:
+        return
+    try:
+        read_links(path, "")
+    except ConfigError as error:
+        yield reporter.error("planner.probe_file", path, str(error).partition(": ")[2])
 
 
 def _without_effect(section: str, settings: object, reporter: _Reporter) -> Iterator[Finding]:
