@@ -89,7 +89,12 @@ def test_a_report_holds_the_pictures_and_every_row(capsys, tmp_path):
         (("nowhere.jsonl",), "No such file"),
         ((MINISWE, "--nodes", "4"), "--nodes needs --tier"),
         ((MINISWE, "--no-planner"), "--planner needs --tier"),
-        ((MINISWE, "--tier", "host=1GiB"), "--jobs is not available with --tier"),
+        ((MINISWE, "--tier", "host=1GiB", "--capacity-tokens", "1M"), "--capacity-tokens is not available with --tier"),
+        ((MINISWE, "--tier", "host=1GiB", "--nodes", "1,x"), "--nodes '1,x': allowed: whole numbers"),
+        (
+            (MINISWE, "--tier", "host=1GiB", "--policy", "lru,min"),
+            "unknown eviction policy 'min'; known here: adaptive, ",
+        ),
     ],
 )
 def test_wrong_options_are_explained(capsys, arguments, message):

@@ -8,8 +8,9 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.replay.cost import Prefill
-from kvtier.replay.curves import Journal, Task, sweep
-from kvtier.replay.hits import replay
+from kvtier.replay.curves import Task, sweep
+from kvtier.replay.hits import Outcome, replay
+from kvtier.replay.journal import Journal
 from kvtier.replay.policies.registry import REFERENCES, make_policy, policy_names
 from kvtier.trace.opening import Reading, open_trace
 from kvtier.trace.packed import pack
@@ -156,18 +157,23 @@ def test_a_sweep_gives_what_single_replays_give_and_a_journal_what_was_done(tmp_
     assert sum(told) == len(packed) * len(tasks)
 
     path = tmp_path / "kept"
-    apart = sweep(packed, tasks, jobs=2, journal=Journal(path, packed, Prefill()))
+    apart = sweep(packed, tasks, jobs=2, keep=path)
     assert apart == alone
     path.write_text(path.read_text()[:-20])  # broken off while the last one was written
-    journal = Journal(path, packed, Prefill())
-    assert len(journal.done) == len(tasks) - 1
-    assert sweep(packed, tasks, jobs=1, journal=journal) == alone
-    assert len(Journal(path, packed, Prefill()).done) == len(tasks)
-    other = trace("lmcache_magagent_b64")
-    assert not Journal(path, other, Prefill()).done  # another trace's outcomes are not taken for this one's
+    assert kept(path, packed, tasks) == len(tasks) - 1
+    assert sweep(packed, tasks, jobs=1, keep=path) == alone
+    assert kept(path, packed, tasks) == len(tasks)
+    assert not kept(path, trace("lmcache_magagent_b64"), tasks)  # another trace's outcomes are not taken for this one's
+    assert not kept(path, packed, [it._replace(prefill=Prefill(tokens_per_s=1.0)) for it in tasks])
     path.write_text("{}\n")
     with pytest.raises(ConfigError, match="line 1: not made by"):
-        Journal(path, packed, Prefill())
+        kept(path, packed, tasks)
+
+
+def kept(path, packed, tasks):
+    """How many of `tasks` need not be done again."""
+    journal = Journal(path, packed, lambda plain: Outcome(**plain))
+    return sum(journal.find(task) is not None for task in tasks)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,16 @@ import json
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tests.unit.test_replay_tiers import BLOCK, CHUNK, Listed, agents, hits, replayed, tier
 
 from kvtier.cli.main import run
-from kvtier.cli.replay import interruptible
+from kvtier.cli.replay_ending import interruptible
+from kvtier.replay.comparing import sweep_tiers
 from kvtier.replay.cost import Prefill
 from kvtier.replay.curves import Task, sweep
+from kvtier.replay.journal import Journal
 from kvtier.replay.outcome import PARTS
 from kvtier.replay.series import SPAN_MAX_S, Series
 from kvtier.replay.split import best_split
@@ -133,16 +134,16 @@ def test_a_tiered_replay_that_is_broken_off_tells_of_the_requests_until_then():
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_sweep_that_is_broken_off_gives_what_is_done(jobs):
+def test_a_sweep_that_is_broken_off_gives_what_is_done(jobs, tmp_path):
     packed = pack(open_trace(MAGAGENT))
     tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc", "mq") for capacity in (20_000, 50_000)]
-    done = []
+    path = tmp_path / "kept"
 
     def stop():
-        return len(done) >= 2
+        return lines(path) >= 2
 
-    journal = SimpleNamespace(done={}, add=done.append)
-    outcomes = sweep(packed, tasks, jobs=jobs, journal=journal, should_stop=stop)
+    outcomes = sweep(packed, tasks, jobs=jobs, keep=path, should_stop=stop)
+    assert lines(path) == len(outcomes)
     assert 2 <= len(outcomes) < len(tasks)
     assert outcomes == [it for it in sweep(packed, tasks, jobs=1) if it in outcomes]
 
@@ -159,18 +160,10 @@ def test_the_first_ctrl_c_is_noted_and_the_second_ends():
 
 
 def test_ctrl_c_prints_what_is_done_and_the_next_run_goes_on(capsys, tmp_path, monkeypatch):
-    from kvtier.replay import curves
-
     keep = tmp_path / "kept"
     arguments = ["replay", str(MAGAGENT), "--policy", "lru,min", "--capacity-tokens", "50k", "--jobs", "1", "--json"]
-    add = curves.Journal.add
-
-    def interrupted(journal, outcome):
-        add(journal, outcome)
-        signal.raise_signal(signal.SIGINT)
-
     with monkeypatch.context() as patched:
-        patched.setattr(curves.Journal, "add", interrupted)
+        patched.setattr(Journal, "add", interrupted(Journal.add))
         assert run([*arguments, "--keep", str(keep)]) == 130
     out, err = capsys.readouterr()
     told = json.loads(out)
@@ -180,7 +173,82 @@ def test_ctrl_c_prints_what_is_done_and_the_next_run_goes_on(capsys, tmp_path, m
     whole = json.loads(capsys.readouterr().out)
     assert whole["is_complete"]
     assert whole["results"][0] == told["results"][0]
-    assert len(keep.read_text().splitlines()) == 2
+    assert lines(keep) == 2
+
+
+def lines(path):
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def interrupted(add):
+    def add_and_interrupt(journal, task, outcome):
+        add(journal, task, outcome)
+        signal.raise_signal(signal.SIGINT)
+
+    return add_and_interrupt
+
+
+SEVERAL = [
+    *("replay", str(MAGAGENT), "--tier", "host=2GiB", "--tier", "disk=20GiB", "--model", "llama-3.1-8b"),
+    *("--policy", "lru,fifo", "--nodes", "1,2", "--router", "prefix,session"),
+]
+
+
+def test_tiers_are_replayed_in_several_ways_side_by_side(capsys):
+    assert run([*SEVERAL, "--jobs", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    ways = [(1, "prefix"), (2, "prefix"), (2, "session")]  # one node has nothing to choose between
+    assert [(it["policy"], it["nodes"], it["router"]) for it in told] == [
+        (policy, *way) for policy in ("lru+all", "fifo+all") for way in ways
+    ]
+    assert run([*SEVERAL[:-6], "--policy", "fifo", "--nodes", "2", "--router", "session", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == told[-1]
+    assert run([*SEVERAL[:-4], "--jobs", "1"]) == 0
+    table = capsys.readouterr().out
+    for it in (told[0], told[3]):
+        assert re.search(rf"{it['policy'][:-4]} +1 +- +693 +{it['hit_rate']:.4f} ", table), table
+
+
+def test_several_tiered_replays_that_are_broken_off_go_on_where_they_stood(capsys, tmp_path, monkeypatch):
+    keep = tmp_path / "kept"
+    arguments = [*SEVERAL[:-4], "--jobs", "1", "--json"]
+    assert run(arguments) == 0
+    whole = json.loads(capsys.readouterr().out)
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "add", interrupted(Journal.add))
+        assert run([*arguments, "--keep", str(keep)]) == 130
+    out, err = capsys.readouterr()
+    assert json.loads(out) == whole[:1]
+    assert "Broken off: 1 of 2 replays" in err
+    # What is kept is not done again: the mark is found in the outcome.
+    keep.write_text(keep.read_text().replace('"convoys": ', '"convoys": 9'))
+    assert run([*arguments, "--keep", str(keep)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert [str(it["convoys"]) for it in again] == [f"9{whole[0]['convoys']}", str(whole[1]["convoys"])]
+    assert lines(keep) == 2
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_is_under_way_tells_of_its_requests_so_far_and_is_not_kept(jobs, tmp_path):
+    packed, keep = agents(), tmp_path / "kept"
+    setups = [
+        Setup(tiers=(tier("host", 400), tier("disk", 4000)), token_bytes=1024.0, evictor=evictor)
+        for evictor in ("lru", "fifo", "adaptive")
+    ]
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return len(asked) >= (50 if jobs == 1 else 1)
+
+    done = sweep_tiers(packed, setups, jobs=jobs, keep=keep, should_stop=stop)
+    assert all(not it.is_complete for it in done.values())
+    assert lines(keep) == 0
+    if jobs == 1:
+        assert [(it.evictor, told.requests) for it, told in done.items()] == [("lru", 49)]
+    whole = sweep_tiers(packed, setups, jobs=jobs, keep=keep)
+    assert whole == {it: replay_tiers(packed, it) for it in setups}
+    assert sweep_tiers(packed, setups, keep=keep, should_stop=lambda: True) == whole
 
 
 def test_a_tiered_report_holds_the_pictures_and_every_table(capsys, tmp_path):
@@ -219,6 +287,16 @@ def test_a_tiered_report_holds_the_pictures_and_every_table(capsys, tmp_path):
     out = capsys.readouterr().out
     regret = re.search(r"regret against these, sum and most of one +([0-9.]+ s)", out)[1]
     assert regret in page
+
+
+def test_a_report_of_several_ways_begins_with_all_side_by_side(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "report.html"
+    assert run([*SEVERAL[:-4], "--jobs", "1", "--report", str(path), "--json"]) == 0
+    page = path.read_text()
+    assert page.count("<svg") == page.count("<figure>") == 2 * 7
+    assert page.index("Side by side") < page.index("eviction lru") < page.index("eviction fifo")
+    assert page.count("first turns") == 1  # what the trace is like is told once
 
 
 def test_a_trace_of_one_request_is_told():

@@ -167,7 +167,6 @@ def test_affinity_finds_more_in_host_memory_than_chance():
         (("--tier", "host=1GiB", "--router", "best"), "--router 'best'; allowed: random"),
         (("--tier", "host=1GiB", "--nodes", "0"), "--nodes 0; allowed: at least 1"),
         (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy 'belady'; known here: adaptive, "),
-        (("--tier", "host=1GiB", "--keep", "file"), "--keep is not available with --tier"),
         (("--tier", "host=1GiB", "--gpu", "h1000"), "--gpu: 'h1000' is no gpu of the catalogue; did you mean h100-"),
         (("--tier", "host=1GiB", "--probe", "nowhere.json"), "--probe = nowhere.json: No such file"),
     ],

@@ -1,20 +1,17 @@
 """`kvtier replay`: what hit rate, which policy and how much storage, from a trace."""
 
-import signal
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.cli.render import emit_json, emit_table
+from kvtier.cli.replay_ending import Ending
 
 if TYPE_CHECKING:
     from kvtier.replay.hits import Outcome
-    from kvtier.replay.tables import Replayed
     from kvtier.trace.describe import Description
     from kvtier.trace.packed import Packed
 
@@ -23,29 +20,6 @@ POLICIES = "default,lru,min"
 
 
 _TIER_ONLY = ("model", "gpu", "prefill", "probe", "servers", "nodes", "router", "write_policy", "planner")
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, as a shell would report it."""
-
-
-@contextmanager
-def interruptible() -> Generator[Callable[[], bool]]:
-    """Let the first Ctrl-C only be noted, so that what is done can be told; yields whether there was one.
-
-    The second one ends the process as usual.
-    """
-    was_asked = False
-
-    def note(_number: int, _frame: FrameType | None) -> None:
-        nonlocal was_asked
-        was_asked = True
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: was_asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _RunOrDescribe(click.Group):
@@ -92,9 +66,11 @@ def tier_options(command: Callable[..., object]) -> Callable[..., object]:
                 "--probe", type=click.Path(path_type=Path), help="Speeds of links from a record of `kvtier probe`."
             ),
             click.option("--servers", type=int, help="Prompts at a time on a node.  [80 % busy without tiers]"),
-            click.option("--nodes", type=int, default=1, help="Engines, each with its own tiers unless shared.  [1]"),
+            click.option("--nodes", default="1", help="Engines, each with its own tiers unless shared; several.  [1]"),
             click.option(
-                "--router", default="round-robin", help="random, round-robin, session, prefix, load-and-prefix."
+                "--router",
+                default="round-robin",
+                help="random, round-robin, session, prefix, load-and-prefix; several.",
             ),
             click.option("--write-policy", type=click.Choice(["through", "back", "selective"]), default="through"),
             click.option("--planner/--no-planner", default=True, help="Without it, whatever is there is loaded."),
@@ -124,11 +100,9 @@ def run(
     capacity_tokens: str,
     policies: str,
     tiers: tuple[str, ...],
-    jobs: int | None,
-    keep: Path | None,
     report: Path | None,
     as_json: bool,
-    **others: Any,  # noqa: ANN401  the options of `tier_options` and `reading_options`
+    **others: Any,  # noqa: ANN401  jobs, keep, and the options of `tier_options` and `reading_options`
 ) -> int:
     """Replay TRACES through one cache, for each policy and capacity.
 
@@ -137,8 +111,8 @@ def run(
     ships) and others to compare with; `min` is the best that keeping whole prefixes allows, `infinite` a cache without
     end.
 
-    With --tier, the real core and planner run on each node over tiers of that size and speed, in virtual time; the
-    first --policy rules its host memory and tiers.
+    With --tier, the real core and planner run on each node over tiers of that size and speed, in virtual time, for each
+    policy of the product, number of nodes and router.
 
     Ctrl-C ends a run with what is done; with --keep the next one goes on from there.
 
@@ -157,68 +131,61 @@ def run(
     if tiers:
         from kvtier.cli.replay_tiers import run_tiers
 
-        return run_tiers(traces, tiers, names[0], others, report=report, as_json=as_json)
+        chosen = names if _is_given("policies") else names[:1]  # of the others by default, one is a bound
+        return run_tiers(traces, tiers, chosen, others, Ending(report, as_json=as_json))
     wanted = [(name, capacity) for name in names for capacity in _capacities(capacity_tokens)]
-    return _run_policies(traces, wanted, others, jobs=jobs, keep=keep, report=report, as_json=as_json)
+    return _run_policies(traces, wanted, others, Ending(report, as_json=as_json))
 
 
 def _check_given(*, has_tiers: bool) -> None:
     """Refuse options that would do nothing."""
-    context = click.get_current_context()
-    given = [it for it in context.params if context.get_parameter_source(it) is ParameterSource.COMMANDLINE]
-    for name in given:
+    for name in filter(_is_given, click.get_current_context().params):
         option = f"--{name.replace('_', '-')}"
-        if has_tiers and name in ("capacity_tokens", "jobs", "keep"):
+        if has_tiers and name == "capacity_tokens":
             raise click.UsageError(f"{option} is not available with --tier")
         if not has_tiers and name in _TIER_ONLY:
             raise click.UsageError(f"{option} needs --tier")
 
 
+def _is_given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 def _run_policies(
     traces: tuple[Path, ...],
     wanted: list[tuple[str, int | None]],
-    reading: dict[str, Any],
-    *,
-    jobs: int | None,
-    keep: Path | None,
-    report: Path | None,
-    as_json: bool,
+    options: dict[str, Any],
+    ending: Ending,
 ) -> int:
-    from kvtier.replay.cost import Prefill
-    from kvtier.replay.curves import Journal, Task, sweep
+    from kvtier.replay.curves import Task, sweep
     from kvtier.replay.policies.bounds import infinite_hit_tokens
+    from kvtier.replay.tables import Replayed
+    from kvtier.trace.describe import describe as measure
 
     tasks = [Task(*it) for it in wanted]
-    told: list[dict[str, object]] = []
     shown: list[Replayed] = []
-    was_stopped = False
     for path in traces:
-        packed = packed_trace(path, reading)
+        packed = packed_trace(path, options)
         bound = infinite_hit_tokens(packed) / max(int(packed.input_tokens.sum(dtype="int64")), 1)
-        journal = Journal(keep, packed, Prefill()) if keep else None
-        total = len(packed) * len({*tasks})
-        with interruptible() as should_stop, progress(f"{path.name}: {len(tasks)} replays", total) as advance:
-            outcomes = sweep(packed, tasks, jobs=jobs, journal=journal, advance=advance, should_stop=should_stop)
-            was_stopped = should_stop()
-        if report is not None:
-            from kvtier.replay.tables import Replayed as Shown
-            from kvtier.trace.describe import describe as measure
-
-            shown.append(Shown(description=measure(packed), bound=bound, outcomes=outcomes))
-        told.append({**_as_dict(packed, bound, outcomes), "is_complete": len(outcomes) == len(tasks)})
-        if not as_json:
+        with ending.watch(f"{path.name}: {len(tasks)} replays", len(packed) * len(tasks)) as (advance, should_stop):
+            outcomes = sweep(
+                packed, tasks, jobs=options["jobs"], keep=options["keep"], advance=advance, should_stop=should_stop
+            )
+        if ending.report is not None:
+            shown.append(Replayed(description=measure(packed), bound=bound, outcomes=outcomes))
+        ending.tell({**_as_dict(packed, bound, outcomes), "is_complete": len(outcomes) == len(tasks)})
+        if not ending.as_json:
             _print(packed, bound, outcomes)
-        if was_stopped:
+        if ending.was_stopped:
             click.echo(f"Broken off: {len(outcomes)} of {len(tasks)} replays of {path} are done.", err=True)
             break
-    if report is not None:
+
+    def write(report: Path) -> None:
         from kvtier.replay.report import write_report
 
         write_report(report, shown)
-        click.echo(f"Written: {report}", err=True)
-    if as_json:
-        emit_json(told[0] if len(traces) == 1 else told)
-    return INTERRUPTED if was_stopped else 0
+
+    return ending.end(write, is_list=len(traces) > 1)
 
 
 @replay.command()

@@ -1,16 +1,18 @@
 """`kvtier replay --tier`: a trace through the real core over tiers, in virtual time."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.cli.render import emit_table
+from kvtier.cli.replay_ending import Ending
 
 if TYPE_CHECKING:
+    from kvtier.plan.tables import Table
     from kvtier.replay.outcome import Tiered
-    from kvtier.replay.stating import TieredReplay
     from kvtier.replay.tiered import Setup
     from kvtier.trace.packed import Packed
 
@@ -18,69 +20,72 @@ if TYPE_CHECKING:
 def run_tiers(
     traces: tuple[Path, ...],
     tiers: tuple[str, ...],
-    policy: str,
+    policies: list[str],
     options: dict[str, Any],
-    *,
-    report: Path | None,
-    as_json: bool,
+    ending: Ending,
 ) -> int:
-    """Replay each trace; returns the exit code.
+    """Replay each trace through each combination of policies, nodes and routers; returns the exit code.
 
     Args:
         traces: the files.
         tiers: as `--tier` has them, host memory first.
-        policy: an eviction policy of the product, with an admission if wanted.
-        options: of `tier_options` and `reading_options`.
-        report: where to write an HTML report; None for none.
-        as_json: print JSON instead of tables.
+        policies: eviction policies of the product, with an admission if wanted.
+        options: of `tier_options` and `reading_options`, jobs and keep.
+        ending: how all this is told.
     """
-    from kvtier.cli.replay import INTERRUPTED, interruptible, packed_trace
-    from kvtier.replay.stating import stated
-    from kvtier.replay.tiered import replay_tiers
+    from kvtier.cli.replay import packed_trace
+    from kvtier.replay.comparing import sweep_tiers
+    from kvtier.replay.stating import TieredReplay
+    from kvtier.trace.describe import describe
 
-    setup = _setup(tiers, policy, options)
+    setups = _setups(tiers, policies, options)
     model = str(options["model"])
-    told: list[dict[str, object]] = []
     shown: list[TieredReplay] = []
-    was_stopped = False
     for path in traces:
         packed = packed_trace(path, options)
-        with interruptible() as should_stop, progress(path.name, len(packed)) as advance:
-            outcome = replay_tiers(packed, setup, advance, should_stop)
-            was_stopped = should_stop()
-        told.append(
-            {
-                "trace": packed.name,
-                "model": model,
-                "token_bytes": setup.token_bytes,
-                "policy": f"{setup.evictor}+{setup.admitter}",
-                "router": setup.router,
-                "write_policy": setup.write_policy.value,
-                "stated": [it._asdict() for it in stated(setup)],
-                **asdict(outcome),
-            }
-        )
-        if report is not None:
-            from kvtier.replay.stating import TieredReplay as Shown
-            from kvtier.trace.describe import describe
-
-            shown.append(Shown(description=describe(packed), model=model, setup=setup, outcome=outcome))
-        if not as_json:
-            _print(packed, model, setup, outcome)
-        if was_stopped:
-            click.echo(f"Broken off: {outcome.requests:,} of {len(packed):,} requests of {path} were asked.", err=True)
+        with ending.watch(path.name, len(packed) * len(setups)) as (advance, should_stop):
+            done = sweep_tiers(
+                packed, setups, jobs=options["jobs"], keep=options["keep"], advance=advance, should_stop=should_stop
+            )
+        if ending.report is not None:
+            what = describe(packed)
+            shown += [TieredReplay(description=what, model=model, setup=it, outcome=done[it]) for it in done]
+        for setup, outcome in done.items():
+            ending.tell(_as_dict(packed, model, setup, outcome))
+        if not ending.as_json:
+            _print(packed, model, done)
+        if ending.was_stopped:
+            whole = sum(it.is_complete for it in done.values())
+            told = f"{whole} of {len(setups)} replays of {path} are done"
+            cut = [f"{it.requests:,}" for it in done.values() if not it.is_complete]
+            rest = f"; {' and '.join(cut)} of {len(packed):,} requests of others were asked" if cut else ""
+            click.echo(f"Broken off: {told}{rest}.", err=True)
             break
-    if report is not None:
+
+    def write(report: Path) -> None:
         from kvtier.replay.tiered_report import write_tiered_report
 
         write_tiered_report(report, shown)
-        click.echo(f"Written: {report}", err=True)
-    if as_json:
-        emit_json(told[0] if len(traces) == 1 else told)
-    return INTERRUPTED if was_stopped else 0
+
+    return ending.end(write, is_list=len(traces) * len(setups) > 1)
 
 
-def _setup(tiers: tuple[str, ...], policy: str, options: dict[str, Any]) -> "Setup":
+def _as_dict(packed: "Packed", model: str, setup: "Setup", outcome: "Tiered") -> dict[str, object]:
+    from kvtier.replay.stating import stated
+
+    return {
+        "trace": packed.name,
+        "model": model,
+        "token_bytes": setup.token_bytes,
+        "policy": setup.policy,
+        "router": setup.router,
+        "write_policy": setup.write_policy.value,
+        "stated": [it._asdict() for it in stated(setup)],
+        **asdict(outcome),
+    }
+
+
+def _setups(tiers: tuple[str, ...], policies: list[str], options: dict[str, Any]) -> "list[Setup]":
     from kvtier import size
     from kvtier.config.sections import HostConfig
     from kvtier.core.limits import WritePolicy
@@ -88,34 +93,66 @@ def _setup(tiers: tuple[str, ...], policy: str, options: dict[str, Any]) -> "Set
     from kvtier.replay.stating import parse_tier
     from kvtier.replay.tiered import Setup
 
-    evictor, _, admitter = policy.partition("+")
     model = str(options["model"])
     gpu = find_part(options["gpu"], "--gpu", "gpu") if options["gpu"] else None
     probe = Probed(options["probe"]) if options["probe"] else None
-    return Setup(
+    base = Setup(
         tiers=tuple(parse_tier(it, probe=probe, gpu=gpu) for it in tiers),
         token_bytes=size.of(model).bytes_per_token_stored,
         prefill=prefill_of(model, tokens_per_s=options["prefill"], gpu=gpu),
         servers=options["servers"],
-        nodes=options["nodes"],
-        router=options["router"],
         seed=options["seed"],
-        evictor=HostConfig().evictor if evictor == "default" else evictor,
-        admitter=admitter or "all",
         write_policy=WritePolicy(options["write_policy"]),
         is_planned=options["planner"],
     )
+    setups: list[Setup] = []
+    routers = _words(options["router"])
+    for policy, nodes, router in product(policies, _counts(options["nodes"]), routers):
+        evictor, _, admitter = policy.partition("+")
+        evictor = HostConfig().evictor if evictor == "default" else evictor
+        setup = replace(base, nodes=nodes, router=router, evictor=evictor, admitter=admitter or "all")
+        if nodes > 1 or router == routers[0]:  # one node has nothing to choose between: all routers are alike
+            setups.append(setup)
+    return list(dict.fromkeys(setups))
 
 
-def _print(packed: "Packed", model: str, setup: "Setup", told: "Tiered") -> None:
-    from kvtier.replay.stating import planning_table, stated_table, tiers_table, ttft_table
+def _words(text: str) -> list[str]:
+    return list(dict.fromkeys(it.strip() for it in text.split(",")))
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(it) for it in _words(text)]
+    except ValueError:
+        raise click.UsageError(f"--nodes {text!r}: allowed: whole numbers, with commas between them") from None
+
+
+def _print(packed: "Packed", model: str, done: "dict[Setup, Tiered]") -> None:
+    from kvtier.replay.comparing import comparison_table
+    from kvtier.replay.stating import stated_table
+
+    setup = next(iter(done))
+    click.secho(f"{packed.name}: {len(packed):,} requests, {model}, {setup.token_bytes:,.0f} bytes a token", bold=True)
+    if len(done) == 1:
+        _print_one(packed, setup, done[setup])
+    else:
+        click.echo(f"  whole blocks of {packed.block_tokens} tokens; write policy {setup.write_policy.value}")
+        click.echo()
+        _emit(comparison_table(done))
+    click.echo()
+    _emit(stated_table(setup))
+
+
+def _print_one(packed: "Packed", setup: "Setup", told: "Tiered") -> None:
+    from kvtier.replay.stating import planning_table, tiers_table, ttft_table
 
     nodes = "one node" if told.nodes == 1 else f"{told.nodes:,} nodes, router {setup.router}"
     servers = f"{nodes}, {told.servers} prompts at a time on each"
-    click.secho(
-        f"{packed.name}: {told.requests:,} requests, {model}, {setup.token_bytes:,.0f} bytes a token", bold=True
-    )
     click.echo(f"  {servers}; whole blocks of {packed.block_tokens} tokens; {told.hit_rate:.4f} of input tokens loaded")
-    for table in (tiers_table(told), ttft_table(told), planning_table(told), stated_table(setup)):
+    for table in (tiers_table(told), ttft_table(told), planning_table(told)):
         click.echo()
-        emit_table(table.columns, table.rows, numeric=table.numeric)
+        _emit(table)
+
+
+def _emit(table: "Table") -> None:
+    emit_table(table.columns, table.rows, numeric=table.numeric)

@@ -1,5 +1,6 @@
 """What the HTML reports share: one file that needs nothing else, readable on light and dark screens and on paper."""
 
+from collections.abc import Iterable
 from html import escape
 
 from kvtier.plan.tables import Table
@@ -63,6 +64,12 @@ def page(title: str, body: str) -> str:
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
         f"{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def tiles_html(shown: Iterable[tuple[str, str]]) -> str:
+    """Figures that stand out, each with what it is."""
+    drawn = "".join(f'<div class="tile"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in shown)
+    return f'<div class="tiles">{drawn}</div>'
 
 
 def table_html(table: Table) -> str:

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from kvtier.plan.files import write_whole
-from kvtier.plan.page import page, table_html
+from kvtier.plan.page import page, table_html, tiles_html
 from kvtier.plan.pictures import PICTURES, pictures
 from kvtier.plan.planning import Plan
 from kvtier.plan.series import crossing, single_prompt_curves
@@ -42,7 +42,7 @@ def render_report(plan: Plan, stated: list[Stated] | None, made: datetime) -> st
     told = list(tables(plan, None))
     parts = [
         _head(plan, made),
-        _tiles(plan),
+        tiles_html(_tiles(plan)),
         _pictures(plan),
         *(table_html(it) for it in told),
         _stated(stated) if stated else "",
@@ -63,13 +63,13 @@ def _head(plan: Plan, made: datetime) -> str:
     )
 
 
-def _tiles(plan: Plan) -> str:
+def _tiles(plan: Plan) -> list[tuple[str, str]]:
     alone, tiered = plan.alone, plan.tiered
     is_users = plan.setup.demand.has_users
     unit = "users" if is_users else "queries/s"
     before, after = (load_text(it.users_at_ttft, is_users=is_users) for it in (alone, tiered))
     ratio = ratio_text(tiered.users_at_ttft, alone.users_at_ttft)
-    shown = [
+    return [
         (f"{before} → {after}", f"{unit} within {plan.inputs.target.ttft_s:g} s to the first token ({ratio})"),
         (
             ratio_text(tiered.output_tokens_per_s, alone.output_tokens_per_s),
@@ -81,8 +81,6 @@ def _tiles(plan: Plan) -> str:
         ),
         (plan.binding.name, f"binds, at {load_text(plan.binding.users, is_users=is_users)} {unit}"),
     ]
-    drawn = "".join(f'<div class="tile"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in shown)
-    return f'<div class="tiles">{drawn}</div>'
 
 
 def _pictures(plan: Plan) -> str:

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from kvtier.plan.files import write_whole
-from kvtier.plan.page import page, table_html
+from kvtier.plan.page import page, table_html, tiles_html
 from kvtier.probe.pictures import pictures
 from kvtier.probe.result import ProbeResult
 from kvtier.probe.tables import place_text, table
@@ -30,7 +30,7 @@ def render_report(result: ProbeResult, made: datetime) -> str:
         f"<header><h1>Links of this machine</h1>"
         f'<p class="soft">Made by <code>kvtier probe</code>, {made:%Y-%m-%d %H:%M} UTC; {escape(str(result.bounds))}.'
         f"</p><dl>{places}</dl></header>"
-        f'<div class="tiles">{_tiles(result)}</div>'
+        f"{tiles_html(_tiles(result))}"
         f"<section><h2>Misconfigured</h2><ul>{warnings}</ul></section>"
         f'<div class="pictures">{drawn}</div>{table_html(table(result))}'
     )
@@ -39,11 +39,10 @@ def render_report(result: ProbeResult, made: datetime) -> str:
     return page("kvtier probe", body)
 
 
-def _tiles(result: ProbeResult) -> str:
-    shown = [
+def _tiles(result: ProbeResult) -> list[tuple[str, str]]:
+    return [
         (f"{best.gb_per_s:.2f} GB/s", f"{link.name} {op.replace('_', ' ')}, at its best")
         for link in result.links
         for op in ("copy", "to_gpu", "read", "write", "hash")
         if (best := link.best(op)) is not None
     ]
-    return "".join(f'<div class="tile"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in shown)

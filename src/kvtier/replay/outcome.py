@@ -1,6 +1,8 @@
 """What tiers did with a trace, as plain values."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -154,3 +156,34 @@ class Tiered:
     """Of the prefill servers' time."""
     busy_share_without: float
     over_time: OverTime
+
+    @classmethod
+    def read(cls, plain: dict[str, Any]) -> "Tiered":
+        """From what `dataclasses.asdict` made of one, be it through JSON.
+
+        Raises:
+            KeyError, TypeError: it is something else.
+        """
+        over_time = _read(OverTime, plain["over_time"])
+        whole: dict[str, Any] = {
+            **plain,
+            "ttft": _read(Latency, plain["ttft"]),
+            "ttft_without": _read(Latency, plain["ttft_without"]),
+            "tiers": tuple(_read(TierOutcome, _with_links(it)) for it in plain["tiers"]),
+            "planning": _read(Planning, plain["planning"]),
+            "over_time": replace(
+                over_time, tiers={name: _read(TierOverTime, it) for name, it in plain["over_time"]["tiers"].items()}
+            ),
+        }
+        return cls(**whole)
+
+
+Value = TypeVar("Value")
+
+
+def _read(kind: Callable[..., Value], plain: dict[str, Any]) -> Value:
+    return kind(**{name: tuple(it) if isinstance(it, list) else it for name, it in plain.items()})  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _with_links(tier: dict[str, Any]) -> dict[str, Any]:
+    return {**tier, "reads": _read(LinkUse, tier["reads"]), "writes": _read(LinkUse, tier["writes"])}

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 
-from kvtier.plan.drawing import svgs
 from kvtier.plan.files import write_whole
-from kvtier.plan.page import page, table_html
 from kvtier.replay.pictures import PICTURES
+from kvtier.replay.sheet import figures_html, notes_html, section, sheet
 from kvtier.replay.tables import CONVENTION, Replayed, description_table, outcomes_table, tokens_text
 
 CAPTIONS = {
@@ -30,37 +28,32 @@ def write_report(path: Path, replayed: Sequence[Replayed]) -> None:
 
 def render_report(replayed: Sequence[Replayed], made: datetime) -> str:
     """The whole page."""
-    names = ", ".join(Path(it.description.name).name for it in replayed)
-    head = (
-        f"<header><h1>Replay of {escape(names)}</h1>"
-        f'<p class="soft">Made by <code>kvtier replay</code>, {made:%Y-%m-%d %H:%M} UTC.</p>'
-        f"<p>{escape(CONVENTION)}</p></header>"
+    return sheet(
+        [it.description for it in replayed],
+        [_trace(it, number) for number, it in enumerate(replayed)],
+        heading="Replay of {}",
+        command="kvtier replay",
+        intro=CONVENTION,
+        made=made,
     )
-    return page(f"kvtier replay: {names}", "\n".join([head, *(_trace(it, n) for n, it in enumerate(replayed))]))
 
 
 def _trace(replayed: Replayed, number: int) -> str:
     told = replayed.description
-    figures = "".join(
-        f"<figure><h3>{escape(PICTURES[name][0])}</h3>{svg}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
-        for name, svg in svgs(PICTURES, replayed, f"t{number}-").items()
+    told_of = section(
+        told.name,
+        tiles=_tiles(replayed),
+        figures=figures_html(PICTURES, CAPTIONS, replayed, f"t{number}-"),
+        tables=(outcomes_table(replayed.bound, replayed.outcomes), description_table(told)),
     )
-    notes = "".join(f"<li>{escape(it)}</li>" for it in (*told.warnings, *told.notes))
-    return (
-        f"<section><h2>{escape(told.name)}</h2>{_tiles(replayed)}"
-        f'<div class="pictures">{figures}</div></section>'
-        f"{table_html(outcomes_table(replayed.bound, replayed.outcomes))}"
-        f"{table_html(description_table(told))}<ul>{notes}</ul>"
-    )
+    return told_of + notes_html(told)
 
 
-def _tiles(replayed: Replayed) -> str:
+def _tiles(replayed: Replayed) -> list[tuple[str, str]]:
     told = replayed.description
-    shown = [
+    return [
         (f"{told.requests:,}", f"requests in {told.duration_s:,.0f} s"),
         (tokens_text(told.input_tokens), "input tokens"),
         (f"{replayed.bound:.1%}", "of them seen before: what a cache without end hits"),
         (tokens_text(told.unique_tokens), "tokens in distinct blocks"),
     ]
-    drawn = "".join(f'<div class="tile"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in shown)
-    return f'<div class="tiles">{drawn}</div>'

@@ -51,6 +51,11 @@ class Setup:
     is_planned: bool = True
     """False: whatever is there is loaded, however long that takes."""
 
+    @property
+    def policy(self) -> str:
+        """Eviction and admission."""
+        return f"{self.evictor}+{self.admitter}"
+
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[0].name != HOST:
             raise ConfigError("--tier: host memory is missing or not first; allowed: --tier host=64GiB --tier ...")

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
+from itertools import groupby
 from pathlib import Path
 
-from kvtier.plan.drawing import svgs
 from kvtier.plan.files import write_whole
-from kvtier.plan.page import page, table_html
+from kvtier.plan.page import table_html
+from kvtier.replay.comparing import comparison_table
 from kvtier.replay.outcome import Tiered
+from kvtier.replay.sheet import figures_html, notes_html, section, sheet
 from kvtier.replay.stating import TieredReplay, planning_table, stated_table, tiers_table, ttft_table
 from kvtier.replay.tables import description_table
 from kvtier.replay.tiered_pictures import PICTURES
@@ -37,34 +38,37 @@ def write_tiered_report(path: Path, replayed: Sequence[TieredReplay]) -> None:
 
 def render_tiered_report(replayed: Sequence[TieredReplay], made: datetime) -> str:
     """The whole page."""
-    names = ", ".join(Path(it.description.name).name for it in replayed)
-    head = (
-        f"<header><h1>{escape(names)} through tiers</h1>"
-        f'<p class="soft">Made by <code>kvtier replay --tier</code>, {made:%Y-%m-%d %H:%M} UTC.</p>'
-        "<p>The product's own core and planner on each node, in virtual time. The engine's own prefix cache is not "
-        "modelled: every hit is a load.</p></header>"
+    by_trace = [list(those) for _, those in groupby(replayed, key=lambda it: id(it.description))]
+    return sheet(
+        [those[0].description for those in by_trace],
+        [_trace(those, f"t{number}") for number, those in enumerate(by_trace)],
+        heading="{} through tiers",
+        command="kvtier replay --tier",
+        intro="The product's own core and planner on each node, in virtual time. The engine's own prefix cache is not "
+        "modelled: every hit is a load.",
+        made=made,
     )
-    return page(f"kvtier replay: {names}", "\n".join([head, *(_trace(it, n) for n, it in enumerate(replayed))]))
 
 
-def _trace(replayed: TieredReplay, number: int) -> str:
-    told = replayed.description
-    figures = "".join(
-        f"<figure><h3>{escape(PICTURES[name][0])}</h3>{svg}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
-        for name, svg in svgs(PICTURES, replayed, f"t{number}-").items()
-    )
-    tables = (
-        ttft_table(replayed.outcome),
-        tiers_table(replayed.outcome),
-        planning_table(replayed.outcome),
-        stated_table(replayed.setup),
-        description_table(told),
-    )
-    notes = "".join(f"<li>{escape(it)}</li>" for it in (*told.warnings, *told.notes))
-    return (
-        f"<section><h2>{escape(told.name)}</h2><p>{escape(_circumstances(replayed))}</p>{_tiles(replayed.outcome)}"
-        f'<div class="pictures">{figures}</div></section>{"".join(map(table_html, tables))}<ul>{notes}</ul>'
-    )
+def _trace(replayed: Sequence[TieredReplay], prefix: str) -> str:
+    told = replayed[0].description
+    beside = table_html(comparison_table({it.setup: it.outcome for it in replayed})) if len(replayed) > 1 else ""
+    sections = [
+        section(
+            told.name,
+            circumstances=_circumstances(it),
+            tiles=_tiles(it.outcome),
+            figures=figures_html(PICTURES, CAPTIONS, it, f"{prefix}s{number}-"),
+            tables=(
+                ttft_table(it.outcome),
+                tiers_table(it.outcome),
+                planning_table(it.outcome),
+                stated_table(it.setup),
+            ),
+        )
+        for number, it in enumerate(replayed)
+    ]
+    return "\n".join([beside, *sections, table_html(description_table(told)), notes_html(told)])
 
 
 def _circumstances(replayed: TieredReplay) -> str:
@@ -77,12 +81,12 @@ def _circumstances(replayed: TieredReplay) -> str:
     )
 
 
-def _tiles(told: Tiered) -> str:
+def _tiles(told: Tiered) -> list[tuple[str, str]]:
     without_s = told.ttft_without.mean_s
     gain = without_s / max(told.ttft.mean_s, 1e-9)
     lowest = told.tiers[-1]
     rated = "" if lowest.rated_writes_per_day is None else f"; rated for {lowest.rated_writes_per_day:g}"
-    shown = [
+    return [
         (f"{told.hit_rate:.1%}", f"of {told.requests:,} requests' input tokens loaded"),
         (
             f"{told.ttft.mean_s:.3g} s",
@@ -95,5 +99,3 @@ def _tiles(told: Tiered) -> str:
         ),
         (f"{told.planning.regret_s:,.1f} s", "regret of all plans together, against each request's best split"),
     ]
-    drawn = "".join(f'<div class="tile"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in shown)
-    return f'<div class="tiles">{drawn}</div>'
