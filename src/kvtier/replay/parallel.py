@@ -108,7 +108,7 @@ def _apart(
                 finished, waiting = wait(waiting, _POLL_S, FIRST_COMPLETED)
                 for future in finished:
                     advance(len(packed))
-                    outcome = future.result()
+                    outcome = future.result(timeout=0)
                     if outcome is not None:
                         yield futures[future], outcome
         finally:
