@@ -1,7 +1,8 @@
 """The adaptive policy: what it learns, whom it spares, what it costs. What holds for all policies: `test_policies`."""
 
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -194,14 +195,93 @@ def test_memory_stays_bounded_whatever_comes():
             assert ours.victim(_nobody) is not None
         if number >= 100:
             ours.removed(name_of(number - 100))
-    queued = sum(len(run.entries) for _, _, run in ours._heap)
-    assert len(ours._heap) <= queued + 1
-    assert queued <= 2 * len(ours) + adaptive._SLACK
+    queued = [*ours._heap, *ours._aged]
+    assert len(queued) <= 2 * len(ours) + 2 * adaptive._SLACK
+    runs = {id(entry.run): entry.run for entry in ours._entries.values() if entry.run is not None}
+    runs.update({id(run): run for *_, run in queued})
+    assert sum(len(run.entries) for run in runs.values()) <= 2 * len(ours) + (len(runs) + 1) * adaptive._SLACK
     assert len(ours._children) <= len(ours) + 1
     assert len(ours._model) <= WATCHED_MAX
     assert len(ours._model._done[0]) <= WATCHED_MAX
     assert ours._ghosts is not None
     assert len(ours._ghosts) <= 4 * adaptive._GHOSTS * 100
+
+
+def calls_of_worst_victim(names: int) -> int:
+    """Function calls inside the longest `victim` of many, in a place of so many names."""
+    evictor, fresh, worst = Adaptive(), iter(range(1 << 30)), 0
+    chance = random.Random(6)
+    prompts: list[Prompt] = []
+    calls = 0
+
+    def count(_frame: object, _event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    for step in range(names // 2):
+        again = step % 3 and bool(prompts)
+        prompt = chance.choice(prompts[-names // 8 :]) if again else [next(fresh) for _ in range(chance.randint(1, 6))]
+        prompts.append(prompt)
+        for depth in reversed(range(len(prompt))):
+            evictor.added(held(prompt[depth], prompt[depth - 1] if depth else None))
+            if len(evictor) > names // 2:
+                calls = 0
+                sys.setprofile(count)
+                victim = evictor.victim(_nobody)
+                sys.setprofile(None)
+                worst = max(worst, calls)
+                assert victim is not None
+                evictor.removed(victim)
+    assert evictor._model._rates is not None  # it has learned
+    return worst
+
+
+def test_no_call_takes_longer_because_there_are_more_names():
+    assert calls_of_worst_victim(8000) < 800
+
+
+def test_the_count_of_calls_finds_who_does_all_at_once(monkeypatch):
+    monkeypatch.setattr(adaptive, "_RANK_AT_ONCE", 1 << 30)
+    assert calls_of_worst_victim(8000) > 1600
+
+
+def test_a_step_of_a_lesson_looks_at_so_many_at_most(monkeypatch):
+    model, chance = ReuseModel(8, 12, 20), random.Random(7)
+    for now in range(2 * WATCHED_MAX):
+        kind = chance.randrange(1920)
+        model.value(kind, 0)
+        model.watch(now, kind, now)
+        model.used(now - chance.randint(1, 400), now)
+    sizes: list[int] = []
+
+    def sized(inner: Callable[..., object], weight: int) -> Callable[..., object]:
+        def outer(self: ReuseModel, kinds: Sequence[int], *rest: object) -> object:
+            sizes.append(weight * len(kinds))
+            return inner(self, kinds, *rest)
+
+        return outer
+
+    monkeypatch.setattr(ReuseModel, "_tally", sized(ReuseModel._tally, 1))
+    monkeypatch.setattr(ReuseModel, "_know", sized(ReuseModel._know, 100))
+    steps: list[int] = []
+    for _ in model.lesson(2 * WATCHED_MAX, 1000):
+        steps.append(sum(sizes))
+        sizes.clear()
+    assert max(steps) <= 2048
+    assert sum(steps) > 100 * 1900 + 1000
+
+
+def test_a_lesson_in_steps_teaches_the_same_whatever_happens_between_them():
+    apart, whole = (ReuseModel(2, 3, 2) for _ in range(2))
+    for model in (apart, whole):
+        for now in range(0, 30_000, 10):
+            model.watch(now, now // 10 % 12, now)
+            model.used(now - 170 * (now % 3), now)
+    whole.learn(30_000, 100)
+    for number, _ in enumerate(apart.lesson(30_000, 100)):
+        apart.used(29_990 - 10 * number, 30_010)
+        apart.watch(100_000 + number, 3, 30_020)
+    assert [apart.value(kind, 50) for kind in range(12)] == [whole.value(kind, 50) for kind in range(12)]
 
 
 def test_a_use_that_another_follows_soon_is_worth_more_than_one_that_waits_or_waits_in_vain():
@@ -230,7 +310,8 @@ def test_many_at_once_are_worth_what_each_is_alone():
         model.used(chance.randrange(now + 1) // 10 * 10, now)
     model.learn(50_000, 100)
     asked = [(kind, age) for kind in range(12) for age in (0, 3, 16, 100, 5000, 1 << 30)]
-    assert model.values(*zip(*asked, strict=True)) == pytest.approx([model.value(*it) for it in asked])
+    alone = [model.value(*it) for it in asked]
+    assert model.values(*zip(*asked, strict=True)) == pytest.approx(alone)
 
 
 def test_what_two_features_say_is_put_together_for_a_kind_that_was_never_seen():
@@ -293,7 +374,7 @@ def test_who_comes_back_is_known():
     assert ours.victim(_nobody) == name_of(0)
     ours.removed(name_of(0))
     ours.added(held(0))
-    assert ours._entries[name_of(0)].uses == 1
+    assert ours._entries[name_of(0)].uses == 2
 
 
 def _nobody(_name: bytes) -> bool:

@@ -9,8 +9,8 @@ is worth, and names of the least worth leave first. If kinds do not differ, that
 As in `Lru`, a name with a present child is never the victim.
 """
 
-from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from operator import attrgetter
 
 from kvtier.policy.base import Held
@@ -19,71 +19,93 @@ from kvtier.policy.reuse import ReuseModel
 
 _GHOSTS = 8
 """Names that left are remembered for so many times the names held."""
-_LEARN_EVERY = 1 / 4
-"""What names are worth is learned anew after so many uses, in names held."""
-_LEARN_USES_MIN = 1024
-_ORDER_EVERY = 1 / 16
-"""Names are put in order anew, since they have aged, after so many uses, in names held."""
-_ORDER_USES_MIN = 32
+_LEARN_EVERY = 1 / 2
+"""What names are worth is learned anew after so many uses, in names held; sooner at first."""
+_LEARN_USES_MIN = 512
+_RANK_EVERY = 1 / 4
+"""All runs are ranked anew, since they have aged, in the course of so many uses, in names held."""
+_RANK_AT_ONCE = 64
+"""Runs that one call ranks anew, so that none takes long."""
+_TRIES = 16
+"""Runs that a call ranks anew at most because they seem to be worth least."""
+_TIDY_AT_ONCE = 8
+"""Runs that are ranked anew, and thrown out if empty, for each that is queued when there are too many."""
 _SLACK = 64
-"""Items of runs that may be left over before they are thrown out, so that few never are."""
+"""Names or runs that may be left over before they are thrown out, so that few never are."""
 
 _NEW_KINDS = 12
 _USE_KINDS = 4
 _PAUSE_KINDS = 20
 _PAUSE_BITS_MIN = 6
 """All pauses below so many doublings of one use are alike."""
+_USES_MAX = 15
+"""More uses than that count as that."""
+_KIND_OF_USES = tuple(min(uses.bit_length(), _USE_KINDS - 1) for uses in range(_USES_MAX + 1))
+_UNKNOWN = -1
+"""The kind of a run whose prompt is still being told."""
+_FROM_END, _FROM_START = 1, 2
 
 
 class _Entry:
     """One present name."""
 
-    __slots__ = ("before", "is_present", "kind", "mark", "name", "parent", "run", "time", "uses")
+    __slots__ = ("before", "mark", "name", "parent", "run", "time", "uses")
 
     def __init__(self, name: bytes, mark: int, uses: int, time: int) -> None:
         self.name = name
         self.mark = mark
         self.parent: bytes | None = None
-        self.is_present = True
         self.uses = uses
-        self.kind = 0
         self.time = time  # of its last use
         self.before = 0  # of the use before the last
-        self.run: _Run | None = None  # where it is queued
+        self.run: _Run | None = None  # of its last use; None for who has left
 
 
 class _Run:
-    """Names of one kind that one prompt used: they grow old together. The next to leave is the last.
+    """Names of one kind that one prompt used: they grow old together.
 
-    A name that was used again, or left, may still be among them.
+    Each is the parent of the next, so the last is the next to leave, and while that has a child none may. A name that
+    was used again, or left, may still be among them: its own run is another.
     """
 
-    __slots__ = ("entries", "kind", "time")
+    __slots__ = ("count", "entries", "is_queued", "kind", "time", "uses_kind")
 
-    def __init__(self, kind: int, time: int, entries: list[_Entry]) -> None:
-        self.kind = kind
+    def __init__(self, uses_kind: int, time: int, entries: list[_Entry]) -> None:
+        self.uses_kind = uses_kind
+        self.kind = _UNKNOWN
         self.time = time
         self.entries = entries
+        self.count = len(entries)  # of those whose run this is
+        self.is_queued = False
 
-    def trim(self) -> int:
-        """Take names off the end until one is queued here; returns how many."""
+    def last(self) -> _Entry:
+        """Its last name; there must be one."""
         entries = self.entries
-        before = len(entries)
-        while entries and entries[-1].run is not self:
+        while entries[-1].run is not self:
             entries.pop()
-        return before - len(entries)
+        return entries[-1]
+
+    def lost(self) -> None:
+        """A name of it was used again, or left."""
+        self.count -= 1
+        if 2 * self.count + _SLACK < len(self.entries) and self.kind != _UNKNOWN:
+            self.entries = [entry for entry in self.entries if entry.run is self]
 
 
-_Ordered = tuple[float, int, _Run]
-"""What its names are worth, a number that is higher for who was queued later, and the run."""
+_Ranked = tuple[float, int, int, _Run]
+"""What its names are worth, the time of their use, a number that no other has, and the run."""
 
 
 class Adaptive:
-    """Least expected reuse first, over leaves. Every event costs O(log n) amortised.
+    """Least expected reuse first, over leaves. Every event costs O(log n) amortised, and learning is done in steps.
 
     The uses of one prompt are told one after the other, along its chain from either end; they are sorted when the next
     prompt begins, since only then is known how much of this one was new. Until then only its last name may be chosen,
     by what is known so far.
+
+    Runs are in two heaps. What a run is worth changes with its age and with what is learned, so all are ranked anew
+    again and again: a few at a time move from one heap to the other, taken from the end of its list, which leaves a
+    heap; when one is empty they change places. The least of all is the lesser of the two tops.
 
     A pinned leaf that stands in the way counts as used at that moment, because whoever pins it is using it.
     """
@@ -95,46 +117,53 @@ class Adaptive:
         self._ghosts: Ghosts | None = None  # made when a name must leave: then we know how many there are
         self._now = 0  # uses so far
         self._prompt: list[_Entry] = []  # used by the prompt that is being told
-        self._prompt_end: tuple[bytes, bytes | None] | None = None  # the last name told, and its parent
+        self._prompt_runs: list[_Run] = []  # the same, those next to one another that were used about as often
+        self._prompt_tip: _Entry | None = None  # the first told that somebody remembers
+        self._prompt_order = 0  # from the end or the start, if more than one name has been told
         self._prompt_new = 0  # names of the prompt that nobody remembers
-        self._prompt_tip: _Entry | None = None  # the first told that somebody does
         self._prompt_tail = 0  # of the prompt, who was looked at as its last present name
-        self._heap: list[_Ordered] = []
+        self._heap: list[_Ranked] = []
+        self._aged: list[_Ranked] = []  # those that are to be ranked anew
         self._number = 0  # of runs so far
-        self._queued = 0  # names in runs, still valid or not
-        self._is_full = False
-        self._learn_at = self._order_at = 0
+        self._lesson: Iterator[None] | None = None
+        self._lessons = 0
+        self._learn_at = 0
+        self._rank_at = 0
+        self._rank_now = 0  # runs that have not been ranked since the last lesson
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def added(self, held: Held) -> None:
         """`held` entered. Adding a name twice counts as a touch, and tells its parent if that was unknown."""
-        entry = self._entries.get(held.name)
+        name, parent = held.name, held.parent
+        entry = self._entries.get(name)
         if entry is None:
-            mark = _mark(held.name)
-            entry = _Entry(held.name, mark, *(self._ghosts.find(mark) if self._ghosts else (0, 0)))
-            self._entries[held.name] = entry
-        if entry.parent is None and held.parent is not None and held.parent != held.name:
-            entry.parent = held.parent
-            self._children[held.parent] = self._children.get(held.parent, 0) + 1
-        self._use(entry, held)
+            mark = _mark(name)
+            entry = _Entry(name, mark, *(self._ghosts.find(mark) if self._ghosts is not None else (0, 0)))
+            self._entries[name] = entry
+        if parent is not None and entry.parent is None and parent != name:
+            entry.parent = parent
+            self._children[parent] = self._children.get(parent, 0) + 1
+        self._use(entry)
 
     def touched(self, held: Held) -> None:
         """`held` was used. A name that was never added is ignored."""
         entry = self._entries.get(held.name)
         if entry is not None:
-            self._use(entry, held)
+            self._use(entry)
 
     def removed(self, name: bytes) -> None:
         """`name` left, for whatever reason. A name that was never added is ignored."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return
-        entry.is_present = False
-        entry.run = None
-        if self._ghosts:
-            self._ghosts.remember(entry.mark, max(1, entry.uses), entry.time)
+        run, entry.run = entry.run, None
+        if run is not None:
+            run.lost()
+        if self._ghosts is not None:
+            is_told = run is not None and run.kind == _UNKNOWN
+            self._ghosts.remember(entry.mark, max(1, entry.uses - is_told), entry.time)
         if entry.parent is not None:
             self._unlink(entry.parent)
 
@@ -142,122 +171,136 @@ class Adaptive:
         """The leaf that is worth least of those that are not pinned; None when all leaves are. Does not remove it."""
         if not self._entries:
             return None
-        if self._now >= self._learn_at or not self._is_full:
-            self._learn()
-        if self._now >= self._order_at:
-            self._order()
-        pinned: list[_Entry] = []
-        entry = self._least(is_pinned, pinned)
-        if entry is None and self._prompt:
+        self._work()
+        pinned: list[_Run] = []
+        least = self._least(is_pinned, pinned)
+        if least is None and self._prompt:
             self._sort_prompt()
-            entry = self._least(is_pinned, pinned)
-        elif entry is not None and len(self._prompt) > 1:
-            entry = self._own_tail(self._heap[0][0], is_pinned) or entry
-        for other in pinned:
+            least = self._least(is_pinned, pinned)
+        for run in pinned:
             self._now += 1
-            other.time = self._now
-            self._enqueue(_Run(other.kind, self._now, [other]))
-        if entry is not None:
-            return entry.name
+            run.time = run.entries[0].time = self._now
+            self._queue(run)
+        if least is not None:
+            return self._own_tail(least[0], is_pinned) or least[3].last().name
         return None if pinned else self._oldest_in_ring(is_pinned)
 
-    def _use(self, entry: _Entry, held: Held) -> None:
-        end = self._prompt_end
-        if end is not None and held.parent != end[0] and held.name != end[1]:
-            self._sort_prompt()
-        self._prompt_end = (held.name, held.parent)
-        self._now += 1
-        self._model.used(entry.mark, self._now)
+    def _use(self, entry: _Entry) -> None:
+        run, prompt = entry.run, self._prompt
+        if prompt:
+            end = prompt[-1]
+            order = _FROM_END if end.parent == entry.name else _FROM_START if entry.parent == end.name else 0
+            if not order or (len(prompt) > 1 and order != self._prompt_order) or (run and run.kind == _UNKNOWN):
+                self._sort_prompt()
+                run, prompt = entry.run, self._prompt
+            else:
+                self._prompt_order = order
+        self._now = now = self._now + 1
+        self._model.used(entry.mark, now)
         entry.before = entry.time
-        entry.time = self._now
-        entry.run = None
-        self._prompt.append(entry)
+        entry.time = now
+        uses_kind = _KIND_OF_USES[entry.uses]
+        if run is not None:
+            run.lost()
+        runs = self._prompt_runs
+        if not runs or runs[-1].uses_kind != uses_kind:
+            runs.append(_Run(uses_kind, now, []))
+            if uses_kind and self._prompt_tip is None:
+                self._prompt_tip = entry
+        entry.run = run = runs[-1]
+        run.entries.append(entry)
+        run.count += 1
+        prompt.append(entry)
         if not entry.uses:
             self._prompt_new += 1
-        elif self._prompt_tip is None:
-            self._prompt_tip = entry
+        if entry.uses < _USES_MAX:
+            entry.uses += 1
 
     def _sort_prompt(self) -> None:
         """The prompt is complete: what kind of use was it for each of its names?"""
-        prompt = self._prompt
-        if len(prompt) > 1 and prompt[1].parent == prompt[0].name:
-            prompt.reverse()
-            # Who is told from the start is used up to the end: its last name counts as the first to grow old.
-            times = [entry.time for entry in reversed(prompt)]
-            for entry, time in zip(prompt, times, strict=True):
-                entry.time = time
-            self._prompt_tip = next((entry for entry in prompt if entry.uses), None)
+        runs, time = self._prompt_runs, self._prompt[0].time
+        if self._prompt_order == _FROM_START:
+            runs.reverse()
+        else:
+            for run in runs:
+                run.entries.reverse()
         first = min(self._prompt_new.bit_length(), _NEW_KINDS - 1)
-        second = _pause_kind(self._prompt_tip)
-        is_last = 1
-        run: list[_Entry] = []
-        for entry in prompt:
-            kind = self._model.kind(_base(entry, is_last), first, second)
-            is_last = 0
-            if run and run[-1].kind != kind:
-                self._end_run(run)
-                run = []
-            run.append(entry)
-            entry.kind = kind
-            entry.uses += 1
-        self._end_run(run)
-        self._prompt = []
-        self._prompt_end = None
+        second = _pause_kind(next((run.entries[-1] for run in runs if run.uses_kind), None))
+        self._prompt, self._prompt_runs = [], []
         self._prompt_tip = None
-        self._prompt_new = self._prompt_tail = 0
+        self._prompt_order = self._prompt_new = self._prompt_tail = 0
+        if len(runs[0].entries) > 1:
+            # The prompt's last name is of a kind of its own.
+            end = runs[0].entries.pop()
+            runs.insert(0, _Run(runs[0].uses_kind, time, [end]))
+            if end.run is None:
+                runs[0].count -= 1
+            else:
+                end.run = runs[0]
+                runs[1].count -= 1
+        is_last = 1
+        for run in runs:
+            run.kind = self._model.kind(run.uses_kind * 2 + is_last, first, second)
+            run.time = time
+            # Names that share their fate: one of them stands for all in the model.
+            self._model.watch(min(run.entries, key=_mark_of).mark, run.kind, time)
+            # Who is told from the start is used up to the end: the prompt's last name counts as the first to grow old.
+            time += len(run.entries)
+            is_last = 0
+            self._begin(run)
 
-    def _own_tail(self, worth: float, is_pinned: Callable[[bytes], bool]) -> _Entry | None:
+    def _begin(self, run: _Run) -> None:
+        """Its prompt is complete: from now on, names of `run` may leave."""
+        if run.count < len(run.entries):
+            # Some left while the prompt was told: those that are leaves thereby would not be found behind the last.
+            for entry in run.entries[:]:
+                if entry.run is run and entry.name not in self._children:
+                    self._queue(self._apart(entry))
+        if run.count and run.last().name not in self._children:
+            self._queue(run)
+
+    def _own_tail(self, worth: float, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         """The last name of the prompt that is being told, if it is worth less: a prompt need not drive out its betters.
 
         Only for who is told from the end: a name whose child is about to come must stay for its sake.
         """
         prompt, tail = self._prompt, self._prompt_tail
-        if prompt[0].parent != prompt[1].name:
+        if self._prompt_order != _FROM_END:
             return None
-        while tail < len(prompt) - 1 and (not prompt[tail].is_present or prompt[tail].name in self._children):
+        while tail < len(prompt) - 1 and (prompt[tail].run is None or prompt[tail].name in self._children):
             tail += 1
         self._prompt_tail = tail
         entry = prompt[tail]
-        if not entry.is_present or entry.name in self._children or is_pinned(entry.name):
+        if entry.run is None or entry.name in self._children or is_pinned(entry.name):
             return None
         first = min(self._prompt_new.bit_length(), _NEW_KINDS - 1)
-        kind = self._model.kind(_base(entry, int(not tail)), first, _pause_kind(self._prompt_tip))
-        return entry if self._model.value(kind, 0) < worth else None
+        second = _pause_kind(self._prompt_tip)
+        kind = self._model.kind(entry.run.uses_kind * 2 + (not tail), first, second)
+        return entry.name if self._model.value(kind, 0) < worth else None
 
-    def _end_run(self, entries: list[_Entry]) -> None:
-        """Names of one kind that one prompt used share their fate: one of them stands for all in the model."""
-        kind, time = entries[0].kind, entries[0].time
-        self._model.watch(min(entries, key=_mark_of).mark, kind, time)
-        present = [entry for entry in reversed(entries) if entry.is_present]
-        if present:
-            self._enqueue(_Run(kind, time, present))
-
-    def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[_Entry]) -> _Entry | None:
-        heap = self._heap
-        while heap:
-            run = heap[0][2]
-            self._queued -= run.trim()
-            if not run.entries:
+    def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[_Run]) -> _Ranked | None:
+        """The run whose last name is worth least. Of those that are pinned, each becomes a run of `pinned`."""
+        tries = _TRIES
+        while True:
+            heap = self._heap
+            is_aged = bool(self._aged) and (not heap or (tries > 0 and self._aged[0] < heap[0]))
+            if is_aged:
+                heap = self._aged
+            if not heap:
+                return None
+            run = heap[0][3]
+            if not run.count or (entry := run.last()).name in self._children:
                 heappop(heap)
-                continue
-            entry = run.entries[-1]
-            if entry.name in self._children:
-                entry.run = None  # queued again when the last child has left
+                run.is_queued = False  # if it has names, until the last child of the last has left
             elif is_pinned(entry.name):
-                entry.run = None
-                pinned.append(entry)
+                pinned.append(self._apart(entry))
+            elif not is_aged:
+                return heap[0]
             else:
-                return entry
-        return None
-
-    def _enqueue(self, run: _Run) -> None:
-        for entry in run.entries:
-            entry.run = run
-        self._queued += len(run.entries)
-        self._number += 1
-        heappush(self._heap, (self._model.value(run.kind, self._now - run.time), self._number, run))
-        if self._queued > 2 * len(self._entries) + _SLACK:
-            self._compact()
+                # It seems to be least, but that was long ago.
+                _, time, number, _ = heappop(heap)
+                heappush(self._heap, (self._model.value(run.kind, self._now - time), time, number, run))
+                tries -= 1
 
     def _unlink(self, parent: bytes) -> None:
         left = self._children[parent] - 1
@@ -266,41 +309,67 @@ class Adaptive:
             return
         del self._children[parent]
         entry = self._entries.get(parent)
-        if entry is not None and entry.run is None and not self._is_told(entry):
-            self._enqueue(_Run(entry.kind, entry.time, [entry]))
+        run = entry.run if entry is not None else None
+        if entry is None or run is None or run.kind == _UNKNOWN:
+            return  # the prompt that is being told used it: it is queued at the prompt's end
+        if run.last() is not entry:
+            self._queue(self._apart(entry))
+        elif not run.is_queued:
+            self._queue(run)
 
-    def _is_told(self, entry: _Entry) -> bool:
-        """Whether the prompt that is being told used it: then it will be queued at the prompt's end."""
-        return bool(self._prompt) and entry.time >= self._prompt[0].time
+    def _apart(self, entry: _Entry) -> _Run:
+        """`entry` in a run of its own."""
+        old = entry.run
+        assert old is not None, "who has left is queued"
+        entry.run = run = _Run(old.uses_kind, old.time, [entry])
+        run.kind = old.kind
+        old.lost()
+        return run
 
-    def _learn(self) -> None:
-        held = len(self._entries)
-        self._is_full = True
-        if self._ghosts is None or len(self._ghosts) < _GHOSTS * held / 2:
-            self._ghosts = Ghosts(_GHOSTS * held)
-        self._learn_at = self._now + max(_LEARN_USES_MIN, int(held * _LEARN_EVERY))
-        self._order_at = self._now
-        self._model.learn(self._now, held)
+    def _queue(self, run: _Run) -> None:
+        run.is_queued = True
+        self._number += 1
+        heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, self._number, run))
+        if len(self._heap) + len(self._aged) > 2 * len(self._entries) + _SLACK:
+            self._rank(_TIDY_AT_ONCE)
 
-    def _order(self) -> None:
-        """What is each run worth now?"""
-        self._order_at = self._now + max(_ORDER_USES_MIN, int(len(self._entries) * _ORDER_EVERY))
-        heap: list[tuple[int, _Run]] = []
-        for _, number, run in self._heap:
-            self._queued -= run.trim()
-            if run.entries:
-                heap.append((number, run))
+    def _work(self) -> None:
+        """A step of what is to be done once in a while."""
         now = self._now
-        values = self._model.values([run.kind for _, run in heap], [now - run.time for _, run in heap])
-        self._heap = [(value, number, run) for value, (number, run) in zip(values, heap, strict=True)]
-        heapify(self._heap)
+        if self._lesson is not None:
+            for _ in self._lesson:
+                return
+            self._lesson = None
+            self._rank_now = len(self._heap) + len(self._aged)
+        elif now >= self._learn_at:
+            held = len(self._entries)
+            self._lessons += 1
+            self._learn_at = now + max(_LEARN_USES_MIN, int(held * _LEARN_EVERY * min(1.0, self._lessons / 4)))
+            if self._ghosts is None or len(self._ghosts) < _GHOSTS * held / 2:
+                self._ghosts = Ghosts(_GHOSTS * held)
+            self._lesson = self._model.lesson(now, held)
+        elif now >= self._rank_at or self._rank_now > 0:
+            self._rank(_RANK_AT_ONCE)
+            self._rank_now -= _RANK_AT_ONCE
+            runs = len(self._heap) + len(self._aged)
+            self._rank_at = now + int(_RANK_EVERY * len(self._entries) * min(1.0, _RANK_AT_ONCE / (runs + 1)))
 
-    def _compact(self) -> None:
-        for _, _, run in self._heap:
-            run.entries = [entry for entry in run.entries if entry.run is run]
-        self._heap = [item for item in self._heap if item[2].entries]
-        heapify(self._heap)
-        self._queued = sum(len(run.entries) for _, _, run in self._heap)
+    def _rank(self, count: int) -> None:
+        """What are so many runs worth now?"""
+        if not self._aged:
+            self._aged, self._heap = self._heap, self._aged
+        items = self._aged[-count:]
+        del self._aged[-count:]
+        kept: list[_Ranked] = []
+        for item in items:
+            if item[3].count:
+                kept.append(item)
+            else:
+                item[3].is_queued = False
+        now = self._now
+        values = self._model.values([run.kind for *_, run in kept], [now - run.time for *_, run in kept])
+        for value, (_, time, number, run) in zip(values, kept, strict=True):
+            heappush(self._heap, (value, time, number, run))
 
     def _oldest_in_ring(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         """The oldest of names that all have children: only possible when parents form a ring, which no prompt makes.
@@ -309,10 +378,6 @@ class Adaptive:
         """
         free = [entry for entry in self._entries.values() if not is_pinned(entry.name)]
         return min(free, key=lambda entry: entry.time).name if free else None
-
-
-def _base(entry: _Entry, is_last: int) -> int:
-    return min(entry.uses.bit_length(), _USE_KINDS - 1) * 2 + is_last
 
 
 def _pause_kind(tip: _Entry | None) -> int:

@@ -1,6 +1,6 @@
 """How often names that left had been used, and when last: eight bytes each, in a table of fixed size."""
 
-from array import array
+import numpy as np
 
 _MARK_BITS = 20
 _TIME_BITS = 40
@@ -18,7 +18,8 @@ class Ghosts:
     """
 
     def __init__(self, places: int) -> None:
-        self._table = array("Q", bytes(8 << max(0, places - 1).bit_length()))
+        # Not an array of its own: this one's memory is zero without being written, which takes long when it is large.
+        self._table = np.zeros(1 << max(0, places - 1).bit_length(), np.uint64).data
 
     def __len__(self) -> int:
         return len(self._table)

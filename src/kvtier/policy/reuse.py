@@ -11,7 +11,7 @@ the two says, as a factor to the rate of its base, is multiplied: so that few us
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,14 +37,26 @@ _FIRST_RATE = 0.01 / _FIRST_END
 _FACTOR_MAX = 8.0
 """A feature raises or lowers a rate so many times at most."""
 
+_AGE_MAX = 64
+"""Ages above so many times the names held are not told apart."""
+_DONE_MAX = 256
+"""Outcomes that wait to be counted; so many are counted at once."""
+_OPEN_AT_ONCE = 2048
+"""Uses still watched that one step of a lesson looks at."""
+_KINDS_AT_ONCE = 12
+"""Kinds whose value one step of a lesson works out."""
+
+_ENDS: Numbers = np.array(ENDS)
 _STARTS: Numbers = np.array((0, *ENDS))
+_BEYOND: Numbers = 0.5 ** np.arange(1, BUCKETS + 2)
 _WIDTHS: Numbers = np.diff(np.array((0, *ENDS, 2 * ENDS[-1])))
 
 
 class ReuseModel:
     """Counts outcomes of uses, and turns them into the value of a name of each kind and age.
 
-    A name is known here by its mark, a 64-bit hash of it. Every event costs O(1) amortised.
+    A name is known here by its mark, a 64-bit hash of it. Every event costs O(1) amortised; what is more, a lesson, is
+    done in steps, of which none takes long, however many names there are.
 
     Args:
         bases: how many values the base of a kind has.
@@ -69,14 +81,14 @@ class ReuseModel:
         """Kind, age, and 1 if another followed, of those whose watch has ended and who are not counted yet."""
         self._sample_mask = 0
         self._held = 0
+        self._top = BUCKETS  # buckets that are told apart
         self._learned_at = 0
         self._rates: tuple[Numbers, Numbers, Numbers] | None = None
         kinds = bases * firsts * seconds
         self._values: Numbers = np.zeros((kinds, BUCKETS + 1))
         """By kind, at the start of each bucket, and after the last."""
-        self._lessons = 0
-        self._known_since: Numbers = np.zeros(kinds, np.int64)
-        """By kind, the number of the lesson that `_values` are from; 0 for none."""
+        self._is_known: Numbers = np.zeros(kinds, np.bool_)
+        """By kind, whether `_values` has it: those that were ever asked for."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -110,27 +122,42 @@ class ReuseModel:
 
     def learn(self, now: int, held: int) -> None:
         """Take account of all that happened until `now`; the place holds `held` names."""
+        for _ in self.lesson(now, held):
+            pass
+
+    def lesson(self, now: int, held: int) -> Iterator[None]:
+        """The same in steps. Uses may be told between two of them; they count in the next lesson."""
         self._held = held
+        self._top = min(BUCKETS, bisect_right(ENDS, _AGE_MAX * held) + 1)
         self._count_done()
         share = 0.5 ** ((now - self._learned_at) / (_FORGET * max(1, held)))
         self._learned_at = now
         self._again *= share
         self._ended *= share
         self._inside *= share
-        kinds = np.frombuffer(self._kinds, np.int64)
-        is_open = kinds >= 0
-        kinds = kinds[is_open]
-        ended, inside = self._summed(kinds, np.maximum(1, now - np.frombuffer(self._times, np.int64)[is_open]))
-        self._learn_rates(self._ended + ended, self._inside + inside)
-        self._lessons += 1
+        again, ended, inside = self._again.copy(), self._ended.copy(), self._inside.copy()
+        all_kinds, all_times = np.array(self._kinds, np.int64), np.array(self._times, np.int64)
+        yield
+        for start in range(0, WATCHED_MAX, _OPEN_AT_ONCE):
+            kinds, times = (column[start : start + _OPEN_AT_ONCE] for column in (all_kinds, all_times))
+            is_open = kinds >= 0
+            if is_open.any():
+                self._tally(kinds[is_open], np.maximum(1, now - times[is_open]), ended, inside)
+                yield
+        yield from self._learn_rates(again, ended, inside)
+        asked = np.flatnonzero(self._is_known)
+        for start in range(0, len(asked), _KINDS_AT_ONCE):
+            self._know(asked[start : start + _KINDS_AT_ONCE])
+            yield
 
     def value(self, kind: int, age: int) -> float:
         """Reuses for the time that a name is kept, if for as long as pays best.
 
         That is the highest ratio, over all ages at which one could give up, of the probability of a reuse until then to
-        the time until either (Gittins' index). It may be from before the last lesson, if `values` was not asked since.
+        the time until either (Gittins' index). 0 for all before the first lesson.
         """
-        if not self._known_since.item(kind):
+        if not self._is_known.item(kind):
+            self._is_known[kind] = True
             self._know(np.array([kind]))
         if not age:
             return self._values.item(kind, 0)
@@ -142,10 +169,9 @@ class ReuseModel:
         return self._values.item(kind, bucket) * (1 - share) + self._values.item(kind, bucket + 1) * share
 
     def values(self, kinds: Sequence[int], ages: Sequence[int]) -> list[float]:
-        """The same for many at once, from the last lesson."""
+        """The same for many at once, each of a kind that `value` was asked for."""
         kind, age = np.array(kinds, np.int64), np.array(ages, np.int64)
-        self._know(np.unique(kind[self._known_since[kind] < self._lessons]))
-        bucket = np.searchsorted(ENDS, age, "right")
+        bucket = _ENDS.searchsorted(age, "right")
         share = np.minimum(1.0, (age - _STARTS[bucket]) / _WIDTHS[bucket])
         value = self._values[kind, bucket] * (1 - share) + self._values[kind, bucket + 1] * share
         is_last = bucket == BUCKETS - 1
@@ -158,37 +184,31 @@ class ReuseModel:
         ages.append(max(1, now - self._times[place]))
         again.append(is_again)
         self._kinds[place] = -1
-        if len(kinds) >= WATCHED_MAX:
+        if len(kinds) >= _DONE_MAX:
             self._count_done()
 
     def _count_done(self) -> None:
         kinds, ages, again = (np.array(column, np.int64) for column in self._done)
         self._done = (array("q"), array("q"), array("q"))
-        ended, inside = self._summed(kinds, ages)
-        self._ended += ended
-        self._inside += inside
-        followed = again > 0
-        self._again += self._summed(kinds[followed], ages[followed])[0]
+        places = self._tally(kinds, ages, self._ended, self._inside)
+        followed = np.tile(again, 3)  # a use counts in three rows
+        self._again += np.bincount(places, followed, self._again.size).reshape(self._again.shape)
 
-    def _summed(self, kinds: Numbers, ages: Numbers) -> tuple[Numbers, Numbers]:
-        """For each row and bucket: how many have an age in it, and for how long they were in it."""
-        bucket = np.searchsorted(ENDS, ages, "right")
-        into = ages - _STARTS[bucket]
-        count = np.zeros(self._rows * BUCKETS)
-        time = np.zeros(self._rows * BUCKETS)
-        for row in self._rows_of(kinds):
-            place = row * BUCKETS + bucket
-            count += np.bincount(place, minlength=len(count))
-            time += np.bincount(place, into, len(time))
-        return count.reshape(self._rows, BUCKETS), time.reshape(self._rows, BUCKETS)
+    def _tally(self, kinds: Numbers, ages: Numbers, ended: Numbers, inside: Numbers) -> Numbers:
+        """Add, for each row and bucket, how many have an age in it, and for how long they were in it; returns where."""
+        bucket = _ENDS.searchsorted(ages, "right")
+        places = np.concatenate([row * BUCKETS + bucket for row in self._rows_of(kinds)])
+        ended += np.bincount(places, minlength=ended.size).reshape(ended.shape)
+        into = np.tile(ages - _STARTS[bucket], 3)
+        inside += np.bincount(places, into, inside.size).reshape(inside.shape)
+        return places
 
     def _rows_of(self, kinds: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         base = kinds // (self._firsts * self._seconds)
         first = self._bases + kinds // self._seconds
         return base, first, self._bases * (1 + self._firsts) + base * self._seconds + kinds % self._seconds
 
-    def _learn_rates(self, ended: Numbers, inside: Numbers) -> None:
-        again = self._again
+    def _learn_rates(self, again: Numbers, ended: Numbers, inside: Numbers) -> Iterator[None]:
         later = ended[:, ::-1].cumsum(1)[:, ::-1] - ended  # these have been in the whole bucket
         watched = inside + later * _WIDTHS
         average = _average(again[: self._bases].sum(0), watched[: self._bases].sum(0))
@@ -196,28 +216,31 @@ class ReuseModel:
         starts = (self._bases, self._bases * (1 + self._firsts), self._rows)
         factors: list[Numbers] = []
         for start, end, count in zip(starts, starts[1:], (self._firsts, self._seconds), strict=False):
+            yield
             above = base.repeat(count, 0)
             rates = _shrunk(again[start:end], watched[start:end], above)
             factors.append((rates / above).clip(1 / _FACTOR_MAX, _FACTOR_MAX))
         self._rates = base, factors[0], factors[1]
+        yield
 
     def _know(self, kinds: Numbers) -> None:
-        if not len(kinds) or self._rates is None:
+        if self._rates is None:
             return
         base, first, second = self._rows_of(kinds)
         rates = self._rates[0][base] * self._rates[1][first - self._bases]
         rates *= self._rates[2][second - self._bases * (1 + self._firsts)]
-        kept = np.exp(-rates * _WIDTHS)
-        left = np.ones((len(kinds), BUCKETS + 1))
+        top = self._top
+        kept = np.exp(-rates[:, :top] * _WIDTHS[:top])
+        left = np.ones((len(kinds), top + 1))
         left[:, 1:] = kept.cumprod(1)
         time = np.zeros_like(left)
-        time[:, 1:] = (left[:, :-1] * (1 - kept) / rates).cumsum(1)
-        for bucket in range(BUCKETS):
-            reused = left[:, bucket, None] - left[:, bucket + 1 :]
-            spent = time[:, bucket + 1 :] - time[:, bucket, None]
-            self._values[kinds, bucket] = (reused / (spent + 1e-9)).max(1)
-        self._values[kinds, BUCKETS] = self._values[kinds, BUCKETS - 1] / 2
-        self._known_since[kinds] = self._lessons
+        time[:, 1:] = (left[:, :-1] * (1 - kept) / rates[:, :top]).cumsum(1)
+        reused = left[:, :-1, None] - left[:, None, 1:]  # between the starts of two buckets; below 0 for who goes back
+        spent = time[:, None, 1:] - time[:, :-1, None]
+        reused /= np.maximum(spent, 1e-9, out=spent)
+        self._values[kinds, :top] = reused.max(2)
+        # Nobody has seen the ages beyond: taken together, it is worth less and less to wait.
+        self._values[kinds, top:] = self._values[kinds, top - 1, None] * _BEYOND[: BUCKETS + 1 - top]
 
 
 def _average(again: Numbers, watched: Numbers) -> Numbers:
