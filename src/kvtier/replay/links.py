@@ -152,8 +152,9 @@ class Link:
 
 
 def link_use(links: Sequence[Link], gauge: Gauge, duration_s: float) -> LinkUse:
-    """What passed over `links`, which share `gauge`, in `duration_s`."""
-    span_s = max(duration_s, 1e-9)
+    """What passed over `links`, which share `gauge`, in `duration_s`, or until the last of it had passed."""
+    # What is still waiting when the last request is answered would otherwise be more than a link can move.
+    span_s = max(duration_s, 1e-9, *(it.free_s for it in links))
     total = sum(it.total_bytes for it in links)
     return LinkUse(
         transfers=sum(it.transfers for it in links),

@@ -259,7 +259,7 @@ class _Run:
             evictions = sum(it.evictions for it in shelves)
         read_gauge, write_gauge = self._gauges[tier.name]
         written = link_use(writes, write_gauge, duration_s)
-        day_bytes = written.total_bytes / len(writes) / duration_s * _DAY_S
+        day_bytes = written.mean_bytes_per_s / len(writes) * _DAY_S
         return TierOutcome(
             name=tier.name,
             capacity_bytes=tier.capacity_bytes,
