@@ -176,6 +176,10 @@ def test_the_command_runs_a_program_with_recording_on(tmp_path):
     done = subprocess.run([*command, sys.executable, "-c", program], timeout=250, check=False, **told)
     assert (done.returncode, done.stdout.split()) == (0, [str(folder), str(MIB)]), done.stderr
     assert folder.is_dir()
+    apart = subprocess.run([*command, "--", sys.executable, "-c", "print(5)"], timeout=250, check=False, **told)
+    assert (apart.returncode, apart.stdout) == (0, "5\n"), apart.stderr
+    nothing = subprocess.run([*command, "--"], timeout=250, check=False, **told)
+    assert (nothing.returncode, "PROGRAM is missing" in nothing.stderr) == (2, True)
     (tmp_path / "file").write_text("")
     command[-1] = str(tmp_path / "file")
     done = subprocess.run([*command, "true"], timeout=250, check=False, **told)

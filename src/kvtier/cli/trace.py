@@ -88,6 +88,9 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
     from kvtier.config import load
     from kvtier.errors import ConfigError
 
+    command = program[1:] if program[0] == "--" else program
+    if not command:
+        raise click.UsageError("PROGRAM is missing; allowed: such as vllm serve MODEL")
     flags = (f"trace.path={folder}", f"trace.capacity_bytes={capacity}")
     told = load(flags=flags).config.trace
     assert told.path is not None, "the setting that was just given"
@@ -96,7 +99,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be made: {error.strerror or error}; allowed: a directory") from error
     settings = (f"KVTIER_TRACE__PATH={told.path}", f"KVTIER_TRACE__CAPACITY_BYTES={told.capacity_bytes}")
-    os.execvp("env", ["env", *settings, *program])  # noqa: S606  in our place: signals and the terminal are its own
+    os.execvp("env", ["env", *settings, *command])  # noqa: S606  in our place: signals and the terminal are its own
 
 
 _STATISTICS = (
