@@ -32,6 +32,7 @@ from kvtier.core.traffic import Traffic
 from kvtier.core.waiting import Waiting
 from kvtier.core.work import HOST, Known, Load, Store
 from kvtier.layout import History, KvLayout
+from kvtier.policy.admission import AdmitAll
 from kvtier.policy.base import Admitter, Evictor, Held
 from kvtier.types import (
     ChunkKey,
@@ -81,6 +82,7 @@ class Cache:
         self._layout = layout
         self._limits = limits or Limits()
         self._admitter = admitter
+        self._admits_all = type(admitter) is AdmitAll  # nothing to tell of each object to who does not listen
         self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
         self._may_move = False
         """Something has ended, and what waited for it has not been looked at."""
@@ -237,7 +239,10 @@ class Cache:
         self.tick(now_s)
         self._check_places(prefix, places)
         store = Store(request, prefix, hint, now_s + self._limits.store_patience_s, deque(), len(places))
-        admitted = [(place, prefix.key(place.chunk), self._is_admitted(prefix, place, hint, now_s)) for place in places]
+        admitted = [
+            (place, prefix.key(place.chunk), self._admits_all or self._is_admitted(prefix, place, hint, now_s))
+            for place in places
+        ]
         self._waiting.begin_store(store, admitted, now_s)
         self._traffic.advance(now_s)
         self._waiting.end_store_if_settled(store)

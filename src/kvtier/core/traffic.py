@@ -315,9 +315,10 @@ class Traffic:
         has_gathered = False
         full: set[int] = set()
         for store in list(self._waiting.stores):
-            # Where nobody made room for the one before, nobody makes room for this one.
-            while store.todo and store.todo[0][0].group not in full:
+            while store.todo:
                 place, key = store.todo[0]
+                if place.group in full:
+                    break  # where nobody made room for the one before, nobody makes room for this one
                 entry = self._host.find(key, place.group)
                 if entry is not None:
                     self._waiting.join(store, place, key, entry)
