@@ -294,6 +294,14 @@ def a_room_that_was_made_is_used_only_at_the_next_event(patch: Patch) -> None:
 
 
 @mutant
+def of_several_answers_only_the_last_is_followed_up(patch: Patch) -> None:
+    def complete(self: cache.Cache, number: int, outcome: Outcome, now_s: float, *, is_fault: bool = False) -> None:
+        self._may_move = self._traffic.complete(number, outcome, now_s, is_fault=is_fault)
+
+    patch.setattr(cache.Cache, "complete", complete)
+
+
+@mutant
 def what_left_between_two_lookups_is_not_asked_for(patch: Patch) -> None:
     patch.setattr(host.Host, "_depart", lambda self, entry: self.entries[entry.group].pop(entry.key))
 
