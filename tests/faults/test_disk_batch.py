@@ -2,7 +2,9 @@
 
 import errno
 import os
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ from disk_world import SEGMENT_BYTES, check_accounts, look, open_tier, sealed
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import disk_batch
-from kvtier.tier.aio import ReadQueue, Run, read_runs
-from kvtier.tier.base import Read, Write
+from kvtier.tier.aio import ReadQueue, Run, begin_runs
+from kvtier.tier.base import Read, Write, ended
 from kvtier.tier.direct import can_direct
 from kvtier.tier.disk import DiskTier
 
@@ -20,11 +22,12 @@ NUMBERS = range(8)
 
 
 class Device:
-    """Counts the calls to segments' data, and fails those that touch bytes from `bad` up to `bad_stop`."""
+    """Counts the calls to segments' data, and fails those that touch `bad` bytes. There is no asynchronous I/O here."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.bad: tuple[int, int] | None = None
+        monkeypatch.setattr(disk_batch, "begin_runs", lambda _runs: None)
         for kind in ("preadv", "pwritev"):
             monkeypatch.setattr(os, kind, self._instead(kind, getattr(os, kind)))
 
@@ -93,14 +96,15 @@ class Together:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[list[int]] = []
         self.spoil: Callable[[list[int]], list[int]] | None = list
-        monkeypatch.setattr(disk_batch, "read_runs", self._read)
+        monkeypatch.setattr(disk_batch, "begin_runs", self._begin)
 
-    def _read(self, runs: Sequence[Run]) -> list[int] | None:
-        answers = None if self.spoil is None else read_runs(runs)
-        if answers is None or self.spoil is None:
+    def _begin(self, runs: Sequence[Run]) -> Callable[[], list[int]] | None:
+        spoil = self.spoil
+        wait = None if spoil is None else begin_runs(runs)
+        if wait is None or spoil is None:
             return None
         self.asked.append([len(run.views) for run in runs])
-        return self.spoil(answers)
+        return lambda: spoil(wait())
 
 
 @pytest.fixture
@@ -121,6 +125,56 @@ def _right(tier: DiskTier, numbers: Sequence[int]) -> bool:
         answer == sealed(number).nbytes and read.into[:answer] == sealed(number)
         for number, read, answer in zip(numbers, reads, answers, strict=True)
     )
+
+
+def test_neighbours_are_asked_for_as_one(tmp_path: Path, together: Together) -> None:
+    tier = open_tier(tmp_path / "s")
+    assert _write_all(tier) == [True] * len(NUMBERS)
+    assert _right(tier, [*reversed(NUMBERS)])
+    assert together.asked == [[len(NUMBERS)]]
+    tier.close()
+
+
+def _pins(tier: DiskTier) -> int:
+    return sum(segment.pins for segment in tier._pool._segments.values())
+
+
+def test_between_asking_and_having_its_thread_may_do_other_things(tmp_path: Path, together: Together) -> None:
+    """Even read from the same tier. Closing waits for it, and a frame that is deleted meanwhile still comes."""
+    tier = open_tier(tmp_path / "s")
+    assert _write_all(tier) == [True] * len(NUMBERS)
+    reads = [Read(object_name(number), empty_frame(1 << 17)) for number in SCATTERED]
+    steps = tier.reading(reads)
+    next(steps)
+    assert _pins(tier) == len(SCATTERED)
+    assert _right(tier, SCATTERED)
+    assert len(together.asked) == 1, "the queue was in use"
+    tier.delete(reads[0].name)
+    with ThreadPoolExecutor(1) as thread:
+        closing = thread.submit(tier.close)
+        while not tier._gate.is_closed:
+            time.sleep(0.001)
+        assert not closing.done()
+        assert ended(steps) == [sealed(number).nbytes for number in SCATTERED]
+        closing.result(20.0)
+    assert all(read.into[: len(sealed(n))] == sealed(n) for n, read in zip(SCATTERED, reads, strict=True))
+    assert _pins(tier) == 0
+
+
+def test_who_leaves_in_between_waits_for_the_device(tmp_path: Path, together: Together) -> None:
+    tier = open_tier(tmp_path / "s")
+    assert _write_all(tier) == [True] * len(NUMBERS)
+    waited: list[list[int]] = []
+    together.spoil = lambda answers: waited.append(answers) or answers
+    steps = tier.reading([Read(object_name(number), empty_frame(1 << 17)) for number in SCATTERED])
+    next(steps)
+    assert not waited
+    steps.close()
+    assert len(waited) == 1
+    assert _pins(tier) == 0
+    assert _right(tier, SCATTERED), "and the queue is free"
+    assert len(together.asked) == 2
+    tier.close()
 
 
 def test_scattered_frames_are_asked_for_together(tmp_path: Path, device: Device, together: Together) -> None:

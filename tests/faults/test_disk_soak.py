@@ -17,7 +17,7 @@ from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open
 from kvtier.errors import CorruptChunkError, TierError
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier import disk_batch
-from kvtier.tier.aio import Run, read_runs
+from kvtier.tier.aio import Run, begin_runs
 from kvtier.tier.base import Read, Write
 from kvtier.tier.disk import DiskTier
 
@@ -51,7 +51,7 @@ class SickDevice:
             "posix_fallocate": self._refuse,
         }
         patches = [patch.object(os, name, self._around(getattr(os, name), act)) for name, act in instead.items()]
-        patches.append(patch.object(disk_batch, "read_runs", self._around(disk_batch.read_runs, self._read_runs)))
+        patches.append(patch.object(disk_batch, "begin_runs", self._around(disk_batch.begin_runs, self._begin_runs)))
         for one in patches:
             one.start()
         try:
@@ -81,10 +81,16 @@ class SickDevice:
         self.counts["flipped"] += 1
         return count
 
-    def _read_runs(self, real: Callable[..., list[int] | None], runs: list[Run]) -> list[int] | None:
+    def _begin_runs(
+        self, real: Callable[..., Callable[[], list[int]] | None], runs: list[Run]
+    ) -> Callable[[], list[int]] | None:
         """Of reads that go together, one fails, is cut short or has a bit turned."""
-        answers = real(runs)
-        if answers is not None:
+        wait = real(runs)
+        if wait is None:
+            return None
+
+        def spoiled() -> list[int]:
+            answers = wait()
             at = self.chance.randrange(len(runs))
             fate = self.chance.choice(["read together: refused", "read together: short", "read together: flipped"])
             self.counts[fate] += 1
@@ -93,7 +99,9 @@ class SickDevice:
                 view[self.chance.randrange(len(view))] ^= 1 << self.chance.randrange(8)
             else:
                 answers[at] = -errno.EIO if fate.endswith("refused") else max(0, answers[at] - 4096)
-        return answers
+            return answers
+
+        return spoiled
 
     def _write(self, real: Callable[..., int], descriptor: int, views: list[memoryview], offset: int) -> int:
         fate = self.chance.random()
@@ -211,7 +219,7 @@ def soak(root: Path, seed: int, operations: int) -> None:
     world.run(operations)
     counts, faults = world.counts, world.device.counts
     assert min(faults[what] for what in ("refused", "flipped", "lost", "torn")) > operations / 1000
-    if world.tier.direct_io and read_runs([]) is not None:
+    if world.tier.direct_io and (wait := begin_runs([])) is not None and wait() == []:
         ways = ("refused", "short", "flipped")
         assert min(faults[f"read together: {way}"] for way in ways) > operations / 5000, faults
     assert counts["right"] > operations / 4

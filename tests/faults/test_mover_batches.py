@@ -1,6 +1,6 @@
 """Small objects that wait for one tier go together, and what goes wrong with one of them costs the others nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from kvtier.codec import registry
 from kvtier.errors import TierError
 from kvtier.runtime.jobs import Settled, Threads
 from kvtier.runtime.mover import CANCELLED, TOO_LATE
-from kvtier.tier.base import BatchTier, Read, Tier, Write
+from kvtier.tier.base import AheadTier, BatchTier, Read, Tier, Write
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Cancel, Link, Outcome
@@ -54,6 +54,8 @@ class Held(HangingTier):
         super().__init__(inner, *hanging)
         self.read_many = inner.read_many
         self.write_many = inner.write_many
+        if isinstance(inner, AheadTier):
+            self.reading = inner.reading
 
 
 def _gathered(world: World) -> None:
@@ -191,3 +193,37 @@ def test_large_objects_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         down, up = _there_and_back(world, tier)
         assert {settled.outcome for settled in down + up} == {Outcome.DONE}
         assert inner.batches == []
+
+
+class Ahead(Batched):
+    """Answers in two steps; `fails` names those that raise `error`, once."""
+
+    def __init__(self, inner: Tier, fails: str, error: BaseException) -> None:
+        super().__init__(inner)
+        self.fails = fails
+        self.error = error
+
+    def _step(self, name: str) -> None:
+        if name == self.fails:
+            self.fails = ""
+            raise self.error
+
+    def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
+        self._step("ask")
+        yield
+        self._step("wait")
+        return self.read_many(reads)
+
+
+@pytest.mark.parametrize("error", [TierError("memory", "planned"), SystemExit()])
+@pytest.mark.parametrize("fails", ["ask", "wait"])
+def test_a_tier_that_reads_ahead_may_fail_at_each_step(fails: str, error: BaseException) -> None:
+    inner = Ahead(MemoryTier(capacity_bytes=1 << 24), "", error)
+    tier = Held(inner, "read", "write")
+    with threads_may_exit(), World({"memory": tier}, threads=ONE_THREAD) as world:
+        down, up = _there_and_back(world, tier)
+        assert {settled.outcome for settled in down + up} == {Outcome.DONE}
+        inner.fails = fails
+        up = _together(world, tier, Link.PROMOTE)
+        assert {(settled.outcome, settled.is_tier_fault) for settled in up} == {(Outcome.FAILED, True)}
+        assert {settled.outcome for settled in _together(world, tier, Link.PROMOTE)} == {Outcome.DONE}

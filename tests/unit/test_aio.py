@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvtier.tier import aio
-from kvtier.tier.aio import DEPTH, NOT_READ, ReadQueue, Run, read_runs
+from kvtier.tier.aio import DEPTH, NOT_READ, ReadQueue, Run, begin_runs
 from kvtier.tier.direct import aligned_buffer
 
 BLOCK = 4096
@@ -36,6 +36,12 @@ def file(tmp_path):
 
 def content(number):
     return bytes([number]) * (BLOCK - 1) + b"\n"
+
+
+def read_runs(runs):
+    wait = begin_runs(runs)
+    assert wait is not None
+    return wait()
 
 
 def runs_of(descriptor, numbers, blocks=1):
@@ -148,8 +154,8 @@ def test_a_system_without_is_asked_once(file, monkeypatch):
     monkeypatch.setattr(aio, "_local", threading.local())
     asked = []
     monkeypatch.setattr(aio.platform, "machine", lambda: asked.append(1) or "abacus")
-    assert read_runs(runs_of(file, range(3))) is None
-    assert read_runs(runs_of(file, range(3))) is None
+    assert begin_runs(runs_of(file, range(3))) is None
+    assert begin_runs(runs_of(file, range(3))) is None
     assert len(asked) == 1
 
 

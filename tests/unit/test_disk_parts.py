@@ -8,7 +8,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.runtime.rank import _disk
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier.disk import DiskTier, segment_bytes_for
+from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_budget import DAY_S, WriteBudget
 from kvtier.tier.disk_format import (
     ENTRIES_PER_BLOCK,
@@ -22,6 +22,7 @@ from kvtier.tier.disk_format import (
     read_blocks,
     read_header,
 )
+from kvtier.tier.disk_settings import segment_bytes_for
 
 HEADER = Header(b"s" * 16, 7, 1 << 20)
 SEGMENT_BYTES = 64 * BLOCK_BYTES

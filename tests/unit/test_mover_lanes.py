@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Generator
 
 import pytest
 
@@ -26,7 +27,8 @@ class _Worker:
         self.ran: list[int] = []
         self.orphans: list[Job] = []
 
-    def run(self, jobs: list[Job], scratch: Scratch) -> None:
+    def run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
+        yield from ()
         (job,) = jobs
         self.begun.release()
         assert self.gate.acquire(timeout=WAIT_S)
@@ -216,7 +218,8 @@ def test_what_may_go_together_is_taken_together_but_not_more_than_a_share() -> N
     taken: list[list[int]] = []
     begun, gate = threading.Semaphore(0), threading.Semaphore(0)
 
-    def run(jobs: list[Job], _scratch: Scratch) -> None:
+    def run(jobs: list[Job], _scratch: Scratch) -> Generator[None]:
+        yield from ()
         taken.append([job.command.id for job in jobs if isinstance(job.command, Probe)])
         begun.release()
         assert gate.acquire(timeout=WAIT_S)
@@ -261,3 +264,73 @@ def test_of_those_that_come_together_as_many_wait_as_there_is_room_for() -> None
     assert lane.close()[1:] == [last]
     worker.gate.release()
     assert lane.join(_until_s())
+
+
+class _Ahead:
+    """Runs jobs as a device would want it, and tells the order; `exits` names the steps that end the thread."""
+
+    def __init__(self, *exits: str) -> None:
+        self.told: list[str] = []
+        self.exits = exits
+        self.gate, self.is_over = threading.Event(), threading.Semaphore(0)
+
+    def _tell(self, what: str) -> None:
+        self.told.append(what)
+        if what in self.exits:
+            raise SystemExit
+
+    def run(self, jobs: list[Job], _scratch: Scratch) -> Generator[None]:
+        ids = " ".join(str(job.command.id) for job in jobs if isinstance(job.command, Probe))
+        try:
+            self._tell(f"ask {ids}")
+            yield
+            assert self.gate.wait(WAIT_S)
+            self._tell(f"have {ids}")
+            yield
+            self._tell(f"do {ids}")
+        finally:
+            self.told.append(f"end {ids}")
+            for _ in jobs:
+                self.is_over.release()
+
+    def run_six(self) -> list[str]:
+        """Three times two."""
+        lane = Lane("test", threads=1, run=self.run, orphaned=lambda _: None)
+        assert lane.add([_job(number, together=2) for number in range(6)], bound=BOUND) == 6
+        self.gate.set()
+        lane.start()
+        for _ in range(6):
+            assert self.is_over.acquire(timeout=WAIT_S)
+        assert lane.close() == []
+        assert lane.join(_until_s())
+        return self.told
+
+
+def test_the_next_is_asked_for_before_the_rest_is_done() -> None:
+    assert _Ahead().run_six() == [
+        *("ask 0 1", "have 0 1"),
+        *("ask 2 3", "do 0 1", "end 0 1", "have 2 3"),
+        *("ask 4 5", "do 2 3", "end 2 3", "have 4 5", "do 4 5", "end 4 5"),
+    ]
+
+
+@pytest.mark.parametrize("where", ["ask 0 1", "have 0 1", "do 0 1", "ask 2 3", "have 2 3", "do 2 3", "do 4 5"])
+def test_a_thread_that_ends_leaves_nothing_in_between(where: str, exits: list[type[BaseException]]) -> None:
+    """Whatever was asked for comes to its end, once, and what waits is done by the next thread."""
+    told = _Ahead(where).run_six()
+    assert sorted(it for it in told if it.startswith("end")) == ["end 0 1", "end 2 3", "end 4 5"]
+    assert ("do 4 5" in told) == (where != "do 2 3"), "only what was under way behind it is given up with it"
+    assert exits == [SystemExit]
+
+
+def test_what_may_not_go_together_does_not_begin_in_between() -> None:
+    ahead = _Ahead()
+    lane = Lane("test", threads=1, run=ahead.run, orphaned=lambda _: None)
+    lane.add([*(_job(number, together=2) for number in (0, 1)), _job(2), _job(3)], bound=BOUND)
+    ahead.gate.set()
+    lane.start()
+    for _ in range(4):
+        assert ahead.is_over.acquire(timeout=WAIT_S)
+    lane.close()
+    assert lane.join(_until_s())
+    assert ahead.told[:4] == ["ask 0 1", "have 0 1", "do 0 1", "end 0 1"]

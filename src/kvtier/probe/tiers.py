@@ -18,7 +18,8 @@ from kvtier.probe.timing import Limits, Tick, measure
 from kvtier.runtime.arena import page_aligned
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.disk import SEGMENT_BYTES_MIN, DiskTier
+from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_settings import SEGMENT_BYTES_MIN
 from kvtier.types import ObjectName
 
 KINDS = ("directory", "disk")

@@ -8,7 +8,7 @@ and no join is without a deadline, so a thread that hangs in a tier holds up nei
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from enum import Enum
 
 from kvtier.runtime.arena import page_aligned
@@ -20,6 +20,9 @@ IDLE_WAIT_S = 60.0
 
 SHARES_MOST = 4
 """Jobs that one thread may take at once are shared by so many at most: a switch of threads costs more than a job."""
+
+
+_END = object()
 
 
 class LaneState(Enum):
@@ -50,7 +53,8 @@ class Lane:
         name: of its threads, for people who look at a hung process.
         threads: how many.
         run: does jobs that one thread takes at once, and answers them. When it raises, it has answered; its thread ends
-            and another takes its place.
+            and another takes its place. It may yield twice: when it has nothing to do but wait for a device, and when
+            it need not wait any more. Other jobs may begin then, before it goes on.
         orphaned: answers the jobs that wait when the last thread has ended and no other can be started.
         start: starts a thread.
     """
@@ -60,7 +64,7 @@ class Lane:
         name: str,
         *,
         threads: int,
-        run: Callable[[list[Job], Scratch], None],
+        run: Callable[[list[Job], Scratch], Generator[None]],
         orphaned: Callable[[list[Job]], None],
         start: Callable[[threading.Thread], None] = threading.Thread.start,
     ) -> None:
@@ -162,10 +166,43 @@ class Lane:
         scratch = Scratch()
         try:
             while jobs := self._next():
-                self._run(jobs, scratch)
+                under_way = self._begin(jobs, scratch)
+                while under_way is not None:
+                    under_way = self._go_on(under_way, scratch)
         except BaseException:
             self._replace_thread()
             raise
+
+    def _begin(self, jobs: list[Job], scratch: Scratch) -> Generator[None] | None:
+        """Run `jobs`; what is left to do when a device is busy with them, or None when that is all."""
+        steps = self._run(jobs, scratch)
+        return steps if next(steps, _END) is None else None
+
+    def _go_on(self, steps: Generator[None], scratch: Scratch) -> Generator[None] | None:
+        """Wait for the device, give it the next that waits, and only then do the rest; what is left of the next."""
+        if next(steps, _END) is _END:
+            return None
+        following = None
+        try:
+            if jobs := self._next_several():
+                following = self._begin(jobs, scratch)
+        finally:
+            try:
+                next(steps, None)
+            except BaseException:
+                if following is not None:
+                    following.close()
+                raise
+        return following
+
+    def _next_several(self) -> list[Job]:
+        """Jobs that may go together, if some wait."""
+        with self._ready:
+            queue = self._urgent or self._usual
+            is_worth = (
+                self._state is LaneState.OPEN and len(queue) > 1 and min(queue[0].together, queue[1].together) > 1
+            )
+            return self._take_from(queue) if is_worth else []
 
     def _next(self) -> list[Job]:
         """The next job, with those behind it that may go with it; none when the lane is closed."""

@@ -7,7 +7,7 @@ for; the mover turns it into an outcome, in one place. Of several objects that g
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
 
@@ -21,7 +21,7 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.jobs import Job, Work
 from kvtier.runtime.lanes import Scratch
-from kvtier.tier.base import About, BatchTier, Read, Tier, Write
+from kvtier.tier.base import About, AheadTier, BatchTier, Read, Tier, Write, ended
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
 
 BATCH_BYTES = 2 << 20
@@ -38,6 +38,9 @@ NOT_ADMITTED = "not admitted"
 _Question = TypeVar("_Question")
 _Answer = TypeVar("_Answer")
 _Given = TypeVarTuple("_Given")
+
+Steps = Generator[None, None, _Answer]
+"""Work that may be left for a while where it yields."""
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class Links:
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._seal_scratch_bytes = [seal_scratch_bytes(group, codec) for group in layout.groups]
         self._batch_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, BatchTier)}
+        self._ahead_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, AheadTier)}
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
 
     def together(self, command: Work) -> int:
@@ -102,16 +106,20 @@ class Links:
             return self._batch_counts[command.group]
         return 1
 
-    def run(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> list[Result | Exception]:
+    def run(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> Steps[list[Result | Exception]]:
         """Do what the jobs say: one job, or several demotes or several promotes of one tier that go together.
+
+        Where a tier reads ahead it yields twice: when that has been asked, and when the frames are there, which are
+        verified then. Other jobs may be run in between. `scratch` is used only before and after.
 
         What one of several raises stands in its place. Raised is what concerns them all, and what a single job raises.
         """
         if len(jobs) == 1:
             return [self._run(jobs[0], scratch)]
         command = jobs[0].command
-        is_demote = isinstance(command, Transfer) and command.link is Link.DEMOTE
-        return (self._demote_many if is_demote else self._promote_many)(jobs, scratch, attempt)
+        if isinstance(command, Transfer) and command.link is Link.DEMOTE:
+            return self._demote_many(jobs, scratch, attempt)
+        return (yield from self._promote_many(jobs, scratch, attempt))
 
     def _run(self, job: Job, scratch: Scratch) -> Result:
         command = job.command
@@ -185,18 +193,31 @@ class Links:
             stored_bytes = self._tiers[transfer.tier].read(name, slot)
         return self._opened(transfer.group, name, slot, stored_bytes, scratch.view(OPEN_SCRATCH_BYTES))
 
-    def _promote_many(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> list[Result | Exception]:
+    def _promote_many(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> Steps[list[Result | Exception]]:
         transfers = _transfers(jobs)
         groups = [transfer.group for transfer in transfers]
         names = self._names([transfer.key for transfer in transfers], groups)
         slots = [self._arena.frame(transfer.group, transfer.slot) for transfer in transfers]
         reads = list(map(Read, names, slots))
-        answers = _asked(jobs, reads, self._batch_tiers[transfers[0].tier].read_many)
+        answers = yield from self._read_many(jobs, reads, transfers[0].tier)
         memory = scratch.view(OPEN_SCRATCH_BYTES)
         return [
             answer if isinstance(answer, Exception) else attempt(self._opened, group, name, slot, answer, memory)
             for group, name, slot, answer in zip(groups, names, slots, answers, strict=True)
         ]
+
+    def _read_many(self, jobs: Sequence[Job], reads: list[Read], tier: str) -> Steps[Sequence[int | Exception | None]]:
+        ahead = self._ahead_tiers.get(tier)
+        if ahead is None:
+            return _asked(jobs, reads, self._batch_tiers[tier].read_many)
+        with closing(ahead.reading(reads)) as steps:
+            for job in jobs:
+                job.is_in_tier = True
+            next(steps, None)
+            yield
+            answers = _asked(jobs, reads, lambda _: ended(steps))
+        yield
+        return answers
 
     def _opened(
         self, group: int, name: ObjectName, slot: memoryview, stored_bytes: int | None, scratch: memoryview

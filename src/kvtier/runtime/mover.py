@@ -10,7 +10,7 @@ may still touch the slot, late or not: the core may have stopped waiting long be
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
@@ -238,8 +238,11 @@ class Mover:
                 is_ours = any(not isinstance(job.command, Drop) for job in jobs)
                 assert not is_ours, f"the core has let {way.bound} commands wait in the {lane.name} lane"
 
-    def _run(self, jobs: list[Job], scratch: Scratch) -> None:
-        """Do jobs and answer them. The one place where failures become outcomes; runs in the lanes' threads."""
+    def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
+        """Do jobs and answer them. The one place where failures become outcomes; runs in the lanes' threads.
+
+        Yields where `Links.run` does.
+        """
         began_s = self._clock()
         late = [job for job in jobs if began_s >= job.deadline_s]
         if late:
@@ -249,7 +252,7 @@ class Mover:
             if not jobs:
                 return
         try:
-            results = self._links.run(jobs, scratch, _attempt)
+            results = yield from self._links.run(jobs, scratch, _attempt)
         except Exception as error:  # noqa: BLE001 - whatever a tier, codec or copier raises is a miss
             results = [error] * len(jobs)
         except BaseException as error:

@@ -13,7 +13,7 @@ import platform
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 DEPTH = 64
@@ -40,8 +40,17 @@ class Run(NamedTuple):
     offset: int
 
 
+class _Asked(NamedTuple):
+    """What the kernel was asked for."""
+
+    runs: Sequence[Run]
+    kept: Sequence[object]
+    """Lives until it was read."""
+    begun: int
+
+
 class ReadQueue:
-    """Reads of one thread. `read_runs` keeps one for each.
+    """Reads of one thread, one batch at a time. `begin_runs` keeps one for each.
 
     Raises:
         OSError: the system has none for us.
@@ -49,6 +58,7 @@ class ReadQueue:
 
     def __init__(self) -> None:
         self._context = 0
+        self._under_way: _Asked | None = None
         if sys.platform != "linux" or platform.machine() not in _NUMBERS or sys.maxsize < 1 << 32:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self._setup, self._destroy, self._events, self._submit = _NUMBERS[platform.machine()]
@@ -78,26 +88,66 @@ class ReadQueue:
         context, self._context = self._context, 0
         if context:
             self._call(self._destroy, context, 0, 0, 0, 0)
+        self._under_way = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether reads are under way."""
+        return self._under_way is not None
 
     def read(self, runs: Sequence[Run]) -> list[int]:
         """The bytes that were read of each of `runs`, fewer where the file ends; below 0 the number of the error.
 
         Raises:
-            OSError: the queue is closed, or broke; nothing is under way any more.
+            OSError: the queue is closed or busy, or broke; nothing is under way any more.
         """
-        if not self._context:
-            raise OSError(errno.EBADF, "the queue is closed")
+        self.begin(runs)
+        return self.end()
+
+    def begin(self, runs: Sequence[Run]) -> None:
+        """Ask for `runs`, the first `DEPTH` of them; their memory is in use until `end`.
+
+        Raises:
+            OSError: as `read`.
+        """
+        if not self._context or self._under_way is not None:
+            raise OSError(errno.EBADF, "the queue is busy" if self._context else "the queue is closed")
+        self._under_way = self._ask(runs, 0)
+
+    def end(self) -> list[int]:
+        """Wait for what `begin` has asked for, and for the rest: see `read`.
+
+        Raises:
+            OSError: as `read`.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            raise OSError(errno.EBADF, "nothing is under way")
+        runs = under_way.runs
         answers = [NOT_READ] * len(runs)
-        for start in range(0, len(runs), DEPTH):
-            part = runs[start : start + DEPTH]
-            kept = [self._pack(place, start + place, run) for place, run in enumerate(part)]
+        try:
+            self._collect(under_way.begun, answers)
+        except BaseException:
+            self.close()  # nobody may have the memory back before the kernel is done with it
+            raise
+        for start in range(DEPTH, len(runs), DEPTH):
+            rest = self._ask(runs, start)
             try:
-                self._collect(self._begin(len(part)), answers)
+                self._collect(rest.begun, answers)
             except BaseException:
-                self.close()  # nobody may have the memory back before the kernel is done with it
+                self.close()
                 raise
-            del kept
         return answers
+
+    def _ask(self, runs: Sequence[Run], start: int) -> "_Asked":
+        """Ask for those of `runs` from `start` on that fit."""
+        part = runs[start : start + DEPTH]
+        kept = [self._pack(place, start + place, run) for place, run in enumerate(part)]
+        try:
+            return _Asked(runs, kept, self._begin(len(part)))
+        except BaseException:
+            self.close()
+            raise
 
     def _pack(self, place: int, number: int, run: Run) -> object:
         """Describe `run` to the kernel; what is returned must live until it was read."""
@@ -141,11 +191,14 @@ class ReadQueue:
             count -= ended
 
 
-def read_runs(runs: Sequence[Run]) -> list[int] | None:
-    """Read `runs` at the same time: see `ReadQueue.read`; None where the system has no queue for this thread.
+def begin_runs(runs: Sequence[Run]) -> Callable[[], list[int]] | None:
+    """Ask for `runs` at the same time. What is returned waits for them: see `ReadQueue.read`.
+
+    It must be called, and by the same thread: until then the memory is in use. None where the system has no queue for
+    this thread, or the thread is using it.
 
     Raises:
-        OSError: the queue broke.
+        OSError: the queue broke; so does what is returned.
     """
     queue: ReadQueue | None = getattr(_local, "queue", None)
     if queue is None or not queue.is_open:
@@ -156,7 +209,10 @@ def read_runs(runs: Sequence[Run]) -> list[int] | None:
         except OSError:
             _local.is_without = True
             return None
-    return queue.read(runs)
+    if queue.is_busy:
+        return None
+    queue.begin(runs)
+    return queue.end
 
 
 def _address(view: memoryview) -> int:

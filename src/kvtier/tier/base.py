@@ -1,10 +1,12 @@
 """The interface of a place below host memory."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Generator, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvtier.errors import TierError
 from kvtier.types import Hint, ObjectName
+
+_Answer = TypeVar("_Answer")
 
 
 class About(NamedTuple):
@@ -94,3 +96,24 @@ class BatchTier(Tier, Protocol):
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """`write` for each of `writes`, of different names."""
         ...
+
+
+@runtime_checkable
+class AheadTier(BatchTier, Protocol):
+    """A tier that can read while its caller does something else. Nobody has to be one."""
+
+    def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
+        """`read_many` in two steps, both in one thread: it yields once, when the device has been asked.
+
+        Until it has ended the memory of `reads` is in use; closing it early waits for the device, too.
+        """
+        ...
+
+
+def ended(steps: Generator[None, None, _Answer]) -> _Answer:
+    """Go through all steps; what they return."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value

@@ -18,32 +18,26 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.layout import ALIGNMENT
 from kvtier.tier import disk_batch
-from kvtier.tier.base import UNKNOWN, About, Read, Write
+from kvtier.tier.base import UNKNOWN, About, Read, Write, ended
 from kvtier.tier.direct import can_direct
 from kvtier.tier.disk_budget import WriteBudget
 from kvtier.tier.disk_compact import CompactPool
 from kvtier.tier.disk_files import SegmentFiles
-from kvtier.tier.disk_format import BLOCK_BYTES
 from kvtier.tier.disk_marker import ALLOWED, SEGMENTS_NAME, Claim
 from kvtier.tier.disk_pool import Extent, Pool
+from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_for
 from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
 from kvtier.tier.gate import Gate
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
 
-DirectIo = Literal["auto", "on", "off"]
 _Answer = TypeVar("_Answer")
 
-SEGMENT_BYTES_MIN = 4 * BLOCK_BYTES
-"""A header, one block of a frame, two of index."""
-
-SEGMENTS_WANTED = 64
 SEGMENTS_MAX = 4096
 """A store of more, because its capacity was raised by far, begins anew with larger segments."""
 
@@ -93,7 +87,7 @@ class DiskTier:
         lock_deadline_s: float = 5.0,
         open_deadline_s: float = 5.0,
     ) -> None:
-        _check_settings(name, capacity_bytes, segment_bytes, direct_io, sync_interval_s)
+        check_settings(name, capacity_bytes, segment_bytes, direct_io, sync_interval_s)
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.root = Path(root).absolute()
@@ -182,9 +176,19 @@ class DiskTier:
         return self._run("write", name, lambda: self._write(name, frame))
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`read` for each of `reads`; frames that lie side by side come with one system call."""
+        """`read` for each of `reads`; they are asked for at once, and those that lie side by side as one."""
+        return ended(self.reading(reads))
+
+    def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
+        """`read_many` in two steps: see `AheadTier`."""
         _check_names(self.name, reads)
-        return self._run("read objects", None, lambda: self._read_many(reads))
+        with self._gate, self._telling("read objects", None):
+            pool = self._pool
+
+            def alone(read: Read, extent: Extent) -> int | TierError | None:
+                return self._alone("read", read.name, lambda: self._read_extent(pool, extent, read.name, read.into, 0))
+
+            return (yield from disk_batch.reading(pool, reads, alone))
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
         """`write` for each of `writes`; they lie side by side then, as far as one segment goes."""
@@ -245,14 +249,6 @@ class DiskTier:
             pool.lose(extent, name)
             return None
         return count
-
-    def _read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        pool = self._pool
-
-        def alone(read: Read, extent: Extent) -> int | TierError | None:
-            return self._alone("read", read.name, lambda: self._read_extent(pool, extent, read.name, read.into, 0))
-
-        return disk_batch.read_many(pool, reads, alone)
 
     def _write(self, name: ObjectName, frame: memoryview) -> bool:
         pool = self._pool
@@ -425,13 +421,18 @@ class DiskTier:
         """
         if name is not None and len(name) != NAME_BYTES:
             raise _wrong_name(self.name, name)
-        with self._gate:
-            try:
-                if self._is_suspect:
-                    self._mend()
-                return act()
-            except OSError as error:
-                raise self._failed(what, name, error) from error
+        with self._gate, self._telling(what, name):
+            return act()
+
+    @contextmanager
+    def _telling(self, what: str, name: ObjectName | None) -> Generator[None]:
+        """See `_run`."""
+        try:
+            if self._is_suspect:
+                self._mend()
+            yield
+        except OSError as error:
+            raise self._failed(what, name, error) from error
 
     def _alone(self, what: str, name: ObjectName, act: Callable[[], _Answer]) -> _Answer | TierError:
         """Do `act` for one object of a batch; its error is its answer."""
@@ -470,28 +471,3 @@ def _check_names(tier: str, batch: Sequence[Read | Write]) -> None:
     for asked in batch:
         if len(asked.name) != NAME_BYTES:
             raise _wrong_name(tier, asked.name)
-
-
-def segment_bytes_for(capacity_bytes: int) -> int:
-    """Bytes of a segment of a new store with that capacity."""
-    least = min(64 << 20, capacity_bytes // 4)
-    # A little less than an even share, so that the file system's own blocks do not cost a segment.
-    wanted = min(max(capacity_bytes // SEGMENTS_WANTED, least), 1 << 30) * 1023 // 1024
-    return max(wanted // ALIGNMENT * ALIGNMENT, SEGMENT_BYTES_MIN)
-
-
-def _check_settings(
-    name: str, capacity_bytes: int, segment_bytes: int | None, direct_io: str, sync_interval_s: float
-) -> None:
-    if segment_bytes is not None and (segment_bytes < SEGMENT_BYTES_MIN or segment_bytes % ALIGNMENT):
-        raise ConfigError(
-            f"tier {name!r}: segment_bytes must be a multiple of {ALIGNMENT} and at least {SEGMENT_BYTES_MIN}, "
-            f"got {segment_bytes}"
-        )
-    least = segment_bytes or SEGMENT_BYTES_MIN
-    if capacity_bytes < least:
-        raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {least}, one segment, got {capacity_bytes}")
-    if direct_io not in {"auto", "on", "off"}:
-        raise ConfigError(f"tier {name!r}: direct_io is {direct_io!r}; allowed: 'auto', 'on', 'off'")
-    if not 0.01 <= sync_interval_s <= threading.TIMEOUT_MAX:
-        raise ConfigError(f"tier {name!r}: sync_interval_s must be at least 0.01, got {sync_interval_s}")

@@ -4,11 +4,11 @@ A call that fails is repeated for each of its frames alone, so that one bad bloc
 comes from the call that concerns it alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.aio import read_runs
+from kvtier.tier.aio import Run, begin_runs
 from kvtier.tier.base import Read, Write
 from kvtier.tier.disk_pool import Extent, Pool
 
@@ -16,8 +16,8 @@ ReadAlone = Callable[[Read, Extent], int | TierError | None]
 WriteAlone = Callable[[Write], bool | TierError]
 
 
-def read_many(pool: Pool, reads: Sequence[Read], alone: ReadAlone) -> list[int | TierError | None]:
-    """Read frames where they lie; those that lie side by side together.
+def reading(pool: Pool, reads: Sequence[Read], alone: ReadAlone) -> Generator[None, None, list[int | TierError | None]]:
+    """Read frames where they lie; those that lie side by side together. Yields once, when they have been asked for.
 
     Args:
         pool: where they are.
@@ -28,7 +28,18 @@ def read_many(pool: Pool, reads: Sequence[Read], alone: ReadAlone) -> list[int |
     found = {at: extent for at, extent in enumerate(pool.find([read.name for read in reads])) if extent is not None}
     try:
         runs = _runs(found, reads)
-        for run, is_whole in zip(runs, _are_read(runs, found, reads), strict=True):
+        asked = [
+            found[run[0]].segment.run([reads[at].into[: found[at].size_bytes] for at in run], found[run[0]].offset)
+            for run in runs
+        ]
+        ended = begin_runs(asked) if asked and found[runs[0][0]].segment.direct_io else None
+        counts: list[int] | None = None
+        try:
+            yield
+        finally:
+            if ended is not None:
+                counts = ended()  # in any case: until then the kernel writes where the frames go
+        for run, is_whole in zip(runs, _are_whole(runs, asked, counts, found), strict=True):
             for at in run:
                 told[at] = found[at].size_bytes if is_whole else alone(reads[at], found[at])
     finally:
@@ -72,20 +83,17 @@ def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:
     return runs
 
 
-def _are_read(runs: Sequence[Sequence[int]], found: dict[int, Extent], reads: Sequence[Read]) -> list[bool]:
-    """Read `runs`, all at once where the system can do that; for each, whether it was read whole.
+def _are_whole(
+    runs: Sequence[Sequence[int]], asked: Sequence[Run], counts: Sequence[int] | None, found: dict[int, Extent]
+) -> list[bool]:
+    """For each of `runs`, whether it was read whole, by what `counts` says; where they have not been read yet, reads.
 
     One that was not is read again, each of its frames alone.
     """
-    asked = [
-        found[run[0]].segment.run([reads[at].into[: found[at].size_bytes] for at in run], found[run[0]].offset)
-        for run in runs
-    ]
-    told = read_runs(asked) if len(asked) > 1 and found[runs[0][0]].segment.direct_io else None
-    if told is None:
+    if counts is None:
         return [len(run) > 1 and found[run[0]].segment.read_run(it) for run, it in zip(runs, asked, strict=True)]
     sizes = (sum(found[at].size_bytes for at in run) for run in runs)
-    return [count == size_bytes for count, size_bytes in zip(told, sizes, strict=True)]
+    return [count == size_bytes for count, size_bytes in zip(counts, sizes, strict=True)]
 
 
 def _are_aligned(writes: Sequence[Write]) -> bool:

@@ -1,0 +1,45 @@
+"""What the disk tier may be set to, and what it chooses where nothing is said."""
+
+import threading
+from typing import Literal
+
+from kvtier.errors import ConfigError
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.disk_format import BLOCK_BYTES
+
+DirectIo = Literal["auto", "on", "off"]
+
+SEGMENT_BYTES_MIN = 4 * BLOCK_BYTES
+"""A header, one block of a frame, two of index."""
+
+SEGMENTS_WANTED = 64
+
+
+def segment_bytes_for(capacity_bytes: int) -> int:
+    """Bytes of a segment of a new store with that capacity."""
+    least = min(64 << 20, capacity_bytes // 4)
+    # A little less than an even share, so that the file system's own blocks do not cost a segment.
+    wanted = min(max(capacity_bytes // SEGMENTS_WANTED, least), 1 << 30) * 1023 // 1024
+    return max(wanted // ALIGNMENT * ALIGNMENT, SEGMENT_BYTES_MIN)
+
+
+def check_settings(
+    name: str, capacity_bytes: int, segment_bytes: int | None, direct_io: str, sync_interval_s: float
+) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        ConfigError: a setting is impossible; the message says which, and what is allowed.
+    """
+    if segment_bytes is not None and (segment_bytes < SEGMENT_BYTES_MIN or segment_bytes % ALIGNMENT):
+        raise ConfigError(
+            f"tier {name!r}: segment_bytes must be a multiple of {ALIGNMENT} and at least {SEGMENT_BYTES_MIN}, "
+            f"got {segment_bytes}"
+        )
+    least = segment_bytes or SEGMENT_BYTES_MIN
+    if capacity_bytes < least:
+        raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {least}, one segment, got {capacity_bytes}")
+    if direct_io not in {"auto", "on", "off"}:
+        raise ConfigError(f"tier {name!r}: direct_io is {direct_io!r}; allowed: 'auto', 'on', 'off'")
+    if not 0.01 <= sync_interval_s <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"tier {name!r}: sync_interval_s must be at least 0.01, got {sync_interval_s}")
