@@ -64,6 +64,13 @@ def test_a_full_disk_is_an_error_until_there_is_room(small_disk):
     tier.close()
 
 
+def test_a_reserve_that_leaves_nothing_is_named(tmp_path):
+    tier = open_tier(tmp_path / "s", reserve_bytes=1 << 60)
+    with pytest.raises(TierError, match=f"No space left .* disk.reserve_bytes leaves {1 << 60} to others"):
+        tier.write(object_name(1), sealed(1))
+    tier.close()
+
+
 def test_room_is_given_back_to_others(small_disk):
     root = small_disk / "s"
     tier = open_tier(root, reserve_bytes=SEGMENT_BYTES)

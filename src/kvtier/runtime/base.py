@@ -15,9 +15,12 @@ class Closed:
     """How a session ended."""
 
     flushed: bool
-    """Whether everything that a store had acknowledged reached the lower tiers that the write policy names."""
+    """Whether everything that lower tiers were still owed when closing began has reached them.
+
+    What a tier had refused before, because it was full or left alone, is no longer owed.
+    """
     lost: int
-    """Acknowledged objects that had not reached them when the deadline passed."""
+    """Objects that were owed and have not reached them when the deadline passed."""
 
 
 class Session(Protocol):

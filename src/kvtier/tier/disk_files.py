@@ -97,7 +97,11 @@ class SegmentFiles:
         is_first = not self._charges
         if not self.may_grow():
             if is_first:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._directory)
+                why = (
+                    f"{os.strerror(errno.ENOSPC)} for a first segment of {self.segment_bytes} bytes: "
+                    f"{self._free_bytes()} are free, of which disk.reserve_bytes leaves {self._reserve_bytes} to others"
+                )
+                raise OSError(errno.ENOSPC, why, self._directory)
             return None
         path = os.path.join(self._directory, f"{number:08d}.segment")
         try:
