@@ -98,6 +98,21 @@ def test_impossible_settings_are_named(flags: tuple[str, ...], told: str) -> Non
 
 
 @needs_engine
+@needs_engine
+@pytest.mark.engine
+def test_only_what_the_device_has_no_memory_for_is_left_out() -> None:
+    import torch
+
+    from kvtier.bench.ttft_shapes import if_it_fits
+
+    skipped: list[str] = []
+    with if_it_fits("64 tokens", skipped):
+        raise torch.OutOfMemoryError("no room for 2 GiB\nand what else torch says")
+    with pytest.raises(ValueError, match="ours"), if_it_fits("128 tokens", skipped):
+        raise ValueError("ours")
+    assert skipped == ["64 tokens: no room for 2 GiB"]
+
+
 def test_the_crossover_is_where_it_stays_faster() -> None:
     from kvtier.bench.ttft import Arm, TtftResult
 

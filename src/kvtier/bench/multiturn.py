@@ -23,7 +23,7 @@ from kvtier.bench.multiturn_power import Meter, find_sensor
 from kvtier.bench.multiturn_result import MultiturnResult, Run
 from kvtier.bench.multiturn_server import Answers, Server
 from kvtier.bench.ttft_links import device_name
-from kvtier.bench.ttft_shapes import build
+from kvtier.bench.ttft_shapes import build, if_it_fits
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.errors import ConfigError
@@ -109,11 +109,8 @@ def run(
         bench.warm_up()
         pairs = [(users, repeat) for users in sorted(settings.users) for repeat in range(settings.repeats)]
         for number, (users, repeat) in enumerate(pairs):
-            try:
+            with if_it_fits(f"{users} users", result.skipped):
                 bench.measure(users, repeat, number, tick, keep)
-            except torch.OutOfMemoryError as error:
-                result.skipped.append(f"{users} users: {str(error).splitlines()[0]}")
-                torch.cuda.empty_cache()
     return result
 
 

@@ -26,7 +26,7 @@ from transformers import StoppingCriteria
 
 from kvtier.bench.ttft_links import LinkSpeed, device_name, measure
 from kvtier.bench.ttft_plan import choose, every_split
-from kvtier.bench.ttft_shapes import build
+from kvtier.bench.ttft_shapes import build, if_it_fits
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.call import FirstToken
 from kvtier.connect.transformers.support import inspect_cache
@@ -175,11 +175,8 @@ def run(
         try:
             bench.measure_links()
             for context in sorted(settings.contexts):
-                try:
+                with if_it_fits(f"{context} tokens", bench.result.skipped):
                     bench.measure(context)
-                except torch.OutOfMemoryError as error:
-                    bench.result.skipped.append(f"{context} tokens: {str(error).splitlines()[0]}")
-                    torch.cuda.empty_cache()
                 if keep is not None:
                     keep(bench.result)
         finally:

@@ -5,7 +5,8 @@ overflows and tokens differ. What a model keeps per token is what the Transforme
 multi-head latent attention is the keys and values of every head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -148,3 +149,13 @@ def build(name: str, device: str, dtype: str, seed: int) -> Any:  # noqa: ANN401
     with torch.device(device):
         model = auto.from_config(SHAPES[name].config(), dtype=number)
     return model.eval()
+
+
+@contextmanager
+def if_it_fits(what: str, skipped: list[str]) -> Generator[None]:
+    """Go on without what the device has no memory for; `skipped` then names it, with the reason."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        skipped.append(f"{what}: {str(error).splitlines()[0]}")
+        torch.cuda.empty_cache()
