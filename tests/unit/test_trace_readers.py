@@ -52,6 +52,23 @@ def test_runs_and_ids_give_the_same_and_the_block_is_told_from_their_number(tmp_
     assert open_trace(path).block_tokens == 64
 
 
+def test_whole_blocks_alone_may_have_ids_and_numbers_that_do_not_agree_are_told(tmp_path):
+    def lines(number_of):
+        return [{"timestamp": n, "input_length": n, "hash_ids": list(range(number_of(n)))} for n in range(10, 400, 13)]
+
+    told = open_trace(written(tmp_path / "whole", lines(lambda tokens: tokens // 16)))
+    assert (told.block_tokens, told.notes[0]) == (
+        16,
+        "blocks of 16 tokens, from the numbers of ids, which only whole blocks have",
+    )
+    told = open_trace(written(tmp_path / "all", lines(lambda tokens: -(-tokens // 16))))
+    assert (told.block_tokens, told.notes[0]) == (16, "blocks of 16 tokens, from the numbers of ids")
+    told = open_trace(written(tmp_path / "odd", lines(lambda tokens: tokens % 7 + 1)))
+    assert "do not agree on one" in told.notes[0]
+    told = open_trace(written(tmp_path / "none", lines(lambda _: 0)))
+    assert pack(told).warnings == ("none of the first 30 requests has an id, so nothing can be found again",)
+
+
 def test_hashes_and_texts_as_ids_keep_who_is_equal_to_whom(tmp_path):
     names = {0: "ff00", 1: 1 << 63, 2: -5, 3: 1 << 40, 4: "x", 9: 12}
     lines = [{**it, "hash_ids": [names[block] for block in it["hash_ids"]]} for it in LINES]

@@ -91,17 +91,25 @@ def larger_block(path: Path, own: int, wanted: int | None) -> tuple[int, int]:
 
 
 def _own_block_tokens(head: list[Request]) -> tuple[int, str]:
-    """Request lines do not say it: the power of two that explains the numbers of ids."""
+    """Request lines do not say it: the power of two that explains the numbers of ids, or at least how many they are."""
     least, most = 1.0, math.inf
+    above, whole_most = 0.0, math.inf
     for request in head:
-        blocks = len(request.blocks)
+        tokens, blocks = request.input_tokens, len(request.blocks)
+        above = max(above, tokens / (blocks + 1))
         if blocks:
-            least = max(least, request.input_tokens / blocks)
+            least = max(least, tokens / blocks)
+            whole_most = min(whole_most, tokens / blocks)
         if blocks > 1:
-            most = min(most, request.input_tokens / (blocks - 1))
+            most = min(most, tokens / (blocks - 1))
+    if math.isinf(whole_most):
+        return 1, Wrong(f"none of the first {len(head)} requests has an id, so nothing can be found again")
     block = 2 ** math.ceil(math.log2(least))
     if block < most:
         return block, f"blocks of {block} tokens, from the numbers of ids"
+    # Engines name whole blocks only.
+    if above < (block := 2 ** int(math.log2(max(whole_most, 1.0)))):
+        return block, f"blocks of {block} tokens, from the numbers of ids, which only whole blocks have"
     return math.ceil(least), f"blocks of about {math.ceil(least)} tokens: the numbers of ids do not agree on one"
 
 
