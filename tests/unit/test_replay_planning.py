@@ -239,6 +239,20 @@ def test_several_tiered_replays_that_are_broken_off_go_on_where_they_stood(capsy
     assert lines(keep) == 2
 
 
+@pytest.mark.parametrize(("form", "told"), [((), ""), (("--json",), "[]")])
+def test_a_replay_that_is_broken_off_before_it_has_begun_tells_that(capsys, monkeypatch, form, told):
+    opened = Journal.__init__
+
+    def interrupted_at_once(journal, *arguments):
+        opened(journal, *arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Journal, "__init__", interrupted_at_once)
+    assert run([*SEVERAL[:-6], "--policy", "lru", "--jobs", "1", "--keep", "kept", *form]) == 130
+    out, err = capsys.readouterr()
+    assert (out.strip(), "Broken off: 0 of 1 replays" in err) == (told, True)
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_is_under_way_tells_of_its_requests_so_far_and_is_not_kept(jobs, tmp_path):
     packed, keep = agents(), tmp_path / "kept"

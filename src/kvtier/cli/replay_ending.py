@@ -66,5 +66,5 @@ class Ending:
             write_report(self.report)
             click.echo(f"Written: {self.report}", err=True)
         if self.as_json:
-            emit_json(self._told if is_list else self._told[0])
+            emit_json(self._told if is_list or not self._told else self._told[0])
         return INTERRUPTED if self.was_stopped else 0

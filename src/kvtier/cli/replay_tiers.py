@@ -52,7 +52,7 @@ def run_tiers(
             shown += [TieredReplay(description=what, model=model, setup=it, outcome=done[it]) for it in done]
         for setup, outcome in done.items():
             ending.tell(_as_dict(packed, model, setup, outcome))
-        if not ending.as_json:
+        if done and not ending.as_json:
             _print(packed, model, done)
         if ending.was_stopped:
             whole = sum(it.is_complete for it in done.values())
