@@ -12,6 +12,7 @@ How it keeps its two promises:
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import count
 from types import MappingProxyType
 from typing import Final
@@ -145,6 +146,7 @@ class Cache:
         known = self._asking.ask(request, prefix, self._host, now_s)
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
+        @cache  # asked for the boundary, for where it comes from and for what it takes
         def place_of(group: int, chunk: int) -> str | None:
             return self._place_of(known, prefix.key(chunk), group)
 
