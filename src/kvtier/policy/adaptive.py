@@ -7,11 +7,14 @@ whether the prompt ended there. `ReuseModel` learns for each kind, and for each 
 is worth, and names of the least worth leave first. If kinds do not differ, that is LRU. (ADR 10 has the measurements.)
 
 As in `Lru`, a name with a present child is never the victim.
+
+Who is told that a session has ended learns what that means for names that only this session used; a lie is found out.
 """
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from operator import attrgetter
+from weakref import WeakValueDictionary
 
 from kvtier.policy.base import Held
 from kvtier.policy.ghosts import Ghosts
@@ -44,12 +47,28 @@ _KIND_OF_USES = tuple(min(uses.bit_length(), _USE_KINDS - 1) for uses in range(_
 _UNKNOWN = -1
 """The kind of a run whose prompt is still being told."""
 _FROM_END, _FROM_START = 1, 2
+_KINDS_OF_BASE = _NEW_KINDS * _PAUSE_KINDS
+_ENDED = _USE_KINDS * 2
+"""The base of names that only one session used, which has ended."""
+
+
+class _Session:
+    """Whose use it was."""
+
+    __slots__ = ("__weakref__", "ended_at")
+
+    def __init__(self) -> None:
+        self.ended_at: int | None = None
+
+
+_SEVERAL = _Session()
+"""Stands for more than one."""
 
 
 class _Entry:
     """One present name."""
 
-    __slots__ = ("before", "mark", "name", "parent", "run", "time", "uses")
+    __slots__ = ("before", "mark", "name", "owner", "parent", "run", "time", "uses")
 
     def __init__(self, name: bytes, mark: int, uses: int, time: int) -> None:
         self.name = name
@@ -58,6 +77,7 @@ class _Entry:
         self.uses = uses
         self.time = time  # of its last use
         self.before = 0  # of the use before the last
+        self.owner: _Session | None = None  # who uses it
         self.run: _Run | None = None  # of its last use; None for who has left
 
 
@@ -68,10 +88,11 @@ class _Run:
     was used again, or left, may still be among them: its own run is another.
     """
 
-    __slots__ = ("count", "entries", "is_queued", "kind", "time", "uses_kind")
+    __slots__ = ("count", "entries", "is_queued", "kind", "owner", "time", "uses_kind")
 
-    def __init__(self, uses_kind: int, time: int, entries: list[_Entry]) -> None:
+    def __init__(self, uses_kind: int, owner: _Session | None, time: int, entries: list[_Entry]) -> None:
         self.uses_kind = uses_kind
+        self.owner = owner
         self.kind = _UNKNOWN
         self.time = time
         self.entries = entries
@@ -113,7 +134,7 @@ class Adaptive:
     def __init__(self) -> None:
         self._entries: dict[bytes, _Entry] = {}
         self._children: dict[bytes, int] = {}  # present children of each name, whether that is present or not
-        self._model = ReuseModel(_USE_KINDS * 2, _NEW_KINDS, _PAUSE_KINDS)
+        self._model = ReuseModel(_USE_KINDS * 2 + 1, _NEW_KINDS, _PAUSE_KINDS)
         self._ghosts: Ghosts | None = None  # made when a name must leave: then we know how many there are
         self._now = 0  # uses so far
         self._prompt: list[_Entry] = []  # used by the prompt that is being told
@@ -125,6 +146,9 @@ class Adaptive:
         self._heap: list[_Ranked] = []
         self._aged: list[_Ranked] = []  # those that are to be ranked anew
         self._number = 0  # of runs so far
+        self._sessions: WeakValueDictionary[str, _Session] = WeakValueDictionary()  # that use something and go on
+        self._session: _Session | None = None  # of the prompt that is being told
+        self._session_name: str | None = None
         self._lesson: Iterator[None] | None = None
         self._lessons = 0
         self._learn_at = 0
@@ -145,13 +169,13 @@ class Adaptive:
         if parent is not None and entry.parent is None and parent != name:
             entry.parent = parent
             self._children[parent] = self._children.get(parent, 0) + 1
-        self._use(entry)
+        self._use(entry, held.session)
 
     def touched(self, held: Held) -> None:
         """`held` was used. A name that was never added is ignored."""
         entry = self._entries.get(held.name)
         if entry is not None:
-            self._use(entry)
+            self._use(entry, held.session)
 
     def removed(self, name: bytes) -> None:
         """`name` left, for whatever reason. A name that was never added is ignored."""
@@ -166,6 +190,19 @@ class Adaptive:
             self._ghosts.remember(entry.mark, max(1, entry.uses - is_told), entry.time)
         if entry.parent is not None:
             self._unlink(entry.parent)
+
+    def ended(self, session: str) -> None:
+        """No more uses are to be expected from `session`; one that nobody knows is ignored.
+
+        What nobody else used is sorted anew, as soon as it is ranked or becomes a leaf.
+        """
+        ended = self._sessions.pop(session, None)
+        if ended is None:
+            return
+        ended.ended_at = self._now
+        if session == self._session_name:
+            self._session_name = self._session = None
+        self._rank_now = len(self._heap) + len(self._aged)
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         """The leaf that is worth least of those that are not pinned; None when all leaves are. Does not remove it."""
@@ -185,7 +222,9 @@ class Adaptive:
             return self._own_tail(least[0], is_pinned) or least[3].last().name
         return None if pinned else self._oldest_in_ring(is_pinned)
 
-    def _use(self, entry: _Entry) -> None:
+    def _use(self, entry: _Entry, session: str | None) -> None:
+        if session != self._session_name:
+            self._enter(session)
         run, prompt = entry.run, self._prompt
         if prompt:
             end = prompt[-1]
@@ -200,11 +239,16 @@ class Adaptive:
         entry.before = entry.time
         entry.time = now
         uses_kind = _KIND_OF_USES[entry.uses]
-        if run is not None:
+        owner = entry.owner
+        if run is None:
+            entry.owner = owner = self._session
+        else:
             run.lost()
+            if owner is not self._session:
+                entry.owner = owner = _SEVERAL
         runs = self._prompt_runs
-        if not runs or runs[-1].uses_kind != uses_kind:
-            runs.append(_Run(uses_kind, now, []))
+        if not runs or runs[-1].uses_kind != uses_kind or runs[-1].owner is not owner:
+            runs.append(_Run(uses_kind, owner, now, []))
             if uses_kind and self._prompt_tip is None:
                 self._prompt_tip = entry
         entry.run = run = runs[-1]
@@ -215,6 +259,18 @@ class Adaptive:
             self._prompt_new += 1
         if entry.uses < _USES_MAX:
             entry.uses += 1
+
+    def _enter(self, session: str | None) -> None:
+        """A prompt of another session begins."""
+        if self._prompt:
+            self._sort_prompt()
+        self._session_name = session
+        if session is None:
+            self._session = None
+        else:
+            # Not setdefault: nobody else would hold the new one.
+            self._session = self._sessions.get(session) or _Session()
+            self._sessions[session] = self._session
 
     def _sort_prompt(self) -> None:
         """The prompt is complete: what kind of use was it for each of its names?"""
@@ -232,18 +288,20 @@ class Adaptive:
         if len(runs[0].entries) > 1:
             # The prompt's last name is of a kind of its own.
             end = runs[0].entries.pop()
-            runs.insert(0, _Run(runs[0].uses_kind, time, [end]))
+            runs.insert(0, _Run(runs[0].uses_kind, runs[0].owner, time, [end]))
             if end.run is None:
                 runs[0].count -= 1
             else:
                 end.run = runs[0]
                 runs[1].count -= 1
-        is_last = 1
+        is_last, before = 1, _UNKNOWN
         for run in runs:
-            run.kind = self._model.kind(run.uses_kind * 2 + is_last, first, second)
+            run.kind = kind = self._model.kind(run.uses_kind * 2 + is_last, first, second)
             run.time = time
-            # Names that share their fate: one of them stands for all in the model.
-            self._model.watch(min(run.entries, key=_mark_of).mark, run.kind, time)
+            if kind != before:
+                # Names that share their fate: one of them stands for all in the model.
+                self._model.watch(min(run.entries, key=_mark_of).mark, kind, time)
+            before = kind
             # Who is told from the start is used up to the end: the prompt's last name counts as the first to grow old.
             time += len(run.entries)
             is_last = 0
@@ -298,8 +356,9 @@ class Adaptive:
                 return heap[0]
             else:
                 # It seems to be least, but that was long ago.
-                _, time, number, _ = heappop(heap)
-                heappush(self._heap, (self._model.value(run.kind, self._now - time), time, number, run))
+                number = heappop(heap)[2]
+                self._retire(run)
+                heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, number, run))
                 tries -= 1
 
     def _unlink(self, parent: bytes) -> None:
@@ -321,17 +380,29 @@ class Adaptive:
         """`entry` in a run of its own."""
         old = entry.run
         assert old is not None, "who has left is queued"
-        entry.run = run = _Run(old.uses_kind, old.time, [entry])
+        entry.run = run = _Run(old.uses_kind, old.owner, old.time, [entry])
         run.kind = old.kind
         old.lost()
         return run
 
     def _queue(self, run: _Run) -> None:
+        self._retire(run)
         run.is_queued = True
         self._number += 1
         heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, self._number, run))
         if len(self._heap) + len(self._aged) > 2 * len(self._entries) + _SLACK:
             self._rank(_TIDY_AT_ONCE)
+
+    def _retire(self, run: _Run) -> None:
+        """If its only session has ended, that is a kind of its own: whether it is dead is learned, like all else."""
+        owner = run.owner
+        if owner is None or owner.ended_at is None:
+            return
+        run.owner = None
+        run.kind = _ENDED * _KINDS_OF_BASE + run.kind % _KINDS_OF_BASE
+        run.time = max(run.time, owner.ended_at)
+        self._model.watch(min(run.entries, key=_mark_of).mark, run.kind, self._now)
+        self._model.value(run.kind, 0)
 
     def _work(self) -> None:
         """A step of what is to be done once in a while."""
@@ -362,14 +433,17 @@ class Adaptive:
         del self._aged[-count:]
         kept: list[_Ranked] = []
         for item in items:
-            if item[3].count:
+            run = item[3]
+            if run.count:
+                if run.owner is not None:
+                    self._retire(run)
                 kept.append(item)
             else:
-                item[3].is_queued = False
+                run.is_queued = False
         now = self._now
         values = self._model.values([run.kind for *_, run in kept], [now - run.time for *_, run in kept])
-        for value, (_, time, number, run) in zip(values, kept, strict=True):
-            heappush(self._heap, (value, time, number, run))
+        for value, (_, _, number, run) in zip(values, kept, strict=True):
+            heappush(self._heap, (value, run.time, number, run))
 
     def _oldest_in_ring(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         """The oldest of names that all have children: only possible when parents form a ring, which no prompt makes.

@@ -1,7 +1,7 @@
-"""The two interfaces of a policy, and the event that both are told."""
+"""The interfaces of policies, and the event that they are told."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Held(NamedTuple):
@@ -44,6 +44,15 @@ class Evictor(Protocol):
         Returns:
             None when all are pinned, or stay for the sake of one that is (a parent for its child).
         """
+        ...
+
+
+@runtime_checkable
+class Hinted(Protocol):
+    """An evictor that can make use of what an engine or a client knows of the future. A wrong hint costs hits only."""
+
+    def ended(self, session: str) -> None:
+        """No more uses are to be expected from `session`."""
         ...
 
 

@@ -6,6 +6,8 @@ from importlib.metadata import entry_points
 
 from kvtier.config.sections import HostConfig
 from kvtier.errors import ConfigError
+from kvtier.policy.adaptive import Adaptive
+from kvtier.policy.admission import AdmitAll
 from kvtier.policy.registry import ADMITTERS, EVICTORS, make_admitter, make_evictor
 from kvtier.replay.cost import Prefill
 from kvtier.replay.policies.base import Policy
@@ -57,6 +59,10 @@ REFERENCES: dict[str, _Known] = {
         lambda c, t, p, _x: Gdsf(c, t.block_count, _mid_block(p, t.block_tokens)), "uses x seconds saved, with age"
     ),
     "dead-known": _Known(lambda c, t, _p, _x: DeadKnown(c, t), "LRU that knows which blocks are never used again"),
+    "adaptive-hints": _Known(
+        lambda c, t, p, _x: Shipped(c, t, Adaptive(), AdmitAll(), p, tells_ends=True),
+        "adaptive, told when a session has ended",
+    ),
     "min": _Known(lambda c, t, _p, _x: Min(c, t), "Belady's bound for whole prefixes"),
     "infinite": _Known(lambda _c, t, _p, _x: Infinite(t.block_count, t.block_count), "nothing ever leaves"),
 }

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvtier.policy.admission import AdmitAll
-from kvtier.policy.base import Admitter, Evictor, Held
+from kvtier.policy.base import Admitter, Evictor, Held, Hinted
 from kvtier.replay.cost import Prefill
 from kvtier.replay.policies.base import Policy
 from kvtier.trace.packed import Packed
@@ -24,10 +24,22 @@ class Shipped(Policy):
         evictor: chooses who leaves.
         admitter: chooses who may enter.
         prefill: what a hit saves.
+        tells_ends: whether an evictor that takes hints is told of each session's end when its last request is over.
     """
 
-    def __init__(self, capacity: int, packed: Packed, evictor: Evictor, admitter: Admitter, prefill: Prefill) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        packed: Packed,
+        evictor: Evictor,
+        admitter: Admitter,
+        prefill: Prefill,
+        *,
+        tells_ends: bool = False,
+    ) -> None:
         super().__init__(capacity, packed.block_count)
+        self._hinted = evictor if tells_ends and isinstance(evictor, Hinted) else None
+        self._last = _last_of_sessions(packed) if self._hinted is not None else {}
         self._packed = packed
         self._evictor = evictor
         self._admitter = admitter
@@ -46,6 +58,8 @@ class Shipped(Policy):
     def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:
         """Whose request it is."""
         self.request, self._time_s = request, time_s
+        if self._hinted is not None and self._session is not None and self._last[self._session] < request:
+            self._hinted.ended(self._session)
         session = int(self._packed.session[request])
         self._session = None if session < 0 else str(session)
         self._turn = None if session < 0 else int(self._packed.turn[request])
@@ -90,6 +104,11 @@ class Shipped(Policy):
                 *_MORE,
             ),
         )
+
+
+def _last_of_sessions(packed: Packed) -> dict[str, int]:
+    """The last request of each session."""
+    return {str(session): request for request, session in enumerate(packed.session.tolist())}
 
 
 def _nobody_is_pinned(name: bytes) -> bool:  # noqa: ARG001  the interface's argument
