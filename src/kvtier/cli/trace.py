@@ -26,7 +26,7 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
     """Write SOURCE, of any form that `kvtier replay` reads, to TARGET as request lines (.gz: gzip).
 
     TARGET holds times, lengths and which blocks are equal, nothing else: no text, no ids or names of sessions of
-    SOURCE. It replays to the same figures.
+    SOURCE. It replays to the same figures; only the adaptive policy samples names, and differs by chance.
     """
     from kvtier.errors import ConfigError
     from kvtier.trace.writing import write_requests
