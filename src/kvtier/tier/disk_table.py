@@ -103,8 +103,8 @@ class Table:
     def put(self, name: bytes, segment: int, block: int, size_bytes: int) -> int:
         """Enter `name`, which must not be there, into a table that is not full; returns its row."""
         row = self._new_row()
-        self._names[row] = np.frombuffer(name, np.uint64)
         self._hits_at[row] = 0
+        self._name_bytes[32 * row : 32 * row + 32] = name
         self.move(row, segment, block, size_bytes)
         position = self._name_first[4 * row] & self._mask
         while self._slot_at[position]:
