@@ -253,6 +253,23 @@ def test_seconds_that_look_like_milliseconds_are_told(tmp_path):
     assert [it.time_s for it in told.requests()][-1] == 49.0
 
 
+def test_texts_may_have_times_of_their_own_unit_or_since_1970(tmp_path):
+    for unit, scale in (("s", 1), ("ms", 1000), ("us", 1_000_000)):
+        for start in (0, 1_760_428_258 * scale):
+            lines = [{**TEXT, "timestamp": start + n * scale, "input": "word " * 3000} for n in range(12)]
+            trace = open_trace(written(tmp_path / "text", lines), Reading(time_unit=unit))
+            assert [round(it.time_s, 3) for it in trace.requests()] == list(range(12)), (unit, start)
+            assert not any("look like" in note for note in trace.notes)
+    (doubted,) = [
+        it for it in pack(open_trace(written(tmp_path / "text", seconds(TEXT)))).warnings if "look like" in it
+    ]
+    assert doubted.endswith("if they are seconds, say --time-unit s")
+
+
+def seconds(line):
+    return [{**line, "timestamp": n, "input": "word " * 3000} for n in range(12)]
+
+
 def session(*times, **more):
     return {"block_size": 64, "requests": [{"t": t, "in": 64, "out": 1, "hash_runs": [[1, 1]]} for t in times], **more}
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.trace.files import Place, json_lines, number
 from kvtier.trace.request import Ids, Request
-from kvtier.trace.requests import UNITS_S, doubt, session_of
+from kvtier.trace.requests import ADVICE, UNITS_S, doubt, session_of
 
 BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
@@ -27,6 +27,7 @@ class TextLines:
         path: the file.
         block_tokens: tokens of a block.
         tokenizer: a tokenizer.json of Hugging Face; None cuts by a simple rule.
+        time_unit: of a `timestamp` that does not count from 1970: "s", "ms" or "us".
 
     Raises:
         ConfigError: the file or the tokenizer cannot be read.
@@ -34,8 +35,11 @@ class TextLines:
 
     has_blocks = True
 
-    def __init__(self, path: Path, block_tokens: int | None = None, tokenizer: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, block_tokens: int | None = None, tokenizer: Path | None = None, time_unit: str = "ms"
+    ) -> None:
         self._path = path
+        self._time_unit = time_unit
         self.name = str(path)
         self.block_tokens = block_tokens or BLOCK_TOKENS_DEFAULT
         self._tokenize: Tokenize = _PIECES.findall if tokenizer is None else _load(tokenizer)
@@ -55,13 +59,15 @@ class TextLines:
         for line_number, line in json_lines(self._path):
             with Place(self._path, line_number):
                 time_s = number(line, "timestamp")
-                time_s *= _unit_s(time_s)
+                time_s *= _unit_s(time_s, self._time_unit)
                 tokens = self._tokenize(_text(line, "input"))
                 answer = len(self._tokenize(_text(line, "output"))) if "output" in line else 0
                 blocks = self._named(tokens, numbers)
                 requests.append(Request(time_s, len(tokens), answer, blocks, session_of(line), line_number))
         requests.sort(key=lambda it: it.time_s)
-        self._doubt = doubt([it.time_s for it in requests], [it.input_tokens for it in requests], "")
+        if self._time_unit == "ms":
+            times_s, tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]
+            self._doubt = doubt(times_s, tokens, ADVICE)
         for request in requests:
             yield request._replace(time_s=request.time_s - requests[0].time_s)
 
@@ -75,11 +81,13 @@ class TextLines:
         return np.asarray(out, np.int64)
 
 
-def _unit_s(time: float) -> float:
-    """Seconds of one unit, told by the size of a time since 1970; smaller ones are milliseconds."""
+def _unit_s(time: float, otherwise: str) -> float:
+    """Seconds of one unit, told by the size of a time since 1970; smaller ones are in the unit `otherwise`."""
     if time > 1e14:
         return UNITS_S["us"]
-    return UNITS_S["s"] if 1e8 < time < 1e11 else UNITS_S["ms"]
+    if time > 1e11:
+        return UNITS_S["ms"]
+    return UNITS_S["s"] if time > 1e8 else UNITS_S[otherwise]
 
 
 def _text(line: dict[str, Any], name: str) -> str:

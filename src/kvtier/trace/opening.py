@@ -26,7 +26,7 @@ class Reading:
     seed: int = 1
     """Of the draw of their starts."""
     time_unit: str = "ms"
-    """Of `timestamp` in request lines."""
+    """Of `timestamp` in request lines, and in text where it does not count from 1970."""
     tokenizer: Path | None = None
     """For text."""
 
@@ -66,7 +66,7 @@ def open_trace(path: Path, reading: Reading | None = None) -> Trace:
     if keys & {"hash_ids", "hash_runs"}:
         return RequestLines(path, reading.block_tokens, reading.time_unit)
     if {"timestamp", "input"} <= keys:
-        return TextLines(path, reading.block_tokens, reading.tokenizer)
+        return TextLines(path, reading.block_tokens, reading.tokenizer, reading.time_unit)
     raise ConfigError(
         f"trace {path}, line {first_line}: unknown form; allowed: JSON lines with hash_ids or hash_runs, sessions with "
         "requests, text with input, KV events, or CSV with TIMESTAMP, ContextTokens, GeneratedTokens"

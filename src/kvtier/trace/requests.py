@@ -13,6 +13,7 @@ from kvtier.trace.request import Request, Wrong
 
 HEAD_LINES = 2000
 """Lines from which the size of a block and the unit of time are told."""
+ADVICE = "; if they are seconds, say --time-unit s"
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 DOUBT_REQUESTS_MIN = 10
 _BUSY_TOKENS_PER_S = 1e6
@@ -117,9 +118,7 @@ def _doubt(head: list[Request], time_unit: str) -> str:
     """A word on times that can hardly be meant."""
     if time_unit != "ms":
         return ""
-    return doubt(
-        [it.time_s for it in head], [it.input_tokens for it in head], "; if they are seconds, say --time-unit s"
-    )
+    return doubt([it.time_s for it in head], [it.input_tokens for it in head], ADVICE)
 
 
 def doubt(times_s: Sequence[float], input_tokens: Sequence[int], advice: str) -> str:
