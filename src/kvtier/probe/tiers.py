@@ -27,6 +27,8 @@ ROOM = 3
 """The store has room for so many measures, so that what one wrote is still there to be read."""
 STAMP_BYTES = 16
 SEGMENT_BYTES = 64 << 20
+LOCK_DEADLINE_S = 60.0
+"""Longer than in an engine: on a busy machine a measure comes out slow, rather than not at all."""
 FREE_SHARE = 4
 """At most one part in so many of the free space is taken."""
 
@@ -101,13 +103,20 @@ def open_tier(target: Target, place: Path, points: Points) -> Generator[Director
     """
     root = place / target.name
     tier = (
-        DirectoryTier(root, capacity_bytes=points.capacity_bytes, direct_io=target.direct_io, shared=False)
+        DirectoryTier(
+            root,
+            capacity_bytes=points.capacity_bytes,
+            direct_io=target.direct_io,
+            shared=False,
+            lock_deadline_s=LOCK_DEADLINE_S,
+        )
         if target.kind == "directory"
         else DiskTier(
             root,
             capacity_bytes=points.capacity_bytes,
             segment_bytes=points.segment_bytes,
             direct_io=target.direct_io,
+            lock_deadline_s=LOCK_DEADLINE_S,
         )
     )
     try:
