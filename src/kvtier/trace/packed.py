@@ -220,7 +220,8 @@ class _Packer:
         if violations:
             warnings.append(
                 f"{violations} blocks follow another block than before, first in request {first_bad + 1}: "
-                "ids that do not name a whole prefix, so that hits are overstated"
+                "ids that do not name a whole prefix, so that hits are overstated; least so those of policies that "
+                "go by prefixes ('default'), which may look worse than others here and not be so with the engine's names"
             )
         return Packed(
             name=self._trace.name,
