@@ -221,7 +221,7 @@ class _Packer:
             warnings.append(
                 f"{violations} blocks follow another block than before, first in request {first_bad + 1}: "
                 "ids that do not name a whole prefix, so that hits are overstated; least so those of policies that "
-                "go by prefixes ('default'), which may look worse than others here and not be so with the engine's names"
+                "go by prefixes ('default'), which may look worse here than with the engine's own names"
             )
         return Packed(
             name=self._trace.name,
