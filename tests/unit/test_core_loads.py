@@ -421,3 +421,17 @@ def test_one_load_goes_on_with_what_another_one_promotes() -> None:
     core.run()
     assert [one.tokens for one in core.loaded()] == [4, 4, 4]
     assert len([one for one in core.sent if one.link is Link.PROMOTE]) == 2
+
+
+def test_a_load_comes_before_stores_that_wait_for_the_slot_of_what_it_loads() -> None:
+    """Also when what kept the object has just been answered, and nobody has looked at what that makes possible."""
+    core, prefix = Driver(slots=2, tiers=()), prefix_of("ab")
+    core.store("r", prefix)
+    core.run()
+    core.load("first", prefix)
+    core.store("other", prefix_of("c"))
+    for scatter in core.going(Link.SCATTER):
+        core.cache.complete(scatter.id, Outcome.DONE, core.now_s)
+    core.load("second", prefix)
+    core.run()
+    assert {done.request: done.tokens for done in core.loaded()} == {"first": 2 * CHUNK, "second": 2 * CHUNK}

@@ -220,7 +220,7 @@ class Cache:
             ValueError: a load of this request is under way; `tokens` is no boundary; a place is not in the prefix, lies
                 past `tokens` or is named twice; an object that is needed there is neither resident nor has a place.
         """
-        self.tick(now_s)
+        self._expire(now_s)  # and no more: what waits for a slot must not take what is about to be loaded
         if request in self._waiting.loads:
             raise ValueError(f"request {request!r} has a load under way")
         self._check_load(prefix, tokens, places, resident_tokens)
@@ -284,8 +284,11 @@ class Cache:
 
     def tick(self, now_s: float) -> None:
         """Let deadlines pass, and `advance`."""
-        self._may_move |= self._asking.expire(now_s) | self._traffic.expire(now_s)
+        self._expire(now_s)
         self.advance(now_s)
+
+    def _expire(self, now_s: float) -> None:
+        self._may_move |= self._asking.expire(now_s) | self._traffic.expire(now_s)
 
     # ---- output ----------------------------------------------------------------------------------------------------
 
