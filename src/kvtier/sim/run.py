@@ -157,6 +157,7 @@ class _Simulation:
         self.others = OtherWriters(self.world, self.mover)
         self._polls = Random(f"polls {scenario.seed}")
         self._late_share = self._polls.choice((0.0, 0.0, 0.5, 0.9))
+        self._is_answer = False
         self._tick_lateness_s = (
             0.0 if self.world.dice.random() < 0.5 else self.world.dice.uniform(0, TICK_LATENESS_S_MAX)
         )
@@ -198,9 +199,9 @@ class _Simulation:
             if again_s is not None and again_s <= deadline_s:
                 raise Violation(f"a deadline at {again_s} does not pass at {deadline_s}")
         else:
-            self.world.take()()
+            self._happens()
             while self._is_heard_late(deadline_s):
-                self.world.take()()
+                self._happens()
         self._settle()
         self.judge.after_step(is_waiting=self.engine.is_waiting)
         # A stray answer makes the core look again. What could go out has gone out, so there must be nothing to do (but
@@ -211,10 +212,22 @@ class _Simulation:
             raise Violation(f"the core had more to do and did not: {more}")
         return True
 
+    def _happens(self) -> None:
+        self._is_answer = False
+        self.world.take()()
+
     def _is_heard_late(self, deadline_s: float | None) -> bool:
-        """Whether what happens next is heard of together with what has just happened, as by who polls now and then."""
+        """Whether the answer just given is heard of together with what happens next, as by who polls now and then.
+
+        Only an answer: what the engine asks for is passed on at once.
+        """
         next_s = self.world.next_s()
-        if next_s is None or next_s > self.world.now_s + POLL_S or (deadline_s is not None and deadline_s <= next_s):
+        if (
+            not self._is_answer
+            or next_s is None
+            or next_s > self.world.now_s + POLL_S
+            or (deadline_s is not None and deadline_s <= next_s)
+        ):
             return False
         return self._polls.random() < self._late_share
 
@@ -249,11 +262,13 @@ class _Simulation:
         self._settle()
 
     def _complete(self, transfer: Transfer, rank: int, outcome: Outcome, is_fault: bool) -> None:  # noqa: FBT001
+        self._is_answer = True
         self.world.note(f"answer {transfer.id} rank {rank} {outcome.value} {is_fault}")
         self.log.answered(transfer, outcome, is_fault=is_fault)
         self.cache.complete(transfer.id, outcome, self.world.now_s, is_fault=is_fault)
 
     def _probed(self, probe: Probe, present: list[bool] | None) -> None:
+        self._is_answer = True
         self.world.note(f"probed {probe.id} {present}")
         self.log.probed(probe, present)
         self.cache.probed(probe.id, present, self.world.now_s)
