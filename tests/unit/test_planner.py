@@ -226,6 +226,15 @@ def test_a_place_that_has_cost_a_load_rests_twice_as_long_each_time() -> None:
     assert rests == [REST_S_MIN, 2, 4, 8, 16, REST_S_MAX, REST_S_MAX, REST_S_MAX]
 
 
+def test_loads_that_fail_together_are_one_failure() -> None:
+    planner, lookup = taught(), lookup_of(offer(900, 0.1))
+    plans = [planner.plan(lookup, TOTAL, now_s=0.0) for _ in range(3)]
+    for plan in plans:
+        lose(planner, plan, 0.0)
+    assert not planner.plan(lookup, TOTAL, now_s=0.9 * REST_S_MIN).tokens
+    assert planner.plan(lookup, TOTAL, now_s=REST_S_MIN).tokens
+
+
 def test_a_load_that_succeeds_ends_it() -> None:
     planner, lookup = taught(), lookup_of(offer(900, 0.1))
     for now_s in (0.0, REST_S_MIN):
