@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier.policy import adaptive
 from kvtier.policy.adaptive import Adaptive
-from kvtier.policy.base import Evictor
+from kvtier.policy.base import Evictor, Held
 from kvtier.policy.fifo import Fifo
 from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.lru import Lru
@@ -41,6 +41,21 @@ def chats_among_documents(prompts: int, seed: int) -> Iterator[Prompt]:
             yield [next(fresh) for _ in range(12)]
 
 
+def use(evictor: Evictor, present: set[int], slots: int, event: Held) -> None:
+    """A name is used, in a place of so many slots; `present` is what it holds."""
+    name = int.from_bytes(event.name)
+    if name in present:
+        evictor.touched(event)
+        return
+    if len(present) >= slots:
+        victim = evictor.victim(_nobody)
+        assert victim is not None
+        present.remove(int.from_bytes(victim))
+        evictor.removed(victim)
+    present.add(name)
+    evictor.added(event)
+
+
 def hits(make: Callable[[], Evictor], prompts: Iterator[Prompt], slots: int, *, is_from_start: bool = False) -> int:
     """Leading names found, of all prompts, in a place of so many slots."""
     evictor, present, found = make(), set[int](), 0
@@ -50,16 +65,7 @@ def hits(make: Callable[[], Evictor], prompts: Iterator[Prompt], slots: int, *, 
         depths = range(len(prompt)) if is_from_start else reversed(range(len(prompt)))
         for depth in depths:
             event = held(prompt[depth], prompt[depth - 1] if depth else None, depth=depth)
-            if prompt[depth] in present:
-                evictor.touched(event)
-                continue
-            if len(present) >= slots:
-                victim = evictor.victim(_nobody)
-                assert victim is not None
-                present.remove(int.from_bytes(victim))
-                evictor.removed(victim)
-            present.add(prompt[depth])
-            evictor.added(event)
+            use(evictor, present, slots, event)
     return found
 
 
@@ -131,16 +137,7 @@ def hits_of_sessions(tell_end: Callable[[Adaptive, str, bool], None], slots: int
         found += next((depth for depth, name in enumerate(prompt) if name not in present), len(prompt))
         for depth in reversed(range(len(prompt))):
             event = held(prompt[depth], prompt[depth - 1] if depth else None, depth=depth)._replace(session=session)
-            if prompt[depth] in present:
-                evictor.touched(event)
-                continue
-            if len(present) >= slots:
-                victim = evictor.victim(_nobody)
-                assert victim is not None
-                present.remove(int.from_bytes(victim))
-                evictor.removed(victim)
-            present.add(prompt[depth])
-            evictor.added(event)
+            use(evictor, present, slots, event)
         tell_end(evictor, session, ends)
     return found
 
