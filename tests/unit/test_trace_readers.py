@@ -344,3 +344,46 @@ def test_ids_far_apart_take_no_table(tmp_path):
     assert packed.ids.tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
     with pytest.raises(ConfigError, match=r"hash_runs holds .*ids below 1073741824"):
         pack(open_trace(written(tmp_path / "trace", [{**lines[0], "hash_runs": [[1 << 30, 1]]}])))
+
+
+def requests_at(*times_s):
+    return [{"timestamp": it * 1000, "input_length": 128, "hash_ids": [it, it + 1]} for it in times_s]
+
+
+def test_a_directory_is_one_trace_in_the_order_of_names_and_of_time(tmp_path):
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    written(folder / "b.jsonl.gz", requests_at(1, 4), gzip.compress)
+    written(folder / "a.json", requests_at(2, 3))
+    (folder / "README.md").write_text("no trace")
+    (folder / "c.jsonl").mkdir()
+    assert [(it.time_s, it.blocks) for it in read(folder)] == [(n, [n, n + 1]) for n in (1, 2, 3, 4)]
+    assert open_trace(folder).block_tokens == 64
+
+    # One draw for each session, whichever file it is in; ids mean something only within one.
+    sessions = [scoped([[1, 2, 3], [1, 2, 3, 4]], id=name) for name in "xyz"]
+    together = read(written(tmp_path / "together", sessions), block_tokens=64)
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    for number, session in enumerate(sessions):
+        written(apart / f"{number}.json", [session])
+    assert [it._replace(line=0) for it in read(apart, block_tokens=64)] == [it._replace(line=0) for it in together]
+
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, words in enumerate(("one two", "one two three")):
+        written(texts / f"{number}.jsonl", [{"timestamp": 10 - number, "input": words}])
+    first, second = read(texts, block_tokens=1)
+    assert (first.input_tokens, second.blocks) == (3, first.blocks[:2])
+
+
+def test_what_is_wrong_in_a_directory_is_named_with_its_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"0 files of this directory are traces; allowed: 1 to \d+, named \*\.json,"):
+        open_trace(tmp_path)
+    written(tmp_path / "a.jsonl", requests_at(1))
+    written(tmp_path / "b.jsonl", [*requests_at(2), {"timestamp": 3, "hash_ids": [1]}])
+    with pytest.raises(ConfigError, match=r"b\.jsonl, line 2: 'input_length' is missing"):
+        read(tmp_path)
+    written(tmp_path / "a.jsonl", [{"ts": 1.0, "events": []}])
+    with pytest.raises(ConfigError, match="a directory of KV events; allowed: one file of that form"):
+        open_trace(tmp_path)

@@ -119,7 +119,8 @@ def run(
     `kvtier replay describe TRACE` tells what a trace is like.
 
     Reads JSON lines with hash_ids or hash_runs (Mooncake), coding-agent sessions, text conversations, KV events of
-    vLLM or SGLang, and for `describe` CSV with lengths (Azure); plain, gzip or zstd.
+    vLLM or SGLang, and for `describe` CSV with lengths (Azure); plain, gzip or zstd; a file, or a directory of
+    .json and .jsonl files that are one trace.
     """
     names = _names(policies)
     _check_given(has_tiers=bool(tiers))

@@ -24,7 +24,7 @@ class TextLines:
     """Reads request lines with text; prompts are cut into tokens and named by a chain of digests.
 
     Args:
-        path: the file.
+        path: the file, or a directory of such files.
         block_tokens: tokens of a block.
         tokenizer: a tokenizer.json of Hugging Face; None cuts by a simple rule.
         time_unit: of a `timestamp` that does not count from 1970: "s", "ms" or "us".
@@ -56,8 +56,8 @@ class TextLines:
         """The requests, in the order of time, which counts from the first; files of this form go session by session."""
         numbers: dict[bytes, int] = {}
         requests: list[Request] = []
-        for line_number, line in json_lines(self._path):
-            with Place(self._path, line_number):
+        for file, line_number, line in json_lines(self._path):
+            with Place(file, line_number):
                 time_s = number(line, "timestamp")
                 time_s *= _unit_s(time_s, self._time_unit)
                 tokens = self._tokenize(_text(line, "input"))

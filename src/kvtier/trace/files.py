@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 LINE_BYTES_MAX = 1 << 27
+FILES_MAX = 1 << 14
+"""Of a trace that is a directory."""
 WHOLE_MAX = (1 << 31) - 1
 """Tokens of a prompt, at most."""
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _PACKED_BYTES = 1 << 16
+_LINES_NAMES = (".json", ".jsonl")
+_PACKED_NAMES = ("", ".gz", ".zst")
 
 
 class Place:
@@ -47,6 +51,27 @@ class Place:
             ) from None
         if isinstance(error, TypeError | ValueError | AttributeError | OverflowError | RecursionError):
             raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error}") from None
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a trace: `path`, or those of JSON lines in the directory `path`, in the order of their names.
+
+    Raises:
+        ConfigError: the directory cannot be read, holds none, or more than `FILES_MAX`.
+    """
+    if not path.is_dir():
+        return [path]
+    endings = tuple(lines + packed for lines in _LINES_NAMES for packed in _PACKED_NAMES)
+    try:
+        files = sorted(it for it in path.iterdir() if it.name.endswith(endings) and it.is_file())
+    except OSError as error:
+        raise ConfigError(f"trace {path}: {error.strerror or error}; allowed: a readable directory") from error
+    if not 0 < len(files) <= FILES_MAX:
+        raise ConfigError(
+            f"trace {path}: {len(files)} files of this directory are traces; allowed: 1 to {FILES_MAX}, named "
+            f"*{', *'.join(endings)}"
+        )
+    return files
 
 
 def open_binary(path: Path) -> IO[bytes]:
@@ -154,18 +179,19 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ConfigError(f"trace {path}, after line {number}: not a trace: {error}") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """JSON objects with the numbers of their lines.
+def json_lines(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    """JSON objects of a trace, each with its file and the number of its line.
 
     Raises:
-        ConfigError: as `text_lines`, or a line is no JSON object.
+        ConfigError: as `files_of` and `text_lines`, or a line is no JSON object.
     """
-    for number, text in text_lines(path):
-        with Place(path, number):
-            value: object = json.loads(text)
-            if not isinstance(value, dict):
-                raise ConfigError(f"{text[:40].strip()!r} is not a JSON object")
-        yield number, cast("dict[str, Any]", value)
+    for file in files_of(path):
+        for number, text in text_lines(file):
+            with Place(file, number):
+                value: object = json.loads(text)
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{text[:40].strip()!r} is not a JSON object")
+            yield file, number, cast("dict[str, Any]", value)
 
 
 def damage_errors() -> tuple[type[Exception], ...]:

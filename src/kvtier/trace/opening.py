@@ -8,7 +8,7 @@ from typing import Any, cast
 from kvtier.errors import ConfigError
 from kvtier.trace.conversations import TextLines
 from kvtier.trace.events import EventBatches
-from kvtier.trace.files import Place, is_msgpack, text_lines
+from kvtier.trace.files import Place, files_of, is_msgpack, text_lines
 from kvtier.trace.lengths import LengthRows
 from kvtier.trace.request import Trace
 from kvtier.trace.requests import UNITS_S, RequestLines
@@ -44,23 +44,26 @@ class Reading:
 def open_trace(path: Path, reading: Reading | None = None) -> Trace:
     """The reader for the file at `path`, plain, gzip or zstd; KV events are msgpack or JSON lines.
 
+    A directory of request lines, sessions or texts is one trace, in as many files as there are.
+
     Raises:
         ConfigError: it cannot be read, is empty, or of no form that is known.
     """
     reading = reading or Reading()
-    if is_msgpack(path):
-        return EventBatches(path, reading.block_tokens)
-    first_line, first = next(text_lines(path), (0, ""))
+    file = files_of(path)[0]
+    if is_msgpack(file):
+        return EventBatches(_one_file(path, "KV events"), reading.block_tokens)
+    first_line, first = next(text_lines(file), (0, ""))
     if not first_line:
-        raise ConfigError(f"trace {path} is empty; allowed: at least one request")
+        raise ConfigError(f"trace {file} is empty; allowed: at least one request")
     if "TIMESTAMP" in first and "ContextTokens" in first:
-        return LengthRows(path)
-    with Place(path, first_line):
+        return LengthRows(_one_file(path, "CSV"))
+    with Place(file, first_line):
         head: Any = json.loads(first)
     keys = cast("dict[str, Any]", head).keys() if isinstance(head, dict) else set[str]()
     is_batch = isinstance(head, list) and not isinstance(next(iter(cast("list[Any]", head)), None), dict)
     if is_batch or {"ts", "events"} <= keys:
-        return EventBatches(path, reading.block_tokens)
+        return EventBatches(_one_file(path, "KV events"), reading.block_tokens)
     if "requests" in keys:
         return SessionLines(path, reading.block_tokens, reading.window_h, reading.seed)
     if keys & {"hash_ids", "hash_runs"}:
@@ -68,6 +71,12 @@ def open_trace(path: Path, reading: Reading | None = None) -> Trace:
     if {"timestamp", "input"} <= keys:
         return TextLines(path, reading.block_tokens, reading.tokenizer, reading.time_unit)
     raise ConfigError(
-        f"trace {path}, line {first_line}: unknown form; allowed: JSON lines with hash_ids or hash_runs, sessions with "
+        f"trace {file}, line {first_line}: unknown form; allowed: JSON lines with hash_ids or hash_runs, sessions with "
         "requests, text with input, KV events, or CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
     )
+
+
+def _one_file(path: Path, form: str) -> Path:
+    if path.is_dir():
+        raise ConfigError(f"trace {path}: a directory of {form}; allowed: one file of that form")
+    return path

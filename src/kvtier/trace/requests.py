@@ -25,7 +25,7 @@ class RequestLines:
     """Reads request lines.
 
     Args:
-        path: the file.
+        path: the file, or a directory of such files, whose times count from the same moment.
         block_tokens: tokens of a block to replay with, a multiple of the trace's own; None takes its own.
         time_unit: of `timestamp`: "s", "ms" or "us".
 
@@ -45,22 +45,23 @@ class RequestLines:
         self.notes = tuple(it for it in (note, _doubt(head, time_unit)) if it)
 
     def requests(self) -> Iterator[Request]:
-        """The requests, in the order of the file."""
-        for request in self._lines():
+        """The requests, in the order of the file; those of a directory, which are kept for it, in the order of time."""
+        lines = self._lines()
+        for request in sorted(lines, key=lambda it: it.time_s) if self._path.is_dir() else lines:
             yield request._replace(blocks=merged(request.blocks, self._factor)) if self._factor > 1 else request
 
     def _stated_block_tokens(self) -> tuple[int, str] | None:
         """What the first line says, if it does."""
-        line_number, line = next(json_lines(self._path))
+        file, line_number, line = next(json_lines(self._path))
         if "block_size" not in line:
             return None
-        with Place(self._path, line_number):
+        with Place(file, line_number):
             return whole(line, "block_size", least=1), ""
 
     def _lines(self) -> Iterator[Request]:
         numbering = Numbering()
-        for line_number, line in json_lines(self._path):
-            with Place(self._path, line_number):
+        for file, line_number, line in json_lines(self._path):
+            with Place(file, line_number):
                 request = Request(
                     number(line, "timestamp") * self._unit_s,
                     whole(line, "input_length"),

@@ -43,7 +43,7 @@ class SessionLines:
     """Reads session lines and merges them by time; what waits for its time is kept, as larger blocks.
 
     Args:
-        path: the file.
+        path: the file, or a directory of such files.
         block_tokens: tokens of a block to replay with, a multiple of the trace's own.
         window_h: over how many hours sessions start.
         seed: of the draw of their starts.
@@ -59,8 +59,8 @@ class SessionLines:
         self.name = str(path)
         self._window_s = window_h * 3600
         self._seed = seed
-        first_line, first = next(islice(json_lines(path), 1))
-        with Place(path, first_line):
+        file, first_line, first = next(islice(json_lines(path), 1))
+        with Place(file, first_line):
             own = whole(first, "block_size", least=1)
             self._is_global = _is_global(first)
         wanted = max(BLOCK_TOKENS_DEFAULT, own) if block_tokens is None else block_tokens
@@ -84,16 +84,16 @@ class SessionLines:
         numbering = Numbering()
         first_id = times_back = 0
         longest_s = 0.0
-        for line_number, session in json_lines(self._path):
+        for file, line_number, session in json_lines(self._path):
             start_s = float(draw.uniform(0.0, self._window_s))
-            with Place(self._path, line_number):
+            with Place(file, line_number):
                 if whole(session, "block_size", least=1) != self.own_block_tokens:
                     raise ConfigError(
                         f"block_size {session['block_size']}; allowed: {self.own_block_tokens}, as before"
                     )
                 if _is_global(session) != self._is_global:
                     raise ConfigError(f"hash_id_scope {session.get('hash_id_scope')!r}; allowed: the same in all lines")
-                name = str(session.get("id", line_number))
+                name = str(session.get("id", f"{file.name}:{line_number}"))
                 latest_s: dict[str, float] = {}
                 own: list[_Part] = []
                 for time_s, agent, request in _flattened(session, start_s, name, 0):
