@@ -95,6 +95,7 @@ class SmallEngine:
             begin_keys=lambda _request: Keys(self.geometry.chunk_tokens),
             planner=Planner(is_on=False),
             tables=lambda name: self.requests[name].block_ids,
+            resident=lambda request: [[block.block_id for block in self._local_hit(request)]] * len(self.groups),
             open_pins=lambda on_reuse: PoolPins(self.pool, on_reuse),
             bytes_per_token=self.geometry.layout.bytes_per_token,
             can_wait=not is_overlapped,
@@ -102,8 +103,7 @@ class SmallEngine:
         )
         tables = [(table, group) for group in self.geometry.groups for table in group.tables]
         self.groups = [(table, group.validity) for table, group in sorted(tables, key=lambda each: each[0].number)]
-        self.step_tokens = step_tokens
-        self.defers_loads = defers_loads
+        self.step_tokens, self.defers_loads = step_tokens, defers_loads
         self.deferred_loads: dict[str, tuple[int, int]] = {}
         self.depth = 2 if is_overlapped else 1
         self.under_way: deque[Step] = deque()
@@ -284,7 +284,7 @@ class SmallEngine:
         # All of it has to fit beside all that others will need: one that waits with its blocks cannot be preempted.
         reserved = sum(self._lacking(other) for other in [*self.waiting, *self.running] if other.tables)
         idle = sum(block.is_free for block in hit)
-        if self._lacking(request) - len(hit) * len(self.groups) + idle + reserved > len(self.pool.queue):
+        if self._lacking(request) - len(hit) * len(self.groups) + idle + reserved > len(self.pool.free_block_queue):
             return -1
         self.pool.touch(hit)
         request.tables = [list(hit) for _ in self.groups]
@@ -347,7 +347,7 @@ class SmallEngine:
             max(0, -(-total // table.block_tokens) - len(mine))
             for (table, _), mine in zip(self.groups, request.tables, strict=True)
         )
-        if needed > len(self.pool.queue):
+        if needed > len(self.pool.free_block_queue):
             return False
         for (table, validity), mine in zip(self.groups, request.tables, strict=True):
             self._extend(mine, table, validity, total, 0)

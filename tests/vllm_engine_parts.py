@@ -6,7 +6,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,27 @@ class Block:
         return self if self.is_free else None
 
 
+class Queue(OrderedDict[int, Block]):
+    """`FreeKVCacheBlockQueue`."""
+
+    def iter_blocks_after(self, cursor: None) -> Iterator[Block]:
+        assert cursor is None
+        return iter(self.values())
+
+    def remove(self, block: Block) -> None:
+        del self[block.block_id]
+        block.is_free = False
+
+    def append(self, block: Block) -> None:
+        self[block.block_id] = block
+        block.is_free = True
+
+    def prepend_n(self, blocks: Sequence[Block]) -> None:
+        for block in reversed(blocks):
+            self.append(block)
+            self.move_to_end(block.block_id, last=False)
+
+
 class Pool:
     """`BlockPool`: blocks with a hash are handed out again last, the others first."""
 
@@ -43,12 +64,12 @@ class Pool:
         self.blocks = [Block(number) for number in range(count)]
         self.blocks[NULL].ref_cnt, self.blocks[NULL].is_free = 1, False
         self.has_caching = has_caching
-        self.queue: OrderedDict[int, Block] = OrderedDict((block.block_id, block) for block in self.blocks[1:])
+        self.free_block_queue = Queue((block.block_id, block) for block in self.blocks[1:])
         self.cached: dict[tuple[int, ...], Block] = {}
         self.watchers: dict[int, Callable[[Block], None]] = {}
 
     def get_new_blocks(self, count: int) -> list[Block]:
-        taken = [self.queue.popitem(last=False)[1] for _ in range(count)]
+        taken = [self.free_block_queue.popitem(last=False)[1] for _ in range(count)]
         for block in taken:
             block.is_free = False
             watcher = self.watchers.pop(block.block_id, None)
@@ -65,8 +86,7 @@ class Pool:
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             if block.ref_cnt == 0:
-                del self.queue[block.block_id]
-                block.is_free = False
+                self.free_block_queue.remove(block)
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Sequence[Block]) -> None:
@@ -74,14 +94,17 @@ class Pool:
             block.ref_cnt -= 1
             assert block.ref_cnt >= 0
             if block.ref_cnt == 0:
-                self._append(block, first=block.block_hash is None or not self.has_caching)
+                if block.block_hash is None or not self.has_caching:
+                    self.free_block_queue.prepend_n([block])
+                else:
+                    self.free_block_queue.append(block)
 
     def unpin_blocks(self, blocks: Sequence[Block], on_reuse: Callable[[Block], None]) -> None:
         for block in blocks:
             block.ref_cnt -= 1
             self.watchers[block.block_id] = on_reuse
             if block.ref_cnt == 0:
-                self._append(block, first=False)
+                self.free_block_queue.append(block)
 
     def cache(self, block: Block, tokens: tuple[int, ...]) -> None:
         if self.has_caching and block.block_hash is None:
@@ -93,11 +116,6 @@ class Pool:
             if block.block_hash is not None and self.cached.get(block.block_hash) is block:
                 del self.cached[block.block_hash]
             block.block_hash = None
-
-    def _append(self, block: Block, *, first: bool) -> None:
-        block.is_free = True
-        self.queue[block.block_id] = block
-        self.queue.move_to_end(block.block_id, last=not first)
 
 
 @dataclass(eq=False, repr=False)

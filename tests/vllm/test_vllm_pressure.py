@@ -123,6 +123,34 @@ def test_aborts_at_every_step_of_a_load(start: Start, tmp_path: Path) -> None:
     nothing_is_left(engine)
 
 
+USERS, ROOM, BLOCK = 12, 7, 128
+"""Conversations, how many of them the engine's memory holds, and the tokens of its blocks."""
+
+
+def comeback(start: Start, store: Path, sabotaged: str = "") -> tuple[list[Answer], list[Answer], float]:
+    """Two turns of conversations that are asked all at once, and what vLLM found in its own memory in the second."""
+    fields = {"max_num_seqs": 4, "max_model_len": 1024, "block_size": BLOCK, "num_gpu_blocks_override": 1 + 4 * ROOM}
+    engine = start("llama", connector(store), sabotage=sabotaged, **fields)
+    texts = [prompt(300, 100 + number) for number in range(USERS)]
+    first = engine.ask(*texts, count=8)
+    engine.drain()
+    before = engine.metrics()["vllm:prefix_cache_hits"]
+    again = [[*text, *answer.tokens, *prompt(100, 7)] for text, answer in zip(texts, first, strict=True)]
+    second = engine.ask(*again, count=8)
+    found = engine.metrics()["vllm:prefix_cache_hits"] - before
+    nothing_is_left(engine)
+    return first, second, found
+
+
+def test_users_who_come_back_in_turn_find_what_there_was_room_for(start: Start, tmp_path: Path) -> None:
+    """In vLLM's own order the head of the line takes the blocks of those behind it: that is the control."""
+    first, second, found = comeback(start, tmp_path / "kv")
+    plain, plainer, control = comeback(start, tmp_path / "control", "sabotage:order_of_last_use")
+    assert furthest([*first, *second], [*plain, *plainer]) < TOLERANCE
+    enough = (ROOM - 2) * 2 * BLOCK
+    assert found >= enough > control
+
+
 def test_a_convoy_on_one_prefix_reads_it_once(start: Start, tmp_path: Path) -> None:
     shared = prompt(1300, 1)
     convoy: Sequence[list[int]] = [[*shared, *prompt(100, number)] for number in range(2, 8)]

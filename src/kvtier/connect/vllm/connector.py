@@ -43,11 +43,16 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._is_broken = False
         opening = Opening.of(vllm_config, kv_cache_config)
         is_scheduler = role is ConnectorRole.SCHEDULER
-        self._upper = SchedulerHalf(opening, self._tables, self._open_pins, _events) if is_scheduler else None
+        self._upper = (
+            SchedulerHalf(opening, self._tables, self._resident, self._open_pins, _events) if is_scheduler else None
+        )
         self._lower = None if is_scheduler else WorkerHalf(opening)
 
     def _tables(self, request: str) -> BlockTables:
         return self._kv_cache_manager.get_block_ids(request)
+
+    def _resident(self, request: Request) -> BlockTables:
+        return self._kv_cache_manager.get_computed_blocks(request)[0].get_block_ids()
 
     def _open_pins(self, on_reuse: Callable[[int], None]) -> Pins:
         return PoolPins(self._kv_cache_manager.block_pool, on_reuse)

@@ -143,6 +143,10 @@ class Geometry:
         """The most tokens that can be given to a prompt of so many: vLLM computes at least the last one itself."""
         return max(tokens - 1, 0) // self.chunk_tokens * self.chunk_tokens
 
+    def blocks(self, tokens: int) -> int:
+        """How many blocks so many tokens take at most."""
+        return sum(-(-tokens // table.block_tokens) for group in self.groups for table in group.tables)
+
     # ---- stores ----------------------------------------------------------------------------------------------------
 
     def sources(self, chunks: Iterable[int], tables: BlockTables, offers: Iterable[Offer] = ()) -> list[Place]:

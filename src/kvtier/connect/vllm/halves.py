@@ -14,7 +14,7 @@ from kvtier.connect.vllm.pool import Pins
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.settings import settings_of
 from kvtier.connect.vllm.stats import Meters, Stats
-from kvtier.connect.vllm.upstream import BlockTables, KvCacheConfig, VllmConfig
+from kvtier.connect.vllm.upstream import BlockTables, KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
 from kvtier.layout import History
@@ -71,6 +71,7 @@ class SchedulerHalf:
     Args:
         opening: what it is made of.
         tables: the block ids of a request, as vLLM has them now.
+        resident: the block ids in vLLM's own cache that a request would be given now.
         open_pins: vLLM's block pool, once it is there.
         open_events: turns movements into vLLM's events, given the tokens of its hashes and a KV group.
     """
@@ -79,6 +80,7 @@ class SchedulerHalf:
         self,
         opening: Opening,
         tables: Callable[[str], BlockTables],
+        resident: Callable[[Request], BlockTables],
         open_pins: Callable[[Callable[[int], None]], Pins],
         open_events: Callable[[Movements, int, int], Events],
     ) -> None:
@@ -86,6 +88,7 @@ class SchedulerHalf:
         """None until all workers are up: before that everything is a miss."""
         self._opening = opening
         self._tables = tables
+        self._resident = resident
         self._open_pins = open_pins
         self._open_events = open_events
         self._opened: Opened | None = None
@@ -123,6 +126,7 @@ class SchedulerHalf:
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens, is_on=opening.config.planner.enabled
             ),
             tables=self._tables,
+            resident=self._resident,
             open_pins=self._open_pins,
             bytes_per_token=geometry.layout.bytes_per_token * opening.ranks,
             can_wait=_can_wait(vllm_config),

@@ -6,10 +6,18 @@ owner has it; when it is ours alone it goes to the very end of the queue, where 
 when it hands it out after all (`BlockPool.unpin_blocks`, which vLLM's HiSparse uses in the same way).
 """
 
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from kvtier.connect.vllm.upstream import Block, BlockPool
+
+
+class Held(NamedTuple):
+    """A block, and what it held when somebody looked."""
+
+    block: int
+    hash: Any
+    """VLLM's; None: nothing that its prefix cache could find."""
 
 
 class Pins(Protocol):
@@ -29,6 +37,22 @@ class Pins(Protocol):
 
     def hide(self, blocks: Collection[int]) -> None:
         """Let the prefix cache find `blocks` no more; whoever has them keeps them."""
+        ...
+
+    def free(self) -> Iterator[Held]:
+        """The free blocks, in the order in which they will be handed out. Not to be gone on with after a change."""
+        ...
+
+    def held(self, blocks: Iterable[int]) -> list[Held]:
+        """What `blocks` hold now."""
+        ...
+
+    def is_free(self, held: Held) -> bool:
+        """Whether a block is free and still holds that."""
+        ...
+
+    def hand_out_first(self, blocks: Sequence[Held]) -> None:
+        """Hand out these free blocks before all others, in this order."""
         ...
 
 
@@ -62,7 +86,27 @@ class PoolPins:
         """See `Pins`."""
         self._pool.evict_blocks(set(blocks))
 
-    def _blocks(self, blocks: Collection[int]) -> list[Block]:
+    def free(self) -> Iterator[Held]:
+        """See `Pins`."""
+        return map(_held, self._pool.free_block_queue.iter_blocks_after(None))
+
+    def held(self, blocks: Iterable[int]) -> list[Held]:
+        """See `Pins`."""
+        return list(map(_held, self._blocks(blocks)))
+
+    def is_free(self, held: Held) -> bool:
+        """See `Pins`."""
+        block = self._pool.blocks[held.block]
+        return block.next_free_block is not None and block.block_hash == held.hash
+
+    def hand_out_first(self, blocks: Sequence[Held]) -> None:
+        """See `Pins`."""
+        free = self._blocks(held.block for held in blocks)
+        for block in free:
+            self._pool.free_block_queue.remove(block)
+        self._pool.free_block_queue.prepend_n(free)
+
+    def _blocks(self, blocks: Iterable[int]) -> list[Block]:
         return [self._pool.blocks[block] for block in blocks]
 
     def _reused(self, block: Block) -> None:
@@ -72,3 +116,7 @@ class PoolPins:
         # Still in the queue: only the prefix cache was reset, which leaves the bytes alone. Watch on.
         self._pool.touch([block])
         self._pool.unpin_blocks([block], self._reused)
+
+
+def _held(block: Block) -> Held:
+    return Held(block.block_id, block.block_hash)

@@ -21,6 +21,7 @@ from typing import Any
 from kvtier.connect.vllm.courier import Courier
 from kvtier.connect.vllm.events import Events
 from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.line import Line
 from kvtier.connect.vllm.loads import Load, Loads
 from kvtier.connect.vllm.meta import ASYNC_NOTE, SYNC_NOTE, Awaited, Ended, StepDone, StepOrders
 from kvtier.connect.vllm.pace import Pace
@@ -64,6 +65,7 @@ class Scheduler:
         begin_keys: who the chunks of a request are; None: it is not to be cached.
         planner: load or compute.
         tables: the block ids of a request, as vLLM has them now.
+        resident: the block ids in vLLM's own cache that a request would be given now.
         open_pins: vLLM's block pool, given who is to be told of blocks that are handed out again.
         bytes_per_token: of all groups and ranks.
         can_wait: a step may wait for a load, and vLLM takes its report of blocks that were not filled.
@@ -81,6 +83,7 @@ class Scheduler:
         begin_keys: Callable[[Request], Keys | None],
         planner: Planner,
         tables: Callable[[str], BlockTables],
+        resident: Callable[[Request], BlockTables],
         open_pins: Callable[[Callable[[int], None]], Pins],
         bytes_per_token: float,
         can_wait: bool,
@@ -105,6 +108,7 @@ class Scheduler:
         self._worth = Worth(geometry)
         self._loads = Loads(session, geometry)
         self._stores = Stores(session, open_pins)
+        self._line = Line(geometry, self._stores.pins, resident)
         self._courier = Courier(session, self._loads.report, self._tell)
         self._step = 0
         self._confirmed_step = 0
@@ -118,7 +122,9 @@ class Scheduler:
 
     def arrived(self, request: Request) -> None:
         """VLLM has a new request."""
-        self._requests[request.request_id] = Tracked(request, next(self._numbers), self._begin_keys(request))
+        tracked = Tracked(request, next(self._numbers), self._begin_keys(request))
+        self._requests[request.request_id] = tracked
+        self._line.joined(tracked)
 
     def finished(self, request: Request, tables: BlockTables) -> None:
         """A request has ended, whatever way."""
@@ -127,6 +133,7 @@ class Scheduler:
         if tracked is None:
             return
         self._due.pop(tracked.id, None)
+        self._line.left(tracked.id)
         self._pace.forget(tracked.id)
         self._loads.took_off(tracked.id)
         if tracked.load is not None:
@@ -152,6 +159,8 @@ class Scheduler:
         if tracked is None:
             return 0, False
         # It has no blocks, or none any more.
+        if tracked.began_step is not None:
+            self._line.rejoined(tracked)
         tracked.began_step = tracked.match = None
         self._loads.took_off(tracked.id)
         self._forget_offers(tracked)
@@ -167,6 +176,7 @@ class Scheduler:
             if lookup.presence is Presence.PROBING:
                 return None, False
             tracked.match = self._choose(tracked, prefix, lookup, resident_tokens)
+        self._line.make_room(tracked, request.num_tokens - resident_tokens)
         if tracked.match is None:
             self._pace.will_compute(tracked)
             return 0, False
@@ -286,6 +296,7 @@ class Scheduler:
             if tracked is None:
                 continue
             tracked.began_step = self._step
+            self._line.left(name)
             self._loads.took_off(name)
             if tracked.loaded_s is not None:
                 self._planner.waited(self._idle_s(time.monotonic()) - tracked.loaded_s)

@@ -23,7 +23,7 @@ class Stores:
 
     def __init__(self, session: Session, open_pins: Callable[[Callable[[int], None]], Pins]) -> None:
         self._session = session
-        self._pins = open_pins(self._reused)
+        self.pins = open_pins(self._reused)
         self._read: dict[RequestId, frozenset[int]] = {}
         """The blocks that each open store reads."""
         self._pinned: dict[RequestId, list[int]] = {}
@@ -44,22 +44,22 @@ class Stores:
 
     def pin(self, blocks: Collection[int]) -> None:
         """Keep blocks that may soon be stored."""
-        self._pins.pin(blocks)
+        self.pins.pin(blocks)
 
     def unpin(self, blocks: Collection[int]) -> None:
         """They were not."""
-        self._pins.unpin(blocks)
+        self.pins.unpin(blocks)
 
     def hide(self, blocks: Collection[int]) -> None:
         """VLLM's prefix cache is not to find `blocks`."""
-        self._pins.hide(blocks)
+        self.pins.hide(blocks)
 
     def begin(self, request: str, prefix: Prefix, places: Sequence[Place], hint: Hint) -> None:
         """Store the chunks at `places`, whose blocks hold their final bytes and are in use."""
         name = RequestId(f"S{next(self._numbers)}/{request}")
         deepest_first = sorted(places, key=lambda place: place.chunk, reverse=True)
         blocks = list(dict.fromkeys(block for place in deepest_first for block in reversed(place.blocks) if block > 0))
-        self._pins.pin(blocks)
+        self.pins.pin(blocks)
         self._read[name], self._pinned[name] = frozenset(blocks), blocks
         try:
             self._session.store(name, prefix, places, hint)
@@ -71,7 +71,7 @@ class Stores:
         """Let vLLM have the blocks that only stores still need; whether there were any."""
         has_yielded = False
         for name, pinned in reversed(self._pinned.items()):  # what a request stored last is its deepest
-            idle = set(self._pins.yield_idle(pinned))
+            idle = set(self.pins.yield_idle(pinned))
             if idle:
                 self._pinned[name] = [block for block in pinned if block not in idle]
                 has_yielded = True
@@ -107,4 +107,4 @@ class Stores:
 
     def _forget(self, name: RequestId) -> None:
         self._read.pop(name, None)
-        self._pins.unpin(self._pinned.pop(name, ()))
+        self.pins.unpin(self._pinned.pop(name, ()))

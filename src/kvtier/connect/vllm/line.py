@@ -1,0 +1,107 @@
+"""The requests that wait for vLLM, and the blocks that it still has of their prompts.
+
+VLLM hands out free blocks in the order in which they were used last. When users come back in turn that is the worst
+there is: the head of the line takes the blocks of the next one, who takes those of the one behind, and nobody finds its
+own although there was room for most. But who comes next is known here. So before a request gets its blocks, those that
+it may take are put to the front: first what nobody in the line wants, in vLLM's order, then what the last one wants,
+the deepest first. Nobody's turn changes, and all blocks stay free.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from kvtier.connect.vllm.geometry import NULL_BLOCK, Geometry
+from kvtier.connect.vllm.pool import Held, Pins
+from kvtier.connect.vllm.tracked import Tracked
+from kvtier.connect.vllm.upstream import BlockTables, Request
+
+LOOKED_AT_MAX = 4096
+"""Free blocks among which those are sought that nobody wants; about 0.2 microseconds each."""
+LOOKED_UP_MAX = 1024
+"""Blocks of prompts that are looked up at a time, about 4 microseconds each; who came later has to wait for it."""
+
+
+class Line:
+    """The line of one engine. Belongs to the scheduler's thread.
+
+    Args:
+        geometry: where chunks lie in block tables.
+        pins: vLLM's block pool.
+        resident: the block ids in vLLM's own cache that a request would be given now.
+    """
+
+    def __init__(self, geometry: Geometry, pins: Pins, resident: Callable[[Request], BlockTables]) -> None:
+        self._geometry = geometry
+        self._pins = pins
+        self._resident = resident
+        self._waiting: OrderedDict[str, Tracked] = OrderedDict()
+        self._held: dict[str, list[Held]] = {}
+        """What vLLM has of those who wait, the deepest first; looked up once, when something is in danger."""
+        self._wanted: Counter[Held] = Counter()
+        """By how many of them."""
+        self._made_for: str | None = None
+        """For whom there is room, as far as nothing has changed since."""
+
+    def joined(self, tracked: Tracked) -> None:
+        """A request has arrived."""
+        self._waiting[tracked.id] = tracked
+        self._made_for = None
+
+    def rejoined(self, tracked: Tracked) -> None:
+        """A request had to give back its blocks; it is the next."""
+        self.left(tracked.id)
+        self.joined(tracked)
+        self._waiting.move_to_end(tracked.id, last=False)
+
+    def left(self, name: str) -> None:
+        """A request has got its blocks, has given them back, or is gone."""
+        self._waiting.pop(name, None)
+        for held in self._held.pop(name, ()):
+            self._wanted[held] -= 1
+            if not self._wanted[held]:
+                del self._wanted[held]
+        self._made_for = None
+
+    def make_room(self, tracked: Tracked, tokens: int) -> None:
+        """A request may be given blocks for `tokens` now: let them be those that the others want least."""
+        if self._made_for == tracked.id or len(self._waiting) < 2:
+            return
+        count = self._geometry.blocks(tokens)
+        first = list(islice(self._pins.free(), count))
+        if not any(held.hash for held in first):
+            return
+        self._look_up()
+        free = islice(self._pins.free(), LOOKED_AT_MAX)
+        victims = list(islice((held for held in free if held not in self._wanted), count))
+        victims += islice(self._wanted_last(tracked.id), count - len(victims))
+        if victims != first:
+            self._pins.hand_out_first(victims)
+        self._made_for = tracked.id
+
+    def _look_up(self) -> None:
+        left = LOOKED_UP_MAX
+        for name, tracked in self._waiting.items():
+            if name in self._held:
+                continue
+            if left <= 0:
+                break
+            left -= self._geometry.blocks(tracked.request.num_tokens)
+            blocks: dict[int, None] = {}
+            tables = self._resident(tracked.request)
+            for number in range(max(map(len, tables), default=0)):
+                blocks.update((table[number], None) for table in tables if number < len(table))
+            blocks.pop(NULL_BLOCK, None)
+            self._held[name] = self._pins.held(reversed(blocks))
+            self._wanted.update(self._held[name])
+
+    def _wanted_last(self, asking: str) -> Iterator[Held]:
+        """What only the last one wants, then what only the last two want, and so on."""
+        seen: Counter[Held] = Counter()
+        for name in reversed(self._waiting):
+            if name == asking:
+                continue
+            for held in self._held.get(name, ()):
+                seen[held] += 1
+                if seen[held] == self._wanted[held] and self._pins.is_free(held):
+                    yield held
