@@ -13,11 +13,12 @@ Who is told that a session has ended learns what that means for names that only 
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from math import inf
 from operator import attrgetter
 from weakref import WeakValueDictionary
 
 from kvtier.policy.base import Held
-from kvtier.policy.ghosts import Ghosts
+from kvtier.policy.ghosts import USES_MAX, Ghosts
 from kvtier.policy.reuse import ReuseModel
 
 _GHOSTS = 8
@@ -41,12 +42,8 @@ _USE_KINDS = 4
 _PAUSE_KINDS = 20
 _PAUSE_BITS_MIN = 6
 """All pauses below so many doublings of one use are alike."""
-_USES_MAX = 15
-"""More uses than that count as that."""
-_KIND_OF_USES = tuple(min(uses.bit_length(), _USE_KINDS - 1) for uses in range(_USES_MAX + 1))
-_UNKNOWN = -1
-"""The kind of a run whose prompt is still being told."""
-_FROM_END, _FROM_START = 1, 2
+_KIND_OF_USES = tuple(min(max(0, uses - 1).bit_length(), _USE_KINDS - 1) for uses in range(USES_MAX + 1))
+"""By uses, the one that is to be sorted included."""
 _KINDS_OF_BASE = _NEW_KINDS * _PAUSE_KINDS
 _ENDED = _USE_KINDS * 2
 """The base of names that only one session used, which has ended."""
@@ -66,19 +63,25 @@ _SEVERAL = _Session()
 
 
 class _Entry:
-    """One present name."""
+    """A name that is present, or the parent of one that is."""
 
-    __slots__ = ("before", "mark", "name", "owner", "parent", "run", "time", "uses")
+    __slots__ = ("children", "mark", "name", "owner", "parent", "run", "time", "uses")
 
-    def __init__(self, name: bytes, mark: int, uses: int, time: int) -> None:
+    mark: int
+    uses: int
+    time: int
+    """Of its last use; the three are known of who was ever present."""
+
+    def __init__(self, name: bytes) -> None:
         self.name = name
-        self.mark = mark
-        self.parent: bytes | None = None
-        self.uses = uses
-        self.time = time  # of its last use
-        self.before = 0  # of the use before the last
+        self.parent: _Entry | None = None
+        self.children = 0  # present ones
+        self.run: _Run | None = None  # of its last use; None for who is not present
         self.owner: _Session | None = None  # who uses it
-        self.run: _Run | None = None  # of its last use; None for who has left
+
+
+_NOBODY = _Entry(b"")
+"""Stands for who is not expected."""
 
 
 class _Run:
@@ -88,12 +91,11 @@ class _Run:
     was used again, or left, may still be among them: its own run is another.
     """
 
-    __slots__ = ("count", "entries", "is_queued", "kind", "owner", "time", "uses_kind")
+    __slots__ = ("count", "entries", "is_queued", "kind", "owner", "time")
 
-    def __init__(self, uses_kind: int, owner: _Session | None, time: int, entries: list[_Entry]) -> None:
-        self.uses_kind = uses_kind
+    def __init__(self, kind: int, owner: _Session | None, time: int, entries: list[_Entry]) -> None:
+        self.kind = kind
         self.owner = owner
-        self.kind = _UNKNOWN
         self.time = time
         self.entries = entries
         self.count = len(entries)  # of those whose run this is
@@ -109,9 +111,12 @@ class _Run:
     def lost(self) -> None:
         """A name of it was used again, or left."""
         self.count -= 1
-        if 2 * self.count + _SLACK < len(self.entries) and self.kind != _UNKNOWN:
+        if 2 * self.count + _SLACK < len(self.entries):
             self.entries = [entry for entry in self.entries if entry.run is self]
 
+
+_TOLD = _Run(0, None, 0, [])
+"""Stands for the runs of the prompt that is being told: which they are is known at its end."""
 
 _Ranked = tuple[float, int, int, _Run]
 """What its names are worth, the time of their use, a number that no other has, and the run."""
@@ -133,16 +138,17 @@ class Adaptive:
 
     def __init__(self) -> None:
         self._entries: dict[bytes, _Entry] = {}
-        self._children: dict[bytes, int] = {}  # present children of each name, whether that is present or not
+        self._held = 0  # names that are present
         self._model = ReuseModel(_USE_KINDS * 2 + 1, _NEW_KINDS, _PAUSE_KINDS)
-        self._ghosts: Ghosts | None = None  # made when a name must leave: then we know how many there are
+        self._ghosts = Ghosts(0)  # larger ones are made when a name must leave: then we know how many there are
         self._now = 0  # uses so far
         self._prompt: list[_Entry] = []  # used by the prompt that is being told
-        self._prompt_runs: list[_Run] = []  # the same, those next to one another that were used about as often
-        self._prompt_tip: _Entry | None = None  # the first told that somebody remembers
-        self._prompt_order = 0  # from the end or the start, if more than one name has been told
+        self._above: _Entry | None = _NOBODY  # who comes next if it is told from its end
+        self._below: _Entry = _NOBODY  # whose child comes next if it is told from its start
         self._prompt_new = 0  # names of the prompt that nobody remembers
-        self._prompt_tail = 0  # of the prompt, who was looked at as its last present name
+        self._prompt_pauses = (0, 0)  # kinds, by the first name told that somebody remembers and by the last
+        self._tail = 0  # of the prompt, who was looked at as its last present name
+        self._tail_worth: float | None = None  # if it is known
         self._heap: list[_Ranked] = []
         self._aged: list[_Ranked] = []  # those that are to be ranked anew
         self._number = 0  # of runs so far
@@ -151,45 +157,64 @@ class Adaptive:
         self._session_name: str | None = None
         self._lesson: Iterator[None] | None = None
         self._lessons = 0
+        self._work_at = 0  # when there is something to do, at the soonest
         self._learn_at = 0
         self._rank_at = 0
         self._rank_now = 0  # runs that have not been ranked since the last lesson
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._held
 
     def added(self, held: Held) -> None:
         """`held` entered. Adding a name twice counts as a touch, and tells its parent if that was unknown."""
-        name, parent = held.name, held.parent
-        entry = self._entries.get(name)
+        name, parent_name = held.name, held.parent
+        entries = self._entries
+        entry = entries.get(name)
         if entry is None:
-            mark = _mark(name)
-            entry = _Entry(name, mark, *(self._ghosts.find(mark) if self._ghosts is not None else (0, 0)))
-            self._entries[name] = entry
-        if parent is not None and entry.parent is None and parent != name:
+            entries[name] = entry = _Entry(name)
+        if entry.run is None:
+            entry.mark = mark = _mark(name)
+            entry.uses, entry.time = self._ghosts.find(mark)
+            self._held += 1
+        if parent_name is not None and entry.parent is None and parent_name != name:
+            parent = entries.get(parent_name)
+            if parent is None:
+                entries[parent_name] = parent = _Entry(parent_name)
             entry.parent = parent
-            self._children[parent] = self._children.get(parent, 0) + 1
+            parent.children += 1
         self._use(entry, held.session)
 
     def touched(self, held: Held) -> None:
         """`held` was used. A name that was never added is ignored."""
         entry = self._entries.get(held.name)
-        if entry is not None:
+        if entry is not None and entry.run is not None:
             self._use(entry, held.session)
 
     def removed(self, name: bytes) -> None:
         """`name` left, for whatever reason. A name that was never added is ignored."""
-        entry = self._entries.pop(name, None)
-        if entry is None:
+        entry = self._entries.get(name)
+        if entry is None or entry.run is None:
             return
         run, entry.run = entry.run, None
-        if run is not None:
+        uses = entry.uses
+        if run is _TOLD:
+            self._tail_worth = None
+            uses = max(1, uses - 1)
+        elif run.entries[-1] is entry:
+            run.entries.pop()
+            run.count -= 1
+        else:
             run.lost()
-        if self._ghosts is not None:
-            is_told = run is not None and run.kind == _UNKNOWN
-            self._ghosts.remember(entry.mark, max(1, entry.uses - is_told), entry.time)
-        if entry.parent is not None:
-            self._unlink(entry.parent)
+        self._ghosts.remember(entry.mark, uses, entry.time)
+        self._held -= 1
+        if not entry.children:
+            del self._entries[name]
+        parent = entry.parent
+        if parent is not None:
+            entry.parent = None
+            parent.children -= 1
+            if not parent.children:
+                self._lost_children(parent)
 
     def ended(self, session: str) -> None:
         """No more uses are to be expected from `session`; one that nobody knows is ignored.
@@ -203,12 +228,14 @@ class Adaptive:
         if session == self._session_name:
             self._session_name = self._session = None
         self._rank_now = len(self._heap) + len(self._aged)
+        self._work_at = 0
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         """The leaf that is worth least of those that are not pinned; None when all leaves are. Does not remove it."""
-        if not self._entries:
+        if not self._held:
             return None
-        self._work()
+        if self._now >= self._work_at:
+            self._work()
         pinned: list[_Run] = []
         least = self._least(is_pinned, pinned)
         if least is None and self._prompt:
@@ -218,52 +245,65 @@ class Adaptive:
             self._now += 1
             run.time = run.entries[0].time = self._now
             self._queue(run)
-        if least is not None:
-            return self._own_tail(least[0], is_pinned) or least[3].last().name
-        return None if pinned else self._oldest_in_ring(is_pinned)
+        if least is None:
+            return None if pinned else self._oldest_in_ring(is_pinned)
+        # The last name of the prompt that is being told leaves first if it is worth less.
+        worth = self._tail_worth
+        if worth is None:
+            worth = self._value_tail()
+        if worth < least[0]:
+            tail = self._prompt[self._tail].name
+            if not is_pinned(tail):
+                return tail
+        return least[3].entries[-1].name
 
     def _use(self, entry: _Entry, session: str | None) -> None:
-        if session != self._session_name:
+        if session != self._session_name or entry.run is _TOLD:
             self._enter(session)
-        run, prompt = entry.run, self._prompt
-        if prompt:
-            end = prompt[-1]
-            order = _FROM_END if end.parent == entry.name else _FROM_START if entry.parent == end.name else 0
-            if not order or (len(prompt) > 1 and order != self._prompt_order) or (run and run.kind == _UNKNOWN):
+        if entry is self._above:
+            self._above, self._below = entry.parent, _NOBODY
+        elif entry.parent is self._below:
+            self._above, self._below = _NOBODY, entry
+        else:
+            if self._prompt:
                 self._sort_prompt()
-                run, prompt = entry.run, self._prompt
-            else:
-                self._prompt_order = order
+            self._above, self._below = entry.parent, entry
         self._now = now = self._now + 1
-        self._model.used(entry.mark, now)
-        entry.before = entry.time
-        entry.time = now
-        uses_kind = _KIND_OF_USES[entry.uses]
-        owner = entry.owner
+        if entry.mark in self._model.watched:
+            self._model.used(entry.mark, now)
+        if entry.uses:
+            self._remembered(entry, now)
+        else:
+            entry.uses = 1
+            self._prompt_new = new = self._prompt_new + 1
+            if not new & (new - 1):
+                self._tail_worth = None  # so many are another kind
+        run = entry.run
         if run is None:
-            entry.owner = owner = self._session
+            entry.owner = self._session
         else:
             run.lost()
-            if owner is not self._session:
-                entry.owner = owner = _SEVERAL
-        runs = self._prompt_runs
-        if not runs or runs[-1].uses_kind != uses_kind or runs[-1].owner is not owner:
-            runs.append(_Run(uses_kind, owner, now, []))
-            if uses_kind and self._prompt_tip is None:
-                self._prompt_tip = entry
-        entry.run = run = runs[-1]
-        run.entries.append(entry)
-        run.count += 1
-        prompt.append(entry)
-        if not entry.uses:
-            self._prompt_new += 1
-        if entry.uses < _USES_MAX:
-            entry.uses += 1
+            if entry.owner is not self._session:
+                entry.owner = _SEVERAL
+        entry.run = _TOLD
+        entry.time = now
+        self._prompt.append(entry)
+
+    def _remembered(self, entry: _Entry, now: int) -> None:
+        """A name that was used before is used."""
+        entry.uses = min(entry.uses + 1, USES_MAX)
+        pause = min(max((now - entry.time).bit_length() - _PAUSE_BITS_MIN, 1), _PAUSE_KINDS - 1)
+        first, _ = self._prompt_pauses
+        if not first:
+            self._tail_worth = None
+        self._prompt_pauses = first or pause, pause
 
     def _enter(self, session: str | None) -> None:
-        """A prompt of another session begins."""
+        """A prompt begins, of `session`."""
         if self._prompt:
             self._sort_prompt()
+        if session == self._session_name:
+            return
         self._session_name = session
         if session is None:
             self._session = None
@@ -274,80 +314,83 @@ class Adaptive:
 
     def _sort_prompt(self) -> None:
         """The prompt is complete: what kind of use was it for each of its names?"""
-        runs, time = self._prompt_runs, self._prompt[0].time
-        if self._prompt_order == _FROM_START:
-            runs.reverse()
-        else:
-            for run in runs:
-                run.entries.reverse()
+        path, time = self._prompt, self._prompt[0].time
+        is_from_start = self._above is _NOBODY
+        if not is_from_start:
+            path.reverse()
         first = min(self._prompt_new.bit_length(), _NEW_KINDS - 1)
-        second = _pause_kind(next((run.entries[-1] for run in runs if run.uses_kind), None))
-        self._prompt, self._prompt_runs = [], []
-        self._prompt_tip = None
-        self._prompt_order = self._prompt_new = self._prompt_tail = 0
-        if len(runs[0].entries) > 1:
-            # The prompt's last name is of a kind of its own.
-            end = runs[0].entries.pop()
-            runs.insert(0, _Run(runs[0].uses_kind, runs[0].owner, time, [end]))
-            if end.run is None:
-                runs[0].count -= 1
-            else:
-                end.run = runs[0]
-                runs[1].count -= 1
-        is_last, before = 1, _UNKNOWN
-        for run in runs:
-            run.kind = kind = self._model.kind(run.uses_kind * 2 + is_last, first, second)
-            run.time = time
+        second = self._prompt_pauses[is_from_start]
+        self._prompt = []
+        self._above = self._below = _NOBODY
+        self._prompt_new = self._tail = 0
+        self._prompt_pauses = 0, 0
+        self._tail_worth = None
+        is_last, before = 1, -1
+        end = len(path)
+        while end:
+            # Names next to one another that were used about as often; the prompt's last name is of a kind of its own.
+            start = end - 1
+            uses_kind, owner = _KIND_OF_USES[path[start].uses], path[start].owner
+            while not is_last and start:
+                entry = path[start - 1]
+                if _KIND_OF_USES[entry.uses] != uses_kind or entry.owner is not owner:
+                    break
+                start -= 1
+            kind = self._model.kind(uses_kind * 2 + is_last, first, second)
+            run = _Run(kind, owner, time, path[start:end])
             if kind != before:
                 # Names that share their fate: one of them stands for all in the model.
-                self._model.watch(min(run.entries, key=_mark_of).mark, kind, time)
-            before = kind
+                self._model.watch(min(map(_mark_of, run.entries)), kind, time)
             # Who is told from the start is used up to the end: the prompt's last name counts as the first to grow old.
-            time += len(run.entries)
-            is_last = 0
+            time += end - start
+            end, is_last, before = start, 0, kind
             self._begin(run)
 
     def _begin(self, run: _Run) -> None:
         """Its prompt is complete: from now on, names of `run` may leave."""
+        for entry in run.entries:
+            if entry.run is _TOLD:
+                entry.run = run
+            else:
+                run.count -= 1
         if run.count < len(run.entries):
             # Some left while the prompt was told: those that are leaves thereby would not be found behind the last.
             for entry in run.entries[:]:
-                if entry.run is run and entry.name not in self._children:
+                if entry.run is run and not entry.children:
                     self._queue(self._apart(entry))
-        if run.count and run.last().name not in self._children:
+        if run.count and not run.last().children:
             self._queue(run)
 
-    def _own_tail(self, worth: float, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The last name of the prompt that is being told, if it is worth less: a prompt need not drive out its betters.
+    def _value_tail(self) -> float:
+        """What the last name of the prompt that is being told is worth: a prompt need not drive out its betters.
 
         Only for who is told from the end: a name whose child is about to come must stay for its sake.
         """
-        prompt, tail = self._prompt, self._prompt_tail
-        if self._prompt_order != _FROM_END:
-            return None
-        while tail < len(prompt) - 1 and (prompt[tail].run is None or prompt[tail].name in self._children):
+        prompt, tail = self._prompt, self._tail
+        if self._below is not _NOBODY or not prompt:
+            return inf
+        while (prompt[tail].run is None or prompt[tail].children) and tail < len(prompt) - 1:
             tail += 1
-        self._prompt_tail = tail
-        entry = prompt[tail]
-        if entry.run is None or entry.name in self._children or is_pinned(entry.name):
-            return None
-        first = min(self._prompt_new.bit_length(), _NEW_KINDS - 1)
-        second = _pause_kind(self._prompt_tip)
-        kind = self._model.kind(entry.run.uses_kind * 2 + (not tail), first, second)
-        return entry.name if self._model.value(kind, 0) < worth else None
+        self._tail, entry = tail, prompt[tail]
+        if entry.run is None or entry.children:
+            return inf
+        base = _KIND_OF_USES[entry.uses] * 2 + (not tail)
+        kind = self._model.kind(base, min(self._prompt_new.bit_length(), _NEW_KINDS - 1), self._prompt_pauses[0])
+        self._tail_worth = self._model.value(kind, 0)
+        return self._tail_worth
 
     def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[_Run]) -> _Ranked | None:
         """The run whose last name is worth least. Of those that are pinned, each becomes a run of `pinned`."""
         tries = _TRIES
         while True:
-            heap = self._heap
-            is_aged = bool(self._aged) and (not heap or (tries > 0 and self._aged[0] < heap[0]))
+            heap, aged = self._heap, self._aged
+            is_aged = bool(aged) and (not heap or (aged[0] < heap[0] and tries > 0))
             if is_aged:
-                heap = self._aged
+                heap = aged
             if not heap:
                 return None
             run = heap[0][3]
-            if not run.count or (entry := run.last()).name in self._children:
+            if not run.count or (entry := run.last()).children:
                 heappop(heap)
                 run.is_queued = False  # if it has names, until the last child of the last has left
             elif is_pinned(entry.name):
@@ -361,17 +404,14 @@ class Adaptive:
                 heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, number, run))
                 tries -= 1
 
-    def _unlink(self, parent: bytes) -> None:
-        left = self._children[parent] - 1
-        if left:
-            self._children[parent] = left
-            return
-        del self._children[parent]
-        entry = self._entries.get(parent)
-        run = entry.run if entry is not None else None
-        if entry is None or run is None or run.kind == _UNKNOWN:
-            return  # the prompt that is being told used it: it is queued at the prompt's end
-        if run.last() is not entry:
+    def _lost_children(self, entry: _Entry) -> None:
+        """The last present child of `entry` has left."""
+        run = entry.run
+        if run is None:
+            del self._entries[entry.name]
+        elif run is _TOLD:
+            pass  # it is queued at the prompt's end
+        elif run.entries[-1] is not entry and run.last() is not entry:
             self._queue(self._apart(entry))
         elif not run.is_queued:
             self._queue(run)
@@ -380,8 +420,7 @@ class Adaptive:
         """`entry` in a run of its own."""
         old = entry.run
         assert old is not None, "who has left is queued"
-        entry.run = run = _Run(old.uses_kind, old.owner, old.time, [entry])
-        run.kind = old.kind
+        entry.run = run = _Run(old.kind, old.owner, old.time, [entry])
         old.lost()
         return run
 
@@ -390,7 +429,7 @@ class Adaptive:
         run.is_queued = True
         self._number += 1
         heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, self._number, run))
-        if len(self._heap) + len(self._aged) > 2 * len(self._entries) + _SLACK:
+        if len(self._heap) + len(self._aged) > 2 * self._held + _SLACK:
             self._rank(_TIDY_AT_ONCE)
 
     def _retire(self, run: _Run) -> None:
@@ -401,29 +440,31 @@ class Adaptive:
         run.owner = None
         run.kind = _ENDED * _KINDS_OF_BASE + run.kind % _KINDS_OF_BASE
         run.time = max(run.time, owner.ended_at)
-        self._model.watch(min(run.entries, key=_mark_of).mark, run.kind, self._now)
+        self._model.watch(min(map(_mark_of, run.entries)), run.kind, self._now)
         self._model.value(run.kind, 0)
 
     def _work(self) -> None:
         """A step of what is to be done once in a while."""
         now = self._now
+        self._tail_worth = None
         if self._lesson is not None:
-            for _ in self._lesson:
-                return
-            self._lesson = None
-            self._rank_now = len(self._heap) + len(self._aged)
+            if next(self._lesson, True):
+                self._lesson = None
+                self._rank_now = len(self._heap) + len(self._aged)
         elif now >= self._learn_at:
-            held = len(self._entries)
+            held = self._held
             self._lessons += 1
             self._learn_at = now + max(_LEARN_USES_MIN, int(held * _LEARN_EVERY * min(1.0, self._lessons / 4)))
-            if self._ghosts is None or len(self._ghosts) < _GHOSTS * held / 2:
+            if len(self._ghosts) < _GHOSTS * held / 2:
                 self._ghosts = Ghosts(_GHOSTS * held)
             self._lesson = self._model.lesson(now, held)
         elif now >= self._rank_at or self._rank_now > 0:
             self._rank(_RANK_AT_ONCE)
             self._rank_now -= _RANK_AT_ONCE
             runs = len(self._heap) + len(self._aged)
-            self._rank_at = now + int(_RANK_EVERY * len(self._entries) * min(1.0, _RANK_AT_ONCE / (runs + 1)))
+            self._rank_at = now + int(_RANK_EVERY * self._held * min(1.0, _RANK_AT_ONCE / (runs + 1)))
+        is_busy = self._lesson is not None or self._rank_now > 0
+        self._work_at = 0 if is_busy else min(self._learn_at, self._rank_at)
 
     def _rank(self, count: int) -> None:
         """What are so many runs worth now?"""
@@ -450,15 +491,8 @@ class Adaptive:
 
         Such links can only come from outside (a damaged hint); without this nothing could ever leave again.
         """
-        free = [entry for entry in self._entries.values() if not is_pinned(entry.name)]
+        free = [it for it in self._entries.values() if it.run is not None and not is_pinned(it.name)]
         return min(free, key=lambda entry: entry.time).name if free else None
-
-
-def _pause_kind(tip: _Entry | None) -> int:
-    """How long ago what a prompt continues was used: its deepest name that is not new. 0 where all are."""
-    if tip is None:
-        return 0
-    return min(max((tip.time - tip.before).bit_length() - _PAUSE_BITS_MIN, 1), _PAUSE_KINDS - 1)
 
 
 _mark_of = attrgetter("mark")

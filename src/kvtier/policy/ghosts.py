@@ -4,7 +4,10 @@ import numpy as np
 
 _MARK_BITS = 20
 _TIME_BITS = 40
-_USES_MAX = 15
+_TIME_MASK = (1 << _TIME_BITS) - 1
+_USES_BITS = 4
+USES_MAX = (1 << _USES_BITS) - 1
+"""More uses than that count as that."""
 
 
 class Ghosts:
@@ -20,20 +23,20 @@ class Ghosts:
     def __init__(self, places: int) -> None:
         # Not an array of its own: this one's memory is zero without being written, which takes long when it is large.
         self._table = np.zeros(1 << max(0, places - 1).bit_length(), np.uint64).data
+        self._mask = len(self._table) - 1
 
     def __len__(self) -> int:
         return len(self._table)
 
     def remember(self, mark: int, uses: int, time: int) -> None:
         """A name left after so many uses, the last of them at `time`."""
-        time &= (1 << _TIME_BITS) - 1
-        self._table[mark % len(self._table)] = (mark >> 64 - _MARK_BITS << _TIME_BITS | time) << 4 | min(
-            uses, _USES_MAX
-        )
+        uses = min(uses, USES_MAX)
+        check = mark >> 64 - _MARK_BITS << _TIME_BITS
+        self._table[mark & self._mask] = (check | time & _TIME_MASK) << _USES_BITS | uses
 
     def find(self, mark: int) -> tuple[int, int]:
         """Uses of the name before it left, and the time of the last; zeros if it is not remembered."""
-        item = self._table[mark % len(self._table)]
-        if not item or item >> _TIME_BITS + 4 != mark >> 64 - _MARK_BITS:
+        item = self._table[mark & self._mask]
+        if not item or item >> _TIME_BITS + _USES_BITS != mark >> 64 - _MARK_BITS:
             return 0, 0
-        return item & _USES_MAX, item >> 4 & (1 << _TIME_BITS) - 1
+        return item & USES_MAX, item >> _USES_BITS & _TIME_MASK

@@ -76,7 +76,8 @@ class ReuseModel:
         self._times = array("q", [-1]) * WATCHED_MAX
         self._marks = array("Q", [0]) * WATCHED_MAX
         self._next = 0
-        self._places: dict[int, int] = {}  # of marks in the ring
+        self.watched: dict[int, int] = {}
+        """Marks, with their places in the ring."""
         self._done: tuple[array[int], array[int], array[int]] = (array("q"), array("q"), array("q"))
         """Kind, age, and 1 if another followed, of those whose watch has ended and who are not counted yet."""
         self._sample_mask = 0
@@ -91,7 +92,7 @@ class ReuseModel:
         """By kind, whether `_values` has it: those that were ever asked for."""
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.watched)
 
     def kind(self, base: int, first: int, second: int) -> int:
         """The number of a kind."""
@@ -99,7 +100,7 @@ class ReuseModel:
 
     def used(self, mark: int, now: int) -> None:
         """The name of `mark` is used: that is the outcome of its use before."""
-        place = self._places.pop(mark, None)
+        place = self.watched.pop(mark, None)
         if place is not None:
             self._end(place, now, 1)
 
@@ -112,13 +113,13 @@ class ReuseModel:
         if not place and self._times[0] >= 0 and time - self._times[0] < _HORIZON * self._held:
             self._sample_mask = 2 * self._sample_mask + 1
         if self._kinds[place] >= 0:
-            self._places.pop(self._marks[place], None)
+            self.watched.pop(self._marks[place], None)
             self._end(place, time, 0)
-        before = self._places.get(mark)
+        before = self.watched.get(mark)
         if before is not None:
             self._end(before, time, 0)
         self._kinds[place], self._times[place], self._marks[place] = kind, time, mark
-        self._places[mark] = place
+        self.watched[mark] = place
 
     def learn(self, now: int, held: int) -> None:
         """Take account of all that happened until `now`; the place holds `held` names."""

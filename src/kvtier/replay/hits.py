@@ -89,7 +89,7 @@ def _run(
     advance: Callable[[int], None] | None,
 ) -> Outcome:
     block_tokens = packed.block_tokens
-    present, touch, insert = policy.present, policy.touch, policy.insert
+    present = policy.present
     hit_tokens = block_hits = written = peak = 0
     held_s = 0.0
     before_s = float(packed.time_s[0])
@@ -111,13 +111,9 @@ def _run(
                     break
                 run += 1
             hit_tokens += min(run * block_tokens, inputs[offset])
-            for place in range(len(blocks) - 1, -1, -1):
-                block = blocks[place]
-                if present[block]:
-                    block_hits += 1
-                    touch(block, place)
-                elif insert(block, place):
-                    written += 1
+            here, inserted = policy.access(blocks)
+            block_hits += here
+            written += inserted
         if advance is not None:
             advance(stop - start)
     duration_s = before_s - float(packed.time_s[0])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class Policy:
-    """A cache of `capacity` blocks. Subclasses say what `touch` and `insert` do.
+    """A cache of `capacity` blocks. Subclasses say what `touch` and `insert` do, or what `access` does.
 
     Args:
         capacity: blocks that fit.
@@ -23,6 +23,19 @@ class Policy:
     def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:  # noqa: ARG002  for those who care
         """A request begins; its lookup is done after this, and before its accesses."""
         self.request = request
+
+    def access(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """All blocks of the request are accessed, from the last to the first: how many were here, and were inserted."""
+        present, touch, insert = self.present, self.touch, self.insert
+        hits = inserted = 0
+        for place in range(len(blocks) - 1, -1, -1):
+            block = blocks[place]
+            if present[block]:
+                hits += 1
+                touch(block, place)
+            elif insert(block, place):
+                inserted += 1
+        return hits, inserted
 
     def touch(self, block: int, place: int) -> None:
         """A block that is here is used; `place` is its position in the prompt."""

@@ -9,8 +9,6 @@ from kvtier.replay.policies.base import Policy
 from kvtier.trace.packed import Packed
 
 PLACE = "host"
-_MORE = tuple(Held._field_defaults[name] for name in Held._fields[9:])
-"""Of fields that came later than this file."""
 BYTES_PER_TOKEN = 1
 """All blocks are equally large here, so the unit does not matter."""
 
@@ -68,42 +66,38 @@ class Shipped(Policy):
             start = len(self._saved_s) * tokens
             self._saved_s.append(self._prefill.seconds(start, start + tokens))
 
-    def touch(self, block: int, place: int) -> None:
-        """The evictor is told."""
-        self._evictor.touched(self._held_as(block, place))
+    def access(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """The evictor is told of all; who is not here is kept if the admitter lets it in and somebody leaves for it."""
+        names, parent_names, saved_s, size = self._names, self._parent_names, self._saved_s, self._size
+        time_s, session, turn = self._time_s, self._session, self._turn
+        present, capacity = self.present, self.capacity
+        admits_all, admit, added = self._admits_all, self._admitter.admit, self._evictor.added
+        hits = inserted = 0
+        for place in range(len(blocks) - 1, -1, -1):
+            block = blocks[place]
+            # Not through Held's own constructor, which takes twice as long and is called for each access.
+            held: Held = tuple.__new__(  # pyright: ignore[reportUnknownMemberType]
+                Held, (names[block], parent_names[block], place, size, 0, time_s, session, turn, saved_s[place])
+            )
+            if present[block]:
+                hits += 1
+                self._evictor.touched(held)
+            elif (admits_all or admit(held, PLACE)) and (self.held < capacity or self._make_room()):
+                added(held)
+                present[block] = 1
+                self.held += 1
+                inserted += 1
+        return hits, inserted
 
-    def insert(self, block: int, place: int) -> bool:
-        """Kept if the admitter lets it in and the evictor finds somebody who leaves for it."""
-        held = self._held_as(block, place)
-        if not self._admits_all and not self._admitter.admit(held, PLACE):
+    def _make_room(self) -> bool:
+        victim = self._evictor.victim(_nobody_is_pinned)
+        if victim is None:
             return False
-        if self.held >= self.capacity:
-            victim = self._evictor.victim(_nobody_is_pinned)
-            if victim is None:
-                return False
-            self._evictor.removed(victim)
-            self._leave(int.from_bytes(victim, "big"))
-        self._evictor.added(held)
-        self._enter(block)
+        self._evictor.removed(victim)
+        self.present[int.from_bytes(victim)] = 0
+        self.held -= 1
+        self.evictions += 1
         return True
-
-    def _held_as(self, block: int, place: int) -> Held:
-        # Not through Held's own constructor, which takes twice as long and is called for each access.
-        return tuple.__new__(  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-            Held,
-            (
-                self._names[block],
-                self._parent_names[block],
-                place,
-                self._size,
-                0,
-                self._time_s,
-                self._session,
-                self._turn,
-                self._saved_s[place],
-                *_MORE,
-            ),
-        )
 
 
 def _last_of_sessions(packed: Packed) -> dict[str, int]:
