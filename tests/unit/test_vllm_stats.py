@@ -114,3 +114,13 @@ def test_counts_travel_at_most_once_an_interval():
     assert meters.take() is not None
     meters._metrics.add(table.STORES)
     assert meters.take() is None
+
+
+def test_an_idle_engine_takes_one_step_for_counts_and_not_hundreds():
+    meters = Meters(Metrics())
+    assert not meters.hurry()
+    for _ in range(3):
+        meters._metrics.add(table.STORES)
+        assert meters.hurry()
+        assert meters.take() is not None
+        assert not meters.hurry()

@@ -44,3 +44,36 @@ def broken() -> None:
 def test_a_hook_of_another_name_would_be_noticed() -> None:
     with pytest.raises(Exception, match="broken ended with exit code 1"):
         in_process(broken)
+
+
+def check_pool() -> None:
+    """Runs where vLLM is imported: blocks go to the front of the queue, keep what they hold, and are handed out."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+    from kvtier.connect.vllm.pool import PoolPins
+
+    pool = BlockPool(10, True, 16)
+    pins = PoolPins(pool, lambda block: None)
+    blocks = pool.get_new_blocks(9)
+    for block in blocks[:6]:
+        name = make_block_hash_with_group_id(BlockHash(bytes([block.block_id])), 0)
+        pool._insert_block_hash(name, block, num_tokens=16)
+    mine = pins.held(block.block_id for block in blocks[:2])
+    assert not any(map(pins.is_free, mine))
+    pool.free_blocks(blocks)
+    assert all(map(pins.is_free, mine))
+    order = list(pins.free())
+    assert [it.block for it in order] == [7, 8, 9, 1, 2, 3, 4, 5, 6]
+    pins.hand_out_first([order[7], order[1]])
+    assert [it.block for it in pins.free()] == [5, 8, 7, 9, 1, 2, 3, 4, 6]
+    assert pool.get_num_free_blocks() == 9
+    assert [block.block_id for block in pool.get_new_blocks(5)] == [5, 8, 7, 9, 1]
+    assert pool.get_cached_block(BlockHash(bytes([1])), [0]) is None
+    assert pool.get_cached_block(BlockHash(bytes([2])), [0]) == [blocks[1]]
+    pool.free_blocks(blocks[:1])
+    assert list(map(pins.is_free, mine)) == [False, True], "block 1 holds nothing any more"
+
+
+def test_the_pool_hands_out_first_what_it_is_told() -> None:
+    in_process(check_pool)

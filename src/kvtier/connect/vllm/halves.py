@@ -155,7 +155,7 @@ class SchedulerHalf:
     @property
     def has_news(self) -> bool:
         """Whether a step is due although there is nothing to compute, so that something of ours gets to vLLM."""
-        has_counts = self._meters is not None and self._meters.has_news
+        has_counts = self._meters is not None and self._meters.hurry()
         return has_counts or (self.scheduler is not None and self.scheduler.has_news)
 
     def stats(self) -> Stats | None:

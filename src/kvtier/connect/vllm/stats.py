@@ -81,10 +81,15 @@ class Meters:
         self._next_s = 0.0
         self._changes = metrics.changes
 
-    @property
-    def has_news(self) -> bool:
-        """Whether something was counted since the last time. An idle engine is to take another step for it."""
-        return self._metrics.changes != self._changes
+    def hurry(self) -> bool:
+        """An engine is idle: whether it is to take another step, since something was counted; that one gets it at once.
+
+        Otherwise the engine would take empty steps until the interval is over, hundreds of them.
+        """
+        has_news = self._metrics.changes != self._changes
+        if has_news:
+            self._next_s = 0.0
+        return has_news
 
     def take(self) -> Stats | None:
         """What was counted since the last call; None when that was just now, or nothing was."""
