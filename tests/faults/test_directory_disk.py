@@ -62,9 +62,9 @@ def test_a_disk_that_turns_read_only_still_gives(small_disk):
     assert tier.write(object_name(1), frame_of(1))
     tier.close()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(ConfigError, match=r"cannot be used: .*Read-only file system"):
+    with pytest.raises(TierError, match=r"cannot be opened: .*Read-only file system"):
         DirectoryTier(small_disk / "s", capacity_bytes=CAPACITY)
-    with pytest.raises(ConfigError, match=r"cannot be used: .*Read-only file system"):
+    with pytest.raises(TierError, match=r"cannot be opened: .*Read-only file system"):
         DirectoryTier(small_disk / "new", capacity_bytes=CAPACITY)
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     tier = DirectoryTier(small_disk / "s", capacity_bytes=CAPACITY)

@@ -175,7 +175,7 @@ def test_a_directory_that_was_replaced_is_taken_over(tmp_path):
 
 def test_a_store_is_for_one_process(tmp_path):
     tier = open_tier(tmp_path / "s")
-    with pytest.raises(ConfigError, match="in use by another process"):
+    with pytest.raises(TierError, match="in use by another process"):
         open_tier(tmp_path / "s", open_deadline_s=0.05)
     tier.close()
     open_tier(tmp_path / "s").close()
@@ -183,14 +183,22 @@ def test_a_store_is_for_one_process(tmp_path):
 
 def test_other_things_are_left_alone(tmp_path):
     (tmp_path / "photo.jpg").write_bytes(b"precious")
-    with pytest.raises(ConfigError, match=r"holds other things, such as 'photo\.jpg'"):
+    (tmp_path / "segments").mkdir()  # a name that we use, too
+    segment = tmp_path / "segments" / "00000001.segment"
+    segment.write_bytes(b"also precious")
+    with pytest.raises(ConfigError, match=r"holds other things \('photo\.jpg', 'segments'\) and no store of ours"):
         open_tier(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photo.jpg", "segments"]
+    assert segment.read_bytes() == b"also precious"
+    (tmp_path / "photo.jpg").unlink()
+    with pytest.raises(ConfigError, match=r"holds other things \('segments'\)"):
+        open_tier(tmp_path)
+    assert segment.read_bytes() == b"also precious"
     DirectoryTier(tmp_path / "d", capacity_bytes=1 << 20).close()
     with pytest.raises(ConfigError, match="holds other things"):
         open_tier(tmp_path / "d")
     open_tier(tmp_path / "s").close()
-    with pytest.raises(ConfigError, match="holds no store of ours"):
+    with pytest.raises(ConfigError, match="no store of ours"):
         DirectoryTier(tmp_path / "s", capacity_bytes=1 << 20)
 
 

@@ -53,7 +53,7 @@ def test_a_name_that_is_too_long_is_an_error():
 def test_other_peoples_files_are_an_error_and_a_store_of_ours_is_not(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     assert "error: directory.path" in findings(f"directory.path={tmp_path}")[0]
-    assert "another program's files" in findings(f"directory.path={tmp_path}")[0]
+    assert "holds other things ('thesis.tex')" in findings(f"directory.path={tmp_path}")[0]
     (tmp_path / "kv").mkdir()
     open_store(tmp_path / "kv")
     assert findings(f"directory.path={tmp_path / 'kv'}") == []
@@ -89,6 +89,19 @@ def test_directory_settings_without_a_directory_are_told():
     assert str(found) == (
         "directory.read_threads = 8 (from flag --set directory.read_threads): has no effect: directory.path is not set"
     )
+
+
+def test_a_place_of_ranks_that_holds_other_things_is_an_error(tmp_path):
+    (tmp_path / "secret").touch()
+    (tmp_path / "rank-3").mkdir()
+    disk = [f"directory.path={tmp_path / 'a'}", f"disk.path={tmp_path}", "disk.capacity_bytes=1MiB"]
+    assert findings(*disk) == []
+    (tmp_path / "mail").mkdir()
+    (found,) = findings(*disk)
+    assert found.startswith(f"error: disk.path = {tmp_path} (from flag --set disk.path): root ")
+    assert "holds other things ('mail')" in found
+    (tmp_path / "rank-3" / "kvtier-disk.json").touch()
+    assert findings(*disk) == []
 
 
 def test_a_reserve_of_all_that_is_free_is_told(tmp_path):

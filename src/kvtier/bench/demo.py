@@ -28,7 +28,8 @@ from kvtier.bench.record import cores, machine, software
 from kvtier.config import SECTIONS, load, value_of
 from kvtier.config import settings as settings_of
 from kvtier.errors import ConfigError
-from kvtier.tier.marker import open_store, read_marker
+from kvtier.tier.marker import ALLOWED, open_store, read_marker
+from kvtier.tier.place import opening
 
 SEED = 11
 """Of those from 1 to 12 the one whose greedy choices are least close: with the small model the two best tokens of no
@@ -150,7 +151,8 @@ def _open_store(directory: Path | None, work: Path) -> Path:
     if directory is None:
         return work / "store"
     forget_without_store(directory)
-    open_store(directory)
+    with opening("directory", directory, ALLOWED):
+        open_store(directory)
     return directory.resolve()
 
 

@@ -15,7 +15,8 @@ from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import SECRET_BYTES
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
-from kvtier.tier.marker import ALLOWED, MARKER_NAME, read_marker
+from kvtier.tier.disk_marker import refuse_foreign_ranks
+from kvtier.tier.marker import read_marker, refuse_foreign
 
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where a container finds its own limit (cgroup 2, cgroup 1)."""
@@ -110,12 +111,10 @@ def _directory(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         return
     try:
         is_store = nearest == path and read_marker(path) is not None
+        if not is_store:
+            refuse_foreign(path)
     except ConfigError as error:
         yield reporter.error("directory.path", path, str(error))
-        return
-    if nearest == path and not is_store and {entry.name for entry in path.iterdir()} - {"lost+found"}:
-        detail = f"not empty, and without {MARKER_NAME}: another program's files seem to be here; allowed: {ALLOWED}"
-        yield reporter.error("directory.path", path, detail)
         return
     yield from _room("directory", config.directory, nearest, reporter, is_store=is_store)
 
@@ -129,6 +128,11 @@ def _disk(config: Config, reporter: _Reporter) -> Iterator[Finding]:
     problem = _place_problem(path, nearest)
     if problem is not None:
         yield reporter.error("disk.path", path, problem)
+        return
+    try:
+        refuse_foreign_ranks(path)
+    except ConfigError as error:
+        yield reporter.error("disk.path", path, str(error))
         return
     is_store = nearest == path and (path / "rank-0" / DISK_MARKER_NAME).exists()
     yield from _room("disk", config.disk, nearest, reporter, is_store=is_store)

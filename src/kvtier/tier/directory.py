@@ -11,7 +11,6 @@ frame makes a miss of both.
 # Plain strings on paths that run once per object.
 # ruff: noqa: PTH100, PTH108, PTH116, PTH118, PTH208
 
-import errno
 import fcntl
 import gc
 import logging
@@ -34,7 +33,8 @@ from kvtier.tier.drafts import Draft, Drafts
 from kvtier.tier.gate import Gate
 from kvtier.tier.hint import load_hint, save_hint
 from kvtier.tier.ledger import Ledger
-from kvtier.tier.marker import ALLOWED, MARKER_NAME, open_store
+from kvtier.tier.marker import ALLOWED, MARKER_NAME, UnknownStoreError, open_store
+from kvtier.tier.place import opening
 from kvtier.tier.room import Room, stat_object
 from kvtier.tier.tenancy import Tenancy
 from kvtier.tier.tree import NAME_BYTES, Paths, charge_bytes, walk
@@ -49,11 +49,6 @@ HINT_INTERVAL_S = 300.0
 
 CLOSE_DEADLINE_S = 10.0
 _OPEN_TRIES = 3
-
-_MISTAKES = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT,
-    errno.EEXIST, errno.EINVAL,
-}  # fmt: skip
 
 
 class DirectoryTier:
@@ -74,7 +69,7 @@ class DirectoryTier:
 
     Raises:
         ConfigError: a setting is impossible, or `root` cannot be used.
-        TierError: the place failed while it was opened.
+        TierError: the place failed while it was opened, or holds a store of another version.
     """
 
     def __init__(
@@ -101,8 +96,11 @@ class DirectoryTier:
         self._drafts = Drafts(self._paths.drafts)
         self._hint_lock = threading.Lock()
         self._hint_saved_s = time.monotonic()
-        with self._refusing():
-            self.marker = open_store(self.root)
+        with opening(name, self.root, ALLOWED):
+            try:
+                self.marker = open_store(self.root)
+            except UnknownStoreError as error:
+                raise TierError(name, str(error)) from error
             self._paths.make()
             self._tenancy = Tenancy(os.path.join(self._paths.root, MARKER_NAME), name)
             self._ledger = Ledger(self._paths.ledger, name, lock_deadline_s)
@@ -253,17 +251,6 @@ class DirectoryTier:
             return False
         self._index.notice(name, there.st_size, there.st_mtime_ns)
         return True
-
-    @contextmanager
-    def _refusing(self) -> Generator[None]:
-        """Errors of opening: a mistake in the settings, or a place that fails."""
-        try:
-            yield
-        except OSError as error:
-            where = f"root {str(self.root)!r}"
-            if error.errno in _MISTAKES:
-                raise ConfigError(f"{where} cannot be used: {error}; allowed: {ALLOWED} that we may write") from error
-            raise TierError(self.name, f"{where} cannot be opened: {error}") from error
 
     @contextmanager
     def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:

@@ -32,6 +32,7 @@ from kvtier.tier.disk_pool import Extent, Pool
 from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_for
 from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
 from kvtier.tier.gate import Gate
+from kvtier.tier.place import opening
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,8 @@ class DiskTier:
         open_deadline_s: how long opening waits for another process that has the store.
 
     Raises:
-        ConfigError: a setting is impossible, `root` cannot be used, or another process has it.
-        TierError: the place failed while it was opened.
+        ConfigError: a setting is impossible, or `root` cannot be used.
+        TierError: the place failed while it was opened, or another process has it.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class DiskTier:
         self._last_fault_s: float | None = None
         self._is_up: bool | None = None
         self._status = StatusFile(self.root)
-        with self._refusing():
+        with opening(name, self.root, ALLOWED):
             self._claim = Claim(self.root, name, open_deadline_s)
             try:
                 self._pool = self._open_pool()
@@ -450,17 +451,6 @@ class DiskTier:
         self._faults += 1
         self._last_fault, self._last_fault_s = fault[:FAULT_LENGTH_MAX], time.time()
         return TierError(self.name, fault)
-
-    @contextmanager
-    def _refusing(self) -> Generator[None]:
-        try:
-            yield
-        except (FileExistsError, NotADirectoryError, PermissionError, IsADirectoryError) as error:
-            raise ConfigError(
-                f"root {str(self.root)!r} cannot be used: {error}; allowed: {ALLOWED} that we may write"
-            ) from error
-        except OSError as error:
-            raise TierError(self.name, f"root {str(self.root)!r} cannot be opened: {error}") from error
 
 
 def _wrong_name(tier: str, name: bytes) -> TierError:

@@ -7,22 +7,25 @@ import fcntl
 import json
 import logging
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.tier.disk_format import STORE_ID_BYTES, VERSION
-from kvtier.tier.disk_status import DRAFT_NAME, STATUS_NAME
 from kvtier.tier.ledger import lock_file
+from kvtier.tier.marker import MARKER_NAME as DIRECTORY_MARKER_NAME
+from kvtier.tier.place import refuse_strangers
 
 MARKER_NAME = "kvtier-disk.json"
 SEGMENTS_NAME = "segments"
 
 ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
+ALLOWED_RANKS = "an empty or missing directory, or one with stores of ours (rank-0 and so on)"
 
-_HARMLESS = {"lost+found", MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, DRAFT_NAME}
 _MARKER_BYTES_MAX = 4096
+_OF_RANKS = re.compile(r"rank-\d+|\.?secret.*")
 
 logger = logging.getLogger(__name__)
 
@@ -47,25 +50,26 @@ class Claim:
         deadline_s: how long to wait for another process that has the store.
 
     Raises:
-        ConfigError: it cannot be used, or another process has it.
+        ConfigError: `root` holds other things.
+        TierError: another process has it.
         OSError: the file system fails.
     """
 
     def __init__(self, root: Path, tier: str, deadline_s: float) -> None:
         self.path = root / MARKER_NAME
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        strangers = sorted(path.name for path in root.iterdir() if path.name not in _HARMLESS)
-        if strangers and not self.path.exists():
-            raise ConfigError(
-                f"root {str(root)!r} holds other things, such as {strangers[0]!r}, and no store of ours; "
-                f"allowed: {ALLOWED}"
-            )
+        try:
+            refuse_strangers(root, lambda name: name == MARKER_NAME, ALLOWED)
+        except ConfigError:
+            if not self.path.exists():
+                raise
         self._tier = tier
         self._descriptor: int | None = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         if not lock_file(self._descriptor, fcntl.LOCK_EX, deadline_s):
             self.release()
-            raise ConfigError(
-                f"root {str(root)!r} is in use by another process; allowed: a directory of its own for each process"
+            raise TierError(
+                tier,
+                f"root {str(root)!r} is in use by another process; allowed: a directory of its own for each process",
             )
 
     def read(self) -> Marker | None:
@@ -117,6 +121,20 @@ class Claim:
         if self._descriptor is None:
             raise OSError("the store is released")
         return self._descriptor
+
+
+def refuse_foreign_ranks(path: Path) -> None:
+    """Keep out of `path`, in which each rank is to have its store, where it is another's.
+
+    Raises:
+        ConfigError: `path` holds other things, and neither a rank's store nor the directory tier's.
+        OSError: it cannot be looked into.
+    """
+    try:
+        refuse_strangers(path, lambda name: bool(_OF_RANKS.fullmatch(name)), ALLOWED_RANKS)
+    except ConfigError:
+        if not any(path.glob(f"rank-*/{MARKER_NAME}")) and not (path / DIRECTORY_MARKER_NAME).exists():
+            raise
 
 
 def read_marker(root: Path) -> Marker | None:

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.tier.place import refuse_strangers
 
 MARKER_NAME = "kvtier-store.json"
 STORE_VERSION = 1
 """Version of the directory's layout. Another one is neither read nor touched."""
 
 _DRAFT_PREFIX = f".{MARKER_NAME}."
-_HARMLESS = {"lost+found"}
-"""What a freshly made file system holds."""
 
 ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
+
+
+class UnknownStoreError(ConfigError):
+    """A store of ours that cannot be read: of another version, or with a damaged marker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +42,38 @@ def open_store(root: Path) -> Marker:
     Safe when several processes do it at once: all get the same marker.
 
     Raises:
-        ConfigError: `root` is a file, holds other things, has an unknown version, or cannot be written.
+        ConfigError: `root` is a file, holds other things, or an unknown store.
+        OSError: it cannot be read or written.
     """
+    found = read_marker(root)
+    if found is not None:
+        return found
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        found = read_marker(root)
-        if found is not None:
-            return found
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if any(not _is_harmless(path.name) for path in root.iterdir()):
-            # Another process may have made the marker since we looked.
-            found = read_marker(root)
-            if found is None:
-                raise ConfigError(f"root {str(root)!r} is not empty and holds no store of ours; allowed: {ALLOWED}")
-            return found
-        return _make_marker(root)
-    except FileExistsError as error:
-        raise ConfigError(f"root {str(root)!r} is not a directory; allowed: {ALLOWED}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"root {str(root)!r} cannot be used: {error}; allowed: {ALLOWED} that we may write"
-        ) from error
+        refuse_foreign(root)
+    except ConfigError:
+        found = read_marker(root)  # another process may have made it since we looked
+        if found is None:
+            raise
+        return found
+    return _make_marker(root)
+
+
+def refuse_foreign(root: Path) -> None:
+    """Keep out of `root`, which has no marker, where it is another's.
+
+    Raises:
+        ConfigError: it holds other things.
+        OSError: it cannot be listed.
+    """
+    refuse_strangers(root, lambda name: name.startswith(_DRAFT_PREFIX), ALLOWED)
 
 
 def read_marker(root: Path) -> Marker | None:
     """The marker of the store at `root`; None when there is none. Changes nothing.
 
     Raises:
-        ConfigError: `root` is a file, or its marker is damaged or of an unknown version.
+        ConfigError: `root` is a file, or (`UnknownStoreError`) its marker is damaged or of an unknown version.
         OSError: it cannot be read for another reason.
     """
     try:
@@ -78,16 +86,14 @@ def read_marker(root: Path) -> Marker | None:
         told: Any = json.loads(text)
         version, store_id, created = told["version"], str(told["store_id"]), str(told["created"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{root / MARKER_NAME} is not a store's marker ({error!r}); nothing was changed") from error
+        raise UnknownStoreError(
+            f"{root / MARKER_NAME} is not a store's marker ({error!r}); nothing was changed"
+        ) from error
     if version != STORE_VERSION:
-        raise ConfigError(
+        raise UnknownStoreError(
             f"{root / MARKER_NAME} has store version {version!r}; known here: {STORE_VERSION}; nothing was changed"
         )
     return Marker(STORE_VERSION, store_id, created)
-
-
-def _is_harmless(name: str) -> bool:
-    return name in _HARMLESS or name.startswith(_DRAFT_PREFIX)
 
 
 def _make_marker(root: Path) -> Marker:

@@ -1,0 +1,59 @@
+"""A directory that is to hold a store: what of it is a mistake of whoever chose it, and what may pass."""
+
+import errno
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.errors import ConfigError, TierError
+
+MISTAKES = frozenset({
+    errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
+})  # fmt: skip
+"""Errors that stay until somebody changes a setting or a permission. All others come from a place that fails."""
+
+_NAMED_MAX = 3
+
+
+@contextmanager
+def opening(tier: str, root: Path, allowed: str) -> Generator[None]:
+    """Errors of opening the store at `root`.
+
+    Raises:
+        ConfigError: for a mistake.
+        TierError: for a place that fails.
+    """
+    if "\0" in str(root):
+        raise ConfigError(f"root {str(root)!r} cannot be used: there is a null byte in it; allowed: a path")
+    try:
+        yield
+    except OSError as error:
+        if error.errno in MISTAKES:
+            raise ConfigError(
+                f"root {str(root)!r} cannot be used: {error}; allowed: {allowed} that we may write"
+            ) from error
+        raise TierError(tier, f"root {str(root)!r} cannot be opened: {error}") from error
+
+
+def refuse_strangers(root: Path, is_ours: Callable[[str], bool], allowed: str) -> None:
+    """Keep out of a directory where something is that was not made by us, nor with the file system.
+
+    Args:
+        root: the directory; missing is fine.
+        is_ours: tells by its name what we may have made in a directory without a store.
+        allowed: what would be, for the message.
+
+    Raises:
+        ConfigError: there is such a thing; the message names the first few.
+        OSError: it cannot be listed.
+    """
+    if not root.exists():
+        return
+    found = sorted(path.name for path in root.iterdir() if path.name != "lost+found" and not is_ours(path.name))
+    if found:
+        more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
+        named = ", ".join(map(repr, found[:_NAMED_MAX]))
+        raise ConfigError(
+            f"root {str(root)!r} holds other things ({named}{more}) and no store of ours; nothing was changed; "
+            f"allowed: {allowed}"
+        )
