@@ -7,8 +7,10 @@ import pytest
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.fifo import Fifo
+from kvtier.runtime.late import LateAheadTier, LateTier
 from kvtier.testing.faulty import Delay, Fail, FaultyTier, FlipBit, Hang, Truncate, Vanish
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
+from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.memory import MemoryTier
@@ -32,6 +34,17 @@ class TestFaultyWithoutFaults(TierContract):
     @pytest.fixture
     def make_tier(self):
         return lambda capacity_bytes: FaultyTier(MemoryTier(capacity_bytes=capacity_bytes))
+
+
+class TestLate(TierContract):
+    @pytest.fixture
+    def make_tier(self):
+        def make(capacity_bytes: int) -> LateTier[MemoryTier]:
+            late = LateTier("memory", lambda: MemoryTier(capacity_bytes=capacity_bytes), 1.0)
+            late.opened(DEADLINE_S, is_required=True)
+            return late
+
+        return make
 
 
 class DirectoryContract(TierContract):
@@ -72,21 +85,26 @@ class DiskContract(TierContract):
     def settings(self):
         return {}
 
+    def opened(self, make):
+        return make()
+
     @pytest.fixture
     def make_tier(self, tmp_path):
         numbers = itertools.count()
         tiers = []
 
-        def make(capacity_bytes: int) -> DiskTier:
+        def make(capacity_bytes: int) -> Tier:
             # One segment, with a header and two index blocks beside the frames; a sync would take another.
             whole = capacity_bytes + 3 * BLOCK_BYTES
             tiers.append(
-                DiskTier(
-                    tmp_path / f"store{next(numbers)}",
-                    capacity_bytes=whole,
-                    segment_bytes=whole,
-                    sync_interval_s=3600.0,
-                    **self.settings(),
+                self.opened(
+                    lambda: DiskTier(
+                        tmp_path / f"store{next(numbers)}",
+                        capacity_bytes=whole,
+                        segment_bytes=whole,
+                        sync_interval_s=3600.0,
+                        **self.settings(),
+                    )
                 )
             )
             return tiers[-1]
@@ -103,6 +121,13 @@ class TestDisk(DiskContract):
 class TestDiskBuffered(DiskContract):
     def settings(self):
         return {"direct_io": "off"}
+
+
+class TestLateDisk(DiskContract):
+    def opened(self, make):
+        late = LateAheadTier("disk", make, 1.0)
+        late.opened(DEADLINE_S, is_required=True)
+        return late
 
 
 class TestDiskOfManySegments(TierContract):

@@ -17,6 +17,7 @@ import pytest
 from disk_world import look, write_all
 
 from kvtier.errors import TierError
+from kvtier.runtime.late import LateAheadTier
 from kvtier.testing.tier import empty_frame, frame_of, object_name
 from kvtier.tier.disk import DiskTier
 
@@ -146,6 +147,22 @@ def test_a_hanging_device_holds_up_writes_alone(device: Device) -> None:
     writer.join(WAIT_S)
     assert answers == [True]
     assert is_right(tier, 2)
+    tier.close()
+
+
+def test_a_device_that_hangs_when_it_is_opened_comes_in_later(device: Device) -> None:
+    device.freeze()
+    late = LateAheadTier("disk", lambda: opened(device), 0.05)
+    tier = late.opened(0.05, is_required=False)
+    assert tier is late
+    with pytest.raises(TierError, match="is not open"):
+        tier.write(object_name(1), frame_of(1, FRAME_BYTES))
+    device.thaw()
+    late._thread.join(WAIT_S)
+    assert tier.write(object_name(1), frame_of(1, FRAME_BYTES))
+    tier.close()
+    tier = opened(device)
+    assert is_right(tier, 1)
     tier.close()
 
 

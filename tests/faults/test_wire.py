@@ -115,6 +115,7 @@ FOREIGN = {
     "ranks": 1,
     "slots": [2, 2],
     "tiers": [],
+    "down": [],
 }
 
 

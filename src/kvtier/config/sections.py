@@ -20,6 +20,7 @@ from kvtier.policy.registry import EVICTORS
 Mode = Literal["auto", "on", "off"]
 
 _MODE = Choice(("auto", "on", "off"))
+_REQUIRED = "Refuse to start when its place fails; false: start without it, and take it in when it can be opened."
 _Value = TypeVar("_Value")
 
 
@@ -90,6 +91,7 @@ class DirectoryConfig(Section):
     )
     read_threads: int = _setting(4, Count(1, 256), "Threads that read chunks from the directory.")
     write_threads: int = _setting(2, Count(1, 256), "Threads that write chunks to the directory.")
+    required: bool = _setting(default=False, kind=Switch(), help=_REQUIRED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ class DiskConfig(Section):
     )
     read_threads: int = _setting(4, Count(1, 256), "Threads that read chunks from the disk.")
     write_threads: int = _setting(2, Count(1, 256), "Threads that write chunks to the disk.")
+    required: bool = _setting(default=False, kind=Switch(), help=_REQUIRED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +165,9 @@ class LimitsConfig(Section):
     load_deadline_s: float = _setting(30.0, Seconds(1e-2, 3600), "How long a load may take; after it, recomputed.")
     transfer_deadline_s: float = _setting(10.0, Seconds(1e-2, 3600), "How long one transfer may take; then it failed.")
     store_patience_s: float = _setting(10.0, Seconds(0, 3600), "How long a store waits for room before it is dropped.")
+    open_deadline_s: float = _setting(
+        30.0, Seconds(1e-2, 3600), "How long start waits for a tier to open; it may come in later."
+    )
     close_deadline_s: float = _setting(30.0, Seconds(0, 3600), "How long closing may take to flush what was stored.")
     tier_failures: int = _setting(3, Count(1, 1000), "Failures in a row after which a tier is left alone.")
     tier_retry_s: float = _setting(

@@ -11,7 +11,7 @@ How it keeps its two promises:
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import count
 from types import MappingProxyType
@@ -63,6 +63,7 @@ class Cache:
         evictor: makes one host evictor for each group.
         admitter: decides what may enter host memory.
         ranks: how many ranks answer each command.
+        down: those of the tiers that do not work yet.
         beliefs: how fast places are believed to be before they are seen; by name, host memory's too.
     """
 
@@ -76,6 +77,7 @@ class Cache:
         admitter: Admitter,
         limits: Limits | None = None,
         ranks: int = 1,
+        down: Collection[str] = (),
         beliefs: Mapping[str, Belief] = NO_BELIEFS,
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 2:
@@ -91,7 +93,7 @@ class Cache:
         self._events: list[Event] = []
         new_id = count(1).__next__
         self._host = Host(slots, evictor, layout)
-        self._lowers = Lowers(tiers, self._limits, min(slots), self._events)
+        self._lowers = Lowers(tiers, self._limits, min(slots), self._events, down)
         self._asking = Asking(self._lowers, self._limits, ranks, new_id, self._commands)
         self._tally = Tally()
         self._meters = {place: Meter.believing(beliefs.get(place)) for place in (HOST, *tiers)}

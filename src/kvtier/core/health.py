@@ -22,6 +22,10 @@ class Health:
     closed_until_s: float = 0.0
     is_trial: bool = False
 
+    def begin_down(self) -> None:
+        """It is known not to work: the first work that it is given is a trial."""
+        self.rest_s = self.retry_s
+
     def is_up(self) -> bool:
         """Whether the tier counts as healthy."""
         return self.rest_s == 0.0

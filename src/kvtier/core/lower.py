@@ -1,7 +1,7 @@
 """The lower tiers as the core sees them: health, and what is on the way to and from each."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from kvtier.core.health import Health
 from kvtier.core.limits import Limits
@@ -79,12 +79,16 @@ class Lower:
 class Lowers:
     """All lower tiers, fastest first."""
 
-    def __init__(self, names: Sequence[str], limits: Limits, slots_min: int, events: list[Event]) -> None:
+    def __init__(
+        self, names: Sequence[str], limits: Limits, slots_min: int, events: list[Event], down: Collection[str]
+    ) -> None:
         # A quarter of the slots for the promotions of all tiers, a quarter for their demotions: though all of them
         # hang, half of host memory goes on.
         in_flight_max = max(1, slots_min // (4 * max(1, len(names))))
         self.by_name = {name: Lower(name, limits, in_flight_max) for name in names}
         self.all = tuple(self.by_name.values())
+        for name in down:
+            self.by_name[name].health.begin_down()
         self._events = events
 
     def __iter__(self) -> Iterator[Lower]:

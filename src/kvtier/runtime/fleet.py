@@ -52,6 +52,8 @@ class Below(NamedTuple):
     """Slots of each group."""
     tiers: tuple[str, ...]
     """Names of the lower tiers, fastest first."""
+    down: frozenset[str] = frozenset()
+    """Those that some rank could not open yet."""
 
 
 class RankMover(Ranks, Protocol):

@@ -24,6 +24,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.jobs import Job, Settled, Threads, Work
 from kvtier.runtime.lanes import Lane, LaneState, Scratch
+from kvtier.runtime.late import NOT_OPEN
 from kvtier.runtime.links import NOT_ADMITTED, Links, Result
 from kvtier.tier.base import Tier
 from kvtier.types import Cancel, Command, Drop, Link, Outcome, Probe, Transfer
@@ -37,6 +38,9 @@ found bad again."""
 
 _Answer = TypeVar("_Answer")
 _Given = TypeVarTuple("_Given")
+
+_UNTOLD = (NOT_ADMITTED, NOT_OPEN)
+"""Details of failures that are no news."""
 
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
@@ -271,7 +275,7 @@ class Mover:
             command, (outcome, size_bytes, present, detail) = job.command, result
             waited_s, is_fault = began_s - job.submitted_s, job.is_in_tier and outcome is Outcome.FAILED
             settled.append(Settled(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
-            if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and detail != NOT_ADMITTED):
+            if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and not detail.endswith(_UNTOLD)):
                 faults.append((command, result))
         self._put(settled)
         for command, result in faults:

@@ -1,8 +1,12 @@
 """Put a session together from settings: the ranks below, the secret, the core. It knows all the parts."""
 
+import logging
 import secrets
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -10,10 +14,11 @@ from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.device.base import Copier
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvError, TierError
 from kvtier.keys.fingerprint import root_key
 from kvtier.keys.secret import SECRET_BYTES, Secret, load_or_create
 from kvtier.layout import KvLayout
+from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime.arena import PageLock
@@ -26,6 +31,9 @@ from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.recorder import Recorder
 from kvtier.runtime.session import LocalSession
 from kvtier.tier.base import Tier
+from kvtier.tier.place import MISTAKES
+
+logger = logging.getLogger(__name__)
 
 NO_TIERS: Final[Mapping[str, Tier]] = MappingProxyType({})
 
@@ -91,12 +99,12 @@ def open_session(
 
     Raises:
         ConfigError: a setting is wrong or a place cannot be used. Nothing stays open.
-        TierError: a place failed while it was opened.
+        TierError: a tier that is required cannot be opened.
         RuntimeError: the system gives no more threads.
     """
     rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
-        below = Below(LocalRank(rank.mover), rank.slots, tuple(rank.tiers))
+        below = Below(LocalRank(rank.mover), rank.slots, tuple(rank.tiers), frozenset(rank.down))
         return open_core(config, layout, fingerprint_digest, below, tiers=rank.tiers, on_close=rank.close)
     except BaseException:
         rank.close(5.0)
@@ -125,10 +133,13 @@ def open_core(
         observer: told of every command and every answer, in the session's thread, after they were counted.
 
     Raises:
-        ConfigError: a setting is wrong, the store's secret can be neither read nor made, there is no such probe, or
-            requests cannot be recorded where they shall be.
+        ConfigError: a setting is wrong, the store's secret cannot be used, there is no such probe, or requests cannot
+            be recorded where they shall be.
+        TierError: the secret cannot be had because the place of a tier that is required hangs.
     """
     metrics = Metrics()
+    for name in below.tiers:
+        metrics.set(table.TIER_UP, float(name not in below.down), tier=name)
     # After the tiers were opened: the secret lies in the directory that one of them may just have made.
     root = root_key(_secret(config), fingerprint_digest, layout.chunk_tokens)
     cache = Cache(
@@ -138,6 +149,7 @@ def open_core(
         evictor=lambda: make_evictor(config.host.evictor),
         admitter=make_admitter("all"),
         limits=_limits(config),
+        down=below.down,
         beliefs=beliefs(config, max(group.payload_bytes for group in layout.groups)),
     )
     recorder = None
@@ -167,10 +179,46 @@ def _secret(config: Config) -> Secret:
         return config.store.secret
     if config.store.secret_file is not None:
         return load_or_create(config.store.secret_file)
-    for path in (config.directory.path, config.disk.path):
-        if path is not None:
-            return load_or_create(path / "secret")
+    for tier in (config.directory, config.disk):
+        if tier.path is None:
+            continue
+        try:
+            return _within(config.limits.open_deadline_s, partial(load_or_create, tier.path / "secret"), tier.section)
+        except (KvError, OSError) as error:
+            if tier.required or not _may_pass(error):
+                raise
+            logger.warning(
+                "%s; names of this process are its own: what it stores is found by no other, nor after its end", error
+            )
+            break
     return Secret(secrets.token_bytes(SECRET_BYTES))  # nothing outlives the process, so neither need the names
+
+
+def _within(deadline_s: float, act: Callable[[], Secret], tier: str) -> Secret:
+    """What `act` returns or raises, in a thread of its own because a place may hang.
+
+    Raises:
+        TierError: it takes longer than `deadline_s` seconds.
+    """
+    told: Future[Secret] = Future()
+
+    def run() -> None:
+        try:
+            told.set_result(act())
+        except Exception as error:  # noqa: BLE001 - who asks gets it
+            told.set_exception(error)
+
+    threading.Thread(target=run, name="kvtier secret", daemon=True).start()
+    try:
+        return told.result(deadline_s)
+    except TimeoutError:
+        raise TierError(tier, f"the secret in it could not be read within {deadline_s:g} s") from None
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a secret could not be had because its place fails, and not because something is wrong with it."""
+    cause = error.__cause__ if isinstance(error, ConfigError) else error
+    return isinstance(cause, TierError) or (isinstance(cause, OSError) and cause.errno not in MISTAKES)
 
 
 def _limits(config: Config) -> Limits:

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.codec.registry import by_name
@@ -13,10 +14,13 @@ from kvtier.errors import ConfigError, KvError
 from kvtier.layout import KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena, PageLock, slots_for
+from kvtier.runtime.late import LateAheadTier, LateTier
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_marker import ALLOWED_RANKS, refuse_foreign_ranks
+from kvtier.tier.place import opening
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,11 @@ class Rank:
     mover: Mover
     tiers: dict[str, Tier]
     arena: Arena
+
+    @property
+    def down(self) -> tuple[str, ...]:
+        """Names of the tiers that could not be opened yet."""
+        return tuple(name for name, tier in self.tiers.items() if isinstance(tier, LateTier) and not tier.is_open)
 
     def close(self, deadline_s: float) -> None:
         """End the threads, close the tiers and give the memory back, in about `deadline_s` seconds. Twice is fine."""
@@ -72,17 +81,20 @@ def open_rank(
 
     Raises:
         ConfigError: a setting is wrong or a place cannot be used. Nothing stays open.
-        TierError: a place failed while it was opened.
+        TierError: a tier that is required cannot be opened; others come in when they can.
         RuntimeError: the system gives no more threads.
     """
     slots = slots_for(layout, config.host.capacity_bytes, ranks)
     codec = by_name(config.store.codec)
+    deadline_s, retry_s = config.limits.open_deadline_s, config.limits.tier_retry_s
     tiers: dict[str, Tier] = {}
     try:
         if config.directory.path is not None:
-            tiers["directory"] = _directory(config.directory)
+            directory = LateTier("directory", partial(_directory, config.directory), retry_s)
+            tiers["directory"] = directory.opened(deadline_s, is_required=config.directory.required)
         if config.disk.path is not None:
-            tiers["disk"] = _disk(config.disk, layout, rank, ranks)
+            disk = LateAheadTier("disk", partial(_disk, config.disk, layout, rank, ranks), retry_s)
+            tiers["disk"] = disk.opened(deadline_s, is_required=config.disk.required)
         arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
         mover = Mover(
             layout=layout,
@@ -132,6 +144,8 @@ def _directory(config: DirectoryConfig) -> DirectoryTier:
 def _disk(config: DiskConfig, layout: KvLayout, rank: int, ranks: int) -> DiskTier:
     """This rank's part of the disk tier: a store of its own, so that ranks share no lock."""
     assert config.path is not None
+    with opening("disk", config.path, ALLOWED_RANKS):
+        refuse_foreign_ranks(config.path)
     tier = DiskTier(
         config.path / f"rank-{rank}",
         capacity_bytes=config.capacity_bytes // ranks,

@@ -102,6 +102,7 @@ class RankServer:
             "ranks": rank.ranks,
             "slots": list(rank.slots),
             "tiers": list(rank.tiers),
+            "down": list(rank.down),
         }
 
     def take_here(self) -> LocalRank:
@@ -272,6 +273,7 @@ class _Handshake(NamedTuple):
     key: bytes
     pid: int
     rank: int
+    down: frozenset[str]
     ranks: int
     slots: tuple[int, ...]
     tiers: tuple[str, ...]
@@ -296,7 +298,7 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
             f"ranks {numbers} have come up; expected {told[0].ranks if told else 'some'} of them, from 0 on"
         )
     for one in told:
-        if one[4:] != told[0][4:]:
+        if one[5:] != told[0][5:]:
             raise WireError(
                 f"rank {one.rank} has {one.slots} slots and tiers {one.tiers}, rank 0 {told[0].slots} and "
                 f"{told[0].tiers}; they must be opened with the same settings"
@@ -310,7 +312,8 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
         for rank in ranks:
             rank.close(0.0)
         raise
-    return Below(ranks[0] if len(ranks) == 1 else Fleet(ranks), told[0].slots, told[0].tiers)
+    down = frozenset[str]().union(*(one.down for one in told))
+    return Below(ranks[0] if len(ranks) == 1 else Fleet(ranks), told[0].slots, told[0].tiers, down)
 
 
 def _read(handshake: Mapping[str, Any]) -> _Handshake:
@@ -320,6 +323,7 @@ def _read(handshake: Mapping[str, Any]) -> _Handshake:
             bytes.fromhex(handshake["key"]),
             int(handshake["pid"]),
             int(handshake["rank"]),
+            frozenset(map(str, handshake["down"])),
             int(handshake["ranks"]),
             tuple(map(int, handshake["slots"])),
             tuple(map(str, handshake["tiers"])),

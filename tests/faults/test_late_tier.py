@@ -1,0 +1,389 @@
+"""A tier whose place cannot be opened: the engine starts all the same, says so once, and takes it in when it can."""
+
+import errno
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.rig import (
+    DEADLINE_S,
+    FINGERPRINT,
+    LAYOUT,
+    Engine,
+    config,
+    load_places,
+    loaded,
+    looked_up,
+    places_of,
+    prefix_of,
+    stored,
+)
+
+from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
+from kvtier.core.health import RETRY_SECONDS_MAX
+from kvtier.errors import ConfigError, KvError, TierError
+from kvtier.observe import table
+from kvtier.runtime import late, rank
+from kvtier.runtime import open as runtime
+from kvtier.runtime.late import LateTier
+from kvtier.runtime.open import Opened, open_session
+from kvtier.runtime.rank import open_rank
+from kvtier.runtime.wire import RankServer, connect
+from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.disk import DiskTier
+from kvtier.tier.memory import MemoryTier
+
+KINDS = ["directory", "disk"]
+CHUNKS = 10
+TOKENS = CHUNKS * 16
+MIB = 1 << 20
+
+
+def settings(kind: str, path: Path, *, is_required: bool = False, **limits: float) -> Config:
+    """For a session with one tier, of that kind, at `path`."""
+    made = config(None, host_chunks=40, **{"tier_retry_s": 0.01, **limits})
+    if kind == "disk":
+        disk = DiskConfig(path=path, capacity_bytes=8 * MIB, reserve_bytes=0, required=is_required)
+        return replace(made, disk=disk)
+    return replace(made, directory=DirectoryConfig(path=path, capacity_bytes=8 * MIB, required=is_required))
+
+
+def opened(kind: str, path: Path, engine: Engine, **more: Any) -> Opened:
+    return open_session(settings(kind, path, **more), LAYOUT, FINGERPRINT, engine.copier())
+
+
+def filled(kind: str, path: Path, engine: Engine) -> None:
+    """A store at `path` that holds the first chunks of `engine`."""
+    first = opened(kind, path, engine, is_required=True)
+    assert stored(first.session, "a", prefix_of(CHUNKS, first.root), places_of(range(CHUNKS))).dropped == 0
+    assert first.session.close().flushed
+
+
+def up(session: Opened, kind: str) -> float:
+    """What the metrics say."""
+    return session.metrics.get(table.TIER_UP, tier=kind)
+
+
+def until_up(session: Opened, kind: str) -> None:
+    """Ask until the tier answers."""
+    end_s = time.monotonic() + DEADLINE_S
+    number = 0
+    while up(session, kind) == 0.0:
+        assert time.monotonic() < end_s, "the tier does not come in"
+        looked_up(session.session, f"until {number}", prefix_of(1, session.root, seed=99))
+        session.session.poll(0.01)
+        number += 1
+
+
+def until_found(session: Opened, engine: Engine, target: Engine) -> None:
+    """What the store held before is found and comes back as it was."""
+    until_up(session, "disk" if "disk" in session.tiers else "directory")
+    prefix = prefix_of(CHUNKS, session.root)
+    assert looked_up(session.session, "found", prefix).tokens == TOKENS
+    assert loaded(session.session, "found", prefix, TOKENS, load_places(TOKENS)).tokens == TOKENS
+    assert target.same(engine, load_places(TOKENS))
+
+
+def is_useful_without(session: Opened) -> bool:
+    """Whether host memory works meanwhile."""
+    prefix = prefix_of(3, session.root, seed=7)
+    assert stored(session.session, "meanwhile", prefix, places_of(range(3))).dropped == 0
+    return looked_up(session.session, "again", prefix).ready_tokens == 3 * 16
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    where = tmp_path / "mounted"
+    where.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(where)], capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def remount(where: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(where)], check=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restart_on_a_read_only_disk(small_disk: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    source, target = Engine(64, seed=1), Engine(64, seed=2)
+    filled(kind, small_disk / "kv", source)
+    remount(small_disk, "ro")
+    with pytest.raises(TierError, match="Read-only file system"):
+        opened(kind, small_disk / "kv", target, is_required=True)
+    session = opened(kind, small_disk / "kv", target)
+    assert up(session, kind) == 0.0
+    for number in range(8):
+        assert looked_up(session.session, f"r{number}", prefix_of(CHUNKS, session.root)).tokens == 0
+    assert is_useful_without(session)
+    (told,) = warnings(caplog)
+    assert "Read-only file system" in told
+    assert "the engine goes on without it" in told
+    remount(small_disk, "rw")
+    until_found(session, source, target)
+    assert session.session.close().flushed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_is_full_when_it_is_opened(small_disk: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = small_disk / "stranger"
+    with suppress(OSError), stranger.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(MIB))
+    session = opened(kind, small_disk / "kv", Engine(64))
+    assert up(session, kind) == 0.0
+    assert is_useful_without(session)
+    assert any("No space left" in told and "goes on without it" in told for told in warnings(caplog))
+    assert any("names of this process are its own" in told for told in warnings(caplog)), "the secret found no room"
+    stranger.unlink()
+    until_up(session, kind)
+    assert session.session.close().flushed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_place_that_hangs_when_it_is_opened(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = Engine(64, seed=1), Engine(64, seed=2)
+    filled(kind, tmp_path / "kv", source)
+    go_on = hung(monkeypatch, kind)
+    try:
+        with pytest.raises(TierError, match=r"did not open within 0\.02 s"):
+            opened(kind, tmp_path / "kv", target, is_required=True, open_deadline_s=0.02)
+        session = opened(kind, tmp_path / "kv", target, open_deadline_s=0.02)
+        assert up(session, kind) == 0.0
+        assert is_useful_without(session)
+        assert len(warnings(caplog)) == 1
+    finally:
+        go_on.set()
+    until_found(session, source, target)
+    assert session.session.close().flushed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_closing_does_not_wait_for_a_place_that_hangs(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "LEAVE_S", 0.02)
+    go_on = hung(monkeypatch, kind)
+    try:
+        session = opened(kind, tmp_path / "kv", Engine(64), open_deadline_s=0.02)
+        (tier,) = session.tiers.values()
+        assert isinstance(tier, LateTier)
+        session.session.close()
+        assert tier._thread.is_alive()
+    finally:
+        go_on.set()
+    tier._thread.join(DEADLINE_S)
+    with pytest.raises(TierError, match="is closed"):  # what was opened too late
+        tier.contains([])
+    filled(kind, tmp_path / "kv", Engine(64))
+
+
+def hung(monkeypatch: pytest.MonkeyPatch, kind: str) -> threading.Event:
+    """Opening a tier hangs until what this returns is set."""
+    go_on = threading.Event()
+    kinds: dict[str, Callable[..., Any]] = {"directory": DirectoryTier, "disk": DiskTier}
+
+    def slow(*given: Any, **more: Any) -> Any:
+        assert go_on.wait(DEADLINE_S)
+        return kinds[kind](*given, **more)
+
+    monkeypatch.setattr(rank, "DirectoryTier" if kind == "directory" else "DiskTier", slow)
+    return go_on
+
+
+def test_a_store_that_another_process_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, target = Engine(64, seed=1), Engine(64, seed=2)
+    filled("disk", tmp_path / "kv", source)
+    other = DiskTier(tmp_path / "kv" / "rank-0", capacity_bytes=8 * MIB)
+    session = opened("disk", tmp_path / "kv", target, open_deadline_s=0.02)
+    assert up(session, "disk") == 0.0
+    assert is_useful_without(session)
+    other.close()
+    until_found(session, source, target)
+    assert len(warnings(caplog)) <= 2, "one for the deadline, one when the tier has given up for the first time"
+    assert session.session.close().flushed
+
+
+@pytest.mark.parametrize("marker", ['{"version": 2, "store_id": "x", "created": "y"}', ""])
+def test_a_store_of_another_version(tmp_path: Path, marker: str, caplog: pytest.LogCaptureFixture) -> None:
+    source, target = Engine(64, seed=1), Engine(64, seed=2)
+    filled("directory", tmp_path / "kv", source)
+    file = tmp_path / "kv" / "kvtier-store.json"
+    ours = file.read_text()
+    file.write_text(marker)
+    before = sorted(tmp_path.rglob("*"))
+    session = opened("directory", tmp_path / "kv", target)
+    assert up(session, "directory") == 0.0
+    assert is_useful_without(session)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert len(warnings(caplog)) == 1
+    file.write_text(ours)
+    until_found(session, source, target)
+    assert session.session.close().flushed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [("file", "Not a directory|is not a directory|File exists"), ("home", "holds other things"), ("long", "too long")],
+)
+def test_mistakes_are_told_at_once(tmp_path: Path, kind: str, mistake: str, words: str) -> None:
+    place = tmp_path / "place"
+    if mistake == "file":
+        place.write_text("a letter")
+    elif mistake == "home":
+        place.mkdir()
+        (place / "letter").write_text("to the editor")
+    else:
+        place = tmp_path / ("x" * 300)
+    before, threads = sorted(tmp_path.rglob("*")), threading.active_count()
+    with pytest.raises(ConfigError, match=words):
+        opened(kind, place, Engine(8))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_that_may_not_be_written_is_told_at_once(tmp_path: Path, kind: str) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(ConfigError, match="Permission denied"):
+            opened(kind, tmp_path / "kv", Engine(8))
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_secret_that_hangs_is_one_of_this_process(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(kind, tmp_path / "kv", Engine(64))
+    go_on = threading.Event()
+    monkeypatch.setattr(runtime, "load_or_create", lambda _path: go_on.wait(DEADLINE_S))
+    opens = LateTier.opened  # which the deadline below is not meant for
+    monkeypatch.setattr(LateTier, "opened", lambda tier, _deadline_s, **more: opens(tier, DEADLINE_S, **more))
+    try:
+        with pytest.raises(TierError, match="could not be read within"):
+            opened(kind, tmp_path / "kv", Engine(64), is_required=True, open_deadline_s=0.02)
+        one, other = (opened(kind, tmp_path / f"kv{number}", Engine(64), open_deadline_s=0.02) for number in range(2))
+    finally:
+        go_on.set()
+    assert one.root != other.root
+    assert is_useful_without(one)
+    assert "names of this process are its own" in warnings(caplog)[0]
+    one.session.close()
+    other.session.close()
+
+
+@pytest.mark.parametrize("trouble", [OSError(errno.EIO, "planned"), OSError(errno.ESTALE, "planned")])
+def test_a_secret_that_cannot_be_read(tmp_path: Path, trouble: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_given: Any) -> int:
+        raise trouble
+
+    monkeypatch.setattr(runtime, "load_or_create", fail)
+    session = opened("directory", tmp_path / "kv", Engine(64))
+    assert is_useful_without(session)
+    session.session.close()
+
+
+def test_a_secret_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    filled("directory", tmp_path / "kv", Engine(64))
+    (tmp_path / "kv" / "secret").chmod(0o644)
+    with pytest.raises(ConfigError, match="lets others read it"):
+        opened("directory", tmp_path / "kv", Engine(64))
+
+
+def test_the_core_hears_of_ranks_in_other_processes(tmp_path: Path) -> None:
+    """As it would: by the handshake, of each rank."""
+    other = DiskTier(tmp_path / "kv" / "rank-1", capacity_bytes=8 * MIB)
+    made = settings("disk", tmp_path / "kv", open_deadline_s=0.5)
+    ranks = [open_rank(made, LAYOUT, FINGERPRINT, Engine(8).copier(), rank=n, ranks=2) for n in range(2)]
+    servers = [RankServer(it, lambda _note: None) for it in ranks]
+    below = connect([server.handshake for server in servers])
+    assert (below.tiers, below.down) == (("disk",), frozenset({"disk"}))
+    below.mover.close(DEADLINE_S)
+    for server, it in zip(servers, ranks, strict=True):
+        it.close(DEADLINE_S)
+        assert server.close(DEADLINE_S)
+    other.close()
+
+
+def test_tries_become_rare_and_what_is_new_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits: list[float] = []
+    tries = 0
+    is_done = threading.Event()
+
+    class Pause(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                return super().wait(timeout)
+            assert timeout is not None
+            waits.append(timeout)
+            return False
+
+    monkeypatch.setattr(late, "threading", SimpleNamespace(Event=Pause, Lock=threading.Lock, Thread=threading.Thread))
+
+    def make() -> MemoryTier:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            assert is_awaited_no_more.wait(DEADLINE_S)
+        if tries <= 8:
+            raise TierError("memory", "gone" if tries < 6 else "another")
+        is_done.set()
+        return MemoryTier(capacity_bytes=MIB)
+
+    is_awaited_no_more = threading.Event()
+    tier = LateTier("memory", make, 5.0)
+    with caplog.at_level(logging.INFO):
+        assert tier.opened(0.01, is_required=False) is tier
+        is_awaited_no_more.set()
+        assert is_done.wait(DEADLINE_S)
+        tier._thread.join(DEADLINE_S)
+    assert waits == [5.0, 10.0, 20.0, 40.0, *[RETRY_SECONDS_MAX] * 4]
+    told = [record.getMessage() for record in caplog.records]
+    assert [words for words in told if "gone" in words] == ["tier 'memory': gone"]
+    assert [words for words in told if "another" in words] == ["tier 'memory': another"]
+    assert told[-1] == "tier memory is open now"
+    assert tier.capacity_bytes == MIB
+    tier.close()
+    with pytest.raises(KvError):
+        tier.contains([])
+
+
+def test_until_it_is_open_everything_fails() -> None:
+    def make() -> MemoryTier:
+        raise TierError("memory", "planned")
+
+    tier = LateTier("memory", make, 60.0)
+    assert tier.opened(DEADLINE_S, is_required=False) is tier
+    for ask in (lambda: tier.contains([]), lambda: tier.delete(bytes(32)), tier.scan):
+        with pytest.raises(TierError, match="is not open"):
+            ask()
+    assert getattr(tier, "used_bytes", None) is None
+    tier.close()
+    tier.close()
+    assert not tier._thread.is_alive()
