@@ -6,7 +6,7 @@ from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
 from kvtier.layout import GroupLayout, History, KvLayout, Validity
 from kvtier.policy.admission import AdmitAll
-from kvtier.policy.base import Admitter
+from kvtier.policy.base import Admitter, Evictor
 from kvtier.policy.lru import Lru
 from kvtier.types import (
     Cancel,
@@ -18,12 +18,14 @@ from kvtier.types import (
     LoadDone,
     Lookup,
     Mark,
+    NextTurn,
     Outcome,
     Place,
     Prefix,
     Probe,
     RequestId,
     StoreDone,
+    Tell,
     TierNotice,
     Transfer,
 )
@@ -58,6 +60,7 @@ class Driver:
         tiers: Sequence[str] = ("disk",),
         ranks: int = 1,
         admitter: Admitter | None = None,
+        evictor: Callable[[], Evictor] = Lru,
         **limits: object,
     ) -> None:
         sizes = payloads or (1,) * len(groups)
@@ -74,7 +77,7 @@ class Driver:
             layout=layout,
             slots=[slots] * len(groups) if isinstance(slots, int) else slots,
             tiers=tiers,
-            evictor=Lru,
+            evictor=evictor,
             admitter=admitter or AdmitAll(),
             limits=Limits(**{**settings, **limits}),
             ranks=ranks,
@@ -87,6 +90,7 @@ class Driver:
         self.out: dict[int, Transfer] = {}
         self.questions: dict[int, Probe] = {}
         self.drops: list[Drop] = []
+        self.tells: list[Tell] = []
         self.cancelled: list[int] = []
         self.events: list[Event] = []
         self.sent: list[Transfer] = []
@@ -106,6 +110,7 @@ class Driver:
         *,
         resident_tokens: int = 0,
         chunks: object = None,
+        hint: Hint = NO_HINT,
     ) -> None:
         """Load everything that `tokens` (default: all full chunks) need, or only `chunks`."""
         from kvtier.core.boundary import chunk_end, needed_chunks
@@ -117,7 +122,9 @@ class Driver:
             for chunk in needed_chunks(group, prefix, tokens)
             if chunk_end(prefix, chunk) > resident_tokens and (chunks is None or chunk in chunks)
         ]
-        self.cache.load(RequestId(request), prefix, tokens, places, self.now_s, resident_tokens=resident_tokens)
+        self.cache.load(
+            RequestId(request), prefix, tokens, places, self.now_s, resident_tokens=resident_tokens, hint=hint
+        )
         self._take()
 
     def store(self, request: str, prefix: Prefix, *places: tuple[int, int], hint: Hint = NO_HINT) -> None:
@@ -133,6 +140,11 @@ class Driver:
 
     def release(self, request: str) -> None:
         self.cache.release(RequestId(request), self.now_s)
+        self._take()
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        self.cache.expects(session, next_turn)
+        self.cache.tick(self.now_s)
         self._take()
 
     def flush(self) -> None:
@@ -202,6 +214,8 @@ class Driver:
             elif isinstance(command, Drop):
                 self.drops.append(command)
                 self.held[command.tier].discard((command.key, command.group))
+            elif isinstance(command, Tell):
+                self.tells.append(command)
             else:
                 assert isinstance(command, Cancel)
                 self.cancelled.extend(command.ids)

@@ -133,6 +133,9 @@ class Request:
     skip_reading_prefix_cache: bool = False
     shared_prefix_boundary: int = 0
     lora_request: None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    kv_transfer_params: dict[str, object] | None = None
     tables: list[list[Block | None]] = field(default_factory=list)
     is_loading: bool = False
     is_loaded: bool = False

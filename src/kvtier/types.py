@@ -83,6 +83,17 @@ class Prefix:
         return chunk if chunk < count else self.marks[chunk - count].end // self.chunk_tokens
 
 
+class NextTurn(Enum):
+    """Who goes on with a conversation, as somebody who should know says; values as in files and requests."""
+
+    TOOL = "tool"
+    """A tool or an agent: seconds."""
+    USER = "user"
+    """A person: minutes, or never."""
+    NOBODY = "nobody"
+    """It is over."""
+
+
 class Hint(NamedTuple):
     """What the engine knows about a request's future; a policy may use it, nothing depends on it."""
 
@@ -134,13 +145,21 @@ class Drop(NamedTuple):
     group: int
 
 
+class Tell(NamedTuple):
+    """News for a lower tier whose evictor takes hints: who goes on with `session`."""
+
+    tier: str
+    session: str
+    next_turn: NextTurn | None
+
+
 class Cancel(NamedTuple):
     """Transfers whose result nobody waits for any more; those that have not begun need not begin."""
 
     ids: tuple[int, ...]
 
 
-Command = Transfer | Probe | Drop | Cancel
+Command = Transfer | Probe | Drop | Tell | Cancel
 
 
 class Offer(NamedTuple):

@@ -9,6 +9,9 @@ from attaching import Attach
 from tiny_transformers import batch, llama, tokens
 
 from kvtier.cli.main import run
+from kvtier.errors import ConfigError
+from kvtier.policy.adaptive import Adaptive
+from kvtier.types import NextTurn
 
 pytestmark = pytest.mark.engine
 
@@ -69,3 +72,38 @@ def test_without_the_setting_nothing_is_recorded(attached: Attach, tmp_path: Any
     kv = attached(llama())
     kv.generate(torch.tensor([PROMPTS[0]]), **GREEDY)
     assert kv._current().recorder is None
+
+
+def test_sessions_are_recorded_and_what_they_expect_reaches_the_evictor(
+    attached: Attach, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[tuple[str, NextTurn | None]] = []
+    owners: list[str | None] = []
+    real = Adaptive.added
+    monkeypatch.setattr(Adaptive, "expects", lambda _self, *said: told.append(said))
+    monkeypatch.setattr(Adaptive, "added", lambda self, held: (owners.append(held.session), real(self, held)))
+    kv = attached(llama(), trace__path=tmp_path / "traces")
+    kv.generate(torch.tensor([PROMPTS[0]]), session="chat", **GREEDY)
+    kv.expects("chat", "user")
+    input_ids, mask = batch(PROMPTS[4], tokens(20, 2))
+    kv.generate(input_ids, attention_mask=mask, session=["x", None], **GREEDY)
+    kv.expects("nobody knows", NextTurn.NOBODY)
+    assert kv.flush(60)
+    # What makes no sense never makes a call fail; what is said of nobody in particular is a mistake.
+    with caplog.at_level("WARNING"):
+        for bad in (7, ["x"], ["x", 7]):
+            kv.generate(input_ids, attention_mask=mask, session=bad, **GREEDY)  # type: ignore[arg-type]
+    assert caplog.text.count("allowed: a text, or one for each of 2 rows") == 3
+    with pytest.raises(ConfigError, match=r"next_turn is 'me'; allowed: 'tool', 'user', 'nobody', None"):
+        kv.expects("chat", "me")
+    with pytest.raises(ConfigError, match="session is 7; allowed: a text"):
+        kv.expects(7, "user")  # type: ignore[arg-type]
+    kv.close()
+    kv.expects("chat", "nobody")  # nobody hears it
+    assert set(told) == {("chat", NextTurn.USER), ("nobody knows", NextTurn.NOBODY)}
+    assert set(owners) >= {"chat", "x"}
+    (path,) = (tmp_path / "traces").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    named = [it.get("session_id") for it in lines]
+    assert [it is None for it in named] == [False, False, *[True] * 7]
+    assert "chat" not in path.read_text()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtier.runtime.fleet import Note
 from kvtier.runtime.jobs import Settled
 from kvtier.runtime.messages import FRAME_BYTES_MAX, Answer, Frames, Leave, Order, Ping, WireError, decode, encode
-from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, Outcome, Probe, RequestId, Transfer
+from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
 integers = st.integers(-(2**63), 2**64)
 small = st.integers(0, 2**31)
@@ -36,7 +36,8 @@ transfers = st.builds(
 )
 probes = st.builds(Probe, integers, words, st.lists(st.tuples(keys, small), max_size=40).map(tuple), seconds)
 drops = st.builds(Drop, words, keys, small)
-orders = st.builds(Order, integers, transfers | probes | drops)
+tells = st.builds(Tell, words, words, st.none() | st.sampled_from(NextTurn))
+orders = st.builds(Order, integers, transfers | probes | drops | tells)
 answers = st.builds(
     Answer,
     integers,
@@ -80,11 +81,12 @@ plain = st.recursive(
 )
 word, number = (str, type(None)), (int, float)
 FIELDS = {
-    Order: (int, (Transfer, Probe, Drop)),
+    Order: (int, (Transfer, Probe, Drop, Tell)),
     Transfer: (int, Link, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, Hint),
     Hint: (word, (int, type(None)), number),
     Probe: (int, str, tuple, number),
     Drop: (str, bytes, int),
+    Tell: (str, str, (NextTurn, type(None))),
     Answer: (int, Outcome, tuple, int, number, number, str, bool),
     Note: (str, str, tuple, bool),
     Cancel: (tuple,),

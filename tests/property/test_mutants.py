@@ -10,7 +10,7 @@ from tests.mutants import Mutant, Patch, assert_found, blind_checks
 
 from kvtier.core import asking, boundary, cache, host, traffic, waiting, work
 from kvtier.core.residency import Residency
-from kvtier.types import Drop, Link, Outcome
+from kvtier.types import Drop, Link, NextTurn, Outcome, Tell
 
 MUTANTS: list[Mutant] = []
 
@@ -18,6 +18,34 @@ MUTANTS: list[Mutant] = []
 def mutant(plant: Mutant) -> Mutant:
     MUTANTS.append(plant)
     return plant
+
+
+# ---- what sessions say -----------------------------------------------------------------------------------------------
+
+
+@mutant
+def news_of_a_session_does_not_wait_for_its_stores(patch: Patch) -> None:
+    def expects(self: cache.Cache, session: str, next_turn: NextTurn | None) -> None:
+        self._host.expects(session, next_turn)
+        self._commands += [Tell(lower.name, session, next_turn) for lower in self._lowers.all]
+
+    patch.setattr(cache.Cache, "expects", expects)
+
+
+@mutant
+def news_of_a_session_that_stores_is_forgotten(patch: Patch) -> None:
+    real = cache.Cache._say
+
+    def say(self: cache.Cache) -> None:
+        real(self)
+        self._unsaid.clear()
+
+    patch.setattr(cache.Cache, "_say", say)
+
+
+@mutant
+def old_news_of_a_session_is_told(patch: Patch) -> None:
+    patch.setattr(cache.Cache, "expects", lambda self, *said: self._unsaid.setdefault(*said))
 
 
 # ---- slots and pins --------------------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ from kvtier.replay.hits import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.opening import open_trace
 from kvtier.trace.packed import Packed, pack
+from kvtier.types import NextTurn
 
 Prompt = list[int]
+NOBODY = NextTurn.NOBODY
 
 
 def chats_among_documents(prompts: int, seed: int) -> Iterator[Prompt]:
@@ -143,19 +145,143 @@ def hits_of_sessions(tell_end: Callable[[Adaptive, str, bool], None], slots: int
 
 
 def test_names_of_sessions_that_have_ended_make_room():
-    told = hits_of_sessions(lambda evictor, session, ends: evictor.ended(session) if ends else None)
+    told = hits_of_sessions(lambda evictor, session, ends: evictor.expects(session, NOBODY) if ends else None)
     untold = hits_of_sessions(lambda *_: None)
     assert told > 1.05 * untold
 
 
 def test_ends_that_are_told_wrongly_do_little_harm():
     untold = hits_of_sessions(lambda *_: None)
-    lied = hits_of_sessions(lambda evictor, session, ends: None if ends else evictor.ended(session))
+    lied = hits_of_sessions(lambda evictor, session, ends: None if ends else evictor.expects(session, NOBODY))
     assert lied > 0.9 * untold
 
 
-def test_a_replay_tells_the_end_of_a_session_after_its_last_request(monkeypatch):
-    told: list[tuple[int, str]] = []
+Turn = tuple[str, Prompt, NextTurn]
+
+
+def agents_and_people(seed: int) -> Iterator[Turn]:
+    """Sessions of which some wait for a tool, which comes soon, and some for a person, who often never does.
+
+    Neither a prompt's length nor its growth tells which.
+    """
+    chance, fresh = random.Random(seed), iter(range(1, 1 << 30))
+    prompts: dict[str, Prompt] = {}
+    for _ in range(2500):
+        if len(prompts) < 10:
+            prompts[f"session {next(fresh)}"] = []
+        session = chance.choice(list(prompts))
+        prompts[session] += [next(fresh) for _ in range(3)]
+        is_for_user = chance.random() < 0.25
+        yield session, list(prompts[session]), NextTurn.USER if is_for_user else NextTurn.TOOL
+        if is_for_user:  # one in ten comes back, under the same name
+            away = prompts.pop(session)
+            if chance.random() < 0.1:
+                prompts[session] = away
+
+
+Teller = Callable[[Adaptive, str, NextTurn], None]
+
+
+def hits_of_turns(tell: Teller, slots: int = 160) -> int:
+    evictor, present, found = Adaptive(), set[int](), 0
+    for session, prompt, next_turn in agents_and_people(5):
+        found += next((depth for depth, name in enumerate(prompt) if name not in present), len(prompt))
+        for depth in reversed(range(len(prompt))):
+            event = held(prompt[depth], prompt[depth - 1] if depth else None, depth=depth)._replace(session=session)
+            use(evictor, present, slots, event)
+        tell(evictor, session, next_turn)
+    return found
+
+
+def test_who_has_the_next_turn_decides_who_stays():
+    told = hits_of_turns(lambda evictor, session, next_turn: evictor.expects(session, next_turn))
+    assert told > 1.05 * hits_of_turns(lambda *_: None)
+
+
+def drawn(seed: int) -> Teller:
+    chance = random.Random(seed)
+    return lambda evictor, session, _: evictor.expects(session, chance.choice(list(NextTurn)))
+
+
+SWAPPED = {NextTurn.TOOL: NextTurn.USER, NextTurn.USER: NextTurn.TOOL}
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        drawn(1),
+        lambda evictor, session, _: evictor.expects(session, NOBODY),
+        lambda evictor, session, _: evictor.expects(session, NextTurn.TOOL),
+        lambda evictor, session, next_turn: evictor.expects(session, SWAPPED[next_turn]),
+        lambda evictor, session, next_turn: evictor.expects(f"{session}?", next_turn),
+    ],
+    ids=["at random", "all over", "all tools", "the wrong way round", "of nobody"],
+)
+def test_lies_about_the_next_turn_do_little_harm(lie):
+    assert hits_of_turns(lie) > 0.95 * hits_of_turns(lambda *_: None)
+
+
+def hint_of(evictor: Adaptive, number: int) -> int:
+    """What the session of a name has said, as the evictor sorted it: 0 nothing, then by `NextTurn`."""
+    run = evictor._entries[name_of(number)].run
+    assert run is not None
+    return run.kind // evictor._model._unhinted
+
+
+def test_who_is_told_too_late_or_in_pieces_is_sorted_all_the_same():
+    ours = Adaptive()
+    for number in range(6):
+        parent = number - 1 if number else None
+        ours.added(held(number, parent, depth=number)._replace(session="a"))
+        ours.added(held(100 + number)._replace(session="b"))  # each name of a's prompt is told by itself
+    ours.expects("a", NextTurn.USER)
+    assert [hint_of(ours, number) for number in range(6)] == [2] * 6
+    assert [hint_of(ours, 100 + number) for number in range(5)] == [0] * 5
+    ours.expects("a", None)
+    assert [hint_of(ours, number) for number in range(6)] == [0] * 6
+
+
+def test_names_that_others_used_too_are_nobodys():
+    ours = Adaptive()
+    for session, last in (("a", 2), ("b", 3)):
+        for number in (last, 1, 0):
+            event = held(number, {0: None, 1: 0, 2: 1, 3: 1}[number])._replace(session=session)
+            (ours.touched if number in (0, 1) and session == "b" else ours.added)(event)
+    for session in "ab":
+        ours.expects(session, NOBODY)
+    assert [hint_of(ours, number) for number in range(4)] == [0, 0, 3, 3]
+
+
+@pytest.mark.parametrize("slots", [40, 90])
+def test_hints_keep_the_books(slots):
+    """Whatever is said, and whenever: a victim is a leaf that is here, and every run is found again."""
+    chance, present, ours = random.Random(slots), set[int](), Adaptive()
+    for session, prompt, next_turn in agents_and_people(6):
+        for depth in reversed(range(len(prompt))):
+            event = held(prompt[depth], prompt[depth - 1] if depth else None, depth=depth)._replace(session=session)
+            use(ours, present, slots, event)
+            if chance.random() < 0.1:
+                ours.expects(session, chance.choice([next_turn, NOBODY, None]))
+    while present:
+        victim = ours.victim(_nobody)
+        assert victim is not None
+        assert victim not in ours._children
+        present.remove(int.from_bytes(victim))
+        ours.removed(victim)
+    assert ours.victim(_nobody) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("adaptive", []),
+        ("adaptive-ends", [(2, "7", None), (3, "8", None), (6, "7", NOBODY), (7, "9", NOBODY)]),
+        ("adaptive-turns", [(2, "7", NextTurn.TOOL), (3, "8", NextTurn.USER), (6, "7", None), (7, "9", None)]),
+        ("adaptive-hints", [(2, "7", NextTurn.TOOL), (3, "8", NextTurn.USER), (6, "7", NOBODY), (7, "9", NOBODY)]),
+    ],
+)
+def test_a_replay_tells_after_each_request_who_goes_on(monkeypatch, policy, expected):
+    told: list[tuple[int, str, NextTurn | None]] = []
     prompts, sessions = [[0, 1], [2], [0, 1, 3], [4], [2, 5]], [7, 8, 7, 9, 8]
     packed = Packed(
         name="by hand",
@@ -168,24 +294,23 @@ def test_a_replay_tells_the_end_of_a_session_after_its_last_request(monkeypatch)
         output_tokens=np.zeros(5, np.int32),
         session=np.array(sessions, np.int32),
         turn=np.zeros(5, np.int32),
+        next_turn=np.array([0, 1, -1, -1, 1], np.int8),
         parents=np.array([-1, 0, -1, 1, -1, 2], np.int32),
         notes=(),
         warnings=(),
         prefix_violations=0,
     )
-    monkeypatch.setattr(Adaptive, "ended", lambda self, session: told.append((self._now, session)))
-    replay(packed, "adaptive", 1600)
-    assert told == []
-    replay(packed, "adaptive-hints", 1600)
-    assert told == [(6, "7"), (7, "9")]  # after so many uses
+    monkeypatch.setattr(Adaptive, "expects", lambda self, *said: told.append((self._now, *said)))
+    replay(packed, policy, 1600)
+    assert told == expected  # after so many uses
 
 
 def test_a_session_that_nobody_knows_may_end():
     ours = Adaptive()
-    ours.ended("nobody")
+    ours.expects("nobody", NOBODY)
     ours.added(held(1)._replace(session="a"))
-    ours.ended("a")
-    ours.ended("a")
+    ours.expects("a", NOBODY)
+    ours.expects("a", NOBODY)
     assert ours.victim(_nobody) == name_of(1)
 
 

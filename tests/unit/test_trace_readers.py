@@ -11,7 +11,9 @@ import zstandard
 from kvtier.errors import ConfigError
 from kvtier.trace.ids import merged
 from kvtier.trace.opening import Reading, open_trace
-from kvtier.trace.packed import pack
+from kvtier.trace.packed import Packed, pack, without_sessions
+from kvtier.trace.writing import write_requests
+from kvtier.types import NextTurn
 
 LINES = [
     {"timestamp": 0, "input_length": 150, "output_length": 7, "hash_ids": [0, 1, 2]},
@@ -118,6 +120,33 @@ def scoped(blocks, **more):
     return {"block_size": 64, "requests": requests, **more}
 
 
+def test_what_a_session_stopped_for_tells_who_goes_on(tmp_path):
+    def request(time_s, **more):
+        return {"t": time_s, "in": 64, "out": 1, "hash_runs": [[1, 1]], **more}
+
+    stops = [{"stop": "tool_use"}, {"stop": "end_turn"}, {"stop": ""}, {"stop": "max_tokens"}, {}]
+    agent = {"t": 9, "requests": [request(0, stop="tool_use"), request(1, stop="end_turn")]}
+    line = {"id": "s", "block_size": 64, "requests": [*(request(n, **it) for n, it in enumerate(stops)), agent]}
+    requests = list(open_trace(written(tmp_path / "sessions", [line])).requests())
+    told = {who: [it.next_turn for it in requests if it.session == who] for who in ("s", "s/5")}
+    assert told["s"] == [NextTurn.TOOL, NextTurn.USER, None, None, None]
+    assert told["s/5"] == [NextTurn.TOOL, NextTurn.NOBODY]
+
+
+def test_request_lines_say_who_goes_on_and_keep_it_when_written(tmp_path):
+    said = ["tool", None, "user", "nobody"]
+    line = {"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [0], "session_id": 1}
+    path = written(tmp_path / "said", [{**line, "timestamp": n, "next_turn": it} for n, it in enumerate(said)])
+    packed = pack(open_trace(path))
+    assert packed.next_turn.tolist() == [0, -1, 1, 2]
+    packed.save(tmp_path)
+    assert Packed.load(tmp_path).next_turn.tolist() == [0, -1, 1, 2]
+    write_requests(tmp_path / "again", packed, as_runs=True)
+    assert pack(open_trace(tmp_path / "again")).next_turn.tolist() == [0, -1, 1, 2]
+    write_requests(tmp_path / "silent", without_sessions(packed), as_runs=True)
+    assert "next_turn" not in (tmp_path / "silent").read_text()
+
+
 @pytest.mark.parametrize("name", [int, "block {}".format, lambda it: it + (1 << 60), lambda it: it * 30_000_000])
 def test_ids_of_sessions_may_be_anything_and_keep_who_is_equal_to_whom(tmp_path, name):
     first, second = [[1, 2], [1, 2, 3], [4]], [[1, 2], [1, 5]]
@@ -182,6 +211,10 @@ def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
     [
         ({"timestamp": 1, "output_length": 1, "hash_ids": [1]}, "line 3: 'input_length' is missing"),
         ({"timestamp": "x", "input_length": 1, "hash_ids": [1]}, "line 3: timestamp is 'x'; allowed: a number"),
+        (
+            {"timestamp": 1, "input_length": 1, "hash_ids": [1], "next_turn": "me"},
+            "line 3: next_turn is 'me'; allowed: tool, user, nobody",
+        ),
         ({"timestamp": 1, "input_length": -4, "hash_ids": [1]}, "line 3: input_length is -4; allowed: a whole number"),
         ({"timestamp": 1, "input_length": 1, "hash_ids": 5}, "line 3: hash_ids is 5; allowed: a list"),
         ({"timestamp": 1, "input_length": 1, "hash_ids": [1.5]}, "line 3: hash_ids holds 1.5; allowed: whole numbers"),

@@ -20,6 +20,7 @@ from kvtier.replay.hits import replay
 from kvtier.runtime.recorder import Recorder, Served
 from kvtier.trace.opening import open_trace
 from kvtier.trace.packed import pack
+from kvtier.types import NextTurn
 
 CHUNK = 16
 MIB = 1 << 20
@@ -68,6 +69,12 @@ def test_what_was_served_is_read_back_in_the_order_of_arrival(tmp_path, metrics)
     assert replay(packed, "lru", None).hit_tokens == 3 * 32
     assert counted(metrics) == {"recorded": 4, "lost": 0}
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_who_goes_on_is_recorded_where_somebody_has_said(tmp_path, metrics):
+    said = [NextTurn.TOOL, None, NextTurn.USER, NextTurn.NOBODY]
+    served = [(Served(float(n), keys(n), 20, 1, "alice", it), None) for n, it in enumerate(said)]
+    assert [it.next_turn for it in open_trace(recorded(tmp_path, metrics, served)).requests()] == said
 
 
 def test_two_recordings_of_the_same_requests_share_no_id_and_hold_nothing_of_the_keys(tmp_path, metrics):

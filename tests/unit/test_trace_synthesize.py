@@ -74,6 +74,21 @@ def test_a_trace_that_is_longer_than_its_model_goes_on_with_new_sessions(tmp_pat
     assert describe(faster).duration_s < 0.85 * told.duration_s
 
 
+def test_who_goes_on_is_as_in_the_model(tmp_path):
+    path = tmp_path / "model.jsonl"
+    said = [["tool", "user", "nobody"], ["tool", None, "tool"], ["user", "user", None]]
+    lines = [
+        {"timestamp": 1000 * turn + 100 * session, "input_length": 64, "hash_ids": [[session * 9 + turn]]}
+        | {"session_id": session, "next_turn": it, "block_size": 64}
+        for turn in range(3)
+        for session, it in enumerate(row[turn] for row in said)
+    ]
+    path.write_text("".join(json.dumps({**it, "hash_ids": it["hash_ids"][0]}) + "\n" for it in lines))
+    like = made(tmp_path, Fitted(pack(open_trace(path)), 1), 9)
+    turns = {who: like.next_turn[like.session == who].tolist() for who in range(3)}
+    assert sorted(turns.values()) == sorted([[0, 1, 2], [0, -1, 0], [1, 1, -1]])
+
+
 def test_an_order_is_kept_and_sessions_stay_whole(tmp_path):
     model = pack(open_trace(TRACES / "lmcache_miniswe_b64.jsonl.gz"))
     like = made(tmp_path, Fitted(model, 5), len(model))

@@ -1,6 +1,6 @@
 """The core: what to give, what to keep, what to move. Pure and synchronous; DESIGN principles 1, 3 and 4.
 
-Events go in (lookup, load, store, release, complete, probed), each with the time; commands and events come out
+Events go in (lookup, load, store, release, expects, complete, probed), each with the time; commands and events come out
 (`take_commands`, `take_events`), those that follow from answers after the next `advance` or `tick`. One owner calls it;
 it never blocks, and it never believes a lower tier.
 
@@ -41,12 +41,14 @@ from kvtier.types import (
     Event,
     Hint,
     Lookup,
+    NextTurn,
     Offer,
     Outcome,
     Place,
     Prefix,
     Presence,
     RequestId,
+    Tell,
 )
 
 NO_HINT = Hint()
@@ -87,6 +89,8 @@ class Cache:
         self._admitter = admitter
         self._admits_all = type(admitter) is AdmitAll  # nothing to tell of each object to who does not listen
         self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
+        self._unsaid: dict[str, NextTurn | None] = {}
+        """What sessions expect, while stores of theirs are open: evictors are told of those first."""
         self._may_move = False
         """Something has ended, and what waited for it has not been looked at."""
         self._commands: list[Command] = []
@@ -215,6 +219,7 @@ class Cache:
         *,
         resident_tokens: int = 0,
         patience: Patience | None = None,
+        hint: Hint = NO_HINT,
     ) -> None:
         """Bring the leading `tokens` to `places`; one LoadDone follows, early when it no longer pays (`patience`).
 
@@ -227,7 +232,7 @@ class Cache:
             raise ValueError(f"request {request!r} has a load under way")
         self._check_load(prefix, tokens, places, resident_tokens)
         deadline_s = now_s + self._limits.load_deadline_s
-        load = Load(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places))
+        load = Load(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), hint)
         load.begin(now_s, patience, is_alone=not self._waiting.loads)
         self._waiting.begin_load(load, [(place, prefix.key(place.chunk)) for place in places], now_s)
         self._traffic.advance(now_s)
@@ -256,6 +261,14 @@ class Cache:
         self._stop(request)
         self._traffic.advance(now_s)
 
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """A response to `session` is over, and `next_turn` goes on. Evictors that take hints are told with `advance`.
+
+        What the session has stored so far reaches the evictors before.
+        """
+        self._unsaid.pop(session, None)
+        self._unsaid[session] = next_turn
+
     def stop(self, now_s: float) -> None:
         """Release every request that has a load or a store under way; none of them begins anything more."""
         for request in dict.fromkeys([*self._waiting.loads, *(store.request for store in self._waiting.stores)]):
@@ -283,6 +296,8 @@ class Cache:
         if self._may_move:
             self._may_move = False
             self._traffic.advance(now_s)
+        if self._unsaid:
+            self._say()
 
     def tick(self, now_s: float) -> None:
         """Let deadlines pass, and `advance`."""
@@ -314,6 +329,13 @@ class Cache:
         """
         self._host.check()
         self._traffic.check()
+
+    def _say(self) -> None:
+        storing = {store.hint.session for store in self._waiting.stores}
+        for session in [session for session in self._unsaid if session not in storing]:
+            next_turn = self._unsaid.pop(session)
+            self._host.expects(session, next_turn)
+            self._commands += [Tell(lower.name, session, next_turn) for lower in self._lowers.all]
 
     def _stop(self, request: RequestId) -> None:
         self._asking.forget(request)

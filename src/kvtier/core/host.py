@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from kvtier.core.residency import COMING, LEAVING, READABLE, READY, Change, Residency, after
 from kvtier.core.work import Entry
 from kvtier.layout import KvLayout
-from kvtier.policy.base import Evictor, Held
-from kvtier.types import ChunkKey
+from kvtier.policy.base import Evictor, Held, Hinted
+from kvtier.types import ChunkKey, Hint, NextTurn
 
 
 class Host:
@@ -61,7 +61,7 @@ class Host:
         entry.residency = after(entry.residency, Change.ARRIVED)
         self.readable[entry.group].add(entry.key)
         self._count(entry, 1)
-        self._evictors[entry.group].added(self._held(entry, now_s))
+        self._evictors[entry.group].added(self._held(entry, now_s, entry.hint))
 
     def failed(self, entry: Entry) -> None:
         """The bytes did not come; the slot is free again."""
@@ -81,16 +81,16 @@ class Host:
         self.lost.remove(entry)
         self._free[entry.group].append(entry.slot)
 
-    def touch(self, entry: Entry, now_s: float) -> None:
-        """A request uses the object."""
+    def touch(self, entry: Entry, now_s: float, hint: Hint) -> None:
+        """A request uses the object, and `hint` is its own."""
         entry.uses += 1
         if entry.residency is LEAVING:
             entry.residency = after(entry.residency, Change.WANTED)
             self.leaving[entry.group] -= 1
             self._count(entry, 1)
-            self._offer(entry, now_s)
+            self._offer(entry, now_s, hint)
         elif entry.residency is READY:
-            self._evictors[entry.group].touched(self._held(entry, now_s))
+            self._evictors[entry.group].touched(self._held(entry, now_s, hint))
 
     def pin(self, entry: Entry) -> None:
         """Forbid eviction once more."""
@@ -165,7 +165,13 @@ class Host:
         """The thread behind a late demotion has answered at last."""
         entry.stuck -= 1
         if entry.residency is READY:
-            self._offer(entry, now_s)
+            self._offer(entry, now_s, entry.hint)
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """Who goes on with `session`, for evictors that take hints."""
+        for evictor in self._evictors:
+            if isinstance(evictor, Hinted):
+                evictor.expects(session, next_turn)
 
     def used(self, group: int) -> int:
         """Slots of `group` that hold something."""
@@ -226,11 +232,11 @@ class Host:
         self._free[entry.group].append(entry.slot)
         self.evictions += 1
 
-    def _offer(self, entry: Entry, now_s: float) -> None:
+    def _offer(self, entry: Entry, now_s: float, hint: Hint) -> None:
         """The evictor may choose `entry` (again)."""
         if not entry.stuck:
             self._is_searched[entry.group] = False
-            self._evictors[entry.group].added(self._held(entry, now_s))
+            self._evictors[entry.group].added(self._held(entry, now_s, hint))
 
     def _depart(self, entry: Entry) -> None:
         del self.entries[entry.group][entry.key]
@@ -250,9 +256,10 @@ class Host:
             self._idle_clean[entry.group] += step
             self._is_searched[entry.group] &= step < 0
 
-    def _held(self, entry: Entry, now_s: float) -> Held:
-        session, turn, token_s = entry.hint
-        size_bytes, saved_s = self.object_bytes[entry.group], token_s * self._chunk_tokens
+    def _held(self, entry: Entry, now_s: float, hint: Hint) -> Held:
+        session, turn, _ = hint
+        size_bytes = self.object_bytes[entry.group]
+        saved_s = entry.hint.seconds_saved_per_token * self._chunk_tokens
         return Held(entry.key, entry.parent, entry.depth, size_bytes, entry.group, now_s, session, turn, saved_s)
 
 

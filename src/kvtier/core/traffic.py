@@ -302,7 +302,7 @@ class Traffic:
 
     def _promote(self, load: Load, item: tuple[Place, ChunkKey], slot: int, lower: Lower, now_s: float) -> None:
         place, key = item
-        entry = self._new_entry(load.prefix, place, key, slot, Hint())
+        entry = self._new_entry(load.prefix, place, key, slot, load.hint)
         entry.source = lower.name
         self._host.enter(entry, Change.PROMOTE)
         self._waiting.attach(load, place, entry)

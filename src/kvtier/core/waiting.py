@@ -68,7 +68,7 @@ class Waiting:
                 self.attach(load, place, entry)
         # Deepest first, so that by recency alone a child leaves before its parent.
         for entry in reversed(found):
-            self._debts.use(entry, now_s)
+            self._debts.use(entry, now_s, load.hint)
         self._end_load_if_settled(load)
 
     def begin_store(self, store: Store, places: list[tuple[Place, ChunkKey, bool]], now_s: float) -> None:
@@ -86,7 +86,7 @@ class Waiting:
             else:
                 self.settle_store(store, is_held=False)
         for entry in reversed(found):
-            self._debts.use(entry, now_s)
+            self._debts.use(entry, now_s, store.hint)
 
     # ---- an object that is here, coming, or not coming after all ---------------------------------------------------
 

@@ -55,6 +55,7 @@ class Load:
     """Places whose object has to be promoted."""
     unsettled: int
     """Places neither delivered nor failed."""
+    hint: Hint
     patience: Patience | None = None
     begun_s: float = 0.0
     is_alone: bool = False

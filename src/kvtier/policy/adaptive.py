@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 from kvtier.policy.base import Held
 from kvtier.policy.ghosts import USES_MAX, Ghosts
 from kvtier.policy.reuse import ReuseModel
+from kvtier.types import NextTurn
 
 _GHOSTS = 8
 """Names that left are remembered for so many times the names held."""
@@ -44,18 +45,19 @@ _PAUSE_BITS_MIN = 6
 """All pauses below so many doublings of one use are alike."""
 _KIND_OF_USES = tuple(min(max(0, uses - 1).bit_length(), _USE_KINDS - 1) for uses in range(USES_MAX + 1))
 """By uses, the one that is to be sorted included."""
-_KINDS_OF_BASE = _NEW_KINDS * _PAUSE_KINDS
-_ENDED = _USE_KINDS * 2
-"""The base of names that only one session used, which has ended."""
+_HINTS: dict[NextTurn | None, int] = {None: 0} | {it: place for place, it in enumerate(NextTurn, 1)}
+"""What a session has said of its next turn, for names that only it used."""
+_OVER = _HINTS[NextTurn.NOBODY]
 
 
 class _Session:
     """Whose use it was."""
 
-    __slots__ = ("__weakref__", "ended_at")
+    __slots__ = ("__weakref__", "is_over", "tip")
 
     def __init__(self) -> None:
-        self.ended_at: int | None = None
+        self.is_over = False
+        self.tip: _Entry | None = None  # last name, of those still here, of its last prompt
 
 
 _SEVERAL = _Session()
@@ -91,7 +93,7 @@ class _Run:
     was used again, or left, may still be among them: its own run is another.
     """
 
-    __slots__ = ("count", "entries", "is_queued", "kind", "owner", "time")
+    __slots__ = ("count", "entries", "kind", "number", "owner", "time")
 
     def __init__(self, kind: int, owner: _Session | None, time: int, entries: list[_Entry]) -> None:
         self.kind = kind
@@ -99,7 +101,7 @@ class _Run:
         self.time = time
         self.entries = entries
         self.count = len(entries)  # of those whose run this is
-        self.is_queued = False
+        self.number = 0  # under which a heap has it; 0 if none does
 
     def last(self) -> _Entry:
         """Its last name; there must be one."""
@@ -139,7 +141,7 @@ class Adaptive:
     def __init__(self) -> None:
         self._entries: dict[bytes, _Entry] = {}
         self._held = 0  # names that are present
-        self._model = ReuseModel(_USE_KINDS * 2 + 1, _NEW_KINDS, _PAUSE_KINDS)
+        self._model = ReuseModel(_USE_KINDS * 2, _NEW_KINDS, _PAUSE_KINDS, len(NextTurn))
         self._ghosts = Ghosts(0)  # larger ones are made when a name must leave: then we know how many there are
         self._now = 0  # uses so far
         self._prompt: list[_Entry] = []  # used by the prompt that is being told
@@ -205,6 +207,8 @@ class Adaptive:
             run.count -= 1
         else:
             run.lost()
+        if entry.owner is not None and entry.owner.tip is entry:
+            entry.owner.tip = entry.parent
         self._ghosts.remember(entry.mark, uses, entry.time)
         self._held -= 1
         if not entry.children:
@@ -216,19 +220,31 @@ class Adaptive:
             if not parent.children:
                 self._lost_children(parent)
 
-    def ended(self, session: str) -> None:
-        """No more uses are to be expected from `session`; one that nobody knows is ignored.
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """A response to `session` is over, and `next_turn` is who goes on from what it has used so far.
 
-        What nobody else used is sorted anew, as soon as it is ranked or becomes a leaf.
+        Its last prompt is sorted anew, without what others used too. When nobody goes on, all that only it used is, as
+        soon as that is ranked or becomes a leaf.
         """
-        ended = self._sessions.pop(session, None)
-        if ended is None:
+        teller = self._sessions.get(session)
+        if teller is None:
             return
-        ended.ended_at = self._now
-        if session == self._session_name:
-            self._session_name = self._session = None
-        self._rank_now = len(self._heap) + len(self._aged)
-        self._work_at = 0
+        hint = _HINTS[next_turn]
+        if teller is self._session and self._prompt:
+            self._sort_prompt(hint)
+        if hint == _OVER:
+            teller.is_over = True
+            del self._sessions[session]
+            if teller is self._session:
+                self._session_name = self._session = None
+            self._rank_now = len(self._heap) + len(self._aged)
+            self._work_at = 0
+        entry, before = teller.tip, None
+        while entry is not None and entry.owner is teller:
+            run = entry.run
+            if run is not None and run is not before and self._hint(run, hint) and run.number:
+                self._queue(run)
+            entry, before = entry.parent, run
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         """The leaf that is worth least of those that are not pinned; None when all leaves are. Does not remove it."""
@@ -312,7 +328,7 @@ class Adaptive:
             self._session = self._sessions.get(session) or _Session()
             self._sessions[session] = self._session
 
-    def _sort_prompt(self) -> None:
+    def _sort_prompt(self, hint: int = 0) -> None:
         """The prompt is complete: what kind of use was it for each of its names?"""
         path, time = self._prompt, self._prompt[0].time
         is_from_start = self._above is _NOBODY
@@ -325,6 +341,9 @@ class Adaptive:
         self._prompt_new = self._tail = 0
         self._prompt_pauses = 0, 0
         self._tail_worth = None
+        teller = self._session
+        if teller is not None:
+            teller.tip = next((entry for entry in reversed(path) if entry.run), None)
         is_last, before = 1, -1
         end = len(path)
         while end:
@@ -336,7 +355,7 @@ class Adaptive:
                 if _KIND_OF_USES[entry.uses] != uses_kind or entry.owner is not owner:
                     break
                 start -= 1
-            kind = self._model.kind(uses_kind * 2 + is_last, first, second)
+            kind = self._model.kind(uses_kind * 2 + is_last, first, second, hint if owner is teller else 0)
             run = _Run(kind, owner, time, path[start:end])
             if kind != before:
                 # Names that share their fate: one of them stands for all in the model.
@@ -389,17 +408,19 @@ class Adaptive:
                 heap = aged
             if not heap:
                 return None
-            run = heap[0][3]
-            if not run.count or (entry := run.last()).children:
+            number, run = heap[0][2:]
+            if number != run.number:
+                heappop(heap)  # it was queued again
+            elif not run.count or (entry := run.last()).children:
                 heappop(heap)
-                run.is_queued = False  # if it has names, until the last child of the last has left
+                run.number = 0  # if it has names, until the last child of the last has left
             elif is_pinned(entry.name):
                 pinned.append(self._apart(entry))
             elif not is_aged:
                 return heap[0]
             else:
                 # It seems to be least, but that was long ago.
-                number = heappop(heap)[2]
+                heappop(heap)
                 self._retire(run)
                 heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, number, run))
                 tries -= 1
@@ -413,7 +434,7 @@ class Adaptive:
             pass  # it is queued at the prompt's end
         elif run.entries[-1] is not entry and run.last() is not entry:
             self._queue(self._apart(entry))
-        elif not run.is_queued:
+        elif not run.number:
             self._queue(run)
 
     def _apart(self, entry: _Entry) -> _Run:
@@ -426,22 +447,27 @@ class Adaptive:
 
     def _queue(self, run: _Run) -> None:
         self._retire(run)
-        run.is_queued = True
         self._number += 1
+        run.number = self._number
         heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, self._number, run))
         if len(self._heap) + len(self._aged) > 2 * self._held + _SLACK:
             self._rank(_TIDY_AT_ONCE)
 
     def _retire(self, run: _Run) -> None:
-        """If its only session has ended, that is a kind of its own: whether it is dead is learned, like all else."""
-        owner = run.owner
-        if owner is None or owner.ended_at is None:
-            return
-        run.owner = None
-        run.kind = _ENDED * _KINDS_OF_BASE + run.kind % _KINDS_OF_BASE
-        run.time = max(run.time, owner.ended_at)
-        self._model.watch(min(map(_mark_of, run.entries)), run.kind, self._now)
-        self._model.value(run.kind, 0)
+        """If its only session is over, that is a kind of its own: whether it is dead is learned, like all else."""
+        if run.owner is not None and run.owner.is_over:
+            self._hint(run, _OVER)
+            run.owner = None
+
+    def _hint(self, run: _Run, hint: int) -> bool:
+        """Sort `run` anew: its only session has said who goes on. Returns whether that was not known."""
+        if run is _TOLD or (kind := self._model.hinted(run.kind, hint)) == run.kind:
+            return False
+        run.kind = kind
+        run.time = self._now
+        self._model.watch(min(map(_mark_of, run.entries)), kind, self._now)
+        self._model.value(kind, 0)
+        return True
 
     def _work(self) -> None:
         """A step of what is to be done once in a while."""
@@ -475,12 +501,14 @@ class Adaptive:
         kept: list[_Ranked] = []
         for item in items:
             run = item[3]
+            if item[2] != run.number:
+                continue  # it was queued again
             if run.count:
                 if run.owner is not None:
                     self._retire(run)
                 kept.append(item)
             else:
-                run.is_queued = False
+                run.number = 0
         now = self._now
         values = self._model.values([run.kind for *_, run in kept], [now - run.time for *_, run in kept])
         for value, (_, _, number, run) in zip(values, kept, strict=True):

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvtier.types import NextTurn
+
 
 class Held(NamedTuple):
     """One object that a place holds, as a policy sees it."""
@@ -51,8 +53,11 @@ class Evictor(Protocol):
 class Hinted(Protocol):
     """An evictor that can make use of what an engine or a client knows of the future. A wrong hint costs hits only."""
 
-    def ended(self, session: str) -> None:
-        """No more uses are to be expected from `session`."""
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """A response to `session` is over, and `next_turn` is who goes on from what it has used so far.
+
+        None takes back what was said before. A session that nobody knows is ignored.
+        """
         ...
 
 

@@ -6,12 +6,15 @@ how long uses were watched at such an age. Their ratio is a rate. Whoever is wat
 has told what it could; nothing is waited for.
 
 A kind has three features: a base, and two more that are learned apart from one another given the base. What each of
-the two says, as a factor to the rate of its base, is multiplied: so that few uses teach something about many kinds.
+the two says, as a factor to the rate of its base, is multiplied: so that few uses teach something about many kinds. A
+hint is a fourth, of a kind that somebody gave one; to other kinds it makes no difference, though their base learns from
+these uses, too.
 """
 
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,6 +39,8 @@ _FADE = 0.35
 _FIRST_RATE = 0.01 / _FIRST_END
 _FACTOR_MAX = 8.0
 """A feature raises or lowers a rate so many times at most."""
+_HINT_FACTOR_MAX = 64.0
+"""A hint does: it may say that a name is dead."""
 
 _AGE_MAX = 64
 """Ages above so many times the names held are not told apart."""
@@ -62,12 +67,16 @@ class ReuseModel:
         bases: how many values the base of a kind has.
         firsts: how many the first of the other two features has.
         seconds: how many the second has.
+        hints: how many different hints there are.
     """
 
-    def __init__(self, bases: int, firsts: int, seconds: int) -> None:
-        self._bases, self._firsts, self._seconds = bases, firsts, seconds
-        self._rows = bases * (1 + firsts + seconds)
-        """Rows of the tables: a row for each base, for each base and first, for each base and second."""
+    def __init__(self, bases: int, firsts: int, seconds: int, hints: int = 0) -> None:
+        self._bases, self._firsts, self._seconds, self._hints = bases, firsts, seconds, hints
+        self._unhinted = bases * firsts * seconds
+        """Kinds without a hint; they come first."""
+        self._hint_rows = bases * (1 + firsts + seconds)
+        self._rows = self._hint_rows + bases * hints
+        """Rows of the tables: for each base, for each base and first, base and second, base and hint."""
         self._again: Numbers = np.zeros((self._rows, BUCKETS))
         self._ended: Numbers = np.zeros((self._rows, BUCKETS))
         self._inside: Numbers = np.zeros((self._rows, BUCKETS))
@@ -84,8 +93,8 @@ class ReuseModel:
         self._held = 0
         self._top = BUCKETS  # buckets that are told apart
         self._learned_at = 0
-        self._rates: tuple[Numbers, Numbers, Numbers] | None = None
-        kinds = bases * firsts * seconds
+        self._rates: tuple[Numbers, Numbers, Numbers, Numbers] | None = None
+        kinds = self._unhinted * (1 + hints)
         self._values: Numbers = np.zeros((kinds, BUCKETS + 1))
         """By kind, at the start of each bucket, and after the last."""
         self._is_known: Numbers = np.zeros(kinds, np.bool_)
@@ -94,9 +103,13 @@ class ReuseModel:
     def __len__(self) -> int:
         return len(self.watched)
 
-    def kind(self, base: int, first: int, second: int) -> int:
-        """The number of a kind."""
-        return (base * self._firsts + first) * self._seconds + second
+    def kind(self, base: int, first: int, second: int, hint: int = 0) -> int:
+        """The number of a kind; 0 is no hint."""
+        return ((hint * self._bases + base) * self._firsts + first) * self._seconds + second
+
+    def hinted(self, kind: int, hint: int) -> int:
+        """The kind that differs from `kind` in the hint only."""
+        return kind % self._unhinted + hint * self._unhinted
 
     def used(self, mark: int, now: int) -> None:
         """The name of `mark` is used: that is the outcome of its use before."""
@@ -191,37 +204,50 @@ class ReuseModel:
     def _count_done(self) -> None:
         kinds, ages, again = (np.array(column, np.int64) for column in self._done)
         self._done = (array("q"), array("q"), array("q"))
-        places = self._tally(kinds, ages, self._ended, self._inside)
-        followed = np.tile(again, 3)  # a use counts in three rows
-        self._again += np.bincount(places, followed, self._again.size).reshape(self._again.shape)
+        uses, places = self._tally(kinds, ages, self._ended, self._inside)
+        self._again += np.bincount(places, again[uses], self._again.size).reshape(self._again.shape)
 
-    def _tally(self, kinds: Numbers, ages: Numbers, ended: Numbers, inside: Numbers) -> Numbers:
-        """Add, for each row and bucket, how many have an age in it, and for how long they were in it; returns where."""
+    def _tally(self, kinds: Numbers, ages: Numbers, ended: Numbers, inside: Numbers) -> tuple[Numbers, Numbers]:
+        """Add, for each row and bucket, how many have an age in it, and for how long they were in it.
+
+        Returns:
+            Which use was counted, and where; each counts in three rows, with a hint in four.
+        """
+        hinted = np.flatnonzero(kinds >= self._unhinted)
+        every = np.arange(len(kinds))
+        uses = np.concatenate([every, every, every, hinted])
+        rows = np.concatenate([*self._rows_of(kinds), self._hint_rows_of(kinds[hinted])])
         bucket = _ENDS.searchsorted(ages, "right")
-        places = np.concatenate([row * BUCKETS + bucket for row in self._rows_of(kinds)])
+        places = rows * BUCKETS + bucket[uses]
         ended += np.bincount(places, minlength=ended.size).reshape(ended.shape)
-        into = np.tile(ages - _STARTS[bucket], 3)
+        into = (ages - _STARTS[bucket])[uses]
         inside += np.bincount(places, into, inside.size).reshape(inside.shape)
-        return places
+        return uses, places
 
     def _rows_of(self, kinds: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        base = kinds // (self._firsts * self._seconds)
-        first = self._bases + kinds // self._seconds
-        return base, first, self._bases * (1 + self._firsts) + base * self._seconds + kinds % self._seconds
+        plain = kinds % self._unhinted
+        base = plain // (self._firsts * self._seconds)
+        first = self._bases + plain // self._seconds
+        return base, first, self._bases * (1 + self._firsts) + base * self._seconds + plain % self._seconds
+
+    def _hint_rows_of(self, kinds: Numbers) -> Numbers:
+        """Of kinds that have one."""
+        base = kinds % self._unhinted // (self._firsts * self._seconds)
+        return self._hint_rows + base * self._hints + kinds // self._unhinted - 1
 
     def _learn_rates(self, again: Numbers, ended: Numbers, inside: Numbers) -> Iterator[None]:
         later = ended[:, ::-1].cumsum(1)[:, ::-1] - ended  # these have been in the whole bucket
         watched = inside + later * _WIDTHS
         average = _average(again[: self._bases].sum(0), watched[: self._bases].sum(0))
         base = _shrunk(again[: self._bases], watched[: self._bases], average)
-        starts = (self._bases, self._bases * (1 + self._firsts), self._rows)
+        starts = (self._bases, self._bases * (1 + self._firsts), self._hint_rows)
         factors: list[Numbers] = []
-        for start, end, count in zip(starts, starts[1:], (self._firsts, self._seconds), strict=False):
+        for start, end in pairwise(starts):
             yield
-            above = base.repeat(count, 0)
-            rates = _shrunk(again[start:end], watched[start:end], above)
-            factors.append((rates / above).clip(1 / _FACTOR_MAX, _FACTOR_MAX))
-        self._rates = base, factors[0], factors[1]
+            factors.append(_factors(again[start:end], watched[start:end], base, _FACTOR_MAX))
+        hints = slice(self._hint_rows, self._rows)
+        factors.append(_factors(again[hints], watched[hints], base, _HINT_FACTOR_MAX))
+        self._rates = base, factors[0], factors[1], factors[2]
         yield
 
     def _know(self, kinds: Numbers) -> None:
@@ -230,6 +256,8 @@ class ReuseModel:
         base, first, second = self._rows_of(kinds)
         rates = self._rates[0][base] * self._rates[1][first - self._bases]
         rates *= self._rates[2][second - self._bases * (1 + self._firsts)]
+        hinted = np.flatnonzero(kinds >= self._unhinted)
+        rates[hinted] *= self._rates[3][self._hint_rows_of(kinds[hinted]) - self._hint_rows]
         top = self._top
         kept = np.exp(-rates[:, :top] * _WIDTHS[:top])
         left = np.ones((len(kinds), top + 1))
@@ -253,6 +281,12 @@ def _average(again: Numbers, watched: Numbers) -> Numbers:
             guess = rates[bucket - 1] * _FADE
         rates[bucket] = (again[bucket] + _DOUBT) / (watched[bucket] + _DOUBT / guess)
     return rates
+
+
+def _factors(again: Numbers, watched: Numbers, base: Numbers, most: float) -> Numbers:
+    """By how much rows, several for each base, differ from it."""
+    above = base.repeat(len(again) // len(base), 0)
+    return (_shrunk(again, watched, above) / above).clip(1 / most, most)
 
 
 def _shrunk(again: Numbers, watched: Numbers, above: Numbers) -> Numbers:

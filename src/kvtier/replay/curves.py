@@ -93,5 +93,6 @@ def _empty(packed: Packed) -> Packed:
         output_tokens=packed.output_tokens[:0],
         session=packed.session[:0],
         turn=packed.turn[:0],
+        next_turn=packed.next_turn[:0],
         parents=packed.parents[:0],
     )

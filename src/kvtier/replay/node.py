@@ -167,7 +167,13 @@ class Node:
         self._loading[job.request] = job
         self._planners[job.planner].begun(plan, self._agenda.now_s)
         self.cache.load(
-            job.request, job.prefix, plan.tokens, _places(chunks), self._agenda.now_s, patience=plan.patience
+            job.request,
+            job.prefix,
+            plan.tokens,
+            _places(chunks),
+            self._agenda.now_s,
+            patience=plan.patience,
+            hint=job.hint,
         )
         self._watch()
 
@@ -304,7 +310,7 @@ class Node:
             self._agenda.at(self._agenda.now_s + shelf.latency_s, lambda: self._probed(probe, shelf))
         elif isinstance(command, Drop):
             self.shelves[command.tier].drop(command.key)
-        # A cancellation comes too late for what is on its way, and all is on its way at once.
+        # A replay expects nothing of anybody. A cancellation comes too late for what is on its way, and all is at once.
 
     def _probed(self, probe: Probe, shelf: Shelf) -> None:
         self.cache.probed(probe.id, [key in shelf for key, _ in probe.objects], self._agenda.now_s)

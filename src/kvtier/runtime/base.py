@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.core.patience import Patience
-from kvtier.types import Event, Hint, Lookup, Place, Prefix, RequestId
+from kvtier.types import Event, Hint, Lookup, NextTurn, Place, Prefix, RequestId
 
 NO_HINT = Hint()
 
@@ -42,6 +42,7 @@ class Session(Protocol):
         *,
         resident_tokens: int = 0,
         patience: Patience | None = None,
+        hint: Hint = NO_HINT,
     ) -> None:
         """Bring the leading `tokens` to `places`; exactly one `LoadDone` follows, whatever happens.
 
@@ -56,6 +57,13 @@ class Session(Protocol):
 
     def release(self, request: RequestId) -> None:
         """The engine has no further interest in `request`: cancel what has not begun, and end its load and stores."""
+        ...
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """Who goes on with `session`, the one of `Hint`, after a response; None: nobody knows any more.
+
+        Kept for what evictors learn from it; a wrong word costs hits only.
+        """
         ...
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:

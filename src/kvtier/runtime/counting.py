@@ -10,7 +10,7 @@ from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.jobs import Observer, Settled, Work
 from kvtier.tier.base import Tier
-from kvtier.types import Outcome, Probe, Transfer
+from kvtier.types import Drop, Outcome, Probe, Transfer
 
 
 class Counting:
@@ -46,7 +46,7 @@ class Counting:
             result = "answered" if settled.outcome is Outcome.DONE else "failed"
             self._metrics.add(table.PROBES, tier=command.tier, result=result)
             self._metrics.observe(table.PROBE_SECONDS, settled.seconds + settled.waited_s, tier=command.tier)
-        elif settled.outcome is Outcome.DONE:
+        elif isinstance(command, Drop) and settled.outcome is Outcome.DONE:
             self._metrics.add(table.DROPS, place=command.tier, reason="corrupt")
 
     def _transfer(self, transfer: Transfer, settled: Settled) -> None:

@@ -18,7 +18,7 @@ from kvtier.core.patience import Patience
 from kvtier.errors import KvError
 from kvtier.runtime.base import NO_HINT, Closed
 from kvtier.runtime.session import LocalSession
-from kvtier.types import Event, Hint, Lookup, Place, Prefix, RequestId
+from kvtier.types import Event, Hint, Lookup, NextTurn, Place, Prefix, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +70,12 @@ class Desk:
         *,
         resident_tokens: int = 0,
         patience: Patience | None = None,
+        hint: Hint = NO_HINT,
     ) -> None:
         """See `Session`."""
         self._call(
             lambda: self._session.load(
-                request, prefix, tokens, places, resident_tokens=resident_tokens, patience=patience
+                request, prefix, tokens, places, resident_tokens=resident_tokens, patience=patience, hint=hint
             )
         )
 
@@ -85,6 +86,10 @@ class Desk:
     def release(self, request: RequestId) -> None:
         """See `Session`."""
         self._call(lambda: self._session.release(request))
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """See `Session`."""
+        self._call(lambda: self._session.expects(session, next_turn))
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """See `Session`. Each event is given to one caller only."""

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvtier.types import Command, Drop, Outcome, Probe, Transfer
+from kvtier.types import Command, Drop, Outcome, Probe, Tell, Transfer
 
-Work = Transfer | Probe | Drop
+Work = Transfer | Probe | Drop | Tell
 """The commands that are answered. A `Cancel` is not: the transfers that it names are."""
 
 
@@ -16,7 +16,7 @@ class Settled(NamedTuple):
 
     command: Work
     outcome: Outcome
-    """For a probe or drop DONE, FAILED or CANCELLED."""
+    """For a probe, drop or tell DONE, FAILED or CANCELLED."""
     present: tuple[bool, ...] = ()
     """For a probe that is DONE: which of its objects the tier holds."""
     size_bytes: int = 0
@@ -104,7 +104,7 @@ class Job:
         self.command = command
         self.submitted_s = submitted_s
         self.together = together
-        self.deadline_s = math.inf if isinstance(command, Drop) else command.deadline_s
-        """After it the answer no longer counts; a drop has none."""
+        self.deadline_s = math.inf if isinstance(command, Drop | Tell) else command.deadline_s
+        """After it the answer no longer counts; a drop or tell has none."""
         self.is_in_tier = False
         """A tier is being called, so what is raised is the tier's fault."""

@@ -13,7 +13,7 @@ from enum import Enum
 
 from kvtier.runtime.arena import page_aligned
 from kvtier.runtime.jobs import Job
-from kvtier.types import Drop
+from kvtier.types import Drop, Tell
 
 IDLE_WAIT_S = 60.0
 """A thread without work looks again after this long, so that not even a lost wake-up could stall a lane for ever."""
@@ -116,7 +116,7 @@ class Lane:
         if not (self._urgent or self._usual):
             return []
         with self._ready:
-            return self._take_out(lambda job: not isinstance(job.command, Drop) and job.command.id in ids)
+            return self._take_out(lambda job: not isinstance(job.command, Drop | Tell) and job.command.id in ids)
 
     def expire(self, now_s: float) -> list[Job]:
         """Take out the oldest jobs while they are too late to begin; they are the caller's to answer.

@@ -18,11 +18,12 @@ from kvtier.device.base import Copier, Fence
 from kvtier.errors import TierError
 from kvtier.keys.names import object_name, object_names
 from kvtier.layout import KvLayout
+from kvtier.policy.base import Hinted
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.jobs import Job, Work
 from kvtier.runtime.lanes import Scratch
 from kvtier.tier.base import About, AheadTier, BatchTier, Read, Tier, Write, ended
-from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
+from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Tell, Transfer
 
 BATCH_BYTES = 2 << 20
 """Small objects go to a tier and come from it in batches of about so many bytes: more gains nothing, and waits."""
@@ -127,6 +128,8 @@ class Links:
             return self._probe(job, command)
         if isinstance(command, Drop):
             return self._drop(job, command)
+        if isinstance(command, Tell):
+            return self._tell(job, command)
         if command.link is Link.GATHER or command.link is Link.SCATTER:
             return self._copy(command)
         if command.link is Link.DEMOTE:
@@ -241,6 +244,13 @@ class Links:
         name = self._name(drop.key, drop.group)
         with _calling_tier(job):
             self._tiers[drop.tier].delete(name)
+        return Result(Outcome.DONE)
+
+    def _tell(self, job: Job, tell: Tell) -> Result:
+        tier = self._tiers[tell.tier]
+        if isinstance(tier, Hinted):
+            with _calling_tier(job):
+                tier.expects(tell.session, tell.next_turn)
         return Result(Outcome.DONE)
 
     def _name(self, key: ChunkKey, group: int) -> ObjectName:

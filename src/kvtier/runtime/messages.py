@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from kvtier.errors import KvError
 from kvtier.runtime.fleet import Note
 from kvtier.runtime.jobs import Work
-from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, Outcome, Probe, RequestId, Transfer
+from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
 FRAME_BYTES_MAX = 16 << 20
 """Longest message: a probe of 200,000 objects."""
@@ -34,7 +34,7 @@ class WireError(KvError):
 
 
 class Order(NamedTuple):
-    """A command, and the number that its answer will carry: a drop has none of its own."""
+    """A command, and the number that its answer will carry: a drop or tell has none of its own."""
 
     number: int
     command: Work
@@ -132,6 +132,9 @@ def _plain(message: Message) -> list[Any]:
             keys = [key.hex() for key, _ in command.objects]
             groups = [group for _, group in command.objects]
             return ["probe", number, command.id, command.tier, keys, groups, command.deadline_s]
+        if isinstance(command, Tell):
+            next_turn = None if command.next_turn is None else command.next_turn.value
+            return ["tell", number, command.tier, command.session, next_turn]
         return ["drop", number, command.tier, command.key.hex(), command.group]
     return [type(message).__name__.lower(), *message]
 
@@ -166,6 +169,11 @@ def _probe(values: list[Any]) -> Order:
 def _drop(values: list[Any]) -> Order:
     number, tier, key, group = _checked(values, int, str, str, int)
     return Order(number, Drop(tier, ChunkKey(bytes.fromhex(key)), group))
+
+
+def _tell(values: list[Any]) -> Order:
+    number, tier, session, next_turn = _checked(values, int, str, str, _WORD)
+    return Order(number, Tell(tier, session, None if next_turn is None else NextTurn(next_turn)))
 
 
 def _answer(values: list[Any]) -> Answer:
@@ -206,6 +214,7 @@ _DECODERS = {
     "transfer": _transfer,
     "probe": _probe,
     "drop": _drop,
+    "tell": _tell,
     "answer": _answer,
     "cancel": _cancel,
     "note": _note,

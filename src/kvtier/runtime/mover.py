@@ -2,7 +2,7 @@
 
     device lane     gather, scatter     scatters first: a request waits for them
     read lane       promote             \
-    write lane      demote, drop         } one of each per tier, so that neither a slow write
+    write lane      demote, drop, tell   } one of each per tier, so that neither a slow write
     probe lane      probe               /  nor a hanging tier holds up anything else
 
 Between a command and its answer the slot it names belongs to the mover. That is why nothing is answered while a thread
@@ -27,14 +27,14 @@ from kvtier.runtime.lanes import Lane, LaneState, Scratch
 from kvtier.runtime.late import NOT_OPEN
 from kvtier.runtime.links import NOT_ADMITTED, Links, Result
 from kvtier.tier.base import Tier
-from kvtier.types import Cancel, Command, Drop, Link, Outcome, Probe, Transfer
+from kvtier.types import Cancel, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
 """Most jobs that may wait in one lane: far above the core's budgets, so that reaching it is our own mistake."""
 
 DROPS_BOUND = 1024
-"""Most jobs that may wait in a write lane when a drop comes. Drops have no budget in the core; a bad copy that stays is
-found bad again."""
+"""Most jobs that may wait in a write lane when a drop or a tell comes. They have no budget in the core; a bad copy that
+stays is found bad again, and what is not told costs hits."""
 
 _Answer = TypeVar("_Answer")
 _Given = TypeVarTuple("_Given")
@@ -239,7 +239,7 @@ class Mover:
             else:
                 for job in jobs:
                     self._answer(job, Outcome.FAILED, f"{way.bound} commands wait in the {lane.name} lane")
-                is_ours = any(not isinstance(job.command, Drop) for job in jobs)
+                is_ours = any(not isinstance(job.command, Drop | Tell) for job in jobs)
                 assert not is_ours, f"the core has let {way.bound} commands wait in the {lane.name} lane"
 
     def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:

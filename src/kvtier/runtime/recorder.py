@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 from kvtier.errors import ConfigError
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
-from kvtier.types import ChunkKey
+from kvtier.types import ChunkKey, NextTurn
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class Served(NamedTuple):
     output_tokens: int
     session: str | None = None
     """Whatever tells requests of one conversation from others; its name is not recorded either."""
+    next_turn: NextTurn | None = None
+    """Who goes on after the answer, where somebody has said."""
 
 
 class Recorder:
@@ -177,6 +179,8 @@ class Recorder:
         }
         if request.session is not None:
             told["session_id"] = self._named(b"session" + request.session.encode("utf-8", "surrogatepass"))
+        if request.next_turn is not None:
+            told["next_turn"] = request.next_turn.value
         told["hash_ids"] = [self._named(key) for key in request.keys]
         return json.dumps(told, separators=(",", ":")).encode() + b"\n"
 

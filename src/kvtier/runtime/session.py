@@ -22,6 +22,7 @@ from kvtier.types import (
     Hint,
     LoadDone,
     Lookup,
+    NextTurn,
     Outcome,
     Place,
     Prefix,
@@ -105,6 +106,7 @@ class LocalSession:
         *,
         resident_tokens: int = 0,
         patience: Patience | None = None,
+        hint: Hint = NO_HINT,
     ) -> None:
         """See `Session`."""
         asked = _Asked(request, self._clock(), tokens, tuple((place.group, place.chunk) for place in places))
@@ -113,7 +115,14 @@ class LocalSession:
             return
         with self._doors():
             self._cache.load(
-                request, prefix, tokens, places, asked.time_s, resident_tokens=resident_tokens, patience=patience
+                request,
+                prefix,
+                tokens,
+                places,
+                asked.time_s,
+                resident_tokens=resident_tokens,
+                patience=patience,
+                hint=hint,
             )
             self._loads[request] = asked
             self._pass_on()
@@ -135,6 +144,14 @@ class LocalSession:
         if not self._is_shut:
             with self._doors():
                 self._cache.release(request, self._clock())
+                self._pass_on()
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """See `Session`."""
+        if not self._is_shut:
+            with self._doors():
+                self._cache.expects(session, next_turn)
+                self._cache.tick(self._clock())
                 self._pass_on()
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:

@@ -32,7 +32,7 @@ from kvtier.runtime.jobs import Settled, Work
 from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
 from kvtier.runtime.rank import Rank
 from kvtier.runtime.remote import HUNG_S, RECV_BYTES, RemoteMover, set_timeout
-from kvtier.types import Cancel, Drop, Outcome
+from kvtier.types import Cancel, Drop, Outcome, Tell
 
 GREETING_S = 5.0
 """How long one greeting may take."""
@@ -242,7 +242,7 @@ class RankServer:
 
     def _drain(self) -> None:
         """Nobody waits for answers any more, but hanging up says that nothing runs."""
-        waiting = [command.id for _, command in list(self._open.values()) if not isinstance(command, Drop)]
+        waiting = [command.id for _, command in list(self._open.values()) if not isinstance(command, Drop | Tell)]
         self._rank.mover.cancel(waiting)
         while self._open:
             time.sleep(DRAIN_STEP_S)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Protocol
 
 from kvtier.core.boundary import chunk_end, needed_chunks
@@ -10,9 +11,12 @@ from kvtier.core.patience import Patience
 from kvtier.sim.oracle import boundaries
 from kvtier.sim.scenario import Mode
 from kvtier.sim.world import Condition, Item, World
-from kvtier.types import ChunkKey, LoadDone, Lookup, Mark, Place, Prefix, Presence, RequestId, StoreDone
+from kvtier.types import ChunkKey, Hint, LoadDone, Lookup, Mark, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
 
 LOOKUPS_MAX = 8
+SESSIONS = (None, "s1", "s2", "s3", "s4", "s5")
+TELLS = 0.5
+"""Share of the responses after which a session says who goes on."""
 CONVERSATIONS_MAX = 10
 
 
@@ -38,6 +42,7 @@ class Job:
 
     request: RequestId
     prefix: Prefix
+    session: str | None = None
     lookups: int = 0
     load: Ticket | None = None
     stores: list[Ticket] = field(default_factory=list[Ticket])
@@ -79,9 +84,20 @@ class Engine:
 
     Args:
         settle: hands over the core's commands and events at once.
+        expected: hears what the core is about to hear of a session.
     """
 
-    def __init__(self, world: World, cache: Cache, judge: Judge, settle: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        world: World,
+        cache: Cache,
+        judge: Judge,
+        settle: Callable[[], object],
+        expected: Callable[[str, NextTurn | None], None],
+    ) -> None:
+        self._expected = expected
+        # Dice of its own: what sessions say changes nothing else in a seed.
+        self._chatter = Random(f"sessions {world.scenario.seed}")
         self._settle = settle
         self._world = world
         self._dice = world.dice
@@ -123,7 +139,7 @@ class Engine:
         else:
             self._count += 1
             request = RequestId(f"r{self._count}")
-        job = self.jobs[request] = Job(request, self._prompt())
+        job = self.jobs[request] = Job(request, self._prompt(), self._chatter.choice(SESSIONS))
         self._world.note(f"arrive {request} {len(job.prefix.keys)}+{len(job.prefix.marks)}")
         self._ask(job)
 
@@ -185,7 +201,14 @@ class Engine:
         self._world.note(f"load {job.request} {tokens} past {resident} {patience}: {sorted(blocks)}")
         self._judge.load_begun(job, ticket)
         self._cache.load(
-            job.request, job.prefix, tokens, _places(blocks), now_s, resident_tokens=resident, patience=patience
+            job.request,
+            job.prefix,
+            tokens,
+            _places(blocks),
+            now_s,
+            resident_tokens=resident,
+            patience=patience,
+            hint=Hint(job.session),
         )
 
     def _compute(self, job: Job) -> None:
@@ -212,7 +235,7 @@ class Engine:
         ticket = Ticket(job.prefix, self._world.now_s, blocks)
         job.stores.append(ticket)
         self._world.note(f"store {job.request} {sorted(blocks)}")
-        self._cache.store(job.request, job.prefix, _places(blocks), self._world.now_s)
+        self._cache.store(job.request, job.prefix, _places(blocks), self._world.now_s, Hint(job.session))
         self._conversations.append(job.prefix.keys)
         if len(self._conversations) > CONVERSATIONS_MAX:
             del self._conversations[dice.randrange(CONVERSATIONS_MAX)]
@@ -230,7 +253,17 @@ class Engine:
         self._cache.release(job.request, self._world.now_s)
         self._settle()
         self._judge.released(job)
+        self._expect(job)
         self._forget_if_over(job)
+
+    def _expect(self, job: Job) -> None:
+        """Sessions say who goes on, now and then, and not always what is true."""
+        if job.session is not None and self._chatter.random() < TELLS:
+            next_turn = self._chatter.choice((*NextTurn, None))
+            self._world.note(f"expects {job.session} {next_turn}")
+            self._expected(job.session, next_turn)
+            self._cache.expects(job.session, next_turn)
+            self._settle()
 
     def _forget_if_over(self, job: Job) -> None:
         is_known = self.jobs.get(job.request) is job

@@ -10,7 +10,20 @@ from kvtier.layout import History
 from kvtier.sim.engine import Job, Ticket
 from kvtier.sim.scenario import OBJECT_BYTES, Mode
 from kvtier.sim.world import Item, Violation, World
-from kvtier.types import Cancel, ChunkKey, Command, Link, LoadDone, Outcome, Probe, RequestId, TierNotice, Transfer
+from kvtier.types import (
+    Cancel,
+    ChunkKey,
+    Command,
+    Link,
+    LoadDone,
+    NextTurn,
+    Outcome,
+    Probe,
+    RequestId,
+    Tell,
+    TierNotice,
+    Transfer,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +75,8 @@ class Wanted:
 TICK_LATENESS_S_MAX = 0.01
 """How much later than it should the core is told the time, at most."""
 
+_HOST_TOLD = "host memory"
+_NOTHING = object()
 SEVERITY = (Outcome.DONE, Outcome.CANCELLED, Outcome.ABSENT, Outcome.FAILED, Outcome.CORRUPT)
 
 
@@ -84,6 +99,8 @@ class Log:
         self.arrivals: dict[Ticket, list[tuple[float, Item]]] = {}
         """Of each open load, when each object came."""
         self._drops_due: list[tuple[str, Item]] = []
+        self._tells_due: dict[tuple[str, str], NextTurn | None] = {}
+        """(place, session) of what evictors are still to hear."""
         self._back_due: set[str] = set()
         self._faults_in_a_row: dict[str, int] = dict.fromkeys(world.scenario.tiers, 0)
         self.incident_counts: defaultdict[str, int] = defaultdict(int)
@@ -118,11 +135,37 @@ class Log:
             for number in command.ids:
                 if number in self.flights:
                     self.flights[number].is_cancelled = True
+        elif isinstance(command, Tell):
+            self._told_tier(command, jobs)
         else:
             due = (command.tier, (command.key, command.group))
             if due not in self._drops_due:
                 raise Violation(f"{command} of a copy that nobody found to be bad")
             self._drops_due.remove(due)
+
+    def expected(self, session: str, next_turn: NextTurn | None) -> None:
+        """The engine says who goes on with a session."""
+        for told in (_HOST_TOLD, *self._scenario.tiers):
+            self._tells_due[told, session] = next_turn
+
+    def told_host(self, session: str, next_turn: NextTurn | None) -> None:
+        """The evictor of host memory's first group is told."""
+        self._tell(_HOST_TOLD, session, next_turn)
+
+    def _told_tier(self, tell: Tell, jobs: dict[RequestId, Job]) -> None:
+        self._tell(tell.tier, tell.session, tell.next_turn)
+        # What is open when commands are handed over was open when they were made, but for stores that ended since.
+        if any(job.session == tell.session and job.stores for job in jobs.values()):
+            raise Violation(f"{tell} while the session still stores")
+
+    def _tell(self, place: str, session: str, next_turn: NextTurn | None) -> None:
+        if self._tells_due.pop((place, session), _NOTHING) is not next_turn:
+            raise Violation(f"{place} is told {next_turn} of {session}, which nobody said last")
+
+    def at_end(self) -> None:
+        """Nobody waits for news any more."""
+        if self._tells_due:
+            raise Violation(f"never told: {self._tells_due}")
 
     def _sent(self, transfer: Transfer, jobs: dict[RequestId, Job]) -> None:
         flight = self.flights[transfer.id] = Flight(transfer, self._scenario.ranks)

@@ -63,7 +63,7 @@ class Mover:
                     self._ask(command, rank)
             elif isinstance(command, Cancel):
                 self._cancel(command)
-            else:
+            elif isinstance(command, Drop):
                 delay_s = self._world.dice.uniform(0, 0.05)
                 self._world.later(delay_s, lambda drop=command: self._drop(drop))
 

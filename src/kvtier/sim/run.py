@@ -7,7 +7,7 @@ from random import Random
 
 from kvtier.core.cache import Cache
 from kvtier.policy.adaptive import Adaptive
-from kvtier.policy.base import Evictor, Held
+from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.policy.fifo import Fifo
 from kvtier.policy.lru import Lru
 from kvtier.sim.engine import Engine
@@ -17,7 +17,7 @@ from kvtier.sim.mover import Mover
 from kvtier.sim.others import OtherWriters
 from kvtier.sim.scenario import Mode, Scenario, draw
 from kvtier.sim.world import Violation, World
-from kvtier.types import Command, Event, LoadDone, Outcome, Probe, TierNotice, Transfer
+from kvtier.types import Command, Event, LoadDone, NextTurn, Outcome, Probe, TierNotice, Transfer
 
 POLL_S = 0.002
 """What happens within so much of each other may be heard of at once."""
@@ -98,6 +98,12 @@ class _Watched:
         self._log.evicted(name, self._group)
         self._inner.removed(name)
 
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        if not self._group:
+            self._log.told_host(session, next_turn)
+        if isinstance(self._inner, Hinted):
+            self._inner.expects(session, next_turn)
+
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
         return self._inner.victim(is_pinned)
 
@@ -151,7 +157,7 @@ class _Simulation:
         )
         self.log.cache = self.cache
         self.judge = WorldJudge(self.world, self.cache, self.log)
-        self.engine = Engine(self.world, self.cache, self.judge, self._settle)
+        self.engine = Engine(self.world, self.cache, self.judge, self._settle, self.log.expected)
         self.judge.begin()
         self.mover = Mover(self.world, self._complete, self._probed, self.log.incident)
         self.others = OtherWriters(self.world, self.mover)
@@ -176,6 +182,7 @@ class _Simulation:
         self.engine.end_all()
         self._come_to_rest()
         self.judge.at_end()
+        self.log.at_end()
 
     def _come_to_rest(self) -> None:
         self._settle()

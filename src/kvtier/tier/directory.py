@@ -38,7 +38,7 @@ from kvtier.tier.place import opening
 from kvtier.tier.room import Room, stat_object
 from kvtier.tier.tenancy import Tenancy
 from kvtier.tier.tree import NAME_BYTES, Paths, charge_bytes, walk
-from kvtier.types import ObjectName
+from kvtier.types import NextTurn, ObjectName
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +197,11 @@ class DirectoryTier:
         """Forget `name` and remove its file."""
         with self._operation("delete", name):
             self._room.remove(name)
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """Who goes on with `session`, for an evictor that takes hints (`Hinted`)."""
+        with self._gate:
+            self._index.expects(session, next_turn)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) in the directory, whoever wrote it."""

@@ -4,12 +4,12 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from kvtier.policy.base import Evictor, Held
+from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.tier.base import UNKNOWN, About
 from kvtier.tier.events import held, nobody_is_pinned
 from kvtier.tier.hint import Row
 from kvtier.tier.tree import Found, charge_bytes
-from kvtier.types import ObjectName
+from kvtier.types import NextTurn, ObjectName
 
 RECENCY_WRITE_NS = 60 * 10**9
 """A use is written to the file's mtime, for other processes to see, at most once in this time."""
@@ -103,6 +103,12 @@ class DirectoryIndex:
         with self._lock:
             name = self._evictor.victim(nobody_is_pinned)
             return None if name is None else ObjectName(name)
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """Who goes on with `session`, if the evictor takes hints."""
+        if isinstance(self._evictor, Hinted):
+            with self._lock:
+                self._evictor.expects(session, next_turn)
 
     def trust(self, rows: Iterable[Row]) -> None:
         """Take over a hint. What is wrong in it shows when it is used, or at the next `correct`."""

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.trace.files import Place, json_lines, number
 from kvtier.trace.request import Ids, Request
-from kvtier.trace.requests import ADVICE, UNITS_S, doubt, session_of
+from kvtier.trace.requests import ADVICE, UNITS_S, doubt, next_turn_of, session_of
 
 BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
@@ -63,7 +63,8 @@ class TextLines:
                 tokens = self._tokenize(_text(line, "input"))
                 answer = len(self._tokenize(_text(line, "output"))) if "output" in line else 0
                 blocks = self._named(tokens, numbers)
-                requests.append(Request(time_s, len(tokens), answer, blocks, session_of(line), line_number))
+                next_turn = next_turn_of(line)
+                requests.append(Request(time_s, len(tokens), answer, blocks, session_of(line), line_number, next_turn))
         requests.sort(key=lambda it: it.time_s)
         if self._time_unit == "ms":
             times_s, tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.packed import Packed
+from kvtier.trace.packed import NEXT_TURNS, Packed
 from kvtier.trace.synthesis import Run, Session, Step
 
 FOLLOWERS_MIN: Final = 16
@@ -110,6 +110,7 @@ def _sessions(packed: Packed, is_shared: npt.NDArray[np.bool_]) -> list[tuple[fl
                 for block in _ids(packed, request).tolist()
             ]
             session = int(packed.session[request])
+            next_turn = int(packed.next_turn[request])
             speaker = -1 if session < 0 else speakers.setdefault(session, len(speakers))
             steps.append(
                 Step(
@@ -118,6 +119,7 @@ def _sessions(packed: Packed, is_shared: npt.NDArray[np.bool_]) -> list[tuple[fl
                     int(packed.output_tokens[request]),
                     _runs(numbers),
                     speaker,
+                    NEXT_TURNS[next_turn] if next_turn >= 0 else None,
                 )
             )
         found.append((start_s - began_s, Session(tuple(steps), len(own), len(speakers))))

@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.request import Trace, Wrong
+from kvtier.trace.request import Request, Trace, Wrong
+from kvtier.types import NextTurn
 
 Column = npt.NDArray[Any]
 
+NEXT_TURNS = tuple(NextTurn)
 MEMORY_BYTES_MAX = 64 << 20
 """A column beyond is kept in a file."""
 BLOCKS_MAX = 1 << 30
@@ -26,7 +28,7 @@ _SPARSE = 2
 """From so many ids for each access on, they are sorted: a table of all of them would be large and empty."""
 _STEP = 1 << 16
 """Values that are gathered before they are written."""
-_NAMES = ("ids", "starts", "time_s", "input_tokens", "output_tokens", "session", "turn", "parents")
+_NAMES = ("ids", "starts", "time_s", "input_tokens", "output_tokens", "session", "turn", "next_turn", "parents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class Packed:
     """int32: number of the session; -1 where the trace names none."""
     turn: Column
     """int32: number of the request in its session, from 0; -1 without a session."""
+    next_turn: Column
+    """int8: who goes on after the answer, its place in `NEXT_TURNS`; -1 where the trace does not tell."""
     parents: Column
     """int32, for each block: the one before it in its prefix; -1 at the start."""
     notes: tuple[str, ...]
@@ -149,9 +153,9 @@ class _Packer:
         self._trace = trace
         self._ids, self._starts, self._time_s = _Growing(np.int32), _Growing(np.int64), _Growing(np.float64)
         self._input, self._output = _Growing(np.int32), _Growing(np.int32)
-        self._session, self._turn = _Growing(np.int32), _Growing(np.int32)
+        self._session, self._turn, self._next_turn = _Growing(np.int32), _Growing(np.int32), _Growing(np.int8)
         self._blocks: list[Column] = []
-        self._rows: list[tuple[int, float, int, int, int, int]] = []
+        self._rows: list[tuple[int, float, int, int, int, int, int]] = []
         self._waiting = self._total = 0
         self._sessions: dict[str, int] = {}
         self._turns: list[int] = []
@@ -167,7 +171,7 @@ class _Packer:
                 times_back += 1
                 first_back = first_back or request.line
             latest_s = max(latest_s, request.time_s)
-            self._add(latest_s, request.input_tokens, request.output_tokens, request.blocks, request.session)
+            self._add(latest_s, request)
         if not has_begun:
             raise ConfigError(f"trace {self._trace.name} has no request; allowed: at least one")
         self._flush()
@@ -181,21 +185,26 @@ class _Packer:
         return self._checked(tuple(it for it in notes if not isinstance(it, Wrong)), warnings)
 
     def close(self) -> None:
-        for column in (self._ids, self._starts, self._time_s, self._input, self._output, self._session, self._turn):
+        for column in (self._ids, self._starts, *self._columns):
             column.close()
 
-    def _add(self, time_s: float, input_tokens: int, output_tokens: int, blocks: Column, session: str | None) -> None:
+    @property
+    def _columns(self) -> tuple[_Growing, ...]:
+        return self._time_s, self._input, self._output, self._session, self._turn, self._next_turn
+
+    def _add(self, time_s: float, request: Request) -> None:
         number = turn = -1
-        if session is not None:
-            number = self._sessions.setdefault(session, len(self._sessions))
+        if request.session is not None:
+            number = self._sessions.setdefault(request.session, len(self._sessions))
             if number == len(self._turns):
                 self._turns.append(0)
             turn = self._turns[number]
             self._turns[number] += 1
-        self._rows.append((self._total, time_s, input_tokens, output_tokens, number, turn))
-        self._blocks.append(blocks)
-        self._total += len(blocks)
-        self._waiting += len(blocks) + 1
+        next_turn = -1 if request.next_turn is None else NEXT_TURNS.index(request.next_turn)
+        self._rows.append((self._total, time_s, request.input_tokens, request.output_tokens, number, turn, next_turn))
+        self._blocks.append(request.blocks)
+        self._total += len(request.blocks)
+        self._waiting += len(request.blocks) + 1
         if self._waiting >= _STEP:
             self._flush()
 
@@ -208,7 +217,7 @@ class _Packer:
             if self._highest - self._lowest >= BLOCKS_MAX:
                 raise ConfigError(f"trace {self._trace.name}: block ids up to {self._highest}; allowed: {BLOCKS_MAX}")
         self._ids.add(ids)
-        columns = (self._starts, self._time_s, self._input, self._output, self._session, self._turn)
+        columns = (self._starts, *self._columns)
         for column, values in zip(columns, zip(*self._rows, strict=True), strict=True):
             column.add(np.asarray(values))
         self._blocks, self._rows, self._waiting = [], [], 0
@@ -234,6 +243,7 @@ class _Packer:
             output_tokens=self._output.finished(),
             session=self._session.finished(),
             turn=self._turn.finished(),
+            next_turn=self._next_turn.finished(),
             parents=parents,
             notes=notes,
             warnings=tuple(warnings),
@@ -291,4 +301,4 @@ def _parents(ids: Column, starts: Column, count: int) -> tuple[Column, int, int]
 def without_sessions(packed: Packed) -> Packed:
     """The same trace as if nobody knew which requests belong together."""
     nobody = np.full(len(packed), -1, np.int32)
-    return replace(packed, session=nobody, turn=nobody)
+    return replace(packed, session=nobody, turn=nobody, next_turn=nobody.astype(np.int8))

@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.types import NextTurn
+
 Ids = npt.NDArray[np.int64]
 
 
@@ -21,6 +23,8 @@ class Request(NamedTuple):
     session: str | None
     line: int
     """Where it stands in the file, from 1."""
+    next_turn: NextTurn | None = None
+    """Who goes on after its answer, where the trace tells."""
 
 
 class Wrong(str):

@@ -10,6 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.trace.files import Place, json_lines, number, whole
 from kvtier.trace.ids import Numbering, blocks_of, merged
 from kvtier.trace.request import Request, Wrong
+from kvtier.types import NextTurn
 
 HEAD_LINES = 2000
 """Lines from which the size of a block and the unit of time are told."""
@@ -69,6 +70,7 @@ class RequestLines:
                     blocks_of(line, numbering),
                     session_of(line),
                     line_number,
+                    next_turn_of(line),
                 )
             yield request
 
@@ -77,6 +79,22 @@ def session_of(line: dict[str, Any]) -> str | None:
     """The line's `session_id`, or `chat_id` as some traces call it; None where it has none."""
     session = line.get("session_id", line.get("chat_id"))
     return None if session is None else str(session)
+
+
+def next_turn_of(line: dict[str, Any]) -> NextTurn | None:
+    """The line's `next_turn`; None where it has none.
+
+    Raises:
+        ConfigError: it has one that says nothing.
+    """
+    told = line.get("next_turn")
+    if told is None:
+        return None
+    try:
+        return NextTurn(told)
+    except ValueError:
+        allowed = ", ".join(it.value for it in NextTurn)
+        raise ConfigError(f"next_turn is {told!r}; allowed: {allowed}") from None
 
 
 def larger_block(path: Path, own: int, wanted: int | None) -> tuple[int, int]:

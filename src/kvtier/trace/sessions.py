@@ -19,6 +19,7 @@ from kvtier.trace.files import Place, json_lines, number, whole
 from kvtier.trace.ids import Numbering, blocks_of, merged
 from kvtier.trace.request import Request, Wrong
 from kvtier.trace.requests import larger_block
+from kvtier.types import NextTurn
 
 BLOCK_TOKENS_DEFAULT = 256
 SESSION_MAX_S = 30 * 86_400.0
@@ -37,6 +38,7 @@ class _Part(NamedTuple):
     blocks: npt.NDArray[np.int32]
     session: str
     line: int
+    next_turn: NextTurn | None
 
 
 class SessionLines:
@@ -101,7 +103,9 @@ class SessionLines:
                     latest_s[agent] = max(time_s, latest_s.get(agent, time_s))
                     longest_s = max(longest_s, time_s - start_s)
                     blocks = merged(blocks_of(request, numbering), self._factor).astype(np.int32)
-                    own.append(_Part(time_s, whole(request, "in"), whole(request, "out"), blocks, agent, line_number))
+                    lengths = whole(request, "in"), whole(request, "out")
+                    next_turn = _next_turn(request, is_sub_agent=agent != name)
+                    own.append(_Part(time_s, *lengths, blocks, agent, line_number, next_turn))
                 if not self._is_global:
                     numbering = Numbering()
                     own, first_id = _apart(own, first_id)
@@ -116,7 +120,16 @@ class SessionLines:
                 part.blocks.astype(np.int64),
                 part.session,
                 part.line,
+                part.next_turn,
             )
+
+
+def _next_turn(request: dict[str, Any], *, is_sub_agent: bool) -> NextTurn | None:
+    """What the model stopped for tells who goes on; some requests do not say, or say what tells nothing of that."""
+    stop = request.get("stop")
+    if stop == "end_turn":
+        return NextTurn.NOBODY if is_sub_agent else NextTurn.USER
+    return NextTurn.TOOL if stop == "tool_use" else None
 
 
 def _is_global(session: dict[str, Any]) -> bool:

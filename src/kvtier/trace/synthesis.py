@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from kvtier.errors import ConfigError
 from kvtier.trace.ids import RUN_IDS_MAX
+from kvtier.types import NextTurn
 
 REQUESTS_MAX = 10**9
 
@@ -34,6 +35,8 @@ class Step(NamedTuple):
     runs: tuple[Run, ...]
     speaker: int
     """Which of the session's own conversations it belongs to; -1: none is named."""
+    next_turn: NextTurn | None = None
+    """Who goes on after its answer, where that is known."""
 
 
 class Session(NamedTuple):
@@ -103,6 +106,7 @@ def synthesized(source: Source, requests: int) -> Iterator[str]:
 def _line(step: Step, time_s: float, block: int, speaker: int) -> str:
     runs = ",".join([f"[{first if shared else first + block},{blocks}]" for first, blocks, shared in step.runs])
     who = f'"session_id":{speaker + step.speaker},' if step.speaker >= 0 else ""
+    who += f'"next_turn":"{step.next_turn.value}",' if step.next_turn is not None else ""
     return (
         f'"timestamp":{time_s * 1000:.3f},"input_length":{step.input_tokens},"output_length":{step.output_tokens},'
         f'{who}"hash_runs":[{runs}]}}\n'

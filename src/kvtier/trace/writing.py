@@ -9,7 +9,7 @@ from typing import IO
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.packed import Column, Packed
+from kvtier.trace.packed import NEXT_TURNS, Column, Packed
 
 COARSE_MAX_S = 86_400.0
 
@@ -79,6 +79,8 @@ def request_lines(packed: Packed, *, as_runs: bool, coarse_s: float = 0.0) -> It
         session = int(packed.session[request])
         if session >= 0:
             line["session_id"] = session
+        if (next_turn := int(packed.next_turn[request])) >= 0:
+            line["next_turn"] = NEXT_TURNS[next_turn].value
         named = numbers[ids]
         if as_runs:
             line["hash_runs"] = _runs(named)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -42,7 +42,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest
 from kvtier.runtime.base import Closed, Session
-from kvtier.types import Hint, Place, Prefix, RequestId
+from kvtier.types import Hint, NextTurn, Place, Prefix, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +150,7 @@ class Attachment:
         generation_config: GenerationConfig | None = None,
         *,
         return_report: bool = False,
+        session: str | Sequence[str | None] | None = None,
         **arguments: Argument,
     ) -> Output:
         """What `model.generate` gives for the same arguments, with KV restored where there is some.
@@ -157,6 +158,8 @@ class Attachment:
         Args:
             inputs: [rows, columns] tokens; also as `input_ids`. Padding is on the left, shown by `attention_mask`.
             generation_config: as for `model.generate`.
+            session: name of the conversation, for `expects`; with several rows one for each. It goes into a recorded
+                trace under another name.
             return_report: return (output, `Report`) instead of the output; `last` has the report in any case.
             arguments: as for `model.generate`.
 
@@ -164,10 +167,12 @@ class Attachment:
         that the cache cannot serve is computed likewise; `Report.uncached_reason` says why.
         """
         with self._lock:
-            output = self._generate(inputs, generation_config, arguments)
+            output = self._generate(inputs, generation_config, arguments, session)
             return (output, self.last) if return_report else output
 
-    def store(self, input_ids: torch.Tensor, cache: DynamicCache, *, known_tokens: int = 0) -> int:
+    def store(
+        self, input_ids: torch.Tensor, cache: DynamicCache, *, known_tokens: int = 0, session: str | None = None
+    ) -> int:
         """Keep KV that was computed outside `generate`, such as an answer that a server has decoded by itself.
 
         Args:
@@ -175,14 +180,42 @@ class Attachment:
             cache: the KV of some leading ones. Its tensors are copied in the background: nobody changes these columns
                 in place before `flush`.
             known_tokens: leading tokens that have been stored; their whole chunks are left out.
+            session: as for `generate`.
 
         Returns:
             Objects that were handed over. As with `generate`, nothing that goes wrong in kvtier makes the call fail;
             of a model with sliding windows nothing is kept, because its cache has only the last tokens.
         """
         with self._lock:
-            count = self._guarded(lambda: self._store(input_ids, cache, known_tokens))
+            count = self._guarded(lambda: self._store(input_ids, cache, known_tokens, session))
             return 0 if isinstance(count, str) else count
+
+    def expects(self, session: str, next_turn: NextTurn | str | None) -> None:
+        """Say who goes on with a conversation after its latest answer: the cache learns what that is worth.
+
+        Args:
+            session: as given to `generate`; one that nobody knows is ignored.
+            next_turn: "tool" (a tool or an agent, within seconds), "user", "nobody" (it is over); None takes back what
+                was said.
+
+        Raises:
+            ConfigError: `session` is no text, or `next_turn` none of these.
+        """
+        if not isinstance(session, str):  # pyright: ignore[reportUnnecessaryIsInstance]  what it says is not enforced
+            raise ConfigError(f"session is {session!r}; allowed: a text")
+        try:
+            known = None if next_turn is None else NextTurn(next_turn)
+        except ValueError:
+            allowed = ", ".join(repr(it.value) for it in NextTurn)
+            raise ConfigError(f"next_turn is {next_turn!r}; allowed: {allowed}, None") from None
+
+        def tell() -> str:
+            if self._opened is not None:
+                self._opened.session.expects(session, known)
+            return ""
+
+        with self._lock:
+            self._guarded(tell)
 
     @property
     def stored(self) -> Stored:
@@ -304,9 +337,15 @@ class Attachment:
 
     # ---- one call --------------------------------------------------------------------------------------------------
 
-    def _generate(self, inputs: Argument, given: GenerationConfig | None, arguments: dict[str, Argument]) -> Output:
+    def _generate(
+        self,
+        inputs: Argument,
+        given: GenerationConfig | None,
+        arguments: dict[str, Argument],
+        session: str | Sequence[str | None] | None,
+    ) -> Output:
         clock = FirstToken()
-        call = self._guarded(lambda: self._prepare(inputs, given, arguments))
+        call = self._guarded(lambda: self._prepare(inputs, given, arguments, session))
         if isinstance(call, str):
             return self._generate_uncached(call, clock, inputs, given, arguments)
         opened = self._current()
@@ -377,7 +416,11 @@ class Attachment:
         return output
 
     def _prepare(
-        self, inputs: Argument, given: GenerationConfig | None, arguments: dict[str, Argument]
+        self,
+        inputs: Argument,
+        given: GenerationConfig | None,
+        arguments: dict[str, Argument],
+        session: str | Sequence[str | None] | None = None,
     ) -> "Call | str":
         """All that is known before the first lookup; or why the call goes without the cache."""
         if self._is_closed:
@@ -412,8 +455,18 @@ class Attachment:
             mask=mask,
             padding=padding,
             end_tokens=options.tokens("eos_token_id"),
+            sessions=self._sessions_of(session, input_ids.shape[0]),
             recorder=opened.recorder,
         )
+
+    def _sessions_of(self, session: object, rows: int) -> Sequence[str | None]:
+        """The session of each row. What makes no sense is as good as none: nothing depends on it."""
+        told = cast("Sequence[object]", session) if isinstance(session, list | tuple) else [session]
+        names = [it for it in told if it is None or isinstance(it, str)]
+        if len(names) == len(told) == rows or session is None:
+            return names if session is not None else [None] * rows
+        self._say(f"{session!r}", f"session = %s; allowed: a text, or one for each of {rows} rows; ignored (said once)")
+        return [None] * rows
 
     def _restore(self, opened: Opened, call: Call, *, is_layerwise: bool) -> Restored:
         opened.waiting.take()
@@ -436,7 +489,7 @@ class Attachment:
                 uncached_reason="the model went on with a cache of its own",
             )
         seconds = max(0.0, report.ttft_s - report.lookup_s - report.load_s)
-        hint = Hint(seconds_saved_per_token=seconds / report.computed_tokens if report.computed_tokens else 0.0)
+        hint = Hint(None, None, seconds / report.computed_tokens if report.computed_tokens else 0.0)
         groups = len(opened.shape.groups)
         ends = call.end_tokens
         new = [row.new_places(tokens, ends, groups) for row, tokens in zip(call.rows, sequences, strict=True)]
@@ -446,8 +499,9 @@ class Attachment:
             opened.waiting.stores(_HANDOVER_DEADLINE_S, call.number)
         return replace(report, stored_chunks=count)
 
-    def _store(self, input_ids: torch.Tensor, cache: DynamicCache, known_tokens: int) -> int:
-        call = self._prepare(input_ids, None, {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 0})
+    def _store(self, input_ids: torch.Tensor, cache: DynamicCache, known_tokens: int, session: str | None) -> int:
+        arguments = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 0}
+        call = self._prepare(input_ids, None, arguments, session)
         if isinstance(call, str):
             self._say(call, "not stored: %s (said once)")
             return 0
@@ -471,7 +525,14 @@ class Attachment:
             elif places:
                 request = RequestId(f"{row.asked.name}/store")
                 opened.waiting.store(
-                    request, call.number, prefix, places, row=number, pad=row.asked.pad, spans=spans, hint=hint
+                    request,
+                    call.number,
+                    prefix,
+                    places,
+                    row=number,
+                    pad=row.asked.pad,
+                    spans=spans,
+                    hint=hint._replace(session=row.asked.session),
                 )
                 count += len(places)
         return count

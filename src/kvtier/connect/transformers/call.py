@@ -45,10 +45,10 @@ class Row:
     restored_tokens: int = 0
 
     @classmethod
-    def begun(cls, name: str, tokens: Sequence[int], pad: int, chain: Chain) -> "Row":
+    def begun(cls, name: str, tokens: Sequence[int], pad: int, chain: Chain, session: str | None) -> "Row":
         """Name the chunks of a prompt of `tokens`, which are preceded by `pad` columns of padding."""
         chain.extend(tokens)
-        return cls(Asked(name, pad, chain.prefix()), len(tokens), chain)
+        return cls(Asked(name, pad, chain.prefix(), session), len(tokens), chain)
 
     def new_places(self, sequence: torch.Tensor, end_tokens: frozenset[int], groups: int) -> tuple[Prefix, list[Place]]:
         """The chunks that this call completed, of each of `groups` KV groups.
@@ -102,13 +102,14 @@ class Call:
         mask: torch.Tensor,
         padding: Sequence[int],
         end_tokens: frozenset[int],
+        sessions: Sequence[str | None],
         recorder: Recorder | None = None,
     ) -> "Call":
         """Name the chunks of each row."""
         started, arrived_s = time.perf_counter(), time.monotonic()
         rows = [
-            Row.begun(f"{number}/{index}", integers(tokens[pad:]), pad, Chain(root, chunk_tokens, extras))
-            for index, (tokens, pad) in enumerate(zip(input_ids, padding, strict=True))
+            Row.begun(f"{number}/{index}", integers(tokens[pad:]), pad, Chain(root, chunk_tokens, extras), session)
+            for index, (tokens, pad, session) in enumerate(zip(input_ids, padding, sessions, strict=True))
         ]
         keys_s = time.perf_counter() - started
         return cls(number, input_ids, mask, end_tokens, rows, keys_s, arrived_s, recorder)
@@ -124,7 +125,7 @@ class Call:
             generated_tokens += new_tokens
             if self.recorder is not None:
                 keys = row.asked.prefix.keys
-                self.recorder.served(Served(self.arrived_s, keys, row.prompt_tokens, new_tokens))
+                self.recorder.served(Served(self.arrived_s, keys, row.prompt_tokens, new_tokens, row.asked.session))
         return Report(
             prompt_tokens=prompt_tokens,
             restored_tokens=restored.tokens,

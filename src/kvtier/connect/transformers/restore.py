@@ -21,7 +21,7 @@ from kvtier.connect.transformers.rows import common_column, row_tokens
 from kvtier.connect.transformers.waiting import Waiting
 from kvtier.device.arrivals import Arrivals
 from kvtier.runtime.base import Session
-from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId
+from kvtier.types import Hint, LoadDone, Lookup, Place, Prefix, Presence, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Asked:
     """Unique; its requests are named after it."""
     pad: int
     prefix: Prefix
+    session: str | None = None
     request: RequestId = NO_REQUEST
     restorable: int = 0
     whole_chunks: int | None = None
@@ -281,7 +282,9 @@ class Restorer:
         boundary = max(place.chunk for place in places) + 1
         self._copier.expose(row.request, number, row.pad, tensors.spans, arrivals)
         try:
-            self._session.load(row.request, row.prefix, boundary * row.prefix.chunk_tokens, places)
+            self._session.load(
+                row.request, row.prefix, boundary * row.prefix.chunk_tokens, places, hint=Hint(row.session)
+            )
         except BaseException:
             self._copier.forget(row.request)  # no LoadDone will
             raise

@@ -10,7 +10,7 @@ from kvtier.connect.vllm.meta import Awaited, Ended
 from kvtier.connect.vllm.tracked import Match, Tracked
 from kvtier.connect.vllm.upstream import BlockTables
 from kvtier.runtime.base import Session
-from kvtier.types import ChunkKey, LoadDone, Place, Prefix, RequestId
+from kvtier.types import ChunkKey, Hint, LoadDone, Place, Prefix, RequestId
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +86,7 @@ class Loads:
             load.places,
             resident_tokens=plan.resident_tokens,
             patience=plan.patience,
+            hint=Hint(load.tracked.said.session),
         )
         return True
 

@@ -26,6 +26,7 @@ from kvtier.connect.vllm.loads import Load, Loads
 from kvtier.connect.vllm.meta import ASYNC_NOTE, SYNC_NOTE, Awaited, Ended, StepDone, StepOrders
 from kvtier.connect.vllm.pace import Pace
 from kvtier.connect.vllm.pool import Pins
+from kvtier.connect.vllm.sessions import Sessions
 from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.tracked import Answer, Keys, Match, Tracked
 from kvtier.connect.vllm.upstream import BlockTables, Request, SchedulerOutput
@@ -103,6 +104,7 @@ class Scheduler:
         self._events = events
         self._recorder = recorder
         self._numbers = itertools.count()
+        self._sessions = Sessions()
         self._requests: dict[str, Tracked] = {}
         self._pace = Pace(planner)
         self._worth = Worth(geometry)
@@ -122,7 +124,8 @@ class Scheduler:
 
     def arrived(self, request: Request) -> None:
         """VLLM has a new request."""
-        tracked = Tracked(request, next(self._numbers), self._begin_keys(request))
+        said = self._sessions.said(request)
+        tracked = Tracked(request, next(self._numbers), self._begin_keys(request), said)
         self._requests[request.request_id] = tracked
         self._line.joined(tracked)
 
@@ -141,6 +144,9 @@ class Scheduler:
             self._planner.dropped(self._loads.drop(tracked.load).match.plan)
         else:
             self._store_full_chunks(tracked, tables)
+        session, next_turn = tracked.said
+        if session is not None and next_turn is not None:
+            self._session.expects(session, next_turn)
         self._forget_offers(tracked)
         if tracked.answer is not None:
             self._session.release(tracked.question)
@@ -360,7 +366,7 @@ class Scheduler:
         first = tracked.handed_tokens // self._size
         places = self._worth.hand_over(tracked, end, tables)
         if places:
-            hint = Hint(seconds_saved_per_token=self._planner.seconds_per_token)
+            hint = Hint(tracked.said.session, seconds_saved_per_token=self._planner.seconds_per_token)
             prefix = tracked.prefix(end)
             if self._events is not None:
                 self._events.learn(tracked.request, prefix, first)

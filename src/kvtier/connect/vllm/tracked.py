@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvtier.connect.vllm.sessions import Said
 from kvtier.connect.vllm.upstream import Offer, Request
 from kvtier.core.planner import Plan
 from kvtier.runtime.recorder import Served
@@ -74,6 +75,7 @@ class Tracked:
     """Tells its questions to the session apart from those of another one of the same name."""
     keys: Keys | None
     """None: it is neither looked up nor stored."""
+    said: Said = Said()  # noqa: RUF009  it never changes
     began_step: int | None = None
     """The first step that computed into the blocks which it has now."""
     handed_tokens: int = 0
@@ -122,7 +124,7 @@ class Tracked:
         """What a trace tells of it, once it has ended."""
         prompt = self.request.num_prompt_tokens
         keys = () if self.keys is None else self.prefix(prompt).keys
-        return Served(self.arrived_s, keys, prompt, self.request.num_tokens - prompt)
+        return Served(self.arrived_s, keys, prompt, self.request.num_tokens - prompt, *self.said)
 
     def computed_tokens(self, confirmed_step: int) -> int:
         """Leading tokens whose KV is in its blocks: all computed, in steps whose output has come back, and all final.

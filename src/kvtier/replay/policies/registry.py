@@ -14,7 +14,7 @@ from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.bounds import DeadKnown, Infinite, Min
 from kvtier.replay.policies.queues import Arc, Mq, PlainFifo, PlainLru, S3Fifo, SecondSightLru, Sieve, Ttl
 from kvtier.replay.policies.scores import DecayingLfu, Gdsf, Lfu, Lru2
-from kvtier.replay.policies.shipped import Shipped
+from kvtier.replay.policies.shipped import Shipped, Tells
 from kvtier.replay.policies.turns import ByTurn
 from kvtier.trace.packed import Packed
 
@@ -59,9 +59,17 @@ REFERENCES: dict[str, _Known] = {
         lambda c, t, p, _x: Gdsf(c, t.block_count, _mid_block(p, t.block_tokens)), "uses x seconds saved, with age"
     ),
     "dead-known": _Known(lambda c, t, _p, _x: DeadKnown(c, t), "LRU that knows which blocks are never used again"),
-    "adaptive-hints": _Known(
-        lambda c, t, p, _x: Shipped(c, t, Adaptive(), AdmitAll(), p, tells_ends=True),
+    "adaptive-turns": _Known(
+        lambda c, t, p, _x: Shipped(c, t, Adaptive(), AdmitAll(), p, tells=Tells.TURNS),
+        "adaptive, told who has a session's next turn, where the trace knows",
+    ),
+    "adaptive-ends": _Known(
+        lambda c, t, p, _x: Shipped(c, t, Adaptive(), AdmitAll(), p, tells=Tells.ENDS),
         "adaptive, told when a session has ended",
+    ),
+    "adaptive-hints": _Known(
+        lambda c, t, p, _x: Shipped(c, t, Adaptive(), AdmitAll(), p, tells=Tells.TURNS | Tells.ENDS),
+        "adaptive, told both",
     ),
     "min": _Known(lambda c, t, _p, _x: Min(c, t), "Belady's bound for whole prefixes"),
     "infinite": _Known(lambda _c, t, _p, _x: Infinite(t.block_count, t.block_count), "nothing ever leaves"),

@@ -1,16 +1,28 @@
 """The product's own policies, through the interfaces by which the core uses them."""
 
 from collections.abc import Sequence
+from enum import Flag
 
 from kvtier.policy.admission import AdmitAll
 from kvtier.policy.base import Admitter, Evictor, Held, Hinted
 from kvtier.replay.cost import Prefill
 from kvtier.replay.policies.base import Policy
-from kvtier.trace.packed import Packed
+from kvtier.trace.packed import NEXT_TURNS, Packed
+from kvtier.types import NextTurn
 
 PLACE = "host"
 BYTES_PER_TOKEN = 1
 """All blocks are equally large here, so the unit does not matter."""
+
+
+class Tells(Flag):
+    """What a replay tells of sessions."""
+
+    NOTHING = 0
+    TURNS = 1
+    """Who has the next turn, where the trace tells, after each request."""
+    ENDS = 2
+    """That nobody has, after the last request of each session."""
 
 
 class Shipped(Policy):
@@ -22,7 +34,7 @@ class Shipped(Policy):
         evictor: chooses who leaves.
         admitter: chooses who may enter.
         prefill: what a hit saves.
-        tells_ends: whether an evictor that takes hints is told of each session's end when its last request is over.
+        tells: what an evictor that takes hints is told of sessions.
     """
 
     def __init__(
@@ -33,11 +45,11 @@ class Shipped(Policy):
         admitter: Admitter,
         prefill: Prefill,
         *,
-        tells_ends: bool = False,
+        tells: Tells = Tells.NOTHING,
     ) -> None:
         super().__init__(capacity, packed.block_count)
-        self._hinted = evictor if tells_ends and isinstance(evictor, Hinted) else None
-        self._last = _last_of_sessions(packed) if self._hinted is not None else {}
+        self._hinted = evictor if tells and isinstance(evictor, Hinted) else None
+        self._next_turns = _next_turns(packed, tells) if self._hinted is not None else ()
         self._packed = packed
         self._evictor = evictor
         self._admitter = admitter
@@ -56,8 +68,8 @@ class Shipped(Policy):
     def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:
         """Whose request it is."""
         self.request, self._time_s = request, time_s
-        if self._hinted is not None and self._session is not None and self._last[self._session] < request:
-            self._hinted.ended(self._session)
+        if self._hinted is not None and self._session is not None and request:
+            self._hinted.expects(self._session, self._next_turns[request - 1])
         session = int(self._packed.session[request])
         self._session = None if session < 0 else str(session)
         self._turn = None if session < 0 else int(self._packed.turn[request])
@@ -100,9 +112,16 @@ class Shipped(Policy):
         return True
 
 
-def _last_of_sessions(packed: Packed) -> dict[str, int]:
-    """The last request of each session."""
-    return {str(session): request for request, session in enumerate(packed.session.tolist())}
+def _next_turns(packed: Packed, tells: Tells) -> Sequence[NextTurn | None]:
+    """For each request who goes on after its answer, as far as `tells` allows."""
+    known: list[NextTurn | None] = [None] * len(packed)
+    if Tells.TURNS in tells:
+        known = [NEXT_TURNS[place] if place >= 0 else None for place in packed.next_turn.tolist()]
+    if Tells.ENDS in tells:
+        last = {session: request for request, session in enumerate(packed.session.tolist())}
+        for request in last.values():
+            known[request] = NextTurn.NOBODY
+    return known
 
 
 def _nobody_is_pinned(name: bytes) -> bool:  # noqa: ARG001  the interface's argument

@@ -1,0 +1,103 @@
+"""What sessions say reaches the evictors of host memory and the tiers, after what they have stored."""
+
+from tests.core_driver import Driver, prefix_of
+
+from kvtier.layout import History
+from kvtier.policy.base import Held
+from kvtier.policy.lru import Lru
+from kvtier.types import Hint, Link, NextTurn, Tell
+
+A, B = Hint("a"), Hint("b")
+
+
+class Listening(Lru):
+    """Notes whose use it is told of, and what sessions say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple] = []
+
+    def added(self, held: Held) -> None:
+        self.heard.append(("added", held.name.decode(), held.session))
+        super().added(held)
+
+    def touched(self, held: Held) -> None:
+        self.heard.append(("touched", held.name.decode(), held.session))
+        super().touched(held)
+
+    def expects(self, session, next_turn) -> None:
+        self.heard.append((session, next_turn))
+
+
+def listening(**options) -> tuple[Driver, list[Listening]]:
+    made: list[Listening] = []
+
+    def make() -> Listening:
+        made.append(Listening())
+        return made[-1]
+
+    return Driver(evictor=make, **options), made
+
+
+def test_every_group_of_host_memory_and_every_tier_are_told():
+    core, evictors = listening(groups=(History(), History()), tiers=("disk", "far"))
+    core.expects("a", NextTurn.USER)
+    core.expects("a", None)
+    assert core.tells == [Tell(tier, "a", said) for said in (NextTurn.USER, None) for tier in ("disk", "far")]
+    assert [it.heard for it in evictors] == [[("a", NextTurn.USER), ("a", None)]] * 2
+
+
+def test_an_evictor_that_takes_no_hints_is_left_alone():
+    core = Driver()
+    core.expects("a", NextTurn.NOBODY)
+    assert core.tells == [Tell("disk", "a", NextTurn.NOBODY)]
+
+
+def test_what_a_session_is_still_storing_is_told_before_what_it_says():
+    core, (evictor,) = listening()
+    core.store("r", prefix_of("xy"), hint=A)
+    core.expects("a", NextTurn.TOOL)
+    core.expects("b", NextTurn.USER)  # which stores nothing
+    core.expects("a", NextTurn.NOBODY)  # the last word counts
+    assert core.tells == [Tell("disk", "b", NextTurn.USER)]
+    core.run(links=[Link.GATHER])
+    assert evictor.heard == [
+        *(("b", NextTurn.USER), ("added", "x", "a"), ("added", "xy", "a")),
+        ("a", NextTurn.NOBODY),
+    ]
+    assert core.tells[1:] == [Tell("disk", "a", NextTurn.NOBODY)]
+
+
+def test_a_store_that_fails_or_is_given_up_holds_no_news_back():
+    for end in (lambda core: core.release("r"), lambda core: core.wait(2.0)):
+        core, (evictor,) = listening(slots=2, store_patience_s=1.0)
+        core.store("r", prefix_of("abcd"), hint=A)  # more than fits
+        core.expects("a", NextTurn.USER)
+        assert not core.tells
+        end(core)
+        core.run()
+        core.wait(0.0)
+        assert evictor.heard[-1] == ("a", NextTurn.USER)
+
+
+def test_a_use_is_that_of_who_uses_it_not_of_who_stored_it():
+    core, (evictor,) = listening(tiers=())
+    core.store("r1", prefix_of("x"), hint=A)
+    core.run()
+    core.store("r2", prefix_of("x"), hint=B)
+    core.lookup("r3", prefix_of("x"))
+    core.load("r3", prefix_of("x"))
+    core.run()
+    core.load("r4", prefix_of("x"), hint=A)
+    core.run()
+    assert evictor.heard == [("added", "x", "a"), *(("touched", "x", who) for who in ("b", None, "a"))]
+
+
+def test_what_is_promoted_belongs_to_who_loads_it():
+    core, (evictor,) = listening()
+    core.fill("disk", prefix_of("xy"))
+    core.lookup("r", prefix_of("xy"))
+    core.run()
+    core.load("r", prefix_of("xy"), hint=B)
+    core.run()
+    assert {it[2] for it in evictor.heard} == {"b"}
