@@ -21,13 +21,14 @@ from kvtier.codec import registry
 from kvtier.codec.frame import verify_frame
 from kvtier.config.sections import Mode
 from kvtier.errors import ConfigError
+from kvtier.policy.lru import Lru
 from kvtier.runtime.jobs import Threads, Work
 from kvtier.runtime.links import NOT_ADMITTED
 from kvtier.runtime.mover import TOO_LATE
 from kvtier.tier.base import UNKNOWN, About
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.memory import MemoryTier
-from kvtier.types import Cancel, Link, ObjectName, Outcome
+from kvtier.types import Cancel, Link, NextTurn, ObjectName, Outcome, Tell
 
 
 class RecordingTier(WrappedTier):
@@ -145,6 +146,28 @@ def test_a_dropped_object_is_gone() -> None:
         world.done(world.drop(1))
         assert world.run(world.probe([(1, 0), (1, 1), (2, 0)]))[0].present == (False, True, True)
         world.done(world.drop(1))  # absent is fine
+
+
+class Heard(Lru):
+    """An evictor that takes hints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[tuple[str, NextTurn | None]] = []
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        self.said.append((session, next_turn))
+
+
+def test_what_a_session_expects_reaches_a_directorys_evictor_and_is_no_fault_of_others(tmp_path: Path) -> None:
+    heard = Heard()
+    directory = DirectoryTier(tmp_path / "kv", capacity_bytes=1 << 22, evictor=heard)
+    deaf = DirectoryTier(tmp_path / "deaf", capacity_bytes=1 << 22)
+    memory = MemoryTier(capacity_bytes=1 << 22)
+    with closing(directory), closing(deaf), World({"directory": directory, "deaf": deaf, "memory": memory}) as world:
+        for tier in ("directory", "deaf", "memory"):
+            world.done(Tell(tier, "a", NextTurn.USER), Tell(tier, "a", None))
+    assert heard.said == [("a", NextTurn.USER), ("a", None)]
 
 
 def test_what_a_tier_does_not_have_is_absent_and_no_fault() -> None:
