@@ -42,7 +42,7 @@ def test_a_path_that_cannot_be_used_is_refused(tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
     for arguments, told in (
         (["--dir", str(file)], "is not a directory; give a directory or a new path"),
-        (["--report", str(tmp_path)], "is a directory; give a file"),
+        (["--report", str(tmp_path)], "is a directory; allowed: a file"),
         (["--record", str(file / "below.json"), "--json"], "cannot be written"),
         (["--dir", str(tmp_path)], "holds other things ('file') and no store of ours"),
     ):

@@ -66,4 +66,4 @@ def test_what_cannot_be_converted_is_explained(tmp_path, capsys):
     assert "allowed: another file" in capsys.readouterr().err
     packed = pack(open_trace(TRACES / "lmcache_magagent_b64.jsonl.gz", Reading(block_tokens=128)))
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_requests(tmp_path / "nowhere" / "out", packed, as_runs=True)
+        write_requests(csv / "out", packed, as_runs=True)

@@ -7,6 +7,7 @@ import click
 
 from kvtier.cli.bench_multiturn import multiturn
 from kvtier.cli.bench_ttft import ttft
+from kvtier.cli.paths import OutputFile, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.config.kinds import parse_size
@@ -27,7 +28,7 @@ bench.add_command(multiturn)
 @bench.command()
 @click.option("--repeats", type=click.IntRange(1, 1000), default=21, show_default=True, help="Samples of each figure.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Draws the prompt's tokens.")
-@click.option("--record", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=RECORD_HELP)
+@click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     """What a prompt of 131,072 tokens costs before a byte moves: hashing, lookup, decisions."""
@@ -42,6 +43,7 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
         samples = [told["samples"]]
         summary = {name: value for name, value in told.items() if name != "samples"}
         write_record(record, make_record("core", settings=settings, seed=seed, results=summary, samples=samples))
+        tell_written(record)
     if as_json:
         emit_json(told)
         return
@@ -60,7 +62,7 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
 @click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    type=WorkDirectory(),
     default=Path(),
     help="A directory on the drive in question; a temporary one is made in it and removed. [default: here]",
 )
@@ -91,8 +93,8 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
 @click.option("--sample", default="1GiB", show_default=True, metavar="SIZE", help="Bytes that one sample moves.")
 @click.option("--all", "keep_all", is_flag=True, help="Show every thread count, not only the best.")
 @click.option("--fresh", is_flag=True, help="Store to new files, not into a full directory.")
-@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML report.")
-@click.option("--record", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=RECORD_HELP)
+@click.option("--report", type=OutputFile(), help="Also write an HTML report.")
+@click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def io(
     directory: Path,
@@ -114,10 +116,9 @@ def io(
     from kvtier.bench.record import Setting, make_record, write_record
 
     if report is not None:
-        from kvtier.plan.files import check_library, check_writable
+        from kvtier.plan.files import check_library
 
         check_library("--report")
-        check_writable("--report", report)
     chosen = tuple(_read_size("--size", size) for size in sizes) or benchmark.SIZES
     counts = threads or (1, 2, 4)
     sample_bytes = _read_size("--sample", sample)
@@ -157,6 +158,7 @@ def io(
         from kvtier.bench.io_report import write_report
 
         write_report(report, result)
+    tell_written(report, record)
     if as_json:
         emit_json(result)
         return
@@ -178,7 +180,7 @@ def io(
 @click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    type=WorkDirectory(),
     default=Path(),
     help="A directory on the drive in question; a temporary one is made in it and removed. [default: here]",
 )
@@ -186,7 +188,7 @@ def io(
 @click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True, help="Threads, workers, jobs.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Samples behind a row.")
 @click.option("--sample", default="512MiB", show_default=True, metavar="SIZE", help="Bytes that one sample moves.")
-@click.option("--record", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=RECORD_HELP)
+@click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def peer(
     lmcache: Path,
@@ -220,6 +222,7 @@ def peer(
         values = {"sizes": list(chosen), "threads": threads, "repeats": repeats, "sample_bytes": sample_bytes}
         settings = {name: Setting(value, "flag") for name, value in values.items()}
         write_record(record, make_record("peer", settings=settings, seed=1, results=told, directory=directory))
+        tell_written(record)
     if as_json:
         emit_json(told)
         return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from kvtier.cli.paths import OutputFile, WorkDirectory, tell_written
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.config.kinds import parse_size
 from kvtier.errors import ConfigError
@@ -58,7 +59,7 @@ ORIGINS = {
 @click.option("--kv-budget", metavar="SIZE", help="KV that the device may hold. [6GiB]")
 @click.option("--tier", "tiers", multiple=True, metavar="PLACE=SIZE",
               help="host=SIZE, dir=SIZE; dir=0 leaves the disk out. [host=32GiB, dir=64GiB]")  # fmt: skip
-@click.option("--dir", "directory", type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+@click.option("--dir", "directory", type=WorkDirectory(),
               help="A directory on the drive in question. [default: the system's temporary one]")  # fmt: skip
 @click.option("--chunk-tokens", type=click.IntRange(16, 65536), help="Of a chunk. [256]")
 @click.option(
@@ -77,9 +78,9 @@ ORIGINS = {
 )
 @click.option("--threads", type=click.IntRange(0), help="Of the model on a CPU; 0: as many as torch takes. [0]")
 @click.option("--seed", type=int, default=1, show_default=True, help="Draws weights, tokens, lengths, arrivals.")
-@click.option("--record", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="JSON, as it goes.")
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="PNG or SVG.")
-@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="HTML.")
+@click.option("--record", type=OutputFile(), metavar="FILE", help="JSON, as it goes.")
+@click.option("--picture", type=OutputFile(), metavar="FILE", help="PNG or SVG.")
+@click.option("--report", type=OutputFile(), metavar="FILE", help="HTML.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def multiturn(
     quick: bool,
@@ -99,13 +100,12 @@ def multiturn(
 
     In brackets what is taken unless --quick is given.
     """
-    from kvtier.plan.files import check_library, check_picture, check_writable
+    from kvtier.plan.files import check_library, check_picture
 
     if picture is not None:
         check_picture("--picture", picture)
     if report is not None:
         check_library("--report")
-        check_writable("--report", report)
     named = {name: value for name, value in given.items() if value is not None}
     chosen = (QUICK if quick else FULL) | named
     sizes = (QUICK_TIERS if quick else FULL_TIERS) | _tiers(tiers)
@@ -133,6 +133,7 @@ def multiturn(
         from kvtier.bench.multiturn_report import write_report
 
         write_report(report, settings, result)
+    tell_written(report, picture, record)
     if as_json:
         emit_json(summary(result))
         return

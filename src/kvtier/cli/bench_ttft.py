@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from kvtier.cli.paths import OutputFile, WorkDirectory, tell_written
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.config.kinds import parse_size
 
@@ -23,13 +24,13 @@ CONTEXTS = "1024,4096,8192,16384,32768,65536,131072"
 @click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    type=WorkDirectory(),
     help="A directory on the drive in question. [default: the system's temporary one]",
 )
 @click.option("--chunk-tokens", type=click.IntRange(16, 65536), default=256, show_default=True, help="Of a chunk.")
 @click.option("--decode/--no-decode", default=True, show_default=True, help="Also beside a request that decodes.")
-@click.option("--record", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="JSON, as it goes.")
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="PNG or SVG.")
+@click.option("--record", type=OutputFile(), metavar="FILE", help="JSON, as it goes.")
+@click.option("--picture", type=OutputFile(), metavar="FILE", help="PNG or SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ttft(
     shape: str,
@@ -80,6 +81,7 @@ def ttft(
         from kvtier.bench.ttft_chart import draw
 
         draw(recorded(settings, result), picture)
+    tell_written(picture, record)
     if as_json:
         emit_json({**benchmark.summary(result), "arms": [asdict(arm) for arm in result.arms]})
         return

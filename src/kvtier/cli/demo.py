@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from kvtier.cli.paths import OutputFile, tell_written
 from kvtier.cli.render import emit_json, emit_table
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ DEFAULTS = {"model_size": "small", "sessions": 8, "new_tokens": 16, "seed": 11}
 @click.command()
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Keep the store in this directory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; write a report only where --report is given.")
-@click.option("--report", type=click.Path(path_type=Path), help=f"HTML report  [default: {REPORT}]")
-@click.option("--record", type=click.Path(path_type=Path), help="Write all samples and conditions as a JSON record.")
+@click.option("--report", type=OutputFile(), help=f"HTML report  [default: {REPORT}]")
+@click.option("--record", type=OutputFile(), help="Write all samples and conditions as a JSON record.")
 @click.option(
     "--sessions", type=int, help=f"Conversations, the shortest first  [default: {DEFAULTS['sessions']} of 12]"
 )
@@ -47,13 +48,13 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
     from kvtier.bench.demo import DemoSettings, check_libraries, run_demo
     from kvtier.bench.demo_process import DemoError
     from kvtier.bench.demo_summary import problems
+    from kvtier.plan.files import check_writable
 
     settings = DemoSettings(**cast("dict[str, Any]", {name: it for name, it in given.items() if it is not None}))
     check_libraries()
     report = report or (None if as_json else REPORT)
-    for option, path in (("--report", report), ("--record", record)):
-        if path is not None:
-            _check_file(option, path)
+    if report is not None:
+        check_writable("--report", report)
     try:
         with _progress() as watcher:
             result = run_demo(settings, watcher)
@@ -69,23 +70,11 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
     if as_json:
         emit_json(result.as_dict())
     else:
-        _print(result, report)
+        _print(result)
+    tell_written(report, record)
     for problem in problems(result):
         click.echo(f"kvtier: {problem}", err=True)
     context.exit(0 if result.is_good else 1)
-
-
-def _check_file(option: str, path: Path) -> None:
-    """Refuse a path that cannot be written before minutes of work are lost."""
-    import os
-
-    from kvtier.errors import ConfigError
-
-    parent = next(it for it in path.absolute().parents if it.exists())
-    if path.is_dir():
-        raise ConfigError(f"{option} {str(path)!r} is a directory; give a file")
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"{option} {str(path)!r} cannot be written: no writing in {str(parent)!r}")
 
 
 def _write_record(path: Path, result: "DemoResult", settings: "DemoSettings", given: dict[str, object]) -> None:
@@ -110,7 +99,7 @@ def _write_record(path: Path, result: "DemoResult", settings: "DemoSettings", gi
     )
 
 
-def _print(result: "DemoResult", report: Path | None) -> None:
+def _print(result: "DemoResult") -> None:
     from kvtier.bench.demo_summary import conditions_in_short, headline, table
 
     click.echo(f"Model: {result.model}\n  ({result.why})")
@@ -120,8 +109,6 @@ def _print(result: "DemoResult", report: Path | None) -> None:
     click.echo(f"\n{headline(result)}\n{conditions_in_short(result)}")
     if result.directory is not None:
         click.echo(f"Store: {result.directory}")
-    if report is not None:
-        click.echo(f"Report: {report.absolute()}")
 
 
 class _Lines:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvtier.cli.paths import OutputFile, tell_written
 from kvtier.cli.render import emit_json, emit_table
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ COLUMN = 48
 )
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one input; may be repeated.")
 @click.option("--example", help="Start from an example that ships with kvtier, such as samsung.")
-@click.option("--report", type=click.Path(path_type=Path), help="Also write an HTML report with pictures.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Also write the pictures to a .svg or .png file.")
+@click.option("--report", type=OutputFile(), help="Also write an HTML report with pictures.")
+@click.option("--plot", type=OutputFile(), help="Also write the pictures to a .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
     "--hardware", "list_hardware", is_flag=True, help="List the hardware catalogue with its sources, and end."
@@ -93,28 +94,28 @@ def plan(
         from kvtier.plan.pictures import write_plot
 
         write_plot(plot, result)
+    tell_written(report, plot)
     if as_json:
         from kvtier.plan import as_dict
 
         emit_json(as_dict(result, stated))
         return
-    _print(result, stated, [it for it in (report, plot) if it is not None])
+    _print(result, stated)
 
 
 def _check_outputs(report: Path | None, plot: Path | None) -> None:
     """Refuse what cannot be written before anything is computed."""
     if report is None and plot is None:
         return
-    from kvtier.plan.files import check_library, check_picture, check_writable
+    from kvtier.plan.files import check_library, check_picture
 
     if report is not None:
         check_library("--report")
-        check_writable("--report", report)
     if plot is not None:
         check_picture("--plot", plot)
 
 
-def _print(result: "Plan", stated: "list[Stated] | None", written: list[Path]) -> None:
+def _print(result: "Plan", stated: "list[Stated] | None") -> None:
     from kvtier.plan.tables import assumptions, circumstances, heading, tables, verdict
 
     click.secho(heading(result), bold=True)
@@ -132,8 +133,6 @@ def _print(result: "Plan", stated: "list[Stated] | None", written: list[Path]) -
     click.echo()
     for sentence in verdict(result):
         _wrapped(sentence, 2)
-    for path in written:
-        click.echo(f"Written: {path}")
 
 
 def _print_assumptions(table: "Table") -> None:

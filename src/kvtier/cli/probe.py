@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from kvtier.cli.paths import OutputFile, WorkDirectory, tell_written
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.config.kinds import parse_seconds, parse_size
 from kvtier.errors import ConfigError
@@ -27,7 +28,7 @@ _Value = TypeVar("_Value", int, float)
 @click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    type=WorkDirectory(),
     help="Measure both kinds of tier in this directory instead of the configured ones.",
 )
 @click.option(
@@ -43,15 +44,11 @@ _Value = TypeVar("_Value", int, float)
 @click.option("--depth", "depths", multiple=True, type=click.IntRange(1, 256), help="Operations at once, repeatable.")
 @click.option("--seconds", metavar="TIME", help="At most so long for each measure.  [default: 0.5 s]")
 @click.option("--bytes", "write_bytes", metavar="SIZE", help="At most so much is written in all.  [default: 8 GiB]")
-@click.option(
-    "--report", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML report with pictures."
-)
-@click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also write the pictures to a .svg or .png."
-)
+@click.option("--report", type=OutputFile(), help="Also write an HTML report with pictures.")
+@click.option("--plot", type=OutputFile(), help="Also write the pictures to a .svg or .png.")
 @click.option(
     "--record",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     metavar="FILE",
     help="Also write the JSON record (commit, machine, settings, figures) to FILE.",
 )
@@ -79,12 +76,11 @@ def probe(
 
     from kvtier.bench.record import make_record, write_record
     from kvtier.config.loader import load
-    from kvtier.plan.files import check_library, check_picture, check_writable
+    from kvtier.plan.files import check_library, check_picture
     from kvtier.probe.run import Probe, where_text
 
     if report is not None:
         check_library("--report")
-        check_writable("--report", report)
     if plot is not None:
         check_picture("--plot", plot)
     loaded = load(file, flags=flags)
@@ -109,9 +105,7 @@ def probe(
         emit_json(asdict(result))
     else:
         _print(result)
-        for path in (report, plot, record):
-            if path is not None:
-                click.echo(f"Written: {path}")
+    tell_written(report, plot, record)
     return 0 if result.is_complete else 1
 
 

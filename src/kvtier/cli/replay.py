@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from kvtier.cli.paths import OutputFile
 from kvtier.cli.render import emit_json, emit_table
 from kvtier.cli.replay_ending import Ending
 
@@ -92,8 +93,8 @@ def replay() -> None:
 @tier_options
 @reading_options
 @click.option("--jobs", type=click.IntRange(1, 256), help="Processes at most.  [default: one for each core]")
-@click.option("--keep", type=click.Path(path_type=Path), help="File of outcomes: a run goes on where it stood.")
-@click.option("--report", type=click.Path(path_type=Path), help="Also write an HTML report with pictures.")
+@click.option("--keep", type=OutputFile(), help="File of outcomes: a run goes on where it stood.")
+@click.option("--report", type=OutputFile(), help="Also write an HTML report with pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def run(
     traces: tuple[Path, ...],
@@ -125,10 +126,9 @@ def run(
     names = _names(policies)
     _check_given(has_tiers=bool(tiers))
     if report is not None:
-        from kvtier.plan.files import check_library, check_writable
+        from kvtier.plan.files import check_library
 
         check_library("--report")
-        check_writable("--report", report)
     if tiers:
         from kvtier.cli.replay_tiers import run_tiers
 
@@ -210,8 +210,11 @@ def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN40
 
 def packed_trace(path: Path, options: dict[str, Any]) -> "Packed":
     """The trace at `path`, read as the options of `reading_options` say; warnings go to stderr."""
+    from kvtier.trace.conversations import TextLines
     from kvtier.trace.opening import Reading, open_trace
     from kvtier.trace.packed import pack
+    from kvtier.trace.requests import RequestLines
+    from kvtier.trace.sessions import SessionLines
 
     reading: Reading = Reading(
         block_tokens=options["block"],
@@ -220,7 +223,12 @@ def packed_trace(path: Path, options: dict[str, Any]) -> "Packed":
         time_unit=options["time_unit"],
         tokenizer=options["tokenizer"],
     )
-    packed = pack(open_trace(path, reading), is_strict=options["strict"])
+    trace = open_trace(path, reading)
+    readers = {"--tokenizer": (TextLines,), "--window-h": (SessionLines,), "--time-unit": (TextLines, RequestLines)}
+    for option, of in readers.items():
+        if _is_given(option[2:].replace("-", "_")) and not isinstance(trace, of):
+            click.echo(f"kvtier: trace {path}: {option} has no effect on a trace of this form", err=True)
+    packed = pack(trace, is_strict=options["strict"])
     for warning in packed.warnings:
         click.echo(f"kvtier: trace {path}: {warning}", err=True)
     return packed

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import click
-
+from kvtier.cli.paths import tell_written
 from kvtier.cli.render import emit_json, progress
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -64,7 +63,7 @@ class Ending:
         """Write and print what is left; returns the exit code."""
         if self.report is not None:
             write_report(self.report)
-            click.echo(f"Written: {self.report}", err=True)
+            tell_written(self.report)
         if self.as_json:
             emit_json(self._told if is_list or not self._told else self._told[0])
         return INTERRUPTED if self.was_stopped else 0

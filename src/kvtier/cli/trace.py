@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvtier.cli.paths import OutputFile
 from kvtier.cli.render import progress
 from kvtier.cli.replay import packed_trace, reading_options
 
@@ -19,7 +20,7 @@ def trace() -> None:
 
 @trace.command()
 @click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=OutputFile())
 @click.option("--ids", "as_ids", is_flag=True, help="Write hash_ids, which more tools read; runs are shorter.")
 @reading_options
 def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  # noqa: ANN401  the options above
@@ -40,7 +41,7 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
 
 @trace.command()
 @click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=OutputFile())
 @click.option("--ids", "as_ids", is_flag=True, help="Write hash_ids, which more tools read; runs are shorter.")
 @click.option("--coarse-s", type=float, default=0.0, help="Cut times to multiples of so many seconds.  [0: leave them]")
 @click.option("--no-sessions", is_flag=True, help="Do not tell which requests belong together.")
@@ -124,7 +125,7 @@ def _statistics_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @trace.command()
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=OutputFile())
 @click.option("--requests", help="How many, such as 10M.  [100k; with --like: as many as the trace has]")
 @click.option("--like", type=click.Path(path_type=Path), help="A trace to be like.")
 @_statistics_options

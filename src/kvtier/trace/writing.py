@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -38,20 +39,22 @@ def write_requests(path: Path, packed: Packed, *, as_runs: bool, coarse_s: float
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write lines, gzip where the name ends in ``.gz``; whole or not at all.
+    """Write lines, gzip where the name ends in ``.gz``; whole or not at all. Missing parent directories are made.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.draft")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with _created(draft, is_packed=path.suffix == ".gz") as stream:
             stream.writelines(lines)
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
 
 
 def _created(path: Path, *, is_packed: bool) -> IO[str]:

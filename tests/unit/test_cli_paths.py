@@ -1,0 +1,90 @@
+"""Paths that commands are given: what is missing is named, what cannot be written is refused before any work."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import run
+
+LINE = {"timestamp": 0, "input_length": 512, "output_length": 3, "hash_ids": [1]}
+MEASURING = [["probe", "--quick"], ["bench", "io"], ["bench", "ttft"], ["bench", "multiturn"]]
+WRITING = [
+    ["probe", "--record"],
+    ["probe", "--report"],
+    ["probe", "--plot"],
+    ["bench", "core", "--record"],
+    ["bench", "io", "--record"],
+    ["bench", "io", "--report"],
+    ["bench", "ttft", "--record"],
+    ["bench", "ttft", "--picture"],
+    ["bench", "multiturn", "--record"],
+    ["bench", "multiturn", "--report"],
+    ["bench", "multiturn", "--picture"],
+    ["plan", "llama-3.1-8b", "--report"],
+    ["plan", "llama-3.1-8b", "--plot"],
+    ["demo", "--record"],
+    ["demo", "--report"],
+    ["replay", "nothing.jsonl", "--report"],
+    ["replay", "nothing.jsonl", "--keep"],
+    ["trace", "convert", "nothing.jsonl"],
+    ["trace", "synthesize"],
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(LINE) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("command", MEASURING)
+def test_a_directory_that_is_missing_is_named_and_not_made(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, "--dir", str(tmp_path / "drive" / "a b")]) == 2
+    told = capsys.readouterr().err
+    assert f"directory '{tmp_path}/drive/a b' does not exist, only '{tmp_path}' does" in told
+    assert f"mkdir -p '{tmp_path}/drive/a b'" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", WRITING, ids=" ".join)
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for path, words in ((tmp_path, "is a directory"), (tmp_path / "file" / "x.png", "cannot be written")):
+        assert run([*command, str(path)]) == 2
+        told = capsys.readouterr()
+        assert words in told.err
+        assert told.out == ""
+
+
+def test_a_file_in_a_new_directory_is_told(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "a" / "b" / "c.jsonl"
+    assert run(["trace", "convert", str(trace), str(target)]) == 0
+    assert str(target) in capsys.readouterr().out
+    record = tmp_path / "d" / "e.json"
+    assert run(["bench", "core", "--repeats", "1", "--record", str(record), "--json"]) == 0
+    told = capsys.readouterr()
+    assert f"Written: {record}" in told.err
+    assert json.loads(told.out)
+    assert target.exists()
+    assert record.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "is_used"),
+    [("--tokenizer", "x", False), ("--window-h", "3", False), ("--time-unit", "s", True)],
+)
+def test_an_option_that_a_trace_has_no_use_for_is_told(
+    trace: Path, option: str, value: str, is_used: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["replay", "describe", str(trace), option, value]) == 0
+    assert ("has no effect" in capsys.readouterr().err) is not is_used
+    assert run(["replay", str(trace), "--policy", "lru", "--capacity-tokens", "1k", option, value]) == 0
+    assert (f"{option} has no effect on a trace of this form" in capsys.readouterr().err) is not is_used
+    assert run(["replay", "describe", str(trace)]) == 0
+    assert "has no effect" not in capsys.readouterr().err
