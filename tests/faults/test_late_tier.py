@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ from kvtier.runtime.wire import RankServer, connect
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.memory import MemoryTier
+from kvtier.types import NextTurn
 
 KINDS = ["directory", "disk"]
 CHUNKS = 10
@@ -374,6 +376,21 @@ def test_tries_become_rare_and_what_is_new_is_said(
         tier.contains([])
 
 
+def test_hints_reach_a_tier_that_has_come_in() -> None:
+    heard: list[tuple[str, NextTurn | None]] = []
+
+    class Listening(MemoryTier):
+        def expects(self, session: str, next_turn: NextTurn | None) -> None:
+            heard.append((session, next_turn))
+
+    for make in (Listening, MemoryTier):  # one that takes hints, one that does not
+        tier = LateTier("memory", partial(make, capacity_bytes=MIB), 5.0)
+        tier.opened(DEADLINE_S, is_required=True)
+        tier.expects("a session", NextTurn.USER)
+        tier.close()
+    assert heard == [("a session", NextTurn.USER)]
+
+
 def test_until_it_is_open_everything_fails() -> None:
     def make() -> MemoryTier:
         raise TierError("memory", "planned")
@@ -384,6 +401,7 @@ def test_until_it_is_open_everything_fails() -> None:
         with pytest.raises(TierError, match="is not open"):
             ask()
     assert getattr(tier, "used_bytes", None) is None
+    tier.expects("a session", NextTurn.USER)
     tier.close()
     tier.close()
     assert not tier._thread.is_alive()

@@ -11,8 +11,9 @@ from typing import Any, Generic, TypeVar
 
 from kvtier.core.health import RETRY_GROWTH, RETRY_SECONDS_MAX
 from kvtier.errors import TierError
+from kvtier.policy.base import Hinted
 from kvtier.tier.base import UNKNOWN, About, AheadTier, Read, Tier, Write
-from kvtier.types import ObjectName
+from kvtier.types import NextTurn, ObjectName
 
 LEAVE_S = 1.0
 """How long closing waits for a try that is under way; it may hang."""
@@ -94,6 +95,11 @@ class LateTier(Generic[_Tier]):
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """See `Tier`."""
         return self._live().scan()
+
+    def expects(self, session: str, next_turn: NextTurn | None) -> None:
+        """See `Hinted`; what is told too early costs hits only."""
+        if isinstance(self._tier, Hinted):
+            self._tier.expects(session, next_turn)
 
     def close(self) -> None:
         """See `Tier`. What a try that hangs opens later is closed at once."""
