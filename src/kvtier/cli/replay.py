@@ -13,6 +13,7 @@ from kvtier.cli.replay_ending import Ending
 
 if TYPE_CHECKING:
     from kvtier.replay.hits import Outcome
+    from kvtier.replay.tables import Replayed
     from kvtier.trace.describe import Description
     from kvtier.trace.packed import Packed
 
@@ -160,8 +161,6 @@ def _run_policies(
 ) -> int:
     from kvtier.replay.curves import Task, sweep
     from kvtier.replay.policies.bounds import infinite_hit_tokens
-    from kvtier.replay.tables import Replayed
-    from kvtier.trace.describe import describe as measure
 
     tasks = [Task(*it) for it in wanted]
     shown: list[Replayed] = []
@@ -173,7 +172,7 @@ def _run_policies(
                 packed, tasks, jobs=options["jobs"], keep=options["keep"], advance=advance, should_stop=should_stop
             )
         if ending.report is not None:
-            shown.append(Replayed(description=measure(packed), bound=bound, outcomes=outcomes))
+            shown.append(_described(packed, bound, outcomes))
         ending.tell({**_as_dict(packed, bound, outcomes), "is_complete": len(outcomes) == len(tasks)})
         if not ending.as_json:
             _print(packed, bound, outcomes)
@@ -187,6 +186,14 @@ def _run_policies(
         write_report(report, shown)
 
     return ending.end(write, is_list=len(traces) > 1)
+
+
+def _described(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> "Replayed":
+    """What a report tells of a trace; only reports pay for these imports."""
+    from kvtier.replay.tables import Replayed
+    from kvtier.trace.describe import describe as measure
+
+    return Replayed(description=measure(packed), bound=bound, outcomes=outcomes)
 
 
 @replay.command()

@@ -258,8 +258,8 @@ class Adaptive:
             self._sort_prompt()
             least = self._least(is_pinned, pinned)
         for run in pinned:
-            self._now += 1
-            run.time = run.entries[0].time = self._now
+            # Not a use: time goes by with those alone, or the pinned would make the others old.
+            run.time = run.last().time = self._now
             self._queue(run)
         if least is None:
             return None if pinned else self._oldest_in_ring(is_pinned)
@@ -415,7 +415,11 @@ class Adaptive:
                 heappop(heap)
                 run.number = 0  # if it has names, until the last child of the last has left
             elif is_pinned(entry.name):
-                pinned.append(self._apart(entry))
+                if run.count > 1:
+                    run = self._apart(entry)
+                else:
+                    heappop(heap)
+                pinned.append(run)
             elif not is_aged:
                 return heap[0]
             else:
