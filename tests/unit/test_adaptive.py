@@ -404,6 +404,16 @@ def test_many_pinned_are_not_looked_at_again_for_every_victim():
     assert ours.victim(is_pinned) is None
 
 
+def test_looking_at_the_pinned_makes_nobody_older():
+    ours = Adaptive()
+    for number in range(100):
+        ours.added(held(number))
+    for _ in range(5):
+        assert ours.victim(lambda _: True) is None
+    assert ours._now == 100
+    assert all(entry.time <= 100 for entry in ours._entries.values())
+
+
 def test_memory_stays_bounded_whatever_comes():
     ours = Adaptive()
     for number in range(60_000):
