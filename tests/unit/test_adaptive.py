@@ -606,3 +606,34 @@ def test_who_comes_back_is_known():
 
 def _nobody(_name: bytes) -> bool:
     return False
+
+
+def values_when_hints_come_late(watch: Callable[[ReuseModel, int, int, int], None]) -> tuple[float, float]:
+    """Of a kind whose names are all used again after 80 uses, and of the same after a hint that comes after 50."""
+    model, hinted = ReuseModel(1, 1, 1, 1), 1
+    for number in range(300):
+        mark, time = number * 0x9E3779B97F4A7C15 % (1 << 64), 100 * number
+        model.watch(mark, 0, time)
+        watch(model, mark, hinted, time + 50)
+        model.used(mark, time + 80)
+    model.learn(30_000, 100)
+    return model.value(0, 0), model.value(hinted, 0)
+
+
+def test_a_hint_that_comes_late_takes_nothing_from_who_waits_for_it():
+    unhinted, hinted = values_when_hints_come_late(ReuseModel.watch_too)
+    assert unhinted == pytest.approx(values_when_hints_come_late(lambda *_: None)[0])
+    assert hinted > 1.5 * unhinted
+    # The control: whose watch ends with the hint seems to come to nothing.
+    assert values_when_hints_come_late(ReuseModel.watch)[0] < unhinted / 1.5
+
+
+def test_a_name_that_is_hinted_again_and_again_leaves_no_watch_behind():
+    model = ReuseModel(1, 1, 1, 2)
+    for time in range(0, 400, 4):
+        model.watch(7, 0, time)
+        model.watch_too(7, 1, time + 1)
+        model.watch_too(7, 2, time + 2)
+        model.used(7, time + 3)
+        assert not model.watched
+    assert set(model._kinds) == {-1}

@@ -467,9 +467,9 @@ class Adaptive:
         """Sort `run` anew: its only session has said who goes on. Returns whether that was not known."""
         if run is _TOLD or (kind := self._model.hinted(run.kind, hint)) == run.kind:
             return False
-        run.kind = kind
-        run.time = self._now
-        self._model.watch(min(map(_mark_of, run.entries)), kind, self._now)
+        watch = self._model.watch if self._model.is_hinted(run.kind) else self._model.watch_too
+        run.kind, run.time = kind, self._now
+        watch(min(map(_mark_of, run.entries)), kind, self._now)
         self._model.value(kind, 0)
         return True
 

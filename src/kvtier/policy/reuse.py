@@ -48,6 +48,8 @@ _DONE_MAX = 256
 """Outcomes that wait to be counted; so many are counted at once."""
 _OPEN_AT_ONCE = 2048
 """Uses still watched that one step of a lesson looks at."""
+_EARLIER = 1 << 63
+"""Told from its mark, by this bit, is a name whose watch goes on beside a later one."""
 _KINDS_AT_ONCE = 12
 """Kinds whose value one step of a lesson works out."""
 
@@ -94,7 +96,7 @@ class ReuseModel:
         self._top = BUCKETS  # buckets that are told apart
         self._learned_at = 0
         self._rates: tuple[Numbers, Numbers, Numbers, Numbers] | None = None
-        kinds = self._unhinted * (1 + hints)
+        self._known_kinds = kinds = self._unhinted * (1 + hints)
         self._values: Numbers = np.zeros((kinds, BUCKETS + 1))
         """By kind, at the start of each bucket, and after the last."""
         self._is_known: Numbers = np.zeros(kinds, np.bool_)
@@ -111,11 +113,18 @@ class ReuseModel:
         """The kind that differs from `kind` in the hint only."""
         return kind % self._unhinted + hint * self._unhinted
 
+    def is_hinted(self, kind: int) -> bool:
+        """Whether it has a hint."""
+        return kind >= self._unhinted
+
     def used(self, mark: int, now: int) -> None:
         """The name of `mark` is used: that is the outcome of its use before."""
         place = self.watched.pop(mark, None)
         if place is not None:
             self._end(place, now, 1)
+            earlier = self.watched.pop(mark ^ _EARLIER, None)
+            if earlier is not None:
+                self._end(earlier, now, 1)
 
     def watch(self, mark: int, kind: int, time: int) -> None:
         """The use at `time` was of `kind`. Times may not go back."""
@@ -133,6 +142,23 @@ class ReuseModel:
             self._end(before, time, 0)
         self._kinds[place], self._times[place], self._marks[place] = kind, time, mark
         self.watched[mark] = place
+
+    def watch_too(self, mark: int, kind: int, time: int) -> None:
+        """At `time` is known that the use was of `kind`, too: what follows counts for both, for each from its own time.
+
+        If the first watch ended here, its kind would seem to come to nothing, for hints come before reuses. The second
+        one teaches about its hint only: what else its kind has in common with others counts from the use.
+        """
+        if mark & self._sample_mask:
+            return
+        place = self.watched.pop(mark, None)
+        if place is not None:
+            older = self.watched.get(mark ^ _EARLIER)
+            if older is not None:
+                self._end(older, time, 0)
+            self._marks[place] = mark ^ _EARLIER
+            self.watched[mark ^ _EARLIER] = place
+        self.watch(mark, kind + self._known_kinds if place is not None else kind, time)
 
     def learn(self, now: int, held: int) -> None:
         """Take account of all that happened until `now`; the place holds `held` names."""
@@ -211,12 +237,12 @@ class ReuseModel:
         """Add, for each row and bucket, how many have an age in it, and for how long they were in it.
 
         Returns:
-            Which use was counted, and where; each counts in three rows, with a hint in four.
+            Which use was counted, and where; each counts in three rows, with a hint in four, with a late one in one.
         """
         hinted = np.flatnonzero(kinds >= self._unhinted)
-        every = np.arange(len(kinds))
-        uses = np.concatenate([every, every, every, hinted])
-        rows = np.concatenate([*self._rows_of(kinds), self._hint_rows_of(kinds[hinted])])
+        first = np.flatnonzero(kinds < self._known_kinds)
+        uses = np.concatenate([first, first, first, hinted])
+        rows = np.concatenate([*self._rows_of(kinds[first]), self._hint_rows_of(kinds[hinted] % self._known_kinds)])
         bucket = _ENDS.searchsorted(ages, "right")
         places = rows * BUCKETS + bucket[uses]
         ended += np.bincount(places, minlength=ended.size).reshape(ended.shape)
