@@ -624,8 +624,8 @@ def test_a_hint_that_comes_late_takes_nothing_from_who_waits_for_it():
     unhinted, hinted = values_when_hints_come_late(ReuseModel.watch_too)
     assert unhinted == pytest.approx(values_when_hints_come_late(lambda *_: None)[0])
     assert hinted > 1.5 * unhinted
-    # The control: whose watch ends with the hint seems to come to nothing.
-    assert values_when_hints_come_late(ReuseModel.watch)[0] < unhinted / 1.5
+    # The control: when the first watch ends with the hint, and the second counts in its place, ages are mixed up.
+    assert values_when_hints_come_late(ReuseModel.watch)[0] > 1.1 * unhinted
 
 
 def test_a_name_that_is_hinted_again_and_again_leaves_no_watch_behind():

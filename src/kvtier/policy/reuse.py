@@ -146,8 +146,8 @@ class ReuseModel:
     def watch_too(self, mark: int, kind: int, time: int) -> None:
         """At `time` is known that the use was of `kind`, too: what follows counts for both, for each from its own time.
 
-        If the first watch ended here, its kind would seem to come to nothing, for hints come before reuses. The second
-        one teaches about its hint only: what else its kind has in common with others counts from the use.
+        If the first watch ended here, its kind would learn nothing of what follows, since hints come before reuses. The
+        second one teaches about its hint only: what its kind has in common with others is counted from the use.
         """
         if mark & self._sample_mask:
             return
