@@ -23,7 +23,7 @@ def test_the_guides_snippets_run(
     input_ids, mask = batch(tokens(600, 1))
     namespace = {"model": llama(), "input_ids": input_ids, "mask": mask}
     snippets = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(snippets) == 3
+    assert len(snippets) == 4
     try:
         for snippet in snippets:
             exec(compile(snippet, "guide", "exec"), namespace)
