@@ -154,8 +154,9 @@ class Log:
 
     def _told_tier(self, tell: Tell, jobs: dict[RequestId, Job]) -> None:
         self._tell(tell.tier, tell.session, tell.next_turn)
-        # What is open when commands are handed over was open when they were made, but for stores that ended since.
-        if any(job.session == tell.session and job.stores for job in jobs.values()):
+        # A store that begins at this moment may have come after the news.
+        stores = [store for job in jobs.values() if job.session == tell.session for store in job.stores]
+        if any(store.start_s < self._world.now_s for store in stores):
             raise Violation(f"{tell} while the session still stores")
 
     def _tell(self, place: str, session: str, next_turn: NextTurn | None) -> None:
