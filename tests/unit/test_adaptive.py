@@ -17,6 +17,7 @@ from kvtier.policy.fifo import Fifo
 from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.lru import Lru
 from kvtier.policy.reuse import WATCHED_MAX, ReuseModel
+from kvtier.policy.runs import SLACK
 from kvtier.replay.hits import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.opening import open_trace
@@ -424,10 +425,10 @@ def test_memory_stays_bounded_whatever_comes():
         if number >= 100:
             ours.removed(name_of(number - 100))
     queued = [*ours._heap, *ours._aged]
-    assert len(queued) <= 2 * len(ours) + 2 * adaptive._SLACK
+    assert len(queued) <= 2 * len(ours) + 2 * SLACK
     runs = {id(entry.run): entry.run for entry in ours._entries.values() if entry.run is not None}
     runs.update({id(run): run for *_, run in queued})
-    assert sum(len(run.entries) for run in runs.values()) <= 2 * len(ours) + (len(runs) + 1) * adaptive._SLACK
+    assert sum(len(run.entries) for run in runs.values()) <= 2 * len(ours) + (len(runs) + 1) * SLACK
     assert len(ours._entries) <= 2 * len(ours) + 1
     assert len(ours._model) <= WATCHED_MAX
     assert len(ours._model._done[0]) <= WATCHED_MAX

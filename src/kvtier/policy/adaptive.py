@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 from kvtier.policy.base import Held
 from kvtier.policy.ghosts import USES_MAX, Ghosts
 from kvtier.policy.reuse import ReuseModel
+from kvtier.policy.runs import NOBODY, SEVERAL, SLACK, TOLD, Entry, Run, Session
 from kvtier.types import NextTurn
 
 _GHOSTS = 8
@@ -35,8 +36,6 @@ _TRIES = 16
 """Runs that a call ranks anew at most because they seem to be worth least."""
 _TIDY_AT_ONCE = 8
 """Runs that are ranked anew, and thrown out if empty, for each that is queued when there are too many."""
-_SLACK = 64
-"""Names or runs that may be left over before they are thrown out, so that few never are."""
 
 _NEW_KINDS = 12
 _USE_KINDS = 4
@@ -50,77 +49,7 @@ _HINTS: dict[NextTurn | None, int] = {None: 0} | {it: place for place, it in enu
 _OVER = _HINTS[NextTurn.NOBODY]
 
 
-class _Session:
-    """Whose use it was."""
-
-    __slots__ = ("__weakref__", "is_over", "tip")
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self.tip: _Entry | None = None  # last name, of those still here, of its last prompt
-
-
-_SEVERAL = _Session()
-"""Stands for more than one."""
-
-
-class _Entry:
-    """A name that is present, or the parent of one that is."""
-
-    __slots__ = ("children", "mark", "name", "owner", "parent", "run", "time", "uses")
-
-    mark: int
-    uses: int
-    time: int
-    """Of its last use; the three are known of who was ever present."""
-
-    def __init__(self, name: bytes) -> None:
-        self.name = name
-        self.parent: _Entry | None = None
-        self.children = 0  # present ones
-        self.run: _Run | None = None  # of its last use; None for who is not present
-        self.owner: _Session | None = None  # who uses it
-
-
-_NOBODY = _Entry(b"")
-"""Stands for who is not expected."""
-
-
-class _Run:
-    """Names of one kind that one prompt used: they grow old together.
-
-    Each is the parent of the next, so the last is the next to leave, and while that has a child none may. A name that
-    was used again, or left, may still be among them: its own run is another.
-    """
-
-    __slots__ = ("count", "entries", "kind", "number", "owner", "time")
-
-    def __init__(self, kind: int, owner: _Session | None, time: int, entries: list[_Entry]) -> None:
-        self.kind = kind
-        self.owner = owner
-        self.time = time
-        self.entries = entries
-        self.count = len(entries)  # of those whose run this is
-        self.number = 0  # under which a heap has it; 0 if none does
-
-    def last(self) -> _Entry:
-        """Its last name; there must be one."""
-        entries = self.entries
-        while entries[-1].run is not self:
-            entries.pop()
-        return entries[-1]
-
-    def lost(self) -> None:
-        """A name of it was used again, or left."""
-        self.count -= 1
-        if 2 * self.count + _SLACK < len(self.entries):
-            self.entries = [entry for entry in self.entries if entry.run is self]
-
-
-_TOLD = _Run(0, None, 0, [])
-"""Stands for the runs of the prompt that is being told: which they are is known at its end."""
-
-_Ranked = tuple[float, int, int, _Run]
+_Ranked = tuple[float, int, int, Run]
 """What its names are worth, the time of their use, a number that no other has, and the run."""
 
 
@@ -139,14 +68,14 @@ class Adaptive:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, Entry] = {}
         self._held = 0  # names that are present
         self._model = ReuseModel(_USE_KINDS * 2, _NEW_KINDS, _PAUSE_KINDS, len(NextTurn))
         self._ghosts = Ghosts(0)  # larger ones are made when a name must leave: then we know how many there are
         self._now = 0  # uses so far
-        self._prompt: list[_Entry] = []  # used by the prompt that is being told
-        self._above: _Entry | None = _NOBODY  # who comes next if it is told from its end
-        self._below: _Entry = _NOBODY  # whose child comes next if it is told from its start
+        self._prompt: list[Entry] = []  # used by the prompt that is being told
+        self._above: Entry | None = NOBODY  # who comes next if it is told from its end
+        self._below: Entry = NOBODY  # whose child comes next if it is told from its start
         self._prompt_new = 0  # names of the prompt that nobody remembers
         self._prompt_pauses = (0, 0)  # kinds, by the first name told that somebody remembers and by the last
         self._tail = 0  # of the prompt, who was looked at as its last present name
@@ -154,8 +83,8 @@ class Adaptive:
         self._heap: list[_Ranked] = []
         self._aged: list[_Ranked] = []  # those that are to be ranked anew
         self._number = 0  # of runs so far
-        self._sessions: WeakValueDictionary[str, _Session] = WeakValueDictionary()  # that use something and go on
-        self._session: _Session | None = None  # of the prompt that is being told
+        self._sessions: WeakValueDictionary[str, Session] = WeakValueDictionary()  # that use something and go on
+        self._session: Session | None = None  # of the prompt that is being told
         self._session_name: str | None = None
         self._lesson: Iterator[None] | None = None
         self._lessons = 0
@@ -173,7 +102,7 @@ class Adaptive:
         entries = self._entries
         entry = entries.get(name)
         if entry is None:
-            entries[name] = entry = _Entry(name)
+            entries[name] = entry = Entry(name)
         if entry.run is None:
             entry.mark = mark = _mark(name)
             entry.uses, entry.time = self._ghosts.find(mark)
@@ -181,7 +110,7 @@ class Adaptive:
         if parent_name is not None and entry.parent is None and parent_name != name:
             parent = entries.get(parent_name)
             if parent is None:
-                entries[parent_name] = parent = _Entry(parent_name)
+                entries[parent_name] = parent = Entry(parent_name)
             entry.parent = parent
             parent.children += 1
         self._use(entry, held.session)
@@ -199,7 +128,7 @@ class Adaptive:
             return
         run, entry.run = entry.run, None
         uses = entry.uses
-        if run is _TOLD:
+        if run is TOLD:
             self._tail_worth = None
             uses = max(1, uses - 1)
         elif run.entries[-1] is entry:
@@ -252,7 +181,7 @@ class Adaptive:
             return None
         if self._now >= self._work_at:
             self._work()
-        pinned: list[_Run] = []
+        pinned: list[Run] = []
         least = self._least(is_pinned, pinned)
         if least is None and self._prompt:
             self._sort_prompt()
@@ -273,13 +202,13 @@ class Adaptive:
                 return tail
         return least[3].entries[-1].name
 
-    def _use(self, entry: _Entry, session: str | None) -> None:
-        if session != self._session_name or entry.run is _TOLD:
+    def _use(self, entry: Entry, session: str | None) -> None:
+        if session != self._session_name or entry.run is TOLD:
             self._enter(session)
         if entry is self._above:
-            self._above, self._below = entry.parent, _NOBODY
+            self._above, self._below = entry.parent, NOBODY
         elif entry.parent is self._below:
-            self._above, self._below = _NOBODY, entry
+            self._above, self._below = NOBODY, entry
         else:
             if self._prompt:
                 self._sort_prompt()
@@ -300,12 +229,12 @@ class Adaptive:
         else:
             run.lost()
             if entry.owner is not self._session:
-                entry.owner = _SEVERAL
-        entry.run = _TOLD
+                entry.owner = SEVERAL
+        entry.run = TOLD
         entry.time = now
         self._prompt.append(entry)
 
-    def _remembered(self, entry: _Entry, now: int) -> None:
+    def _remembered(self, entry: Entry, now: int) -> None:
         """A name that was used before is used."""
         entry.uses = min(entry.uses + 1, USES_MAX)
         pause = min(max((now - entry.time).bit_length() - _PAUSE_BITS_MIN, 1), _PAUSE_KINDS - 1)
@@ -325,19 +254,19 @@ class Adaptive:
             self._session = None
         else:
             # Not setdefault: nobody else would hold the new one.
-            self._session = self._sessions.get(session) or _Session()
+            self._session = self._sessions.get(session) or Session()
             self._sessions[session] = self._session
 
     def _sort_prompt(self, hint: int = 0) -> None:
         """The prompt is complete: what kind of use was it for each of its names?"""
         path, time = self._prompt, self._prompt[0].time
-        is_from_start = self._above is _NOBODY
+        is_from_start = self._above is NOBODY
         if not is_from_start:
             path.reverse()
         first = min(self._prompt_new.bit_length(), _NEW_KINDS - 1)
         second = self._prompt_pauses[is_from_start]
         self._prompt = []
-        self._above = self._below = _NOBODY
+        self._above = self._below = NOBODY
         self._prompt_new = self._tail = 0
         self._prompt_pauses = 0, 0
         self._tail_worth = None
@@ -356,7 +285,7 @@ class Adaptive:
                     break
                 start -= 1
             kind = self._model.kind(uses_kind * 2 + is_last, first, second, hint if owner is teller else 0)
-            run = _Run(kind, owner, time, path[start:end])
+            run = Run(kind, owner, time, path[start:end])
             if kind != before:
                 # Names that share their fate: one of them stands for all in the model.
                 self._model.watch(min(map(_mark_of, run.entries)), kind, time)
@@ -365,10 +294,10 @@ class Adaptive:
             end, is_last, before = start, 0, kind
             self._begin(run)
 
-    def _begin(self, run: _Run) -> None:
+    def _begin(self, run: Run) -> None:
         """Its prompt is complete: from now on, names of `run` may leave."""
         for entry in run.entries:
-            if entry.run is _TOLD:
+            if entry.run is TOLD:
                 entry.run = run
             else:
                 run.count -= 1
@@ -386,7 +315,7 @@ class Adaptive:
         Only for who is told from the end: a name whose child is about to come must stay for its sake.
         """
         prompt, tail = self._prompt, self._tail
-        if self._below is not _NOBODY or not prompt:
+        if self._below is not NOBODY or not prompt:
             return inf
         while (prompt[tail].run is None or prompt[tail].children) and tail < len(prompt) - 1:
             tail += 1
@@ -398,7 +327,7 @@ class Adaptive:
         self._tail_worth = self._model.value(kind, 0)
         return self._tail_worth
 
-    def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[_Run]) -> _Ranked | None:
+    def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[Run]) -> _Ranked | None:
         """The run whose last name is worth least. Of those that are pinned, each becomes a run of `pinned`."""
         tries = _TRIES
         while True:
@@ -429,43 +358,43 @@ class Adaptive:
                 heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, number, run))
                 tries -= 1
 
-    def _lost_children(self, entry: _Entry) -> None:
+    def _lost_children(self, entry: Entry) -> None:
         """The last present child of `entry` has left."""
         run = entry.run
         if run is None:
             del self._entries[entry.name]
-        elif run is _TOLD:
+        elif run is TOLD:
             pass  # it is queued at the prompt's end
         elif run.entries[-1] is not entry and run.last() is not entry:
             self._queue(self._apart(entry))
         elif not run.number:
             self._queue(run)
 
-    def _apart(self, entry: _Entry) -> _Run:
+    def _apart(self, entry: Entry) -> Run:
         """`entry` in a run of its own."""
         old = entry.run
         assert old is not None, "who has left is queued"
-        entry.run = run = _Run(old.kind, old.owner, old.time, [entry])
+        entry.run = run = Run(old.kind, old.owner, old.time, [entry])
         old.lost()
         return run
 
-    def _queue(self, run: _Run) -> None:
+    def _queue(self, run: Run) -> None:
         self._retire(run)
         self._number += 1
         run.number = self._number
         heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, self._number, run))
-        if len(self._heap) + len(self._aged) > 2 * self._held + _SLACK:
+        if len(self._heap) + len(self._aged) > 2 * self._held + SLACK:
             self._rank(_TIDY_AT_ONCE)
 
-    def _retire(self, run: _Run) -> None:
+    def _retire(self, run: Run) -> None:
         """If its only session is over, that is a kind of its own: whether it is dead is learned, like all else."""
         if run.owner is not None and run.owner.is_over:
             self._hint(run, _OVER)
             run.owner = None
 
-    def _hint(self, run: _Run, hint: int) -> bool:
+    def _hint(self, run: Run, hint: int) -> bool:
         """Sort `run` anew: its only session has said who goes on. Returns whether that was not known."""
-        if run is _TOLD or (kind := self._model.hinted(run.kind, hint)) == run.kind:
+        if run is TOLD or (kind := self._model.hinted(run.kind, hint)) == run.kind:
             return False
         watch = self._model.watch if self._model.is_hinted(run.kind) else self._model.watch_too
         run.kind, run.time = kind, self._now
