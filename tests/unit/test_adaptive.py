@@ -97,10 +97,31 @@ def agents_in_turn(prompts: int, seed: int) -> Iterator[Prompt]:
 
 
 def test_a_prompt_does_not_drive_out_its_betters(monkeypatch):
-    ours, lru = (hits(make, agents_in_turn(1200, 2), 100) for make in (Adaptive, Lru))
+    ours, lru = (hits(make, agents_in_turn(2400, 2), 100) for make in (Adaptive, Lru))
     assert ours > 1.5 * lru
     monkeypatch.setattr(Adaptive, "_value_tail", lambda *_: float("inf"))
-    assert hits(Adaptive, agents_in_turn(1200, 2), 100) < ours / 1.05
+    assert hits(Adaptive, agents_in_turn(2400, 2), 100) < ours / 1.05
+
+
+def an_agent_that_begins_anew(prompts: int, seed: int) -> Iterator[Prompt]:
+    """One prompt that grows until it has 140 names, then keeps 15 of them and goes on with 80 new ones."""
+    chance = random.Random(seed)
+    fresh = iter(range(1, 1 << 30))
+    shared = [next(fresh) for _ in range(15)]
+    prompt = shared + [next(fresh) for _ in range(50)]
+    for _ in range(prompts):
+        if len(prompt) > 140:
+            prompt = shared + [next(fresh) for _ in range(80)]
+        else:
+            prompt = prompt + [next(fresh) for _ in range(chance.randint(1, 6))]
+        yield prompt
+
+
+def test_while_little_has_been_learned_a_new_prompt_is_not_kept_out(monkeypatch):
+    lru, ours = (hits(make, an_agent_that_begins_anew(60, 0), 110) for make in (Lru, Adaptive))
+    assert ours > 0.98 * lru
+    monkeypatch.setattr(adaptive, "_TRUST_USES", 0)
+    assert hits(Adaptive, an_agent_that_begins_anew(60, 0), 110) < 0.975 * lru
 
 
 def test_the_same_events_give_the_same_victims():

@@ -28,6 +28,8 @@ _GHOSTS = 8
 _LEARN_EVERY = 1 / 2
 """What names are worth is learned anew after so many uses, in names held; sooner at first."""
 _LEARN_USES_MIN = 512
+_TRUST_USES = 50
+"""When all names held were used so many times over, what was learned of new prompts counts half, later more."""
 _RANK_EVERY = 1 / 4
 """All runs are ranked anew, since they have aged, in the course of so many uses, in names held."""
 _RANK_AT_ONCE = 64
@@ -312,7 +314,9 @@ class Adaptive:
     def _value_tail(self) -> float:
         """What the last name of the prompt that is being told is worth: a prompt need not drive out its betters.
 
-        Only for who is told from the end: a name whose child is about to come must stay for its sake.
+        Only for who is told from the end: a name whose child is about to come must stay for its sake. While little has
+        been learned it is thought to be worth more: if a prompt that was let in turns out worthless, that costs its room
+        once, but one that is kept out by mistake is missed at each of its turns.
         """
         prompt, tail = self._prompt, self._tail
         if self._below is not NOBODY or not prompt:
@@ -324,7 +328,8 @@ class Adaptive:
             return inf
         base = _KIND_OF_USES[entry.uses] * 2 + (not tail)
         kind = self._model.kind(base, min(self._prompt_new.bit_length(), _NEW_KINDS - 1), self._prompt_pauses[0])
-        self._tail_worth = self._model.value(kind, 0)
+        doubt = _TRUST_USES * len(self._entries) / self._now
+        self._tail_worth = self._model.value(kind, 0) * (1 + doubt)
         return self._tail_worth
 
     def _least(self, is_pinned: Callable[[bytes], bool], pinned: list[Run]) -> _Ranked | None:
