@@ -315,7 +315,7 @@ class Adaptive:
         """What the last name of the prompt that is being told is worth: a prompt need not drive out its betters.
 
         Only for who is told from the end: a name whose child is about to come must stay for its sake. While little has
-        been learned it is thought to be worth more: if a prompt that was let in turns out worthless, that costs its room
+        been learned it is thought to be worth more: a prompt that is let in and turns out worthless costs its room
         once, but one that is kept out by mistake is missed at each of its turns.
         """
         prompt, tail = self._prompt, self._tail
