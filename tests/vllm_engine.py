@@ -119,7 +119,6 @@ class SmallEngine:
     # ---- what a user does ------------------------------------------------------------------------------------------
 
     def add(self, prompt: Sequence[int], new_tokens: int, **said: Any) -> Request:
-        """`said` are further fields of the request."""
         request = Request(f"r{next(self.names)}", list(prompt), len(prompt), len(prompt) + new_tokens, **said)
         self.requests[request.request_id] = request
         self.truth[request.request_id] = list(prompt)

@@ -7,7 +7,8 @@ Use it in three lines:
     output = kv.generate(input_ids, attention_mask=mask, max_new_tokens=64)   # as model.generate
 """
 
-from kvtier.connect.transformers.adapter import Attachment, attach
+from kvtier.connect.transformers.adapter import Attachment
+from kvtier.connect.transformers.attaching import attach
 from kvtier.connect.transformers.report import Report, Stored
 
 __all__ = ["Attachment", "Report", "Stored", "attach"]

@@ -1,4 +1,4 @@
-"""`attach`: generation with a cache that outlives the process. See `docs/guides/transformers.md`.
+"""`Attachment`: generation with a cache that outlives the process. See `docs/guides/transformers.md`.
 
 One call, step by step: read the options and the padding; name the chunks of each row's prompt; look up and load what is
 known; let the library generate from there; hand the new chunks over for storing. Only the last step goes on after the
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -24,18 +24,14 @@ from kvtier.config.sections import Config
 from kvtier.connect.transformers import identity
 from kvtier.connect.transformers.arriving import MissingLayerError
 from kvtier.connect.transformers.caches import Spans, empty_cache, recorded_spans
-from kvtier.connect.transformers.call import Call, FirstToken, extras_of, sequences_of
-from kvtier.connect.transformers.opening import Opened, open_model, settled
+from kvtier.connect.transformers.call import Call, FirstToken, sequences_of
+from kvtier.connect.transformers.opening import Opened, open_model
+from kvtier.connect.transformers.prompt import checked_turn, prompt_of, session_names
 from kvtier.connect.transformers.report import Report, Stored
 from kvtier.connect.transformers.restore import Restored
-from kvtier.connect.transformers.rows import left_padding
 from kvtier.connect.transformers.support import (
-    Options,
     accepts_padding,
-    check_model,
     is_compiled,
-    padding_mask,
-    reason_against,
 )
 from kvtier.connect.transformers.upstream import Argument, Model, Output
 from kvtier.errors import ConfigError
@@ -55,52 +51,6 @@ _REPLACED = {"input_ids", "attention_mask", "past_key_values", "stopping_criteri
 """Arguments that a cached call passes on in a form of its own."""
 
 Answer = TypeVar("Answer")
-
-
-def attach(
-    model: Model,
-    directory: str | Path | None = None,
-    *,
-    config: Config | None = None,
-    checkpoint: str | Path | None = None,
-    revision: str = "",
-    epoch: int = 0,
-    held_calls: int = 4,
-    layerwise: bool = True,
-    **settings: object,
-) -> "Attachment":
-    """Give `model` a KV cache that outlives calls and processes.
-
-    Args:
-        model: a decoder-only model of the Transformers library, in evaluation mode.
-        directory: where KV is kept on disk; None keeps it in host memory only, unless the settings name a place.
-        config: all settings; None reads the file that ``KVTIER_CONFIG`` names and the ``KVTIER_…`` environment.
-        checkpoint: file or directory with the weights that the model was loaded from and still has. Digesting files is
-            remembered from process to process; without it the tensors in memory are digested at every attach.
-        revision: the name the weights go by; another revision shares nothing.
-        epoch: counts in-place updates of the weights (`Attachment.set_epoch`).
-        held_calls: calls whose KV may still be on its way to host memory, keeping their tensors alive; a call beyond
-            them is not stored.
-        layerwise: let the model compute while later layers of its prompt still arrive. It then needs memory for the
-            restored KV twice until the last one has come; where there is none it waits for all of them, as with False.
-        settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``.
-
-    Raises:
-        UnsupportedModelError: the model cannot be served correctly; the message says what is allowed.
-        ConfigError: a setting is unknown, impossible, or names a place that cannot be used.
-    """
-    checked = check_model(model)
-    if held_calls < 1:
-        raise ConfigError(f"held_calls must be at least 1, got {held_calls}")
-    return Attachment(
-        checked,
-        settled(config, directory, settings),
-        checkpoint=None if checkpoint is None else Path(checkpoint),
-        revision=revision,
-        epoch=epoch,
-        held_calls=held_calls,
-        layerwise=layerwise,
-    )
 
 
 class Attachment:
@@ -201,13 +151,7 @@ class Attachment:
         Raises:
             ConfigError: `session` is no text, or `next_turn` none of these.
         """
-        if not isinstance(session, str):  # pyright: ignore[reportUnnecessaryIsInstance]  what it says is not enforced
-            raise ConfigError(f"session is {session!r}; allowed: a text")
-        try:
-            known = None if next_turn is None else NextTurn(next_turn)
-        except ValueError:
-            allowed = ", ".join(repr(it.value) for it in NextTurn)
-            raise ConfigError(f"next_turn is {next_turn!r}; allowed: {allowed}, None") from None
+        known = checked_turn(session, next_turn)
 
         def tell() -> str:
             if self._opened is not None:
@@ -425,24 +369,12 @@ class Attachment:
         """All that is known before the first lookup; or why the call goes without the cache."""
         if self._is_closed:
             return "the attachment is closed"
-        options = Options(arguments, given, self.model.generation_config)
-        reason = reason_against(self.model, options)
+        asked = prompt_of(self.model, inputs, given, arguments, accepts_padding=self._accepts_padding)
+        if isinstance(asked, str):
+            return asked
+        names, reason = session_names(session, len(asked.padding))
         if reason:
-            return reason
-        input_ids = inputs if inputs is not None else arguments.get("input_ids")
-        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[1] == 0:
-            return "the prompt is no tensor input_ids [rows, columns]"
-        mask = padding_mask(input_ids, options)
-        if mask.shape != input_ids.shape:
-            return f"attention_mask has shape {tuple(mask.shape)}; allowed: that of input_ids, {tuple(input_ids.shape)}"
-        padding = left_padding(mask)
-        if padding is None:
-            return "attention_mask pads on the right, has holes or hides a whole row; allowed: padding on the left"
-        if any(padding) and not self._accepts_padding:
-            return f"{type(self.model).__name__} takes no position_ids: KV of a padded row may depend on its padding"
-        extras = extras_of(self.model, options, input_ids.shape[1], padding)
-        if isinstance(extras, str):
-            return extras
+            self._say(reason, "%s; ignored (said once)")
         opened = self._refreshed()
         if isinstance(opened, str):
             return opened
@@ -450,23 +382,14 @@ class Attachment:
             next(self._numbers),
             root=opened.root,
             chunk_tokens=opened.layout.chunk_tokens,
-            extras=extras,
-            input_ids=input_ids,
-            mask=mask,
-            padding=padding,
-            end_tokens=options.tokens("eos_token_id"),
-            sessions=self._sessions_of(session, input_ids.shape[0]),
+            extras=asked.extras,
+            input_ids=asked.input_ids,
+            mask=asked.mask,
+            padding=asked.padding,
+            end_tokens=asked.end_tokens,
+            sessions=names,
             recorder=opened.recorder,
         )
-
-    def _sessions_of(self, session: object, rows: int) -> Sequence[str | None]:
-        """The session of each row. What makes no sense is as good as none: nothing depends on it."""
-        told = cast("Sequence[object]", session) if isinstance(session, list | tuple) else [session]
-        names = [it for it in told if it is None or isinstance(it, str)]
-        if len(names) == len(told) == rows or session is None:
-            return names if session is not None else [None] * rows
-        self._say(f"{session!r}", f"session = %s; allowed: a text, or one for each of {rows} rows; ignored (said once)")
-        return [None] * rows
 
     def _restore(self, opened: Opened, call: Call, *, is_layerwise: bool) -> Restored:
         opened.waiting.take()
