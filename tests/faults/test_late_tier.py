@@ -39,6 +39,7 @@ from kvtier.runtime.late import LateTier
 from kvtier.runtime.open import Opened, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.wire import RankServer, connect
+from kvtier.tier import directory, disk
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.memory import MemoryTier
@@ -178,6 +179,28 @@ def test_a_place_that_hangs_when_it_is_opened(
         go_on.set()
     until_found(session, source, target)
     assert session.session.close().flushed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_store_whose_first_try_fails(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its secret is there before it, and is no stranger to it: not to the next try, nor to the next start."""
+    place, call = {"directory": (directory, "open_store"), "disk": (disk, "Claim")}[kind]
+    make, tries = getattr(place, call), iter([OSError(errno.ENOSPC, "planned")])
+
+    def fail_once(*given: Any) -> Any:
+        if (trouble := next(tries, None)) is not None:
+            raise trouble
+        return make(*given)
+
+    monkeypatch.setattr(place, call, fail_once)
+    root = tmp_path / "kv"
+    root.mkdir()
+    (root / ".secret.0123456789abcdef").touch()  # of a process that was killed while it made one
+    first = opened(kind, root, Engine(64))
+    assert (root / "secret").exists()
+    until_up(first, kind)
+    first.session.close()
+    opened(kind, root, Engine(64), is_required=True).session.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

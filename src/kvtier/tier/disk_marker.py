@@ -25,7 +25,7 @@ ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 ALLOWED_RANKS = "an empty or missing directory, or one with stores of ours (rank-0 and so on)"
 
 _MARKER_BYTES_MAX = 4096
-_OF_RANKS = re.compile(r"rank-\d+|\.?secret.*")
+_RANK = re.compile(r"rank-\d+")
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def refuse_foreign_ranks(path: Path) -> None:
         OSError: it cannot be looked into.
     """
     try:
-        refuse_strangers(path, lambda name: bool(_OF_RANKS.fullmatch(name)), ALLOWED_RANKS)
+        refuse_strangers(path, lambda name: bool(_RANK.fullmatch(name)), ALLOWED_RANKS)
     except ConfigError:
         if not any(path.glob(f"rank-*/{MARKER_NAME}")) and not (path / DIRECTORY_MARKER_NAME).exists():
             raise

@@ -1,6 +1,7 @@
 """A directory that is to hold a store: what of it is a mistake of whoever chose it, and what may pass."""
 
 import errno
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ MISTAKES = frozenset({
 """Errors that stay until somebody changes a setting or a permission. All others come from a place that fails."""
 
 _NAMED_MAX = 3
+_SECRET = re.compile(r"secret|\.secret\.[0-9a-f]+")
 
 
 @contextmanager
@@ -38,6 +40,8 @@ def opening(tier: str, root: Path, allowed: str) -> Generator[None]:
 def refuse_strangers(root: Path, is_ours: Callable[[str], bool], allowed: str) -> None:
     """Keep out of a directory where something is that was not made by us, nor with the file system.
 
+    A store's secret is made beside it though the store itself comes later.
+
     Args:
         root: the directory; missing is fine.
         is_ours: tells by its name what we may have made in a directory without a store.
@@ -49,7 +53,8 @@ def refuse_strangers(root: Path, is_ours: Callable[[str], bool], allowed: str) -
     """
     if not root.exists():
         return
-    found = sorted(path.name for path in root.iterdir() if path.name != "lost+found" and not is_ours(path.name))
+    names = sorted(path.name for path in root.iterdir())
+    found = [it for it in names if it != "lost+found" and not _SECRET.fullmatch(it) and not is_ours(it)]
     if found:
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
         named = ", ".join(map(repr, found[:_NAMED_MAX]))
