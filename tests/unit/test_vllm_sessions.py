@@ -54,7 +54,7 @@ def test_tenants_cannot_speak_of_each_others_sessions():
         ({"session": "a", "next_turn": ["user"]}, None, "next_turn = ['user']; allowed"),
         ({"session": 7}, None, "session = 7; allowed: a text"),
         ({"session": ""}, None, "session = ''; allowed: a text"),
-        ({"next_turn": "user"}, None, "next_turn = 'user' without a session"),
+        ({"next_turn": "user"}, None, "next_turn = 'user'; allowed: with session or session_id"),
         (None, 7, "session = 7; allowed: a text"),
     ],
 )
@@ -65,6 +65,32 @@ def test_what_makes_no_sense_is_ignored_with_one_warning(caplog, params, session
             assert sessions.said(request(params, session_id)).next_turn is None
     assert len(caplog.records) == 1
     assert what in caplog.text
+
+
+class Untold:
+    def __repr__(self) -> str:
+        raise ValueError("nobody can show it")
+
+
+def deep() -> list[object]:
+    """More lists in one another than Python shows."""
+    made: list[object] = []
+    for _ in range(100_000):
+        made = [made]
+    return made
+
+
+@pytest.mark.parametrize("make", [deep, Untold, lambda: 10**10_000, lambda: ["x" * 1000] * 1000, lambda: "x" * 100_000])
+@pytest.mark.parametrize("field", ["session", "next_turn"])
+def test_what_nobody_can_show_breaks_nothing_and_does_not_fill_the_log(caplog, field, make):
+    strange = make()
+    named = said({"session": "a", field: strange})
+    assert named.next_turn is None
+    assert len(caplog.text) < 1000
+    if field == "session" and not isinstance(strange, str):
+        assert named == Said()
+    else:
+        assert named.session is not None
 
 
 @pytest.mark.parametrize("params", [[], "user", 5, {"do_remote_prefill": True}])

@@ -6,6 +6,7 @@ Nothing depends on what is said, so whatever makes no sense is ignored, with one
 
 import logging
 from hashlib import blake2b
+from reprlib import repr as short
 from typing import Any, NamedTuple, cast
 
 from kvtier.connect.vllm.upstream import Request
@@ -14,7 +15,8 @@ from kvtier.types import NextTurn
 logger = logging.getLogger(__name__)
 
 NAME_BYTES = 16
-_ALLOWED = ", ".join(repr(it.value) for it in NextTurn)
+_NEXT_TURNS = {it.value: it for it in NextTurn}
+_ALLOWED = ", ".join(map(repr, _NEXT_TURNS))
 
 
 class Said(NamedTuple):
@@ -41,24 +43,31 @@ class Sessions:
             session = cast("object", getattr(request, "session_id", None))
         if session is None:
             if next_turn is not None:
-                self._warn(request, f"next_turn = {next_turn!r} without a session; allowed: with session or session_id")
+                self._warn(request, "next_turn", next_turn, "with session or session_id, and there is none")
             return Said()
         if not isinstance(session, str) or not session:
-            self._warn(request, f"session = {session!r}; allowed: a text of at least one character")
+            self._warn(request, "session", session, "a text of at least one character")
             return Said()
         name = _name(request.cache_salt or "", session)
         if next_turn is None:
             return Said(name)
-        try:
-            return Said(name, NextTurn(next_turn))
-        except ValueError:
-            self._warn(request, f"next_turn = {next_turn!r}; allowed: {_ALLOWED}")
-            return Said(name)
+        known = _NEXT_TURNS.get(next_turn) if isinstance(next_turn, str) else None
+        if known is None:
+            self._warn(request, "next_turn", next_turn, _ALLOWED)
+        return Said(name, known)
 
-    def _warn(self, request: Request, what: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("request %s says %s. It is ignored, and this is said once", request.request_id, what)
+    def _warn(self, request: Request, field: str, value: object, allowed: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        try:
+            told = short(value)
+        except Exception:  # noqa: BLE001 - a client's value, of whatever kind: one that cannot be shown is no mishap
+            told = f"a value of type {type(value).__name__}"
+        logger.warning(
+            "request %s says %s = %s; allowed: %s. It is ignored, and this is said once",
+            *(request.request_id, field, told, allowed),
+        )
 
 
 def _name(salt: str, session: str) -> str:
