@@ -62,7 +62,7 @@ class Sessions:
         self._has_warned = True
         try:
             told = short(value)
-        except Exception:  # noqa: BLE001 - a client's value, of whatever kind: one that cannot be shown is no mishap
+        except (ValueError, RecursionError):  # a number of too many digits, lists too deep in one another
             told = f"a value of type {type(value).__name__}"
         logger.warning(
             "request %s says %s = %s; allowed: %s. It is ignored, and this is said once",
