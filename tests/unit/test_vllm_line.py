@@ -4,8 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.vllm_engine import SmallEngine
+from tests.vllm_engine_parts import Pool, Request
 
+from kvtier.connect.vllm import line as lines
 from kvtier.connect.vllm.line import Line
+from kvtier.connect.vllm.pool import Held, PoolPins
+from kvtier.connect.vllm.tracked import Tracked
 
 TOKENS, BLOCK, USERS, ROOM = 640, 32, 8, 5
 """Of each prompt, of a block; how many there are, and for how many there is room."""
@@ -109,3 +113,82 @@ def test_a_line_that_has_gone_leaves_nothing_behind(start):
     assert not line._waiting
     assert not line._held
     assert not line._wanted
+
+
+class Watched(PoolPins):
+    """Counts the free blocks that somebody looks at, and those of which somebody asks whether they are free."""
+
+    looks = 0
+
+    def free(self) -> Iterator[Held]:
+        for held in super().free():
+            self.looks += 1
+            yield held
+
+    def is_free(self, held: Held) -> bool:
+        self.looks += 1
+        return super().is_free(held)
+
+
+class Blocks:
+    """The only part of a geometry that a line asks."""
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // BLOCK)
+
+
+def long_line(count: int, blocks: int) -> tuple[Line, Watched, list[Tracked]]:
+    """So many requests wait, and each wants `blocks` blocks of its own, which are all that is free."""
+    pool = Pool(1 + count * blocks, has_caching=True)
+    for block in pool.get_new_blocks(count * blocks):
+        pool.cache(block, (block.block_id,))
+        pool.free_blocks([block])
+    pins = Watched(pool, lambda _block: None)  # type: ignore[arg-type]
+    mine = {f"r{it}": list(range(1 + it * blocks, 1 + (it + 1) * blocks)) for it in range(count)}
+    line = Line(Blocks(), pins, lambda request: [mine[request.request_id]])  # type: ignore[arg-type]
+    tracked = [Tracked(Request(name, [0] * blocks * BLOCK, blocks * BLOCK, 0), 0, None) for name in mine]
+    for each in tracked:
+        line.joined(each)
+    return line, pins, tracked
+
+
+def most_looks(count: int = 200, blocks: int = 10) -> tuple[int, int]:
+    """The most blocks looked at in a step in which half of the line asks, and the most that were remembered."""
+    line, pins, tracked = long_line(count, blocks)
+    most = held = 0
+    for _ in range(20):
+        pins.looks = 0
+        for each in tracked[: count // 2]:
+            line.make_room(each, blocks * BLOCK)
+        line.step_ends()
+        most = max(most, pins.looks)
+        held = max(held, sum(map(len, line._held.values())))
+    assert len(list(pins.free())) == count * blocks
+    return most, held
+
+
+def test_however_long_the_line_is_a_step_looks_at_so_many_blocks(monkeypatch):
+    unlimited, all_held = most_looks()
+    monkeypatch.setattr(lines, "LOOKED_AT_MAX", 500)
+    monkeypatch.setattr(lines, "LOOKED_UP_MAX", 100)
+    monkeypatch.setattr(lines, "HELD_MAX", 600)
+    most, held = most_looks()
+    # An iterator that is cut off has been given one more.
+    assert most <= 500 + 200 < 2000 < unlimited
+    assert held == 600 < all_held
+
+
+def test_who_is_looked_up_comes_in_the_order_of_the_line_and_a_little_in_each_step(monkeypatch):
+    monkeypatch.setattr(lines, "LOOKED_UP_MAX", 20)
+    line, _, tracked = long_line(10, 10)
+    for step in range(1, 4):
+        line.make_room(tracked[0], 3 * BLOCK)
+        line.make_room(tracked[1], 3 * BLOCK)
+        assert list(line._held) == [each.id for each in tracked[: 2 * step]]
+        line.step_ends()
+
+
+def test_nobody_takes_what_the_next_one_wants_while_the_last_one_has_some():
+    line, pins, tracked = long_line(10, 10)
+    line.make_room(tracked[0], 3 * BLOCK)
+    assert [it.block for it in pins.free()][:4] == [100, 99, 98, 1]

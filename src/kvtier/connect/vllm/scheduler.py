@@ -263,6 +263,7 @@ class Scheduler:
         self._settle()
         self._step += 1
         self._probe_wait_s = PROBE_WAIT_S
+        self._line.step_ends()
         self._note_beginnings(output)
         pieces: list[Piece] = []
         for name, tokens in output.num_scheduled_tokens.items():
