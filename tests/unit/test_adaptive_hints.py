@@ -1,5 +1,6 @@
 """Hints: what sessions say of their next turn makes room for others, and lies cost little."""
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ from tests.unit.test_adaptive import Prompt, use
 
 from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.reuse import ReuseModel
+from kvtier.policy.runs import SLACK, Session
 from kvtier.replay.hits import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.packed import Packed
@@ -251,3 +253,35 @@ def test_a_name_that_is_hinted_again_and_again_leaves_no_watch_behind():
 
 def _nobody(name: bytes) -> bool:
     return False
+
+
+@pytest.mark.parametrize("next_turn", [None, *NextTurn])
+def test_hints_come_to_an_end_where_parents_form_a_ring(next_turn: NextTurn | None):
+    evictor = Adaptive()
+    for name in range(3):
+        evictor.added(held(name, (name + 1) % 3)._replace(session="a"))
+    evictor.expects("a", next_turn)
+    assert evictor.victim(lambda _name: False) is not None
+
+
+def test_sessions_without_names_are_forgotten_at_once_whoever_left_first():
+    """Not when memory is next searched for rings: hints would do more or less by chance."""
+    evictor = Adaptive()
+    gc.collect()
+    gc.disable()
+    try:
+        before = _sessions_in_memory()
+        for session in range(1000):
+            parent, child = 2 * session, 2 * session + 1
+            for event in held(child, parent, depth=1), held(parent):
+                evictor.added(event._replace(session=f"session {session}"))
+            evictor.victim(lambda _name: False)
+            evictor.removed(name_of(parent))
+            evictor.removed(name_of(child))
+        assert _sessions_in_memory() - before <= 2 * SLACK
+    finally:
+        gc.enable()
+
+
+def _sessions_in_memory() -> int:
+    return sum(isinstance(it, Session) for it in gc.get_objects())

@@ -138,13 +138,13 @@ class Adaptive:
             run.count -= 1
         else:
             run.lost()
+        parent = entry.parent
         if entry.owner is not None and entry.owner.tip is entry:
-            entry.owner.tip = entry.parent
+            entry.owner.tip = parent if parent is not None and parent.run is not None else None
         self._ghosts.remember(entry.mark, uses, entry.time)
         self._held -= 1
         if not entry.children:
             del self._entries[name]
-        parent = entry.parent
         if parent is not None:
             entry.parent = None
             parent.children -= 1
@@ -171,7 +171,9 @@ class Adaptive:
             self._rank_now = len(self._heap) + len(self._aged)
             self._work_at = 0
         entry, before = teller.tip, None
-        while entry is not None and entry.owner is teller:
+        for _ in range(self._held):  # not for ever where parents form a ring
+            if entry is None or entry.owner is not teller:
+                return
             run = entry.run
             if run is not None and run is not before and self._hint(run, hint) and run.number:
                 self._queue(run)
@@ -199,9 +201,9 @@ class Adaptive:
         if worth is None:
             worth = self._value_tail()
         if worth < least[0]:
-            tail = self._prompt[self._tail].name
-            if not is_pinned(tail):
-                return tail
+            tail = self._prompt[self._tail]
+            if not tail.children and not is_pinned(tail.name):  # it may have got one, in a ring
+                return tail.name
         return least[3].entries[-1].name
 
     def _use(self, entry: Entry, session: str | None) -> None:
