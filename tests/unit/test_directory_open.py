@@ -178,7 +178,18 @@ def test_a_directory_with_other_things_is_refused_and_left_alone(tmp_path):
 
 
 def test_a_fresh_file_system_is_accepted(tmp_path):
-    (tmp_path / "lost+found").mkdir()
+    for name in ("lost+found", ".snapshot", ".Trash-1000"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".nfs00a1").touch()
+    DirectoryTier(tmp_path, capacity_bytes=CAPACITY).close()
+
+
+def test_a_place_where_the_disk_tier_was_first_is_accepted(tmp_path):
+    (tmp_path / "rank-0").mkdir()
+    (tmp_path / "rank-of-mine").mkdir()
+    with pytest.raises(ConfigError, match=r"holds other things \('rank-of-mine'\)"):
+        DirectoryTier(tmp_path, capacity_bytes=CAPACITY)
+    (tmp_path / "rank-of-mine").rmdir()
     DirectoryTier(tmp_path, capacity_bytes=CAPACITY).close()
 
 

@@ -7,7 +7,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tier.disk_format import STORE_ID_BYTES, VERSION
 from kvtier.tier.ledger import lock_file
 from kvtier.tier.marker import MARKER_NAME as DIRECTORY_MARKER_NAME
-from kvtier.tier.place import refuse_strangers
+from kvtier.tier.place import RANK, refuse_strangers
 
 MARKER_NAME = "kvtier-disk.json"
 SEGMENTS_NAME = "segments"
@@ -25,7 +24,6 @@ ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 ALLOWED_RANKS = "an empty or missing directory, or one with stores of ours (rank-0 and so on)"
 
 _MARKER_BYTES_MAX = 4096
-_RANK = re.compile(r"rank-\d+")
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +129,7 @@ def refuse_foreign_ranks(path: Path) -> None:
         OSError: it cannot be looked into.
     """
     try:
-        refuse_strangers(path, lambda name: bool(_RANK.fullmatch(name)), ALLOWED_RANKS)
+        refuse_strangers(path, lambda name: bool(RANK.fullmatch(name)), ALLOWED_RANKS)
     except ConfigError:
         if not any(path.glob(f"rank-*/{MARKER_NAME}")) and not (path / DIRECTORY_MARKER_NAME).exists():
             raise

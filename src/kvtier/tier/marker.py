@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
-from kvtier.tier.place import refuse_strangers
+from kvtier.tier.place import RANK, refuse_strangers
 
 MARKER_NAME = "kvtier-store.json"
 STORE_VERSION = 1
@@ -66,7 +66,8 @@ def refuse_foreign(root: Path) -> None:
         ConfigError: it holds other things.
         OSError: it cannot be listed.
     """
-    refuse_strangers(root, lambda name: name.startswith(_DRAFT_PREFIX), ALLOWED)
+    # Both tiers may have one place, and the disk tier may be the first to open there.
+    refuse_strangers(root, lambda name: name.startswith(_DRAFT_PREFIX) or bool(RANK.fullmatch(name)), ALLOWED)
 
 
 def read_marker(root: Path) -> Marker | None:

@@ -15,6 +15,9 @@ MISTAKES = frozenset({
 
 _NAMED_MAX = 3
 _SECRET = re.compile(r"secret|\.secret\.[0-9a-f]+")
+_FILE_SYSTEMS = re.compile(r"lost\+found|\.snapshots?|\.nfs[0-9a-f]+|\.Trash-\d+")
+RANK = re.compile(r"rank-\d+")
+"""Where each rank has its store of the disk tier."""
 
 
 @contextmanager
@@ -54,7 +57,8 @@ def refuse_strangers(root: Path, is_ours: Callable[[str], bool], allowed: str) -
     if not root.exists():
         return
     names = sorted(path.name for path in root.iterdir())
-    found = [it for it in names if it != "lost+found" and not _SECRET.fullmatch(it) and not is_ours(it)]
+    passes = (_FILE_SYSTEMS, _SECRET)
+    found = [it for it in names if not any(each.fullmatch(it) for each in passes) and not is_ours(it)]
     if found:
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
         named = ", ".join(map(repr, found[:_NAMED_MAX]))
