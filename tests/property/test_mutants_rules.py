@@ -28,7 +28,7 @@ def mutant(plant: Mutant) -> Mutant:
 @mutant
 def the_deadline_of_a_load_passes_unnoticed(patch: Patch) -> None:
     real_load = cache.Load
-    patch.setattr(cache, "Load", lambda r, p, t, res, deadline, todo, n: real_load(r, p, t, res, 1e9, todo, n))
+    patch.setattr(cache, "Load", lambda r, p, t, res, deadline, *rest: real_load(r, p, t, res, 1e9, *rest))
 
 
 @mutant
