@@ -284,4 +284,4 @@ def test_sessions_without_names_are_forgotten_at_once_whoever_left_first():
 
 
 def _sessions_in_memory() -> int:
-    return sum(isinstance(it, Session) for it in gc.get_objects())
+    return sum(type(it) is Session for it in gc.get_objects())
