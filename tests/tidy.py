@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES_MAX = 500
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".cfg", ".html", ".sh", ""}
 TEXT_BYTES_MAX = 1 << 20
 SKIPPED_FOLDERS = {
@@ -211,13 +210,6 @@ def open_ends(source: Source) -> Hits:
             yield token.start[0], "write TODO(#issue) or do it"
 
 
-def long_files(source: Source) -> Hits:
-    """A file that no longer fits in one's head is two files."""
-    count = source.text.count("\n")
-    if count > LINES_MAX:
-        yield count, f"{count} lines, at most {LINES_MAX}: split it by what changes together"
-
-
 def synonyms(source: Source) -> Hits:
     """One word for one thing. Only names that are defined here count, and the adapters speak the engines' language."""
     if not source.inside or source.is_in("connect/", "device/", "bench/"):
@@ -248,7 +240,6 @@ RULES: tuple[Callable[[Source], Hits], ...] = (
     seeded_hash,
     endless_waits,
     open_ends,
-    long_files,
     synonyms,
     test_titles,
 )
