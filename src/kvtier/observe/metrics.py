@@ -68,34 +68,25 @@ class Metrics:
             else:
                 self._numbers[metric.name] = dict.fromkeys(known, 0.0)
 
+    def bind(self, metric: Metric, **labels: str) -> "Bound":
+        """One series, checked here once, for code that counts in it often."""
+        with self._lock:
+            values = self._values(metric, labels)
+            if metric.kind is MetricKind.HISTOGRAM:
+                return Bound(self, self._lock, metric, values, histograms=self._series(self._histograms, metric))
+            return Bound(self, self._lock, metric, values, numbers=self._series(self._numbers, metric))
+
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Add `amount` to a counter or a gauge; a counter never goes down."""
-        if metric.kind is MetricKind.HISTOGRAM or (metric.kind is MetricKind.COUNTER and amount < 0):
-            raise ValueError(f"{metric.name} is a {metric.kind.value}; cannot add {amount}")
-        with self._lock:
-            series, values = self._series(self._numbers, metric), self._values(metric, labels)
-            series[values] = series.get(values, 0.0) + amount
-            self.changes += amount != 0
+        self.bind(metric, **labels).add(amount)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Set a gauge."""
-        if metric.kind is not MetricKind.GAUGE:
-            raise ValueError(f"{metric.name} is a {metric.kind.value}, not a gauge")
-        with self._lock:
-            self._series(self._numbers, metric)[self._values(metric, labels)] = float(value)
+        self.bind(metric, **labels).set(value)
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Count `value` in a histogram."""
-        if metric.kind is not MetricKind.HISTOGRAM:
-            raise ValueError(f"{metric.name} is a {metric.kind.value}, not a histogram")
-        with self._lock:
-            series, values = self._series(self._histograms, metric), self._values(metric, labels)
-            histogram = series.get(values)
-            if histogram is None:
-                histogram = series[values] = _Histogram(len(metric.buckets))
-            histogram.counts[bisect_left(metric.buckets, value)] += 1
-            histogram.total += value
-            self.changes += 1
+        self.bind(metric, **labels).observe(value)
 
     def get(self, metric: Metric, **labels: str) -> float:
         """The value of a counter or gauge, or the number of observations of a histogram; 0 when nothing happened."""
@@ -172,6 +163,59 @@ class Metrics:
                 return OTHER
             known.add(value)
         return value
+
+
+class Bound:
+    """One metric with one set of label values, from `Metrics.bind`.
+
+    A method that does not fit the metric's kind raises `ValueError`.
+    """
+
+    __slots__ = ("_histograms", "_lock", "_metric", "_metrics", "_numbers", "_values")
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        lock: Lock,
+        metric: Metric,
+        values: _Values,
+        *,
+        numbers: dict[_Values, float] | None = None,
+        histograms: dict[_Values, _Histogram] | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._lock = lock
+        self._metric = metric
+        self._values = values
+        self._numbers = numbers
+        self._histograms = histograms
+
+    def add(self, amount: float = 1.0) -> None:
+        """See `Metrics.add`."""
+        if self._numbers is None or (amount < 0 and self._metric.kind is MetricKind.COUNTER):
+            raise ValueError(f"{self._metric.name} is a {self._metric.kind.value}; cannot add {amount}")
+        with self._lock:
+            self._numbers[self._values] = self._numbers.get(self._values, 0.0) + amount
+            self._metrics.changes += amount != 0
+
+    def set(self, value: float) -> None:
+        """See `Metrics.set`."""
+        if self._numbers is None or self._metric.kind is not MetricKind.GAUGE:
+            raise ValueError(f"{self._metric.name} is a {self._metric.kind.value}, not a gauge")
+        with self._lock:
+            self._numbers[self._values] = float(value)
+
+    def observe(self, value: float) -> None:
+        """See `Metrics.observe`."""
+        if self._histograms is None:
+            raise ValueError(f"{self._metric.name} is a {self._metric.kind.value}, not a histogram")
+        with self._lock:
+            histogram = self._histograms.get(self._values)
+            if histogram is None:
+                histogram = self._histograms[self._values] = _Histogram(len(self._metric.buckets))
+            histogram.counts[bisect_left(self._metric.buckets, value)] += 1
+            histogram.total += value
+            self._metrics.changes += 1
 
 
 def _braces(names: list[str], values: _Values) -> str:

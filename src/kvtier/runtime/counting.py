@@ -10,7 +10,7 @@ from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.jobs import Observer, Settled, Work
 from kvtier.tier.base import Tier
-from kvtier.types import Drop, Outcome, Probe, Transfer
+from kvtier.types import Drop, Link, Outcome, Probe, Transfer
 
 
 class Counting:
@@ -24,12 +24,12 @@ class Counting:
     def __init__(self, metrics: Metrics, other: Observer | None = None) -> None:
         self._metrics = metrics
         self._other = other
-        self._in_flight: dict[str, int] = {}
+        self._links = {link: _Link(metrics, link) for link in Link}
 
     def submitted(self, command: Work) -> None:
         """See `Observer`."""
         if isinstance(command, Transfer):
-            self._fly(command.link.value, 1)
+            self._links[command.link].began()
         if self._other is not None:
             self._other.submitted(command)
 
@@ -41,7 +41,7 @@ class Counting:
         if settled.is_tier_fault:
             self._metrics.add(table.TIER_FAILURES, tier=command.tier)
         if isinstance(command, Transfer):
-            self._transfer(command, settled)
+            self._links[command.link].ended(settled)
         elif isinstance(command, Probe):
             result = "answered" if settled.outcome is Outcome.DONE else "failed"
             self._metrics.add(table.PROBES, tier=command.tier, result=result)
@@ -49,18 +49,30 @@ class Counting:
         elif isinstance(command, Drop) and settled.outcome is Outcome.DONE:
             self._metrics.add(table.DROPS, place=command.tier, reason="corrupt")
 
-    def _transfer(self, transfer: Transfer, settled: Settled) -> None:
-        link = transfer.link.value
-        self._fly(link, -1)
-        self._metrics.add(table.TRANSFERS, link=link, outcome=settled.outcome.value)
-        if settled.outcome is Outcome.DONE:
-            self._metrics.add(table.TRANSFER_BYTES, settled.size_bytes, link=link)
-            self._metrics.observe(table.TRANSFER_SECONDS, settled.seconds, link=link)
-            self._metrics.observe(table.TRANSFER_WAIT_SECONDS, settled.waited_s, link=link)
 
-    def _fly(self, link: str, step: int) -> None:
-        self._in_flight[link] = self._in_flight.get(link, 0) + step
-        self._metrics.set(table.TRANSFERS_IN_FLIGHT, self._in_flight[link], link=link)
+class _Link:
+    """The series of one link."""
+
+    def __init__(self, metrics: Metrics, link: Link) -> None:
+        self._outcomes = {each: metrics.bind(table.TRANSFERS, link=link.value, outcome=each.value) for each in Outcome}
+        self._bytes = metrics.bind(table.TRANSFER_BYTES, link=link.value)
+        self._seconds = metrics.bind(table.TRANSFER_SECONDS, link=link.value)
+        self._wait_seconds = metrics.bind(table.TRANSFER_WAIT_SECONDS, link=link.value)
+        self._gauge = metrics.bind(table.TRANSFERS_IN_FLIGHT, link=link.value)
+        self._in_flight = 0
+
+    def began(self) -> None:
+        self._in_flight += 1
+        self._gauge.set(self._in_flight)
+
+    def ended(self, settled: Settled) -> None:
+        self._in_flight -= 1
+        self._gauge.set(self._in_flight)
+        self._outcomes[settled.outcome].add()
+        if settled.outcome is Outcome.DONE:
+            self._bytes.add(settled.size_bytes)
+            self._seconds.observe(settled.seconds)
+            self._wait_seconds.observe(settled.waited_s)
 
 
 class Gauges:
