@@ -322,7 +322,8 @@ def _files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.endswith("-out"))
         # What `make test` leaves behind, which git ignores, and the `.git` file of a worktree.
-        for path in (Path(folder, name) for name in sorted(names) if not name.startswith((".coverage", ".git"))):
+        kept = sorted(name for name in names if name != ".git" and not name.startswith(".coverage"))
+        for path in (Path(folder, name) for name in kept):
             if path.suffix in TEXT_SUFFIXES and not path.is_symlink() and path.stat().st_size <= TEXT_BYTES_MAX:
                 yield path
 
