@@ -27,8 +27,14 @@ class Pins(Protocol):
         """Keep `blocks`, which are in use."""
         ...
 
-    def yield_idle(self, blocks: Collection[int]) -> list[int]:
-        """Give up those of the pinned `blocks` that nobody else uses; returns which. From now on they are watched."""
+    def yield_idle(self, blocks: Sequence[int], *, is_thorough: bool) -> list[int]:
+        """Give up those of the pinned `blocks` that only the pin keeps; returns which. From now on they are watched.
+
+        Args:
+            blocks: of one request and one group, the deepest first.
+            is_thorough: look at every block. Otherwise the two ends decide: a request gives its blocks back together,
+                and a window slides off the shallowest. What the ends do not show waits for a thorough call.
+        """
         ...
 
     def unpin(self, blocks: Collection[int]) -> None:
@@ -72,8 +78,11 @@ class PoolPins:
         """See `Pins`."""
         self._pool.touch(self._blocks(blocks))
 
-    def yield_idle(self, blocks: Collection[int]) -> list[int]:
+    def yield_idle(self, blocks: Sequence[int], *, is_thorough: bool) -> list[int]:
         """See `Pins`."""
+        ends = (blocks[:1], blocks[-1:])
+        if not is_thorough and all(block.ref_cnt != 1 for end in ends for block in self._blocks(end)):
+            return []
         idle = [block for block in self._blocks(blocks) if block.ref_cnt == 1]
         self._pool.unpin_blocks(idle, self._reused)
         return [block.block_id for block in idle]

@@ -324,7 +324,7 @@ class Scheduler:
 
     def has_freed_blocks(self) -> bool:
         """VLLM has no block left for a running request; whether it can have some now, so that none is preempted."""
-        return self._stores.yield_idle()
+        return self._stores.yield_idle(is_thorough=True)
 
     # ---- a step comes back -----------------------------------------------------------------------------------------
 

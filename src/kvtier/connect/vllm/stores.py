@@ -26,9 +26,9 @@ class Stores:
         self.pins = open_pins(self._reused)
         self._read: dict[RequestId, frozenset[int]] = {}
         """The blocks that each open store reads."""
-        self._pinned: dict[RequestId, list[int]] = {}
-        """Those of them that we keep from being freed, deepest first: in that order the pool hands them out again, and
-        a prefix without its beginning is of no use to anybody."""
+        self._pinned: dict[RequestId, list[list[int]]] = {}
+        """Those of them that are pinned, by group, deepest first: the pool hands out again what it got first, and a
+        prefix without its beginning is of no use."""
         self._lost: dict[RequestId, None] = {}
         self._numbers = itertools.count()
         self.lost_count = 0
@@ -40,7 +40,7 @@ class Stores:
     @property
     def has_pins(self) -> bool:
         """Whether some block is kept from being freed."""
-        return any(self._pinned.values())
+        return any(map(any, self._pinned.values()))
 
     def pin(self, blocks: Collection[int]) -> None:
         """Keep blocks that may soon be stored."""
@@ -58,23 +58,28 @@ class Stores:
         """Store the chunks at `places`, whose blocks hold their final bytes and are in use."""
         name = RequestId(f"S{next(self._numbers)}/{request}")
         deepest_first = sorted(places, key=lambda place: place.chunk, reverse=True)
-        blocks = list(dict.fromkeys(block for place in deepest_first for block in reversed(place.blocks) if block > 0))
-        self.pins.pin(blocks)
-        self._read[name], self._pinned[name] = frozenset(blocks), blocks
+        groups: dict[int, dict[int, None]] = {}
+        for place in deepest_first:
+            groups.setdefault(place.group, {}).update((block, None) for block in reversed(place.blocks) if block > 0)
+        pinned = [list(blocks) for blocks in groups.values()]
+        for blocks in pinned:
+            self.pins.pin(blocks)
+        self._read[name], self._pinned[name] = frozenset().union(*pinned), pinned
         try:
             self._session.store(name, prefix, places, hint)
         except BaseException:
             self._forget(name)  # no StoreDone will
             raise
 
-    def yield_idle(self) -> bool:
-        """Let vLLM have the blocks that only stores still need; whether there were any."""
+    def yield_idle(self, *, is_thorough: bool = False) -> bool:
+        """Let vLLM have the blocks that only stores still need; whether there were any. See `Pins.yield_idle`."""
         has_yielded = False
-        for name, pinned in reversed(self._pinned.items()):  # what a request stored last is its deepest
-            idle = set(self.pins.yield_idle(pinned))
-            if idle:
-                self._pinned[name] = [block for block in pinned if block not in idle]
-                has_yielded = True
+        for pinned in reversed(self._pinned.values()):  # what a request stored last is its deepest
+            for number, blocks in enumerate(pinned):
+                idle = set(self.pins.yield_idle(blocks, is_thorough=is_thorough))
+                if idle:
+                    pinned[number] = [block for block in blocks if block not in idle]
+                    has_yielded = True
         return has_yielded
 
     def reading(self, blocks: Collection[int]) -> set[RequestId]:
@@ -107,4 +112,5 @@ class Stores:
 
     def _forget(self, name: RequestId) -> None:
         self._read.pop(name, None)
-        self.pins.unpin(self._pinned.pop(name, ()))
+        for blocks in self._pinned.pop(name, ()):
+            self.pins.unpin(blocks)
