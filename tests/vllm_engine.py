@@ -53,6 +53,7 @@ class SmallEngine:
         failing: share of copies that fail.
         rest: share of steps before which all copies are made that were asked for; in between, none goes on. So the seed
             decides how late they are, and not the machine. None: they take the time that they take.
+        is_protected: with the setting `vllm.prefix_protection`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class SmallEngine:
         slow_s: float = 0.0,
         failing: float = 0.0,
         rest: float | None = None,
+        is_protected: bool = True,
     ) -> None:
         self.draw = random.Random(seed)
         self.dice = random.Random(seed)
@@ -95,7 +97,7 @@ class SmallEngine:
             begin_keys=lambda _request: Keys(self.geometry.chunk_tokens),
             planner=Planner(is_on=False),
             tables=lambda name: self.requests[name].block_ids,
-            resident=lambda request: [[block.block_id for block in self._local_hit(request)]] * len(self.groups),
+            resident=self._resident if is_protected else None,
             open_pins=lambda on_reuse: PoolPins(self.pool, on_reuse),
             bytes_per_token=self.geometry.layout.bytes_per_token,
             can_wait=not is_overlapped,
@@ -198,6 +200,9 @@ class SmallEngine:
         self.copier.gate.set()
         self.opened.session.close(10.0)
         self.scheduler.close()
+
+    def _resident(self, request: Request) -> list[list[int]]:
+        return [[block.block_id for block in self._local_hit(request)]] * len(self.groups)
 
     # ---- a step goes out -------------------------------------------------------------------------------------------
 

@@ -66,9 +66,8 @@ def test_who_comes_back_in_turn_finds_what_there_was_room_for(start):
     assert tokens[USERS - ROOM] >= TOKENS - BLOCK
 
 
-def test_the_control_the_order_of_last_use(start, monkeypatch):
-    monkeypatch.setattr(Line, "make_room", lambda *_given: None)
-    assert sum(in_turn(start())) < TOKENS
+def test_without_the_setting_vllm_hands_out_blocks_in_its_own_order(start):
+    assert sum(in_turn(start(is_protected=False))) < TOKENS
 
 
 def test_blocks_that_nobody_waits_for_go_first(start):
@@ -81,11 +80,10 @@ def test_blocks_that_nobody_waits_for_go_first(start):
     assert found(engine, [new, first])[1] >= TOKENS - BLOCK
 
 
-def test_the_control_the_oldest_go_first(start, monkeypatch):
-    monkeypatch.setattr(Line, "make_room", lambda *_given: None)
+def test_the_control_the_oldest_go_first(start):
     test = test_blocks_that_nobody_waits_for_go_first
     with pytest.raises(AssertionError):
-        test(start)
+        test(lambda: start(is_protected=False))
 
 
 def test_what_two_share_goes_last(start):

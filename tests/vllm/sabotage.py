@@ -61,13 +61,6 @@ def load_later() -> None:
     scheduler.SYNC_BYTES_MAX = 0
 
 
-def order_of_last_use() -> None:
-    """Blocks are handed out in vLLM's own order, whoever waits for them."""
-    from kvtier.connect.vllm.line import Line
-
-    Line.make_room = lambda self, tracked, tokens: None  # type: ignore[method-assign]
-
-
 def _hang(method: str) -> None:
     from kvtier.errors import TierError
     from kvtier.tier.directory import DirectoryTier

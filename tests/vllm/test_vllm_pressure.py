@@ -127,10 +127,10 @@ USERS, ROOM, BLOCK = 12, 7, 128
 """Conversations, how many of them the engine's memory holds, and the tokens of its blocks."""
 
 
-def comeback(start: Start, store: Path, sabotaged: str = "") -> tuple[list[Answer], list[Answer], float]:
+def comeback(start: Start, store: Path, *, is_protected: bool) -> tuple[list[Answer], list[Answer], float]:
     """Two turns of conversations that are asked all at once, and what vLLM found in its own memory in the second."""
     fields = {"max_num_seqs": 4, "max_model_len": 1024, "block_size": BLOCK, "num_gpu_blocks_override": 1 + 4 * ROOM}
-    engine = start("llama", connector(store), sabotage=sabotaged, **fields)
+    engine = start("llama", connector(store, vllm__prefix_protection=is_protected), **fields)
     texts = [prompt(300, 100 + number) for number in range(USERS)]
     first = engine.ask(*texts, count=8)
     engine.drain()
@@ -143,9 +143,9 @@ def comeback(start: Start, store: Path, sabotaged: str = "") -> tuple[list[Answe
 
 
 def test_users_who_come_back_in_turn_find_what_there_was_room_for(start: Start, tmp_path: Path) -> None:
-    """In vLLM's own order the head of the line takes the blocks of those behind it: that is the control."""
-    first, second, found = comeback(start, tmp_path / "kv")
-    plain, plainer, control = comeback(start, tmp_path / "control", "sabotage:order_of_last_use")
+    """Without the protection LRU reuse evicts the next waiting request's prefix: that is the control."""
+    first, second, found = comeback(start, tmp_path / "kv", is_protected=True)
+    plain, plainer, control = comeback(start, tmp_path / "control", is_protected=False)
     assert furthest([*first, *second], [*plain, *plainer]) < TOLERANCE
     enough = (ROOM - 2) * 2 * BLOCK
     assert found >= enough > control

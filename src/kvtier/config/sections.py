@@ -200,6 +200,19 @@ class TraceConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig(Section):
+    """What kvtier does inside vLLM."""
+
+    section: ClassVar[str] = "vllm"
+
+    prefix_protection: bool = _setting(
+        default=False,
+        kind=Switch(),
+        help="Reorder vLLM's free blocks so that those of waiting prompts are handed out last.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings. Constructors elsewhere take values from it, never the tree."""
 
@@ -210,11 +223,21 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
 SECTIONS: dict[str, type[Section]] = {
     kind.section: kind
-    for kind in (HostConfig, DirectoryConfig, DiskConfig, StoreConfig, LimitsConfig, PlannerConfig, TraceConfig)
+    for kind in (
+        HostConfig,
+        DirectoryConfig,
+        DiskConfig,
+        StoreConfig,
+        LimitsConfig,
+        PlannerConfig,
+        TraceConfig,
+        VllmConfig,
+    )
 }
 
 

@@ -126,7 +126,7 @@ class SchedulerHalf:
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens, is_on=opening.config.planner.enabled
             ),
             tables=self._tables,
-            resident=self._resident,
+            resident=self._resident if opening.config.vllm.prefix_protection else None,
             open_pins=self._open_pins,
             bytes_per_token=geometry.layout.bytes_per_token * opening.ranks,
             can_wait=_can_wait(vllm_config),

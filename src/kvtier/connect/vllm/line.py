@@ -33,10 +33,10 @@ class Line:
     Args:
         geometry: where chunks lie in block tables.
         pins: vLLM's block pool.
-        resident: the block ids in vLLM's own cache that a request would be given now.
+        resident: the block ids in vLLM's own cache that a request would be given now; None: vLLM's order stays.
     """
 
-    def __init__(self, geometry: Geometry, pins: Pins, resident: Callable[[Request], BlockTables]) -> None:
+    def __init__(self, geometry: Geometry, pins: Pins, resident: Callable[[Request], BlockTables] | None) -> None:
         self._geometry = geometry
         self._pins = pins
         self._resident = resident
@@ -82,13 +82,13 @@ class Line:
 
     def make_room(self, tracked: Tracked, tokens: int) -> None:
         """A request may be given blocks for `tokens` now: let them be those that the others want least."""
-        if self._made_for == tracked.id or len(self._waiting) < 2:
+        if self._resident is None or self._made_for == tracked.id or len(self._waiting) < 2:
             return
         count = self._geometry.blocks(tokens)
         first = list(islice(self._some(self._pins.free()), count))
         if not any(held.hash for held in first):
             return
-        self._look_up()
+        self._look_up(self._resident)
         victims: list[Held] = []
         if self._has_unwanted:
             free = islice(self._some(self._pins.free()), FREE_MAX)
@@ -107,7 +107,7 @@ class Line:
             self._looked_at += 1
             yield held
 
-    def _look_up(self) -> None:
+    def _look_up(self, resident: Callable[[Request], BlockTables]) -> None:
         if len(self._held) == len(self._waiting):
             return
         for name, tracked in self._waiting.items():
@@ -117,7 +117,7 @@ class Line:
                 break
             self._looked_up += self._geometry.blocks(tracked.request.num_tokens)
             blocks: dict[int, None] = {}
-            tables = self._resident(tracked.request)
+            tables = resident(tracked.request)
             for number in range(max(map(len, tables), default=0)):
                 blocks.update((table[number], None) for table in tables if number < len(table))
             blocks.pop(NULL_BLOCK, None)

@@ -66,7 +66,8 @@ class Scheduler:
         begin_keys: who the chunks of a request are; None: it is not to be cached.
         planner: load or compute.
         tables: the block ids of a request, as vLLM has them now.
-        resident: the block ids in vLLM's own cache that a request would be given now.
+        resident: the block ids in vLLM's own cache that a request would be given now; None: without prefix protection
+            (`Line`).
         open_pins: vLLM's block pool, given who is to be told of blocks that are handed out again.
         bytes_per_token: of all groups and ranks.
         can_wait: a step may wait for a load, and vLLM takes its report of blocks that were not filled.
@@ -84,7 +85,7 @@ class Scheduler:
         begin_keys: Callable[[Request], Keys | None],
         planner: Planner,
         tables: Callable[[str], BlockTables],
-        resident: Callable[[Request], BlockTables],
+        resident: Callable[[Request], BlockTables] | None,
         open_pins: Callable[[Callable[[int], None]], Pins],
         bytes_per_token: float,
         can_wait: bool,
