@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import Literal, NamedTuple, NewType
 
 ChunkKey = NewType("ChunkKey", bytes)
 """32-byte digest of parent key, tokens and extras: names a whole prefix. The same for all groups and ranks."""
@@ -12,6 +12,9 @@ ObjectName = NewType("ObjectName", bytes)
 
 RequestId = NewType("RequestId", str)
 """The engine's name of a request; unique while the request lives."""
+
+Way = Literal["read", "write"]
+"""What is done with a lower tier."""
 
 
 class Presence(Enum):
@@ -226,9 +229,10 @@ class StoreDone:
 
 @dataclass(frozen=True, slots=True)
 class TierNotice:
-    """A lower tier went down (`is_up` false) or came back."""
+    """The reads or the writes of a lower tier stopped (`is_up` false) or began again."""
 
     tier: str
+    way: Way
     is_up: bool
     detail: str
 

@@ -73,7 +73,7 @@ def filled(kind: str, path: Path, engine: Engine) -> None:
 
 def up(session: Opened, kind: str) -> float:
     """What the metrics say."""
-    return session.metrics.get(table.TIER_UP, tier=kind)
+    return session.metrics.get(table.TIER_UP, tier=kind, way="read")
 
 
 def until_up(session: Opened, kind: str) -> None:

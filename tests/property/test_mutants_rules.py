@@ -75,6 +75,27 @@ def the_breaker_never_opens(patch: Patch) -> None:
 
 
 @mutant
+def reads_and_writes_share_a_breaker(patch: Patch) -> None:
+    real = lower.Lower.__init__
+
+    def init(self: lower.Lower, *given: object) -> None:
+        real(self, *given)
+        self.health = dict.fromkeys(Link, self.health[Link.PROMOTE])
+
+    patch.setattr(lower.Lower, "__init__", init)
+
+
+@mutant
+def a_failed_write_counts_against_reads(patch: Patch) -> None:
+    real = lower.Lowers.judge
+
+    def judge(self: lower.Lowers, name: str, link: Link, now_s: float, *, is_fault: bool) -> None:
+        real(self, name, Link.PROMOTE if is_fault else link, now_s, is_fault=is_fault)
+
+    patch.setattr(lower.Lowers, "judge", judge)
+
+
+@mutant
 def the_breaker_never_closes(patch: Patch) -> None:
     patch.setattr(health.Health, "succeeded", lambda self: False)
 

@@ -49,13 +49,14 @@ def test_several_ranks_count_only_together() -> None:
 
 
 def test_the_seeds_reach_every_kind_of_trouble() -> None:
-    seen = run_block(40_000, BLOCK, mode=Mode.STORM)
+    seen = run_block(40_000, BLOCK, mode=Mode.STORM, steps=400)
     for trouble in (
         "absent",
         "cancelled",
         "corrupt",
         "damaged",
-        "down",
+        "read down",
+        "write down",
         "evicted",
         "failed",
         "flipped",
@@ -64,7 +65,8 @@ def test_the_seeds_reach_every_kind_of_trouble() -> None:
     ):
         assert seen[trouble], trouble
     assert seen["removed"]
-    assert seen["up"]
+    assert seen["read up"]
+    assert seen["write up"]
 
 
 def test_a_seed_reproduces_exactly_even_in_another_process() -> None:

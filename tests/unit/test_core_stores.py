@@ -368,10 +368,9 @@ def test_write_back_to_a_tier_that_is_down_makes_room_at_once() -> None:
     core = Driver(slots=2, write_policy=WritePolicy.BACK, tier_failures=1)
     core.store("a", prefix_of("ab"))
     core.run()
-    core.lookup("s", prefix_of("m"))
-    core.tell(next(iter(core.questions.values())), None)
-    assert not core.notices()[0].is_up
     core.store("b", prefix_of("yz"))
+    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
+    assert not core.notices()[0].is_up
     assert len(core.going(Link.GATHER)) == 2
     assert core.cache.tally.demotions_dropped == 2
 

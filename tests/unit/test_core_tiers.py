@@ -166,6 +166,68 @@ def fail_promotions(core: Driver, count: int) -> None:
         core.answer(core.going(Link.PROMOTE)[-1], Outcome.FAILED, is_fault=True)
 
 
+def fail_demotions(core: Driver, count: int) -> None:
+    for _ in range(count):
+        core.store("d", prefix_of(chr(0x391 + len(core.sent))))
+        core.run(links=[Link.GATHER])
+        core.answer(core.going(Link.DEMOTE)[-1], Outcome.FAILED, is_fault=True)
+
+
+def test_writes_that_fail_or_hang_do_not_stop_reads() -> None:
+    core = Driver(slots=16, tier_failures=2, tier_retry_s=5.0, transfer_deadline_s=2.0)
+    core.fill("disk", prefix_of("abcdef"))
+    fail_demotions(core, 2)
+    assert [(notice.way, notice.is_up) for notice in core.notices()] == [("write", False)]
+    for text in ("a", "abc", "abcdef"):
+        core.lookup(text, prefix_of(text))
+        core.run()
+        assert core.lookup(text, prefix_of(text)).tokens == len(text) * CHUNK
+        core.load(text, prefix_of(text))
+        core.run()
+        assert core.loaded()[-1].tokens == len(text) * CHUNK
+    core.wait(5.0)
+    core.store("x", prefix_of("xy"))
+    core.run(links=[Link.GATHER])
+    assert len(core.going(Link.DEMOTE)) == 1, "one trial at a time"
+    core.wait(2.0)
+    core.lookup("z", prefix_of("z"))
+    assert core.questions, "the trial hangs, and the tier is asked"
+    assert not core.notices()
+
+
+def test_reads_that_succeed_do_not_hide_writes_that_fail() -> None:
+    core = Driver(slots=16, tier_failures=2)
+    core.fill("disk", prefix_of("ab"))
+    for number in range(2):
+        fail_demotions(core, 1)
+        core.load(f"{number}", prefix_of("ab"))
+        core.run(links=[Link.PROMOTE, Link.SCATTER])
+        assert core.loaded()[-1].tokens == 2 * CHUNK
+        core.cache.release(RequestId(f"{number}"), core.now_s)
+    assert [(notice.way, notice.is_up) for notice in core.notices()] == [("write", False)]
+
+
+def test_reads_that_fail_do_not_stop_writes_and_what_succeeds_again_ends_the_rest_of_both() -> None:
+    core = Driver(slots=16, tier_failures=1, tier_retry_s=5.0)
+    fail_promotions(core, 1)
+    core.store("a", prefix_of("ab"))
+    core.run()
+    assert len(core.held["disk"]) == 2
+    fail_demotions(core, 1)
+    core.wait(5.0)
+    fail_demotions(core, 1)  # the next trial of writes is 10 s away
+    core.lookup("r", prefix_of("z"))
+    core.run()
+    assert [(notice.way, notice.is_up) for notice in core.notices()] == [
+        ("read", False),
+        ("write", False),
+        ("read", True),
+    ]
+    core.store("b", prefix_of("c"))
+    core.run()
+    assert [(notice.way, notice.is_up) for notice in core.notices()] == [("write", True)]
+
+
 def test_the_breaker_opens_after_failures_in_a_row_and_a_trial_closes_it() -> None:
     core = Driver(tier_failures=2, tier_retry_s=5.0)
     fail_promotions(core, 2)
@@ -224,34 +286,37 @@ def test_a_probe_is_a_trial_too() -> None:
 
 
 def test_demotions_wait_for_the_answer_of_a_trial() -> None:
-    core = Driver(slots=16, demotes=1, tier_failures=3, tier_retry_s=5.0)
-    core.store("a", prefix_of("abcd"))
+    core = Driver(slots=16, demotes=2, tier_failures=1, tier_retry_s=5.0)
+    core.store("a", prefix_of("abcde"))
     core.run(links=[Link.GATHER])
-    fail_promotions(core, 3)
-    assert len(core.going(Link.DEMOTE)) == 1
-    assert core.cache.tally.demotions_dropped == 3, "what waited for a tier that is down is not written"
+    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
+    (before,) = core.going(Link.DEMOTE)
+    assert core.cache.tally.demotions_dropped == 4, "what waited for a tier that takes no writes is not written"
     core.wait(5.0)
-    core.lookup("r", prefix_of("z"))  # the trial
-    core.answer(core.going(Link.DEMOTE)[0])  # sent before it went down, and a success
+    core.store("b", prefix_of("xyz"))
+    core.run(links=[Link.GATHER])
+    assert len(core.going(Link.DEMOTE)) == 2, "the one sent before, and the trial"
+    core.answer(before)  # a success, too
     assert [notice.is_up for notice in core.notices()] == [False, True]
 
 
 def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
     core = Driver(slots=16, tier_failures=1, tier_retry_s=5.0, write_policy=WritePolicy.BACK)
-    core.store("a", prefix_of("ab"))
+    core.store("a", prefix_of("abcdefghijklmnop"))
     core.run()
-    fail_promotions(core, 1)
+    core.store("b", prefix_of("y"))
+    core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
+    core.run()
     core.wait(5.0)
-    core.lookup("r", prefix_of("z"))
-    core.flush()
-    assert not core.going(Link.DEMOTE)
+    core.store("c", prefix_of("uvw"))
+    assert len(core.going(Link.DEMOTE)) == 1
     core.run()
     assert len(core.held["disk"]) == 2
 
 
-def test_a_new_copy_is_not_owed_to_a_tier_that_is_down() -> None:
+def test_a_new_copy_is_not_owed_to_a_tier_that_takes_no_writes() -> None:
     core = Driver(tier_failures=1)
-    fail_promotions(core, 1)
+    fail_demotions(core, 1)
     core.store("a", prefix_of("ab"))
     core.run()
     assert core.cache.owed_count == 0
@@ -297,7 +362,7 @@ def test_a_copy_that_is_found_corrupt_too_late_is_dropped_all_the_same() -> None
 
 
 def test_while_one_tier_hangs_the_others_go_on() -> None:
-    core = Driver(tiers=("disk", "shared"), slots=16, transfer_deadline_s=2.0, tier_failures=3, tier_retry_s=60.0)
+    core = Driver(tiers=("disk", "shared"), slots=16, transfer_deadline_s=2.0, tier_failures=2, tier_retry_s=60.0)
     core.fill("disk", prefix_of("abcdef"))
     core.fill("shared", prefix_of("uvwxyz"))
     for request, text in (("a", "abcdef"), ("u", "uvwxyz")):
@@ -311,7 +376,7 @@ def test_while_one_tier_hangs_the_others_go_on() -> None:
     assert core.stored()[0].held == 3
     core.wait(2.0)
     assert core.loaded()[0].tokens == 0
-    assert [notice.tier for notice in core.notices()] == ["disk"]
+    assert [(notice.tier, notice.way) for notice in core.notices()] == [("disk", "read"), ("disk", "write")]
     core.load("b", prefix_of("uvwxyz"))
     core.run(keep=lambda one: one.tier == "disk")
     assert core.loaded()[0].tokens == 24

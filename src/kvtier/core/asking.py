@@ -7,7 +7,7 @@ from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.lower import Lowers
 from kvtier.core.work import Item, Known, Question
-from kvtier.types import Command, Prefix, Probe, RequestId
+from kvtier.types import Command, Link, Prefix, Probe, RequestId
 
 NOBODY = RequestId("")
 
@@ -32,7 +32,7 @@ class Asking:
         return len(self._questions)
 
     def ask(self, request: RequestId, prefix: Prefix, host: Host, now_s: float) -> Known | None:
-        """Ask every healthy tier for what is not in host memory; each object once per request.
+        """Ask every tier whose reads are healthy for what is not in host memory; each object once per request.
 
         Returns:
             What is known so far; None when there is nobody to ask or too many requests are tracked.
@@ -56,7 +56,7 @@ class Asking:
             known.asked.update(unasked)
             for lower in self._lowers:
                 if lower.may_ask(now_s):
-                    lower.health.asked()
+                    lower.health[Link.PROMOTE].asked()
                     self._send(request, known, lower.name, unasked, now_s)
         return known
 
@@ -123,7 +123,7 @@ class Asking:
 
     def _close(self, probe_id: int, question: Question, now_s: float) -> Known | None:
         del self._questions[probe_id]
-        self._lowers.judge(question.tier, now_s, is_fault=question.is_failed)
+        self._lowers.judge(question.tier, Link.PROMOTE, now_s, is_fault=question.is_failed)
         known = self._known.get(question.request)
         if known is not None:
             known.open_probes.discard(probe_id)

@@ -40,6 +40,7 @@ from kvtier.types import (
     Command,
     Event,
     Hint,
+    Link,
     Lookup,
     NextTurn,
     Offer,
@@ -199,8 +200,8 @@ class Cache:
         return len(self._traffic.flights) + len(self._asking)
 
     def is_up(self, tier: str) -> bool:
-        """Whether `tier` is used; otherwise it failed lately and is left alone for a while."""
-        return self._lowers[tier].health.is_up()
+        """Whether `tier` is read; otherwise reads failed lately, and none is made for a while."""
+        return self._lowers[tier].health[Link.PROMOTE].is_up()
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next, if nothing else happens."""
@@ -363,7 +364,7 @@ class Cache:
             return HOST if entry.residency in READABLE else entry.source
         if known is not None:
             for tier in known.below.get((key, group), ()):
-                if self._lowers[tier].health.is_up():
+                if self._lowers[tier].health[Link.PROMOTE].is_up():
                     return tier
         return None
 

@@ -78,7 +78,7 @@ class Debts:
         return self._host.leaving[group] > before
 
     def drop_next(self, tier: str) -> None:
-        """`tier` is down: the first demotion in its queue will not be made."""
+        """`tier` takes no writes: the first demotion in its queue will not be made."""
         entry, _ = self._lowers[tier].queue.popitem(last=False)
         self._tally.demotions_dropped += 1
         self._host.paid(entry, tier)

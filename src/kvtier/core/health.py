@@ -1,4 +1,4 @@
-"""A circuit breaker for one tier: after some failures in a row it is left alone for a while, then tried once."""
+"""A circuit breaker for the reads or the writes of a tier: failures in a row open it, a trial closes it."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ RETRY_SECONDS_MAX = 60.0
 
 @dataclass(slots=True)
 class Health:
-    """Whether a tier is worth asking.
+    """Whether work of one kind is worth giving to a tier.
 
     Args:
-        failures_max: failures in a row that close the tier.
-        retry_s: seconds it is left alone the first time; doubles with each failed trial, up to a minute.
+        failures_max: failures in a row that stop the work.
+        retry_s: seconds of the first rest; doubles with each failed trial, up to a minute.
     """
 
     failures_max: int
@@ -44,6 +44,10 @@ class Health:
         came_back = not self.is_up()
         self.failures, self.rest_s, self.is_trial = 0, 0.0, False
         return came_back
+
+    def end_rest(self, now_s: float) -> None:
+        """There is a reason to try again: a trial may be made at once."""
+        self.closed_until_s = min(self.closed_until_s, now_s)
 
     def unanswered(self) -> None:
         """A trial ended without telling anything about the tier (it was cancelled); another may be made."""

@@ -7,18 +7,20 @@ from kvtier.core.health import Health
 from kvtier.core.limits import Limits
 from kvtier.core.residency import READABLE
 from kvtier.core.work import Entry
-from kvtier.types import Event, Link, TierNotice
+from kvtier.types import Event, Link, TierNotice, Way
 
 # Names of their own, as in `traffic`.
 DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
+WAYS: dict[Link, Way] = {PROMOTE: "read", DEMOTE: "write"}
 
 
 class Lower:
-    """One lower tier: its breaker, its budgets and its queue of demotions."""
+    """One lower tier: its breakers, its budgets and its queue of demotions."""
 
     def __init__(self, name: str, limits: Limits, in_flight_max: int) -> None:
         self.name = name
-        self.health = Health(limits.tier_failures, limits.tier_retry_s)
+        self.health = {link: Health(limits.tier_failures, limits.tier_retry_s) for link in WAYS}
+        """PROMOTE: of reads, which are promotions and probes. DEMOTE: of writes. A full disk still reads."""
         self.queue: OrderedDict[Entry, None] = OrderedDict()
         """What waits for a demotion, in order; each owes this tier."""
         self.out = {PROMOTE: 0, DEMOTE: 0}
@@ -43,16 +45,16 @@ class Lower:
         return max(self.limit[link], min(self._most, self._small_bytes // size_bytes))
 
     def may_ask(self, now_s: float) -> bool:
-        """Whether to give it reads now: it is healthy or due for a trial, and not all of its budget is stuck."""
-        return self.late[PROMOTE] < self.limit[PROMOTE] and self.health.may_ask(now_s)
+        """Whether to give it reads now: they are healthy or due for a trial, and not all of their budget is stuck."""
+        return self.late[PROMOTE] < self.limit[PROMOTE] and self.health[PROMOTE].may_ask(now_s)
 
     def may_tell(self, now_s: float) -> bool:
-        """Whether to give it writes now; as `may_ask`."""
-        return self.late[DEMOTE] < self.limit[DEMOTE] and self.health.may_ask(now_s)
+        """Whether to give it writes now: the same of writes."""
+        return self.late[DEMOTE] < self.limit[DEMOTE] and self.health[DEMOTE].may_ask(now_s)
 
     def began(self, link: Link, size_bytes: int) -> None:
         """One transfer, of `size_bytes`, goes out."""
-        self.health.asked()
+        self.health[link].asked()
         self.out[link] += 1
         self.out_bytes[link] += size_bytes
 
@@ -88,7 +90,8 @@ class Lowers:
         self.by_name = {name: Lower(name, limits, in_flight_max) for name in names}
         self.all = tuple(self.by_name.values())
         for name in down:
-            self.by_name[name].health.begin_down()
+            for health in self.by_name[name].health.values():
+                health.begin_down()
         self._events = events
 
     def __iter__(self) -> Iterator[Lower]:
@@ -100,15 +103,18 @@ class Lowers:
     def __len__(self) -> int:
         return len(self.by_name)
 
-    def judge(self, name: str, now_s: float, *, is_fault: bool) -> None:
-        """A tier has answered, or has failed to; says so when that changes its health."""
-        health = self.by_name[name].health
+    def judge(self, name: str, link: Link, now_s: float, *, is_fault: bool) -> None:
+        """A read (`link` PROMOTE) or a write (DEMOTE) of a tier has ended; a change of health is a notice."""
+        lower, way = self.by_name[name], WAYS[link]
+        health = lower.health[link]
         if is_fault:
             if health.failed(now_s):
-                detail = f"failed {health.failures} times in a row; left alone for {health.rest_s:g} s"
-                self._events.append(TierNotice(name, is_up=False, detail=detail))
+                detail = f"{way}s failed {health.failures} times in a row; the next try is in {health.rest_s:g} s"
+                self._events.append(TierNotice(name, way, is_up=False, detail=detail))
         elif health.succeeded():
-            self._events.append(TierNotice(name, is_up=True, detail="answers again"))
+            self._events.append(TierNotice(name, way, is_up=True, detail=f"{way}s succeed again"))
+            for other in lower.health.values():
+                other.end_rest(now_s)  # what made both fail may be over
 
     def check(self, out: dict[Link, int]) -> None:
         """Assert that budgets hold and that only what is owed waits; `out` are the transfers in flight by link.

@@ -212,9 +212,9 @@ class Traffic:
 
     def _judge(self, flight: Flight, now_s: float) -> None:
         if flight.outcome is CANCELLED:
-            self._lowers[flight.transfer.tier].health.unanswered()
+            self._lowers[flight.transfer.tier].health[flight.transfer.link].unanswered()
         else:
-            self._lowers.judge(flight.transfer.tier, now_s, is_fault=flight.is_fault)
+            self._lowers.judge(flight.transfer.tier, flight.transfer.link, now_s, is_fault=flight.is_fault)
 
     def _too_late(self, flight: Flight, now_s: float) -> None:
         """A transfer's deadline has passed: nobody waits for it any more, but its thread may still run."""
@@ -222,7 +222,7 @@ class Traffic:
         self._tally.late += 1
         transfer, entry = flight.transfer, flight.entry
         self._lowers[transfer.tier].late[transfer.link] += 1
-        self._lowers.judge(transfer.tier, now_s, is_fault=True)
+        self._lowers.judge(transfer.tier, transfer.link, now_s, is_fault=True)
         if transfer.link is PROMOTE:
             waiters, entry.waiters = entry.waiters, []
             self._host.late(entry)
@@ -347,8 +347,8 @@ class Traffic:
         """Returns whether a debt was dropped, which may have made room for somebody."""
         has_dropped = False
         for lower in self._lowers.all:
-            # While the tier is being tried, its answer decides about the rest.
-            while lower.queue and not lower.health.is_trial:
+            # While a write is on trial, its answer decides about the rest.
+            while lower.queue and not lower.health[DEMOTE].is_trial:
                 if not lower.may_tell(now_s):
                     self._debts.drop_next(lower.name)
                     has_dropped = True

@@ -5,8 +5,9 @@ Prometheus names in base units. Labels are few and their values are known: never
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import get_args
 
-from kvtier.types import Link, Outcome, Presence
+from kvtier.types import Link, Outcome, Presence, Way
 
 
 class MetricKind(Enum):
@@ -145,7 +146,11 @@ DROPS = Metric(
     "Bad copies removed: damaged, not written whole, or of another version or layout.",
 )
 TIER_UP = Metric(
-    "kvtier_tier_up", MetricKind.GAUGE, "", (_TIER,), "1 while the tier is used, 0 while it is left alone."
+    "kvtier_tier_up",
+    MetricKind.GAUGE,
+    "",
+    (_TIER, Label("way", get_args(Way))),
+    "1 while the tier is read or written, 0 while such operations have failed and are made only now and then.",
 )
 TIER_FAILURES = Metric(
     "kvtier_tier_failures_total", MetricKind.COUNTER, "", (_TIER,), "I/O errors and missed deadlines of a tier."

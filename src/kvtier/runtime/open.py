@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Final
+from typing import Final, get_args
 
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
@@ -32,6 +32,7 @@ from kvtier.runtime.recorder import Recorder
 from kvtier.runtime.session import LocalSession
 from kvtier.tier.base import Tier
 from kvtier.tier.place import MISTAKES
+from kvtier.types import Way
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,8 @@ def open_core(
     """
     metrics = Metrics()
     for name in below.tiers:
-        metrics.set(table.TIER_UP, float(name not in below.down), tier=name)
+        for way in get_args(Way):
+            metrics.set(table.TIER_UP, float(name not in below.down), tier=name, way=way)
     # After the tiers were opened: the secret lies in the directory that one of them may just have made.
     root = root_key(_secret(config), fingerprint_digest, layout.chunk_tokens)
     cache = Cache(

@@ -268,7 +268,7 @@ class LocalSession:
             self._stores.remove(asked)
             self.metrics.observe(table.STORE_SECONDS, self._clock() - asked.time_s)
         else:
-            self.metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier)
+            self.metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier, way=event.way)
             log = logger.info if event.is_up else logger.warning
             log("tier %s %s", event.tier, event.detail)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvtier.core.cache import Cache
+from kvtier.core.lower import WAYS
 from kvtier.core.residency import Residency
 from kvtier.layout import History
 from kvtier.sim.engine import Job, Ticket
@@ -23,6 +24,7 @@ from kvtier.types import (
     Tell,
     TierNotice,
     Transfer,
+    Way,
 )
 
 
@@ -88,8 +90,9 @@ class Log:
         self._scenario = world.scenario
         self.cache: Cache
         self.flights: dict[int, Flight] = {}
-        self.down: set[str] = set()
+        self.down: set[tuple[str, Way]] = set()
         self._unusable_s: dict[str, float] = {}
+        """When reads of a tier were last held up: late, or stopped."""
         self._incidents: dict[Item, float] = {}
         self._evictions: dict[Item, float] = {}
         self.questions: dict[int, Question] = {}
@@ -101,8 +104,10 @@ class Log:
         self._drops_due: list[tuple[str, Item]] = []
         self._tells_due: dict[tuple[str, str], NextTurn | None] = {}
         """(place, session) of what evictors are still to hear."""
-        self._back_due: set[str] = set()
-        self._faults_in_a_row: dict[str, int] = dict.fromkeys(world.scenario.tiers, 0)
+        self._back_due: set[tuple[str, Way]] = set()
+        self._faults_in_a_row: defaultdict[tuple[str, Way], int] = defaultdict(int)
+        self._troubled: set[tuple[str, Way]] = set()
+        """What has failed or was late since its last notice."""
         self.incident_counts: defaultdict[str, int] = defaultdict(int)
         slots = min(world.scenario.slots)
         self._tier_most = max(1, slots // (4 * max(1, len(world.scenario.tiers))))
@@ -204,29 +209,42 @@ class Log:
                 self._refused.add((flight.only_load, transfer.tier, item))
         flight.is_fault |= is_fault
         if transfer.tier and not flight.ranks_left and flight.worst is not Outcome.CANCELLED:
-            self._count_fault(transfer.tier, flight.is_fault, transfer.deadline_s)
+            self._count_fault(transfer.tier, WAYS[transfer.link], flight.is_fault, transfer.deadline_s)
 
-    def _count_fault(self, tier: str, is_fault: bool, deadline_s: float) -> None:  # noqa: FBT001
+    def _count_fault(self, tier: str, way: Way, is_fault: bool, deadline_s: float) -> None:  # noqa: FBT001
         is_in_time = self._world.now_s < deadline_s
+        which: tuple[str, Way] = (tier, way)
+        if is_fault or not is_in_time:
+            self._troubled.add(which)
         if not is_fault:
-            self._faults_in_a_row[tier] = 0
-            if is_in_time and tier in self.down:
-                self._back_due.add(tier)
+            self._faults_in_a_row[which] = 0
+            if is_in_time and which in self.down:
+                self._back_due.add(which)
         elif is_in_time:
-            self._faults_in_a_row[tier] += 1
+            self._faults_in_a_row[which] += 1
+
+    def is_read(self, tier: str) -> bool:
+        """Whether the core reads the tier."""
+        return (tier, "read") not in self.down
 
     def notice(self, notice: TierNotice) -> None:
-        """A tier went down or came back."""
-        self.incident_counts["up" if notice.is_up else "down"] += 1
-        if notice.is_up == (notice.tier not in self.down):
+        """The reads or the writes of a tier stopped or began again."""
+        self._note_late()
+        which = (notice.tier, notice.way)
+        self.incident_counts[f"{notice.way} {'up' if notice.is_up else 'down'}"] += 1
+        if notice.is_up == (which not in self.down):
             raise Violation(f"{notice} tells nothing new")
-        self._faults_in_a_row[notice.tier] = 0
+        self._faults_in_a_row[which] = 0
         if notice.is_up:
-            self._unusable_s[notice.tier] = self._world.now_s
-            self.down.discard(notice.tier)
-            self._back_due.discard(notice.tier)
+            if notice.way == "read":
+                self._unusable_s[notice.tier] = self._world.now_s
+            self.down.discard(which)
+            self._back_due.discard(which)
+        elif which not in self._troubled:
+            raise Violation(f"{notice}, and no such operation has failed or was late")
         else:
-            self.down.add(notice.tier)
+            self.down.add(which)
+        self._troubled.discard(which)
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
@@ -251,10 +269,10 @@ class Log:
         if question.ranks_left:
             return
         del self.questions[probe.id]
-        self._count_fault(probe.tier, question.is_troubled, probe.deadline_s)
+        self._count_fault(probe.tier, "read", question.is_troubled, probe.deadline_s)
         if self._world.now_s >= probe.deadline_s:
             # Whether this is an answer or a failure depends on whether the core has looked at the clock since.
-            self._faults_in_a_row[probe.tier] = 0
+            self._faults_in_a_row[probe.tier, "read"] = 0
         told = self._told.get(question.request)
         if told is None or told.open == 0:
             return
@@ -316,7 +334,8 @@ class Log:
             return
         groups = self._scenario.layout.groups
         holes = [chunk for group, chunk in done.failed if isinstance(groups[group].validity, History)]
-        tiers_in_trouble = any(since_s >= ticket.start_s for since_s in self._unusable_s.values()) or bool(self.down)
+        held_up = any(since_s >= ticket.start_s for since_s in self._unusable_s.values())
+        tiers_in_trouble = held_up or not all(map(self.is_read, self._scenario.tiers))
         for group, chunk in done.failed:
             item = ticket.item((group, chunk))
             reasons = (
@@ -334,8 +353,12 @@ class Log:
         for flight in self.flights.values():
             transfer = flight.transfer
             if transfer.tier and now_s >= transfer.deadline_s:
-                self._unusable_s[transfer.tier] = now_s
+                self._troubled.add((transfer.tier, WAYS[transfer.link]))
+                if transfer.link is Link.PROMOTE:
+                    self._unusable_s[transfer.tier] = now_s
                 self._incidents[transfer.key, transfer.group] = now_s
+        overdue = [question.probe for question in self.questions.values() if now_s >= question.probe.deadline_s]
+        self._troubled.update((probe.tier, "read") for probe in overdue)
 
     # ---- after each step -------------------------------------------------------------------------------------------
 
@@ -363,9 +386,9 @@ class Log:
         if len(self._told) > limits.requests:
             raise Violation(f"the answers of {len(self._told)} requests are kept, {limits.requests} allowed")
         if self._back_due:
-            raise Violation(f"tiers {self._back_due} have answered well and still count as down")
+            raise Violation(f"{self._back_due} have succeeded and still count as down")
         if self._drops_due:
             raise Violation(f"a corrupt copy was not dropped: {self._drops_due}")
-        for tier, count in self._faults_in_a_row.items():
-            if count >= limits.tier_failures and tier not in self.down:
-                raise Violation(f"tier {tier!r} failed {count} times in a row and still counts as healthy")
+        for which, count in self._faults_in_a_row.items():
+            if count >= limits.tier_failures and which not in self.down:
+                raise Violation(f"{which} failed {count} times in a row and still counts as healthy")

@@ -72,7 +72,7 @@ class WorldJudge:
         def is_said(group: int, chunk: int) -> bool:
             key = prefix.key(chunk)
             said = log.said(job.request, (key, group))
-            return key in host.entries[group] or any(tier not in log.down for tier in said)
+            return key in host.entries[group] or any(map(log.is_read, said))
 
         _expect(lookup.ready_tokens == longest(self._groups, prefix, is_ready), "ready tokens", lookup)
         tokens = longest(self._groups, prefix, is_said)

@@ -86,7 +86,7 @@ class Mover:
         elif transfer.link is Link.PROMOTE:
             errand.copy = self._world.shelves[transfer.tier].copies[errand.rank].get((transfer.key, transfer.group))
         if transfer.tier:
-            outage = self._outage(transfer.tier)
+            outage = self._outage(transfer.tier, is_read=transfer.link is Link.PROMOTE)
             if outage is not None:
                 self._suffer(errand, outage)
                 return
@@ -182,7 +182,7 @@ class Mover:
     def _ask(self, probe: Probe, rank: int) -> None:
         dice, faults = self._world.dice, self._faults
         low, high = self._tier_s[probe.tier]
-        outage = self._outage(probe.tier)
+        outage = self._outage(probe.tier, is_read=True)
         delay_s = dice.uniform(low, high)
         fails = dice.random() < faults.probe_fails
         if outage is not None and not outage.hangs:
@@ -254,6 +254,10 @@ class Mover:
         low, high = self._tier_s[transfer.tier] if transfer.tier else self._world.scenario.device_s
         return self._world.dice.uniform(low, high)
 
-    def _outage(self, tier: str) -> Outage | None:
+    def _outage(self, tier: str, *, is_read: bool) -> Outage | None:
         now_s = self._world.now_s
-        return next((o for o in self._faults.outages if o.tier == tier and o.start_s <= now_s < o.end_s), None)
+        for outage in self._faults.outages:
+            is_now = outage.tier == tier and outage.start_s <= now_s < outage.end_s
+            if is_now and not (is_read and outage.spares_reads):
+                return outage
+        return None

@@ -24,12 +24,13 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A stretch of time in which a tier fails at once, or hangs."""
+    """A stretch of time in which a tier fails at once, or hangs; or only its writes do, as on a full disk."""
 
     tier: str
     start_s: float
     end_s: float
     hangs: bool
+    spares_reads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         branches=dice.randint(1, 3),
         prefilled=dice.choice((0, 3, 6)) if tiers else 0,
         readers=dice.choice((0.0, 0.3, 0.7)),
-        faults=_draw_faults(dice, mode, tiers),
+        faults=_draw_faults(dice, mode, tiers, more=Random(f"writes {seed}")),
     )
     return replace(scenario, **overrides)
 
@@ -172,7 +173,7 @@ def _draw_small_bytes(seed: int) -> int:
     return Random(f"small {seed}").choice((0, 0, 1, 3, 6, 12)) * OBJECT_BYTES
 
 
-def _draw_faults(dice: Random, mode: Mode, tiers: tuple[str, ...]) -> Faults:
+def _draw_faults(dice: Random, mode: Mode, tiers: tuple[str, ...], more: Random) -> Faults:
     if mode is not Mode.STORM:
         return Faults()
 
@@ -184,6 +185,10 @@ def _draw_faults(dice: Random, mode: Mode, tiers: tuple[str, ...]) -> Faults:
         if dice.random() < 0.6:
             start = dice.uniform(0, 1.0)
             outages.append(Outage(tier, start, start + dice.uniform(0.05, 1.5), hangs=dice.random() < 0.7))
+        if more.random() < 0.3:
+            start = more.uniform(0, 1.5)
+            hangs, end = more.random() < 0.3, start + more.uniform(0.2, 2.0)
+            outages.append(Outage(tier, start, end, hangs=hangs, spares_reads=True))
     return Faults(
         copy_fails=some(0.3, 0.15),
         read_fails=some(0.4, 0.3),
