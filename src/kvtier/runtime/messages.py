@@ -11,6 +11,7 @@ import json
 import operator
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from kvtier.errors import KvError
@@ -20,6 +21,9 @@ from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, 
 
 FRAME_BYTES_MAX = 16 << 20
 """Longest message: a probe of 200,000 objects."""
+
+ENCODED_MAX = 1024
+"""Transfers that are kept encoded, since each rank is sent the same ones."""
 
 _LENGTH = struct.Struct("<I")
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=operator.index).encode
@@ -70,7 +74,7 @@ def encode(message: Message) -> bytes:
     Raises:
         WireError: it is too long.
     """
-    body = _to_json(_plain(message)).encode()
+    body = _body(message).encode()
     if len(body) > FRAME_BYTES_MAX:
         raise WireError(f"a message of {len(body)} bytes; allowed: at most {FRAME_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
@@ -115,28 +119,41 @@ class Frames:
             yield body
 
 
-def _plain(message: Message) -> list[Any]:
+def _body(message: Message) -> str:
+    if isinstance(message, Order):
+        kind, fields = _command(message.command)
+        return f'["{kind}",{message.number},{fields[1:]}'
     if isinstance(message, Answer):
         number, outcome, present, *rest = message
-        return ["answer", number, outcome.value, "".join("1" if each else "0" for each in present), *rest]
-    if isinstance(message, Order):
-        number, command = message
-        if isinstance(command, Transfer):
-            parent = None if command.parent is None else command.parent.hex()
-            return [
-                *("transfer", number, command.id, command.link.value, command.key.hex(), command.group, command.slot),
-                *(command.tier, command.request, command.blocks, parent, command.depth, command.deadline_s),
-                *command.hint,
-            ]
-        if isinstance(command, Probe):
-            keys = [key.hex() for key, _ in command.objects]
-            groups = [group for _, group in command.objects]
-            return ["probe", number, command.id, command.tier, keys, groups, command.deadline_s]
-        if isinstance(command, Tell):
-            next_turn = None if command.next_turn is None else command.next_turn.value
-            return ["tell", number, command.tier, command.session, next_turn]
-        return ["drop", number, command.tier, command.key.hex(), command.group]
-    return [type(message).__name__.lower(), *message]
+        plain = ["answer", number, outcome.value, "".join("1" if each else "0" for each in present), *rest]
+    else:
+        plain = [type(message).__name__.lower(), *message]
+    return _to_json(plain)
+
+
+def _command(command: Work) -> tuple[str, str]:
+    """The command's kind, and its fields as a JSON list."""
+    if isinstance(command, Transfer):
+        return "transfer", _transfer_fields(command)
+    if isinstance(command, Probe):
+        keys = [key.hex() for key, _ in command.objects]
+        groups = [group for _, group in command.objects]
+        return "probe", _to_json([command.id, command.tier, keys, groups, command.deadline_s])
+    if isinstance(command, Tell):
+        next_turn = None if command.next_turn is None else command.next_turn.value
+        return "tell", _to_json([command.tier, command.session, next_turn])
+    return "drop", _to_json([command.tier, command.key.hex(), command.group])
+
+
+@lru_cache(maxsize=ENCODED_MAX)
+def _transfer_fields(transfer: Transfer) -> str:
+    parent = None if transfer.parent is None else transfer.parent.hex()
+    fields = [
+        *(transfer.id, transfer.link.value, transfer.key.hex(), transfer.group, transfer.slot),
+        *(transfer.tier, transfer.request, transfer.blocks, parent, transfer.depth, transfer.deadline_s),
+        *transfer.hint,
+    ]
+    return _to_json(fields)
 
 
 def _transfer(values: list[Any]) -> Order:
