@@ -65,7 +65,9 @@ def die_at(step, act, root, monkeypatch):
         tier.close()
         return False
     # What the kernel does: it closes the files, and with them go the locks.
-    for descriptor in {tier._ledger._descriptor, tier._tenancy._descriptor, tier._drafts._lock, *dying.opened}:
+    for kept in (tier._ledger._descriptor, tier._tenancy._descriptor, tier._drafts._lock):
+        kept.close()
+    for descriptor in dying.opened:
         with suppress(OSError):
             os.close(descriptor)
     return True

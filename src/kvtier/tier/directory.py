@@ -32,6 +32,7 @@ from kvtier.tier.directory_index import DirectoryIndex
 from kvtier.tier.drafts import Draft, Drafts
 from kvtier.tier.gate import Gate
 from kvtier.tier.hint import load_hint, save_hint
+from kvtier.tier.inside import check_private
 from kvtier.tier.ledger import Ledger
 from kvtier.tier.marker import ALLOWED, MARKER_NAME, UnknownStoreError, open_store
 from kvtier.tier.place import opening
@@ -99,6 +100,7 @@ class DirectoryTier:
         with opening(name, self.root, ALLOWED):
             try:
                 self.marker = open_store(self.root)
+                check_private(name, self.root)
             except UnknownStoreError as error:
                 raise TierError(name, str(error)) from error
             self._paths.make()

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from kvtier.tier.inside import Descriptor, open_file
+
 _LOCK_SUFFIX = ".lock"
 
 
@@ -32,7 +34,7 @@ class Drafts:
         self._path = path
         self.owner = os.urandom(8).hex()
         self._numbers = itertools.count()
-        self._lock: int | None = None
+        self._lock: Descriptor | None = None
 
     def attach(self) -> None:
         """Say that this owner lives; again after the directory was replaced.
@@ -41,16 +43,15 @@ class Drafts:
             OSError: the lock file cannot be made.
         """
         self.detach()
-        lock = os.open(self._lock_path(self.owner), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self._lock = lock
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._lock = Descriptor(open_file(self._lock_path(self.owner), os.O_CREAT | os.O_RDWR)[0])
+        fcntl.flock(self._lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def detach(self) -> None:
         """Say that this owner has gone. Twice is fine."""
         if self._lock is not None:
             with suppress(OSError):
                 os.unlink(self._lock_path(self.owner))
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
     def next_path(self, reserved_bytes: int) -> str:

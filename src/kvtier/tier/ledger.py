@@ -6,7 +6,6 @@ that removes bytes writes it last. A crash can then only leave the count too hig
 """
 
 # Descriptors and plain strings.
-# ruff: noqa: PTH116
 
 import errno
 import fcntl
@@ -18,6 +17,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from kvtier.errors import TierError
+from kvtier.tier.inside import Descriptor, open_file
 
 _COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
 _MAGIC = b"kvledger"
@@ -62,7 +62,7 @@ class Ledger:
         deadline_s: how long to wait for the lock before giving up.
 
     Raises:
-        OSError: the file cannot be opened for writing.
+        OSError: the file cannot be opened for writing, or is no regular file.
     """
 
     def __init__(self, path: str, tier: str, deadline_s: float) -> None:
@@ -70,7 +70,7 @@ class Ledger:
         self._tier = tier
         self._deadline_s = deadline_s
         self._threads = threading.Lock()  # a flock belongs to the open file, so it does not keep our own threads apart
-        self._descriptor: int | None = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._descriptor = Descriptor(open_file(path, os.O_CREAT | os.O_RDWR)[0])
         self._last_bytes = 0
 
     @contextmanager
@@ -90,8 +90,8 @@ class Ledger:
             try:
                 yield is_replaced
             finally:
-                if self._descriptor is not None:
-                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                if self._descriptor.is_open:
+                    fcntl.flock(self._descriptor.fileno(), fcntl.LOCK_UN)
         finally:
             self._threads.release()
 
@@ -115,7 +115,7 @@ class Ledger:
         """Bytes in use, as far as can be told without waiting for anybody."""
         if self._threads.acquire(blocking=False):
             try:
-                if self._descriptor is not None:
+                if self._descriptor.is_open:
                     self.read()
             except OSError:
                 pass  # the last known count is the best answer; whoever needs the file will report the error
@@ -127,9 +127,7 @@ class Ledger:
         """Close the file, unless a thread keeps it busy beyond the deadline: then it stays open. Twice is fine."""
         if self._threads.acquire(timeout=self._deadline_s):
             try:
-                if self._descriptor is not None:
-                    os.close(self._descriptor)
-                    self._descriptor = None
+                self._descriptor.close()
             finally:
                 self._threads.release()
 
@@ -140,16 +138,16 @@ class Ledger:
             descriptor = self._live()
             if not lock_file(descriptor, fcntl.LOCK_EX, self._deadline_s):
                 raise TierError(self._tier, f"another process kept {self._path} locked for {self._deadline_s} s")
-            if os.path.samestat(os.stat(self._path), os.fstat(descriptor)):
+            if os.path.samestat(os.lstat(self._path), os.fstat(descriptor)):
                 return is_replaced
             # Never made anew here: where the disk is not mounted, the path leads to some other disk.
-            newer = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            os.close(descriptor)
-            self._descriptor = newer
+            newer, _ = open_file(self._path, os.O_RDWR)
+            self._descriptor.close()
+            self._descriptor = Descriptor(newer)
             is_replaced = True
         raise TierError(self._tier, f"{self._path} is replaced again and again")
 
     def _live(self) -> int:
-        if self._descriptor is None:
+        if not self._descriptor.is_open:
             raise TierError(self._tier, "is closed")
-        return self._descriptor
+        return self._descriptor.fileno()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.tier.inside import make_root
 from kvtier.tier.place import RANK, refuse_strangers
 
 MARKER_NAME = "kvtier-store.json"
@@ -48,7 +49,7 @@ def open_store(root: Path) -> Marker:
     found = read_marker(root)
     if found is not None:
         return found
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_root(root)
     try:
         refuse_foreign(root)
     except ConfigError:

@@ -4,6 +4,7 @@ import fcntl
 import os
 
 from kvtier.errors import TierError
+from kvtier.tier.inside import Descriptor, open_file
 from kvtier.tier.ledger import lock_file
 
 
@@ -11,13 +12,13 @@ class Tenancy:
     """This process's hold on the store whose marker is at `path`.
 
     Raises:
-        OSError: the marker is missing or cannot be written.
+        OSError: the marker is missing, no regular file, or cannot be written.
     """
 
     def __init__(self, path: str, tier: str) -> None:
         self._path = path
         self._tier = tier
-        self._descriptor: int | None = _open(path)
+        self._descriptor = _open(path)
 
     def enter(self, deadline_s: float) -> bool:
         """Take hold; whether nobody else has, in which case nobody else can until `share`.
@@ -25,7 +26,7 @@ class Tenancy:
         Raises:
             TierError: another process has been alone in there for longer than `deadline_s` seconds.
         """
-        if lock_file(self._live(), fcntl.LOCK_EX, 0.0):
+        if lock_file(self._descriptor.fileno(), fcntl.LOCK_EX, 0.0):
             return True
         self.share(deadline_s)
         return False
@@ -36,7 +37,7 @@ class Tenancy:
         Raises:
             TierError: another process has been alone in there for longer than `deadline_s` seconds.
         """
-        if not lock_file(self._live(), fcntl.LOCK_SH, deadline_s):
+        if not lock_file(self._descriptor.fileno(), fcntl.LOCK_SH, deadline_s):
             raise TierError(self._tier, f"another process kept {self._path} to itself for {deadline_s} s")
 
     def renew(self, deadline_s: float) -> None:
@@ -53,15 +54,8 @@ class Tenancy:
 
     def leave(self) -> None:
         """Let go. Twice is fine."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _live(self) -> int:
-        if self._descriptor is None:
-            raise TierError(self._tier, "is closed")
-        return self._descriptor
+        self._descriptor.close()
 
 
-def _open(path: str) -> int:
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # network file systems lock only what may be written
+def _open(path: str) -> Descriptor:
+    return Descriptor(open_file(path, os.O_RDWR)[0])  # network file systems lock only what may be written

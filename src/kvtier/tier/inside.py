@@ -1,0 +1,206 @@
+"""Opens and makes what lies below a store's root: by descriptor, never through a link, private, regular files only.
+
+The root itself may be a link. The paths that these functions take end in one component below the root at most, or they
+are single names relative to the descriptor of a directory.
+"""
+
+# Descriptors, and functions that run once per object.
+# ruff: noqa: PTH101
+
+import errno
+import logging
+import os
+import stat
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+
+WRONG_KIND = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
+"""Numbers of the OSError for a link, FIFO, socket, device or directory where a file is expected, and the reverse."""
+
+_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WARNED_MAX = 64
+_warned: set[str] = set()
+
+
+class Descriptor:
+    """An open file that is kept for long. It is closed once, and a forked child closes its copy at once.
+
+    A lock (flock) that the child inherits would last as long as the child, beyond the end of its parent.
+    """
+
+    __slots__ = ("__weakref__", "_number")
+
+    def __init__(self, number: int) -> None:
+        self._number: int | None = number
+        _descriptors.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not closed yet."""
+        return self._number is not None
+
+    def fileno(self) -> int:
+        """The number of the descriptor.
+
+        Raises:
+            OSError: it is closed.
+        """
+        if self._number is None:
+            raise OSError(errno.EBADF, "is closed")
+        return self._number
+
+    def close(self) -> None:
+        """Close the file. Twice is fine."""
+        number, self._number = self._number, None
+        if number is not None:
+            os.close(number)
+
+
+_descriptors: "weakref.WeakSet[Descriptor]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for descriptor in list(_descriptors):
+        with suppress(OSError):
+            descriptor.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def open_file(name: str, flags: int, directory: int | None = None) -> tuple[int, os.stat_result]:
+    """A descriptor of the regular file `name`, and its status.
+
+    A FIFO does not block, a link is not followed. A file that `flags` make has mode 0600, whatever the umask.
+
+    Args:
+        name: relative to `directory`, or a path.
+        flags: as for `os.open`.
+        directory: descriptor of a directory.
+
+    Raises:
+        OSError: it cannot be opened; with an `errno` in `WRONG_KIND` when it is no regular file.
+    """
+    descriptor = os.open(name, flags | _FILE_FLAGS, FILE_MODE, dir_fd=directory)
+    try:
+        status = os.fstat(descriptor)
+        _refuse_other_kinds(name, status)
+        if flags & os.O_CREAT and status.st_mode & FILE_MODE != FILE_MODE and status.st_uid == os.geteuid():
+            os.fchmod(descriptor, FILE_MODE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status
+
+
+def read_file(name: str, bytes_max: int, directory: int | None = None) -> bytes:
+    """All bytes of the small regular file `name`.
+
+    Raises:
+        OSError: it cannot be opened or read; EFBIG when it is longer than `bytes_max`, and see `open_file`.
+    """
+    descriptor, status = open_file(name, os.O_RDONLY, directory)
+    with os.fdopen(descriptor, "rb") as file:
+        # One byte more: it may have grown since.
+        content = b"" if status.st_size > bytes_max else file.read(bytes_max + 1)
+    if max(status.st_size, len(content)) > bytes_max:
+        raise OSError(errno.EFBIG, f"longer than {bytes_max} bytes", name)
+    return content
+
+
+def open_directory(name: str, directory: int | None = None, *, is_listed: bool = False) -> int:
+    """A descriptor of the directory `name`, to be given as `directory`; `is_listed`: also for `os.scandir`.
+
+    Raises:
+        OSError: it cannot be opened; with an `errno` in `WRONG_KIND` when it is no directory, or a link to one.
+    """
+    return os.open(name, _DIRECTORY_FLAGS | (os.O_RDONLY if is_listed else os.O_PATH), dir_fd=directory)
+
+
+@contextmanager
+def directory_at(name: str, directory: int | None = None, *, is_listed: bool = False) -> Generator[int]:
+    """`open_directory`, closed at the end of the block."""
+    descriptor = open_directory(name, directory, is_listed=is_listed)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(name: str, directory: int | None = None) -> None:
+    """Make the directory `name`, mode 0700 whatever the umask; one that exists is left as it is.
+
+    Raises:
+        OSError: it cannot be made; with an `errno` in `WRONG_KIND` when something else has its name.
+    """
+    try:
+        os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
+    except FileExistsError:
+        os.close(open_directory(name, directory))
+        return
+    with directory_at(name, directory) as made:
+        if stat.S_IMODE(os.fstat(made).st_mode) & 0o777 != DIRECTORY_MODE:
+            os.chmod(f"/proc/self/fd/{made}", DIRECTORY_MODE)  # fchmod refuses a descriptor of O_PATH
+
+
+def make_root(root: Path) -> None:
+    """Make the directory `root` and its parents, as far as they are missing, each with mode 0700.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    for path in reversed(missing):
+        make_directory(str(path))
+
+
+def _refuse_other_kinds(name: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.ENXIO, "not a regular file", name)
+
+
+def set_aside(name: str, directory: int | None = None) -> None:
+    """Rename what has the name of one of our files and is of another kind; a link is renamed, not what it leads to.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    aside = f"{name}.aside-{os.urandom(4).hex()}"
+    os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+    logger.warning("%s was of another kind than expected and was renamed to %s", name, aside)
+
+
+def check_private(tier: str, root: Path) -> None:
+    """Refuse a root that every user may write to. Warn once of one that another user owns or a group may write to.
+
+    Raises:
+        ConfigError: every user may write to it.
+        OSError: it cannot be looked at.
+    """
+    status = root.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"root {str(root)!r} has mode {mode:04o}: every user may write to it and replace what is cached; "
+            f"allowed: a directory that others cannot write to (chmod o-w {root}), such as a new one below it"
+        )
+    if str(root) in _warned or len(_warned) >= _WARNED_MAX:
+        return
+    if status.st_uid != os.geteuid():
+        _warned.add(str(root))
+        logger.warning("tier %s: %s belongs to user %d, who may replace what is cached", tier, root, status.st_uid)
+    elif mode & stat.S_IWGRP:
+        _warned.add(str(root))
+        logger.warning(
+            "tier %s: %s has mode %04o: its group %d may replace what is cached", tier, root, mode, status.st_gid
+        )

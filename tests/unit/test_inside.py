@@ -1,0 +1,175 @@
+"""Below a store's root nothing is followed through a link, nothing blocks, and what is made is private."""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+import threading
+
+import pytest
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.tier import inside
+from kvtier.tier.gate import Gate
+from kvtier.tier.inside import (
+    Descriptor,
+    check_private,
+    make_directory,
+    make_root,
+    open_directory,
+    open_file,
+    read_file,
+    set_aside,
+)
+from kvtier.tier.ledger import lock_file
+
+
+def plant(kind, path, target):
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory", "socket"])
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR, os.O_CREAT | os.O_RDWR, os.O_WRONLY])
+def test_only_a_regular_file_is_opened_and_at_once(tmp_path, monkeypatch, kind, flags):
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    (tmp_path / "outside").write_bytes(b"precious")
+    plant(kind, tmp_path / "it", tmp_path / "outside")
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is what counts
+        open_file("it", flags)
+    assert caught.value.errno in inside.WRONG_KIND
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert (tmp_path / "outside").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "file"])
+def test_only_a_directory_is_opened_or_made(tmp_path, kind):
+    (tmp_path / "elsewhere").mkdir()
+    plant(kind, tmp_path / "it", tmp_path / "elsewhere")
+    if kind == "file":
+        (tmp_path / "it").write_bytes(b"x")
+    for call in (open_directory, make_directory):
+        with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is what counts
+            call(str(tmp_path / "it"))
+        assert caught.value.errno in inside.WRONG_KIND
+    set_aside(str(tmp_path / "it"))
+    make_directory(str(tmp_path / "it"))
+    assert (tmp_path / "it").is_dir()
+    assert (tmp_path / "elsewhere").is_dir()
+    assert len(list(tmp_path.glob("it.aside-*"))) == 1
+
+
+def test_a_small_file_is_read_within_its_limit(tmp_path):
+    (tmp_path / "f").write_bytes(b"12345")
+    assert read_file(str(tmp_path / "f"), 5) == b"12345"
+    os.truncate(tmp_path / "f", 1 << 41)  # sparse
+    with pytest.raises(OSError, match="longer than 5 bytes") as caught:
+        read_file(str(tmp_path / "f"), 5)
+    assert caught.value.errno == errno.EFBIG
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o777])
+def test_what_is_made_has_the_same_mode_under_any_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        make_root(tmp_path / "a" / "b" / "c")
+        os.close(open_file(str(tmp_path / "a" / "f"), os.O_CREAT | os.O_RDWR)[0])
+    finally:
+        os.umask(before)
+    for path in ("a", "a/b", "a/b/c"):
+        assert stat.S_IMODE((tmp_path / path).stat().st_mode) == 0o700, path
+    assert stat.S_IMODE((tmp_path / "a" / "f").stat().st_mode) == 0o600
+    make_root(tmp_path / "a" / "b" / "c")
+
+
+def test_a_root_that_all_may_write_to_is_refused_and_one_of_a_group_is_reported_once(tmp_path, caplog):
+    tmp_path.chmod(0o700)
+    with caplog.at_level(logging.WARNING):
+        check_private("t", tmp_path)
+        assert not caplog.records
+        tmp_path.chmod(0o2770)
+        check_private("t", tmp_path)
+        check_private("t", tmp_path)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tier t: {tmp_path} has mode 2770: its group {tmp_path.stat().st_gid} may replace what is cached"
+    ]
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ConfigError, match=rf"has mode 1777.*chmod o-w {tmp_path}"):
+        check_private("t", tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory to another user")
+def test_a_root_of_another_user_is_reported(tmp_path, caplog):
+    os.chown(tmp_path, 12345, -1)
+    with caplog.at_level(logging.WARNING):
+        check_private("t", tmp_path)
+    assert "belongs to user 12345" in caplog.text
+
+
+def in_child(act):
+    """Run `act` in a forked child; whether it returned true."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if act() else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_gate_is_closed_in_a_forked_child_even_when_a_thread_held_its_lock():
+    gate = Gate("t")
+    holding, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with gate._changed:
+            holding.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert holding.wait(30)
+
+    def try_it():
+        with pytest.raises(TierError, match="of which this is a fork"), gate:
+            pass
+        return gate.is_closed and not gate.close()
+
+    assert in_child(try_it)
+    leave.set()
+    thread.join(30)
+    with gate:
+        pass
+    assert gate.close()
+
+
+def test_a_forked_child_closes_its_copies_and_so_keeps_no_lock(tmp_path):
+    number, _ = open_file(str(tmp_path / "f"), os.O_CREAT | os.O_RDWR)
+    descriptor = Descriptor(number)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent has looked
+        os._exit(descriptor.is_open)
+    descriptor.close()
+    other, _ = open_file(str(tmp_path / "f"), os.O_RDWR)
+    assert lock_file(other, fcntl.LOCK_EX, 30.0)
+    for number in (other, reading, writing):
+        os.close(number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    descriptor.close()
+    with pytest.raises(OSError, match="is closed"):
+        descriptor.fileno()
