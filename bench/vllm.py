@@ -3,9 +3,9 @@
     .venv-vllm/bin/python bench/vllm.py --record bench/records/vllm.json     (--quick: a minute, to see that it runs)
 
 Parts: time to first token of a long prompt as a miss, from host memory, and from disk in a new process; what a miss
-costs more than without a connector; a prompt larger than host memory; conversations that grow under memory pressure;
-and a directory that is made slow, where loading must never cost more than computing. vLLM computes with one core and
-leaves the others to the rest, as it does by itself on a small machine.
+costs more than without a connector; a prompt larger than host memory; conversations that grow under memory pressure,
+and others with pauses that fit host memory; and a directory that is made slow, where loading must never cost more than
+computing. vLLM computes with one core and leaves the others to the rest, as it does by itself on a small machine.
 """
 
 import argparse
@@ -190,6 +190,34 @@ def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
     return told, samples
 
 
+def thinking(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
+    """Conversations with pauses whose KV fits host memory: kvtier and native tiering in turn, a fresh store each."""
+    sizes, samples, pairs = bench.sizes, [], []
+    texts = [
+        [
+            prompt(sizes.think_first_tokens if not turn else sizes.think_turn_tokens, seed + 5000 + 100 * number + turn)
+            for turn in range(sizes.think_turns)
+        ]
+        for number in range(sizes.think_conversations)
+    ]
+    for pair in range(sizes.think_pairs):
+        told = {}
+        for arm in ("kvtier", "native") if pair % 2 else ("native", "kvtier"):
+            with bench.engine(arm, bench.store(arm, f"think{pair}"), engine_bytes=sizes.engine_bytes) as engine:
+                cpu_s, began = engine.cpu_s(), time.perf_counter()
+                turns = engine.converse(texts, count=sizes.answer_tokens, think_s=1.0, limit_s=1800.0)
+                told[arm] = {
+                    "s": time.perf_counter() - began,
+                    "cpu_s": engine.cpu_s() - cpu_s,
+                    "cached_tokens": sum(it["cached"] for it in turns),
+                    "ttft": summary([it["ttft_s"] for it in turns]),
+                }
+                samples.append({"part": "think", "arm": arm, "pair": pair, "turns": turns})
+        pairs.append(told | {"ratio": told["kvtier"]["s"] / told["native"]["s"]})
+        print(f"think {pair}: {pairs[-1]}", file=sys.stderr, flush=True)
+    return pairs, samples
+
+
 def throttled(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
     """A stored prompt from a directory of any speed, next to computing it: each prompt by both, one after the other."""
     from throttle import RATE  # noqa: PLC0415
@@ -242,6 +270,7 @@ PARTS: dict[str, Callable[[Bench, int], tuple[Any, Samples]]] = {
     "misses": misses,
     "large": larger_than_host,
     "talk": conversations,
+    "think": thinking,
     "slow": throttled,
 }
 

@@ -36,6 +36,12 @@ class Sizes:
     answer_tokens: int
     running: int
     """Requests that the engine runs at once."""
+    think_conversations: int
+    think_turns: int
+    think_first_tokens: int
+    think_turn_tokens: int
+    think_pairs: int
+    """Runs of each arm, in turn."""
     throttled_tokens: int
     throttled_prompts: int
     host_bytes: int
@@ -57,6 +63,11 @@ FULL = Sizes(
     turn_tokens=112,
     answer_tokens=16,
     running=8,
+    think_conversations=12,
+    think_turns=4,
+    think_first_tokens=900,
+    think_turn_tokens=250,
+    think_pairs=5,
     throttled_tokens=800,
     throttled_prompts=6,
     host_bytes=512 << 20,
@@ -76,6 +87,11 @@ QUICK = Sizes(
     turn_tokens=200,
     answer_tokens=8,
     running=4,
+    think_conversations=4,
+    think_turns=3,
+    think_first_tokens=600,
+    think_turn_tokens=200,
+    think_pairs=2,
     throttled_tokens=2000,
     throttled_prompts=2,
     host_bytes=16 << 20,

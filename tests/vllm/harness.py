@@ -148,6 +148,13 @@ class Engine:
         """Answers to all `prompts`, each asked when the one before has ended."""
         return [self.ask(prompt, **fields)[0] for prompt in prompts]
 
+    def converse(
+        self, conversations: list[list[list[int]]], *, count: int, think_s: float, limit_s: float
+    ) -> list[dict[str, Any]]:
+        """See `Served.converse`."""
+        given = {"conversations": conversations, "count": count, "think_s": think_s, "limit_s": limit_s}
+        return self._call("converse", limit_s + 10.0, **given)
+
     def drain(self) -> None:
         """Step until nothing is left to do."""
         self._call("drain", ANSWER_S)

@@ -76,6 +76,62 @@ class Served:
             step += 1
         return answers
 
+    def converse(
+        self, conversations: list[list[list[int]]], count: int, think_s: float, limit_s: float
+    ) -> list[dict[str, Any]]:
+        """Hold all `conversations` at once; each asks its next turn `think_s` seconds after the last answer ended.
+
+        Args:
+            conversations: for each, the tokens that each turn adds to the text so far.
+            count: tokens of each answer.
+            think_s: seconds from an answer's end to the next turn.
+            limit_s: seconds for all.
+
+        Returns:
+            For each turn of each conversation, in the order of their ends, its `conversation`, `turn`, `cached` tokens
+            and `ttft_s`.
+
+        Raises:
+            TimeoutError: they have not ended after `limit_s` seconds.
+        """
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        texts: list[list[int]] = [[] for _ in conversations]
+        due = [(0.0, number, 0) for number in range(len(conversations))]
+        asked: dict[str, tuple[int, int, float]] = {}
+        first: dict[str, float] = {}
+        ended: list[dict[str, Any]] = []
+        began = time.perf_counter()
+        while due or asked:
+            now = time.perf_counter() - began
+            if now > limit_s:
+                raise TimeoutError(f"{len(asked)} requests have not ended after {limit_s:.0f} s")
+            for at, number, turn in [it for it in due if it[0] <= now]:
+                due.remove((at, number, turn))
+                texts[number] += conversations[number][turn]
+                name = f"r{self._count}"
+                self._count += 1
+                self._add(name, {"tokens": list(texts[number]), "count": count})
+                asked[name] = (number, turn, now)
+            if not scheduler.has_requests():
+                time.sleep(0.001)
+                continue
+            for output in self._engine.step():
+                if (known := asked.get(output.request_id)) is None:
+                    continue
+                number, turn, at = known
+                now = time.perf_counter() - began
+                if output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, now - at)
+                if not output.finished:
+                    continue
+                del asked[output.request_id]
+                texts[number] += output.outputs[0].token_ids
+                told = {"conversation": number, "turn": turn, "cached": output.num_cached_tokens or 0}
+                ended.append(told | {"ttft_s": first[output.request_id]})
+                if turn + 1 < len(conversations[number]):
+                    due.append((now + think_s, number, turn + 1))
+        return ended
+
     def _add(self, name: str, request: dict[str, Any]) -> str:
         from vllm.lora.request import LoRARequest
 
