@@ -107,16 +107,16 @@ class Recorder:
 
         def recorded_write(segment, frame, offset):
             write(segment, frame, offset)
-            self.log.append((os.path.basename(segment.path), offset, bytes(frame)))
+            self.log.append((segment.name, offset, bytes(frame)))
 
         def recorded_run(segment, frames, offset):
             is_written = write_run(segment, frames, offset)
-            self.log.append((os.path.basename(segment.path), offset, b"".join(frames)))
+            self.log.append((segment.name, offset, b"".join(frames)))
             return is_written
 
         def recorded_flush(segment):
             flush(segment)
-            self.log.append((os.path.basename(segment.path), 0, None))
+            self.log.append((segment.name, 0, None))
 
         monkeypatch.setattr(Segment, "_write_whole", recorded_write)
         monkeypatch.setattr(Segment, "write_run", recorded_run)

@@ -263,7 +263,7 @@ def test_a_file_that_was_cut_off_costs_what_lay_behind(tmp_path: Path) -> None:
     (extent,) = tier._pool.find([object_name(5)])
     assert extent is not None
     tier._pool.unpin([extent.segment])
-    os.truncate(extent.segment.path, extent.offset + BLOCK_BYTES)
+    os.truncate(tmp_path / "s" / "segments" / extent.segment.name, extent.offset + BLOCK_BYTES)
     answers = _read_all(tier)
     assert answers == [sealed(number).nbytes if number < 5 else None for number in NUMBERS]
     assert [look(tier, number) for number in NUMBERS] == ["right"] * 5 + ["absent"] * 3

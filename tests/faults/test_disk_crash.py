@@ -19,10 +19,14 @@ from disk_world import (
     look,
     open_tier,
     sealed,
+    write_all,
 )
 
+from kvtier.errors import ConfigError
 from kvtier.testing.tier import empty_frame, object_name
-from kvtier.tier.disk_format import BLOCK_BYTES
+from kvtier.tier.disk_format import BLOCK_BYTES, Header, pack_header, pack_json
+from kvtier.tier.disk_marker import MARKER_NAME, Marker, parse_marker
+from kvtier.tier.marker import UnknownStoreError
 
 NAMES = 60
 ROUNDS = 3
@@ -228,19 +232,188 @@ def test_segments_of_a_foreign_format_are_empty_with_a_message(tmp_path, caplog,
     tier.close()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "junk", '{"version": 99, "store_id": "00", "segment_bytes": 1}'])
-def test_a_marker_of_a_foreign_format_is_an_empty_store(tmp_path, text):
+GARBAGE = {
+    "empty": b"",
+    "no members": b"{}",
+    "a list": b"[1]",
+    "text": b"junk",
+    "deep": b"[" * 4096,
+    "long": b"1" * 100_000,
+    "zeros": bytes(300),
+    "no text": b"\xff\xfe\x00",
+    "no checksum": b'{"version": 1, "store_id": "00", "segment_bytes": 1}',
+    "sizes of 10^18": b'{"version": 1, "store_id": "%s", "segment_bytes": %d}' % (b"0" * 32, 10**18),
+}
+
+
+def works_and_goes_on(root, held, **settings):
+    """The store opens with at least `held`, takes an object, gives it back, and so do two more processes."""
+    for number in (1000, 1001, 1002):
+        tier = open_tier(root, **settings)
+        assert {at for at in held if look(tier, at) == "right"} == held
+        assert tier._pool._files.segment_bytes == SEGMENT_BYTES
+        assert tier.write(object_name(number), sealed(number))
+        assert [look(tier, at) for at in range(1000, number + 1)] == ["right"] * (number - 999)
+        check_accounts(tier, root, settings.get("capacity_bytes", CAPACITY_BYTES))
+        tier.close()
+
+
+def small_store(root):
+    """A store of three objects, the numbers of which it gives."""
+    tier = open_tier(root)
+    write_all(tier, range(3))
+    tier.close()
+    return {0, 1, 2}
+
+
+def parsed(content):
+    return parse_marker(content, MARKER_NAME)
+
+
+def damaged_copies(root, place, contents):
+    """The store at `root` once for each of `contents`, which becomes its marker."""
+    for content in contents:
+        copy_store(root, place)
+        (place / MARKER_NAME).write_bytes(content)
+        yield content
+        shutil.rmtree(place)
+
+
+def flipped(content, bits):
+    """`content` with one bit changed, for each of `bits`."""
+    for at in bits:
+        other = bytearray(content)
+        other[at // 8] ^= 1 << at % 8
+        yield bytes(other)
+
+
+def test_no_bit_of_a_marker_changes_what_it_says(tmp_path):
+    small_store(tmp_path / "store")
+    content = (tmp_path / "store" / MARKER_NAME).read_bytes()
+    whole = parsed(content)
+    assert isinstance(whole, Marker)
+    for other in (*flipped(content, range(8 * len(content))), *(content[:length] for length in range(len(content)))):
+        assert parsed(other) == whole or isinstance(parsed(other), str)
+
+
+@pytest.mark.parametrize("step", [67, pytest.param(1, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
+def test_a_damaged_marker_is_made_anew_from_the_segments(tmp_path, step):
     root = tmp_path / "store"
-    fill(root)
-    (root / "kvtier-disk.json").write_text(text)
-    tier = open_tier(root)
-    assert tier.object_count == 0
-    assert tier.write(object_name(1), sealed(1))
-    tier.close()
-    tier = open_tier(root)
-    assert look(tier, 1) == "right"
-    check_accounts(tier, root)
-    tier.close()
+    held = small_store(root)
+    content = (root / MARKER_NAME).read_bytes()
+    lengths = range(0, len(content), max(1, step // 8))
+    contents = [*flipped(content, range(0, 8 * len(content), step)), *(content[:length] for length in lengths)]
+    for _ in damaged_copies(root, tmp_path / "damaged", contents):
+        works_and_goes_on(tmp_path / "damaged", held)
+        assert isinstance(parsed((tmp_path / "damaged" / MARKER_NAME).read_bytes()), Marker)
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
+def test_a_marker_of_garbage_is_made_anew_with_one_line(tmp_path, caplog, content):
+    root = tmp_path / "store"
+    held = small_store(root)
+    (root / MARKER_NAME).write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        works_and_goes_on(root, held)
+    assert len([record for record in caplog.records if "marker" in record.message]) == 1
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
+def test_a_damaged_marker_of_an_empty_store_is_made_anew(tmp_path, content):
+    root = tmp_path / "store"
+    open_tier(root).close()
+    (root / MARKER_NAME).write_bytes(content)
+    works_and_goes_on(root, set())
+
+
+def tree(root):
+    """Everything below `root`."""
+    return {path: path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))}
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_store_of_an_unknown_version_is_refused_and_left_as_it_is(tmp_path, is_checked):
+    root = tmp_path / "store"
+    small_store(root)
+    told = {**json.loads((root / MARKER_NAME).read_bytes()), "version": 9}
+    del told["checksum"]
+    (root / MARKER_NAME).write_bytes(pack_json(told) if is_checked else json.dumps(told).encode())
+    before = tree(tmp_path)
+    with pytest.raises(UnknownStoreError, match="version 9"):
+        open_tier(root)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"not ours", b"[" * 4096, b'{"version": 1}'])
+def test_what_only_looks_like_a_damaged_store_is_left_alone(tmp_path, content):
+    """Without a sound marker only a sound segment proves that a directory is ours."""
+    root = tmp_path / "place"
+    (root / "segments").mkdir(parents=True)
+    (root / MARKER_NAME).write_bytes(content)
+    (root / "segments" / "00000001.segment").write_bytes(b"precious" * 4096)
+    before = tree(root)
+    with pytest.raises(ConfigError, match="nothing was changed"):
+        open_tier(root)
+    assert tree(root) == before
+    (root / "segments" / "00000001.segment").unlink()
+    (root / "photo.jpg").write_bytes(b"also precious")
+    before = tree(root)
+    with pytest.raises(ConfigError, match=r"holds other things \('photo.jpg'\)"):
+        open_tier(root)
+    assert tree(root) == before
+
+
+@pytest.mark.parametrize("generation", [0, 1 << 63, (1 << 64) - 1, (1 << 63) - 1])
+def test_a_generation_out_of_range_stops_nothing(tmp_path, generation):
+    """A head with a sound checksum: it says only that a program wrote it."""
+    root = tmp_path / "store"
+    small_store(root)
+    store_id = parsed((root / MARKER_NAME).read_bytes()).store_id
+    planted = root / "segments" / "00000001.segment"
+    with open(planted, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, SEGMENT_BYTES)
+        file.write(pack_header(Header(store_id, generation, SEGMENT_BYTES)))
+    for start in (100, 200, 300):
+        tier = open_tier(root)
+        for number in range(start, start + 60):
+            assert tier.write(object_name(number), sealed(number))
+            assert look(tier, number) == "right"
+        held = [number for number in range(start + 60) if tier.contains([object_name(number)])[0]]
+        tier.close()
+        tier = open_tier(root)
+        assert {look(tier, number) for number in held} == {"right"}
+        check_accounts(tier, root)
+        tier.close()
+
+
+def test_a_planted_segment_of_a_terabyte_is_removed(tmp_path):
+    root = tmp_path / "store"
+    held = small_store(root)
+    for name in ("00000001.segment", "99999999.segment"):
+        (root / "segments" / name).touch()
+        os.truncate(root / "segments" / name, 1 << 40)
+    works_and_goes_on(root, held)
+    assert [path.name for path in (root / "segments").iterdir()] == ["00000000.segment"]
+
+
+@pytest.mark.parametrize("step", [997, pytest.param(5, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
+def test_a_flipped_bit_in_the_structure_of_a_segment_costs_what_it_names(tmp_path, step):
+    """Heads and index blocks: what such a block names is forgotten, the rest is right, and the store goes on."""
+    root = tmp_path / "store"
+    held = fill(root)
+    places = [*range(8 * 60), *range(8 * (SEGMENT_BYTES - BLOCK_BYTES), 8 * SEGMENT_BYTES)]
+    chance = random.Random(4)
+    for at in places[::step]:
+        place = tmp_path / "flipped"
+        copy_store(root, place)
+        file = chance.choice(sorted((place / "segments").iterdir()))
+        file.write_bytes(next(flipped(file.read_bytes(), [at])))
+        tier = open_tier(place)
+        left = {number for number in held if look(tier, number) == "right"}
+        assert {look(tier, number) for number in held - left} <= {"absent"}
+        tier.close()
+        works_and_goes_on(place, left, capacity_bytes=CAPACITY_BYTES + SEGMENT_BYTES)
+        shutil.rmtree(place)
 
 
 def test_a_file_that_is_cut_off_while_it_is_used_is_a_miss(tmp_path):

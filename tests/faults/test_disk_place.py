@@ -1,19 +1,28 @@
 """The drive is full, read-only, fails, hangs or disappears: errors and misses, never other bytes, and then it works."""
 
 import errno
+import gc
 import os
+import shutil
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from disk_world import CAPACITY_BYTES, SEGMENT_BYTES, abandon, check_accounts, look, open_tier, sealed
 
+from kvtier.cli.main import run
+from kvtier.config import load
 from kvtier.errors import ConfigError, TierError
+from kvtier.layout import GroupLayout, History, KvLayout
+from kvtier.runtime.rank import _disk
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import disk_pool
+from kvtier.tier.base import Read
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_marker import MARKER_NAME
 from kvtier.tier.disk_segment import Segment
 
 DEADLINE_S = 30.0
@@ -142,8 +151,8 @@ def test_a_directory_that_disappears_and_comes_back_is_used_again(tmp_path):
     tier = open_tier(root)
     write_many(tier, range(3))
     root.rename(away)
-    with pytest.raises(TierError):  # when it needs a new segment
-        write_many(tier, range(100, 160))
+    with pytest.raises(TierError, match="is gone"):
+        tier._upkeep()  # as its keeper does once in an interval
     root.mkdir()  # a mount point without its disk
     with pytest.raises(TierError, match="is gone"):
         tier.write(object_name(50), sealed(50))
@@ -284,3 +293,306 @@ def test_the_cap_holds_with_the_default_segments(tmp_path):
     assert with_default.used_bytes > 0.9 * capacity
     with_default.close()
     assert CAPACITY_BYTES % SEGMENT_BYTES == 0
+
+
+# ---- what lies below a store is opened as what it should be, or not at all -------------------------------------------
+
+
+def precious(root):
+    """A directory that is not ours, with names that we use, and its content."""
+    (root / "segments").mkdir(parents=True)
+    for name in ("photo.jpg", "00000000.segment", "segments/00000001.segment", "kvtier-status.json"):
+        (root / name).write_bytes(name.encode() * 1000)
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_no_link_below_a_store_is_followed(tmp_path):
+    """Neither when it is opened nor by the commands that look into it, verify it, compact it or remove it."""
+    elsewhere = tmp_path / "elsewhere"
+    before = precious(elsewhere)
+    links = {
+        "segments": elsewhere,
+        "segments/00000000.segment": elsewhere / "00000000.segment",
+        "segments/00000007.segment": elsewhere / "photo.jpg",
+        "kvtier-status.json": elsewhere / "kvtier-status.json",
+        ".kvtier-status.json.draft": elsewhere / "photo.jpg",
+    }
+    commands = ("ls", "stat", "health", "verify", "verify --repair", "compact", "purge --yes")
+    for number, (name, target) in enumerate(links.items()):
+        root = tmp_path / f"store{number}"
+        tier = open_tier(root)
+        write_many(tier, range(3))
+        tier.close()
+        path = root / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+        for command in commands[:-1]:
+            assert run(["inspect", *command.split(), str(root)]) in {0, 1}, (name, command)
+        tier = open_tier(root)
+        write_many(tier, range(10, 60))
+        tier._tell_status(is_last=True)
+        assert tier.used_bytes <= CAPACITY_BYTES
+        tier.close()
+        assert run(["inspect", *commands[-1].split(), str(root)]) == 0
+        assert {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()} == before, name
+
+
+def test_a_marker_that_is_a_link_or_no_file_is_refused(tmp_path):
+    elsewhere = tmp_path / "precious"
+    elsewhere.write_bytes(b"precious")
+    makes = [lambda path: path.symlink_to(elsewhere), os.mkfifo, os.mkdir]
+    for number, make in enumerate(makes):
+        root = tmp_path / f"store{number}"
+        root.mkdir()
+        make(root / MARKER_NAME)
+        with pytest.raises(ConfigError, match="is no regular file"):
+            open_tier(root)
+        assert run(["inspect", "ls", str(root)]) == 2
+        assert [path.name for path in root.iterdir()] == [MARKER_NAME]
+    assert elsewhere.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_segment_is_neither_opened_nor_removed(tmp_path, make):
+    root = tmp_path / "store"
+    tier = open_tier(root)
+    write_many(tier, range(3))
+    tier.close()
+    for number in (1, 3, 4):
+        make(root / "segments" / f"{number:08d}.segment")
+    for start in (100, 200):
+        tier = open_tier(root)
+        write_many(tier, range(start, start + 60))
+        used = sum(path.stat().st_blocks * 512 for path in (root / "segments").iterdir() if path.is_file())
+        assert tier.used_bytes == used <= CAPACITY_BYTES
+        tier.close()
+    assert not any((root / "segments" / f"{number:08d}.segment").is_file() for number in (1, 3, 4))
+
+
+def test_a_store_that_every_user_may_write_to_is_refused(tmp_path):
+    root = tmp_path / "store"
+    open_tier(root).close()
+    root.chmod(0o777)
+    with pytest.raises(ConfigError, match="every user may write to it"):
+        open_tier(root)
+    root.chmod(0o700)
+    above = tmp_path / "above"
+    above.mkdir()
+    above.chmod(0o777)
+    layout = KvLayout(16, (GroupLayout(History(), (4096,), "test"),))
+    config = load(None, {}, [f"disk.path={above}", "disk.capacity_bytes=64MiB"]).config.disk
+    with pytest.raises(ConfigError, match="every user may write to it"):
+        _disk(config, layout, 0, 1)
+
+
+@pytest.mark.parametrize("mask", [0, 0o777])
+def test_whatever_the_umask_only_the_owner_may_enter(tmp_path, mask):
+    root = tmp_path / "above" / "rank-0"
+    before = os.umask(mask)
+    try:
+        tier = open_tier(root)
+        write_many(tier, range(3))
+        tier._tell_status(is_last=True)
+        tier.close()
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "above", *(tmp_path / "above").rglob("*")]
+    assert len(paths) == 6
+    assert {(path.is_dir(), path.stat().st_mode & 0o777) for path in paths} == {(True, 0o700), (False, 0o600)}
+
+
+# ---- what is removed or replaced under a store in use ----------------------------------------------------------------
+
+
+def no_segments(root):
+    shutil.rmtree(root / "segments")
+
+
+def a_file_for_segments(root):
+    shutil.rmtree(root / "segments")
+    (root / "segments").write_bytes(b"stray")
+
+
+def a_link_for_segments(root):
+    shutil.rmtree(root / "segments")
+    (root / "segments").symlink_to(root.parent)
+
+
+def no_files(root):
+    for path in (root / "segments").iterdir():
+        path.unlink()
+
+
+def one_file_less(root):
+    (root / "segments" / "00000001.segment").unlink()
+
+
+def directories_for_files(root):
+    for path in list((root / "segments").iterdir()):
+        path.unlink()
+        path.mkdir()
+
+
+def no_marker(root):
+    (root / MARKER_NAME).unlink()
+
+
+def nothing_left(root):
+    no_segments(root)
+    for path in root.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        no_segments, a_file_for_segments, a_link_for_segments, no_files, one_file_less, directories_for_files,
+        no_marker, nothing_left,
+    ],
+)  # fmt: skip
+def test_what_is_removed_under_a_store_in_use_is_made_anew(tmp_path, break_it, is_full):
+    """What was removed is forgotten; what is written afterwards is there, and is found by the next process, too."""
+    root = tmp_path / "store"
+    tier = open_tier(root)
+    write_many(tier, range(60 if is_full else 20))
+    tier.sync()
+    break_it(root)
+    tier._upkeep()  # as its keeper does once in an interval
+    assert {look(tier, number) for number in range(60)} <= {"right", "absent"}
+    for number in range(100, 110):
+        assert tier.write(object_name(number), sealed(number))
+    tier._upkeep()
+    assert [look(tier, number) for number in range(100, 110)] == ["right"] * 10
+    write_many(tier, range(110, 160))
+    held = [number for number in range(160) if look(tier, number) == "right"]
+    assert tier.used_bytes <= CAPACITY_BYTES
+    tier.close()
+    tier = open_tier(root)
+    assert {look(tier, number) for number in held} == {"right"}
+    write_many(tier, range(200, 230))
+    tier.close()
+
+
+def test_the_keeper_notices_what_was_removed(tmp_path):
+    root = tmp_path / "store"
+    tier = open_tier(root, sync_interval_s=0.01)
+    write_many(tier, range(3))
+    shutil.rmtree(root / "segments")
+    until_s = time.monotonic() + DEADLINE_S
+    while tier.object_count:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    write_many(tier, range(3))
+    check_accounts(tier, root)
+    root.rename(tmp_path / "away")
+    while not tier._is_suspect:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    with pytest.raises(TierError, match="is gone"):
+        tier.contains([object_name(1)])
+    (tmp_path / "away").rename(root)
+    assert look(tier, 1) == "right"
+    tier.close()
+
+
+# ---- fork ------------------------------------------------------------------------------------------------------------
+
+
+def in_child(act):
+    """Run `act` in a forked child that ends as programs do; its exit status."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            act()
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_changes_nothing_in_its_parents_store(tmp_path):
+    root = tmp_path / "store"
+    tier = open_tier(root)
+    write_many(tier, range(3))
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+    def act():
+        for use in (
+            lambda: tier.write(object_name(9), sealed(9)),
+            lambda: tier.read(object_name(1), empty_frame(BLOCK_BYTES)),
+            lambda: tier.contains([object_name(1)]),
+            lambda: tier.delete(object_name(1)),
+            tier.sync,
+            tier.scan,
+        ):
+            with pytest.raises(TierError, match="of which this is a fork"):
+                use()
+        tier.close()
+        tier._pool.close()
+        tier._claim.release()
+
+    assert in_child(act) == 0
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+    with pytest.raises(TierError, match="in use by another process"):
+        open_tier(root, open_deadline_s=0.0)
+    write_many(tier, range(3, 40))
+    tier.close()
+    tier = open_tier(root)
+    assert look(tier, 39) == "right"
+    tier.close()
+
+
+def test_a_child_that_lives_on_does_not_keep_the_store(tmp_path):
+    """Its copies of the descriptors would keep the lock when the parent has ended."""
+    tier = open_tier(tmp_path / "store")
+    write_many(tier, range(3))
+    ready, end = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b"1")
+        os.read(end[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        tier.close()
+        tier = open_tier(tmp_path / "store", open_deadline_s=0.0)
+        assert look(tier, 1) == "right"
+        tier.close()
+    finally:
+        os.write(end[1], b"1")
+        os.waitpid(child, 0)
+        for descriptor in (*ready, *end):
+            os.close(descriptor)
+
+
+def test_a_child_can_have_a_store_of_its_own(tmp_path):
+    """Its thread has a queue of asynchronous reads that it inherited and cannot use."""
+    tier = open_tier(tmp_path / "store")
+    write_many(tier, range(8))
+    reads = [Read(object_name(number), empty_frame(sealed(number).nbytes)) for number in (0, 3, 7)]
+    assert None not in tier.read_many(reads)
+
+    def act():
+        own = open_tier(tmp_path / "own")
+        write_many(own, range(8))
+        assert own.read_many(reads) == [sealed(number).nbytes for number in (0, 3, 7)]
+        own.close()
+
+    assert in_child(act) == 0
+    tier.close()
+
+
+def test_no_descriptor_is_left_to_a_program_that_is_started(tmp_path):
+    tier = open_tier(tmp_path / "store")
+    write_many(tier, range(30))
+    told = subprocess.run(
+        ["sh", "-c", "ls -l /proc/self/fd"], capture_output=True, text=True, check=True, close_fds=False, timeout=60
+    )
+    assert str(tmp_path) not in told.stdout
+    tier.close()

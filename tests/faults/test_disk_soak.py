@@ -179,7 +179,7 @@ class Soak:
         self.tier.sync()
 
     def turn(self) -> None:
-        self.tier._run("prepare a segment", None, self.tier._pool.prepare)
+        self.tier._upkeep()
 
     def begin_again(self) -> None:
         """The accounts are exact; the store is closed, or left as a kill would, and found again."""

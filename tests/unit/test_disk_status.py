@@ -1,6 +1,7 @@
 """What a disk store in use tells people: true when it is told, rarely told, and never believed."""
 
 import json
+import os
 import time
 from dataclasses import asdict, replace
 
@@ -14,10 +15,12 @@ from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counting import Gauges
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_format import pack_json
 from kvtier.tier.disk_status import (
     AGAIN_S,
     ALARMED_S,
     CHANGED_S,
+    DRAFT_NAME,
     STATUS_NAME,
     DiskStatus,
     StatusFile,
@@ -128,20 +131,47 @@ def test_the_file_is_whole_or_not_there_and_read_back_as_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [STATUS_NAME]
 
 
+def checked(**changes):
+    return pack_json({**asdict(STATUS), **changes})
+
+
 WRONG = {
     "nothing": b"",
-    "half": json.dumps(asdict(STATUS)).encode()[:-20],
+    "half": checked()[:-20],
+    "without a checksum": json.dumps(asdict(STATUS)).encode(),
     "a list": b"[1]",
     "deep": b"[" * 4096,
-    "long": json.dumps({"about": "x" * 5000, **asdict(STATUS)}).encode(),
-    "lacking": json.dumps({name: value for name, value in asdict(STATUS).items() if name != "faults"}).encode(),
-    "text": json.dumps({**asdict(STATUS), "faults": "1"}).encode(),
-    "a switch for a number": json.dumps({**asdict(STATUS), "faults": True}).encode(),
-    "negative": json.dumps({**asdict(STATUS), "free_bytes": -1}).encode(),
-    "no number": json.dumps({**asdict(STATUS), "time_s": float("nan")}).encode(),
-    "a time out of mind": json.dumps({**asdict(STATUS), "last_fault_s": 1e300}).encode(),
+    "long": checked(about="x" * 5000),
+    "lacking": pack_json({name: value for name, value in asdict(STATUS).items() if name != "faults"}),
+    "text": checked(faults="1"),
+    "a switch for a number": checked(faults=True),
+    "negative": checked(free_bytes=-1),
+    "no number": checked(time_s=float("nan")),
+    "a time out of mind": checked(last_fault_s=1e300),
     "no text": b"\xff\xfe\x00",
 }
+
+
+def test_no_bit_of_a_status_changes_what_it_says(tmp_path):
+    write_status(tmp_path, STATUS)
+    content = (tmp_path / STATUS_NAME).read_bytes()
+    for at in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[at // 8] ^= 1 << at % 8
+        (tmp_path / STATUS_NAME).write_bytes(flipped)
+        assert read_status(tmp_path) in {None, STATUS}
+    for length in range(len(content) - 1):
+        (tmp_path / STATUS_NAME).write_bytes(content[:length])
+        assert read_status(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", [STATUS_NAME, DRAFT_NAME])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_something_else_in_its_place_holds_up_nothing_and_is_replaced(tmp_path, name, make):
+    make(tmp_path / name)
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, STATUS)
+    assert read_status(tmp_path) == STATUS
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG.keys())

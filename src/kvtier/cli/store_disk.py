@@ -4,11 +4,15 @@ Reading takes no lock and disturbs nobody: what was written since the last sync 
 anew meanwhile shows as damaged.
 """
 
+# Descriptors.
+# ruff: noqa: PTH208
+
 import fcntl
 import os
+import stat
 from bisect import bisect_right
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import disk_usage
@@ -21,10 +25,13 @@ from kvtier.codec.frame import verify_frame
 from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_told, read_head
 from kvtier.errors import ConfigError, CorruptChunkError
 from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_files import SEGMENTS_NAME, segment_files
 from kvtier.tier.disk_format import VERSION
-from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, SEGMENTS_NAME, read_marker
+from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME
+from kvtier.tier.disk_segment import file_name
 from kvtier.tier.disk_status import AGAIN_S, DRAFT_NAME, STATUS_NAME, DiskStatus, read_status
-from kvtier.tier.disk_view import Stored, census
+from kvtier.tier.disk_view import Stored, census, folder_at, read_marker, segments_at
+from kvtier.tier.inside import WRONG_KIND, directory_at, open_file
 from kvtier.types import ObjectName
 
 _UNBOUNDED_BYTES = 1 << 62
@@ -36,7 +43,10 @@ SILENT_S = 3 * AGAIN_S
 
 def is_disk(root: Path) -> bool:
     """Whether `root` is a store of the disk tier."""
-    return (root / MARKER_NAME).is_file()
+    try:
+        return stat.S_ISREG(os.stat(root / MARKER_NAME, follow_symlinks=False).st_mode)  # noqa: PTH116
+    except OSError:
+        return False
 
 
 def check_disk(root: Path) -> None:
@@ -72,7 +82,9 @@ def statistics(root: Path, advance: Callable[[float], None]) -> StoreStat:
         rows.append(_row(stored))
         advance(1)
     told = health(root).status
-    segments = [os.stat(path) for path in (root / SEGMENTS_NAME).glob("*.segment")]  # noqa: PTH116
+    segments: list[tuple[int, os.stat_result]] = []
+    with suppress(FileNotFoundError, NotADirectoryError), segments_at(root) as folder:
+        segments = segment_files(folder)
     return StoreStat(
         directory=str(root),
         store_id=marker.store_id.hex() if marker else "unknown",
@@ -80,7 +92,7 @@ def statistics(root: Path, advance: Callable[[float], None]) -> StoreStat:
         created=marker.created if marker else "unknown",
         objects=len(rows),
         bytes=sum(row.size_bytes for row in rows),
-        charged_bytes=sum(told.st_blocks * 512 for told in segments),
+        charged_bytes=sum(status.st_blocks * 512 for _, status in segments),
         ledger_bytes=None,
         capacity_bytes=told.capacity_bytes if told else None,
         drafts=0,
@@ -224,26 +236,41 @@ def purge(root: Path) -> Purge:
     for stored in census(root):
         result.objects += 1
         result.bytes += stored.size_bytes
-    descriptor = os.open(root / MARKER_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with folder_at(root) as top:
+        marker, _ = open_file(MARKER_NAME, os.O_RDWR, top)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{root}: a running process has it open; end it first") from None
-        segments = root / SEGMENTS_NAME
-        for path in sorted(segments.glob("*.segment")) if not segments.is_symlink() else []:
-            path.unlink()
-        result.left = [str(path.relative_to(root)) for path in sorted(segments.glob("*"))]
-        if not result.left and segments.is_dir():
-            segments.rmdir()
-        for name in (STATUS_NAME, DRAFT_NAME):
-            (root / name).unlink(missing_ok=True)
-        # Last: until here, a purge that was interrupted can be repeated.
-        (root / MARKER_NAME).unlink()
-    finally:
-        os.close(descriptor)
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{root}: a running process has it open; end it first") from None
+            _remove(top, result)
+        finally:
+            os.close(marker)
     result.left += [path.name for path in sorted(root.iterdir()) if path.name != SEGMENTS_NAME]
     return result
+
+
+def _remove(top: int, result: Purge) -> None:
+    """Remove the files of the store in the directory `top`; what of `segments` is not ours is noted as left."""
+    try:
+        with directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
+            for number, status in segment_files(folder):
+                if stat.S_ISREG(status.st_mode):
+                    os.unlink(file_name(number), dir_fd=folder)
+            result.left = [f"{SEGMENTS_NAME}/{name}" for name in sorted(os.listdir(folder))]
+        if not result.left:
+            os.rmdir(SEGMENTS_NAME, dir_fd=top)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in WRONG_KIND:
+            raise
+        result.left = [SEGMENTS_NAME]
+    for name in (STATUS_NAME, DRAFT_NAME):
+        with suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(name, dir_fd=top)
+    # Last: until here, a purge that was interrupted can be repeated.
+    os.unlink(MARKER_NAME, dir_fd=top)
 
 
 def _opened(root: Path) -> DiskTier:
@@ -297,7 +324,8 @@ def _problem(stored: Stored) -> str:
 
 
 def _is_open(root: Path) -> bool:
-    descriptor = os.open(root / MARKER_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with folder_at(root) as top:
+        descriptor, _ = open_file(MARKER_NAME, os.O_RDONLY, top)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

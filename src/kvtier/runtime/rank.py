@@ -20,6 +20,7 @@ from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_marker import ALLOWED_RANKS, refuse_foreign_ranks
+from kvtier.tier.inside import check_private, make_root
 from kvtier.tier.place import opening
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,8 @@ def _disk(config: DiskConfig, layout: KvLayout, rank: int, ranks: int) -> DiskTi
     assert config.path is not None
     with opening("disk", config.path, ALLOWED_RANKS):
         refuse_foreign_ranks(config.path)
+        make_root(config.path)
+        check_private("disk", config.path)
     tier = DiskTier(
         config.path / f"rank-{rank}",
         capacity_bytes=config.capacity_bytes // ranks,

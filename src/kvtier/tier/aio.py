@@ -32,6 +32,14 @@ _IOVEC = struct.Struct("<QQ")
 _local = threading.local()
 
 
+def _forget_in_child() -> None:
+    """A queue belongs to the process that made it; in a forked child its number may become another's."""
+    _local.__dict__.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 class Run(NamedTuple):
     """Bytes of a file that lie side by side, and where they go, one view after the other."""
 

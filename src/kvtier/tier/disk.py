@@ -27,7 +27,7 @@ from kvtier.tier.direct import can_direct
 from kvtier.tier.disk_budget import WriteBudget
 from kvtier.tier.disk_compact import CompactPool
 from kvtier.tier.disk_files import SegmentFiles
-from kvtier.tier.disk_marker import ALLOWED, SEGMENTS_NAME, Claim
+from kvtier.tier.disk_marker import ALLOWED, Claim
 from kvtier.tier.disk_pool import Extent, Pool
 from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_for
 from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
@@ -294,7 +294,8 @@ class DiskTier:
             marker = self._claim.write(wanted)
         self.direct_io = self._choose_direct()
         files = SegmentFiles(
-            str(self.root / SEGMENTS_NAME),
+            self._claim.folder.fileno(),
+            str(self.root),
             self.name,
             capacity_bytes=self.capacity_bytes,
             segment_bytes=marker.segment_bytes,
@@ -338,13 +339,18 @@ class DiskTier:
             if self._is_closing:
                 return
             try:
-                self._run("prepare a segment", None, lambda: self._pool.prepare())  # noqa: PLW0108 - another pool, perhaps
+                self._upkeep()
                 if time.monotonic() >= synced_s + self._sync_interval_s:
                     synced_s = time.monotonic()
                     self.sync()
             except TierError as error:
                 synced_s = time.monotonic()  # not again at once
                 logger.info("tier %s: %s", self.name, error)
+
+    def _upkeep(self) -> None:
+        """Look whether the store is in its place still, and keep a segment spare."""
+        self._is_suspect |= not self._claim.is_there()
+        self._run("prepare a segment", None, lambda: self._pool.prepare())  # noqa: PLW0108 - another pool, perhaps
 
     def _tell_status(self, *, is_last: bool = False) -> None:
         """Tell people how it goes, unless that was done just now. That it cannot be told is no fault."""
@@ -388,8 +394,8 @@ class DiskTier:
         try:
             if not self._is_suspect:
                 return
-            if not self._claim.is_there():
-                if not self._claim.path.exists():
+            if not self._claim.is_there() and not self._claim.restore():
+                if not os.path.lexists(self._claim.path):
                     # Never made anew here: where the disk is not mounted, the path leads to some other disk.
                     raise TierError(self.name, f"{self._claim.path} is gone")
                 self._reopen()

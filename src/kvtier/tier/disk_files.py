@@ -1,17 +1,31 @@
 """The segment files of one store: made, counted and removed, within the cap and with a reserve left to others."""
 
-# Descriptors and plain strings.
-# ruff: noqa: PTH103, PTH108, PTH116, PTH118, PTH208
+# Descriptors.
 
 import errno
 import logging
 import os
 import re
+import stat
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import count
 
-from kvtier.tier.disk_segment import Segment
+from kvtier.tier.disk_format import BLOCK_BYTES, Header, is_foreign, read_header
+from kvtier.tier.disk_segment import Segment, file_name
+from kvtier.tier.inside import (
+    WRONG_KIND,
+    Descriptor,
+    directory_at,
+    make_directory,
+    open_directory,
+    open_file,
+    set_aside,
+)
+
+SEGMENTS_NAME = "segments"
 
 logger = logging.getLogger(__name__)
 
@@ -19,14 +33,17 @@ GROW_RETRY_S = 30.0
 """After the file system had no room, it is asked again after this long."""
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FILE = re.compile(r"\d{8}\.segment")
+_FILE = re.compile(r"(\d{8})\.segment", re.ASCII)
+_TAKEN_MAX = 16
+"""Names that something else has, tried at once for a new file."""
 
 
 class SegmentFiles:
     """Files of equal size in a directory. For one thread at a time, but for `used_bytes`.
 
     Args:
-        directory: where the files lie; made when it is missing.
+        root: descriptor of the store's directory.
+        place: its path, for the log.
         tier: name of the tier, for the log.
         capacity_bytes: the most that all files together take on the device.
         segment_bytes: of each file; a multiple of 4096.
@@ -39,7 +56,8 @@ class SegmentFiles:
 
     def __init__(
         self,
-        directory: str,
+        root: int,
+        place: str,
         tier: str,
         *,
         capacity_bytes: int,
@@ -48,14 +66,22 @@ class SegmentFiles:
         direct_io: bool,
     ) -> None:
         self.segment_bytes = segment_bytes
-        self._directory = directory
+        self._place = place
         self._tier = tier
         self._capacity_bytes = capacity_bytes
         self._reserve_bytes = reserve_bytes
         self._direct_io = direct_io
         self._charges: dict[int, int] = {}
+        self._taken: set[int] = set()
+        """Numbers whose names lead to something that is no segment of ours."""
         self._grow_again_s = 0.0
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        self._folder: Descriptor | None = None
+        self._root = Descriptor(os.dup(root))
+        self._home()
+
+    def __del__(self) -> None:
+        # Like the segments of a pool that another has replaced: a thread may still use it.
+        self.close()
 
     @property
     def used_bytes(self) -> int:
@@ -88,8 +114,8 @@ class SegmentFiles:
         """
         return self.used_bytes > self._capacity_bytes or self._free_bytes() < self._reserve_bytes
 
-    def make(self, number: int) -> Segment | None:
-        """File `number`, allocated; None when there is no room.
+    def make(self) -> Segment | None:
+        """One more file, allocated; None when there is no room.
 
         Raises:
             OSError: the file system fails, or has no room even for a first file.
@@ -101,15 +127,19 @@ class SegmentFiles:
                     f"{os.strerror(errno.ENOSPC)} for a first segment of {self.segment_bytes} bytes: "
                     f"{self._free_bytes()} are free, of which disk.reserve_bytes leaves {self._reserve_bytes} to others"
                 )
-                raise OSError(errno.ENOSPC, why, self._directory)
+                raise OSError(errno.ENOSPC, why, self._place)
             return None
-        path = os.path.join(self._directory, f"{number:08d}.segment")
+        folder = self._home()
+        number, descriptor = self._create(folder)
         try:
-            _allocate(path, self.segment_bytes)
-            segment = Segment(path, number, self.segment_bytes, direct_io=self._direct_io)
+            try:
+                os.posix_fallocate(descriptor, 0, self.segment_bytes)
+            finally:
+                os.close(descriptor)
+            segment = Segment(folder, number, direct_io=self._direct_io)
         except OSError as error:
             with suppress(OSError):
-                os.unlink(path)
+                os.unlink(file_name(number), dir_fd=folder)
             if error.errno not in _NO_ROOM or is_first:
                 raise
             self._rest(str(error))
@@ -122,13 +152,25 @@ class SegmentFiles:
         return segment
 
     def remove(self, segment: Segment) -> None:
-        """Unlink a file.
+        """Unlink and close a file; what else has its name stays.
 
         Raises:
-            OSError: the file system refuses.
+            OSError: the file system refuses; then it is as before.
         """
-        segment.remove()
+        folder = self._home()
+        if segment.is_in(folder):
+            os.unlink(segment.name, dir_fd=folder)
+        segment.close()
         self._charges.pop(segment.number, None)
+
+    def lost(self, segments: Iterable[Segment]) -> list[Segment]:
+        """Those of `segments` whose files were removed or replaced.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        folder = self._home()
+        return [segment for segment in segments if not segment.is_in(folder)]
 
     def load(self, store_id: bytes) -> list[Segment]:
         """The segments that are there, with their headers: those that hold nothing, then the one begun first first.
@@ -140,24 +182,23 @@ class SegmentFiles:
         """
         found: list[Segment] = []
         strange: Counter[str] = Counter()
+        folder = self._home()
         try:
-            for file in sorted(os.listdir(self._directory)):
-                path = os.path.join(self._directory, file)
-                if not _FILE.fullmatch(file):
+            for number, status in segment_files(folder):
+                if not stat.S_ISREG(status.st_mode):
+                    strange["no regular file"] += 1
+                    self._taken.add(number)
                     continue
-                size_bytes = os.stat(path).st_size
-                if size_bytes != self.segment_bytes:  # the settings have changed, or it was never finished
-                    strange[f"{size_bytes} bytes long"] += size_bytes > 0
-                    os.unlink(path)
+                if status.st_size != self.segment_bytes:  # the settings have changed, or it was never finished
+                    strange[f"{status.st_size} bytes long"] += status.st_size > 0
+                    os.unlink(file_name(number), dir_fd=folder)
                     continue
-                found.append(Segment(path, int(file[:8]), size_bytes, direct_io=self._direct_io))
+                found.append(Segment(folder, number, direct_io=self._direct_io))
                 reason = found[-1].load_header(store_id)
                 strange[reason] += reason not in {"", "not begun"}
                 self.charge(found[-1])
-            for reason, count in (+strange).items():
-                logger.warning(
-                    "tier %s: %d segments in %s count as empty: %s", self._tier, count, self._directory, reason
-                )
+            for reason, times in (+strange).items():
+                logger.warning("tier %s: %d segments in %s count as empty: %s", self._tier, times, self._place, reason)
             found.sort(key=lambda segment: segment.generation)
             while self.used_bytes > self._capacity_bytes:
                 self.remove(found.pop(0))
@@ -167,18 +208,96 @@ class SegmentFiles:
             raise
         return found
 
+    def close(self) -> None:
+        """Close the directories. Twice is fine."""
+        self._root.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _home(self) -> int:
+        """The descriptor of the directory of segments; made where it is missing or something else has its name.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        root = self._root.fileno()
+        with suppress(FileNotFoundError):
+            status = os.stat(SEGMENTS_NAME, dir_fd=root, follow_symlinks=False)
+            if self._folder is not None and os.path.samestat(status, os.fstat(self._folder.fileno())):
+                return self._folder.fileno()
+        try:
+            make_directory(SEGMENTS_NAME, root)
+        except OSError as error:
+            if error.errno not in WRONG_KIND:
+                raise
+            set_aside(SEGMENTS_NAME, root)
+            make_directory(SEGMENTS_NAME, root)
+        former, self._folder = self._folder, Descriptor(open_directory(SEGMENTS_NAME, root, is_listed=True))
+        if former is not None:
+            former.close()
+            logger.warning("tier %s: %s/%s was removed or replaced", self._tier, self._place, SEGMENTS_NAME)
+        self._taken.clear()
+        return self._folder.fileno()
+
+    def _create(self, folder: int) -> tuple[int, int]:
+        """The number and the descriptor of an empty new file."""
+        while True:
+            number = next(number for number in count() if number not in self._charges and number not in self._taken)
+            try:
+                return number, open_file(file_name(number), os.O_CREAT | os.O_EXCL | os.O_RDWR, folder)[0]
+            except FileExistsError:
+                if len(self._taken) >= _TAKEN_MAX:
+                    raise
+                self._taken.add(number)
+
     def _rest(self, reason: str) -> None:
         self._grow_again_s = time.monotonic() + GROW_RETRY_S
         logger.warning("tier %s: no room for more than %d segments: %s", self._tier, len(self._charges), reason)
 
     def _free_bytes(self) -> int:
-        told = os.statvfs(self._directory)
+        told = os.statvfs(self._root.fileno())
         return told.f_bavail * told.f_frsize
 
 
-def _allocate(path: str, size_bytes: int) -> None:
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+def segment_files(folder: int) -> list[tuple[int, os.stat_result]]:
+    """The number and the status of everything in the directory `folder` that has a segment's name.
+
+    Raises:
+        OSError: the file system fails.
+    """
+    matches = (_FILE.fullmatch(name) for name in sorted(os.listdir(folder)))
+    numbers = (int(match[1]) for match in matches if match is not None)
+    return [(number, os.stat(file_name(number), dir_fd=folder, follow_symlinks=False)) for number in numbers]
+
+
+def newest_head(root: int) -> tuple[Header | None, str]:
+    """The head of the segment that was begun last, and the name of a file among the segments that is not ours.
+
+    Args:
+        root: descriptor of the store's directory.
+
+    Raises:
+        OSError: the file system fails.
+    """
+    heads: list[Header] = []
+    strange = ""
     try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
-    finally:
-        os.close(descriptor)
+        with directory_at(SEGMENTS_NAME, root, is_listed=True) as folder:
+            for number, status in segment_files(folder):
+                name = file_name(number)
+                if not stat.S_ISREG(status.st_mode):
+                    continue
+                descriptor, _ = open_file(name, os.O_RDONLY, folder)
+                try:
+                    block = os.pread(descriptor, BLOCK_BYTES, 0)
+                finally:
+                    os.close(descriptor)
+                head = read_header(block)
+                if isinstance(head, Header) and head.segment_bytes == status.st_size:
+                    heads.append(head)
+                elif is_foreign(block):
+                    strange = name
+    except OSError as error:
+        if error.errno not in {*WRONG_KIND, errno.ENOENT}:
+            raise
+    return max(heads, key=lambda head: head.generation, default=None), strange

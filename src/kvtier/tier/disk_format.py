@@ -6,11 +6,14 @@
 Frames grow from the front, index blocks from the end, and a segment is full when they would meet. A block is written
 once, so that no crash can damage what an earlier one told; only `DiskTier.delete` blanks an entry in its place.
 
-Nothing here is trusted: a block counts only with its own checksum and the generation of its segment's header.
+Nothing here is trusted: a block counts only with its own checksum and the generation of its segment's header. The small
+JSON files beside the segments have a checksum, too.
 """
 
+import json
 import struct
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,9 @@ HEADER_MAGIC: Final = b"kvt\x89segm"
 BLOCK_MAGIC: Final = b"kvt\x89indx"
 BLOCK_BYTES: Final = ALIGNMENT
 STORE_ID_BYTES: Final = 16
+GENERATION_MAX: Final = (1 << 63) - 1
+"""Nanoseconds since 1970 until the year 2262."""
+CHECKSUM_MEMBER: Final = "checksum"
 
 ENTRY: Final = np.dtype(
     [("name", "<u8", (4,)), ("block", "<u4"), ("size_bytes", "<u4"), ("reserved", "<u8")]
@@ -59,6 +65,13 @@ _HEADER_CHECKSUM_AT = 48
 _BLOCK_CHECKSUM_AT = 48
 
 
+SEGMENT_BYTES_MIN: Final = 4 * BLOCK_BYTES
+"""A header, one block of a frame, two of index."""
+
+SEGMENT_BYTES_MAX: Final = BLOCK_BYTES << 32
+"""An entry counts blocks in 32 bits."""
+
+
 class Header(NamedTuple):
     """What a segment's first block tells."""
 
@@ -89,7 +102,20 @@ def read_header(block: memoryview | bytes) -> Header | str:
         return f"unknown version {version}"
     if _checksum(block, _HEADER_CHECKSUM_AT) != checksum:
         return "checksum does not match"
+    if not 0 < generation <= GENERATION_MAX or not is_segment_size(segment_bytes):
+        return f"generation {generation} or size {segment_bytes} out of range"
     return Header(store_id, generation, segment_bytes)
+
+
+def is_foreign(block: bytes) -> bool:
+    """Whether `block`, the first of a file, holds something that this version of the disk tier did not write."""
+    magic, version = _HEADER.unpack_from(block.ljust(BLOCK_BYTES, b"\0"))[:2]
+    return any(block) and (magic != HEADER_MAGIC or version != VERSION)
+
+
+def is_segment_size(size_bytes: int) -> bool:
+    """Whether segments may have that size."""
+    return SEGMENT_BYTES_MIN <= size_bytes <= SEGMENT_BYTES_MAX and size_bytes % ALIGNMENT == 0
 
 
 def pack_blocks(header: Header, first_number: int, entries: Entries) -> list[bytes]:
@@ -154,6 +180,32 @@ def are_sound(entries: Entries, segment_bytes: int) -> npt.NDArray[np.bool_]:
 def name_words(name: bytes) -> npt.NDArray[np.uint64]:
     """A name as four numbers."""
     return np.frombuffer(name, "<u8")
+
+
+def pack_json(told: Mapping[str, Any]) -> bytes:
+    """A JSON file with the members of `told` and their checksum."""
+    return f"{json.dumps({**told, CHECKSUM_MEMBER: _json_checksum(told)}, indent=2)}\n".encode()
+
+
+def read_json(text: bytes) -> tuple[dict[str, Any], bool | None]:
+    """The members of a JSON file, and whether their checksum matches: None when it has none.
+
+    There are no members when it is no JSON object.
+    """
+    try:
+        told: Any = json.loads(text)
+        if not isinstance(told, dict):
+            return {}, None
+        members: dict[str, Any] = {str(name): value for name, value in told.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType] - JSON
+        checksum = members.pop(CHECKSUM_MEMBER, None)
+        return members, None if checksum is None else checksum == _json_checksum(members)
+    except (ValueError, RecursionError):
+        return {}, None
+
+
+def _json_checksum(told: Mapping[str, Any]) -> str:
+    canonical = json.dumps(told, sort_keys=True, separators=(",", ":"))
+    return f"{xxhash.xxh3_64_intdigest(canonical.encode()):016x}"
 
 
 def _checksum(block: memoryview | bytes, at: int) -> int:

@@ -3,27 +3,32 @@
 # Descriptors.
 # ruff: noqa: PTH116
 
+import errno
 import fcntl
-import json
 import logging
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tier.disk_format import STORE_ID_BYTES, VERSION
+from kvtier.tier.disk_files import SEGMENTS_NAME, newest_head
+from kvtier.tier.disk_format import STORE_ID_BYTES, VERSION, is_segment_size, pack_json, read_json
+from kvtier.tier.disk_status import DRAFT_NAME, STATUS_NAME
+from kvtier.tier.inside import WRONG_KIND, Descriptor, check_private, make_root, open_file, read_file
 from kvtier.tier.ledger import lock_file
 from kvtier.tier.marker import MARKER_NAME as DIRECTORY_MARKER_NAME
+from kvtier.tier.marker import UnknownStoreError
 from kvtier.tier.place import RANK, refuse_strangers
 
 MARKER_NAME = "kvtier-disk.json"
-SEGMENTS_NAME = "segments"
 
 ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 ALLOWED_RANKS = "an empty or missing directory, or one with stores of ours (rank-0 and so on)"
 
 _MARKER_BYTES_MAX = 4096
+_CREATED_LENGTH_MAX = 40
+_OURS = {MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, DRAFT_NAME}
 
 logger = logging.getLogger(__name__)
 
@@ -48,39 +53,47 @@ class Claim:
         deadline_s: how long to wait for another process that has the store.
 
     Raises:
-        ConfigError: `root` holds other things.
+        ConfigError: `root` holds other things, every user may write to it, or its marker is no regular file.
         TierError: another process has it.
         OSError: the file system fails.
     """
 
     def __init__(self, root: Path, tier: str, deadline_s: float) -> None:
         self.path = root / MARKER_NAME
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            refuse_strangers(root, lambda name: name == MARKER_NAME, ALLOWED)
-        except ConfigError:
-            if not self.path.exists():
-                raise
         self._tier = tier
-        self._descriptor: int | None = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if not lock_file(self._descriptor, fcntl.LOCK_EX, deadline_s):
-            self.release()
-            raise TierError(
-                tier,
-                f"root {str(root)!r} is in use by another process; allowed: a directory of its own for each process",
-            )
+        self._marker: Marker | None = None
+        make_root(root)
+        check_private(tier, root)
+        self.folder = Descriptor(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        """The root."""
+        try:
+            if not os.path.lexists(self.path):
+                refuse_strangers(root, lambda name: name == MARKER_NAME, ALLOWED)
+            self._file = self._locked(os.O_CREAT, deadline_s)
+        except BaseException:
+            self.folder.close()
+            raise
 
     def read(self) -> Marker | None:
-        """What the marker says; None when it is new, damaged or of another version: then the store is empty.
+        """What the marker says; None when the store is new. A damaged one is made anew from the newest segment's head.
 
         Raises:
+            ConfigError: it is of an unknown version; or it is damaged, and nothing proves that the directory is ours.
+                Nothing was changed.
             OSError: the device fails.
         """
-        text = os.pread(self._live(), _MARKER_BYTES_MAX, 0)
-        marker, reason = _parse(text)
-        if marker is None and text:
-            logger.warning("tier %s: the store at %s begins anew: %s", self._tier, self.path, reason)
-        return marker
+        text = os.pread(self._file.fileno(), _MARKER_BYTES_MAX, 0)
+        marker = parse_marker(text, self.path)
+        if isinstance(marker, Marker):
+            self._marker = marker
+            return marker
+        recovered = self._recovered(marker)
+        if recovered is not None:
+            logger.warning("tier %s: %s was made anew from the newest segment: %s", self._tier, self.path, marker)
+            self._write(recovered)
+        elif text:
+            logger.warning("tier %s: the store at %s begins anew: %s", self._tier, self.path, marker)
+        return recovered
 
     def write(self, segment_bytes: int) -> Marker:
         """Make the marker of a new store.
@@ -88,37 +101,94 @@ class Claim:
         Raises:
             OSError: the device fails.
         """
-        marker = Marker(os.urandom(STORE_ID_BYTES), segment_bytes, datetime.now(UTC).isoformat(timespec="seconds"))
-        told = {
-            "about": "A kvtier disk store. Delete the whole directory while nobody uses it, or purge it with kvtier.",
-            "version": VERSION,
-            "store_id": marker.store_id.hex(),
-            "segment_bytes": segment_bytes,
-            "created": marker.created,
-        }
-        descriptor = self._live()
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{json.dumps(told, indent=2)}\n".encode(), 0)
-        os.fsync(descriptor)
+        marker = Marker(os.urandom(STORE_ID_BYTES), segment_bytes, _now())
+        self._write(marker)
         return marker
 
     def is_there(self) -> bool:
         """Whether the marker that we hold is the one at its path: false when the disk was taken away or replaced."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._live()))
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._file.fileno()))
         except OSError:
             return False
 
+    def restore(self) -> bool:
+        """Make the marker anew that was removed from its directory; False when the directory is gone or replaced.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        try:
+            is_home = os.path.samestat(os.stat(self.path.parent), os.fstat(self.folder.fileno()))
+        except FileNotFoundError:
+            return False
+        if not is_home or self._marker is None or os.path.lexists(self.path):
+            return False
+        former, self._file = self._file, self._locked(os.O_CREAT | os.O_EXCL, 0.0)
+        former.close()
+        self._write(self._marker)
+        logger.warning("tier %s: %s was removed and is made anew", self._tier, self.path)
+        return True
+
     def release(self) -> None:
         """Let go. Twice is fine."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._file.close()
+        self.folder.close()
 
-    def _live(self) -> int:
-        if self._descriptor is None:
-            raise OSError("the store is released")
-        return self._descriptor
+    def _locked(self, flags: int, deadline_s: float) -> Descriptor:
+        """The marker, opened and locked."""
+        try:
+            number, _ = open_file(MARKER_NAME, flags | os.O_RDWR, self.folder.fileno())
+        except OSError as error:
+            if error.errno not in WRONG_KIND:
+                raise
+            raise ConfigError(f"{self.path} is no regular file ({error}); nothing was changed") from error
+        file = Descriptor(number)
+        is_locked = False
+        try:
+            is_locked = lock_file(number, fcntl.LOCK_EX, deadline_s)
+        finally:
+            if not is_locked:
+                file.close()
+        if is_locked:
+            return file
+        raise TierError(
+            self._tier,
+            f"root {str(self.path.parent)!r} is in use by another process; "
+            "allowed: a directory of its own for each process",
+        )
+
+    def _recovered(self, reason: str) -> Marker | None:
+        """The marker by the segments; None when these hold nothing.
+
+        Raises:
+            ConfigError: something below the root was not made by a disk tier.
+        """
+        head, strange = newest_head(self.folder.fileno())
+        if head is not None:
+            return Marker(head.store_id, head.segment_bytes, _now())
+        root = self.path.parent
+        if strange:
+            raise ConfigError(
+                f"root {str(root)!r} is no store of ours: {reason}, and {SEGMENTS_NAME}/{strange} is no segment; "
+                f"nothing was changed; allowed: {ALLOWED}"
+            )
+        refuse_strangers(root, lambda name: name in _OURS, ALLOWED)
+        return None
+
+    def _write(self, marker: Marker) -> None:
+        told = {
+            "about": "A kvtier disk store. Delete the whole directory while nobody uses it, or purge it with kvtier.",
+            "version": VERSION,
+            "store_id": marker.store_id.hex(),
+            "segment_bytes": marker.segment_bytes,
+            "created": marker.created,
+        }
+        descriptor = self._file.fileno()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, pack_json(told), 0)
+        os.fsync(descriptor)
+        self._marker = marker
 
 
 def refuse_foreign_ranks(path: Path) -> None:
@@ -135,27 +205,51 @@ def refuse_foreign_ranks(path: Path) -> None:
             raise
 
 
-def read_marker(root: Path) -> Marker | None:
-    """The marker of the store at `root`; None when there is none that we know. Changes nothing, takes no lock.
+def marker_in(folder: int, root: Path) -> Marker | None:
+    """The marker of the store in the directory `folder`, by its segments where it is damaged; None when there is none.
+
+    Changes nothing, takes no lock.
 
     Raises:
+        UnknownStoreError: it is of an unknown version.
         OSError: it cannot be read.
     """
     try:
-        text = (root / MARKER_NAME).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+        marker = parse_marker(read_file(MARKER_NAME, _MARKER_BYTES_MAX, folder), root / MARKER_NAME)
+    except FileNotFoundError:
         return None
-    return _parse(text)[0]
+    except OSError as error:
+        if error.errno not in {*WRONG_KIND, errno.EFBIG}:
+            raise
+        marker = str(error)
+    if isinstance(marker, Marker):
+        return marker
+    head, _ = newest_head(folder)
+    return None if head is None else Marker(head.store_id, head.segment_bytes, "unknown")
 
 
-def _parse(text: bytes) -> tuple[Marker | None, str]:
+def parse_marker(text: bytes, path: Path) -> Marker | str:
+    """What the marker at `path` says, or why it says nothing.
+
+    Raises:
+        UnknownStoreError: it is of an unknown version. A damaged version is none: its checksum does not match.
+    """
+    told, is_sound = read_json(text)
+    version = told.get("version")
+    # Without a checksum it may be of a version that has none; with a wrong one this is a flipped bit.
+    if type(version) is int and version != VERSION and is_sound is not False:
+        raise UnknownStoreError(f"{path} has version {version}; known here: {VERSION}; nothing was changed")
+    if not is_sound:
+        return "its marker is damaged: its checksum does not match" if told else "its marker is damaged: no JSON object"
+    store_id, segment_bytes = told.get("store_id"), told.get("segment_bytes")
     try:
-        told: Any = json.loads(text)
-        version, store_id, segment_bytes = told["version"], bytes.fromhex(told["store_id"]), told["segment_bytes"]
-    except (ValueError, KeyError, TypeError) as error:
-        return None, f"its marker is damaged ({error!r})"
-    if version != VERSION:
-        return None, f"its version is {version!r}, known here: {VERSION}"
-    if len(store_id) != STORE_ID_BYTES or not isinstance(segment_bytes, int) or segment_bytes < 1:
-        return None, "its marker is damaged"
-    return Marker(store_id, segment_bytes, str(told.get("created", "unknown"))), ""
+        packed_id = bytes.fromhex(store_id) if isinstance(store_id, str) else b""
+    except ValueError:
+        packed_id = b""
+    if len(packed_id) != STORE_ID_BYTES or type(segment_bytes) is not int or not is_segment_size(segment_bytes):
+        return "its marker is out of range"
+    return Marker(packed_id, segment_bytes, str(told.get("created", "unknown"))[:_CREATED_LENGTH_MAX])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

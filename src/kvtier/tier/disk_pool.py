@@ -10,6 +10,7 @@ Three locks, taken in this order. Who waits for the first two has a deadline, be
     lock    the table and the segments' counts; held for microseconds, never during I/O
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -23,9 +24,11 @@ from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT, align_up
 from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.disk_files import SegmentFiles
-from kvtier.tier.disk_format import BLOCK_BYTES
+from kvtier.tier.disk_format import BLOCK_BYTES, GENERATION_MAX
 from kvtier.tier.disk_segment import Segment
 from kvtier.tier.disk_table import Table
+
+logger = logging.getLogger(__name__)
 
 SURVIVOR_SHARE = 0.25
 """Most of a segment that is copied forward when it is given up."""
@@ -198,23 +201,28 @@ class Pool:
                 self._end_write(extent.segment)
 
     def remove(self, name: bytes) -> None:
-        """Forget `name`, on the device too.
+        """Forget `name`, on the device too. A copy of it that is written meanwhile stays.
 
         Raises:
             OSError: the device fails; the name is forgotten until the next start.
             TierError: the index is being written for longer than the deadline.
         """
         with self._lock:
-            segment = self._drop(name)
-            if segment is None:
+            row = self._table.find(name)
+            if row is None:
                 return
+            number, *place = self._table.place(row)
+            segment = self._segments[number]
+            self._table.remove(row)
             segment.pins += 1
         try:
             with self._syncing():
                 with self._lock:
-                    is_pending = segment.pending.pop(name, None) is not None
+                    is_pending = segment.pending.get(name) == tuple(place)
+                    if is_pending:
+                        del segment.pending[name]
                 if not is_pending:
-                    segment.blank(name)
+                    segment.blank(name, place[0])
         finally:
             self.unpin([segment])
 
@@ -223,7 +231,7 @@ class Pool:
         with self._lock:
             row = self._table.find(name)
             if row is not None and self._table.place(row) == (extent.segment.number, extent.block, extent.size_bytes):
-                self._drop(name)
+                self._table.remove(row)
 
     def sync(self) -> None:
         """Put on the device what was written, and the index of it: a crash after this forgets none of it.
@@ -239,7 +247,7 @@ class Pool:
                 self._sync_one(segment)
 
     def prepare(self) -> None:
-        """Keep a segment empty ahead of the writers, and keep the reserve free for others.
+        """Keep a segment empty ahead of the writers and the reserve free for others; forget segments that are gone.
 
         Raises:
             OSError: the device or the file system fails.
@@ -247,6 +255,7 @@ class Pool:
         if not self._turn.acquire(blocking=False):
             return  # whoever turns does it now
         try:
+            self._forget_lost()
             while len(self._segments) > 1 and self._files.are_too_large():
                 if not self._spare and not self._give_up_one():
                     break
@@ -265,6 +274,7 @@ class Pool:
             segments, self._segments = list(self._segments.values()), {}
         for segment in segments:
             segment.close()
+        self._files.close()
 
     # ---- under the lock, for microseconds ----------------------------------------------------------------------------
 
@@ -295,14 +305,6 @@ class Pool:
         if segment.is_leaving:
             self._unpinned.notify_all()
 
-    def _drop(self, name: bytes) -> Segment | None:
-        row = self._table.find(name)
-        if row is None:
-            return None
-        segment = self._segments[self._table.place(row)[0]]
-        self._table.remove(row)
-        return segment
-
     # ---- turning segments: only with the turn ------------------------------------------------------------------------
 
     def _next(self) -> Segment | None:
@@ -314,8 +316,10 @@ class Pool:
             elif not self._give_up_one():
                 return None
         segment = self._spare[-1]
-        # The clock keeps a number from coming again that a crash has made the device forget.
-        self._generation = max(self._generation + 1, time.time_ns())
+        # The clock keeps a number from coming again that a crash has made the device forget. A planted one may be the
+        # last that there is: then the clock alone counts.
+        candidates = (self._generation + 1, time.time_ns())
+        self._generation = max(it for it in (1, *candidates) if it <= GENERATION_MAX)
         segment.begin(self._store_id, self._generation)
         self._files.charge(segment)  # a file system may take blocks of its own for a file that fills
         self._spare.pop()
@@ -335,6 +339,24 @@ class Pool:
                 self._spare.append(segment)
                 return True
         return False
+
+    def _forget_lost(self) -> None:
+        """Forget the segments whose files were removed or replaced."""
+        with self._lock:
+            segments = list(self._segments.values())
+        lost = self._files.lost(segments)
+        if lost:
+            logger.warning("tier %s: the files of %d of %d segments are gone", self._tier, len(lost), len(segments))
+        for segment in lost:
+            with self._lock:
+                if segment is self._filling:
+                    self._full.append(segment)
+                    self._filling = None
+            if segment in self._full and self._empty(segment):
+                self._full.remove(segment)
+                self._spare.append(segment)
+            if segment in self._spare:
+                self._remove(segment)
 
     def _empty(self, segment: Segment) -> bool:
         """Forget all that `segment` holds, when nobody uses it; whether so. Its frames are lost in any case."""
@@ -420,11 +442,10 @@ class Pool:
 
     def _grow(self) -> Segment | None:
         """One more segment; None when the cap or the file system has no room for it."""
-        number = next(number for number in range(len(self._segments) + 1) if number not in self._segments)
-        segment = self._files.make(number)
+        segment = self._files.make()
         if segment is not None:
             with self._lock:
-                self._segments[number] = segment
+                self._segments[segment.number] = segment
         return segment
 
     def _remove(self, segment: Segment) -> None:

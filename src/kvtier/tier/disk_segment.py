@@ -4,8 +4,7 @@ The fields that several threads share are changed under the pool's lock alone; I
 that a pin keeps from being given to others.
 """
 
-# Descriptors and plain strings.
-# ruff: noqa: PTH108
+# Descriptors.
 
 import errno
 import os
@@ -32,30 +31,35 @@ from kvtier.tier.disk_format import (
     read_blocks,
     read_header,
 )  # fmt: skip
+from kvtier.tier.inside import Descriptor, open_file
 
 _TAIL_BYTES = 1 << 20
 """How much of a segment's end is read at once when its index is looked for."""
+
+
+def file_name(number: int) -> str:
+    """Of segment `number`."""
+    return f"{number:08d}.segment"
 
 
 class Segment:
     """A segment file that is open.
 
     Args:
-        path: the file, of `size_bytes`.
-        number: which it is, in the table of objects.
+        folder: descriptor of the directory of segments.
+        number: which it is, in the table of objects, and by the name of its file.
         direct_io: open it with O_DIRECT.
         read_only: open it for reading alone.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: it cannot be opened, or is no regular file.
     """
 
-    def __init__(self, path: str, number: int, size_bytes: int, *, direct_io: bool, read_only: bool = False) -> None:
-        self._descriptor: int | None = None
-        self.path = path
+    def __init__(self, folder: int, number: int, *, direct_io: bool, read_only: bool = False) -> None:
+        self._descriptor: Descriptor | None = None
+        self.name = file_name(number)
         self.number = number
         self.direct_io = direct_io
-        self.size_bytes = size_bytes
         self.header: Header | None = None
         self.rows = array("I")
         """Rows of objects that were put here; some have left since."""
@@ -71,8 +75,10 @@ class Segment:
         """Reads, copies and index writes under way."""
         self.is_leaving = False
         """It is about to be begun anew: whoever unpins it says so to the pool."""
-        flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(path, flags | (os.O_DIRECT if direct_io else 0))
+        flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0)
+        descriptor, self._status = open_file(self.name, flags, folder)
+        self._descriptor = Descriptor(descriptor)
+        self.size_bytes = self._status.st_size
 
     def __del__(self) -> None:
         # Of a pool that another has replaced: whoever still reads or writes keeps the segment, and so its descriptor.
@@ -91,6 +97,17 @@ class Segment:
             OSError: the file system fails.
         """
         return os.fstat(self._live()).st_blocks * 512
+
+    def is_in(self, folder: int) -> bool:
+        """Whether the file is the one of its name in the directory `folder`.
+
+        Raises:
+            OSError: the file system fails.
+        """
+        try:
+            return os.path.samestat(os.stat(self.name, dir_fd=folder, follow_symlinks=False), self._status)
+        except FileNotFoundError:
+            return False
 
     def take(self, size_bytes: int) -> int | None:
         """The first block of an extent for a frame of `size_bytes`; None when it does not fit. Under the lock.
@@ -261,8 +278,8 @@ class Segment:
             self.next_block = max(1, int(stops.max()))
         return entries
 
-    def blank(self, name: bytes) -> None:
-        """Take `name` out of the index on the device, so that it does not come back with the next start.
+    def blank(self, name: bytes, block: int) -> None:
+        """Take the frame of `name` that begins at `block` out of the index on the device: no start finds it again.
 
         Raises:
             OSError: the device fails.
@@ -273,7 +290,7 @@ class Segment:
         words = name_words(name)
         for blocks in self._index():
             entries = blocks["entries"]
-            hits = (entries["name"] == words).all(axis=2) & (entries["size_bytes"] > 0)
+            hits = (entries["name"] == words).all(axis=2) & (entries["block"] == block) & (entries["size_bytes"] > 0)
             for at in np.flatnonzero(hits.any(axis=1)).tolist():
                 kept = entries_in(blocks[at : at + 1])
                 kept["size_bytes"][hits[at, : len(kept)]] = 0
@@ -283,17 +300,7 @@ class Segment:
     def close(self) -> None:
         """Close the file. Twice is fine."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def remove(self) -> None:
-        """Unlink and close the file.
-
-        Raises:
-            OSError: the file system refuses; then it is as before.
-        """
-        os.unlink(self.path)
-        self.close()
+            self._descriptor.close()
 
     def _index(self) -> Iterator[Blocks]:
         """The sound index blocks, in pieces read from the end on, until a whole piece holds none."""
@@ -340,5 +347,5 @@ class Segment:
 
     def _live(self) -> int:
         if self._descriptor is None:
-            raise OSError("the segment is closed")
-        return self._descriptor
+            raise OSError(errno.EBADF, "the segment is closed")
+        return self._descriptor.fileno()

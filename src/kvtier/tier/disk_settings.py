@@ -5,12 +5,9 @@ from typing import Literal
 
 from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.disk_format import BLOCK_BYTES
+from kvtier.tier.disk_format import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, is_segment_size
 
 DirectIo = Literal["auto", "on", "off"]
-
-SEGMENT_BYTES_MIN = 4 * BLOCK_BYTES
-"""A header, one block of a frame, two of index."""
 
 SEGMENTS_WANTED = 64
 
@@ -31,10 +28,10 @@ def check_settings(
     Raises:
         ConfigError: a setting is impossible; the message says which, and what is allowed.
     """
-    if segment_bytes is not None and (segment_bytes < SEGMENT_BYTES_MIN or segment_bytes % ALIGNMENT):
+    if segment_bytes is not None and not is_segment_size(segment_bytes):
         raise ConfigError(
-            f"tier {name!r}: segment_bytes must be a multiple of {ALIGNMENT} and at least {SEGMENT_BYTES_MIN}, "
-            f"got {segment_bytes}"
+            f"tier {name!r}: segment_bytes must be a multiple of {ALIGNMENT}, at least {SEGMENT_BYTES_MIN} and at most "
+            f"{SEGMENT_BYTES_MAX}, got {segment_bytes}"
         )
     least = segment_bytes or SEGMENT_BYTES_MIN
     if capacity_bytes < least:

@@ -4,13 +4,15 @@ Nobody takes it for the truth: it may be old, damaged, missing or of a process t
 it. It is not synced. A device that hangs leaves it as it was, so how old it is tells something as well.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
+
+from kvtier.tier.disk_format import pack_json, read_json
+from kvtier.tier.inside import open_file, read_file, set_aside
 
 STATUS_NAME = "kvtier-status.json"
 DRAFT_NAME = f".{STATUS_NAME}.draft"
@@ -106,29 +108,41 @@ def write_status(root: Path, status: DiskStatus) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    text = json.dumps({"about": _ABOUT, **asdict(status)}, indent=1)
-    draft = root / DRAFT_NAME
-    descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"{text}\n")
-        draft.replace(root / STATUS_NAME)
+        try:
+            os.unlink(DRAFT_NAME, dir_fd=folder)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            set_aside(DRAFT_NAME, folder)
+        descriptor, _ = open_file(DRAFT_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(pack_json({"about": _ABOUT, **asdict(status)}))
+        try:
+            os.replace(DRAFT_NAME, STATUS_NAME, src_dir_fd=folder, dst_dir_fd=folder)
+        except IsADirectoryError:
+            set_aside(STATUS_NAME, folder)
+            os.replace(DRAFT_NAME, STATUS_NAME, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError:
         with suppress(OSError):
-            draft.unlink()
+            os.unlink(DRAFT_NAME, dir_fd=folder)
         raise
+    finally:
+        os.close(folder)
 
 
 def read_status(root: Path) -> DiskStatus | None:
     """What was told last; None when there is nothing that makes sense."""
     try:
-        with (root / STATUS_NAME).open("rb") as file:
-            told: Any = json.loads(file.read(_BYTES_MAX + 1))
-    except (OSError, ValueError, RecursionError):
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            told, is_sound = read_json(read_file(STATUS_NAME, _BYTES_MAX, folder))
+        finally:
+            os.close(folder)
+    except OSError:
         return None
-    if not isinstance(told, dict):
-        return None
-    return _parsed({str(name): value for name, value in told.items()})  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType] - JSON
+    return _parsed(told) if is_sound else None
 
 
 def _parsed(told: Mapping[str, Any]) -> DiskStatus | None:
