@@ -141,7 +141,7 @@ class Probe(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """An order to remove a bad copy from a lower tier."""
+    """An order to remove a bad copy from a lower tier. A demotion of the same object ordered later begins after it."""
 
     tier: str
     key: ChunkKey

@@ -97,7 +97,7 @@ def test_drops_do_not_pile_up_behind_a_hanging_tier() -> None:
     with World({"memory": tier}, threads=Threads(write=1)) as world:
         world.mover.submit(world.drop(0))
         tier.wait_begun()
-        for chunk in range(DROPS_BOUND + 3):
+        for chunk in range(1, DROPS_BOUND + 4):
             world.mover.submit(world.drop(chunk))
         refused = world.take(3)
         assert {settled.outcome for settled in refused} == {Outcome.FAILED}
@@ -186,3 +186,33 @@ def test_no_thread_is_left_after_close() -> None:
         assert set(threading.enumerate()) > before
         world.stored(1)
     assert set(threading.enumerate()) == before
+
+
+def test_a_demotion_does_not_begin_before_an_earlier_drop_of_its_object_has_ended() -> None:
+    tier = HangingTier(_memory(), "delete")
+    with World({"memory": tier}, threads=Threads(write=4)) as world:
+        world.stored(1, 2)
+        world.done(world.transfer(Link.GATHER, 1, 1))
+        drop, demote = world.drop(1), world.transfer(Link.DEMOTE, 1, 1)
+        world.mover.submit_all([drop, demote])
+        tier.wait_begun()
+        world.done(world.transfer(Link.DEMOTE, 2, 0))  # other objects do not wait
+        (again,) = world.run(world.drop(1))
+        assert again.outcome is Outcome.CANCELLED
+        assert not world.mover.take(0.1)
+        tier.release.set()
+        answers = {id(settled.command): settled.outcome for settled in world.take(2)}
+        assert answers == {id(drop): Outcome.DONE, id(demote): Outcome.DONE}
+        assert tier.contains([world.name(1)]) == [True], "the copy that was written after the drop"
+
+
+def test_a_demotion_waits_for_a_drop_that_hangs_until_its_own_deadline() -> None:
+    tier = HangingTier(_memory(), "delete")
+    with World({"memory": tier}, threads=Threads(write=2)) as world:
+        world.stored(1)
+        world.mover.submit(world.drop(1))
+        tier.wait_begun()
+        (settled,) = world.run(world.transfer(Link.DEMOTE, 1, 0, deadline_s=time.monotonic() + 0.05))
+        assert (settled.outcome, settled.detail, settled.is_tier_fault) == (Outcome.FAILED, TOO_LATE, True)
+        tier.release.set()
+        world.take(1)

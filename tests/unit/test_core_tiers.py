@@ -1,10 +1,12 @@
 """Lower tiers: a hint is never believed, a failure is a miss, and one that hangs holds up nobody else."""
 
+import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
 
+from kvtier.core import lower
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import History, Window
-from kvtier.types import Link, Outcome, Presence, RequestId, StoreDone
+from kvtier.types import Drop, Link, Outcome, Presence, RequestId, StoreDone
 
 # ---- questions -------------------------------------------------------------------------------------------------------
 
@@ -155,6 +157,50 @@ def test_an_object_that_vanished_since_the_probe_is_a_miss() -> None:
     done = core.loaded()[0]
     assert (done.tokens, done.failed) == (0, ((0, 0), (0, 1)))
     assert not core.notices(), "an absent object is no fault of the tier"
+
+
+def test_what_a_load_did_not_read_behind_a_bad_copy_is_replaced_when_it_is_stored() -> None:
+    core = Driver(slots=32, promotes=2)
+    prompt = prefix_of("abcdef")
+    core.fill("disk", prompt)
+    core.lookup("r", prompt)
+    core.run()
+    core.load("r", prompt)
+    first, second = core.going(Link.PROMOTE)
+    core.answer(first, Outcome.CORRUPT)
+    assert core.drops == [Drop("disk", key("a"), 0)]
+    core.answer(second)
+    core.run()
+    core.drops.clear()
+    core.store("r", prompt)
+    core.run(links=[Link.GATHER])
+    assert core.drops == [Drop("disk", key(text), 0) for text in ("abc", "abcd", "abcde", "abcdef")], "`ab` was good"
+    order = [one.key for one in core.sent if one.link is Link.DEMOTE]
+    assert order[0] == key("a"), "what was dropped already is only written"
+    core.run()
+    core.drops.clear()
+    core.lookup("s", prefix_of("abcdefg"))
+    core.store("s", prefix_of("abcdefg"))
+    core.run()
+    assert not core.drops, "once"
+
+
+def test_a_doubt_ends_when_the_copy_is_read_and_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower, "DOUBTED_MAX", 2)
+    core = Driver(slots=16, promotes=1)
+    core.fill("disk", prefix_of("abcde"))
+    core.load("r", prefix_of("abcde"))
+    core.answer(core.going(Link.PROMOTE)[0], Outcome.CORRUPT)  # `ab` and `abc` are trusted again at once
+    core.load("d", prefix_of("abcd"), resident_tokens=3 * CHUNK)
+    core.run()
+    core.drops.clear()
+    core.wait(1.0)
+    for text in ("x", "y", "z") * 6:
+        core.store(text, prefix_of(text + str(len(core.sent))))  # `abcd` leaves host memory
+        core.run()
+    core.store("s", prefix_of("abcde"))
+    core.run()
+    assert core.drops == [Drop("disk", key("abcde"), 0)]
 
 
 # ---- failing, hanging and coming back --------------------------------------------------------------------------------

@@ -1,17 +1,20 @@
 """The lower tiers as the core sees them: health, and what is on the way to and from each."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtier.core.health import Health
 from kvtier.core.limits import Limits
 from kvtier.core.residency import READABLE
-from kvtier.core.work import Entry
+from kvtier.core.work import Entry, Item
 from kvtier.types import Event, Link, TierNotice, Way
 
 # Names of their own, as in `traffic`.
 DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
 WAYS: dict[Link, Way] = {PROMOTE: "read", DEMOTE: "write"}
+
+DOUBTED_MAX = 1 << 16
+"""Objects of a tier that are doubted at once; of more, the oldest are trusted again."""
 
 
 class Lower:
@@ -27,6 +30,7 @@ class Lower:
         self.out_bytes = {PROMOTE: 0, DEMOTE: 0}
         self.late = {PROMOTE: 0, DEMOTE: 0}
         """Of those, the ones whose deadline has passed: their threads are stuck and their budget with them."""
+        self._doubted: dict[Item, None] = {}
         self.limit = {
             PROMOTE: min(limits.promotes, in_flight_max),
             DEMOTE: min(limits.demotes, in_flight_max),
@@ -51,6 +55,16 @@ class Lower:
     def may_tell(self, now_s: float) -> bool:
         """Whether to give it writes now: the same of writes."""
         return self.late[DEMOTE] < self.limit[DEMOTE] and self.health[DEMOTE].may_ask(now_s)
+
+    def doubt(self, items: Iterable[Item]) -> None:
+        """A load found a bad copy and did not read `items`: what the tier holds of them may be bad, too."""
+        self._doubted.update(dict.fromkeys(items))
+        while len(self._doubted) > DOUBTED_MAX:
+            del self._doubted[next(iter(self._doubted))]
+
+    def end_doubt(self, item: Item) -> bool:
+        """The copy of `item` was read, or is to be replaced; returns whether it was doubted."""
+        return bool(self._doubted) and self._doubted.pop(item, item) is None
 
     def began(self, link: Link, size_bytes: int) -> None:
         """One transfer, of `size_bytes`, goes out."""

@@ -164,9 +164,13 @@ class Traffic:
         lower, entry = self._lowers[flight.transfer.tier], flight.entry
         lower.ended(PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         self._measured(lower.name, flight, now_s)
+        lower.end_doubt((entry.key, entry.group))
         if flight.outcome is Outcome.CORRUPT:
             self._tally.corrupt += 1
             self._commands.append(Drop(lower.name, entry.key, entry.group))
+            for work, _, _ in entry.waiters:
+                if isinstance(work, Load):
+                    lower.doubt((key, place.group) for place, key in work.todo)
         if flight.is_late:
             self._host.settled(entry)
             return
@@ -360,6 +364,8 @@ class Traffic:
                 del lower.queue[entry]
                 lower.began(DEMOTE, size_bytes)
                 self._host.pin(entry)
+                if lower.end_doubt((entry.key, entry.group)):  # a tier leaves what it has as it is
+                    self._commands.append(Drop(lower.name, entry.key, entry.group))
                 self._send(DEMOTE, entry, now_s, tier=lower.name)
         return has_dropped
 

@@ -1,6 +1,7 @@
 """What a mover is given and what it answers."""
 
 import math
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -98,7 +99,7 @@ class Job:
         together: how many jobs of its kind a thread may take at once, when they wait; 1 is each by itself.
     """
 
-    __slots__ = ("command", "deadline_s", "is_in_tier", "submitted_s", "together")
+    __slots__ = ("after", "command", "deadline_s", "is_in_tier", "over", "submitted_s", "together")
 
     def __init__(self, command: Work, submitted_s: float, together: int = 1) -> None:
         self.command = command
@@ -108,3 +109,7 @@ class Job:
         """After it the answer no longer counts; a drop or tell has none."""
         self.is_in_tier = False
         """A tier is being called, so what is raised is the tier's fault."""
+        self.over: threading.Event | None = None
+        """Of a drop: set when it has been answered."""
+        self.after: threading.Event | None = None
+        """Of a demotion: `over` of a drop of the same object that came before."""

@@ -9,6 +9,7 @@ Between a command and its answer the slot it names belongs to the mover. That is
 may still touch the slot, late or not: the core may have stopped waiting long before.
 """
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from kvtier.runtime.lanes import Lane, LaneState, Scratch
 from kvtier.runtime.late import NOT_OPEN
 from kvtier.runtime.links import NOT_ADMITTED, Links, Result
 from kvtier.tier.base import Tier
-from kvtier.types import Cancel, Command, Drop, Link, Outcome, Probe, Tell, Transfer
+from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
 """Most jobs that may wait in one lane: far above the core's budgets, so that reaching it is our own mistake."""
@@ -35,6 +36,9 @@ QUEUE_BOUND = 1 << 16
 DROPS_BOUND = 1024
 """Most jobs that may wait in a write lane when a drop or a tell comes. They have no budget in the core; a bad copy that
 stays is found bad again, and what is not told costs hits."""
+
+_Object = tuple[str, ChunkKey, int]
+"""(tier, key, group)."""
 
 _Answer = TypeVar("_Answer")
 _Given = TypeVarTuple("_Given")
@@ -110,6 +114,8 @@ class Mover:
         self._answers = Answers()
         self._put: Callable[[list[Settled]], None] = self._answers.put_all
         self._faults = FaultLog()
+        self._dropping: dict[_Object, Job] = {}
+        """Drops that have not been answered."""
         device = self._lane("device", threads.device)
         reads = {name: self._lane(f"{name} read", threads.read) for name in tiers}
         writes = {name: self._lane(f"{name} write", threads.write) for name in tiers}
@@ -147,13 +153,24 @@ class Mover:
         try:
             for command in commands:
                 if isinstance(command, Transfer | Probe):
-                    bursts.setdefault(self._way(command), []).append(Job(command, now_s, together(command)))
+                    job = Job(command, now_s, together(command))
+                    if self._dropping and isinstance(command, Transfer) and command.link is Link.DEMOTE:
+                        drop = self._dropping.get((command.tier, command.key, command.group))
+                        job.after = None if drop is None else drop.over
+                    bursts.setdefault(self._way(command), []).append(job)
                     continue
                 self._begin(bursts, now_s)  # what came before may be what it is about
                 if isinstance(command, Cancel):
                     self.cancel(command.ids)
-                else:
-                    self._begin({self._way(command): [Job(command, now_s)]}, now_s)
+                    continue
+                job = Job(command, now_s)
+                if isinstance(command, Drop):
+                    job.over = threading.Event()
+                    first = self._dropping.setdefault((command.tier, command.key, command.group), job)
+                    if first is not job:  # a write of the object waits for that one, so there is nothing else to drop
+                        self._answer(job, Outcome.CANCELLED, "is being dropped already")
+                        continue
+                self._begin({self._way(command): [job]}, now_s)
         finally:
             self._begin(bursts, now_s)
 
@@ -247,6 +264,9 @@ class Mover:
 
         Yields where `Links.run` does.
         """
+        for job in jobs:
+            if job.after is not None:
+                job.after.wait(min(threading.TIMEOUT_MAX, max(0.0, job.deadline_s - self._clock())))
         began_s = self._clock()
         late = [job for job in jobs if began_s >= job.deadline_s]
         if late:
@@ -275,6 +295,7 @@ class Mover:
             command, (outcome, size_bytes, present, detail) = job.command, result
             waited_s, is_fault = began_s - job.submitted_s, job.is_in_tier and outcome is Outcome.FAILED
             settled.append(Settled(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
+            self._end_drop(job)
             if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and not detail.endswith(_UNTOLD)):
                 faults.append((command, result))
         self._put(settled)
@@ -284,7 +305,16 @@ class Mover:
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
         """Answer a job that has not begun."""
         waited_s = self._clock() - job.submitted_s
+        self._end_drop(job)
         self._put([Settled(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)])
+
+    def _end_drop(self, job: Job) -> None:
+        """Let go of the demotions that wait for this job, if it is a drop."""
+        command = job.command
+        if job.over is not None and isinstance(command, Drop):
+            if self._dropping.get((command.tier, command.key, command.group)) is job:
+                del self._dropping[command.tier, command.key, command.group]
+            job.over.set()
 
     def _answer_too_late(self, job: Job) -> None:
         # A tier that let a job wait that long is as good as one that failed; the device's lateness is nobody's fault.

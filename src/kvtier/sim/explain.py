@@ -15,6 +15,7 @@ from kvtier.types import (
     Cancel,
     ChunkKey,
     Command,
+    Drop,
     Link,
     LoadDone,
     NextTurn,
@@ -41,6 +42,8 @@ class Flight:
     """The load that a promotion was made for, when only one wanted it."""
     ticket: Ticket | None = None
     """The load whose blocks a scatter writes."""
+    replaces_since_s: float | None = None
+    """Of a demotion before which the drop of a bad copy was ordered: when that was."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +105,14 @@ class Log:
         self.arrivals: dict[Ticket, list[tuple[float, Item]]] = {}
         """Of each open load, when each object came."""
         self._drops_due: list[tuple[str, Item]] = []
+        self._dropped: dict[tuple[str, Item], float] = {}
+        """When bad copies that have not been replaced were ordered to be dropped."""
+        self._doubted: set[tuple[str, Item]] = set()
+        """What loads wanted of a tier that gave one of them a bad copy."""
+        self._replacing: tuple[str, Item] | None = None
+        """A copy that was only doubted is to be dropped: the next order is the demotion that replaces it."""
+        self._harmed: dict[Item, float] = {}
+        """When a copy of an object in a tier was last removed or damaged, but by an order of the core."""
         self._tells_due: dict[tuple[str, str], NextTurn | None] = {}
         """(place, session) of what evictors are still to hear."""
         self._back_due: set[tuple[str, Way]] = set()
@@ -118,6 +129,8 @@ class Log:
         """Something happened to an object that may cost it."""
         self.incident_counts[what] += 1
         self._incidents[item] = self._world.now_s
+        if what in {"flipped", "removed", "damaged"}:
+            self._harmed[item] = self._world.now_s
 
     def evicted(self, key: bytes, group: int) -> None:
         """The core evicted an object from host memory."""
@@ -132,6 +145,9 @@ class Log:
 
     def ordered(self, command: Command, jobs: dict[RequestId, Job]) -> None:
         """One command went out."""
+        replacing, self._replacing = self._replacing, None
+        if replacing is not None and not (isinstance(command, Transfer) and replacing == _demoted(command)):
+            raise Violation(f"a copy that was only doubted is dropped and not replaced: {replacing}")
         if isinstance(command, Transfer):
             self._sent(command, jobs)
         elif isinstance(command, Probe):
@@ -143,10 +159,21 @@ class Log:
         elif isinstance(command, Tell):
             self._told_tier(command, jobs)
         else:
-            due = (command.tier, (command.key, command.group))
-            if due not in self._drops_due:
-                raise Violation(f"{command} of a copy that nobody found to be bad")
-            self._drops_due.remove(due)
+            self._drop_ordered(command)
+
+    def _drop_ordered(self, drop: Drop) -> None:
+        which = (drop.tier, (drop.key, drop.group))
+        if which in self._drops_due:
+            self._drops_due.remove(which)
+        elif which in self._doubted:
+            self._doubted.remove(which)
+            self._replacing = which
+        else:
+            raise Violation(f"{drop} of a copy that is neither bad nor doubted")
+        self._dropped[which] = self._world.now_s
+        for flight in self.flights.values():
+            if _demoted(flight.transfer) == which:
+                flight.replaces_since_s = None
 
     def expected(self, session: str, next_turn: NextTurn | None) -> None:
         """The engine says who goes on with a session."""
@@ -175,6 +202,7 @@ class Log:
 
     def _sent(self, transfer: Transfer, jobs: dict[RequestId, Job]) -> None:
         flight = self.flights[transfer.id] = Flight(transfer, self._scenario.ranks)
+        flight.replaces_since_s = self._dropped.get(_demoted(transfer))
         if transfer.request is not None:
             job = jobs.get(transfer.request)
             flight.ticket = job.load if job is not None else None
@@ -200,6 +228,13 @@ class Log:
             item = (transfer.key, transfer.group)
             if flight.worst is Outcome.CORRUPT and transfer.link is Link.PROMOTE:
                 self._drops_due.append((transfer.tier, item))
+                wanting = [wanted.present for wanted in self._wanted.values() if item in wanted.present]
+                self._doubted.update((transfer.tier, other) for present in wanting for other in present)
+            if flight.replaces_since_s is not None and flight.worst is Outcome.DONE:
+                is_harmed = self._harmed.get(item, -inf) >= flight.replaces_since_s
+                if not is_harmed and not self._world.shelves[transfer.tier].holds(item):
+                    raise Violation(f"demote {transfer.id} was to replace a bad copy in {transfer.tier!r} and did not")
+                self._dropped.pop((transfer.tier, item), None)
             if transfer.link is Link.SCATTER and flight.worst is Outcome.DONE and flight.ticket in self.arrivals:
                 self.arrivals[flight.ticket].append((self._world.now_s, item))
             if flight.worst is not Outcome.DONE:
@@ -392,3 +427,8 @@ class Log:
         for which, count in self._faults_in_a_row.items():
             if count >= limits.tier_failures and which not in self.down:
                 raise Violation(f"{which} failed {count} times in a row and still counts as healthy")
+
+
+def _demoted(transfer: Transfer) -> tuple[str, Item]:
+    """What a demotion brings, and where; of another transfer what is nowhere."""
+    return transfer.tier if transfer.link is Link.DEMOTE else "", (transfer.key, transfer.group)

@@ -49,6 +49,7 @@ class Mover:
         self._probed = probed
         self._incident = incident
         self._errands: dict[int, list[Errand]] = {}
+        self._dropping: set[tuple[str, Item]] = set()
         self._tier_s = dict(zip(world.scenario.tiers, world.scenario.tier_s, strict=True))
 
     def execute(self, commands: Iterable[Command]) -> None:
@@ -64,6 +65,7 @@ class Mover:
             elif isinstance(command, Cancel):
                 self._cancel(command)
             elif isinstance(command, Drop):
+                self._dropping.add((command.tier, (command.key, command.group)))
                 delay_s = self._world.dice.uniform(0, 0.05)
                 self._world.later(delay_s, lambda drop=command: self._drop(drop))
 
@@ -72,8 +74,11 @@ class Mover:
     def _begin(self, errand: Errand) -> None:
         if errand.is_cancelled:
             return
-        errand.has_begun = True
         transfer = errand.transfer
+        if transfer.link is Link.DEMOTE and (transfer.tier, (transfer.key, transfer.group)) in self._dropping:
+            self._world.later(0.001, lambda: self._begin(errand))
+            return
+        errand.has_begun = True
         self._claim(errand)
         duration_s = self._delay(transfer) * 0.7
         if transfer.link in WRITES_SLOT:
@@ -144,7 +149,10 @@ class Mover:
         shelf = self._world.shelves[transfer.tier]
         copies = shelf.copies[errand.rank]
         room = self._world.scenario.tier_objects
-        if room is not None and item not in copies and len(copies) >= room:
+        if item in copies:
+            self._answer(errand, Outcome.DONE)  # left as it is, good or bad
+            return
+        if room is not None and len(copies) >= room:
             if not self._world.scenario.tier_evicts:
                 self._answer(errand, Outcome.FAILED)  # refused, which is no fault
                 return
@@ -199,14 +207,15 @@ class Mover:
         return [item in copies for item in probe.objects]
 
     def _drop(self, drop: Drop) -> None:
-        shelf = self._world.shelves[drop.tier]
+        shelf, item = self._world.shelves[drop.tier], (drop.key, drop.group)
+        self._dropping.discard((drop.tier, item))
         for rank in range(self._world.scenario.ranks):
-            self.remove(shelf, rank, (drop.key, drop.group))
+            self.remove(shelf, rank, item, "dropped")
 
-    def remove(self, shelf: Shelf, rank: int, item: Item) -> None:
+    def remove(self, shelf: Shelf, rank: int, item: Item, what: str = "removed") -> None:
         """One rank's copy goes."""
         if shelf.copies[rank].pop(item, None) is not None:
-            self._incident(item, "removed")
+            self._incident(item, what)
 
     def damaged(self, item: Item) -> None:
         """Somebody damaged a copy."""
