@@ -13,6 +13,10 @@ class ConfigError(KvError):
     """A setting is wrong. The message names the value, where it came from and what is allowed."""
 
 
+class BadCallError(KvError, ValueError):
+    """The arguments of a call do not fit. Nothing has begun."""
+
+
 class UnsupportedModelError(KvError):
     """The model, its cache class or a generation option cannot be served correctly, so it is refused."""
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 
 import pytest
 from tests.rig import (
@@ -22,7 +23,10 @@ from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.errors import ConfigError
 from kvtier.observe import table
-from kvtier.runtime.desk import DeskError
+from kvtier.runtime import desk as desk_module
+from kvtier.runtime import session as module
+from kvtier.runtime.desk import Desk, DeskError, wait_for
+from kvtier.runtime.mover import Threads
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import LocalSession
 from kvtier.tier.memory import MemoryTier
@@ -168,8 +172,121 @@ def test_the_callers_own_mistakes_are_told_to_the_caller():
         session.load(RequestId("a"), prefix_of(2), 17, [])
     with pytest.raises(ValueError, match="outside the prefix"):
         session.store(RequestId("a"), prefix_of(2), places_of([7]))
-    assert session.lookup(RequestId("a"), prefix_of(2)).presence is Presence.ABSENT
+    assert stored(session, "a", prefix_of(2), places_of(range(2))).held == 4  # and all goes on
+    session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
+    with pytest.raises(ValueError, match="'b' has a load under way"):
+        session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
+    assert [event.tokens for event in session.poll(20.0)] == [32]  # only what was begun is answered
+    assert session.close().flushed
+    assert session.poll() == []
+
+
+def test_after_a_mistake_a_copy_that_runs_is_waited_for_and_everything_else_is_answered(monkeypatch, caplog):
+    hold, has_begun = threading.Event(), threading.Event()
+    inner = Engine(64).copier()
+
+    class Held:
+        done = inner.done
+
+        def gather(self, *arguments):
+            has_begun.set()
+            assert hold.wait(30)
+            return inner.gather(*arguments)
+
+    monkeypatch.setattr(module, "DOORS_DEADLINE_S", 0.05)
+    session, _, _ = local(Held(), {}, threads=Threads(device=1), limits=Limits(gathers=1))
+    try:
+        session.store(RequestId("a"), prefix_of(1), places_of(range(1)))
+        session.store(RequestId("b"), prefix_of(1, seed=1), places_of(range(1)))
+        assert has_begun.wait(20)
+        monkeypatch.setattr(Cache, "expects", None)
+        session.expects("conversation", None)
+        assert session.poll() == [StoreDone(RequestId("b"), 0, 2)]  # its gather has not begun
+        assert session.poll(0.2) == []
+        hold.set()
+        assert session.poll(20.0) == [StoreDone(RequestId("a"), 0, 2)]
+    finally:
+        hold.set()
+    assert not session.close().flushed
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_after_a_mistake_a_copy_is_not_waited_for_longer_than_its_deadline(monkeypatch):
+    hold, has_begun = threading.Event(), threading.Event()
+    inner = Engine(64).copier()
+
+    class Hanging:
+        done = inner.done
+
+        def gather(self, *arguments):
+            has_begun.set()
+            hold.wait(30)
+            return inner.gather(*arguments)
+
+    monkeypatch.setattr(module, "DOORS_DEADLINE_S", 0.05)
+    monkeypatch.setattr(module, "COPY_DEADLINE_S", 0.05)
+    session, _, _ = local(Hanging(), {})
+    try:
+        session.store(RequestId("a"), prefix_of(1), places_of(range(1)))
+        assert has_begun.wait(20)
+        monkeypatch.setattr(Cache, "expects", None)
+        session.expects("conversation", None)
+        assert session.poll(20.0) == [StoreDone(RequestId("a"), 0, 2)]
+    finally:
+        hold.set()
     session.close()
+
+
+def test_a_session_that_was_shut_by_a_mistake_waits_and_does_not_spin(monkeypatch):
+    kv_session, _, _ = local(Engine(64).copier(), {})
+    monkeypatch.setattr(Cache, "release", None)
+    kv_session.release(RequestId("a"))
+    polls = []
+    poll = kv_session.poll
+    monkeypatch.setattr(kv_session, "poll", lambda wait_s=0.0: polls.append(wait_s) or poll(wait_s))
+    desk = Desk(kv_session)
+    assert desk.lookup(RequestId("b"), prefix_of(2)).presence is Presence.ABSENT
+    time.sleep(0.3)
+    assert len(polls) < 20
+    desk.close()
+
+
+@pytest.mark.parametrize("method", ["_publish", "_do_calls"])
+def test_a_mistake_of_the_desk_ends_nothing_but_the_cache(monkeypatch, caplog, method):
+    session, _, _ = local(Engine(64).copier(), {})
+    stored(session, "a", prefix_of(2), places_of(range(2)))
+    desk = Desk(session)
+    real = getattr(desk, method)
+    mistakes = iter([RuntimeError("planted")])
+
+    def wrong(*arguments):
+        if all(arguments):  # `_publish` has something to tell
+            for mistake in mistakes:
+                raise mistake
+        return real(*arguments)
+
+    monkeypatch.setattr(desk, method, wrong)
+    desk.load(RequestId("b"), prefix_of(2), 32, load_places(32))
+    events, is_there = wait_for(desk, lambda event: isinstance(event, LoadDone), 20.0)
+    assert is_there
+    assert [event.request for event in events] == ["b"]
+    assert "mistake of its own" in caplog.text
+    assert desk.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
+    desk.store(RequestId("d"), prefix_of(2), places_of(range(2)))
+    assert wait_for(desk, lambda event: event.request == "d", 20.0)[1]
+    desk.close()
+
+
+def test_events_that_nothing_polls_are_forgotten_with_a_line_in_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(desk_module, "EVENTS_MAX", 3)
+    session, _, _ = local(Engine(64).copier(), {})
+    session.close()
+    desk = Desk.__new__(Desk)
+    desk._events, desk._news, desk._has_forgotten = deque(maxlen=3), threading.Condition(), False
+    for number in range(6):
+        desk._publish([StoreDone(RequestId(str(number)), 0, 0)])
+    assert [event.request for event in desk.poll()] == ["3", "4", "5"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_poll_waits_no_longer_than_asked_and_returns_when_woken():

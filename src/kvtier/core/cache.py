@@ -32,6 +32,7 @@ from kvtier.core.tally import Tally
 from kvtier.core.traffic import Traffic
 from kvtier.core.waiting import Waiting
 from kvtier.core.work import HOST, Known, Load, Store
+from kvtier.errors import BadCallError
 from kvtier.layout import History, KvLayout
 from kvtier.policy.admission import AdmitAll
 from kvtier.policy.base import Admitter, Evictor, Held
@@ -199,6 +200,14 @@ class Cache:
         """Commands that are out and will be answered."""
         return len(self._traffic.flights) + len(self._asking)
 
+    def copies(self) -> dict[int, RequestId]:
+        """The transfers to and from the engine's blocks that are out, and the request of each."""
+        return {
+            flight.transfer.id: flight.transfer.request
+            for flight in self._traffic.flights.values()
+            if flight.transfer.request is not None
+        }
+
     def is_up(self, tier: str) -> bool:
         """Whether `tier` is read; otherwise reads failed lately, and none is made for a while."""
         return self._lowers[tier].health[Link.PROMOTE].is_up()
@@ -225,12 +234,13 @@ class Cache:
         """Bring the leading `tokens` to `places`; one LoadDone follows, early when it no longer pays (`patience`).
 
         Raises:
-            ValueError: a load of this request is under way; `tokens` is no boundary; a place is not in the prefix, lies
-                past `tokens` or is named twice; an object that is needed there is neither resident nor has a place.
+            BadCallError: a load of this request is under way; `tokens` is no boundary; a place is not in the prefix,
+                lies past `tokens` or is named twice; an object that is needed there is neither resident nor has a
+                place.
         """
         self._expire(now_s)  # and no more: what waits for a slot must not take what is about to be loaded
         if request in self._waiting.loads:
-            raise ValueError(f"request {request!r} has a load under way")
+            raise BadCallError(f"request {request!r} has a load under way")
         self._check_load(prefix, tokens, places, resident_tokens)
         deadline_s = now_s + self._limits.load_deadline_s
         load = Load(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), hint)
@@ -244,7 +254,7 @@ class Cache:
         """Keep the chunks at `places`; one StoreDone follows.
 
         Raises:
-            ValueError: a place is not in the prefix.
+            BadCallError: a place is not in the prefix.
         """
         self.tick(now_s)
         self._check_places(prefix, places)
@@ -382,26 +392,29 @@ class Cache:
         groups = len(self._layout.groups)
         for place in places:
             if not (0 <= place.group < groups and 0 <= place.chunk < chunks):
-                raise ValueError(f"{place} is outside the prefix: {groups} groups, {chunks} chunks")
+                raise BadCallError(f"{place} is outside the prefix: {groups} groups, {chunks} chunks")
 
     def _check_load(self, prefix: Prefix, tokens: int, places: Sequence[Place], resident_tokens: int) -> None:
         """What LoadDone says is true only if everything that its tokens need was asked for."""
         groups = self._layout.groups
-        needed = [
-            (index, chunk) for index in range(len(groups)) for chunk in needed_chunks(groups[index], prefix, tokens)
-        ]
+        try:
+            needed = [
+                (index, chunk) for index in range(len(groups)) for chunk in needed_chunks(groups[index], prefix, tokens)
+            ]
+        except ValueError as error:
+            raise BadCallError(str(error)) from None
         self._check_places(prefix, places)
         named = {place[:2] for place in places}
         if len(named) != len(places):
-            raise ValueError(f"a load names {len(places) - len(named)} of its places twice")
+            raise BadCallError(f"a load names {len(places) - len(named)} of its places twice")
         for chunk in {chunk for _, chunk in named}:
             end = chunk_end(prefix, chunk)
             if end > tokens:
-                raise ValueError(f"chunk {chunk} ends at {end}, past the {tokens} tokens of the load")
+                raise BadCallError(f"chunk {chunk} ends at {end}, past the {tokens} tokens of the load")
         for group, chunk in needed:
             if (group, chunk) not in named and chunk_end(prefix, chunk) > resident_tokens:
                 told = f"a load of {tokens} tokens, {resident_tokens} of them resident"
-                raise ValueError(f"{told}, needs chunk {chunk} of group {group}")
+                raise BadCallError(f"{told}, needs chunk {chunk} of group {group}")
 
 
 def _in_host(_group: int, _chunk: int) -> str:  # pragma: no cover  what is readable is not asked for its place

@@ -26,10 +26,11 @@ class Closed:
 class Session(Protocol):
     """Lookup, store and load, without ever blocking but in `poll` and `close`, which have deadlines."""
 
-    def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0) -> Lookup:
+    def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0, wait_s: float = 0.0) -> Lookup:
         """How many leading tokens can be given. No effect but to ask lower tiers; repeat it while it says PROBING.
 
-        What it offers does without the leading `resident_tokens`, which the engine holds.
+        What it offers does without the leading `resident_tokens`, which the engine holds. It waits up to `wait_s`
+        seconds for the answers of lower tiers.
         """
         ...
 
@@ -48,11 +49,18 @@ class Session(Protocol):
 
         `resident_tokens` are leading tokens that the engine holds already, for every group: nothing is asked for them.
         A load that no longer pays by its `patience` ends early, with what has come.
+
+        Raises:
+            BadCallError: the arguments do not fit; then no `LoadDone` follows.
         """
         ...
 
     def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], hint: Hint = NO_HINT) -> None:
-        """Keep the chunks at `places`; exactly one `StoreDone` follows. Until then the engine keeps the blocks."""
+        """Keep the chunks at `places`; exactly one `StoreDone` follows. Until then the engine keeps the blocks.
+
+        Raises:
+            BadCallError: a place is not in the prefix; then no `StoreDone` follows.
+        """
         ...
 
     def release(self, request: RequestId) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvtier.core.patience import Patience
 from kvtier.errors import KvError
@@ -46,20 +46,24 @@ class Desk:
 
     def __init__(self, session: LocalSession) -> None:
         self._session = session
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._news = threading.Condition()
         self._is_closing = False
+        self._has_forgotten = False
         self._thread = threading.Thread(target=self._run, name="kvtier-desk", daemon=True)
         self._thread.start()
 
-    def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0) -> Lookup:
-        """See `Session`.
+    def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0, wait_s: float = 0.0) -> Lookup:
+        """See `Session`. While it waits for lower tiers, so do other calls.
 
         Raises:
             DeskError: the desk is closed or did not answer in time; as all other calls.
         """
-        return self._call(lambda: self._session.lookup(request, prefix, resident_tokens=resident_tokens))
+        return self._call(
+            lambda: self._session.lookup(request, prefix, resident_tokens=resident_tokens, wait_s=wait_s),
+            CALL_DEADLINE_S + wait_s,
+        )
 
     def load(
         self,
@@ -103,7 +107,9 @@ class Desk:
     def close(self, deadline_s: float = 30.0) -> Closed:
         """See `Session`."""
         if not self._thread.is_alive():
-            return self._session.close(0.0)
+            closed = self._session.close(0.0)
+            self._publish(self._session.poll())
+            return closed
         closed = self._call(lambda: self._close(deadline_s), deadline_s + CALL_DEADLINE_S)
         self._thread.join(CALL_DEADLINE_S)
         return closed
@@ -116,43 +122,61 @@ class Desk:
         if not self._thread.is_alive():
             raise DeskError("the session is closed")
         reply: Future[Answer] = Future()
-
-        def run() -> None:
-            if not reply.set_running_or_notify_cancel():
-                return  # the caller has given up; acting now would surprise it
-            try:
-                reply.set_result(act())
-            except Exception as error:  # noqa: BLE001 - belongs to the caller, who gets it from the reply
-                reply.set_exception(error)
-
-        self._calls.put(run)
-        self._session.wake()
         try:
+            self._calls.put((reply, act))
+            self._session.wake()
             return reply.result(timeout=deadline_s)
         except TimeoutError:
-            reply.cancel()
             raise DeskError(f"no answer within {deadline_s:g} s") from None
+        finally:
+            reply.cancel()  # without effect once it has begun
 
     def _run(self) -> None:
-        while not self._is_closing:
-            self._publish(self._session.poll(IDLE_S))
+        events: list[Event] = []
+        try:
+            while not self._is_closing:
+                # Whatever is raised here, the calls of other threads and the events that they wait for go on.
+                try:
+                    events += self._session.poll(IDLE_S)
+                    self._publish(events)
+                    self._do_calls()
+                except BaseException as error:  # noqa: BLE001 - the session raises what is no `Exception`
+                    self._session.shut(error)
+        finally:
+            events += self._session.poll()
+            self._publish(events)
             self._do_calls()
-        self._publish(self._session.poll())
-        self._do_calls()
 
     def _do_calls(self) -> None:
         while True:
             try:
-                call = self._calls.get_nowait()
+                reply, act = self._calls.get_nowait()
             except Empty:
                 return
-            call()
+            if not reply.set_running_or_notify_cancel():
+                continue  # its caller has given up and does not expect it to happen any more
+            try:
+                reply.set_result(act())
+            except Exception as error:  # noqa: BLE001 - the caller raises it
+                reply.set_exception(error)
+            except BaseException as error:
+                reply.set_exception(DeskError(f"the session ends: {type(error).__name__}: {error}"))
+                raise
 
     def _publish(self, events: list[Event]) -> None:
-        if events:
-            with self._news:
-                self._events.extend(events)
-                self._news.notify_all()
+        """Move `events` to where `poll` finds them."""
+        if not events:
+            return
+        with self._news:
+            if len(self._events) + len(events) > EVENTS_MAX and not self._has_forgotten:
+                self._has_forgotten = True
+                logger.warning(
+                    "nothing has polled %d events; the oldest are forgotten, and what waits for them waits for ever",
+                    EVENTS_MAX,
+                )
+            self._events.extend(events)
+            events.clear()
+            self._news.notify_all()
 
 
 def wait_for(session: Desk, is_it: Callable[[Event], bool], deadline_s: float) -> tuple[list[Event], bool]:

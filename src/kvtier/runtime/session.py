@@ -6,12 +6,12 @@ One owner calls it (an engine's loop, or `Desk`); it has no lock. Only `wake` ma
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.core.cache import Cache
 from kvtier.core.patience import Patience
+from kvtier.errors import BadCallError
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.base import NO_HINT, Closed
@@ -42,7 +42,12 @@ FLUSH_STEP_S = 0.1
 COUNTED_MAX = 65_536
 
 DOORS_DEADLINE_S = 5.0
-"""How long to wait for running copies after a mistake of ours, before answering all that is open as failed."""
+"""How long the mover may take to end after a mistake of ours. Then loads and stores without a running copy fail."""
+
+COPY_DEADLINE_S = 30.0
+"""How long a load or store waits for its running copy after a mistake of ours. A device that hangs longer is lost."""
+
+COPY_STEP_S = 0.05
 
 
 class LocalSession:
@@ -84,18 +89,34 @@ class LocalSession:
         self._events: list[Event] = []
         self._closed: Closed | None = None
         self._is_broken = False
+        self._copying: dict[int, RequestId] = {}
+        """After a mistake of ours: copies that the mover may still make, and the request of each."""
+        self._copying_until_s = 0.0
         self._woken = threading.Event()
 
-    def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0) -> Lookup:
+    def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0, wait_s: float = 0.0) -> Lookup:
         """See `Session`."""
-        answer = NOTHING
-        if not self._is_shut:
-            with self._doors():
-                self._settle(self._mover.take(0.0))
-                answer = self._cache.lookup(request, prefix, self._clock(), resident_tokens=resident_tokens)
-                self._pass_on()
-        self._count(request, prefix, answer)
+        try:
+            answer = NOTHING if self._is_shut else self._look_up(request, prefix, resident_tokens, wait_s)
+            self._count(request, prefix, answer)
+        except BaseException as error:
+            self.shut(error)
+            return NOTHING
         return answer
+
+    def _look_up(self, request: RequestId, prefix: Prefix, resident_tokens: int, wait_s: float) -> Lookup:
+        now_s = self._clock()
+        until_s = now_s + wait_s
+        settled = self._mover.take(0.0)
+        while True:
+            self._settle(settled)
+            answer = self._cache.lookup(request, prefix, now_s, resident_tokens=resident_tokens)
+            self._pass_on()
+            now_s = self._clock()
+            if answer.presence is not Presence.PROBING or now_s >= until_s:
+                return answer
+            settled = self._mover.take(until_s - now_s)
+            now_s = self._clock()
 
     def load(
         self,
@@ -113,7 +134,10 @@ class LocalSession:
         if self._is_shut:
             self._events.append(asked.load_failed())
             return
-        with self._doors():
+        if request in self._loads:
+            raise BadCallError(f"request {request!r} has a load under way")
+        self._loads[request] = asked  # before the core has it, so that it is answered whatever the core raises
+        try:
             self._cache.load(
                 request,
                 prefix,
@@ -124,8 +148,12 @@ class LocalSession:
                 patience=patience,
                 hint=hint,
             )
-            self._loads[request] = asked
             self._pass_on()
+        except BadCallError:
+            del self._loads[request]
+            raise
+        except BaseException as error:
+            self.shut(error)
 
     def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], hint: Hint = NO_HINT) -> None:
         """See `Session`."""
@@ -133,52 +161,69 @@ class LocalSession:
         if self._is_shut:
             self._events.append(asked.store_failed())
             return
-        with self._doors():
+        self._stores.append(asked)
+        try:
             self._cache.store(request, prefix, places, asked.time_s, hint)
-            self._stores.append(asked)
             self._pass_on()
+        except BadCallError:
+            self._stores.remove(asked)
+            raise
+        except BaseException as error:
+            self.shut(error)
 
     def release(self, request: RequestId) -> None:
         """See `Session`."""
         self._counted.pop(request, None)
         if not self._is_shut:
-            with self._doors():
+            try:
                 self._cache.release(request, self._clock())
                 self._pass_on()
+            except BaseException as error:
+                self.shut(error)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
         """See `Session`."""
         if not self._is_shut:
-            with self._doors():
+            try:
                 self._cache.expects(session, next_turn)
                 self._cache.tick(self._clock())
                 self._pass_on()
+            except BaseException as error:
+                self.shut(error)
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
-        """See `Session`. Returns early, perhaps with nothing, when somebody calls `wake`."""
+        """See `Session`. Returns early, perhaps with nothing, after a call of `wake`."""
         until_s = self._clock() + wait_s
-        settled = self._mover.take(0.0)
-        if self._clock() >= self._next_second_s and not self._is_shut:
-            self._next_second_s = self._clock() + 1.0
-            self._on_second()
+        pause_s = 0.0
         while True:
-            if not self._is_shut:
-                with self._doors():
-                    self._settle(settled)
-                    self._cache.tick(self._clock())
-                    self._pass_on()
-            now_s = self._clock()
-            if self._events or now_s >= until_s or self._woken.is_set() or self._is_shut:
+            try:
+                if self._is_shut:
+                    self._await_copies(until_s)
+                else:
+                    pause_s = self._step(pause_s, until_s)
+            except BaseException as error:
+                self.shut(error)
+            if self._events or self._woken.is_set() or self._closed is not None or self._clock() >= until_s:
                 self._woken.clear()
                 events, self._events = self._events, []
                 return events
-            next_s = self._cache.next_deadline()
-            wake_s = until_s if next_s is None else min(until_s, next_s)
-            settled = self._mover.take(max(0.0, wake_s - now_s))
+
+    def _step(self, wait_s: float, until_s: float) -> float:
+        """Take answers, for which it waits up to `wait_s` seconds, and go on; returns how long the next may wait."""
+        settled = self._mover.take(wait_s)
+        now_s = self._clock()
+        if now_s >= self._next_second_s:
+            self._next_second_s = now_s + 1.0
+            self._on_second()
+        self._settle(settled)
+        self._cache.tick(self._clock())
+        self._pass_on()
+        next_s = self._cache.next_deadline()
+        return max(0.0, (until_s if next_s is None else min(until_s, next_s)) - self._clock())
 
     def wake(self) -> None:
         """Make a `poll` that waits return. May be called from any thread."""
-        # The flag first: whoever takes the mover's note finds it set.
+        # The flag first: a `take` that the mover's note ends finds it set.
         self._woken.set()
         self._mover.wake()
 
@@ -187,27 +232,35 @@ class LocalSession:
         if self._closed is not None:
             return self._closed
         until_s = self._clock() + deadline_s
-        lost_before = self._cache.tally.demotions_dropped
+        lost = 0
         if not self._is_broken:
-            with self._doors():
-                self._cache.stop(self._clock())
-        # Each round: what has arrived is owed to the tiers, what is owed goes out, what has gone out is settled.
-        while not self._is_broken and self._clock() < until_s:
-            with self._doors():
-                self._cache.flush(self._clock())
-                self._pass_on()
-                if not self._cache.in_flight and not self._cache.owed_count:
-                    break
-                self._settle(self._mover.take(min(FLUSH_STEP_S, max(0.0, until_s - self._clock()))))
-                self._cache.tick(self._clock())
-        lost = self._cache.owed_count + self._cache.tally.demotions_dropped - lost_before
+            try:
+                lost = self._flush(until_s)
+            except BaseException as error:
+                self.shut(error)
         self._closed = Closed(flushed=lost == 0 and not self._is_broken, lost=lost)
         if lost:
             logger.warning("closed before %d stored objects had reached their lower tiers", lost)
-        self._mover.close(max(0.0, until_s - self._clock()))
-        self._fail_open()
-        self._on_close(max(0.0, until_s - self._clock()))
+        for end in (self._end_mover, self._answer_all, self._on_close):
+            try:
+                end(max(0.0, until_s - self._clock()))
+            except BaseException as error:
+                self.shut(error)
         return self._closed
+
+    def _flush(self, until_s: float) -> int:
+        """Demote what lower tiers are owed; how many objects have not come there by `until_s`."""
+        lost_before = self._cache.tally.demotions_dropped
+        self._cache.stop(self._clock())
+        # Each round: what has arrived is owed to the tiers, what is owed goes out, what has gone out is settled.
+        while self._clock() < until_s:
+            self._cache.flush(self._clock())
+            self._pass_on()
+            if not self._cache.in_flight and not self._cache.owed_count:
+                break
+            self._settle(self._mover.take(min(FLUSH_STEP_S, max(0.0, until_s - self._clock()))))
+            self._cache.tick(self._clock())
+        return self._cache.owed_count + self._cache.tally.demotions_dropped - lost_before
 
     @property
     def _is_shut(self) -> bool:
@@ -237,8 +290,7 @@ class LocalSession:
         if commands:
             self._mover.submit_all(commands)
         for event in self._cache.take_events():
-            self._events.append(event)
-            self._observe(event)
+            self._tell(event)
 
     def _count(self, request: RequestId, prefix: Prefix, answer: Lookup) -> None:
         self.metrics.add(table.LOOKUPS, presence=answer.presence.value)
@@ -252,46 +304,94 @@ class LocalSession:
         self.metrics.add(table.LOOKUP_TOKENS, answer.tokens - answer.ready_tokens, result="arriving")
         self.metrics.add(table.LOOKUP_TOKENS, asked - answer.tokens, result="absent")
 
-    def _observe(self, event: Event) -> None:
+    def _tell(self, event: Event) -> None:
+        """Give an event to the engine, and count it. First it is open no more: it is answered once, whatever raises."""
         if isinstance(event, LoadDone):
             asked = self._loads.pop(event.request)
+            self._events.append(event)
             share = "none" if not event.tokens else "part" if event.tokens < event.wanted_tokens else "whole"
             self.metrics.add(table.LOADS, result=share)
             self.metrics.observe(table.LOAD_SECONDS, self._clock() - asked.time_s)
             for place, tokens in event.sources:
                 self.metrics.add(table.LOAD_TOKENS, tokens, place=place)
         elif isinstance(event, StoreDone):
+            number = next(number for number, asked in enumerate(self._stores) if asked.request == event.request)
+            asked = self._stores.pop(number)
+            self._events.append(event)
             self.metrics.add(table.STORES)
             self.metrics.add(table.STORE_CHUNKS, event.held, result="held")
             self.metrics.add(table.STORE_CHUNKS, event.dropped, result="dropped")
-            asked = next(asked for asked in self._stores if asked.request == event.request)
-            self._stores.remove(asked)
             self.metrics.observe(table.STORE_SECONDS, self._clock() - asked.time_s)
         else:
+            self._events.append(event)
             self.metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier, way=event.way)
             log = logger.info if event.is_up else logger.warning
             log("tier %s %s", event.tier, event.detail)
 
     # ---- our own mistakes ------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _doors(self) -> Generator[None]:
-        """We are a guest in the engine's process: after a mistake of ours the doors are shut, and it serves on."""
-        try:
-            yield
-        except AssertionError:
-            logger.exception("kvtier has found a mistake of its own and shuts down; requests are computed from now on")
+    def shut(self, error: BaseException) -> None:
+        """Shut the session after a mistake of ours: a guest in the engine's process does not make the engine fail.
+
+        The mover ends, then what is open is answered as failed: a copy that runs still touches the engine's blocks.
+
+        Args:
+            error: the mistake. It is raised again unless it is an `Exception`.
+        """
+        if self._is_broken:
+            logger.warning("kvtier has found another mistake of its own after it was shut down", exc_info=error)
+        else:
+            logger.error(
+                "kvtier has found a mistake of its own and shuts down; requests are computed from now on",
+                exc_info=error,
+            )
             self._is_broken = True
-            # Copies that run still touch the engine's blocks: nothing is answered before they have ended.
-            self._mover.close(DOORS_DEADLINE_S)
+            if not self._end_mover(DOORS_DEADLINE_S):
+                self._copying_until_s = self._clock() + COPY_DEADLINE_S
+                try:
+                    self._copying = self._cache.copies()
+                except Exception:
+                    logger.warning("the copies that run are not known", exc_info=True)
             self._fail_open()
+        if not isinstance(error, Exception):
+            raise error
+
+    def _end_mover(self, deadline_s: float) -> bool:
+        """Whether none of its threads runs any more."""
+        for _ in range(2):  # closing twice is fine
+            try:
+                return self._mover.close(deadline_s)
+            except Exception as error:
+                self.shut(error)
+        return False
+
+    def _await_copies(self, until_s: float) -> None:
+        """The session is shut: wait until something can be told, at most until `until_s`."""
+        wait_s = max(0.0, until_s - self._clock())
+        if not self._copying:
+            if not self._events and self._closed is None:
+                self._woken.wait(wait_s)
+            return
+        for settled in self._mover.take(min(wait_s, COPY_STEP_S)):
+            if isinstance(settled.command, Transfer):
+                self._copying.pop(settled.command.id, None)
+        if self._clock() >= self._copying_until_s:
+            self._copying.clear()
+        self._fail_open()
+
+    def _answer_all(self, _deadline_s: float) -> None:
+        self._copying.clear()
+        self._fail_open()
 
     def _fail_open(self) -> None:
-        """Answer whatever is still open."""
-        self._events += [asked.load_failed() for asked in self._loads.values()]
-        self._events += [asked.store_failed() for asked in self._stores]
-        self._loads.clear()
-        self._stores.clear()
+        """Answer what is open and has no copy that still runs."""
+        copying = set(self._copying.values())
+        for asked in [asked for asked in self._loads.values() if asked.request not in copying]:
+            del self._loads[asked.request]
+            self._events.append(asked.load_failed())
+        for asked in [asked for asked in self._stores if asked.request not in copying]:
+            self._stores.remove(asked)
+            self._events.append(asked.store_failed())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,316 @@
+"""The k-th call of ours in the session's thread raises, for every k: everything that was begun ends, and once."""
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from inspect import CO_GENERATOR
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import pytest
+from tests.core_driver import prefix_of
+
+import kvtier
+from kvtier.core.cache import Cache
+from kvtier.core.limits import Limits
+from kvtier.layout import GroupLayout, History, KvLayout, Window
+from kvtier.observe.metrics import Metrics
+from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.runtime.counting import Counting, Gauges
+from kvtier.runtime.jobs import Settled
+from kvtier.runtime.session import LocalSession
+from kvtier.types import (
+    Cancel,
+    ChunkKey,
+    Command,
+    Drop,
+    Event,
+    Link,
+    LoadDone,
+    NextTurn,
+    Outcome,
+    Place,
+    Prefix,
+    Presence,
+    Probe,
+    RequestId,
+    StoreDone,
+    Tell,
+    Transfer,
+)
+
+CHUNK = 4
+LAYOUT = KvLayout(CHUNK, (GroupLayout(History(), (64,), "test"), GroupLayout(Window(CHUNK), (64,), "test")))
+ERRORS: Sequence[type[Exception]] = (AssertionError, RuntimeError, KeyError, OSError, MemoryError)
+OURS = str(Path(kvtier.__file__).parent)
+ENTRANCES = {
+    LocalSession.lookup, LocalSession.load, LocalSession.store, LocalSession.release,
+    LocalSession.expects, LocalSession.poll, LocalSession.close,
+}  # fmt: skip
+"""What raises in them before they do anything is the caller's to see: nothing has begun."""
+
+_ENTRANCE_CODES = {method.__code__ for method in ENTRANCES}
+
+
+class Raise:
+    """Raises `error` in the k-th function of kvtier that is entered; 0 only counts."""
+
+    def __init__(self, k: int, error: type[Exception]) -> None:
+        self.left, self.error, self.where = k, error, ""
+        self.sites: list[tuple[object, ...]] = []
+        """Of each call: what is called, and the line that calls it."""
+
+    def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
+        code = frame.f_code
+        # The end of a generator looks like a call, too, and Python ignores what is raised in it.
+        if event != "call" or code.co_flags & CO_GENERATOR or not code.co_filename.startswith(OURS):
+            return
+        if code in _ENTRANCE_CODES:
+            return
+        caller = frame.f_back
+        assert caller is not None
+        self.sites.append((code, caller.f_code, caller.f_lineno))
+        self.left -= 1
+        if not self.left:
+            self.where = f"{code.co_filename.removeprefix(OURS)}:{code.co_name}"
+            raise self.error(f"planted in {self.where}")
+
+    def __enter__(self) -> Self:
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1e-4
+        return self.now_s
+
+
+class Instant:
+    """A mover without threads: what it was given is done when it is next asked, but copies take one round more."""
+
+    def __init__(self, held: set[tuple[ChunkKey, int]]) -> None:
+        self.held = held
+        self.waiting: list[Any] = []
+        self.running: list[Transfer] = []
+        self.fails: set[Link] = set()
+        self.is_closed = False
+
+    def submit(self, command: Command) -> None:
+        self.submit_all([command])
+
+    def submit_all(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Cancel):
+                self.cancel(command.ids)
+            else:
+                self.waiting.append(command)
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        pass  # has always begun
+
+    def take(self, wait_s: float = 0.0) -> list[Settled]:
+        settled = [Settled(copy, Outcome.FAILED if copy.link in self.fails else Outcome.DONE) for copy in self.running]
+        waiting, self.waiting, self.running = self.waiting, [], []
+        for command in waiting:
+            if isinstance(command, Transfer) and command.link in (Link.GATHER, Link.SCATTER):
+                self.running.append(command)
+            else:
+                settled.append(self._below(command))
+        return settled
+
+    def _below(self, command: Any) -> Settled:
+        if isinstance(command, Probe):
+            return Settled(command, Outcome.DONE, present=tuple(item in self.held for item in command.objects))
+        if isinstance(command, Drop | Tell):
+            return Settled(command, Outcome.DONE)
+        item = (command.key, command.group)
+        if command.link in self.fails:
+            return Settled(command, Outcome.CORRUPT if command.link is Link.PROMOTE else Outcome.FAILED)
+        if command.link is Link.DEMOTE:
+            self.held.add(item)
+        return Settled(command, Outcome.DONE if item in self.held else Outcome.ABSENT)
+
+    def wake(self) -> None:
+        pass
+
+    def close(self, deadline_s: float) -> bool:
+        self.is_closed = True
+        self.running.clear()
+        return True
+
+    @property
+    def copied(self) -> set[RequestId | None]:
+        """Requests whose blocks are being copied."""
+        return {copy.request for copy in self.running}
+
+
+class Recording:
+    """One session, and the engine that calls it: what it asked for, and how that ended."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.mover = Instant({(key, group) for key in prefix_of("xyz").keys for group in (0, 1)})
+        metrics = Metrics()
+        cache = Cache(
+            layout=LAYOUT,
+            slots=(8, 8),
+            tiers=["disk"],
+            evictor=lambda: make_evictor("adaptive"),
+            admitter=make_admitter("all"),
+            limits=Limits(load_deadline_s=1.0, store_patience_s=0.5, waiting_chunks=12),
+        )
+        self.closed_below: list[float] = []
+        self.session = LocalSession(
+            cache,
+            self.mover,
+            on_close=self.closed_below.append,
+            on_second=Gauges(metrics, cache, LAYOUT, {}),
+            metrics=metrics,
+            observer=Counting(metrics),
+            clock=self.clock,
+        )
+        self.begun: Counter[tuple[type, str]] = Counter()
+        self.ended: Counter[tuple[type, str]] = Counter()
+        self.refused: list[BaseException] = []
+
+    def act(self, act: Callable[[], Any]) -> Any:
+        """A call of the engine's; what is raised is a call that was refused."""
+        try:
+            return act()
+        except ERRORS as error:
+            self.refused.append(error)
+            return None
+
+    def poll(self, rounds: int = 1) -> None:
+        for _ in range(rounds):
+            self.heard(self.act(self.session.poll) or ())
+
+    def heard(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, LoadDone | StoreDone):
+                assert event.request not in self.mover.copied, "answered while its blocks are being copied"
+                self.ended[type(event), event.request] += 1
+
+    def lookup(self, request: str, prefix: Prefix) -> int:
+        for _ in range(4):
+            answer = self.act(lambda: self.session.lookup(RequestId(request), prefix))
+            if answer is None or answer.presence is not Presence.PROBING:
+                return 0 if answer is None else answer.tokens
+        return 0
+
+    def load(self, request: str, prefix: Prefix, chunks: int) -> None:
+        places = [Place(0, chunk, (chunk,)) for chunk in range(chunks)] + [Place(1, chunks - 1, (chunks,))]
+        self._begin(LoadDone, request, lambda: self.session.load(RequestId(request), prefix, chunks * CHUNK, places))
+
+    def store(self, request: str, prefix: Prefix) -> None:
+        places = [Place(group, chunk, (chunk,)) for chunk in range(len(prefix.keys)) for group in (0, 1)]
+        self._begin(StoreDone, request, lambda: self.session.store(RequestId(request), prefix, places))
+
+    def _begin(self, kind: type, request: str, act: Callable[[], None]) -> None:
+        refused = len(self.refused)
+        self.act(act)
+        if len(self.refused) == refused:
+            self.begun[kind, request] += 1
+
+    def run(self) -> None:
+        """Everything that an engine does with a session."""
+        session = self.session
+        self.store("s1", prefix_of("abcdef"))
+        self.poll(2)
+        self.store("s2", prefix_of("abcdefghijkl"))  # larger than host memory: some of it has to wait
+        self.poll(4)
+        if self.lookup("l1", prefix_of("xyz")):
+            self.load("l1", prefix_of("xyz"), 3)
+        self.load("l2", prefix_of("xyz"), 2)
+        self.store("s3", prefix_of("xyzuvw"))
+        self.poll(1)
+        self.act(lambda: session.release(RequestId("s2")))
+        self.act(lambda: session.expects("conversation", NextTurn.TOOL))
+        self.poll(6)
+        self.mover.fails = {Link.PROMOTE, Link.GATHER, Link.DEMOTE}
+        self.store("s4", prefix_of("mnop"))
+        self.load("l3", prefix_of("abc"), 3)
+        self.poll(1)
+        self.act(lambda: session.release(RequestId("l3")))
+        self.poll(3)
+        self.mover.fails = set()
+        self.load("l4", prefix_of("abcd"), 4)
+        self.clock.now_s += 2.0
+        self.poll(4)
+        self.store("s5", prefix_of("qrst"))
+
+    def end(self) -> None:
+        refused = len(self.refused)
+        self.act(self.session.close)
+        if len(self.refused) > refused:
+            self.session.close()  # it was refused before it began
+        self.poll()
+
+
+@pytest.fixture(autouse=True)
+def silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.WARNING)
+    return
+
+
+def replayed(k: int, error: type[Exception]) -> tuple[Recording, Raise]:
+    recording = Recording()
+    with Raise(k, error) as planted:
+        recording.run()
+        recording.poll(40)
+        recording.end()
+    return recording, planted
+
+
+def calls() -> list[int]:
+    """The first and the last call from each site."""
+    sites = replayed(0, AssertionError)[1].sites
+    assert len(sites) > 1000
+    first = {site: k for k, site in reversed(list(enumerate(sites, 1)))}
+    last = {site: k for k, site in enumerate(sites, 1)}
+    return sorted({*first.values(), *last.values()})
+
+
+def check(k: int, error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    recording, planted = replayed(k, error)
+    about = f"call {k}, {error.__name__} in {planted.where}"
+    assert recording.ended == recording.begun, about
+    assert recording.lookup("later", prefix_of("xyz")) == 0, about
+    assert recording.closed_below, about
+    assert recording.mover.is_closed, about
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) + len(recording.refused) == 1, about
+
+
+def test_nothing_is_refused_and_all_ends_where_nothing_is_raised() -> None:
+    recording, _ = replayed(0, AssertionError)
+    assert not recording.refused
+    assert recording.ended == recording.begun
+    assert set(recording.begun.values()) == {1}
+    assert len(recording.begun) == 9
+
+
+def test_all_that_was_begun_ends_whatever_a_call_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """Each kind of call raises `AssertionError` once, and one of the others."""
+    for number, k in enumerate(calls()):
+        check(k, AssertionError, caplog)
+        check(k, ERRORS[1 + number % (len(ERRORS) - 1)], caplog)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("error", ERRORS)
+def test_all_that_was_begun_ends_whatever_the_kth_call_raises(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    for k in range(1, len(replayed(0, error)[1].sites) + 1):
+        check(k, error, caplog)
