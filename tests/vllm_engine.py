@@ -83,7 +83,9 @@ class SmallEngine:
         self.rest = rest
         self.copier = Faults(copier, seed, slow_s=slow_s, failing=failing, is_open=rest is None)
         self.memory = Memory(self.tensors, blocks)
-        config = replace(config or Config(host=HostConfig(capacity_bytes="64MiB")), limits=PATIENT)
+        config = config or Config(host=HostConfig(capacity_bytes="64MiB"))
+        if config.limits == LimitsConfig():
+            config = replace(config, limits=PATIENT)
         self.rank = open_rank(config, layout, bytes(32), self.copier)
         self.worker = Worker(copier)
         self.heard: set[RequestId] = set()  # loads that the worker knows to have ended

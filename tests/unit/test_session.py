@@ -26,11 +26,11 @@ from kvtier.observe import table
 from kvtier.runtime import desk as desk_module
 from kvtier.runtime import session as module
 from kvtier.runtime.desk import Desk, DeskError, wait_for
-from kvtier.runtime.mover import Threads
+from kvtier.runtime.jobs import Settled, Threads
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import LocalSession
 from kvtier.tier.memory import MemoryTier
-from kvtier.types import LoadDone, Presence, RequestId, StoreDone
+from kvtier.types import LoadDone, Outcome, Presence, RequestId, StoreDone
 
 
 def test_what_was_stored_comes_back_after_a_restart(tmp_path):
@@ -287,6 +287,61 @@ def test_events_that_nothing_polls_are_forgotten_with_a_line_in_the_log(monkeypa
         desk._publish([StoreDone(RequestId(str(number)), 0, 0)])
     assert [event.request for event in desk.poll()] == ["3", "4", "5"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+class Slow:
+    """A mover whose probes are answered `after_s` seconds later, on a clock that only waiting moves."""
+
+    def __init__(self, after_s):
+        self.after_s, self.now_s = after_s, 0.0
+        self.waits, self.probes = [], []
+
+    def clock(self):
+        return self.now_s
+
+    def submit_all(self, commands):
+        self.probes += [(self.now_s + self.after_s, command) for command in commands]
+
+    def take(self, wait_s=0.0):
+        due_s = min((due_s for due_s, _ in self.probes), default=float("inf"))
+        if wait_s:
+            self.waits.append(wait_s)
+            self.now_s = min(self.now_s + wait_s, max(self.now_s, due_s))
+        done = [probe for due_s, probe in self.probes if due_s <= self.now_s]
+        self.probes = [item for item in self.probes if item[1] not in done]
+        return [Settled(probe, Outcome.DONE, present=(True,) * len(probe.objects)) for probe in done]
+
+    def close(self, deadline_s):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("after_s", "presence", "now_s"), [(0.001, Presence.ARRIVING, 0.001), (0.5, Presence.PROBING, 0.002)]
+)
+def test_a_lookup_waits_for_the_answer_itself_and_no_longer_than_asked(after_s, presence, now_s):
+    _, cache, _ = local(Engine(8).copier(), {"below": MemoryTier("below", capacity_bytes=1 << 20)})
+    mover = Slow(after_s)
+    session = LocalSession(cache, mover, clock=mover.clock)
+    assert session.lookup(RequestId("a"), prefix_of(2), wait_s=0.002).presence is presence
+    assert mover.now_s == pytest.approx(now_s)
+    assert mover.waits == [0.002]
+    assert session.lookup(RequestId("b"), prefix_of(1)).presence is Presence.PROBING
+    assert mover.waits == [0.002]
+
+
+@pytest.mark.parametrize("name", ["requests", "waiting_chunks"])
+def test_a_limit_that_is_reached_is_logged_once(caplog, name):
+    tier = MemoryTier("below", capacity_bytes=64 << 20)
+    session, cache, _ = local(Engine(64).copier(), {"below": tier}, slots=2, limits=Limits(**{name: 1}))
+    for number in range(3):
+        looked_up(session, f"a{number}", prefix_of(2, seed=number))
+        stored(session, f"b{number}", prefix_of(2, seed=number), places_of(range(2)))
+        session._next_second_s = 0.0
+        session.poll()
+    assert (cache.tally.unasked if name == "requests" else cache.tally.unqueued) > 1
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"limits.{name} is reached")
+    session.close()
 
 
 def test_poll_waits_no_longer_than_asked_and_returns_when_woken():

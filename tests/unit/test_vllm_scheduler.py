@@ -1,9 +1,13 @@
 """Whatever vLLM does, each block holds the bytes that vLLM takes it to hold, and every load is reported once."""
 
-import pytest
-from tests.vllm_engine import LieError, SmallEngine
+from dataclasses import replace
+from types import SimpleNamespace
 
-from kvtier.config.sections import Config, HostConfig
+import pytest
+from tests.vllm_engine import PATIENT, LieError, SmallEngine
+from tests.vllm_engine_parts import Request
+
+from kvtier.config.sections import Config, DirectoryConfig, HostConfig
 from kvtier.connect.vllm import scheduler as module
 from kvtier.connect.vllm.pace import Pace
 from kvtier.connect.vllm.pool import PoolPins
@@ -12,6 +16,7 @@ from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.tracked import Tracked
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
+from kvtier.types import Lookup, Presence
 
 WAYS = [
     pytest.param(
@@ -331,6 +336,61 @@ def test_after_a_reset_nothing_from_before_is_found(start):
     engine.add(prompt, 1)
     engine.run()
     assert engine.loaded_tokens == 0
+
+
+def test_resets_leave_nothing_behind_that_keeps_tiers_from_being_asked(start, tmp_path):
+    """Each round is a request that is waiting when vLLM resets its caches: more of them than `limits.requests`."""
+    below = Config(
+        host=HostConfig(capacity_bytes="64MiB"),
+        directory=DirectoryConfig(path=tmp_path / "kv"),
+        limits=replace(PATIENT, requests=100),
+    )
+    first = start(config=below)
+    prompt = filled(first)
+    first.close()
+    engine = start(config=below)
+    scheduler = engine.scheduler
+    for number in range(150):
+        request = Request(f"q{number}", [number] * 600, 600, 601)
+        scheduler.arrived(request)
+        scheduler.matched(request, 0)
+        scheduler.forget_all()
+        scheduler.finished(request, ([],))
+    engine.add(prompt, 1)
+    engine.run()
+    assert engine.loaded_tokens == 768
+
+
+@pytest.mark.parametrize("took_s", [0.0005, 0.007])
+def test_the_lookups_of_a_step_wait_for_tiers_by_the_clock(start, monkeypatch, took_s):
+    """However long a lookup takes beside a busy thread, it counts against what a step may wait."""
+    engine = start(blocks=200)
+    now_s, waits = [0.0], []
+
+    def lookup(_request, _prefix, *, resident_tokens, wait_s):
+        assert resident_tokens == 0
+        waits.append(wait_s)
+        now_s[0] += took_s
+        return Lookup(0, 0, Presence.PROBING)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(engine.scheduler._session, "lookup", lookup)
+    for step in range(3):
+        for number in range(8):
+            request = Request(f"q{step}.{number}", [number] * 600, 600, 601)
+            engine.scheduler.arrived(request)
+            assert engine.scheduler.matched(request, 0) == (None, False)
+        asked, waits[:] = list(waits), []
+        assert asked[0] == module.PROBE_WAIT_S
+        assert [wait_s > 0 for wait_s in asked].count(True) == (1 if took_s > module.PROBE_WAIT_S else 4)
+        assert len(asked) == 8
+        empty = SimpleNamespace(
+            num_scheduled_tokens={},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+            kv_connector_block_state=None,
+        )
+        engine.scheduler.orders(empty)
 
 
 class _Salted:

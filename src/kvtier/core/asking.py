@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.lower import Lowers
+from kvtier.core.tally import Tally
 from kvtier.core.work import Item, Known, Question
 from kvtier.types import Command, Link, Prefix, Probe, RequestId
 
@@ -16,13 +17,20 @@ class Asking:
     """Probes, by request. Answers live as long as the request."""
 
     def __init__(
-        self, lowers: Lowers, limits: Limits, ranks: int, new_id: Callable[[], int], commands: list[Command]
+        self,
+        lowers: Lowers,
+        limits: Limits,
+        ranks: int,
+        new_id: Callable[[], int],
+        commands: list[Command],
+        tally: Tally,
     ) -> None:
         self._lowers = lowers
         self._limits = limits
         self._ranks = ranks
         self._new_id = new_id
         self._commands = commands
+        self._tally = tally
         self._known: dict[RequestId, Known] = {}
         self._order = list(lowers.by_name)
         self._questions: dict[int, Question] = {}
@@ -39,7 +47,10 @@ class Asking:
         """
         known = self._known.get(request)
         if known is None:
-            if not len(self._lowers) or len(self._known) >= self._limits.requests:
+            if not len(self._lowers):
+                return None
+            if len(self._known) >= self._limits.requests:
+                self._tally.unasked += 1
                 return None
             known = self._known[request] = Known()
         if known.asked_prefix is prefix and known.departures == host.departures:

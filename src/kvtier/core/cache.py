@@ -100,8 +100,8 @@ class Cache:
         new_id = count(1).__next__
         self._host = Host(slots, evictor, layout)
         self._lowers = Lowers(tiers, self._limits, min(slots), self._events, down)
-        self._asking = Asking(self._lowers, self._limits, ranks, new_id, self._commands)
         self._tally = Tally()
+        self._asking = Asking(self._lowers, self._limits, ranks, new_id, self._commands, self._tally)
         self._meters = {place: Meter.believing(beliefs.get(place)) for place in (HOST, *tiers)}
         self._debts = Debts(self._host, self._lowers, self._limits, self._tally)
         self._waiting = Waiting(

@@ -84,6 +84,7 @@ class Waiting:
                 store.todo.append((place, key))
                 self.chunks += 1
             else:
+                self._tally.unqueued += is_admitted
                 self.settle_store(store, is_held=False)
         for entry in reversed(found):
             self._debts.use(entry, now_s, store.hint)
@@ -131,6 +132,7 @@ class Waiting:
                 work.todo.append((place, key))
                 self.chunks += 1
             else:
+                self._tally.unqueued += 1
                 self.settle_store(work, is_held=False)
                 self.end_store_if_settled(work)
 

@@ -83,6 +83,8 @@ class LocalSession:
         self._next_second_s = clock()
         self._counted: dict[RequestId, None] = {}
         """Requests whose tokens the metrics have, so that a lookup that is repeated counts once."""
+        self._warned: set[str] = set()
+        """Limits that were reached."""
         self._clock = clock
         self._loads: dict[RequestId, _Asked] = {}
         self._stores: list[_Asked] = []
@@ -215,6 +217,7 @@ class LocalSession:
         if now_s >= self._next_second_s:
             self._next_second_s = now_s + 1.0
             self._on_second()
+            self._warn_of_limits()
         self._settle(settled)
         self._cache.tick(self._clock())
         self._pass_on()
@@ -291,6 +294,16 @@ class LocalSession:
             self._mover.submit_all(commands)
         for event in self._cache.take_events():
             self._tell(event)
+
+    def _warn_of_limits(self) -> None:
+        tally = self._cache.tally
+        for name, count, effect in (
+            ("requests", tally.unasked, "for further requests lower tiers are not asked"),
+            ("waiting_chunks", tally.unqueued, "further objects are not stored"),
+        ):
+            if count and name not in self._warned:
+                self._warned.add(name)
+                logger.warning("limits.%s is reached: %s (this is logged once)", name, effect)
 
     def _count(self, request: RequestId, prefix: Prefix, answer: Lookup) -> None:
         self.metrics.add(table.LOOKUPS, presence=answer.presence.value)

@@ -45,9 +45,8 @@ SYNC_S_MAX = 0.005
 forward: its request is computed in this step instead of the next but one. Others would wait for a larger one, too."""
 
 PROBE_WAIT_S = 0.002
-"""How long a step may wait for the tiers' answers, all requests together. A local directory answers in less; a step
-later costs more."""
-PROBE_PAUSE_S = 0.0001
+"""How long the lookups of a step may take before none of them waits for the tiers' answers any more. A local directory
+answers in less; a step later costs more."""
 
 ANSWER_S = 0.1
 """How long an answer counts for a request that vLLM has no room for, and asks about in every step."""
@@ -200,13 +199,12 @@ class Scheduler:
         known, now_s = tracked.answer, time.monotonic()
         if known is not None and known.counts_for(prefix, resident_tokens) and now_s < known.time_s + ANSWER_S:
             return known.lookup
-        while True:
-            lookup = self._session.lookup(tracked.question, prefix, resident_tokens=resident_tokens)
-            tracked.answer = Answer(prefix, resident_tokens, now_s, lookup)
-            if lookup.presence is not Presence.PROBING or self._probe_wait_s <= 0:
-                return lookup
-            self._probe_wait_s -= PROBE_PAUSE_S
-            time.sleep(PROBE_PAUSE_S)
+        lookup = self._session.lookup(
+            tracked.question, prefix, resident_tokens=resident_tokens, wait_s=max(0.0, self._probe_wait_s)
+        )
+        self._probe_wait_s -= time.monotonic() - now_s
+        tracked.answer = Answer(prefix, resident_tokens, now_s, lookup)
+        return lookup
 
     def _choose(self, tracked: Tracked, prefix: Prefix, lookup: Lookup, resident_tokens: int) -> Match | None:
         # What the cache has need not be stored; what vLLM has and the cache has lost is stored again.
@@ -432,6 +430,8 @@ class Scheduler:
             is_loading = tracked.load is not None
             if tracked.load is not None:
                 self._loads.void(tracked.load)
+            if tracked.answer is not None:
+                self._session.release(tracked.question)  # nothing else will: its answer is forgotten
             # The numbers that a running request has computed belong to what was before.
             has_old_blocks = tracked.request.num_computed_tokens > 0 and not is_loading
             tracked.renew(None if has_old_blocks else self._begin_keys(tracked.request))
