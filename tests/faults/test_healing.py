@@ -25,6 +25,7 @@ from kvtier.runtime.session import LocalSession
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_files import SEGMENTS_NAME
 from kvtier.types import RequestId
 
 PROMPTS, CHUNKS = 12, 9
@@ -68,7 +69,7 @@ def damage(tier: Tier, root: Path, dice: random.Random, share: float) -> Callabl
             (extent,) = tier._pool.find([name])
             assert extent is not None
             tier._pool.unpin([extent.segment])
-            where.append((Path(extent.segment.path), extent.offset, extent.size_bytes))
+            where.append((root / SEGMENTS_NAME / extent.segment.name, extent.offset, extent.size_bytes))
         else:
             path = root / "objects" / name.hex()[:2] / name.hex()
             where.append((path, 0, path.stat().st_size))
