@@ -313,7 +313,7 @@ def test_no_tier_at_all_is_found(doctor, engine, monkeypatch):
 @pytest.mark.parametrize(("model", "about"), [(0, None), (1, "kv")])
 def test_a_model_is_looked_for_by_its_fingerprint(doctor, engine, tmp_path, monkeypatch, model, about):
     served = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
-    monkeypatch.setattr(vllm_doctor, "_engine", lambda _patient: (served, []))
+    monkeypatch.setattr(vllm_doctor, "_engine", lambda *_: (served, []))
     monkeypatch.setattr(vllm_doctor, "_host", lambda *_: [])
     monkeypatch.setattr(vllm_doctor, "_fingerprint", lambda _engine: MODELS[model].hex())
     _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")

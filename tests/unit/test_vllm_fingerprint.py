@@ -1,6 +1,8 @@
 """Whatever changes a token's KV changes the fingerprint of a vLLM engine; nothing else does."""
 
 import fcntl
+import os
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,9 @@ import pytest
 from tests.vllm_config import vllm_config
 
 from kvtier.connect.vllm import identity as module
+from kvtier.connect.vllm import internals
 from kvtier.connect.vllm.identity import Identity, identify, local_folder
-from kvtier.connect.vllm.versions import SUPPORTED, check_engine, check_version, release_of
+from kvtier.connect.vllm.versions import SUPPORTED, build_of, check_engine, check_version, release_of
 from kvtier.errors import ConfigError
 
 
@@ -199,15 +202,38 @@ def test_a_process_does_not_wait_for_ever(checkpoint, own_home, monkeypatch):
 # ---- versions ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33.0+cpu", "0.33.1.dev5+g0123456"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33.0+cpu"])
 def test_releases_that_are_supported(version):
     assert check_version(version) == version
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.3.2", "dev"])
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.3.2", "dev", "0.1.dev7+g0123456", "0.33.1.dev5"])
 def test_other_releases_are_refused_politely(version):
-    with pytest.raises(ConfigError, match=rf"vLLM {version} is not supported.*allowed: 0\.32\.x and 0\.33\.x"):
+    with pytest.raises(
+        ConfigError, match=rf"vLLM {re.escape(version)} is not supported.*allowed: 0\.32\.x and 0\.33\.x"
+    ):
         check_version(version)
+    assert check_version(version, "allow") == version
+
+
+def test_a_build_that_was_never_tried_shares_kv_with_no_other(checkpoint, monkeypatch, tmp_path):
+    root = tmp_path / "vllm"
+    root.mkdir()
+    (root / "a.py").write_text("one")
+    (root / "b.so").write_text("kernels")
+    monkeypatch.setattr(internals, "package", lambda: root)
+    assert build_of("0.33.0") == "0.33.0"
+    before = build_of("0.1.dev7")
+    assert before == build_of("0.1.dev7")
+    assert build_of("0.1.dev8") != before
+    (root / "a.py").write_text("two")
+    other = build_of("0.1.dev7")
+    assert other != before
+    os.utime(root / "b.so", ns=(1, 1))
+    assert build_of("0.1.dev7") != other
+    config = vllm_config(checkpoint)
+    assert len({digest(config, build) for build in ("0.32.0", "0.33.0", before, other)}) == 4
+    assert digest(config, "0.33.0") == digest(config, "0.33.7")
 
 
 def test_the_installed_release_is_found_under_either_name(monkeypatch):

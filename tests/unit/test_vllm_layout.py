@@ -337,8 +337,11 @@ def test_a_kind_of_kv_that_we_do_not_know_is_refused_by_its_name(kind):
     engine = recorded("llama32")
     group = engine.config.kv_cache_groups[0]
     group.kv_cache_spec = type(kind, (type(group.kv_cache_spec),), {})(**vars(group.kv_cache_spec))
-    with pytest.raises(UnsupportedModelError, match=f"KV group 0 has KV of kind {kind}.* allowed: full attention"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"KV group 0 has KV of kind {kind}.* allowed: full attention"
+    ) as told:
         Geometry.of(engine.config)
+    assert ("--disable-hybrid-kv-cache-manager" in str(told.value)) == (kind == "ChunkedLocalAttentionSpec")
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,23 @@ def test_counts_travel_at_most_once_an_interval():
 
 def test_an_idle_engine_takes_one_step_for_counts_and_not_hundreds():
     meters = Meters(Metrics())
+    meters._metrics.set(table.CAPACITY_BYTES, 1, place="host")
+    assert meters.take() is not None
     assert not meters.hurry()
     for _ in range(3):
         meters._metrics.add(table.STORES)
         assert meters.hurry()
         assert meters.take() is not None
         assert not meters.hurry()
+
+
+def test_an_engine_that_has_started_takes_steps_until_its_gauges_are_there(monkeypatch):
+    meters = Meters(Metrics())
+    assert meters.hurry()
+    assert meters.take() is None
+    assert meters.hurry(), "the session has not set them yet"
+    meters._metrics.set(table.CAPACITY_BYTES, 7, place="host")
+    assert meters.take().data["kvtier_capacity_bytes"] == {"host": [7]}
+    assert not meters.hurry()
+    monkeypatch.setattr(stats, "FIRST_S", -1.0)
+    assert not Meters(Metrics()).hurry(), "not for ever"

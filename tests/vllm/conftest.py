@@ -1,6 +1,7 @@
 """What the tests on the real vLLM share: checkpoints, engines that are surely ended, and what they should answer."""
 
 import itertools
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -66,3 +67,15 @@ def expected(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
         return known[model]
 
     return of
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB: room for two of our chunks."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True)

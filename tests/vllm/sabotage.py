@@ -54,6 +54,16 @@ def unfenced_copies() -> None:
     BlockCopier.revoke = lambda self, requests, wait_s: True  # type: ignore[method-assign]
 
 
+def fail_lookups() -> None:
+    """A mistake of ours where a request is looked up."""
+    from kvtier.connect.vllm.scheduler import Scheduler
+
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("a mistake of ours")
+
+    Scheduler.matched = fail  # type: ignore[method-assign]
+
+
 def load_later() -> None:
     """No load is small enough to be waited for."""
     from kvtier.connect.vllm import scheduler

@@ -56,8 +56,8 @@ class Server:
             self._process.wait(END_S)
             raise
 
-    def complete(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Generate `count` tokens, streamed one by one."""
+    def complete(self, tokens: Sequence[int], count: int, **fields: object) -> list[int]:
+        """Generate `count` tokens, streamed one by one; `fields` are further ones of the request."""
         body = {
             "model": "m",
             "prompt": list(tokens),
@@ -66,6 +66,7 @@ class Server:
             "stream": True,
             "ignore_eos": True,
             "return_token_ids": True,
+            **fields,
         }
         told: list[int] = []
         for line in self._lines("/v1/completions", body):

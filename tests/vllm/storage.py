@@ -3,11 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import xxhash
-
-from kvtier.codec.frame import verify_frame
-from kvtier.codec.head import RAW_ID, pack_head, read_head
+from kvtier.codec.head import read_head
 
 
 def objects(directory: Path) -> list[Path]:
@@ -49,33 +45,6 @@ def remove(directory: Path, rank: int, depth: int) -> int:
             path.unlink()
             count += 1
     (directory / "index").unlink()
-    return count
-
-
-def roll(directory: Path) -> int:
-    """Move the bytes of every section by a quarter of its length and a bit; the checksums are made anew.
-
-    So the store says that all is well, and the engine gets KV of the right size with the wrong numbers. This is the
-    control of every test that says that outputs are equal. (A bit, because attention does not mind whole tokens that
-    change places: their K holds the position.)
-
-    Returns:
-        How many objects there are.
-    """
-    count = 0
-    for path, frame in _frames(directory):
-        head = read_head(memoryview(frame))
-        assert head.codec == RAW_ID
-        table = head.table.copy()
-        for row, section in zip(table, head.sections, strict=True):
-            start, stop = section.offset, section.offset + section.raw_bytes
-            rolled = np.roll(np.frombuffer(frame, np.uint8, section.raw_bytes, start), section.raw_bytes // 4 + 100)
-            frame[start:stop] = rolled.tobytes()
-            row["checksum"] = xxhash.xxh3_64_intdigest(frame[start : section.offset + section.extent_bytes])
-        frame[: head.header_bytes] = pack_head(head.identity, RAW_ID, table, head.frame_bytes, head.raw_bytes)
-        verify_frame(frame)
-        path.write_bytes(frame)
-        count += 1
     return count
 
 

@@ -1,8 +1,7 @@
 """Whatever happens to the store: answers stay right, nobody waits for long, and it works again afterwards."""
 
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,18 +110,6 @@ def test_a_directory_that_hangs_does_not_keep_the_engine_from_ending(start: Star
     engine.close()
     assert time.monotonic() - began < 20
     assert objects(tmp_path / "kv") == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB: room for two of our chunks."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
-    yield where
-    subprocess.run(["umount", "--lazy", str(where)], check=True)
 
 
 def test_a_full_disk_stores_what_fits_and_disturbs_nobody(small_disk: Path, start: Start, expected: Expected) -> None:

@@ -74,6 +74,20 @@ def test_a_reset_forgets_what_the_connector_knows_only_if_told_so(start: Start, 
     engine.forget()
     engine.ask(LONG)
     assert engine.external_hits() == 2 * whole(len(LONG)), "and what is stored since then is not"
+    assert "the cache was reset: until this engine ends nothing from before is found" in engine.printed()
+    engine.close()
+    again = start("llama", connector(tmp_path / "kv"))
+    again.ask(LONG)
+    assert again.external_hits() == whole(len(LONG)), "the names from before hold again"
+    again.close()
+    # And those of the reset do not: of two prompts, one was computed only after it.
+    third = start("llama", connector(tmp_path / "other"))
+    third.forget(everywhere=True)
+    third.ask(LONG)
+    third.close()
+    fourth = start("llama", connector(tmp_path / "other"))
+    fourth.ask(LONG)
+    assert fourth.external_hits() == 0
 
 
 def test_what_changes_the_numbers_or_their_place_is_another_fingerprint(start: Start, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from engines import PROMPTS, Start
 from harness import Answer
 from judge import TOLERANCE, apart, prompt
 from settings import CHUNK, connector, whole
-from storage import heads, remove, roll
+from storage import heads, remove
+
+from kvtier.connect.vllm.trial import roll
 
 pytestmark = [
     pytest.mark.engine,

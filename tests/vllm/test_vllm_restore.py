@@ -9,7 +9,9 @@ from harness import Answer
 from judge import TOLERANCE, apart, furthest, is_same, prompt
 from models import SMALL
 from settings import CHUNK, connector, whole
-from storage import heads, objects, roll
+from storage import heads, objects
+
+from kvtier.connect.vllm.trial import roll
 
 pytestmark = pytest.mark.engine
 

@@ -1,6 +1,8 @@
 """The way of the guide: `kvtier vllm config`, vLLM's OpenAI server, a restart, and what its metrics say."""
 
 import json
+import re
+import resource
 import subprocess
 import sys
 import time
@@ -8,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from engines import PROMPTS, Start
+from harness import EngineError
 from judge import prompt
 from server import Server
-from settings import whole
+from settings import connector, whole
 
 pytestmark = pytest.mark.engine
 
@@ -59,3 +62,100 @@ def test_the_printed_configuration_works_as_it_is(start: Start, tmp_path: Path) 
     engine.forget()
     engine.ask(LONG)
     assert engine.external_hits() == whole(len(LONG))
+
+
+def test_the_configuration_is_checked_without_importing_vllm() -> None:
+    told = "import sys; from kvtier.cli.main import run; run(['vllm', 'config']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=300, check=True)
+    assert '"kv_role": "kv_both"' in done.stdout
+    assert not {"vllm", "torch", "transformers"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--pipeline-parallel-size", "2"), "pipeline_parallel_size = 2 is not supported. Use tensor parallelism"),
+        (
+            ("--speculative-config", '{"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 2}'),
+            "speculative decoding with 'draft_model' is not supported",
+        ),
+    ],
+)
+def test_what_is_refused_is_refused_before_the_weights_are_loaded(
+    arguments: tuple[str, str], told: str, checkpoints: Path, tmp_path: Path
+) -> None:
+    model = checkpoints / "llama"
+    given = [each.replace("MODEL", str(model)) for each in arguments]
+    with (
+        pytest.raises(EngineError, match="the server has ended"),
+        Server(model, tmp_path / "server.log", config(), "--dtype", "float32", "--max-model-len", "4096", *given),
+    ):
+        pass
+    printed = (tmp_path / "server.log").read_text()
+    assert told in printed
+    assert "Loading weights" not in printed
+    assert "EngineCore" not in printed, "nothing but the server's own process was started"
+
+
+def line(level: str, text: str) -> re.Pattern[str]:
+    """A line of ours as vLLM writes its own: process, level, time and file."""
+    return re.compile(rf"pid=\d+\) {level} \d\d-\d\d \d\d:\d\d:\d\d \[kvtier/\S+:\d+\] .*{text}")
+
+
+def until_printed(server: Server, pattern: re.Pattern[str], since: int = 0) -> None:
+    """Ask different prompts, so that there is something to write, until the log has such a line."""
+    until_s, number = time.monotonic() + 120, 0
+    while not pattern.search(server.printed()[since:]):
+        assert time.monotonic() < until_s, f"no line like {pattern.pattern}\n{server.printed()[-4000:]}"
+        server.complete([number := number + 1, *LONG[:300]], 1)
+        time.sleep(0.2)
+
+
+def remount(where: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(where)], check=True)
+
+
+def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Path, tmp_path: Path) -> None:
+    limits = ("limits.tier_failures=1", "limits.tier_retry_s=0.2", "host.capacity_bytes=64MiB", "log.level=info")
+    given = json.loads(config("--dir", str(small_disk / "kv"), *(part for it in limits for part in ("--set", it))))
+    given |= {"kv_load_failure_policy": "fail"}
+    sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
+    remount(small_disk, "ro")
+    with Server(checkpoints / "llama", tmp_path / "server.log", json.dumps(given), *sizes) as server:
+        # The engine has done nothing yet.
+        for name in ('kvtier_capacity_bytes{engine="0",model_name="m",place="host"}', "kvtier_tier_up{"):
+            assert any(each.startswith(f"vllm:{name}") for each in server.metrics()), sorted(server.metrics())
+        told = server.printed()
+        for pattern in (
+            line("INFO", "kvtier is ready: chunks of 256 tokens"),
+            line("INFO", "weights of .* were digested"),
+            line("WARNING", "kv_load_failure_policy is 'fail'"),
+            line("WARNING", "Read-only file system.*the engine goes on without it"),
+            line("WARNING", "names of this process are its own"),
+        ):
+            assert pattern.search(told), f"no line like {pattern.pattern}\n{told}"
+        remount(small_disk, "rw")
+        until_printed(server, line("INFO", "tier directory is open now"))
+        server.complete(SHORT, 1, kv_transfer_params={"session": "s", "next_turn": "sometime"})
+        until_printed(server, line("WARNING", "next_turn = 'sometime'; allowed: "))
+        until_printed(server, line("INFO", "tier directory writes succeed again"))
+        # Longer files cannot be written: chunks, while the log is short.
+        (worker,) = {int(pid) for pid in re.findall(r"\(Worker pid=(\d+)\)", server.printed())}
+        before = resource.prlimit(worker, resource.RLIMIT_FSIZE, (128 << 10, resource.RLIM_INFINITY))
+        until_printed(server, line("WARNING", "tier directory writes failed"))
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, before)
+        until_printed(server, line("INFO", "tier directory writes succeed again"), len(server.printed()))
+    assert "Traceback" not in server.printed()
+
+
+def test_the_log_says_that_random_weights_are_kept_nowhere(start: Start, tmp_path: Path) -> None:
+    engine = start("llama", connector(tmp_path / "kv"), load_format="dummy")
+    assert line("WARNING", "nothing is kept below host memory: its weights are random").search(engine.printed())
+
+
+def test_the_log_says_why_there_are_no_hits_after_a_mistake_of_ours(start: Start, tmp_path: Path) -> None:
+    engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:fail_lookups")
+    wanted = engine.ask(SHORT)[0].tokens
+    assert len(wanted) == 8
+    assert line("ERROR", "kvtier has failed and is not used any more").search(engine.printed())
+    assert engine.printed().count("RuntimeError: a mistake of ours") == 1

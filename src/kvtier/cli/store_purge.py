@@ -13,6 +13,7 @@ from kvtier.cli.store_view import marker_of, owners_alive
 from kvtier.errors import ConfigError
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.marker import MARKER_NAME
+from kvtier.tier.notes import NOTE
 from kvtier.tier.tenancy import Tenancy
 from kvtier.tier.tree import Paths
 from kvtier.types import ObjectName
@@ -24,7 +25,7 @@ _PREFIX = re.compile(r"[0-9a-f]{2}")
 _OBJECT = re.compile(r"[0-9a-f]{64}")
 _DRAFT = re.compile(r"[0-9a-f]{16}(-[0-9]+-[0-9]+|\.lock)|probe_[0-9a-f]{16}")
 _BESIDE = re.compile(
-    rf"ledger|secret|\.secret\.[0-9a-f]+|index(\.[0-9]+\.[0-9a-f]+)?|\.{re.escape(MARKER_NAME)}\.[0-9a-f]+"
+    rf"ledger|secret|\.secret\.[0-9a-f]+|index(\.[0-9]+\.[0-9a-f]+)?|{NOTE.pattern}|\.{re.escape(MARKER_NAME)}\.[0-9a-f]+"
 )
 
 

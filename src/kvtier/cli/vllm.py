@@ -10,8 +10,9 @@ from kvtier.cli.render import emit_json, emit_table
 from kvtier.config import SECTIONS, Config, Loaded, check, load, settings, value_of
 from kvtier.config.kinds import Hidden
 from kvtier.config.sections import Setting
-from kvtier.connect.vllm.installed import CONNECTOR, check_transfer_config
-from kvtier.connect.vllm.versions import check_engine, installed
+from kvtier.connect.vllm.installed import CONNECTOR
+from kvtier.connect.vllm.internals import check_transfer_config
+from kvtier.connect.vllm.versions import check_engine, installed, is_tried
 from kvtier.errors import ConfigError
 
 directory_option = click.option(
@@ -41,7 +42,7 @@ def config_command(directory: Path | None, flags: tuple[str, ...]) -> int:
         flags = (f"directory.path={directory}", *flags)
     loaded = load(flags=flags)
     transfer = transfer_config(loaded)
-    for note in (*_notes(loaded), *_checked(transfer)):
+    for note in (*_notes(loaded), *_checked(transfer, loaded.config)):
         click.echo(f"note: {note}", err=True)
     click.echo(json.dumps(transfer))
     return 0
@@ -86,17 +87,19 @@ def _has_tier(config: Config) -> bool:
     return config.directory.path is not None or config.disk.path is not None
 
 
-def _checked(transfer: dict[str, object]) -> list[str]:
-    """Let the installed vLLM read `transfer`; what to say when there is none.
+def _checked(transfer: dict[str, object], config: Config) -> list[str]:
+    """Compare `transfer` with the vLLM that is installed; what to say when there is none, or one that was never tried.
 
     Raises:
         ConfigError: it is not supported, or does not take it.
     """
     if installed() is None:
         return ["vLLM is not installed here, so only kvtier has checked this"]
-    check_engine()
+    version = check_engine(config.vllm.unsupported)
     check_transfer_config(transfer)
-    return []
+    if is_tried(version):
+        return []
+    return [f"vLLM {version} was never tried: the server starts where `kvtier vllm doctor --selftest` has passed"]
 
 
 @vllm.command()
@@ -110,6 +113,11 @@ def _checked(transfer: dict[str, object]) -> list[str]:
     metavar="TEXT",
     help='With --model: the rest of the server\'s command line, such as "--dtype float32 -tp 2".',
 )
+@click.option(
+    "--selftest",
+    is_flag=True,
+    help="Test the vLLM that is installed with --model: starts four engines, and keeps the result beside the store.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
     transfer: str | None,
@@ -117,19 +125,26 @@ def doctor(
     model: str | None,
     block_size: int | None,
     engine_args: str,
+    selftest: bool,
     as_json: bool,
 ) -> int:
     """Look for what keeps prompts from being found again, and say what to do about it.
 
     CONFIG_JSON is what the server's --kv-transfer-config says; without it, the settings of the file and the environment
-    are looked at. Nothing is changed and no engine is started; run it where the server runs, as its user.
+    are looked at. Without --selftest nothing is changed and no engine is started. Run it where the server runs, as its
+    user.
     Exit code 1 when something was found.
     """
     from kvtier.cli.vllm_doctor import Patient, examine
 
     findings = examine(
         Patient(
-            transfer=transfer, directory=directory, model=model, block_tokens=block_size, engine_arguments=engine_args
+            transfer=transfer,
+            directory=directory,
+            model=model,
+            block_tokens=block_size,
+            engine_arguments=engine_args,
+            is_tested=selftest,
         )
     )
     is_bad = any(finding.level in {"error", "warning"} for finding in findings)

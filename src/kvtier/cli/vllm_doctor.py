@@ -20,12 +20,12 @@ from kvtier.cli.store_verify import census
 from kvtier.cli.store_view import FINGERPRINT_DIGITS, StoreStat, statistics
 from kvtier.config import Config, Loaded, Origin, check, load
 from kvtier.config.kinds import size_text
-from kvtier.connect.vllm import support, versions
+from kvtier.connect.vllm import support, trial, versions
 from kvtier.connect.vllm.identity import identify, local_folder
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.connect.vllm.upstream import VllmConfig
-from kvtier.errors import ConfigError, KvError
+from kvtier.errors import ConfigError, KvError, UnsupportedModelError
 from kvtier.keys.weights import checkpoint_files
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
@@ -67,6 +67,8 @@ class Patient:
     block_tokens: int | None = None
     engine_arguments: str = ""
     """The rest of the server's command line."""
+    is_tested: bool = False
+    """Whether to run the test of this vLLM and model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +95,18 @@ class Finding:
 
 def examine(patient: Patient) -> list[Finding]:
     """Everything that can be told about `patient`, the worst first."""
-    findings = [_version(), *_transfer(patient.transfer)]
+    findings = list(_transfer(patient.transfer))
     try:
         loaded = _settings(patient)
     except ConfigError as error:
         findings.append(Finding("error", "settings", str(error), "correct the setting; the server refuses to start"))
-        return _sorted(findings)
+        return _sorted([_version("refuse"), *findings])
     config = loaded.config
     findings += _machine(loaded)
-    engine, told = _engine(patient)
+    if patient.is_tested:
+        findings.append(_selftest(config, patient))
+    findings.append(_version("allow" if patient.is_tested else config.vllm.unsupported))
+    engine, told = _engine(patient, config)
     findings += told
     block_tokens = patient.block_tokens or (engine.cache_config.block_size if engine is not None else None)
     chunk_tokens, told = _chunk(config, block_tokens)
@@ -117,12 +122,35 @@ def _sorted(findings: list[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: levels.index(finding.level))
 
 
-def _version() -> Finding:
+def _version(unsupported: str) -> Finding:
     try:
-        return Finding("fine", "vLLM", f"{versions.check_engine()} is supported")
+        version = versions.check_engine(unsupported)
     except ConfigError as error:
         advice = "install a release that is supported into the environment of this command, which must be the server's"
         return Finding("error", "vLLM", str(error), advice)
+    if versions.is_tried(version):
+        return Finding("fine", "vLLM", f"{version} is supported")
+    advice = "kvtier vllm doctor --selftest, with --model and --engine-args"
+    return Finding("note", "vLLM", f"{version} was never tried; a server needs the result of its test", advice)
+
+
+def _selftest(config: Config, patient: Patient) -> Finding:
+    if patient.model is None:
+        return Finding("error", "selftest", "is of a model, and none was given", "give --model and --engine-args")
+    if versions.installed() is None:
+        return Finding("error", "selftest", "vLLM is not installed here", "run it in the server's environment")
+    try:
+        told = trial.run(config, _arguments(patient))
+    except (KvError, OSError) as error:
+        advice = "do not use this vLLM with this model; report what was seen"
+        return Finding("error", "selftest", str(error), advice)
+    return Finding("fine", "selftest", told)
+
+
+def _arguments(patient: Patient) -> list[str]:
+    """The server's command line, as far as it is known."""
+    told = ["--model", patient.model or "", *shlex.split(patient.engine_arguments)]
+    return told if patient.block_tokens is None else [*told, "--block-size", str(patient.block_tokens)]
 
 
 def _transfer(text: str | None) -> Iterator[Finding]:
@@ -209,25 +237,22 @@ def _machine(loaded: Loaded) -> Iterator[Finding]:
         yield Finding("fine", "settings", "can work on this machine")
 
 
-def _engine(patient: Patient) -> tuple[VllmConfig | None, list[Finding]]:
+def _engine(patient: Patient, config: Config) -> tuple[VllmConfig | None, list[Finding]]:
     """The engine that a server with this model would be, where that can be told here."""
     model = patient.model
     if model is None:
         return None, []
     if versions.installed() is None:
         return None, list(_weights(model))
-    told = ["--model", model, *shlex.split(patient.engine_arguments)]
-    if patient.block_tokens is not None:
-        told += ["--block-size", str(patient.block_tokens)]
-    told += ["--kv-transfer-config", json.dumps(CONNECTOR)]
+    transfer = {**CONNECTOR, "kv_connector_extra_config": {"vllm.unsupported": config.vllm.unsupported}}
+    told = [*_arguments(patient), "--kv-transfer-config", json.dumps(transfer)]
     try:
         engine = engine_config(told)
+        support.check_engine(engine)
+    except UnsupportedModelError as error:
+        return None, [Finding("error", "model", str(error), "see the guide: what is refused")]
     except ConfigError as error:
         return None, [Finding("error", "model", str(error), "give --engine-args as they are on the server")]
-    try:
-        support.check_engine(engine)
-    except KvError as error:
-        return None, [Finding("error", "model", str(error), "see the guide: what is refused")]
     return engine, []
 
 
@@ -250,7 +275,7 @@ def _weights(model: str) -> Iterator[Finding]:
 
 def _fingerprint(engine: VllmConfig) -> str | Finding:
     """The fingerprint of an engine, in hexadecimal digits; or why it shares KV with nobody."""
-    identity = identify(engine, versions.check_engine())
+    identity = identify(engine, versions.build_of(versions.installed() or ""))
     if identity.is_private:
         found = f"nothing is kept below host memory, and nothing survives the server: {identity.detail}"
         return Finding("error", "model", found, "serve real weights from a folder on this machine")

@@ -210,6 +210,24 @@ class VllmConfig(Section):
         kind=Switch(),
         help="Reorder vLLM's free blocks so that those of waiting prompts are handed out last.",
     )
+    unsupported: Literal["refuse", "allow", "selftest"] = _setting(
+        "refuse",
+        Choice(("refuse", "allow", "selftest")),
+        "A vLLM that was never tried; allow: where `doctor --selftest` has passed; selftest: for that test alone.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig(Section):
+    """Which lines kvtier logs in vLLM; elsewhere the program that uses kvtier decides."""
+
+    section: ClassVar[str] = "log"
+
+    level: Literal["engine", "debug", "info", "warning", "error"] = _setting(
+        "engine",
+        Choice(("engine", "debug", "info", "warning", "error")),
+        "Least level of kvtier's lines in vLLM's log; engine: that of vLLM's own (VLLM_LOGGING_LEVEL).",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +242,7 @@ class Config:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -237,6 +256,7 @@ SECTIONS: dict[str, type[Section]] = {
         PlannerConfig,
         TraceConfig,
         VllmConfig,
+        LogConfig,
     )
 }
 

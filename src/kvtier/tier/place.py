@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.errors import ConfigError, TierError
+from kvtier.tier.notes import NOTE
 
 MISTAKES = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
@@ -57,7 +58,7 @@ def refuse_strangers(root: Path, is_ours: Callable[[str], bool], allowed: str) -
     if not root.exists():
         return
     names = sorted(path.name for path in root.iterdir())
-    passes = (_FILE_SYSTEMS, _SECRET)
+    passes = (_FILE_SYSTEMS, _SECRET, NOTE)
     found = [it for it in names if not any(each.fullmatch(it) for each in passes) and not is_ours(it)]
     if found:
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.config.sections import Config
-from kvtier.connect.vllm import identity, requests, support, versions
+from kvtier.connect.vllm import identity, requests, selftest, support, versions
 from kvtier.connect.vllm.events import Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.pool import Pins
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.settings import settings_of
@@ -29,6 +30,19 @@ LEAVE_S = 4.0
 (`VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS`)."""
 
 
+def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
+    """The settings, and vLLM's version, of an engine that is started; all that can be refused without its KV.
+
+    Raises:
+        ConfigError: a setting is wrong, or this release of vLLM is not supported.
+        UnsupportedModelError: the engine cannot be served correctly.
+    """
+    config = settings_of(vllm_config)
+    version = versions.check_engine(config.vllm.unsupported)
+    support.check_engine(vllm_config)
+    return config, version
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """What both halves are made of; it comes out the same in every process of an engine."""
@@ -38,6 +52,8 @@ class Opening:
     config: Config
     geometry: Geometry
     identity: identity.Identity
+    build: str
+    """Of vLLM."""
 
     @staticmethod
     def of(vllm_config: VllmConfig, kv_cache_config: KvCacheConfig) -> "Opening":
@@ -47,17 +63,17 @@ class Opening:
             ConfigError: a setting is wrong, or this release of vLLM is not supported.
             UnsupportedModelError: the engine cannot be served correctly.
         """
-        version = versions.check_engine()
-        support.check_engine(vllm_config)
-        config = settings_of(vllm_config)
+        config, version = check_start(vllm_config)
+        follow_engine(config.log.level)
         geometry = Geometry.of(kv_cache_config, config.store.chunk_tokens)
-        identified = identity.identify(vllm_config, version)
+        build = versions.build_of(version)
+        identified = identity.identify(vllm_config, build)
         if identified.is_private:
             # Nobody can tell later what these bytes belong to.
             config = replace(
                 config, directory=replace(config.directory, path=None), disk=replace(config.disk, path=None)
             )
-        return Opening(vllm_config, kv_cache_config, config, geometry, identified)
+        return Opening(vllm_config, kv_cache_config, config, geometry, identified, build)
 
     @property
     def ranks(self) -> int:
@@ -168,6 +184,10 @@ class SchedulerHalf:
             return False
         self._requests.new_epoch()
         self.scheduler.forget_all()
+        logger.info(
+            "the cache was reset: until this engine ends nothing from before is found. After its end what was stored "
+            "before is found again, and what is stored from now on is not"
+        )
         return True
 
     def close(self) -> None:
@@ -223,6 +243,7 @@ class WorkerHalf:
         config = opening.config
         layers = opening.vllm_config.compilation_config.static_forward_context
         copier, layout, device = open_copier(opening.geometry, opening.kv_cache_config, kv_caches, layers)
+        selftest.check(config, opening.build, opening.identity.fingerprint.digest, layout)
         number = opening.vllm_config.parallel_config.rank % opening.ranks
         self._rank = open_rank(
             config,

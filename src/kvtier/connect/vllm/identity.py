@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.connect.hf_config import plain
 from kvtier.connect.vllm.upstream import VllmConfig, plain_name
-from kvtier.connect.vllm.versions import release_of
+from kvtier.connect.vllm.versions import is_tried, release_of
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
@@ -54,7 +54,7 @@ def identify(config: VllmConfig, engine_version: str) -> Identity:
 
     Args:
         config: what the engine was started with.
-        engine_version: vLLM's, such as ``0.32.0``.
+        engine_version: vLLM's, such as ``0.32.0``; see `versions.build_of`.
 
     Raises:
         ConfigError: a field of the model's configuration has no canonical form.
@@ -73,7 +73,7 @@ def _fingerprint(config: VllmConfig, engine_version: str, weights: bytes) -> Fin
         rope={"model_len": model.max_model_len} if _depends_on_length(settings) else {},
         other={
             # What the bytes of a page are, and which numbers are in them, changes from one release to the next.
-            "engine": ["vllm", *(release_of(engine_version) or (engine_version,))],
+            "engine": ["vllm", *_release(engine_version)],
             "architectures": plain(model.architectures),
             "config": plain(settings),
             "quantisation": [plain(_words(model.quantization)), plain(_words(model.quantization_config))],
@@ -86,6 +86,10 @@ def _fingerprint(config: VllmConfig, engine_version: str, weights: bytes) -> Fin
             "ranks": config.parallel_config.tensor_parallel_size,
         },
     )
+
+
+def _release(version: str) -> tuple[object, ...]:
+    return (release_of(version) if is_tried(version) else None) or (version,)
 
 
 def _multimodal(settings: VllmConfig) -> object:

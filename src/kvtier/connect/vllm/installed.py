@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 from kvtier.connect.vllm.upstream import VllmConfig
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvError
 
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "KvtierConnector",
@@ -22,20 +22,6 @@ CONNECTOR: Mapping[str, object] = {
 """What ``--kv-transfer-config`` says besides our settings."""
 
 
-def check_transfer_config(config: Mapping[str, object]) -> None:
-    """Let vLLM read what ``--kv-transfer-config`` is to say.
-
-    Raises:
-        ConfigError: vLLM does not take it, or cannot be imported; the message is vLLM's.
-    """
-    with _quiet():
-        vllm: Any = _imported("vllm.config")
-        try:
-            vllm.KVTransferConfig(**config)
-        except (TypeError, ValueError) as error:  # pydantic's error is a ValueError
-            raise ConfigError(f"vLLM does not take this configuration: {error}") from error
-
-
 def engine_config(arguments: Sequence[str]) -> VllmConfig:
     """The configuration of an engine that is started with `arguments`; those of the server alone are passed over.
 
@@ -43,15 +29,26 @@ def engine_config(arguments: Sequence[str]) -> VllmConfig:
         ConfigError: vLLM does not take them, here; the message is vLLM's.
     """
     with _quiet():
-        engine: Any = _imported("vllm.engine.arg_utils")
-        parsing: Any = _imported("vllm.utils.argparse_utils")
-        parser: Any = engine.EngineArgs.add_cli_args(parsing.FlexibleArgumentParser())
-        parser.error = _refuse  # instead of four hundred lines of usage, and an end of the process
-        known, _ = parser.parse_known_args(list(arguments))
         try:
-            return engine.EngineArgs.from_cli_args(known).create_engine_config()
+            return engine_arguments(arguments).create_engine_config()
+        except KvError:  # ours: it asks for the connector
+            raise
         except Exception as error:  # whatever vLLM, or what it is built on, has against them
             raise ConfigError(f"vLLM does not start with these arguments here: {error}") from error
+
+
+def engine_arguments(arguments: Sequence[str]) -> Any:  # noqa: ANN401 - vLLM's class
+    """What vLLM reads in a server's command line; what is the server's alone is passed over.
+
+    Raises:
+        ConfigError: vLLM does not take them, or cannot be imported.
+    """
+    engine: Any = _imported("vllm.engine.arg_utils")
+    parsing: Any = _imported("vllm.utils.argparse_utils")
+    parser: Any = engine.EngineArgs.add_cli_args(parsing.FlexibleArgumentParser())
+    parser.error = _refuse  # instead of four hundred lines of usage, and an end of the process
+    known, _ = parser.parse_known_args(list(arguments))
+    return engine.EngineArgs.from_cli_args(known)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtier.observe.metrics import Metrics, Series
-from kvtier.observe.table import METRICS, Metric, MetricKind
+from kvtier.observe.table import CAPACITY_BYTES, METRICS, Metric, MetricKind
 
 INTERVAL_S = 0.25
 """Counts travel this often; with every step they would be most of what travels."""
+
+FIRST_S = 2.0
+"""How long an engine that has started takes empty steps for its gauges; the session sets them in its first second."""
 
 LABEL_SEPARATOR = "\x1f"
 
@@ -80,13 +83,17 @@ class Meters:
         self._before: dict[tuple[str, str], Row] = {}
         self._next_s = 0.0
         self._changes = metrics.changes
+        self._first_until_s: float | None = time.monotonic() + FIRST_S
 
     def hurry(self) -> bool:
         """An engine is idle: whether it is to take another step, since something was counted; that one gets it at once.
 
-        Otherwise the engine would take empty steps until the interval is over, hundreds of them.
+        Otherwise the engine would take empty steps until the interval is over, hundreds of them. One that has just
+        started takes them until the session has set its gauges, which `/metrics` would otherwise lack until a request.
         """
-        has_news = self._metrics.changes != self._changes
+        if self._first_until_s is not None and time.monotonic() > self._first_until_s:
+            self._first_until_s = None
+        has_news = self._first_until_s is not None or self._metrics.changes != self._changes
         if has_news:
             self._next_s = 0.0
         return has_news
@@ -103,6 +110,8 @@ class Meters:
             row = self._news(series)
             if row is not None:
                 stats.data.setdefault(series.metric.name, {})[LABEL_SEPARATOR.join(series.values)] = row
+        if CAPACITY_BYTES.name in stats.data:
+            self._first_until_s = None
         return None if stats.is_empty() else stats
 
     def _news(self, series: Series) -> Row | None:

@@ -17,6 +17,10 @@ QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Of KV. Others keep scales beside the numbers, and vLLM writes some of those anew at the first forward pass."""
 
 _KINDS = "full attention, MLA, sliding window and Mamba-like states"
+_ADVICE = {
+    "ChunkedLocalAttentionSpec": ". With --disable-hybrid-kv-cache-manager vLLM keeps all blocks of these layers, "
+    "which is supported",
+}
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -135,7 +139,8 @@ def validity_of(spec: KvCacheSpec, where: str) -> Validity:
     kind = type(spec).__name__
     check = _CHECKS.get(kind)
     if check is None:
-        raise UnsupportedModelError(f"{where} has KV of kind {kind}, which is not supported; allowed: {_KINDS}")
+        advice = _ADVICE.get(kind, "")
+        raise UnsupportedModelError(f"{where} has KV of kind {kind}, which is not supported; allowed: {_KINDS}{advice}")
     if not spec.prefix_cacheable:
         raise UnsupportedModelError(f"{where}: vLLM itself never uses this KV for a second request")
     if getattr(spec, "is_draft", False):

@@ -1,0 +1,300 @@
+"""What the connector uses of vLLM, and what of it the vLLM that is installed lacks.
+
+vLLM promises none of these names. They are looked up in vLLM's source, so nothing is imported: that takes a tenth of a
+second instead of five. A name that is there proves nothing about the bytes of a page; see `selftest` for that.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvtier.connect.vllm.upstream import VllmConfig
+from kvtier.errors import ConfigError
+
+_FRAMES_MAX = 16
+
+_BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+
+USED: Mapping[str, Mapping[str, str]] = {
+    "config/vllm.py": {
+        "VllmConfig": "model_config cache_config parallel_config scheduler_config load_config lora_config "
+        "attention_config compilation_config speculative_config kv_transfer_config kv_events_config "
+        "weight_transfer_config instance_id max_concurrent_batches",
+    },
+    "config/model.py": {
+        "ModelConfig": "model model_weights revision code_revision trust_remote_code hf_config architectures dtype "
+        "quantization quantization_config model_impl max_model_len disable_sliding_window multimodal_config "
+        "is_encoder_decoder runner_type enable_sleep_mode",
+    },
+    "config/cache.py": {
+        "CacheConfig": "block_size cache_dtype kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
+        "enable_prefix_caching",
+    },
+    "config/parallel.py": {
+        "ParallelConfig": "rank tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
+        "prefill_context_parallel_size nnodes",
+    },
+    "config/scheduler.py": {"SchedulerConfig": "max_num_batched_tokens long_prefill_token_threshold"},
+    "config/speculative.py": {"SpeculativeConfig": "method"},
+    "config/load.py": {"LoadConfig": "load_format download_dir"},
+    "config/compilation.py": {"CompilationConfig": "static_forward_context"},
+    "config/multimodal.py": {"MultiModalConfig": "mm_processor_cache_gb"},
+    "config/kv_events.py": {"KVEventsConfig": "enable_kv_cache_events"},
+    "config/kv_transfer.py": {
+        "KVTransferConfig": "kv_connector kv_connector_module_path kv_role kv_load_failure_policy "
+        "kv_connector_extra_config engine_id",
+    },
+    _BASE: {
+        "KVConnectorBase_V1": "_kv_cache_manager",
+        "KVConnectorRole": "SCHEDULER WORKER",
+        "KVConnectorTransferResults": "finished_recving failed_recving",
+        "SupportsHMA": "request_finished_all_groups",
+    },
+    "distributed/kv_events.py": {
+        "BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name group_idx "
+        "ownership",
+        "BlockRemoved": "block_hashes medium group_idx ownership",
+    },
+    "v1/metrics/cache_hit_source.py": {"CacheHitSource": "HOST DISK EXTERNAL_UNSPECIFIED"},
+    "v1/core/kv_cache_utils.py": {
+        "": "maybe_convert_block_hash",
+        "KVCacheBlock": "block_id ref_cnt block_hash next_free_block",
+        "FreeKVCacheBlockQueue": "iter_blocks_after remove prepend_n",
+    },
+    "v1/core/block_pool.py": {
+        "BlockPool": "blocks free_block_queue touch free_blocks evict_blocks unpin_blocks",
+    },
+    "v1/core/kv_cache_manager.py": {
+        "KVCacheManager": "block_pool get_block_ids get_computed_blocks",
+        "KVCacheBlocks": "get_block_ids",
+    },
+    "v1/kv_cache_interface.py": {
+        "KVCacheConfig": "num_blocks kv_cache_groups kv_cache_tensors kv_cache_layout cache_hit_alignment_tokens "
+        "hash_block_size",
+        "KVCacheGroupSpec": "layer_names kv_cache_spec role host_resident enable_kv_transfer is_eagle_group",
+        "KVCacheTensor": "layers offset layer_stride block_stride",
+        "KVCacheSpec": "block_size prefix_cacheable num_heads num_states state_content_size_bytes",
+        "FullAttentionSpec": "dtype kv_quant_mode tokens_per_state non_causal",
+        "MLAAttentionSpec": "model_version cache_role",
+        "SlidingWindowSpec": "sliding_window extra_retained_tokens",
+        "MambaSpec": "shapes dtypes mamba_type mamba_cache_mode num_speculative_blocks",
+        "UniformTypeKVCacheSpecs": "kv_cache_specs",
+    },
+    "v1/core/sched/output.py": {
+        "SchedulerOutput": "num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs kv_connector_block_state",
+        "NewRequestData": "req_id",
+        "CachedRequestData": "resumed_req_ids",
+    },
+    "v1/outputs.py": {"KVConnectorOutput": "kv_connector_worker_meta invalid_block_ids"},
+    "v1/request.py": {
+        "Request": "request_id status all_token_ids num_tokens num_prompt_tokens num_computed_tokens "
+        "num_in_flight_tokens block_hashes lora_request cache_salt prompt_embeds prompt_is_token_ids mm_features "
+        "pooling_params resumable skip_reading_prefix_cache kv_transfer_params",
+    },
+    "lora/request.py": {"LoRARequest": "lora_name lora_path lora_int_id load_inplace is_3d_lora_weight"},
+}
+"""By file below vLLM's package, by class ("" for the file itself): what is used of it. Hooks, with their arguments, are
+those of the connector."""
+
+_CONNECTOR = Path(__file__).with_name("connector.py")
+
+
+def package() -> Path | None:
+    """Where vLLM is installed; None where it is not. Nothing of it is imported."""
+    found = find_spec("vllm")
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
+def missing(root: Path, connector: Path = _CONNECTOR) -> list[str]:
+    """What the connector uses and the vLLM at `root` lacks, such as ``v1/request.py: Request.status``.
+
+    Args:
+        root: vLLM's package.
+        connector: the source of the connector, whose hooks must be vLLM's.
+    """
+    source = _Source(root)
+    found: list[str] = []
+    for file, classes in USED.items():
+        if source.tree(file) is None:
+            found.append(f"{file}: no such file, or not Python's source")
+            continue
+        for name, members in classes.items():
+            if name and source.find(name, file) is None:
+                found.append(f"{file}: {name}")
+                continue
+            known = source.members(name, file)
+            found += [f"{file}: {name}.{each}".replace(": .", ": ") for each in members.split() if each not in known]
+    return found + list(_other_hooks(source, connector))
+
+
+def check_transfer_config(config: Mapping[str, object]) -> None:
+    """Compare ``--kv-transfer-config`` with what the vLLM that is installed takes, as far as its source tells.
+
+    Raises:
+        ConfigError: vLLM has no such field, or another set of values for it; the message names it.
+    """
+    root = package()
+    file, name = "config/kv_transfer.py", "KVTransferConfig"
+    source = None if root is None else _Source(root)
+    if source is None or (found := source.find(name, file)) is None:
+        raise ConfigError(f"vLLM is installed, but its {file} with {name} cannot be read")
+    fields = {
+        each.target.id: each.annotation
+        for each in found.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    for key, value in config.items():
+        if key not in fields:
+            raise ConfigError(f"vLLM does not take this configuration: it knows no {key}; it knows {', '.join(fields)}")
+        allowed = source.literals(fields[key], file)
+        if allowed and value not in allowed:
+            told = ", ".join(sorted(allowed))
+            raise ConfigError(f"vLLM does not take this configuration: {key} is {value!r}; it takes {told}")
+
+
+def config_in_the_making() -> VllmConfig | None:
+    """The configuration that is asking for the connector's class while it is made; None for other callers.
+
+    vLLM tells a connector its configuration only when the weights have been loaded, half an hour later with large ones.
+    But `VllmConfig.__post_init__` looks at the class, in the server's process, before anything is loaded.
+    """
+    frame = inspect.currentframe()
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            return None
+        found: Any = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__post_init__" and type(found).__name__ == "VllmConfig":
+            return found if found.model_config is not None and found.kv_transfer_config is not None else None
+        frame = frame.f_back
+    return None
+
+
+def _other_hooks(source: "_Source", connector: Path) -> Iterator[str]:
+    """Hooks of ours that vLLM does not call, or not with the arguments that we take."""
+    theirs: dict[str, list[str]] = {}
+    for name in ("SupportsHMA", "KVConnectorBase_V1"):
+        theirs |= source.functions(name, _BASE)
+    own = _Source(connector.parent)
+    for name, taken in own.functions("KvtierConnector", connector.name).items():
+        if name.startswith("_"):
+            continue
+        if name not in theirs:
+            yield f"{_BASE}: KVConnectorBase_V1.{name}"
+        elif theirs[name] != taken:
+            yield f"{_BASE}: KVConnectorBase_V1.{name}({', '.join(taken)}), it has ({', '.join(theirs[name])})"
+
+
+class _Source:
+    """Classes of a package, as its files define them.
+
+    Args:
+        root: of the package.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._trees: dict[str, ast.Module | None] = {}
+
+    def tree(self, file: str) -> ast.Module | None:
+        """A parsed file; None when it cannot be read as one."""
+        if file not in self._trees:
+            try:
+                self._trees[file] = ast.parse((self._root / file).read_bytes())
+            except (OSError, SyntaxError, ValueError):
+                self._trees[file] = None
+        return self._trees[file]
+
+    def body(self, file: str) -> list[ast.stmt]:
+        """The statements of a file; none when it cannot be read."""
+        tree = self.tree(file)
+        return [] if tree is None else tree.body
+
+    @cached_property
+    def _classes(self) -> dict[str, tuple[str, ast.ClassDef]]:
+        """By name, over all files that are used: a base may be in another one."""
+        return {node.name: (file, node) for file in USED for node in self.body(file) if isinstance(node, ast.ClassDef)}
+
+    def find(self, name: str, file: str) -> ast.ClassDef | None:
+        """A class of `file`."""
+        body = self.body(file)
+        return next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
+
+    def members(self, name: str, file: str) -> set[str]:
+        """The attributes of a class of `file` and of its bases; without a name those of the file."""
+        if not name:
+            return set(_defined(self.body(file)))
+        found: set[str] = set()
+        for node in self._line(name, file):
+            found |= set(_defined(node.body))
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                    found.add(inner.attr)  # of self, as a rule
+        return found
+
+    def functions(self, name: str, file: str) -> dict[str, list[str]]:
+        """The arguments of a class's functions, by name."""
+        return {
+            each.name: _arguments(each)
+            for node in reversed(list(self._line(name, file)))
+            for each in node.body
+            if isinstance(each, ast.FunctionDef)
+        }
+
+    def literals(self, annotation: ast.AST, file: str) -> set[str]:
+        """The values of every ``Literal`` in `annotation`, also of those that it names; empty: not told."""
+        named = {
+            target.id: each.value
+            for each in self.body(file)
+            if isinstance(each, ast.Assign)
+            for target in each.targets
+            if isinstance(target, ast.Name)
+        }
+        found: set[str] = set()
+        waiting, seen = [annotation], set[str]()
+        while waiting:
+            for node in ast.walk(waiting.pop()):
+                if isinstance(node, ast.Name) and node.id in named and node.id not in seen:
+                    seen.add(node.id)
+                    waiting.append(named[node.id])
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(node.value)
+        return found
+
+    def _line(self, name: str, file: str) -> Iterator[ast.ClassDef]:
+        """A class and its bases, as far as they are in files that are used."""
+        found = self.find(name, file)
+        waiting, seen = [] if found is None else [(file, found)], {name}
+        while waiting:
+            file, node = waiting.pop(0)
+            yield node
+            for base in node.bases:
+                inner = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
+                if inner in seen:
+                    continue
+                seen.add(inner)
+                here = self.find(inner, file)
+                there = (file, here) if here is not None else self._classes.get(inner)
+                if there is not None:
+                    waiting.append(there)
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _defined(node.body)
+
+
+def _arguments(function: ast.FunctionDef) -> list[str]:
+    told = function.args
+    every = [*told.posonlyargs, *told.args, told.vararg, *told.kwonlyargs, told.kwarg]
+    return [each.arg for each in every if each is not None]

@@ -1,0 +1,77 @@
+"""Notes beside a store: whole or absent, whatever lies there in their place."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.tier import notes
+from kvtier.tier.directory import DirectoryTier
+
+NAME = bytes(range(16))
+FILE = "note-selftest-0001020304050607.json"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    notes.write(tmp_path, "selftest", NAME, {"passed": True, "build": "0.34"})
+    return tmp_path
+
+
+def test_a_note_comes_back_and_may_be_written_again(root):
+    assert notes.read(root, "selftest") == [{"passed": True, "build": "0.34"}]
+    assert notes.read(root, "fingerprint") == []
+    notes.write(root, "selftest", NAME, {"passed": False})
+    assert notes.read(root, "selftest") == [{"passed": False}]
+    assert os.listdir(root) == [FILE]
+    assert (root / FILE).stat().st_mode & 0o777 == 0o600
+
+
+def damage_every_byte(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_suffix(".aside"))
+    path.symlink_to(path.with_suffix(".aside"))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        damage_every_byte,
+        link,
+        lambda path: path.write_bytes(path.read_bytes()[:-5]),
+        lambda path: path.write_text("[" * 100_000),
+        lambda path: path.write_text('"text"'),
+        lambda path: path.write_bytes(bytes(notes.BYTES_MAX + 1)),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+)
+def test_a_note_that_is_not_ours_or_not_whole_is_absent(root, spoil):
+    spoil(root / FILE)
+    assert notes.read(root, "selftest") == []
+
+
+def test_a_flip_of_any_bit_is_seen(root):
+    whole = (root / FILE).read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        (root / FILE).write_bytes(damaged)
+        assert notes.read(root, "selftest") in ([], [{"passed": True, "build": "0.34"}])
+
+
+def test_a_note_that_is_too_long_is_refused_and_leaves_nothing(tmp_path):
+    with pytest.raises(OSError, match="longer than"):
+        notes.write(tmp_path, "selftest", NAME, {"long": "x" * notes.BYTES_MAX})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_store_may_be_made_beside_notes(root):
+    """The result of a test comes before the first start of a server."""
+    DirectoryTier(root, capacity_bytes=2**20, direct_io="off").close()
+    assert notes.read(root, "selftest") != []

@@ -1,0 +1,148 @@
+"""What the connector uses of vLLM is looked up in vLLM's source: what is missing is named, and nothing is imported."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.connect.vllm import internals
+from kvtier.errors import ConfigError
+
+CONNECTOR = """
+class KvtierConnector:
+    def on_new_request(self, request): ...
+    def _own(self): ...
+"""
+BASE = """
+class KVConnectorBase_V1:
+    def __init__(self):
+        self._kv_cache_manager = None
+    def on_new_request(self, request): ...
+class KVConnectorRole:
+    SCHEDULER = 0
+    WORKER = 1
+class KVConnectorTransferResults:
+    finished_recving: set
+    failed_recving: set
+class SupportsHMA:
+    def request_finished_all_groups(self): ...
+"""
+BASE_FILE = "distributed/kv_transfer/kv_connector/v1/base.py"
+TRANSFER = """
+Consumer = Literal["kv_consumer", "kv_both"]
+Role = Literal[Consumer, "kv_producer"]
+class KVTransferConfig:
+    kv_connector: str | None = None
+    kv_connector_module_path: str | None = None
+    kv_role: Role | None = None
+    kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
+    kv_connector_extra_config: dict = {}
+    engine_id: str = ""
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Path:
+    """A package that has all that is used, and nothing else."""
+    root = tmp_path / "vllm"
+    for file, classes in internals.USED.items():
+        path = root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines: list[str] = []
+        for name, members in classes.items():
+            if name:
+                lines += [f"class {name}:", *(f"    {member}: int" for member in members.split())]
+            else:
+                lines += [f"def {member}(): ..." for member in members.split()]
+        path.write_text("\n".join(lines))
+    (root / BASE_FILE).write_text(BASE)
+    (root / "config/kv_transfer.py").write_text(TRANSFER)
+    (root / "__init__.py").write_text("raise ImportError('never imported')")
+    return root
+
+
+@pytest.fixture
+def connector(tmp_path: Path) -> Path:
+    path = tmp_path / "connector.py"
+    path.write_text(CONNECTOR)
+    return path
+
+
+def test_a_vllm_with_all_that_is_used_lacks_nothing(vllm, connector):
+    assert internals.missing(vllm, connector) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "told"),
+    [
+        ("v1/request.py", "num_tokens: int", "tokens: int", ["v1/request.py: Request.num_tokens"]),
+        ("v1/core/block_pool.py", "class BlockPool", "class Pool", ["v1/core/block_pool.py: BlockPool"]),
+        (
+            "v1/core/kv_cache_utils.py",
+            "maybe_convert_block_hash",
+            "convert",
+            ["v1/core/kv_cache_utils.py: maybe_convert_block_hash"],
+        ),
+        (
+            BASE_FILE,
+            "on_new_request(self, request)",
+            "on_new_request(self, request, time_s)",
+            [
+                f"{BASE_FILE}: KVConnectorBase_V1.on_new_request(self, request), it has (self, request, time_s)",
+            ],
+        ),
+        (BASE_FILE, "on_new_request", "on_request", [f"{BASE_FILE}: KVConnectorBase_V1.on_new_request"]),
+        ("lora/request.py", "class", "klass ]", ["lora/request.py: no such file, or not Python's source"]),
+    ],
+)
+def test_what_is_missing_is_named(vllm, connector, file, before, after, told):
+    path = vllm / file
+    path.write_text(path.read_text().replace(before, after))
+    assert internals.missing(vllm, connector) == told
+
+
+def test_attributes_count_wherever_a_class_gets_them(vllm, connector):
+    """From a base in the same file or another one, from its constructor, and where it is a property."""
+    (vllm / "v1/request.py").write_text(
+        "class Common:\n    request_id: str\n"
+        "class Request(Common):\n"
+        "    def __init__(self):\n        self.status = 1\n"
+        "    @property\n    def num_tokens(self): ...\n"
+    )
+    found = {each.partition("Request.")[2] for each in internals.missing(vllm, connector)}
+    assert found.isdisjoint({"request_id", "status", "num_tokens"})
+    assert "block_hashes" in found
+
+
+@pytest.fixture
+def installed(vllm, monkeypatch) -> Path:
+    monkeypatch.setattr(internals, "package", lambda: vllm)
+    return vllm
+
+
+def test_a_transfer_config_is_read_against_vllms_source(installed):
+    internals.check_transfer_config({"kv_role": "kv_both", "kv_connector": "any", "kv_load_failure_policy": "fail"})
+    with pytest.raises(ConfigError, match=r"kv_role is 'both'; it takes kv_both, kv_consumer, kv_producer"):
+        internals.check_transfer_config({"kv_role": "both"})
+    with pytest.raises(ConfigError, match="it knows no kv_roll; it knows kv_connector, "):
+        internals.check_transfer_config({"kv_roll": "kv_both"})
+    (installed / "config/kv_transfer.py").unlink()
+    with pytest.raises(ConfigError, match=r"config/kv_transfer\.py with KVTransferConfig cannot be read"):
+        internals.check_transfer_config({})
+
+
+def test_the_configuration_is_seen_only_while_it_is_made():
+    class VllmConfig:
+        def __init__(self, model: object) -> None:
+            self.model_config, self.kv_transfer_config = model, object()
+            self.__post_init__()
+
+        def __post_init__(self) -> None:
+            self.seen = asked()
+
+    def asked() -> object:
+        return internals.config_in_the_making()
+
+    made = VllmConfig("a model")
+    assert made.seen is made
+    assert VllmConfig(None).seen is None, "vLLM makes some without a model"
+    assert asked() is None
