@@ -28,6 +28,7 @@ from kvtier.runtime.lanes import Lane, LaneState, Scratch
 from kvtier.runtime.late import NOT_OPEN
 from kvtier.runtime.links import NOT_ADMITTED, Links, Result
 from kvtier.tier.base import Tier
+from kvtier.tier.full import FULL
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
@@ -43,7 +44,7 @@ _Object = tuple[str, ChunkKey, int]
 _Answer = TypeVar("_Answer")
 _Given = TypeVarTuple("_Given")
 
-_UNTOLD = (NOT_ADMITTED, NOT_OPEN)
+_UNTOLD = (NOT_ADMITTED, NOT_OPEN, FULL)
 """Details of failures that are no news."""
 
 TOO_LATE = "too late to begin"

@@ -30,6 +30,7 @@ from kvtier.tier.base import UNKNOWN, About
 from kvtier.tier.direct import can_direct, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory_index import DirectoryIndex
 from kvtier.tier.drafts import Draft, Drafts
+from kvtier.tier.full import FoundCap, with_cause
 from kvtier.tier.gate import Gate
 from kvtier.tier.hint import load_hint, save_hint
 from kvtier.tier.inside import check_private
@@ -95,6 +96,7 @@ class DirectoryTier:
         self._gate = Gate(name)
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
         self._drafts = Drafts(self._paths.drafts)
+        self._found = FoundCap(name, capacity_bytes)
         self._hint_lock = threading.Lock()
         self._hint_saved_s = time.monotonic()
         with opening(name, self.root, ALLOWED):
@@ -106,7 +108,9 @@ class DirectoryTier:
             self._paths.make()
             self._tenancy = Tenancy(os.path.join(self._paths.root, MARKER_NAME), name)
             self._ledger = Ledger(self._paths.ledger, name, lock_deadline_s)
-            self._room = Room(self._paths, capacity_bytes, self._ledger, self._index, self._drafts, self._replaced)
+            self._room = Room(
+                self._paths, capacity_bytes, self._found, self._ledger, self._index, self._drafts, self._replaced
+            )
             try:
                 self._move_in(open_deadline_s)
                 self._direct_io = self._choose_direct(direct_io)
@@ -119,6 +123,11 @@ class DirectoryTier:
     def used_bytes(self) -> int:
         """Bytes that count against the cap, of all processes."""
         return self._ledger.peek()
+
+    @property
+    def limit_bytes(self) -> int:
+        """The cap now: less than `capacity_bytes` after a write found the file system full."""
+        return self._found.now_bytes
 
     @property
     def object_count(self) -> int:
@@ -189,8 +198,8 @@ class DirectoryTier:
             try:
                 written = _fill(draft, view)
                 self._room.publish(draft, written, name, about)
-            except BaseException:
-                self._room.discard(draft)
+            except BaseException as error:
+                self._room.discard(draft, error)
                 raise
         self._save_hint_when_due()
         return True
@@ -268,7 +277,7 @@ class DirectoryTier:
                 yield
             except OSError as error:
                 subject = "" if name is None else f" object {name.hex()[:12]}"
-                raise TierError(self.name, f"cannot {what}{subject}: {error}") from error
+                raise TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}") from error
 
     def _save_hint_when_due(self) -> None:
         if time.monotonic() - self._hint_saved_s > HINT_INTERVAL_S and self._hint_lock.acquire(blocking=False):

@@ -19,6 +19,7 @@ from kvtier.errors import TierError
 from kvtier.tier.base import About
 from kvtier.tier.directory_index import DirectoryIndex
 from kvtier.tier.drafts import Draft, Drafts
+from kvtier.tier.full import FoundCap, is_no_room
 from kvtier.tier.ledger import Ledger
 from kvtier.tier.tree import Paths, charge_bytes, make_directory, walk
 from kvtier.types import ObjectName
@@ -39,6 +40,7 @@ class Room:
     Args:
         paths: where the store lies.
         capacity_bytes: the cap.
+        found: less than that while the file system is full.
         ledger: the count and the lock.
         index: who is there, and who should go.
         drafts: this process's drafts.
@@ -49,6 +51,7 @@ class Room:
         self,
         paths: Paths,
         capacity_bytes: int,
+        found: FoundCap,
         ledger: Ledger,
         index: DirectoryIndex,
         drafts: Drafts,
@@ -56,6 +59,7 @@ class Room:
     ) -> None:
         self._paths = paths
         self._capacity_bytes = capacity_bytes
+        self._found = found
         self._ledger = ledger
         self._index = index
         self._drafts = drafts
@@ -96,16 +100,21 @@ class Room:
         with self._locked():
             self._remove_left()
             used_bytes = self._count()
-            target_bytes = self._capacity_bytes - charge
+            target_bytes = self._found.allows(used_bytes) - charge
+            if target_bytes < 0:
+                return None
             if used_bytes > target_bytes:
-                used_bytes, draft = self._evict_down(used_bytes, target_bytes, (charge, direct_io))
+                most = 1 if self._found.is_found else None  # the next write may find no room either
+                used_bytes, draft = self._evict_down(used_bytes, target_bytes, (charge, direct_io), most)
                 if draft is not None or used_bytes > target_bytes:
                     return draft
             self._ledger.write(used_bytes + charge)
             try:
                 return self._drafts.create(charge, direct_io=direct_io)
-            except BaseException:
+            except BaseException as error:
                 self._ledger.write(used_bytes)
+                if is_no_room(error):
+                    self._found.found(used_bytes, error)
                 raise
 
     def publish(self, draft: Draft, written: os.stat_result, name: ObjectName, about: About) -> None:
@@ -120,11 +129,16 @@ class Room:
             held = there or written
             self._index.learn(name, held.st_size, held.st_mtime_ns, about)
 
-    def discard(self, draft: Draft) -> None:
-        """Remove a draft and give its bytes back: now, or when the lock can next be had. Raises nothing."""
+    def discard(self, draft: Draft, error: BaseException | None = None) -> None:
+        """Remove a draft and give its bytes back: now, or when the lock can next be had. Raises nothing.
+
+        Where `error` says that the file system is full, what is held then is the cap for now.
+        """
         try:
             with self._locked():
                 self._give_back(_unlink_draft(draft))
+                if is_no_room(error):
+                    self._found.found(self._count(), error)
         except (TierError, OSError):
             self._left.append(draft)
 
@@ -151,7 +165,8 @@ class Room:
         """
         used_bytes = self._ledger.peek()
         strange_bytes = used_bytes - self._index.known_bytes
-        if used_bytes + charge <= self._capacity_bytes or strange_bytes <= self._capacity_bytes // _STRANGERS_SHARE:
+        limit_bytes = self._found.now_bytes
+        if used_bytes + charge <= limit_bytes or strange_bytes <= limit_bytes // _STRANGERS_SHARE:
             return
         if time.monotonic() < self._walk_again_s or not self._walking.acquire(blocking=False):
             return
@@ -172,27 +187,29 @@ class Room:
     # Below here the lock is held.
 
     def _evict_down(
-        self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None
+        self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None, most: int | None = None
     ) -> tuple[int, Draft | None]:
-        """Evict until at most `target_bytes` are used, if possible; what is used then, without the draft.
+        """Evict, `most` objects at most, until at most `target_bytes` are used; what is used then, without the draft.
 
         With `wanted` (the charge of a draft, and whether for direct I/O), the last victim's file may become that draft.
         """
-        used_bytes, draft = self._evict_known(used_bytes, target_bytes, wanted)
-        if used_bytes > target_bytes:
+        stop = None if most is None else self.evictions + most
+        used_bytes, draft = self._evict_known(used_bytes, target_bytes, wanted, stop)
+        if used_bytes > target_bytes and self.evictions != stop:
             # Nothing that we know of is left: others wrote what is there, or the count is too high after a crash.
-            used_bytes, draft = self._evict_known(self._recount(), target_bytes, wanted)
+            used_bytes, draft = self._evict_known(self._recount(), target_bytes, wanted, stop)
         return used_bytes, draft
 
     def _evict_known(
-        self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None
+        self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None, stop: int | None
     ) -> tuple[int, Draft | None]:
         draft: Draft | None = None
         failures = 0
         try:
             # Each name comes up twice at most: spared once for a use by another process, then removed.
             for _ in range(2 * len(self._index) + _UNLINK_FAILURES_MAX):
-                victim = self._index.victim() if used_bytes > target_bytes else None
+                is_over = used_bytes <= target_bytes or self.evictions == stop
+                victim = None if is_over else self._index.victim()
                 if victim is None:
                     break
                 there = stat_object(self._paths.object(victim))
