@@ -1,11 +1,18 @@
 """Paths that commands are given: what is missing is named, what cannot be written is refused before any work."""
 
+import errno
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvtier.bench.record import write_record
 from kvtier.cli.main import run
+from kvtier.errors import ConfigError
+from kvtier.plan.files import write_whole
+from kvtier.trace.writing import write_lines
 
 LINE = {"timestamp": 0, "input_length": 512, "output_length": 3, "hash_ids": [1]}
 MEASURING = [["probe", "--quick"], ["bench", "io"], ["bench", "ttft"], ["bench", "multiturn"]]
@@ -55,24 +62,61 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for path, words in ((tmp_path, "is a directory"), (tmp_path / "file" / "x.png", "cannot be written")):
+    os.mkfifo(tmp_path / "fifo.png")
+    for path, words in (
+        (tmp_path, "is a directory"),
+        (tmp_path / "file" / "x.png", "cannot be written"),
+        (tmp_path / "nowhere" / "x.png", f"there is no directory '{tmp_path}/nowhere'"),
+        (tmp_path / "fifo.png", "is no regular file"),
+    ):
         assert run([*command, str(path)]) == 2
         told = capsys.readouterr()
         assert words in told.err
         assert told.out == ""
+    assert {it.name for it in tmp_path.iterdir()} == {"file", "fifo.png"}
 
 
-def test_a_file_in_a_new_directory_is_told(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "a" / "b" / "c.jsonl"
+def test_a_file_that_was_written_is_told(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, record = tmp_path / "c.jsonl", tmp_path / "e.json"
     assert run(["trace", "convert", str(trace), str(target)]) == 0
     assert str(target) in capsys.readouterr().out
-    record = tmp_path / "d" / "e.json"
     assert run(["bench", "core", "--repeats", "1", "--record", str(record), "--json"]) == 0
     told = capsys.readouterr()
     assert f"Written: {record}" in told.err
     assert json.loads(told.out)
     assert target.exists()
     assert record.exists()
+
+
+def fail_after(text: str) -> Iterator[str]:
+    yield text
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_file_keeps_what_it_had_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to(real)
+    for write in (
+        lambda text: write_whole("--report", link, text.encode()),
+        lambda text: write_record(link, {"text": text}),
+        lambda text: write_lines(link, [text]),
+    ):
+        write("first")
+        assert "first" in real.read_text()
+        assert link.is_symlink()
+    with pytest.raises(ConfigError, match="No space left"):
+        write_lines(link, fail_after("second"))
+
+    def torn(path: Path, content: bytes) -> int:
+        with path.open("wb") as stream:
+            stream.write(content[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", torn)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_whole("--report", link, b"second")
+    assert "first" in real.read_text()
+    assert {it.name for it in tmp_path.iterdir()} == {"real", "link"}
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ def test_a_record_carries_the_conditions_and_is_plain_json(tmp_path):
     made = make_record(
         "io", settings={"size": Setting(4, "flag")}, seed=7, results={"speed": 1.5}, samples=[1, 2], directory=tmp_path
     )
-    write_record(tmp_path / "deep" / "io.json", made)
-    read = json.loads((tmp_path / "deep" / "io.json").read_text(encoding="utf-8"))
+    write_record(tmp_path / "io.json", made)
+    read = json.loads((tmp_path / "io.json").read_text(encoding="utf-8"))
     assert read == made
     assert read["version"] == record.VERSION
     assert read["settings"] == {"size": {"value": 4, "origin": "flag"}}
@@ -25,7 +25,7 @@ def test_a_record_carries_the_conditions_and_is_plain_json(tmp_path):
     assert read["machine"]["file_system"] not in ("", "unknown")
     assert read["software"]["python"].endswith(platform.python_version())
     assert "kvtier" in read["software"]
-    assert [it.name for it in (tmp_path / "deep").iterdir()] == ["io.json"]
+    assert [it.name for it in tmp_path.iterdir()] == ["io.json"]
 
 
 def test_a_record_names_no_host():

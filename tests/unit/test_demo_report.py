@@ -130,7 +130,7 @@ def test_the_report_shows_every_request_of_every_pass():
 
 
 def test_the_report_is_written_whole_or_refused(tmp_path):
-    path = tmp_path / "new" / "report.html"
+    path = tmp_path / "report.html"
     write_report(path, RESULT)
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert [it.name for it in path.parent.iterdir()] == ["report.html"]

@@ -111,11 +111,11 @@ def test_the_same_plan_draws_the_same_files(plan, tmp_path):
 
 
 def test_a_png_is_a_png_and_small(plan, tmp_path):
-    write_plot(tmp_path / "deep" / "plan.png", plan)
-    content = (tmp_path / "deep" / "plan.png").read_bytes()
+    write_plot(tmp_path / "plan.png", plan)
+    content = (tmp_path / "plan.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert len(content) < 200_000
-    assert [it.name for it in (tmp_path / "deep").iterdir()] == ["plan.png"]
+    assert [it.name for it in tmp_path.iterdir()] == ["plan.png"]
 
 
 def test_a_file_that_cannot_be_written_is_said(plan, tmp_path):

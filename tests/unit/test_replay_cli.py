@@ -67,7 +67,7 @@ def test_tables_and_describe(capsys):
 
 def test_a_report_holds_the_pictures_and_every_row(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "new" / "report.html"
+    path = tmp_path / "report.html"
     arguments = ("--capacity-tokens", "6400,20k", "--policy", "lru,arc,min", "--report", str(path), "--jobs", "1")
     assert said(capsys, MINISWE, *arguments)[0] == 0
     page = path.read_text()

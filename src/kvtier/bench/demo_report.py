@@ -1,6 +1,5 @@
 """The demo's report: one HTML file that needs nothing else, readable on a light and on a dark screen and on paper."""
 
-import os
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -16,7 +15,7 @@ from kvtier.bench.demo_summary import (
     problems,
     table,
 )
-from kvtier.errors import ConfigError
+from kvtier.plan.files import write_whole
 
 STYLE = """
 :root{color-scheme:light dark;--ground:#ffffff;--panel:#f6f7f9;--ink:#1c2128;--soft:#5b6470;--line:#dfe3e8;
@@ -80,21 +79,12 @@ LIMITS = (
 
 
 def write_report(path: Path, result: DemoResult) -> None:
-    """Write the report to `path`, whole or not at all; missing parent directories are made.
+    """Write the report to `path`, whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(render_report(result, datetime.now(UTC)), encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--report {str(path)!r} cannot be written: {error.strerror or error}") from error
-    finally:
-        if draft.exists():
-            draft.unlink()
+    write_whole("--report", path, render_report(result, datetime.now(UTC)).encode())
 
 
 def render_report(result: DemoResult, made: datetime) -> str:

@@ -25,7 +25,7 @@ COLOURS = {"host": "host", "directory": "shared", "disk": "disk"}
 
 
 def write_report(path: Path, result: IoResult) -> None:
-    """Write the report; missing parent directories are made.
+    """Write the report, whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -44,7 +44,7 @@ def write_picture(path: Path, result: MultiturnResult) -> None:
 
 
 def write_report(path: Path, settings: Settings, result: MultiturnResult) -> None:
-    """Write the report; missing parent directories are made.
+    """Write the report, whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from kvtier.errors import ConfigError
+from kvtier.plan.files import write_whole
 
 VERSION = 1
 
@@ -66,22 +66,12 @@ def make_record(
 
 
 def write_record(path: Path, record: Mapping[str, object]) -> None:
-    """Write `record` to `path`, whole or not at all; missing parent directories are made.
+    """Write `record` to `path`, whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        raise ConfigError(f"record {str(path)!r} cannot be written: {error.strerror or error}") from error
-    finally:
-        if draft.exists():
-            draft.unlink()
+    write_whole("record", path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def machine(directory: Path | None = None) -> dict[str, object]:

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from kvtier.errors import ConfigError
+from matplotlib.figure import Figure
+
+from kvtier.plan.drawing import figure_bytes
+from kvtier.plan.files import write_whole
 
 _NAMES = {
     "recompute": ("computed anew", "#666666"),
@@ -18,12 +21,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     """Write the picture of one record to `path`, in the format of its suffix.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: it cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
-    except ImportError as error:
-        raise ConfigError("matplotlib is not installed; allowed: the extra kvtier[plots], or no picture") from error
     results = record["results"]
     figure = cast("Any", Figure(figsize=(7.0, 4.5), layout="constrained"))
     axes = figure.subplots()
@@ -38,4 +37,4 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     axes.set_title(f"{results['shape']}, {results['device']}")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    write_whole("--picture", path, figure_bytes(figure, path.suffix.lower().removeprefix("."), dpi=100))

@@ -51,12 +51,11 @@ def ttft(
     """Time to first token by context length: computed anew, restored from host memory, restored from disk."""
     from kvtier.bench import ttft as benchmark
     from kvtier.bench.ttft_record import recorded, write
-    from kvtier.errors import ConfigError
+    from kvtier.plan.files import check_picture
 
-    try:
-        lengths = tuple(int(text) for text in contexts.split(","))
-    except ValueError:
-        raise ConfigError(f"--contexts = {contexts}: not a list of numbers; allowed: like {CONTEXTS}") from None
+    lengths = _lengths(contexts)
+    if picture is not None:
+        check_picture("--picture", picture)
     settings = benchmark.Settings(
         shape=shape,
         device=device,
@@ -112,3 +111,12 @@ def ttft(
         )
     for told in result.skipped:
         click.echo(f"left out: {told}", err=True)
+
+
+def _lengths(contexts: str) -> tuple[int, ...]:
+    from kvtier.errors import ConfigError
+
+    try:
+        return tuple(int(text) for text in contexts.split(","))
+    except ValueError:
+        raise ConfigError(f"--contexts = {contexts}: not a list of numbers; allowed: like {CONTEXTS}") from None

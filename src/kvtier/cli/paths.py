@@ -24,7 +24,7 @@ class WorkDirectory(click.Path):
 
 
 class OutputFile(click.Path):
-    """A file to be written; missing parent directories are made when it is."""
+    """A file to be written, in a directory that exists: a misspelt one is refused, not made."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)

@@ -298,7 +298,7 @@ def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object
     """
     try:
         return setting.kind.read(raw, is_text=is_text)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         shown = "(hidden)" if isinstance(setting.kind, Hidden) else _short(raw)
         message = f"{setting.name} = {shown} (from {origin}): {error}; allowed: {setting.kind.allowed}"
         raise ConfigError(message) from None

@@ -1,6 +1,7 @@
 """Files that a plan writes: whole or not at all, and refused before anything is computed for them."""
 
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,28 +37,32 @@ def check_writable(option: str, path: Path) -> None:
     """Refuse a path that cannot be written.
 
     Raises:
-        ConfigError: it is a directory, or no file can be made there.
+        ConfigError: it is a directory or a device, its directory is missing, or no file can be made there.
     """
-    parent = next(it for it in path.absolute().parents if it.exists())
+    parent = path.absolute().parent
     if path.is_dir():
         raise ConfigError(f"{option} {str(path)!r} is a directory; allowed: a file")
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{option} {str(path)!r} is no regular file; allowed: a file, which is replaced as a whole")
+    if not parent.is_dir():
+        raise ConfigError(f"{option} {str(path)!r} cannot be written: there is no directory {str(parent)!r}")
+    if not os.access(parent, os.W_OK):
         raise ConfigError(f"{option} {str(path)!r} cannot be written: no writing in {str(parent)!r}")
 
 
 def write_whole(option: str, path: Path, content: bytes) -> None:
-    """Write a file; missing parent directories are made.
+    """Write a file, whole or not at all: until it is whole, its name keeps what it had.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    there = path.resolve()  # a link stays, and what it names is replaced
+    draft = there.with_name(f".{there.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_bytes(content)
-        draft.replace(path)
+        draft.replace(there)
     except OSError as error:
         raise ConfigError(f"{option} {str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:
-        if draft.exists():
+        with suppress(OSError):
             draft.unlink()

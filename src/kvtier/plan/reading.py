@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from kvtier.config.links import fastest, read_links
+from kvtier.config.loader import read_toml
 from kvtier.config.sections import Setting, read
 from kvtier.errors import ConfigError
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
 
-FILE_BYTES_MAX = 1 << 20
 EXAMPLES = files("kvtier.plan") / "examples"
 STATED = "stated"
 """The table of an example file that is no input: what its source says, to be compared."""
@@ -47,7 +47,7 @@ def load(
     """
     entries = [
         *_from_tables(example_tables(example) if example else {}, f"example {example}"),
-        *_from_tables(_file_tables(file) if file else {}, f"file {file}"),
+        *_from_tables(read_toml(file) if file else {}, f"file {file}"),
         *(_from_probe(probe) if probe else ()),
         *_from_options(options or {}),
         *_from_sets(sets),
@@ -82,19 +82,6 @@ def near(word: str, words: list[str]) -> str:
     close = get_close_matches(word.lower(), words, n=3, cutoff=0.5)
     told = f"; did you mean {' or '.join(close)}?" if close else ""
     return told if close and len(words) > 24 else f"{told or ';'} known here: {', '.join(words)}"
-
-
-def _file_tables(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as stream:
-            content = stream.read(FILE_BYTES_MAX + 1)
-        if len(content) > FILE_BYTES_MAX:
-            raise ConfigError(f"file {path}: longer than {FILE_BYTES_MAX} bytes; allowed: a TOML file of inputs")
-        return tomllib.loads(content.decode())
-    except OSError as error:
-        raise ConfigError(f"file {path}: {error.strerror}; allowed: a readable TOML file") from error
-    except ValueError as error:  # a UnicodeDecodeError, or a TOMLDecodeError, which names line and column
-        raise ConfigError(f"file {path}: not TOML: {error}") from error
 
 
 def _from_tables(tables: Mapping[str, Any], origin: str) -> Iterator[_Entry]:

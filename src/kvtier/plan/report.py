@@ -29,7 +29,7 @@ LIMITS = (
 
 
 def write_report(path: Path, plan: Plan, stated: list[Stated] | None = None) -> None:
-    """Write the report; missing parent directories are made.
+    """Write the report, whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written, or matplotlib is missing.

@@ -12,7 +12,7 @@ from kvtier.probe.tables import place_text, table
 
 
 def write_report(path: Path, result: ProbeResult) -> None:
-    """Write the report; missing parent directories are made.
+    """Write the report, whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 OutcomeT = TypeVar("OutcomeT", bound="DataclassInstance")
+FILE_BYTES_MAX = 1 << 28
 _HASH_STEP = 1 << 22
 
 
@@ -37,6 +38,8 @@ class Journal(Generic[OutcomeT]):
         self._trace = _digest(packed)
         self._done: dict[str, OutcomeT] = {}
         try:
+            if path.exists() and path.stat().st_size > FILE_BYTES_MAX:
+                raise ConfigError(f"--keep {str(path)!r} is longer than {FILE_BYTES_MAX} bytes; allowed: at most that")
             text = path.read_text(encoding="utf-8") if path.exists() else ""
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--keep {str(path)!r} cannot be read: {error}") from error
@@ -47,8 +50,8 @@ class Journal(Generic[OutcomeT]):
             try:
                 entry: dict[str, Any] = json.loads(line)
                 if entry["trace"] == self._trace:
-                    self._done[entry["task"]] = read(entry["outcome"])
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    self._done[entry["task"]] = read(_checked(entry))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ConfigError(
                     f"--keep {str(path)!r}, line {number}: not made by `kvtier replay`: {error}"
                 ) from error
@@ -65,7 +68,9 @@ class Journal(Generic[OutcomeT]):
         Raises:
             ConfigError: the file cannot be written.
         """
-        line = json.dumps({"trace": self._trace, "task": repr(task), "outcome": asdict(outcome)})
+        told = asdict(outcome)
+        checksum = _checksum(repr(task), told)
+        line = json.dumps({"trace": self._trace, "task": repr(task), "checksum": checksum, "outcome": told})
         try:
             if self._is_cut:
                 os.truncate(self._path, self._whole_bytes)
@@ -74,6 +79,21 @@ class Journal(Generic[OutcomeT]):
         except OSError as error:
             raise ConfigError(f"--keep {str(self._path)!r} cannot be written: {error.strerror or error}") from error
         self._is_cut = False
+
+
+def _checked(entry: dict[str, Any]) -> dict[str, Any]:
+    """The outcome that `entry` holds.
+
+    Raises:
+        ValueError: its bytes are not those that were written.
+    """
+    if entry["checksum"] != _checksum(entry["task"], entry["outcome"]):
+        raise ValueError("its checksum is another")
+    return entry["outcome"]
+
+
+def _checksum(task: str, outcome: object) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps([task, outcome]).encode())
 
 
 def _digest(packed: Packed) -> str:

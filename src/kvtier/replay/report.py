@@ -18,7 +18,7 @@ CAPTIONS = {
 
 
 def write_report(path: Path, replayed: Sequence[Replayed]) -> None:
-    """Write the report; missing parent directories are made.
+    """Write the report, whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written.

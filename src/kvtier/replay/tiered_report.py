@@ -28,7 +28,7 @@ CAPTIONS = {
 
 
 def write_tiered_report(path: Path, replayed: Sequence[TieredReplay]) -> None:
-    """Write the report; missing parent directories are made.
+    """Write the report, whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written.

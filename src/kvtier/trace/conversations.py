@@ -10,6 +10,7 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.trace.files import Place, json_lines, number
+from kvtier.trace.ids import held
 from kvtier.trace.request import Ids, Request
 from kvtier.trace.requests import ADVICE, UNITS_S, doubt, next_turn_of, session_of
 
@@ -56,6 +57,7 @@ class TextLines:
         """The requests, in the order of time, which counts from the first; files of this form go session by session."""
         numbers: dict[bytes, int] = {}
         requests: list[Request] = []
+        kept = 0
         for file, line_number, line in json_lines(self._path):
             with Place(file, line_number):
                 time_s = number(line, "timestamp")
@@ -64,6 +66,8 @@ class TextLines:
                 answer = len(self._tokenize(_text(line, "output"))) if "output" in line else 0
                 blocks = self._named(tokens, numbers)
                 next_turn = next_turn_of(line)
+                kept += len(blocks)
+                held(kept)
                 requests.append(Request(time_s, len(tokens), answer, blocks, session_of(line), line_number, next_turn))
         requests.sort(key=lambda it: it.time_s)
         if self._time_unit == "ms":

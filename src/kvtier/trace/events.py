@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, damage_errors, is_msgpack, number, open_binary, text_lines, whole
-from kvtier.trace.ids import merged
+from kvtier.trace.files import Place, damage_errors, is_msgpack, number, open_binary, short, text_lines, whole
+from kvtier.trace.ids import REQUEST_BLOCKS_MAX, merged
 from kvtier.trace.request import Request, Wrong
 from kvtier.trace.requests import larger_block
 
@@ -32,7 +32,10 @@ ANSWER_S: Final = 10.0
 """Between two blocks of an answer."""
 SECONDS_MAX: Final = 1e11
 """Of a time since 1970; what is more is in another unit."""
-BATCH_BYTES_MAX: Final = 1 << 28
+BATCH_BYTES_MAX: Final = 1 << 24
+"""A batch takes up to 64 times its bytes in memory: 1 GiB."""
+_ITEMS_MAX: Final = 1 << 20
+"""Of one array or map of a batch: msgpack takes memory for as many as are announced."""
 _FIELDS: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
 """Of a `BlockStored` that is written as an array: the leading ones, in the order in which both engines have them."""
 _PARTS: Final = ("ts", "events", "data_parallel_rank")
@@ -66,7 +69,8 @@ class _Open:
     latest_s: float
     batch: int
     first_batch: int
-    blocks: list[int]
+    prompt_tip: int
+    """Last block of its prompt: the chain says the others."""
     tip: tuple[object, int]
     session: str | None
     answer_blocks: int = 0
@@ -129,35 +133,41 @@ class EventBatches:
                 continue
             began_s = stored.time_s if began_s is None else began_s
             while waiting and stored.time_s - waiting[0].latest_s > ANSWER_S:
-                yield self._closed(waiting.popleft(), tips, began_s)
+                yield self._closed(waiting.popleft(), chains, tips, began_s)
             parent = chains.find(stored.parent)
             going_on = None if parent is None else _continued(tips, (stored.rank, parent), stored)
             new = chains.extended(parent, stored.hashes)
             if going_on is None:
                 if parent is None and stored.parent is not None:
                     self._unknown += 1
-                blocks = [*chains.path(parent), *new]
-                going_on = _Open(
-                    stored.time_s, stored.time_s, stored.batch, stored.batch, blocks, (stored.rank, 0), stored.session
-                )
+                tip = (stored.rank, new[-1])
+                going_on = _Open(stored.time_s, stored.time_s, stored.batch, stored.batch, new[-1], tip, stored.session)
                 waiting.append(going_on)
             elif going_on.is_answering(stored):
                 going_on.answer_blocks += len(new)
             else:
-                going_on.blocks += new
+                going_on.prompt_tip = new[-1]
             going_on.latest_s, going_on.batch = stored.time_s, stored.batch
             going_on.tip = (stored.rank, new[-1])
             tips.setdefault(going_on.tip, []).append(going_on)
         for each in waiting:
-            yield self._closed(each, tips, began_s or 0.0)
+            yield self._closed(each, chains, tips, began_s or 0.0)
 
-    def _closed(self, done: _Open, tips: dict[tuple[object, int], list[_Open]], began_s: float) -> Request:
+    def _closed(
+        self, done: _Open, chains: "_Chains", tips: dict[tuple[object, int], list[_Open]], began_s: float
+    ) -> Request:
         here = tips.get(done.tip, [])
         if done in here:
             here.remove(done)
         if not here:
             tips.pop(done.tip, None)
-        blocks = np.asarray(done.blocks, np.int64)
+        path = chains.path(done.prompt_tip)
+        if len(path) > REQUEST_BLOCKS_MAX:
+            raise ConfigError(
+                f"trace {self._path}, batch {done.first_batch}: a request of more than {REQUEST_BLOCKS_MAX} blocks; "
+                "allowed: that"
+            )
+        blocks = np.asarray(path, np.int64)
         return Request(
             done.time_s - began_s,
             len(blocks) * self._own_tokens,
@@ -183,10 +193,10 @@ class EventBatches:
             return None
         hashes, parent, session = (fields.get(it) for it in ("block_hashes", "parent_block_hash", "session_id"))
         if not isinstance(hashes, list):
-            raise ConfigError(f"block_hashes of a {_STORED} is {_short(hashes)}; allowed: a list")
+            raise ConfigError(f"block_hashes of a {_STORED} is {short(hashes)}; allowed: a list")
         for name in (parent, *cast("list[object]", hashes)):
             if not isinstance(name, int | str | bytes | None):
-                raise ConfigError(f"block hash {_short(name)}; allowed: whole numbers, bytes or texts")
+                raise ConfigError(f"block hash {short(name)}; allowed: whole numbers, bytes or texts")
         return _Stored(
             batch,
             time_s,
@@ -229,13 +239,12 @@ class _Chains:
             before = block
         return out
 
-    def path(self, block: int | None) -> list[int]:
-        """All blocks up to this one."""
+    def path(self, block: int) -> list[int]:
+        """All blocks up to this one, or `REQUEST_BLOCKS_MAX` and one more."""
         out: list[int] = []
-        at = -1 if block is None else block
-        while at >= 0:
-            out.append(at)
-            at = self._before[at]
+        while block >= 0 and len(out) <= REQUEST_BLOCKS_MAX:
+            out.append(block)
+            block = self._before[block]
         return out[::-1]
 
 
@@ -268,33 +277,47 @@ def _batches(path: Path) -> Iterator[tuple[int, object]]:
     count = 0
     try:
         with open_binary(path) as stream:
-            unpacker: Any = msgpack.Unpacker(stream, raw=False, strict_map_key=False, max_buffer_size=BATCH_BYTES_MAX)
+            unpacker: Any = msgpack.Unpacker(
+                stream,
+                raw=False,
+                strict_map_key=False,
+                max_buffer_size=BATCH_BYTES_MAX,
+                max_array_len=_ITEMS_MAX,
+                max_map_len=_ITEMS_MAX,
+            )
             for count, each in enumerate(unpacker, 1):
                 yield count, cast("object", each)
             if unpacker.tell() != stream.tell():
                 raise ConfigError(f"trace {path}: cut short after batch {count}")
-    except (ValueError, OSError, *damage_errors(), msgpack.exceptions.UnpackException) as error:
-        raise ConfigError(f"trace {path}, after batch {count}: not msgpack: {error}") from error
+    except (ValueError, TypeError, OSError, MemoryError, *damage_errors(), msgpack.exceptions.UnpackException) as error:
+        told = str(error) or type(error).__name__
+        raise ConfigError(
+            f"trace {path}, after batch {count}: not msgpack: {told}; allowed: batches of at most {BATCH_BYTES_MAX} "
+            f"bytes, arrays of at most {_ITEMS_MAX}"
+        ) from error
 
 
 def _parts(batch: object) -> tuple[float, list[object], object]:
     parts = _named(batch, _PARTS)
     if "events" not in parts:
-        raise ConfigError(f"{_short(batch)} is no batch; allowed: [time, events, rank], or ts and events")
+        raise ConfigError(f"{short(batch)} is no batch; allowed: [time, events, rank], or ts and events")
     events = parts.get("events")
     if not isinstance(events, list):
-        raise ConfigError(f"events is {_short(events)}; allowed: a list")
+        raise ConfigError(f"events is {short(events)}; allowed: a list")
     time_s = number(parts, "ts")
     if time_s > SECONDS_MAX:
         raise ConfigError(f"ts is {time_s:g}; allowed: seconds, as engines write them, not milliseconds")
-    return time_s, cast("list[object]", events), parts.get("data_parallel_rank")
+    rank = parts.get("data_parallel_rank")
+    if not isinstance(rank, int | str | None):
+        raise ConfigError(f"data_parallel_rank is {short(rank)}; allowed: a whole number")
+    return time_s, cast("list[object]", events), rank
 
 
 def _event(event: object) -> tuple[str, dict[str, Any]]:
     fields = _named(event, ("type", *_FIELDS))
     kind = fields.get("type")
     if not isinstance(kind, str):
-        raise ConfigError(f"{_short(event)} is no event; allowed: [kind, fields], or an object with type")
+        raise ConfigError(f"{short(event)} is no event; allowed: [kind, fields], or an object with type")
     return kind, fields
 
 
@@ -303,8 +326,3 @@ def _named(value: object, names: Sequence[str]) -> dict[str, Any]:
     if isinstance(value, list):
         return dict(zip(names, cast("list[object]", value), strict=False))
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -3,8 +3,10 @@
 import gzip
 import io
 import json
+import os
+import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -13,14 +15,26 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-LINE_BYTES_MAX = 1 << 27
+LINE_BYTES_MAX = 1 << 25
+"""JSON values take up to 25 times the bytes of their text in memory: 800 MiB for one line."""
+EMPTY_LINES_MAX = 1 << 20
+"""In a row."""
+EXPANDED_BYTES_FREE = 1 << 28
+"""Bytes that any packed file may expand to."""
+EXPANSION_MAX = 1000
+"""Beyond `EXPANDED_BYTES_FREE`, bytes for each packed byte. Traces are packed 5 to 50 times."""
 FILES_MAX = 1 << 14
 """Of a trace that is a directory."""
 WHOLE_MAX = (1 << 31) - 1
 """Tokens of a prompt, at most."""
+NUMBER_MAX = 1e19
+"""Of times: nanoseconds since 1970 are 2e18."""
+SHORT_CHARACTERS = 60
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_PACKED_BYTES = 1 << 16
+_PACKED_BYTES = 512
+"""Packed bytes that zstd is given at a time: they are 128 blocks at most, and expand to 16 MiB at most."""
+_PART_BYTES = 1 << 16
 _LINES_NAMES = (".json", ".jsonl")
 _PACKED_NAMES = ("", ".gz", ".zst")
 
@@ -49,7 +63,11 @@ class Place:
                 f"trace {self._path}, {self._unit} {self._line}: not JSON: {error.msg} at character {error.pos + 1}; "
                 "allowed: a JSON value on each line"
             ) from None
-        if isinstance(error, TypeError | ValueError | AttributeError | OverflowError | RecursionError):
+        if isinstance(error, RecursionError):
+            raise ConfigError(
+                f"trace {self._path}, {self._unit} {self._line}: nested too deep; allowed: a few hundred levels"
+            ) from None
+        if isinstance(error, TypeError | ValueError | AttributeError | OverflowError):
             raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error}") from None
 
 
@@ -78,15 +96,18 @@ def open_binary(path: Path) -> IO[bytes]:
     """Open a file, plain, gzip or zstd; what its first bytes say counts, not its name.
 
     Raises:
-        ConfigError: it cannot be opened, or it is zstd and the package for it is missing.
+        ConfigError: it cannot be opened, is no regular file, or is zstd and the package for it is missing. Reading
+            raises it too, when a packed file expands beyond `EXPANDED_BYTES_FREE` and `EXPANSION_MAX`.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"trace {path} is no regular file; allowed: a file, which is read twice")
         with path.open("rb") as stream:
             magic = stream.read(4)
         if magic.startswith(_GZIP):
-            return cast("IO[bytes]", gzip.open(path, "rb"))
+            return io.BufferedReader(_Unpacked(path, _gzip_parts), _PART_BYTES)
         if magic == _ZSTD:
-            return _open_zstd(path)
+            return io.BufferedReader(_Unpacked(path, _zstd_parts), _PART_BYTES)
         return path.open("rb")
     except OSError as error:
         raise ConfigError(f"trace {path}: {error.strerror or error}; allowed: a readable file") from error
@@ -106,25 +127,16 @@ def is_msgpack(path: Path) -> bool:
     return bool(first) and (0x80 <= first[0] <= 0x9F or 0xDC <= first[0] <= 0xDF)
 
 
-def _open_zstd(path: Path) -> IO[bytes]:
-    try:
-        import zstandard  # noqa: PLC0415  an extra, wanted only here
-    except ImportError:
-        raise ConfigError(
-            f"trace {path} is zstd, and zstandard is not installed; allowed: pip install 'kvtier[zstd]'"
-        ) from None
-    return io.BufferedReader(_Unpacked(path, zstandard))
-
-
 class _Unpacked(io.RawIOBase):
-    """Reads zstd as `gzip.open` reads gzip: a file that ends within a frame is an error, not a shorter file."""
+    """What a packed file expands to, part by part: its memory does not depend on how far the file expands."""
 
-    def __init__(self, path: Path, package: Any) -> None:  # noqa: ANN401  zstandard, which may be missing
-        self._package = package
+    def __init__(self, path: Path, parts: Callable[[Path, IO[bytes]], Iterator[bytes]]) -> None:
+        self._path = path
         self._stream = path.open("rb")
-        self._decoder: Any = None
-        self._packed = self._unpacked = b""
+        self._parts = parts(path, self._stream)
+        self._part = memoryview(b"")
         self._given = 0
+        self._most = max(EXPANDED_BYTES_FREE, EXPANSION_MAX * os.fstat(self._stream.fileno()).st_size)
 
     def readable(self) -> bool:
         return True
@@ -133,21 +145,21 @@ class _Unpacked(io.RawIOBase):
         return self._given
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        while not self._unpacked:
-            self._packed = self._packed or self._stream.read(_PACKED_BYTES)
-            if not self._packed:
-                if self._decoder is not None:
-                    raise EOFError("it ends within a zstd frame")
+        while not self._part:
+            part = next(self._parts, None)
+            if part is None:
                 return 0
-            self._decoder = self._decoder or self._package.ZstdDecompressor().decompressobj()
-            self._unpacked, self._packed = self._decoder.decompress(self._packed), b""
-            if self._decoder.eof:
-                self._packed, self._decoder = self._decoder.unused_data, None
+            self._part = memoryview(part)
         into = memoryview(buffer).cast("B")
-        count = min(len(into), len(self._unpacked))
-        into[:count] = self._unpacked[:count]
-        self._unpacked = self._unpacked[count:]
+        count = min(len(into), len(self._part))
+        into[:count] = self._part[:count]
+        self._part = self._part[count:]
         self._given += count
+        if self._given > self._most:
+            raise ConfigError(
+                f"trace {self._path} expands to more than {self._most} bytes; allowed: {EXPANDED_BYTES_FREE}, or "
+                f"{EXPANSION_MAX} times its size"
+            )
         return count
 
     def close(self) -> None:
@@ -155,20 +167,55 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
 
+def _gzip_parts(_path: Path, stream: IO[bytes]) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=stream, mode="rb") as file:
+        yield from iter(lambda: file.read1(_PART_BYTES), b"")
+
+
+def _zstd_parts(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
+    try:
+        import zstandard  # noqa: PLC0415  an extra, wanted only here
+    except ImportError:
+        raise ConfigError(
+            f"trace {path} is zstd, and zstandard is not installed; allowed: pip install 'kvtier[zstd]'"
+        ) from None
+    decoder: Any = None
+    while packed := stream.read(_PACKED_BYTES):
+        while packed:
+            decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
+            yield decoder.decompress(packed)
+            packed = b""
+            if decoder.eof:
+                packed, decoder = decoder.unused_data, None
+    if decoder is not None:
+        raise EOFError("it ends within a zstd frame")
+
+
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines of UTF-8 with their numbers from 1; empty ones are left out.
 
     Raises:
-        ConfigError: the file cannot be read, is damaged, or is no text.
+        ConfigError: the file cannot be read, is damaged, is no text, or a line is longer than `LINE_BYTES_MAX`.
     """
-    number = 0
+    number = empty = 0
     try:
         with open_binary(path) as stream:
-            for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX), b""), 1):
+            for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX + 1), b""), 1):
+                if len(line) > LINE_BYTES_MAX:
+                    raise ConfigError(
+                        f"trace {path}, line {number}: longer than {LINE_BYTES_MAX} bytes; allowed: at most that"
+                    )
                 # Some programs begin a file with a mark that says it is UTF-8.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
+                    empty = 0
                     yield number, text
+                    continue
+                empty += 1
+                if empty > EMPTY_LINES_MAX:
+                    raise ConfigError(
+                        f"trace {path}, line {number}: more than {EMPTY_LINES_MAX} empty lines in a row; allowed: that"
+                    )
     except OSError as error:
         raise ConfigError(f"trace {path}, after line {number}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -190,7 +237,7 @@ def json_lines(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
             with Place(file, number):
                 value: object = json.loads(text)
                 if not isinstance(value, dict):
-                    raise ConfigError(f"{text[:40].strip()!r} is not a JSON object")
+                    raise ConfigError(f"{short(text.strip())} is not a JSON object")
             yield file, number, cast("dict[str, Any]", value)
 
 
@@ -214,7 +261,7 @@ def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:
     value = fields[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= WHOLE_MAX or value != int(value):
-        raise ConfigError(f"{name} is {value!r}; allowed: a whole number from {least} to {WHOLE_MAX}")
+        raise ConfigError(f"{name} is {short(value)}; allowed: a whole number from {least} to {WHOLE_MAX}")
     return int(value)
 
 
@@ -227,6 +274,12 @@ def number(fields: dict[str, Any], name: str) -> float:
     if name not in fields:
         raise ConfigError(f"{name!r} is missing")
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise ConfigError(f"{name} is {value!r}; allowed: a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= NUMBER_MAX:
+        raise ConfigError(f"{name} is {short(value)}; allowed: a number of at most {NUMBER_MAX:g}")
     return float(value)
+
+
+def short(value: object) -> str:
+    """`value` for a message: its beginning, where it is long."""
+    text = repr(value)
+    return text if len(text) <= SHORT_CHARACTERS else f"{text[:SHORT_CHARACTERS]}…"

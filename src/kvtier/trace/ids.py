@@ -1,5 +1,6 @@
 """Block ids of any kind as small numbers, so that everything behind a reader works on plain arrays."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, cast
@@ -7,14 +8,17 @@ from typing import Any, cast
 import numpy as np
 
 from kvtier.errors import ConfigError
+from kvtier.trace.files import short
 from kvtier.trace.request import Ids
 
 OWN_IDS_MAX = 1 << 25
 """Ids below are taken as they are; others (hashes, texts) are numbered, from -1 downwards, as they appear."""
 RUN_IDS_MAX = 1 << 30
 """Ids in runs: whoever writes runs numbers blocks one after the other."""
-RUN_BLOCKS_MAX = 1 << 22
-"""Blocks of one request: with 16 tokens each, 67 million tokens."""
+REQUEST_BLOCKS_MAX = 1 << 20
+"""Blocks of one request: with 16 tokens each, 16 million tokens."""
+HELD_BLOCKS_MAX = 1 << 28
+"""Blocks of all requests that a reader keeps until their time: 1 or 2 GiB."""
 
 
 class Numbering:
@@ -27,19 +31,22 @@ class Numbering:
         """`ids` as numbers: small ones stay, others get a negative one that stays the same for each id.
 
         Raises:
-            ConfigError: one is neither a whole number nor a text.
+            ConfigError: they are more than `REQUEST_BLOCKS_MAX`, or one is neither a whole number nor a text.
         """
+        if len(ids) > REQUEST_BLOCKS_MAX:
+            raise ConfigError(f"hash_ids has {len(ids)} blocks; allowed: at most {REQUEST_BLOCKS_MAX}")
         try:
-            array = np.asarray(ids)
-        except (ValueError, OverflowError):
-            array = np.asarray([None])
-        if array.dtype.kind in "iu" and (not len(array) or (array.min() >= 0 and array.max() < OWN_IDS_MAX)):
-            return array.astype(np.int64, copy=False)
+            # Not numpy's own reading of a list: of texts it would make an array as wide as the longest.
+            own = np.asarray(array("q", cast("Sequence[int]", ids)))
+        except (TypeError, OverflowError):
+            own = None
+        if own is not None and (not len(own) or (own.min() >= 0 and own.max() < OWN_IDS_MAX)):
+            return own
         numbers = self._numbers
         out = np.empty(len(ids), np.int64)
         for place, block in enumerate(ids):
             if isinstance(block, bool) or not isinstance(block, int | str):
-                raise ConfigError(f"hash_ids holds {block!r}; allowed: whole numbers or texts")
+                raise ConfigError(f"hash_ids holds {short(block)}; allowed: whole numbers or texts")
             if isinstance(block, int) and 0 <= block < OWN_IDS_MAX:
                 out[place] = block
             else:
@@ -51,23 +58,24 @@ def from_runs(runs: object) -> Ids:
     """The ids of a list of [first id, count].
 
     Raises:
-        ConfigError: it is no such list, an id is negative or too large, or a run is empty.
+        ConfigError: it is no such list, an id is negative or too large, a run is empty, or they have more than
+            `REQUEST_BLOCKS_MAX` blocks.
     """
     if not isinstance(runs, list):
-        raise ConfigError(f"hash_runs is {_short(runs)}; allowed: a list of [first id, count]")
+        raise ConfigError(f"hash_runs is {short(runs)}; allowed: a list of [first id, count]")
     parts: list[Iterable[int]] = []
     blocks = 0
     for run in cast("list[Any]", runs):
         match run:
-            case [int(first), int(count)] if 0 <= first <= RUN_IDS_MAX - count and 0 < count <= RUN_BLOCKS_MAX:
+            case [int(first), int(count)] if 0 <= first <= RUN_IDS_MAX - count and count > 0:
                 parts.append(range(first, first + count))
                 blocks += count
             case _:
                 raise ConfigError(
-                    f"hash_runs holds {_short(run)}; allowed: [first id, count from 1], ids below {RUN_IDS_MAX}"
+                    f"hash_runs holds {short(run)}; allowed: [first id, count from 1], ids below {RUN_IDS_MAX}"
                 )
-    if blocks > RUN_BLOCKS_MAX:
-        raise ConfigError(f"hash_runs has {blocks} blocks; allowed: at most {RUN_BLOCKS_MAX}")
+    if blocks > REQUEST_BLOCKS_MAX:
+        raise ConfigError(f"hash_runs has {blocks} blocks; allowed: at most {REQUEST_BLOCKS_MAX}")
     if len(parts) == 1:
         run = parts[0]
         return np.arange(run.start, run.stop, dtype=np.int64) if isinstance(run, range) else np.zeros(0, np.int64)
@@ -86,7 +94,7 @@ def blocks_of(line: dict[str, Any], numbering: Numbering) -> Ids:
         raise ConfigError("'hash_ids' is missing")
     ids = line["hash_ids"]
     if not isinstance(ids, list):
-        raise ConfigError(f"hash_ids is {_short(ids)}; allowed: a list of ids")
+        raise ConfigError(f"hash_ids is {short(ids)}; allowed: a list of ids")
     return numbering.numbered(cast("list[object]", ids))
 
 
@@ -98,6 +106,11 @@ def merged(blocks: Ids, factor: int) -> Ids:
     return np.append(taken, blocks[-1]) if len(blocks) % factor else taken
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
+def held(blocks: int) -> None:
+    """Check how many blocks a reader keeps.
+
+    Raises:
+        ConfigError: they are more than `HELD_BLOCKS_MAX`.
+    """
+    if blocks > HELD_BLOCKS_MAX:
+        raise ConfigError(f"{blocks} blocks up to here, all kept to be sorted; allowed: at most {HELD_BLOCKS_MAX}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, text_lines, whole
+from kvtier.trace.files import Place, short, text_lines, whole
 from kvtier.trace.request import Request
 
 HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -33,8 +33,8 @@ class LengthRows:
         """The requests, in the order of the file; times count from the first."""
         lines = text_lines(self._path)
         first_line, first = next(lines, (1, ""))
-        columns = [it.strip() for it in _cells(first)]
         with Place(self._path, first_line):
+            columns = [it.strip() for it in _cells(first)]
             if missing := [it for it in HEADER if it not in columns]:
                 raise ConfigError(f"column {missing[0]} is missing")
         began: datetime | None = None
@@ -50,7 +50,10 @@ class LengthRows:
 
 
 def _cells(text: str) -> list[str]:
-    return next(csv.reader([text]), list[str]())
+    try:
+        return next(csv.reader([text]), list[str]())
+    except csv.Error as error:
+        raise ConfigError(f"not CSV: {error}; allowed: fields of at most {csv.field_size_limit()} characters") from None
 
 
 def _time(text: str) -> datetime:
@@ -59,11 +62,11 @@ def _time(text: str) -> datetime:
         # Azure's later traces name the zone, UTC.
         return time if time.tzinfo else time.replace(tzinfo=UTC)
     except ValueError:
-        raise ConfigError(f"TIMESTAMP is {text!r}; allowed: such as 2023-11-16 18:15:46.680590") from None
+        raise ConfigError(f"TIMESTAMP is {short(text)}; allowed: such as 2023-11-16 18:15:46.680590") from None
 
 
 def _count(fields: dict[str, str], name: str) -> int:
     try:
         return whole({name: int(fields[name])}, name)
     except (KeyError, ValueError):
-        raise ConfigError(f"{name} is {fields.get(name)!r}; allowed: a whole number from 0 on") from None
+        raise ConfigError(f"{name} is {short(fields.get(name))}; allowed: a whole number from 0 on") from None

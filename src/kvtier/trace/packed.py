@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
+from kvtier.trace.files import WHOLE_MAX
+from kvtier.trace.ids import REQUEST_BLOCKS_MAX
 from kvtier.trace.request import Request, Trace, Wrong
 from kvtier.types import NextTurn
 
@@ -24,6 +26,10 @@ NEXT_TURNS = tuple(NextTurn)
 MEMORY_BYTES_MAX = 64 << 20
 """A column beyond is kept in a file."""
 BLOCKS_MAX = 1 << 30
+ACCESSES_MAX = 1 << 32
+"""Blocks of all requests: 16 GiB in a temporary file."""
+_DENSE_MIN = 1 << 22
+"""Fewer accesses than that count as so many: a table of that size is small."""
 _SPARSE = 2
 """From so many ids for each access on, they are sorted: a table of all of them would be large and empty."""
 _STEP = 1 << 16
@@ -193,6 +199,7 @@ class _Packer:
         return self._time_s, self._input, self._output, self._session, self._turn, self._next_turn
 
     def _add(self, time_s: float, request: Request) -> None:
+        _check(self._trace.name, request)
         number = turn = -1
         if request.session is not None:
             number = self._sessions.setdefault(request.session, len(self._sessions))
@@ -204,6 +211,10 @@ class _Packer:
         self._rows.append((self._total, time_s, request.input_tokens, request.output_tokens, number, turn, next_turn))
         self._blocks.append(request.blocks)
         self._total += len(request.blocks)
+        if self._total > ACCESSES_MAX:
+            raise ConfigError(
+                f"trace {self._trace.name}: {self._total} blocks of all requests; allowed: {ACCESSES_MAX}"
+            )
         self._waiting += len(request.blocks) + 1
         if self._waiting >= _STEP:
             self._flush()
@@ -251,9 +262,25 @@ class _Packer:
         )
 
 
+def _check(trace: str, request: Request) -> None:
+    """What holds for the requests of every reader.
+
+    Raises:
+        ConfigError: one has too many tokens or blocks.
+    """
+    for name, tokens in (("prompt", request.input_tokens), ("answer", request.output_tokens)):
+        if not 0 <= tokens <= WHOLE_MAX:
+            raise ConfigError(
+                f"trace {trace}, line {request.line}: {name} of {tokens} tokens; allowed: at most {WHOLE_MAX}"
+            )
+    blocks = len(request.blocks)
+    if blocks > REQUEST_BLOCKS_MAX:
+        raise ConfigError(f"trace {trace}, line {request.line}: {blocks} blocks; allowed: at most {REQUEST_BLOCKS_MAX}")
+
+
 def _renumber(ids: Column, lowest: int, highest: int) -> int:
     """Number the blocks in place, without gaps, in the order of their ids; returns how many there are."""
-    if highest - lowest >= _SPARSE * max(len(ids), MEMORY_BYTES_MAX):
+    if highest - lowest >= _SPARSE * max(len(ids), _DENSE_MIN):
         known = np.unique(ids)
         for start in range(0, len(ids), _STEP):
             ids[start : start + _STEP] = np.searchsorted(known, ids[start : start + _STEP])

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, json_lines, number, whole
-from kvtier.trace.ids import Numbering, blocks_of, merged
+from kvtier.trace.files import Place, json_lines, number, short, whole
+from kvtier.trace.ids import Numbering, blocks_of, held, merged
 from kvtier.trace.request import Request, Wrong
 from kvtier.types import NextTurn
 
@@ -20,6 +20,14 @@ DOUBT_REQUESTS_MIN = 10
 _BUSY_TOKENS_PER_S = 1e6
 _BUSY_REQUESTS_PER_S = 100.0
 """Above both, a trace that is said to be in milliseconds is more likely in seconds."""
+
+
+class _Size(NamedTuple):
+    """What the size of a block and the unit of time are told from; a request itself may have a million blocks."""
+
+    time_s: float
+    input_tokens: int
+    blocks: int
 
 
 class RequestLines:
@@ -40,14 +48,14 @@ class RequestLines:
         self._path = path
         self.name = str(path)
         self._unit_s = UNITS_S[time_unit]
-        head = list(islice(self._lines(), HEAD_LINES))
+        head = [_Size(it.time_s, it.input_tokens, len(it.blocks)) for it in islice(self._lines(), HEAD_LINES)]
         own, note = self._stated_block_tokens() or _own_block_tokens(head)
         self.block_tokens, self._factor = larger_block(path, own, block_tokens)
         self.notes = tuple(it for it in (note, _doubt(head, time_unit)) if it)
 
     def requests(self) -> Iterator[Request]:
         """The requests, in the order of the file; those of a directory, which are kept for it, in the order of time."""
-        lines = self._lines()
+        lines = self._lines(is_held=self._path.is_dir())
         for request in sorted(lines, key=lambda it: it.time_s) if self._path.is_dir() else lines:
             yield request._replace(blocks=merged(request.blocks, self._factor)) if self._factor > 1 else request
 
@@ -59,8 +67,9 @@ class RequestLines:
         with Place(file, line_number):
             return whole(line, "block_size", least=1), ""
 
-    def _lines(self) -> Iterator[Request]:
+    def _lines(self, *, is_held: bool = False) -> Iterator[Request]:
         numbering = Numbering()
+        blocks = 0
         for file, line_number, line in json_lines(self._path):
             with Place(file, line_number):
                 request = Request(
@@ -72,6 +81,9 @@ class RequestLines:
                     line_number,
                     next_turn_of(line),
                 )
+                if is_held:
+                    blocks += len(request.blocks)
+                    held(blocks)
             yield request
 
 
@@ -94,7 +106,7 @@ def next_turn_of(line: dict[str, Any]) -> NextTurn | None:
         return NextTurn(told)
     except ValueError:
         allowed = ", ".join(it.value for it in NextTurn)
-        raise ConfigError(f"next_turn is {told!r}; allowed: {allowed}") from None
+        raise ConfigError(f"next_turn is {short(told)}; allowed: {allowed}") from None
 
 
 def larger_block(path: Path, own: int, wanted: int | None) -> tuple[int, int]:
@@ -110,12 +122,12 @@ def larger_block(path: Path, own: int, wanted: int | None) -> tuple[int, int]:
     return wanted, wanted // own
 
 
-def _own_block_tokens(head: list[Request]) -> tuple[int, str]:
+def _own_block_tokens(head: list[_Size]) -> tuple[int, str]:
     """Request lines do not say it: the power of two that explains the numbers of ids, or at least how many they are."""
     least, most = 1.0, math.inf
     above, whole_most = 0.0, math.inf
     for request in head:
-        tokens, blocks = request.input_tokens, len(request.blocks)
+        tokens, blocks = request.input_tokens, request.blocks
         above = max(above, tokens / (blocks + 1))
         if blocks:
             least = max(least, tokens / blocks)
@@ -133,7 +145,7 @@ def _own_block_tokens(head: list[Request]) -> tuple[int, str]:
     return math.ceil(least), f"blocks of about {math.ceil(least)} tokens: the numbers of ids do not agree on one"
 
 
-def _doubt(head: list[Request], time_unit: str) -> str:
+def _doubt(head: list[_Size], time_unit: str) -> str:
     """A word on times that can hardly be meant."""
     if time_unit != "ms":
         return ""

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, json_lines, number, whole
-from kvtier.trace.ids import Numbering, blocks_of, merged
+from kvtier.trace.files import Place, json_lines, number, short, whole
+from kvtier.trace.ids import Numbering, blocks_of, held, merged
 from kvtier.trace.request import Request, Wrong
 from kvtier.trace.requests import larger_block
 from kvtier.types import NextTurn
@@ -26,6 +26,8 @@ SESSION_MAX_S = 30 * 86_400.0
 """What takes longer is more likely in milliseconds."""
 DEPTH_MAX = 32
 """Sub-agents of sub-agents."""
+SESSION_BLOCKS_MAX = 1 << 24
+"""Blocks of all requests of one session, as large as they are replayed."""
 _IDS_MAX = (1 << 31) - 1
 
 
@@ -84,7 +86,7 @@ class SessionLines:
         parts: list[_Part] = []
         draw = np.random.default_rng(self._seed)
         numbering = Numbering()
-        first_id = times_back = 0
+        first_id = times_back = kept = 0
         longest_s = 0.0
         for file, line_number, session in json_lines(self._path):
             start_s = float(draw.uniform(0.0, self._window_s))
@@ -94,10 +96,13 @@ class SessionLines:
                         f"block_size {session['block_size']}; allowed: {self.own_block_tokens}, as before"
                     )
                 if _is_global(session) != self._is_global:
-                    raise ConfigError(f"hash_id_scope {session.get('hash_id_scope')!r}; allowed: the same in all lines")
+                    raise ConfigError(
+                        f"hash_id_scope {short(session.get('hash_id_scope'))}; allowed: the same in all lines"
+                    )
                 name = str(session.get("id", f"{file.name}:{line_number}"))
                 latest_s: dict[str, float] = {}
                 own: list[_Part] = []
+                in_session = 0
                 for time_s, agent, request in _flattened(session, start_s, name, 0):
                     times_back += time_s < latest_s.get(agent, time_s)
                     latest_s[agent] = max(time_s, latest_s.get(agent, time_s))
@@ -105,6 +110,11 @@ class SessionLines:
                     blocks = merged(blocks_of(request, numbering), self._factor).astype(np.int32)
                     lengths = whole(request, "in"), whole(request, "out")
                     next_turn = _next_turn(request, is_sub_agent=agent != name)
+                    kept += len(blocks)
+                    in_session += len(blocks)
+                    held(kept)
+                    if in_session > SESSION_BLOCKS_MAX:
+                        raise ConfigError(f"{in_session} blocks in one session; allowed: at most {SESSION_BLOCKS_MAX}")
                     own.append(_Part(time_s, *lengths, blocks, agent, line_number, next_turn))
                 if not self._is_global:
                     numbering = Numbering()
@@ -136,7 +146,7 @@ def _is_global(session: dict[str, Any]) -> bool:
     """Whether ids mean the same in all sessions that say so."""
     scope = session.get("hash_id_scope", "local")
     if scope not in ("local", "global"):
-        raise ConfigError(f"hash_id_scope is {scope!r}; allowed: local, global")
+        raise ConfigError(f"hash_id_scope is {short(scope)}; allowed: local, global")
     return scope == "global"
 
 

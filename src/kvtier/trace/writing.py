@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,17 +40,17 @@ def write_requests(path: Path, packed: Packed, *, as_runs: bool, coarse_s: float
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write lines, gzip where the name ends in ``.gz``; whole or not at all. Missing parent directories are made.
+    """Write lines, gzip where the name ends in ``.gz``; whole or not at all.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    draft = path.with_name(f".{path.name}.draft")
+    there = path.resolve()  # a link stays, and what it names is replaced
+    draft = there.with_name(f".{there.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with _created(draft, is_packed=path.suffix == ".gz") as stream:
             stream.writelines(lines)
-        draft.replace(path)
+        draft.replace(there)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:
