@@ -6,7 +6,7 @@ VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-vllm test-vllm-next lint simulate nightly setup clean
+.PHONY: demo test coverage test-vllm test-vllm-next lint simulate nightly setup clean
 
 setup: $(VENV)/.done
 
@@ -22,6 +22,10 @@ demo: setup
 	$(BIN)/kvtier demo
 
 test: setup
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# The same with coverage, which takes twice as long.
+coverage: setup
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --cov --cov-report=term
 
 # The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own.
