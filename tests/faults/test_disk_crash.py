@@ -7,6 +7,8 @@ import random
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,95 @@ def test_a_deleted_object_does_not_come_back(tmp_path):
     tier = open_tier(tmp_path / "store")
     assert look(tier, 2) == "right"
     tier.close()
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+@pytest.mark.parametrize("is_synced_between", [False, True])
+def test_a_copy_that_is_written_while_a_drop_of_the_former_is_under_way_stays(tmp_path, is_indexed, is_synced_between):
+    """Both lie in one segment: the drop takes back the entry of the copy that it is about."""
+    root = tmp_path / "store"
+    tier = open_tier(root)
+    write_all(tier, range(3))
+    if is_indexed:
+        tier.sync()
+    with ThreadPoolExecutor(1) as thread:
+        with tier._pool._syncing():
+            drop = thread.submit(tier.delete, object_name(1))
+            until_s = time.monotonic() + DEADLINE_S
+            while tier.contains([object_name(1)])[0]:
+                assert time.monotonic() < until_s
+            assert tier.write(object_name(1), sealed(1))
+            if is_synced_between:
+                tier._pool._sync_one(tier._pool._filling)
+        drop.result(DEADLINE_S)
+    assert look(tier, 1) == "right"
+    tier.sync()
+    abandon(tier)
+    tier = open_tier(root)
+    assert look(tier, 1) == "right"
+    tier.close()
+
+
+def heal(root, seed, rounds):
+    """Objects are damaged on the device; threads read, drop, write and sync them at the same time.
+
+    Whatever the order, a further pass of each object alone makes it whole, for the next process, too.
+    """
+    chance = random.Random(seed)
+    tier = open_tier(root, capacity_bytes=ROOMY_BYTES)
+    numbers = list(range(12))
+    for _ in range(rounds):
+        write_all(tier, numbers)
+        if chance.random() < 0.5:
+            tier.sync()
+        for number in chance.sample(numbers, 6):
+            (extent,) = tier._pool.find([object_name(number)])
+            tier._pool.unpin([extent.segment])
+            with open(root / "segments" / extent.segment.name, "r+b", buffering=0) as file:
+                at = extent.offset + chance.randrange(extent.size_bytes)
+                byte = os.pread(file.fileno(), 1, at)
+                os.pwrite(file.fileno(), bytes([byte[0] ^ 1 << chance.randrange(8)]), at)
+        seeds = [chance.random() for _ in range(4)]
+
+        def work(own, tier=tier):
+            own = random.Random(own)
+            for number in own.sample(numbers, len(numbers)):
+                what = look(tier, number)
+                assert what in {"right", "absent", "refused"}
+                if what == "refused":
+                    tier.delete(object_name(number))
+                if own.random() < 0.8:
+                    tier.write(object_name(number), sealed(number))
+                if own.random() < 0.2:
+                    tier.sync()
+
+        with ThreadPoolExecutor(len(seeds)) as threads:
+            for done in [threads.submit(work, own) for own in seeds]:
+                done.result(DEADLINE_S)
+        for number in numbers:
+            if look(tier, number) == "refused":
+                tier.delete(object_name(number))
+            assert tier.write(object_name(number), sealed(number))
+            assert look(tier, number) == "right"
+        if chance.random() < 0.5:
+            tier.close()
+        else:
+            tier.sync()
+            abandon(tier)
+        tier = open_tier(root, capacity_bytes=ROOMY_BYTES)
+        assert [look(tier, number) for number in numbers] == ["right"] * len(numbers)
+    tier.close()
+
+
+def test_damaged_objects_are_whole_after_the_next_pass(tmp_path):
+    heal(tmp_path / "store", 3, 12)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_damaged_objects_are_whole_after_the_next_pass_many_times(tmp_path, seed):
+    heal(tmp_path / f"store{seed}", seed, 250)
 
 
 def test_flipped_bits_are_refused_and_no_more_than_what_they_hit(tmp_path):
