@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import stat
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -88,7 +89,8 @@ def abandon(tier: DiskTier) -> None:
 
 def allocated_bytes(root: Path) -> int:
     """What the segments take on the device."""
-    return sum(os.stat(path).st_blocks * 512 for path in (root / "segments").iterdir())
+    statuses = [path.lstat() for path in (root / "segments").iterdir()]
+    return sum(status.st_blocks * 512 for status in statuses if stat.S_ISREG(status.st_mode))
 
 
 def check_accounts(tier: DiskTier, root: Path, capacity_bytes: int = CAPACITY_BYTES) -> None:

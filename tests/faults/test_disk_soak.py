@@ -1,11 +1,17 @@
-"""Many operations on a device that fails now and then, with restarts and kills between them: nothing wrong, ever."""
+"""Many operations on a device that fails now and then, with restarts, kills, forks, damaged and removed files between.
+
+Nothing wrong is ever read, every store opens again, and with the device well the tier is well again. Both tiers on a
+local drive.
+"""
 
 import errno
+import gc
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +26,7 @@ from kvtier.tier import disk_batch
 from kvtier.tier.aio import Run, begin_runs
 from kvtier.tier.base import Read, Write
 from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_marker import MARKER_NAME
 
 NAMES = 200
 CAPACITY_BYTES = 8 * SEGMENT_BYTES
@@ -121,7 +128,12 @@ class SickDevice:
 
 
 class Soak:
-    """A tier, a sick device, and what was seen of it."""
+    """A disk tier, a sick device, and what was seen of it."""
+
+    places = ("segments", MARKER_NAME, "kvtier-status.json")
+    """What is removed under the tier in use; of a directory sometimes a part."""
+    files = (MARKER_NAME, "kvtier-status.json")
+    """Structure that is damaged between two processes, beside that of the segments."""
 
     def __init__(self, root: Path, seed: int) -> None:
         self.root = root
@@ -145,6 +157,10 @@ class Soak:
                 if number % 997 == 0:
                     self.device.is_sick = False
                     self.begin_again()
+                if number % 701 == 700:
+                    self.device.is_sick = False
+                    self.fork()
+                    self.lose()
 
     def write(self) -> None:
         number = self._number()
@@ -182,16 +198,86 @@ class Soak:
         self.tier._upkeep()
 
     def begin_again(self) -> None:
-        """The accounts are exact; the store is closed, or left as a kill would, and found again."""
-        check_accounts(self.tier, self.root, CAPACITY_BYTES)
+        """The accounts are exact; the store is closed, or left as a kill would, damaged, and found again."""
+        self.check()
         if self.chance.random() < 0.5:
-            abandon(self.tier)
+            self.abandon()
         else:
             self.tier.close()
+        if self.counts["begun"] % 2:
+            self.damage()
         self.tier = self._opened()
-        check_accounts(self.tier, self.root, CAPACITY_BYTES)
+        self.check()
         self.counts["begun"] += 1
         self.counts["found"] += self.tier.object_count
+
+    def fork(self) -> None:
+        """A child that ends as programs do; the parent's store is as it was."""
+        before = self._content()
+        child = os.fork()
+        if child == 0:
+            with suppress(TierError):
+                self.tier.write(object_name(NAMES), FRAMES[0])
+            self.tier.close()
+            del self.tier
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert self._content() == before
+        self.counts["forked"] += 1
+
+    def lose(self) -> None:
+        """Something is removed or replaced under the tier; its next look around mends that."""
+        path = self.root / self.chance.choice(self.places)
+        if path.is_dir() and self.chance.random() < 0.5:
+            inside = [below for below in path.rglob("*") if below.is_file()]
+            path = self.chance.choice(inside or [path])
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if self.chance.random() < 0.3:
+            make = self.chance.choice([Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+            if path.parent.is_dir() and path.name != MARKER_NAME:
+                make(path)
+        self.turn()
+        self.delete()
+        number = self._number()
+        assert self.tier.write(object_name(number), FRAMES[number])
+        self.counts["lost"] += 1
+
+    def damage(self) -> None:
+        """A bit of the structure is flipped, or a file of it is cut off, filled with garbage, or a FIFO."""
+        self.counts["damaged"] += 1
+        segments = sorted(path for path in (self.root / "segments").glob("*.segment") if path.is_file())
+        if segments and self.chance.random() < 0.6:
+            path = self.chance.choice(segments)
+            at = self.chance.choice([self.chance.randrange(64), SEGMENT_BYTES - 1 - self.chance.randrange(8192)])
+            _flip(path, at, self.chance)
+            return
+        path = self.root / self.chance.choice(self.files)
+        fate = self.chance.randrange(4)
+        if fate == 0 and path.is_file() and path.stat().st_size:
+            _flip(path, self.chance.randrange(path.stat().st_size), self.chance)
+        elif fate == 1 and path.is_file():
+            os.truncate(path, self.chance.randrange(path.stat().st_size + 1))
+        elif fate == 2 and path.is_file():
+            path.write_bytes(self.chance.choice([b"[" * 4000, b"\xff" * 300, self.chance.randbytes(2000)]))
+        else:
+            planted = self.root / "segments" / "00000077.segment"
+            with suppress(OSError):
+                self.chance.choice([os.mkfifo, _make_sparse])(planted)
+
+    def check(self) -> None:
+        """The accounts are exact."""
+        for _ in range(3):  # what it copies may take blocks of the file system, and what it gives up for them, too
+            self.tier._upkeep()
+        (self.root / "segments" / "00000077.segment").unlink(missing_ok=True)
+        check_accounts(self.tier, self.root, CAPACITY_BYTES)
+
+    def abandon(self) -> None:
+        """Let go of the store as a kill would."""
+        abandon(self.tier)
+
+    def _content(self) -> dict[Path, bytes | None]:
+        return {path: path.read_bytes() if path.is_file() else None for path in self.root.rglob("*")}
 
     def _judge(self, number: int, slot: memoryview, count: int | None) -> None:
         if count is None:
@@ -213,6 +299,17 @@ class Soak:
         return open_tier(self.root, CAPACITY_BYTES)
 
 
+def _flip(path: Path, at: int, chance: random.Random) -> None:
+    with open(path, "r+b", buffering=0) as file:
+        (byte,) = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([byte ^ 1 << chance.randrange(8)]), at)
+
+
+def _make_sparse(path: Path) -> None:
+    with open(path, "xb") as file:
+        file.truncate(1 << 40)
+
+
 def soak(root: Path, seed: int, operations: int) -> None:
     """Nothing wrong on the way; all that can happen did; and with the device well the tier is well again."""
     world = Soak(root, seed)
@@ -224,6 +321,8 @@ def soak(root: Path, seed: int, operations: int) -> None:
         assert min(faults[f"read together: {way}"] for way in ways) > operations / 5000, faults
     assert counts["right"] > operations / 4
     assert min(counts[what] for what in ("absent", "refused", "failed", "found")) > operations / 1000
+    assert min(counts[what] for what in ("forked", "lost")) > operations / 1000
+    assert counts["damaged"] > operations / 10_000
     for number in range(5):
         world.tier.delete(object_name(number))
         assert world.tier.write(object_name(number), FRAMES[number])

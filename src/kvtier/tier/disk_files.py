@@ -94,7 +94,7 @@ class SegmentFiles:
         Raises:
             OSError: the file system fails.
         """
-        self._charges[segment.number] = max(segment.allocated_bytes, segment.size_bytes)
+        self._count(segment, self._home())
 
     def may_grow(self) -> bool:
         """Whether there is room for another file.
@@ -158,19 +158,19 @@ class SegmentFiles:
             OSError: the file system refuses; then it is as before.
         """
         folder = self._home()
-        if segment.is_in(folder):
+        if segment.allocated_bytes(folder) is not None:
             os.unlink(segment.name, dir_fd=folder)
         segment.close()
         self._charges.pop(segment.number, None)
 
     def lost(self, segments: Iterable[Segment]) -> list[Segment]:
-        """Those of `segments` whose files were removed or replaced.
+        """Those of `segments` whose files were removed or replaced; the others are counted as by `charge`.
 
         Raises:
             OSError: the file system fails.
         """
         folder = self._home()
-        return [segment for segment in segments if not segment.is_in(folder)]
+        return [segment for segment in segments if not self._count(segment, folder)]
 
     def load(self, store_id: bytes) -> list[Segment]:
         """The segments that are there, with their headers: those that hold nothing, then the one begun first first.
@@ -238,6 +238,12 @@ class SegmentFiles:
             logger.warning("tier %s: %s/%s was removed or replaced", self._tier, self._place, SEGMENTS_NAME)
         self._taken.clear()
         return self._folder.fileno()
+
+    def _count(self, segment: Segment, folder: int) -> bool:
+        """Count what `segment` takes; whether its file is in the directory `folder`."""
+        allocated_bytes = segment.allocated_bytes(folder)
+        self._charges[segment.number] = max(allocated_bytes or 0, segment.size_bytes)
+        return allocated_bytes is not None
 
     def _create(self, folder: int) -> tuple[int, int]:
         """The number and the descriptor of an empty new file."""

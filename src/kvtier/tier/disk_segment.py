@@ -89,25 +89,17 @@ class Segment:
         """Of the header; 0 when the segment holds nothing."""
         return 0 if self.header is None else self.header.generation
 
-    @property
-    def allocated_bytes(self) -> int:
-        """What the file takes on the device.
-
-        Raises:
-            OSError: the file system fails.
-        """
-        return os.fstat(self._live()).st_blocks * 512
-
-    def is_in(self, folder: int) -> bool:
-        """Whether the file is the one of its name in the directory `folder`.
+    def allocated_bytes(self, folder: int) -> int | None:
+        """What the file takes on the device; None when it is not the one of its name in the directory `folder`.
 
         Raises:
             OSError: the file system fails.
         """
         try:
-            return os.path.samestat(os.stat(self.name, dir_fd=folder, follow_symlinks=False), self._status)
+            status = os.stat(self.name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
-            return False
+            return None
+        return status.st_blocks * 512 if os.path.samestat(status, self._status) else None
 
     def take(self, size_bytes: int) -> int | None:
         """The first block of an extent for a frame of `size_bytes`; None when it does not fit. Under the lock.
