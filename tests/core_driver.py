@@ -151,6 +151,10 @@ class Driver:
         self.cache.flush(self.now_s)
         self._take()
 
+    def check_tiers(self) -> None:
+        self.cache.check_tiers(self.now_s)
+        self._take()
+
     def wait(self, seconds: float) -> None:
         """Let time pass."""
         self.now_s += seconds

@@ -89,7 +89,7 @@ class SmallEngine:
         self.rank = open_rank(config, layout, bytes(32), self.copier)
         self.worker = Worker(copier)
         self.heard: set[RequestId] = set()  # loads that the worker knows to have ended
-        below = Below(LocalRank(self.rank.mover, self._hear), self.rank.slots, tuple(self.rank.tiers))
+        below = Below(LocalRank(self.rank.mover, self._hear), self.rank.slots, self.rank.tiers)
         self.opened = open_core(config, self.geometry.layout, bytes(32), below, on_close=self.rank.close)
         self.pool = Pool(blocks, has_caching=has_caching)
         self.scheduler = Scheduler(

@@ -89,7 +89,7 @@ def until_up(session: Opened, kind: str) -> None:
 
 def until_found(session: Opened, engine: Engine, target: Engine) -> None:
     """What the store held before is found and comes back as it was."""
-    until_up(session, "disk" if "disk" in session.tiers else "directory")
+    until_up(session, next(kind for kind in KINDS if f'tier="{kind}"' in session.metrics.render()))
     prefix = prefix_of(CHUNKS, session.root)
     assert looked_up(session.session, "found", prefix).tokens == TOKENS
     assert loaded(session.session, "found", prefix, TOKENS, load_places(TOKENS)).tokens == TOKENS
@@ -182,6 +182,30 @@ def test_a_place_that_hangs_when_it_is_opened(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_open_tier_whose_place_is_taken_away_is_down_until_it_is_back(tmp_path: Path, kind: str) -> None:
+    """Without a single request."""
+    source, target = Engine(64, seed=1), Engine(64, seed=2)
+    filled(kind, tmp_path / "kv", source)
+    session = opened(kind, tmp_path / "kv", target)
+
+    def until(is_up: float) -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while up(session, kind) != is_up:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+    until(1.0)
+    (tmp_path / "kv").rename(tmp_path / "away")
+    until(0.0)
+    assert looked_up(session.session, "gone", prefix_of(CHUNKS, session.root)).tokens == 0
+    assert not (tmp_path / "kv").exists(), "the path may lead to another disk now"
+    (tmp_path / "away").rename(tmp_path / "kv")
+    until(1.0)
+    until_found(session, source, target)
+    session.session.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_new_store_whose_first_try_fails(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its secret is there before it, and is no stranger to it: not to the next try, nor to the next start."""
     place, call = {"directory": (directory, "open_store"), "disk": (disk, "Claim")}[kind]
@@ -208,11 +232,12 @@ def test_closing_does_not_wait_for_a_place_that_hangs(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(late, "LEAVE_S", 0.02)
+    opens, tiers = LateTier.opened, list[LateTier[Any]]()
+    monkeypatch.setattr(LateTier, "opened", lambda tier, *it, **more: tiers.append(tier) or opens(tier, *it, **more))
     go_on = hung(monkeypatch, kind)
     try:
         session = opened(kind, tmp_path / "kv", Engine(64), open_deadline_s=0.02)
-        (tier,) = session.tiers.values()
-        assert isinstance(tier, LateTier)
+        (tier,) = tiers
         session.session.close()
         assert tier._thread.is_alive()
     finally:

@@ -12,6 +12,7 @@ import pytest
 from mover_world import CHUNKS, WAIT_S, FencedCopier, HangingTier, ManualClock, World
 
 from kvtier.runtime.jobs import Threads
+from kvtier.runtime.lanes import STUCK_S
 from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Link, Outcome
@@ -55,6 +56,75 @@ def test_other_tiers_and_other_lanes_go_on(method: str) -> None:
         (settled,) = world.take(1)
         assert settled.command is stuck[method]
         assert settled.outcome is Outcome.DONE
+
+
+@pytest.mark.parametrize(("method", "lane"), [("read", "read"), ("write", "write"), ("contains", "probe")])
+def test_a_lane_that_is_stuck_is_logged_once_and_counted(
+    method: str, lane: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier, clock = HangingTier(_memory()), ManualClock()
+    with World({"memory": tier}, threads=Threads(device=1, read=2, write=2, probe=2), clock=clock) as world:
+        world.stored(1, 2)
+        stuck_lanes = world.mover.views["memory"].stuck_lanes
+        tier.hanging = {method}
+        commands = {
+            "read": [world.transfer(Link.PROMOTE, 1, 6), world.transfer(Link.PROMOTE, 2, 7)],
+            "write": [world.transfer(Link.DEMOTE, 1, 0), world.transfer(Link.DEMOTE, 2, 0)],
+            "contains": [world.probe([(1, 0)]), world.probe([(2, 0)])],
+        }[method]
+        world.mover.submit(commands[0])
+        tier.wait_begun()
+        clock.now_s += 2 * STUCK_S
+        assert stuck_lanes() == 0, "another thread is free"
+        world.mover.submit(commands[1])
+        tier.wait_begun()
+        assert stuck_lanes() == 0, "it has only just begun"
+        for _ in range(3):
+            clock.now_s += STUCK_S
+            assert stuck_lanes() == 1
+            world.mover.submit(world.transfer(Link.GATHER, 3, 4))
+        told = [record.getMessage() for record in caplog.records if "stuck" in record.getMessage()]
+        assert told == [f"the memory {lane} lane is stuck: no thread of it has come back for {STUCK_S:g} s"]
+        tier.release.set()
+        world.take(2 + 3)
+        end_s = time.monotonic() + WAIT_S
+        while stuck_lanes():
+            assert time.monotonic() < end_s
+
+
+def test_figures_are_left_by_the_tiers_threads_and_one_at_a_time() -> None:
+    """What hangs while it says how full the tier is costs one thread, and no thread that decides."""
+    callers: list[threading.Thread] = []
+    go_on = threading.Event()
+
+    class Slow(MemoryTier):
+        is_used: bool | None = None
+
+        @property
+        def used_bytes(self) -> int:
+            callers.append(threading.current_thread())
+            assert go_on.wait(WAIT_S)
+            return super().used_bytes
+
+        def note_use(self, *, is_up: bool) -> None:
+            self.is_used = is_up
+
+    tier, clock = Slow(capacity_bytes=1 << 24), ManualClock()
+    with World({"memory": tier}, threads=Threads(read=1, write=2), clock=clock) as world:
+        view = world.mover.views["memory"]
+        view.is_up = True
+        for chunk in range(3):
+            world.stored(chunk)
+            clock.now_s += 1.5
+        assert view.figures.used_bytes is None
+        go_on.set()
+        world.done(world.transfer(Link.PROMOTE, 1, 6))
+        end_s = time.monotonic() + WAIT_S
+        while view.figures.used_bytes is None:
+            assert time.monotonic() < end_s
+        assert view.figures.capacity_bytes == 1 << 24
+        assert tier.is_used
+    assert {thread.name for thread in callers} <= {"kvtier memory write", "kvtier memory read"}
 
 
 def test_a_hanging_device_does_not_hold_up_the_tiers() -> None:

@@ -34,6 +34,22 @@ def test_a_lookup_asks_each_tier_once_for_what_is_not_here() -> None:
     assert answer.sources == (("host", 4), ("shared", 4))
 
 
+def test_a_tier_that_no_request_asks_is_asked_for_nothing() -> None:
+    core = Driver(tiers=("disk", "shared"), tier_failures=2)
+    core.lookup("r", prefix_of("a"))
+    asked, other = core.questions.values()
+    core.tell(other, [False])
+    for round_ in range(3):
+        core.check_tiers()
+        (check,) = (it for it in core.questions.values() if it is not asked)
+        assert (check.tier, check.objects) == ("shared", ())
+        core.check_tiers()  # one question is open
+        assert len(core.questions) == 2
+        core.tell(check, None if round_ else [])
+    assert not core.cache.is_up("shared"), "two failures in a row"
+    assert core.cache.is_up("disk")
+
+
 def test_a_longer_prompt_of_the_same_request_asks_only_for_what_is_new() -> None:
     core = Driver()
     core.lookup("r", prefix_of("a"))

@@ -71,6 +71,14 @@ class Asking:
                     self._send(request, known, lower.name, unasked, now_s)
         return known
 
+    def check(self, now_s: float) -> None:
+        """Ask each tier that has no open question about no objects: its health is known although no request asks."""
+        asked = {question.tier for question in self._questions.values()}
+        for lower in self._lowers:
+            if lower.name not in asked and lower.may_ask(now_s):
+                lower.health[Link.PROMOTE].asked()
+                self._send(NOBODY, Known(), lower.name, (), now_s)
+
     def answered(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """One rank's answer; None when the tier failed. An answer that nobody waits for is ignored."""
         question = self._questions.get(probe_id)

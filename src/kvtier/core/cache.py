@@ -212,6 +212,10 @@ class Cache:
         """Whether `tier` is read; otherwise reads failed lately, and none is made for a while."""
         return self._lowers[tier].health[Link.PROMOTE].is_up()
 
+    def check_tiers(self, now_s: float) -> None:
+        """See whether the tiers answer; to be called about once a second."""
+        self._asking.check(now_s)
+
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next, if nothing else happens."""
         ends = [self._traffic.next_deadline(), self._asking.next_deadline()]

@@ -155,6 +155,13 @@ TIER_UP = Metric(
 TIER_FAILURES = Metric(
     "kvtier_tier_failures_total", MetricKind.COUNTER, "", (_TIER,), "I/O errors and missed deadlines of a tier."
 )
+STUCK_LANES = Metric(
+    "kvtier_stuck_lanes",
+    MetricKind.GAUGE,
+    "",
+    (_TIER,),
+    "Lanes of a tier (read, write, probe) all of whose threads are in a call that has not returned for 30 s.",
+)
 
 TRACE_REQUESTS = Metric(
     "kvtier_trace_requests_total",
@@ -188,6 +195,7 @@ METRICS: tuple[Metric, ...] = (
     DROPS,
     TIER_UP,
     TIER_FAILURES,
+    STUCK_LANES,
     TRACE_REQUESTS,
 )
 """The table."""

@@ -1,6 +1,6 @@
 """What happens below a session, as rows of the metrics table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
@@ -8,8 +8,7 @@ from kvtier.core.work import HOST
 from kvtier.layout import KvLayout
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.jobs import Observer, Settled, Work
-from kvtier.tier.base import Tier
+from kvtier.runtime.jobs import Observer, Settled, TierView, Work
 from kvtier.types import Drop, Link, Outcome, Probe, Transfer
 
 
@@ -43,6 +42,8 @@ class Counting:
         if isinstance(command, Transfer):
             self._links[command.link].ended(settled)
         elif isinstance(command, Probe):
+            if not command.objects:
+                return  # a check of the tier, not a question of a request
             result = "answered" if settled.outcome is Outcome.DONE else "failed"
             self._metrics.add(table.PROBES, tier=command.tier, result=result)
             self._metrics.observe(table.PROBE_SECONDS, settled.seconds + settled.waited_s, tier=command.tier)
@@ -76,17 +77,13 @@ class _Link:
 
 
 class Gauges:
-    """How full each place is, and what it wrote.
+    """How full each place is, and what it wrote: of tiers the figures that their threads left last."""
 
-    Tiers that tell (`used_bytes`, `capacity_bytes`, `evictions`; `write_bytes`) are asked, and those that want to know
-    (`note_use`) are told whether the session uses them.
-    """
-
-    def __init__(self, metrics: Metrics, cache: Cache, layout: KvLayout, tiers: Mapping[str, Tier]) -> None:
+    def __init__(self, metrics: Metrics, cache: Cache, layout: KvLayout, views: Mapping[str, TierView]) -> None:
         self._metrics = metrics
         self._cache = cache
         self._sizes = [frame_bytes(group) for group in layout.groups]
-        self._tiers = dict(tiers)
+        self._views = dict(views)
         self._evictions: dict[str, int] = {}
         self._written: dict[tuple[str, str], int] = {}
 
@@ -97,14 +94,12 @@ class Gauges:
         held = sum(host.used(group) * size for group, size in sizes)
         capacity = sum(host.slots[group] * size for group, size in sizes)
         self._tell(HOST, held, capacity, host.evictions)
-        for name, tier in self._tiers.items():
-            told = [getattr(tier, what, None) for what in ("used_bytes", "capacity_bytes", "evictions")]
-            if all(isinstance(value, int) for value in told):
-                self._tell(name, *(value for value in told if value is not None))
-            note_use: Callable[..., None] | None = getattr(tier, "note_use", None)
-            if note_use is not None:
-                note_use(is_up=self._cache.is_up(name))
-            written: dict[str, int] = getattr(tier, "write_bytes", {})
+        for name, view in self._views.items():
+            view.is_up = self._cache.is_up(name)
+            self._metrics.set(table.STUCK_LANES, view.stuck_lanes(), tier=name)
+            used_bytes, capacity_bytes, evictions, written = view.figures
+            if used_bytes is not None and capacity_bytes is not None and evictions is not None:
+                self._tell(name, used_bytes, capacity_bytes, evictions)
             for what, count in written.items():
                 self._metrics.add(table.WRITE_BYTES, count - self._written.get((name, what), 0), tier=name, what=what)
                 self._written[name, what] = count

@@ -1,12 +1,14 @@
 """Several ranks as one: every command goes to all of them and is answered once, when all have answered."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from kvtier.core.work import SEVERITY
 from kvtier.runtime.answers import Answers
-from kvtier.runtime.jobs import Obedient, Settled, Work
+from kvtier.runtime.jobs import Obedient, Settled, TierView, Work
 from kvtier.runtime.mover import Mover
 from kvtier.types import Cancel, Command, Outcome, RequestId
 
@@ -54,6 +56,8 @@ class Below(NamedTuple):
     """Names of the lower tiers, fastest first."""
     down: frozenset[str] = frozenset()
     """Those that some rank could not open yet."""
+    views: Mapping[str, TierView] = MappingProxyType({})
+    """What the tiers' threads leave for the core, where the only rank is in this process."""
 
 
 class RankMover(Ranks, Protocol):
@@ -82,6 +86,7 @@ class LocalRank:
         self._mover = mover
         self._closed = threading.Event()
         self._leaving: Callable[[], None] = lambda: None
+        self.views = mover.views
         self.submit = mover.submit
         self.submit_all = mover.submit_all
         self.cancel = mover.cancel
@@ -199,8 +204,9 @@ class Fleet:
         ]
         for closer in closers:
             closer.start()
+        until_s = time.monotonic() + deadline_s + 1.0
         for closer in closers:
-            closer.join(deadline_s + 1.0)
+            closer.join(max(0.0, until_s - time.monotonic()))
         return all(results)
 
     def _answered(self, settled: Settled) -> None:

@@ -2,8 +2,9 @@
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from kvtier.types import Command, Drop, Outcome, Probe, Tell, Transfer
@@ -88,6 +89,34 @@ class Threads:
         for name in ("device", "read", "write", "probe"):
             if getattr(self, name) < 1:
                 raise ValueError(f"threads.{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Figures(NamedTuple):
+    """How full a tier is and what it wrote. None: the tier has no such figure."""
+
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+    evictions: int | None = None
+    """Objects evicted since the start."""
+    write_bytes: Mapping[str, int] = MappingProxyType({})
+    """Bytes since the start, by what they were."""
+
+
+class TierView:
+    """What the threads of one tier and the threads that decide leave for each other.
+
+    Plain values. A thread that decides has this in place of the tier, so it cannot do the tier's I/O.
+    """
+
+    __slots__ = ("figures", "is_up", "stuck_lanes")
+
+    def __init__(self) -> None:
+        self.figures = Figures()
+        """Left by the tier's threads about once a second while there is work for it."""
+        self.is_up: bool | None = None
+        """Left by the session: whether it reads the tier. None: no session has said so yet."""
+        self.stuck_lanes: Callable[[], int] = lambda: 0
+        """How many of the tier's lanes have all their threads in calls that do not return. Does no I/O."""
 
 
 class Job:

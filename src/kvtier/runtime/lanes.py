@@ -18,6 +18,9 @@ from kvtier.types import Drop, Tell
 IDLE_WAIT_S = 60.0
 """A thread without work looks again after this long, so that not even a lost wake-up could stall a lane for ever."""
 
+STUCK_S = 30.0
+"""A lane is stuck when each of its threads has been at the same jobs for this long."""
+
 SHARES_MOST = 4
 """Jobs that one thread may take at once are shared by so many at most: a switch of threads costs more than a job."""
 
@@ -57,6 +60,7 @@ class Lane:
             it need not wait any more. Other jobs may begin then, before it goes on.
         orphaned: answers the jobs that wait when the last thread has ended and no other can be started.
         start: starts a thread.
+        clock: seconds.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Lane:
         run: Callable[[list[Job], Scratch], Generator[None]],
         orphaned: Callable[[list[Job]], None],
         start: Callable[[threading.Thread], None] = threading.Thread.start,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self._run = run
@@ -80,6 +85,9 @@ class Lane:
         self._serving = 0
         self._idle = 0
         self._threads: list[threading.Thread] = []  # also those that are about to end
+        self._clock = clock
+        self._began_s: dict[int, float] = {}
+        """When each thread that is at work began its present jobs, by the thread's identity."""
 
     def start(self) -> None:
         """Start the threads.
@@ -95,6 +103,12 @@ class Lane:
     def state(self) -> LaneState:
         """Whether it takes jobs."""
         return self._state
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether each thread has been at the same jobs for `STUCK_S`. Takes no lock."""
+        began_s = list(self._began_s.values())
+        return 0 < self._serving <= len(began_s) and max(began_s) <= self._clock() - STUCK_S
 
     def add(self, jobs: Sequence[Job], *, bound: int, is_urgent: bool = False) -> int:
         """Queue the first of `jobs`, as many as there is room for; how many. The rest is the caller's to answer.
@@ -207,6 +221,7 @@ class Lane:
     def _next(self) -> list[Job]:
         """The next job, with those behind it that may go with it; none when the lane is closed."""
         with self._ready:
+            self._began_s.pop(threading.get_ident(), None)
             while self._state is LaneState.OPEN:
                 if queue := self._urgent or self._usual:
                     return self._take_from(queue)
@@ -220,6 +235,7 @@ class Lane:
     def _take_from(self, queue: deque[Job]) -> list[Job]:
         first = queue.popleft()
         jobs = [first]
+        self._began_s[threading.get_ident()] = self._clock()
         if first.together > 1 and queue:
             # An even share where others have nothing to do: what one thread takes no other begins earlier.
             share = max(-(-(len(queue) + 1) // (self._idle + 1)), -(-first.together // SHARES_MOST))
@@ -234,6 +250,7 @@ class Lane:
         """This thread ends; without another the jobs that wait would never be answered."""
         with self._ready:
             self._serving -= 1
+            self._began_s.pop(threading.get_ident(), None)
             if self._state is not LaneState.OPEN:
                 return
             try:

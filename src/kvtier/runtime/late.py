@@ -60,13 +60,15 @@ class LateTier(Generic[_Tier]):
         self._tried.wait(deadline_s)
         with self._lock:
             self._is_awaited = False
-            tier, trouble = self._tier, self._trouble
+            tier = self._tier
+            trouble = self._trouble or TierError(self.name, f"did not open within {deadline_s:g} s")
+            is_refused = tier is None and (is_required or not isinstance(trouble, TierError))
+            if is_refused:
+                self._closing.set()  # the thread that opens it closes what it may still open
         if tier is not None:
             return tier
-        if trouble is None:
-            trouble = TierError(self.name, f"did not open within {deadline_s:g} s")
-        if is_required or not isinstance(trouble, TierError):
-            self.close()
+        if is_refused:
+            self._thread.join(LEAVE_S)
             raise trouble
         logger.warning("%s; the engine goes on without it, and takes it in when it can be opened", trouble)
         return self

@@ -9,10 +9,13 @@ Between a command and its answer the slot it names belongs to the mover. That is
 may still touch the slot, late or not: the core may have stopped waiting long before.
 """
 
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 from kvtier.codec.base import Codec
@@ -23,8 +26,8 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.answers import Answers
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.jobs import Job, Settled, Threads, Work
-from kvtier.runtime.lanes import Lane, LaneState, Scratch
+from kvtier.runtime.jobs import Figures, Job, Settled, Threads, TierView, Work
+from kvtier.runtime.lanes import STUCK_S, Lane, LaneState, Scratch
 from kvtier.runtime.late import NOT_OPEN
 from kvtier.runtime.links import NOT_ADMITTED, Links, Result
 from kvtier.tier.base import Tier
@@ -40,6 +43,11 @@ stays is found bad again, and what is not told costs hits."""
 
 _Object = tuple[str, ChunkKey, int]
 """(tier, key, group)."""
+
+FIGURES_EVERY_S = 1.0
+"""A tier's figures are taken at most this often."""
+
+logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _Given = TypeVarTuple("_Given")
@@ -59,6 +67,33 @@ class _Way:
     lane: Lane
     bound: int
     is_urgent: bool = False
+
+
+class _Watch:
+    """Takes a tier's figures, in the tier's own threads, one at a time."""
+
+    def __init__(self, tier: Tier, view: TierView) -> None:
+        self._tier = tier
+        self._view = view
+        self._is_taken = threading.Lock()
+        self._next_s = -math.inf
+
+    def look(self, now_s: float) -> None:
+        """Leave the tier's figures in the view, unless that was done a moment ago or another thread is at it."""
+        if now_s < self._next_s or not self._is_taken.acquire(blocking=False):
+            return
+        try:
+            self._next_s = now_s + FIGURES_EVERY_S
+            tier, view = self._tier, self._view
+            note_use: Callable[..., None] | None = getattr(tier, "note_use", None)
+            if note_use is not None and view.is_up is not None:
+                note_use(is_up=view.is_up)
+            used_bytes, capacity_bytes, evictions = (getattr(tier, what, None) for what in Figures._fields[:3])
+            view.figures = Figures(used_bytes, capacity_bytes, evictions, getattr(tier, "write_bytes", {}))
+        except Exception as error:  # noqa: BLE001 - the figures before these stay, and work shows what is wrong
+            logger.debug("no figures of tier %s: %s", self._tier.name, error)
+        finally:
+            self._is_taken.release()
 
 
 class Mover:
@@ -117,11 +152,18 @@ class Mover:
         self._faults = FaultLog()
         self._dropping: dict[_Object, Job] = {}
         """Drops that have not been answered."""
+        self._told_stuck: set[str] = set()
+        self._next_note_s = -math.inf
         device = self._lane("device", threads.device)
         reads = {name: self._lane(f"{name} read", threads.read) for name in tiers}
         writes = {name: self._lane(f"{name} write", threads.write) for name in tiers}
         probes = {name: self._lane(f"{name} probe", threads.probe) for name in tiers}
         self._lanes = [device, *reads.values(), *writes.values(), *probes.values()]
+        self.views = {name: TierView() for name in tiers}
+        """What each tier's threads leave for the threads that decide."""
+        self._watches = {name: _Watch(tier, self.views[name]) for name, tier in tiers.items()}
+        for name, view in self.views.items():
+            view.stuck_lanes = partial(_stuck, (reads[name], writes[name], probes[name]))
         self._gathers, self._scatters = _Way(device, QUEUE_BOUND), _Way(device, QUEUE_BOUND, is_urgent=True)
         self._promotes = {name: _Way(lane, QUEUE_BOUND) for name, lane in reads.items()}
         self._demotes = {name: _Way(lane, QUEUE_BOUND) for name, lane in writes.items()}
@@ -149,6 +191,7 @@ class Mover:
             ValueError: there is no such tier. Nothing of what follows is done.
         """
         now_s = self._clock()
+        self._note_stuck(now_s)
         together = self._links.together
         bursts: dict[_Way, list[Job]] = {}
         try:
@@ -223,7 +266,7 @@ class Mover:
         return all(ended)
 
     def _lane(self, name: str, threads: int) -> Lane:
-        return Lane(name, threads=threads, run=self._run, orphaned=self._answer_orphans)
+        return Lane(name, threads=threads, run=self._run, orphaned=self._answer_orphans, clock=self._clock)
 
     def _way(self, command: Work) -> "_Way":
         link = command.link if isinstance(command, Transfer) else None
@@ -260,6 +303,15 @@ class Mover:
                 is_ours = any(not isinstance(job.command, Drop | Tell) for job in jobs)
                 assert not is_ours, f"the core has let {way.bound} commands wait in the {lane.name} lane"
 
+    def _note_stuck(self, now_s: float) -> None:
+        """Log once for each lane that is stuck; again after it was not."""
+        if now_s < self._next_note_s:
+            return
+        self._next_note_s = now_s + FIGURES_EVERY_S
+        before, self._told_stuck = self._told_stuck, {lane.name for lane in self._lanes if lane.is_stuck}
+        for name in self._told_stuck - before:
+            logger.warning("the %s lane is stuck: no thread of it has come back for %g s", name, STUCK_S)
+
     def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
         """Do jobs and answer them. The one place where failures become outcomes; runs in the lanes' threads.
 
@@ -286,10 +338,14 @@ class Mover:
             self._settle(jobs, began_s, [failed] * len(jobs))
             raise
         judged = [_judged(job, it) if isinstance(it, Exception) else it for job, it in zip(jobs, results, strict=True)]
-        self._settle(jobs, began_s, judged)
+        ended_s = self._settle(jobs, began_s, judged)
+        if watch := self._watches.get(jobs[0].command.tier):
+            watch.look(ended_s)
 
-    def _settle(self, jobs: list[Job], began_s: float, results: list[Result]) -> None:
-        seconds = self._clock() - began_s
+    def _settle(self, jobs: list[Job], began_s: float, results: list[Result]) -> float:
+        """Answer `jobs`; the time now."""
+        ended_s = self._clock()
+        seconds = ended_s - began_s
         settled: list[Settled] = []
         faults: list[tuple[Work, Result]] = []
         for job, result in zip(jobs, results, strict=True):
@@ -302,6 +358,7 @@ class Mover:
         self._put(settled)
         for command, result in faults:
             self._faults.tell(_kind(command, result.outcome), result.detail)
+        return ended_s
 
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
         """Answer a job that has not begun."""
@@ -342,6 +399,10 @@ def _judged(job: Job, error: Exception) -> Result:
         return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error))
     detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
     return Result(Outcome.FAILED, detail=detail)
+
+
+def _stuck(lanes: Sequence[Lane]) -> int:
+    return sum(lane.is_stuck for lane in lanes)
 
 
 def _kind(command: Work, outcome: Outcome) -> str:

@@ -3,12 +3,12 @@
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Final, get_args
+from typing import get_args
 
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
@@ -30,19 +30,20 @@ from kvtier.runtime.jobs import Observer
 from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.recorder import Recorder
 from kvtier.runtime.session import LocalSession
-from kvtier.tier.base import Tier
 from kvtier.tier.place import MISTAKES
 from kvtier.types import Way
 
 logger = logging.getLogger(__name__)
-
-NO_TIERS: Final[Mapping[str, Tier]] = MappingProxyType({})
 
 CHUNK_TOKENS_MIN = 256
 """Smallest automatic chunk: below it objects get too small for a drive's bandwidth."""
 
 RECORDER_DEADLINE_S = 2.0
 """How long a recording may take to be written to its end when a session closes."""
+
+SECRET_GRACE_S = 0.5
+"""How long to wait for a secret whose tier did not open. A tier that hangs has cost its deadline before. The secret of
+one that another process holds, or whose index is large, can be read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,6 @@ class Opened:
     session: Desk
     root: bytes
     """32-byte keyed root of every key chain of this model in this store. Secret."""
-    tiers: dict[str, Tier]
-    """Those that are open in this process."""
     metrics: Metrics
     slots: tuple[int, ...]
     recorder: Recorder | None = None
@@ -105,8 +104,8 @@ def open_session(
     """
     rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
-        below = Below(LocalRank(rank.mover), rank.slots, tuple(rank.tiers), frozenset(rank.down))
-        return open_core(config, layout, fingerprint_digest, below, tiers=rank.tiers, on_close=rank.close)
+        below = Below(LocalRank(rank.mover), rank.slots, rank.tiers, frozenset(rank.down), rank.mover.views)
+        return open_core(config, layout, fingerprint_digest, below, on_close=rank.close)
     except BaseException:
         rank.close(5.0)
         raise
@@ -118,7 +117,6 @@ def open_core(
     fingerprint_digest: bytes,
     below: Below,
     *,
-    tiers: Mapping[str, Tier] = NO_TIERS,
     on_close: Callable[[float], None] = lambda _seconds: None,
     observer: Observer | None = None,
 ) -> Opened:
@@ -129,21 +127,20 @@ def open_core(
         layout: of one rank; a chunk has the same number of bytes on each.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`.
         below: the ranks.
-        tiers: those that are open in this process, to tell how full they are; without them that gauge is missing.
         on_close: called once when the session has ended, with the seconds that are left.
         observer: told of every command and every answer, in the session's thread, after they were counted.
 
     Raises:
         ConfigError: a setting is wrong, the store's secret cannot be used, there is no such probe, or requests cannot
             be recorded where they shall be.
-        TierError: the secret cannot be had because the place of a tier that is required hangs.
+        TierError: the secret of a tier that is required did not come in time.
     """
     metrics = Metrics()
     for name in below.tiers:
         for way in get_args(Way):
             metrics.set(table.TIER_UP, float(name not in below.down), tier=name, way=way)
     # After the tiers were opened: the secret lies in the directory that one of them may just have made.
-    root = root_key(_secret(config), fingerprint_digest, layout.chunk_tokens)
+    root = root_key(_secret(config, below.down), fingerprint_digest, layout.chunk_tokens)
     cache = Cache(
         layout=layout,
         slots=below.slots,
@@ -161,31 +158,41 @@ def open_core(
         cache,
         below.mover,
         on_close=on_close if recorder is None else _both(recorder, on_close),
-        on_second=Gauges(metrics, cache, layout, tiers),
+        on_second=Gauges(metrics, cache, layout, below.views),
         metrics=metrics,
         observer=Counting(metrics, observer),
     )
-    return Opened(Desk(session), root, dict(tiers), metrics, below.slots, recorder)
+    return Opened(Desk(session), root, metrics, below.slots, recorder)
 
 
 def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[float], None]:
     def close(deadline_s: float) -> None:
+        until_s = time.monotonic() + deadline_s
         recorder.close(min(deadline_s, RECORDER_DEADLINE_S))
-        on_close(deadline_s)
+        on_close(max(0.0, until_s - time.monotonic()))
 
     return close
 
 
-def _secret(config: Config) -> Secret:
+def _secret(config: Config, down: Collection[str]) -> Secret:
+    deadline_s, file = config.limits.open_deadline_s, config.store.secret_file
     if config.store.secret is not None:
         return config.store.secret
-    if config.store.secret_file is not None:
-        return load_or_create(config.store.secret_file)
+    if file is not None:
+        try:
+            return _within(deadline_s, partial(load_or_create, file))
+        except TimeoutError:
+            raise ConfigError(f"store.secret_file = {str(file)!r} could not be read within {deadline_s:g} s") from None
     for tier in (config.directory, config.disk):
         if tier.path is None:
             continue
+        wait_s = min(deadline_s, SECRET_GRACE_S) if tier.section in down else deadline_s
         try:
-            return _within(config.limits.open_deadline_s, partial(load_or_create, tier.path / "secret"), tier.section)
+            try:
+                return _within(wait_s, partial(load_or_create, tier.path / "secret"))
+            except TimeoutError:
+                detail = f"the secret in it could not be read within {wait_s:g} s"
+                raise TierError(tier.section, detail) from None
         except (KvError, OSError) as error:
             if tier.required or not _may_pass(error):
                 raise
@@ -196,11 +203,11 @@ def _secret(config: Config) -> Secret:
     return Secret(secrets.token_bytes(SECRET_BYTES))  # nothing outlives the process, so neither need the names
 
 
-def _within(deadline_s: float, act: Callable[[], Secret], tier: str) -> Secret:
+def _within(deadline_s: float, act: Callable[[], Secret]) -> Secret:
     """What `act` returns or raises, in a thread of its own because a place may hang.
 
     Raises:
-        TierError: it takes longer than `deadline_s` seconds.
+        TimeoutError: it takes longer than `deadline_s` seconds.
     """
     told: Future[Secret] = Future()
 
@@ -211,10 +218,7 @@ def _within(deadline_s: float, act: Callable[[], Secret], tier: str) -> Secret:
             told.set_exception(error)
 
     threading.Thread(target=run, name="kvtier secret", daemon=True).start()
-    try:
-        return told.result(deadline_s)
-    except TimeoutError:
-        raise TierError(tier, f"the secret in it could not be read within {deadline_s:g} s") from None
+    return told.result(deadline_s)
 
 
 def _may_pass(error: Exception) -> bool:

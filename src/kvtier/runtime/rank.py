@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,19 +42,19 @@ class Rank:
     slots: tuple[int, ...]
     """Slots of each group, the same on every rank."""
     mover: Mover
-    tiers: dict[str, Tier]
+    tiers: tuple[str, ...]
+    """Names of the tiers. The tiers themselves are called by their own threads only."""
+    down: tuple[str, ...]
+    """Names of those that could not be opened yet."""
+    close_tiers: Callable[[float], None]
+    """Closes the tiers in threads of their own; waits for at most so many seconds."""
     arena: Arena
-
-    @property
-    def down(self) -> tuple[str, ...]:
-        """Names of the tiers that could not be opened yet."""
-        return tuple(name for name, tier in self.tiers.items() if isinstance(tier, LateTier) and not tier.is_open)
 
     def close(self, deadline_s: float) -> None:
         """End the threads, close the tiers and give the memory back, in about `deadline_s` seconds. Twice is fine."""
         until_s = time.monotonic() + deadline_s
         self.mover.close(deadline_s)
-        close_tiers(self.tiers, max(TIERS_DEADLINE_S_MIN, until_s - time.monotonic()))
+        self.close_tiers(max(TIERS_DEADLINE_S_MIN, until_s - time.monotonic()))
         self.arena.close()
 
 
@@ -110,16 +111,17 @@ def open_rank(
     except BaseException:
         close_tiers(tiers, 5.0)
         raise
-    return Rank(rank, ranks, slots, mover, tiers, arena)
+    down = tuple(name for name, tier in tiers.items() if isinstance(tier, LateTier) and not tier.is_open)
+    return Rank(rank, ranks, slots, mover, tuple(tiers), down, partial(close_tiers, tiers), arena)
 
 
 def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
-    """Close every tier, each in a thread of its own, so that a hanging one costs `deadline_s` seconds at most."""
+    """Close all tiers, each in a thread of its own, and wait for at most `deadline_s` seconds in all."""
 
     def close(name: str, tier: Tier) -> None:
         try:
             tier.close()
-        except KvError as error:
+        except (KvError, OSError) as error:
             logger.warning("tier %s did not close well: %s", name, error)
 
     closers = [
@@ -127,8 +129,9 @@ def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
     ]
     for closer in closers:
         closer.start()
+    until_s = time.monotonic() + deadline_s
     for closer in closers:
-        closer.join(deadline_s)
+        closer.join(max(0.0, until_s - time.monotonic()))
 
 
 def _directory(config: DirectoryConfig) -> DirectoryTier:

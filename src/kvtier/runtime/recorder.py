@@ -19,6 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -40,6 +41,8 @@ WAITING_KEYS_MAX: Final = 1 << 17
 HELD_MAX: Final = 4096
 HELD_BYTES_MAX: Final = 16 << 20
 """Lines that wait until an earlier request has ended."""
+OPEN_DEADLINE_S: Final = 2.0
+"""How long to wait for the file. A file that is made later records from then on."""
 FLUSH_S: Final = 1.0
 FLUSH_BYTES: Final = 1 << 18
 
@@ -93,17 +96,21 @@ class Recorder:
         self._is_full = self._is_closed = False
         stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         self.path = folder / f"requests-{stamp}-{os.getpid()}-{next(_numbers)}{SUFFIX}"
+        self._room_bytes = capacity_bytes
+        self._file = -1
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="kvtier-recorder", daemon=True)
+        self._thread.start()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._room_bytes = capacity_bytes - sum(it.stat().st_size for it in folder.glob(f"requests-*{SUFFIX}"))
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            opened.result(OPEN_DEADLINE_S)
+        except TimeoutError:
+            logger.warning("%s is not there after %g s; requests are recorded once it is", self.path, OPEN_DEADLINE_S)
         except OSError as error:
             raise ConfigError(
                 f"trace.path = {str(folder)!r}: requests cannot be recorded there: {error.strerror or error}"
             ) from error
-        self._thread = threading.Thread(target=self._run, name="kvtier-recorder", daemon=True)
-        self._thread.start()
-        logger.info("requests are recorded in %s", self.path)
+        else:
+            logger.info("requests are recorded in %s", self.path)
 
     def served(self, request: Served, open_since_s: float | None = None) -> None:
         """Note a request that has ended. Never waits. One thread at a time.
@@ -128,15 +135,23 @@ class Recorder:
         if self._is_closed:
             return
         self._is_closed = True
+        until_s = time.monotonic() + deadline_s
         try:
             self._notes.put(None, timeout=deadline_s)
         except queue.Full:
             return  # a file system that hangs; the thread is a daemon
-        self._thread.join(deadline_s)
+        self._thread.join(max(0.0, until_s - time.monotonic()))
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, opened: Future[None]) -> None:
+        try:
+            self._open()
+        except OSError as error:
+            self._stop(error.strerror or str(error))
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
         flush_s = time.monotonic() + FLUSH_S
         while True:
             try:
@@ -152,6 +167,12 @@ class Recorder:
             self._write(self._next())
         self._flush()
         os.close(self._file)
+
+    def _open(self) -> None:
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self._room_bytes -= sum(it.stat().st_size for it in folder.glob(f"requests-*{SUFFIX}"))
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def _take(self, request: Served, open_since_s: float | None) -> None:
         line = self._line(request)

@@ -218,6 +218,7 @@ class LocalSession:
             self._next_second_s = now_s + 1.0
             self._on_second()
             self._warn_of_limits()
+            self._cache.check_tiers(now_s)
         self._settle(settled)
         self._cache.tick(self._clock())
         self._pass_on()

@@ -313,7 +313,8 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
             rank.close(0.0)
         raise
     down = frozenset[str]().union(*(one.down for one in told))
-    return Below(ranks[0] if len(ranks) == 1 else Fleet(ranks), told[0].slots, told[0].tiers, down)
+    views = ranks[0].views if len(ranks) == 1 and isinstance(ranks[0], LocalRank) else {}
+    return Below(ranks[0] if len(ranks) == 1 else Fleet(ranks), told[0].slots, told[0].tiers, down, views)
 
 
 def _read(handshake: Mapping[str, Any]) -> _Handshake:

@@ -34,7 +34,10 @@ class Tier(Protocol):
     name: str
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether the tier holds it: a hint, not a promise. Counts as no use."""
+        """For each name, whether the tier holds it: a hint, not a promise. Counts as no use.
+
+        Sessions ask about no names once a second, to know the tier's health: `TierError` while its place is gone.
+        """
         ...
 
     def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:

@@ -93,6 +93,7 @@ class DirectoryTier:
         self._shared = shared
         self._lock_deadline_s = lock_deadline_s
         self._paths = Paths(str(self.root))
+        self._marker_path = os.path.join(self._paths.root, MARKER_NAME)
         self._gate = Gate(name)
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
         self._drafts = Drafts(self._paths.drafts)
@@ -106,7 +107,7 @@ class DirectoryTier:
             except UnknownStoreError as error:
                 raise TierError(name, str(error)) from error
             self._paths.make()
-            self._tenancy = Tenancy(os.path.join(self._paths.root, MARKER_NAME), name)
+            self._tenancy = Tenancy(self._marker_path, name)
             self._ledger = Ledger(self._paths.ledger, name, lock_deadline_s)
             self._room = Room(
                 self._paths, capacity_bytes, self._found, self._ledger, self._index, self._drafts, self._replaced
@@ -145,8 +146,13 @@ class DirectoryTier:
         return self._direct_io
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether it is there as far as this process knows, or (shared) as the directory says."""
+        """For each name, whether it is there as far as this process knows, or (shared) as the directory says.
+
+        Raises:
+            TierError: the file system fails, or the store's marker is gone from its place.
+        """
         with self._operation("look for objects"):
+            os.lstat(self._marker_path)  # the index knows nothing of a place that was taken away
             answers = self._index.knows(names)
             if self._shared:
                 for position, is_known in enumerate(answers):
