@@ -71,6 +71,14 @@ def test_a_note_that_is_too_long_is_refused_and_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_of_too_many_the_oldest_goes(root, monkeypatch):
+    monkeypatch.setattr(notes, "NOTES_MAX", 3)
+    os.utime(root / FILE, ns=(1, 1))
+    for number in range(3):
+        notes.write(root, "selftest", bytes([9, number]) + bytes(8), {"number": number})
+    assert notes.read(root, "selftest") == [{"number": number} for number in range(3)]
+
+
 def test_a_store_may_be_made_beside_notes(root):
     """The result of a test comes before the first start of a server."""
     DirectoryTier(root, capacity_bytes=2**20, direct_io="off").close()

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,12 @@ from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
-from kvtier.config import Config, machine
+from kvtier.config import Config, DirectoryConfig, machine
 from kvtier.connect.vllm import versions
+from kvtier.connect.vllm.identity import note_fingerprint
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.errors import ConfigError
+from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
 from kvtier.tier.base import About
@@ -24,7 +27,11 @@ from kvtier.tier.directory import DirectoryTier
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (4096, 4096), "test/pages")
-MODELS = tuple(hashlib.sha256(name).digest() for name in (b"model a", b"model b"))
+FINGERPRINTS = tuple(
+    Fingerprint(weights=weights * 32, dtype=dtype, other={"config": {"rope": {"theta": theta}}, "ranks": 1})
+    for weights, dtype, theta in ((b"a", "bfloat16", 10000), (b"b", "float32", 500000))
+)
+MODELS = tuple(each.digest for each in FINGERPRINTS)
 SECRET = "5e" * 32
 
 
@@ -315,9 +322,32 @@ def test_a_model_is_looked_for_by_its_fingerprint(doctor, engine, tmp_path, monk
     served = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
     monkeypatch.setattr(vllm_doctor, "_engine", lambda *_: (served, []))
     monkeypatch.setattr(vllm_doctor, "_host", lambda *_: [])
-    monkeypatch.setattr(vllm_doctor, "_fingerprint", lambda _engine: MODELS[model].hex())
+    monkeypatch.setattr(vllm_doctor, "_fingerprint", lambda _engine: FINGERPRINTS[model])
     _, findings = doctor(transfer(fill(tmp_path / "kv")), "--model", "m")
     assert [Path(it).name for it in bad(findings)] == ([about] if about else [])
+
+
+def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_path, monkeypatch):
+    served = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
+    monkeypatch.setattr(vllm_doctor, "_engine", lambda *_: (served, []))
+    monkeypatch.setattr(vllm_doctor, "_host", lambda *_: [])
+    monkeypatch.setattr(vllm_doctor, "_fingerprint", lambda _engine: FINGERPRINTS[1])
+    root = fill(tmp_path / "kv")
+
+    def found() -> str:
+        (told,) = [each["found"] for each in doctor(transfer(root), "--model", "m")[1] if each["level"] == "error"]
+        return told
+
+    assert found().endswith(f"which is {MODELS[1].hex()[:12]}"), "no engine has left what its fingerprint is made of"
+    note_fingerprint(Config(directory=DirectoryConfig(path=root)), FINGERPRINTS[0])
+    for thread in threading.enumerate():
+        if thread.name == "kvtier note":
+            thread.join(60)
+    weights = f'weights is "{"62" * 18}..., there "{"61" * 18}...'
+    assert found().endswith(
+        f"; {MODELS[0].hex()[:12]} differs in: config.rope.theta is 500000, there 10000, "
+        f'dtype is "float32", there "bfloat16", {weights}'
+    )
 
 
 def test_dummy_weights_are_found(doctor, engine, tmp_path, monkeypatch):

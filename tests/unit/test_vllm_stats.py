@@ -73,6 +73,12 @@ def test_a_gauge_shows_how_it_stands(meters):
     assert prom._shown["kvtier_held_bytes"].series["0", "host"].value == 4
 
 
+def test_a_gauge_at_zero_is_shown_once(meters):
+    meters._metrics.set(table.HELD_BYTES, 0.0, place="host")
+    assert meters.take().data["kvtier_held_bytes"] == {"host": [0.0]}
+    assert meters.take() is None
+
+
 def test_observations_keep_bucket_and_sum(meters):
     seen = [0.0001, 0.003, 0.004, 0.3, 0.7, 100.0, 45.0]
     for value in seen:
@@ -131,7 +137,7 @@ def test_an_idle_engine_takes_one_step_for_counts_and_not_hundreds():
 def test_an_engine_that_has_started_takes_steps_until_its_gauges_are_there(monkeypatch):
     meters = Meters(Metrics())
     assert meters.hurry()
-    assert meters.take() is None
+    assert "kvtier_capacity_bytes" not in meters.take().data
     assert meters.hurry(), "the session has not set them yet"
     meters._metrics.set(table.CAPACITY_BYTES, 7, place="host")
     assert meters.take().data["kvtier_capacity_bytes"] == {"host": [7]}

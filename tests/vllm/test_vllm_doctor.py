@@ -37,7 +37,7 @@ def test_the_doctor_finds_the_models_own_kv(start: Start, checkpoints: Path, tmp
     assert any("objects of this model" in it for it in told["fine"])
 
     for other, expected in (
-        ("--dtype bfloat16", "but nothing of this model"),
+        ("--dtype bfloat16", 'differs in: dtype is "bfloat16", there "float32"'),
         ("--dtype float33", "invalid choice: 'float33'"),
     ):
         (found,) = doctor(given, *model, other)["error"]

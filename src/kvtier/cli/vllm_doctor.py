@@ -7,7 +7,7 @@ engine is started.
 import json
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,10 +26,12 @@ from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.connect.vllm.upstream import VllmConfig
 from kvtier.errors import ConfigError, KvError, UnsupportedModelError
+from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import checkpoint_files
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
+from kvtier.tier import notes
 from kvtier.tier.marker import MARKER_NAME
 
 Level = Literal["error", "warning", "note", "fine"]
@@ -42,6 +44,12 @@ FREE_BYTES_FEW = 1 << 30
 
 FULL_SHARE = 0.98
 """Of its cap: a store that holds so much makes room for each chunk that comes."""
+
+DIFFERENCES_MAX = 6
+"""Ingredients of a fingerprint that are named."""
+
+SHOWN_MAX = 40
+"""Characters of each of their values."""
 
 ADVICE = {
     "directory": "use a directory that is empty or was made by kvtier, on a disk with room, and that the server's user "
@@ -273,13 +281,13 @@ def _weights(model: str) -> Iterator[Finding]:
     yield Finding("note", "model", "only vLLM can tell this model's fingerprint, and it is not installed here", advice)
 
 
-def _fingerprint(engine: VllmConfig) -> str | Finding:
-    """The fingerprint of an engine, in hexadecimal digits; or why it shares KV with nobody."""
+def _fingerprint(engine: VllmConfig) -> Fingerprint | Finding:
+    """The fingerprint of an engine; or why it shares KV with nobody."""
     identity = identify(engine, versions.build_of(versions.installed() or ""))
     if identity.is_private:
         found = f"nothing is kept below host memory, and nothing survives the server: {identity.detail}"
         return Finding("error", "model", found, "serve real weights from a folder on this machine")
-    return identity.fingerprint.digest.hex()
+    return identity.fingerprint
 
 
 def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[Finding]]:
@@ -317,7 +325,7 @@ def _host(config: Config, patient: Patient, engine: VllmConfig | None, chunk_tok
         yield Finding("fine", "host.capacity_bytes", holds)
 
 
-def _stores(config: Config, mine: str | Finding | None, chunk_tokens: int) -> Iterator[Finding]:
+def _stores(config: Config, mine: Fingerprint | Finding | None, chunk_tokens: int) -> Iterator[Finding]:
     """What lies in the lower tiers."""
     if isinstance(mine, Finding):
         yield mine
@@ -377,16 +385,16 @@ def _room(root: Path, found: StoreStat) -> Iterator[Finding]:
         yield Finding("warning", str(root), told, f"kvtier inspect verify --repair {root}")
 
 
-def _content(root: Path, found: StoreStat, mine: str | None, chunk_tokens: int) -> Iterator[Finding]:
+def _content(root: Path, found: StoreStat, mine: Fingerprint | None, chunk_tokens: int) -> Iterator[Finding]:
     """Whether what is stored can be of use; `chunk_tokens` is 0 where vLLM chooses."""
     shares = found.fingerprints
     if not shares:
         told = "nothing has been stored yet"
         yield Finding("note", str(root), told, "a prompt's whole chunks are stored when it is computed; ask it first")
         return
-    key = None if mine is None else mine[:FINGERPRINT_DIGITS]
-    if key is not None and key not in shares:
-        told = f"holds {', '.join(shares)}, but nothing of this model, which is {key}"
+    key = None if mine is None else mine.digest.hex()[:FINGERPRINT_DIGITS]
+    if mine is not None and key not in shares:
+        told = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{_differences(root, shares, mine)}"
         advice = (
             "the same KV needs the same weights, configuration, dtype, --kv-cache-dtype, tensor parallel size and "
             "release of vLLM; give --engine-args as they are on the server"
@@ -406,6 +414,39 @@ def _content(root: Path, found: StoreStat, mine: str | None, chunk_tokens: int) 
         f"{found.objects} objects, {size_text(found.bytes)}" if own is None else f"{own.objects} objects of this model"
     )
     yield Finding("fine", str(root), told)
+
+
+def _differences(root: Path, shares: Iterable[str], mine: Fingerprint) -> str:
+    """In what each fingerprint of a store differs from `mine`, where engines have left what theirs is made of."""
+    place = root.parent if store_disk.is_disk(root) else root
+    known = {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in notes.read(place, "fingerprint")}
+    own = dict(_leaves(json.loads(mine.canonical)))
+    told: list[str] = []
+    for share in shares:
+        if share not in known:
+            continue
+        other = dict(_leaves(known[share]))
+        names = [name for name in sorted({*own, *other}) if own.get(name) != other.get(name)]
+        named = (
+            f"{name} is {_shown(own.get(name))}, there {_shown(other.get(name))}" for name in names[:DIFFERENCES_MAX]
+        )
+        more = f", and {len(names) - DIFFERENCES_MAX} more" if len(names) > DIFFERENCES_MAX else ""
+        told.append(f"; {share} differs in: {', '.join(named)}{more}")
+    return "".join(told)
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """The values in a tree of mappings, by their path; without what all have in common, ``other``."""
+    if isinstance(value, dict):
+        for key, inner in cast("dict[str, object]", value).items():
+            yield from _leaves(inner, f"{name}.{key}".removeprefix(".").removeprefix("other."))
+    else:
+        yield name, value
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_MAX else f"{text[: SHOWN_MAX - 3]}..."
 
 
 def _notes(config: Config, chunk_tokens: int) -> Iterator[Finding]:

@@ -60,6 +60,8 @@ class Fingerprint:
     other: Mapping[str, object] = field(default_factory=lambda: _NOTHING, compare=False)
     digest: bytes = field(init=False, repr=False)
     """32 bytes."""
+    canonical: bytes = field(init=False, repr=False, compare=False)
+    """What the digest is of: canonical JSON, without its domain."""
 
     def __post_init__(self) -> None:
         if len(self.weights) != DIGEST_BYTES:
@@ -76,8 +78,9 @@ class Fingerprint:
             "epoch": self.epoch,
             "other": self.other,
         }
-        digest = hashlib.sha256(_FINGERPRINT_DOMAIN + canonical_json(told, "fingerprint")).digest()
-        object.__setattr__(self, "digest", digest)
+        canonical = canonical_json(told, "fingerprint")
+        object.__setattr__(self, "canonical", canonical)
+        object.__setattr__(self, "digest", hashlib.sha256(_FINGERPRINT_DOMAIN + canonical).digest())
 
 
 def canonical_json(value: object, where: str = "value") -> bytes:

@@ -22,7 +22,7 @@ NOTE = re.compile(r"\.?note-(fingerprint|selftest)-[0-9a-f]{16}(\.json|\.[0-9a-f
 
 BYTES_MAX = 1 << 18
 NOTES_MAX = 256
-"""Notes of one kind that are read; of more, some are not."""
+"""Notes of one kind; the oldest go."""
 
 Kind = Literal["fingerprint", "selftest"]
 
@@ -44,7 +44,8 @@ def write(root: Path, kind: Kind, name: bytes, content: Mapping[str, object]) ->
         raise OSError(errno.EFBIG, f"longer than {BYTES_MAX} bytes", str(root))
     final = f"note-{kind}-{name[:8].hex()}.json"
     draft = f".note-{kind}-{name[:8].hex()}.{secrets.token_hex(8)}"
-    with inside.directory_at(os.path.realpath(root)) as folder:
+    with inside.directory_at(os.path.realpath(root), is_listed=True) as folder:
+        _make_room(folder, kind, final)
         descriptor, _ = inside.open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -60,12 +61,22 @@ def read(root: Path, kind: Kind) -> list[dict[str, object]]:
     """The contents of all notes of one kind; none where the store cannot be read."""
     found: list[dict[str, object]] = []
     with suppress(OSError), inside.directory_at(os.path.realpath(root), is_listed=True) as folder:
-        with os.scandir(folder) as entries:
-            names = [each.name for each in entries if (match := NOTE.fullmatch(each.name)) and match[1] == kind]
-        for name in sorted(names)[:NOTES_MAX]:
+        for name in _names(folder, kind)[:NOTES_MAX]:
             with suppress(OSError, ValueError, RecursionError):
                 found.append(_content(inside.read_file(name, BYTES_MAX, folder)))
     return found
+
+
+def _names(folder: int, kind: Kind) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(each.name for each in entries if (match := NOTE.fullmatch(each.name)) and match[1] == kind)
+
+
+def _make_room(folder: int, kind: Kind, name: str) -> None:
+    others = [each for each in _names(folder, kind) if each != name]
+    if len(others) >= NOTES_MAX:
+        oldest = min(others, key=lambda each: os.stat(each, dir_fd=folder, follow_symlinks=False).st_mtime_ns)
+        os.unlink(oldest, dir_fd=folder)
 
 
 def _content(whole: bytes) -> dict[str, object]:

@@ -10,6 +10,7 @@ from kvtier.config.sections import Config
 from kvtier.connect.vllm import identity, requests, selftest, support, versions
 from kvtier.connect.vllm.events import Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.identity import note_fingerprint
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.pool import Pins
 from kvtier.connect.vllm.scheduler import Scheduler
@@ -254,6 +255,8 @@ class WorkerHalf:
             ranks=opening.ranks,
             page_lock=cuda_page_lock(config.host.page_lock) if device.type == "cuda" else None,
         )
+        if number == 0:
+            note_fingerprint(config, opening.identity.fingerprint)
         self._worker = worker = Worker(copier)
         self._server = RankServer(self._rank, worker.hear)
 

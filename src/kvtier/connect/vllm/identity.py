@@ -10,19 +10,23 @@ of it, too), and what belongs to single requests (`requests`).
 import fcntl
 import hashlib
 import importlib
+import json
 import logging
+import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from kvtier.config.sections import Config
 from kvtier.connect.hf_config import plain
 from kvtier.connect.vllm.upstream import VllmConfig, plain_name
 from kvtier.connect.vllm.versions import is_tried, release_of
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
+from kvtier.tier import notes
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +154,24 @@ def _weights(config: VllmConfig) -> tuple[WeightsDigest | None, str]:
         digest.seconds,
     )
     return digest, ""
+
+
+def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
+    """Leave beside each store what the fingerprint is made of, so that the doctor can name what another one differs in.
+
+    In a thread of its own, because a place may hang. A place that is not there yet gets it at the next start.
+    """
+    content: dict[str, object] = {"digest": fingerprint.digest.hex(), "of": json.loads(fingerprint.canonical)}
+
+    def run() -> None:
+        for tier in (config.directory, config.disk):
+            try:
+                if tier.path is not None:
+                    notes.write(tier.path, "fingerprint", fingerprint.digest, content)
+            except OSError as error:
+                logger.debug("what the fingerprint is made of cannot be written to %s: %s", tier.path, error)
+
+    threading.Thread(target=run, name="kvtier note", daemon=True).start()
 
 
 def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:

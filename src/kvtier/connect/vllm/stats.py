@@ -117,11 +117,13 @@ class Meters:
     def _news(self, series: Series) -> Row | None:
         place = (series.metric.name, LABEL_SEPARATOR.join(series.values))
         row = [series.number, *series.counts]
-        before = self._before.get(place, [0.0] * len(row))
+        is_gauge = series.metric.kind is MetricKind.GAUGE
+        # A gauge at zero is news once: a tier that is down from the start.
+        before = self._before.get(place, [] if is_gauge else [0.0] * len(row))
         if row == before:
             return None
         self._before[place] = row
-        return row if series.metric.kind is MetricKind.GAUGE else [a - b for a, b in zip(row, before, strict=True)]
+        return row if is_gauge else [a - b for a, b in zip(row, before, strict=True)]
 
 
 class PromMetrics:
