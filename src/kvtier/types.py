@@ -198,6 +198,9 @@ class Lookup:
     offers: tuple[Offer, ...] = ()
     """What loading would take: up to `tokens`, and up to shorter boundaries that do without the slower places. None
     while PROBING."""
+    history_tokens: int = 0
+    """Leading tokens of which every history group has all chunks. More than `tokens` where a window or state is missing
+    at that boundary: another prompt was alike up to there, and parted. `tokens` where no group is of history."""
 
 
 @dataclass(frozen=True, slots=True)

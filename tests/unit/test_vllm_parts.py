@@ -98,6 +98,13 @@ def test_where_another_prompt_was_alike_is_a_boundary_too():
     assert chunks(worth.hand_over(request, 1280, tables), geometry, Window) == {1, 4}
 
 
+def test_where_a_request_parted_whose_history_we_have_is_a_boundary_too():
+    geometry, tables = tables_of("swa_win100", 1300)
+    request, worth = tracked(shared_prefix_boundary=300), Worth(geometry)
+    worth.parted(request, 768)
+    assert chunks(worth.hand_over(request, 1280, tables), geometry, Window) == {0, 2, 4}
+
+
 def test_what_the_cache_can_give_is_not_stored():
     geometry, tables = tables_of("swa_win100", 1300)
     request, worth = tracked(), Worth(geometry)

@@ -436,3 +436,19 @@ def test_after_a_mishap_nobody_waits_and_nothing_is_kept(start):
     engine.run()
     assert engine.reports == 3
     assert [block.block_id for block in engine.pool.blocks[1:] if block.ref_cnt] == []
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_of_users_of_one_system_prompt_the_third_is_given_it(start, is_overlapped):
+    """With windows a boundary needs the tokens before it. The engine's own cache sees no junction here."""
+    engine = start(case="swa32", is_overlapped=is_overlapped, blocks=400, step_tokens=2048)
+    size = engine.geometry.chunk_tokens
+    system = [number % 97 for number in range(4 * size + 76)]
+    loaded: list[int] = []
+    for user in range(5):
+        before = engine.loaded_tokens
+        engine.add([*system, *(1000 + user + number for number in range(400))], 4)
+        engine.run()
+        engine.forget()
+        loaded.append(engine.loaded_tokens - before)
+    assert loaded == [0, 0, 4 * size, 4 * size, 4 * size]

@@ -143,3 +143,17 @@ def test_a_prompt_of_whole_chunks_leaves_its_last_chunk_to_the_engine(start: Sta
     assert engine.external_hits() == 3 * CHUNK
     assert apart(cold, warm) < TOLERANCE
     assert engine.ask(tokens[:CHUNK])[0].cached < CHUNK
+
+
+def test_of_users_of_one_system_prompt_the_third_is_given_it(start: Start, tmp_path: Path) -> None:
+    """Windows are kept where prompts part, although vLLM's own cache has forgotten the one before."""
+    users = [[*prompt(1100, 3), *prompt(300, 10 + number)] for number in range(6)]
+    plain = start("gemma3").ask_in_turn(*users)
+    engine = start("gemma3", connector(tmp_path / "kv"))
+    hits: list[int] = []
+    for tokens, wanted in zip(users, plain, strict=True):
+        before = engine.external_hits()
+        assert is_same("gemma3", engine.ask(tokens)[0], wanted)
+        hits.append(engine.external_hits() - before)
+        engine.forget()
+    assert hits == [0, 0, 1024, 1024, 1024, 1024]

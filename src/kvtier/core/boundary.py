@@ -54,6 +54,21 @@ def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> list[int]:
     return tail or ([full - 1] if full else [])
 
 
+def history_run(
+    groups: Sequence[GroupLayout], prefix: Prefix, present: Present, runs: Sequence[int] | None = None
+) -> int:
+    """Leading chunks that every history group has; all of the prefix where there is no such group.
+
+    `runs` are as in `longest_boundary`.
+    """
+    run = len(prefix.keys)
+    for index, group in enumerate(groups):
+        if isinstance(group.validity, History):
+            first = runs[index] if runs is not None else 0
+            run = next((chunk for chunk in range(first, run) if not present(index, chunk)), run)
+    return run
+
+
 def longest_boundary(
     groups: Sequence[GroupLayout], prefix: Prefix, present: Present, runs: Sequence[int] | None = None
 ) -> int:
@@ -62,14 +77,8 @@ def longest_boundary(
     `runs` are the leading chunks of each group that the caller knows to be present already, so as not to ask again.
     """
     count = len(prefix.keys)
-    run = count
-    others: list[int] = []
-    for index, group in enumerate(groups):
-        if isinstance(group.validity, History):
-            first = runs[index] if runs is not None else 0
-            run = next((chunk for chunk in range(first, run) if not present(index, chunk)), run)
-        else:
-            others.append(index)
+    run = history_run(groups, prefix, present, runs)
+    others = [index for index, group in enumerate(groups) if not isinstance(group.validity, History)]
 
     def is_valid(tokens: int) -> bool:
         return all(

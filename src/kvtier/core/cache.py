@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Final
 
 from kvtier.core.asking import Asking
-from kvtier.core.boundary import chunk_end, longest_boundary, needed_chunks
+from kvtier.core.boundary import chunk_end, history_run, longest_boundary, needed_chunks
 from kvtier.core.debts import Debts
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
@@ -91,6 +91,7 @@ class Cache:
         self._admitter = admitter
         self._admits_all = type(admitter) is AdmitAll  # nothing to tell of each object to who does not listen
         self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
+        self._has_history = any(isinstance(group.validity, History) for group in layout.groups)
         self._unsaid: dict[str, NextTurn | None] = {}
         """What sessions expect, while stores of theirs are open: evictors are told of those first."""
         self._may_move = False
@@ -150,7 +151,7 @@ class Cache:
                 return NOTHING
             asked = Asked(prefix, resident_tokens, _in_host, runs)
             offers = self._appraiser.offers(asked, tokens, tokens, now_s)
-            return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), offers)
+            return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), offers, tokens)
         known = self._asking.ask(request, prefix, self._host, now_s)
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
@@ -158,9 +159,10 @@ class Cache:
         def place_of(group: int, chunk: int) -> str | None:
             return self._place_of(known, prefix.key(chunk), group)
 
-        tokens = longest_boundary(
-            self._layout.groups, prefix, lambda group, chunk: place_of(group, chunk) is not None, runs
-        )
+        def can_be_had(group: int, chunk: int) -> bool:
+            return place_of(group, chunk) is not None
+
+        tokens = longest_boundary(self._layout.groups, prefix, can_be_had, runs)
         most = max(len(prefix.keys) * prefix.chunk_tokens, *(mark.end for mark in prefix.marks), 0)
         if known is not None and known.open_probes and tokens < most:
             presence = Presence.PROBING
@@ -173,7 +175,11 @@ class Cache:
         offers: tuple[Offer, ...] = ()
         if presence is not Presence.PROBING:
             offers = self._appraiser.offers(Asked(prefix, resident_tokens, place_of, runs), ready, tokens, now_s)
-        return Lookup(tokens, ready, presence, sources, offers)
+        history_tokens = tokens
+        if self._has_history:
+            run = history_run(self._layout.groups, prefix, can_be_had, runs)
+            history_tokens = max(tokens, run * prefix.chunk_tokens)
+        return Lookup(tokens, ready, presence, sources, offers, history_tokens)
 
     def presence(self, key: ChunkKey, group: int) -> Presence:
         """Whether host memory has or will have one object."""

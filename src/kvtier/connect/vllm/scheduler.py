@@ -209,6 +209,7 @@ class Scheduler:
     def _choose(self, tracked: Tracked, prefix: Prefix, lookup: Lookup, resident_tokens: int) -> Match | None:
         # What the cache has need not be stored; what vLLM has and the cache has lost is stored again.
         self._worth.known(tracked, lookup.tokens)
+        self._worth.parted(tracked, lookup.history_tokens)
         if self._ranks.lost:
             return None
         plan = self._planner.plan(

@@ -82,6 +82,8 @@ class Tracked:
     """What the cache has, or was given to store. (Of windows and states it has less.)"""
     windows: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
     """For each group with a window, the chunks of it that the cache has or was given."""
+    junction_tokens: int = 0
+    """Where another request parted from it, of which the cache has the history up to there; 0: nowhere."""
     offers: list[Offer] = field(default_factory=list[Offer])
     """States at boundaries past `handed_tokens` that vLLM has named; their blocks are pinned."""
     cap_tokens: int | None = None

@@ -1,9 +1,10 @@
 """Which objects of a request are worth storing.
 
-History: every chunk. Windows: what those boundaries need at which somebody may resume, which are the last one of each
-step, and the one up to which vLLM has seen another prompt to be alike. For every boundary it would be the whole text,
-in models of which five layers of six have a window. States: the ones that vLLM offers, by the same reasoning
-(`CacheConfig.prefix_cache_retention_interval`).
+History: every chunk. Windows: what those boundaries need at which a request may resume, which are the last one of each
+step, and those up to which another prompt was alike: in vLLM's own cache, or in ours. For every boundary it would be
+the whole text, in models of which five layers of six have a window. So of a system prompt the first request stores the
+history; the second finds it without a window at its end, and stores that one; the third can be given both. States: the
+ones that vLLM offers, by the same reasoning (`CacheConfig.prefix_cache_retention_interval`).
 """
 
 from collections.abc import Iterable
@@ -35,6 +36,10 @@ class Worth:
         tracked.handed_tokens = tokens
         tracked.windows = {number: self._needed(window, tokens) for number, window in self._windows.items()}
 
+    def parted(self, tracked: Tracked, tokens: int) -> None:
+        """The cache has the history of the leading `tokens` from another request, which went on in another way."""
+        tracked.junction_tokens = tokens
+
     def offers(self, offers: Iterable[Offer], tracked: Tracked) -> list[Offer]:
         """Those of `offers` that we can use."""
         size = self._geometry.chunk_tokens
@@ -45,11 +50,12 @@ class Worth:
         size = self._geometry.chunk_tokens
         before = tracked.handed_tokens
         wanted = {number: set(range(before // size, tokens // size)) for number in self._histories}
-        junction = getattr(tracked.request, "shared_prefix_boundary", 0) // size * size
+        junctions = {getattr(tracked.request, "shared_prefix_boundary", 0) // size * size, tracked.junction_tokens}
         for number, window in self._windows.items():
             needed = self._needed(window, tokens)
-            if before < junction < tokens:
-                needed |= self._needed(window, junction)
+            for junction in junctions:
+                if before < junction < tokens:
+                    needed |= self._needed(window, junction)
             known = tracked.windows.setdefault(number, set())
             wanted[number] = needed - known
             known |= needed
