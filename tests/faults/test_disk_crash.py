@@ -1,5 +1,6 @@
 """Writers are killed at random moments; files are damaged, cut off, stale or of another format: misses, never lies."""
 
+import errno
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from disk_world import (
     write_all,
 )
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk_format import BLOCK_BYTES, Header, pack_header, pack_json
 from kvtier.tier.disk_marker import MARKER_NAME, Marker, parse_marker
@@ -475,6 +476,51 @@ def test_a_generation_out_of_range_stops_nothing(tmp_path, generation):
         assert {look(tier, number) for number in held} == {"right"}
         check_accounts(tier, root)
         tier.close()
+
+
+@pytest.mark.parametrize("at", [0, SEGMENT_BYTES - BLOCK_BYTES], ids=["head", "index"])
+def test_a_segment_whose_structure_cannot_be_read_is_replaced(tmp_path, monkeypatch, caplog, at):
+    """Bad blocks of the device: they cost what the segment holds, and neither the start nor later writes."""
+    root = tmp_path / "store"
+    held = fill(root)
+    bad = (root / "segments" / "00000002.segment").stat().st_ino
+    is_bad = True
+    read, write = os.preadv, os.pwritev
+
+    def hits(descriptor, views, offset):
+        return is_bad and os.fstat(descriptor).st_ino == bad and offset <= at < offset + sum(map(len, views))
+
+    def preadv(descriptor, views, offset):
+        if hits(descriptor, views, offset):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, views, offset)
+
+    def pwritev(descriptor, views, offset):
+        nonlocal is_bad
+        if hits(descriptor, views, offset):
+            is_bad = False  # a block that is written lies elsewhere then, and so do those of another file
+            if at == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    with caplog.at_level(logging.WARNING):
+        tier = open_tier(root)
+    assert [record.message for record in caplog.records if "cannot be read" in record.message]
+    left = {number for number in held if look(tier, number) == "right"}
+    assert len(held) > len(left) > len(held) / 2
+    refusals = 0
+    for number in range(200, 300):
+        try:
+            assert tier.write(object_name(number), sealed(number))
+        except TierError:
+            refusals += 1
+    assert refusals <= 1
+    tier.sync()
+    check_accounts(tier, root)
+    tier.close()
+    works_and_goes_on(root, set())
 
 
 def test_a_planted_segment_of_a_terabyte_is_removed(tmp_path):

@@ -54,6 +54,20 @@ def test_a_header_is_read_back():
     assert read_header(pack_header(HEADER)) == HEADER
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(HEADER._replace(generation=generation) for generation in (0, 1 << 63, (1 << 64) - 1)),
+        *(
+            HEADER._replace(segment_bytes=size_bytes)
+            for size_bytes in (0, 4096, (1 << 20) + 1, 1 << 45, (1 << 64) - 4096)
+        ),
+    ],
+)
+def test_a_header_out_of_range_is_none(header):
+    assert "out of range" in read_header(pack_header(header))
+
+
 def test_no_bit_of_a_header_or_a_block_goes_unnoticed():
     header, (block,) = pack_header(HEADER), pack_blocks(HEADER, 3, entries(5))
     for at in range(0, 8 * BLOCK_BYTES, 7):

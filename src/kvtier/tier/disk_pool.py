@@ -10,6 +10,7 @@ Three locks, taken in this order. Who waits for the first two has a deadline, be
     lock    the table and the segments' counts; held for microseconds, never during I/O
 """
 
+import errno
 import logging
 import threading
 import time
@@ -243,8 +244,14 @@ class Pool:
         with self._syncing():
             with self._lock:
                 segments = list(self._segments.values())
+            failure: OSError | None = None
             for segment in segments:
-                self._sync_one(segment)
+                try:
+                    self._sync_one(segment)
+                except OSError as error:  # a bad block of one costs the others nothing
+                    failure = error
+            if failure is not None:
+                raise failure
 
     def prepare(self) -> None:
         """Keep a segment empty ahead of the writers and the reserve free for others; forget segments that are gone.
@@ -320,7 +327,12 @@ class Pool:
         # last that there is: then the clock alone counts.
         candidates = (self._generation + 1, time.time_ns())
         self._generation = max(it for it in (1, *candidates) if it <= GENERATION_MAX)
-        segment.begin(self._store_id, self._generation)
+        try:
+            segment.begin(self._store_id, self._generation)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                self._remove(segment)  # another file gets other blocks of the device
+            raise
         self._files.charge(segment)  # a file system may take blocks of its own for a file that fills
         self._spare.pop()
         return segment

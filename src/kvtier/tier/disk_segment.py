@@ -7,6 +7,7 @@ that a pin keeps from being given to others.
 # Descriptors.
 
 import errno
+import logging
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ from kvtier.tier.disk_format import (
     read_header,
 )  # fmt: skip
 from kvtier.tier.inside import Descriptor, open_file
+
+logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 20
 """How much of a segment's end is read at once when its index is looked for."""
@@ -238,12 +241,17 @@ class Segment:
         return self.load_header(store_id) or self.load_index()
 
     def load_header(self, store_id: bytes) -> str:
-        """Read the header; why the segment holds nothing, or "".
+        """Read the header; why the segment holds nothing, or "". A block that cannot be read is a damaged one.
 
         Raises:
-            OSError: the device fails.
+            OSError: the device fails otherwise.
         """
-        header = read_header(self._block_at(0))
+        try:
+            header = read_header(self._block_at(0))
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return "its header cannot be read"
         if isinstance(header, str):
             return header
         if header.store_id != store_id or header.segment_bytes != self.size_bytes:
@@ -254,12 +262,19 @@ class Segment:
     def load_index(self) -> Entries:
         """Read the index of a segment whose header was read; the entries in the order they were written.
 
-        Afterwards frames can be written behind those of the entries.
+        Afterwards frames can be written behind those of the entries. There are none when a block cannot be read: where
+        the index ends is not known then.
 
         Raises:
-            OSError: the device fails.
+            OSError: the device fails otherwise.
         """
-        pieces = list(self._index())
+        try:
+            pieces = list(self._index())
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            logger.warning("segment %s holds nothing: its index cannot be read", self.name)
+            pieces = []
         self.index_blocks = int(pieces[-1]["number"][-1]) + 1 if pieces else 0
         entries = np.concatenate(list(map(entries_in, pieces))) if pieces else np.zeros(0, ENTRY)
         is_sound = are_sound(entries, self.size_bytes)
