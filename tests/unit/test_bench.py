@@ -3,13 +3,14 @@
 import json
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.bench import core, io, io_disk
-from kvtier.bench.fio import has_fio
-from kvtier.bench.io_disk import Mix
-from kvtier.bench.io_row import Row, layout_of
+from kvtier.bench.fio import Told, has_fio
+from kvtier.bench.io_disk import Mix, Spent
+from kvtier.bench.io_row import Latency, Row, layout_of
 from kvtier.bench.io_tables import notes
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError, KvError
@@ -234,3 +235,56 @@ def test_without_fio_there_is_no_ceiling(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="install the package fio"):
         io.run(tmp_path)
+
+
+class Drive:
+    """In place of fio and of both tiers: moves bytes as fast as it is told, by a clock of its own."""
+
+    def __init__(self, bytes_per_s):
+        self.now_s, self.bytes_per_s = 0.0, bytes_per_s
+
+    def moved(self, total_bytes):
+        took_s = 0.5 + total_bytes / self.bytes_per_s  # fio needs half a second to start
+        self.now_s += took_s
+        return took_s
+
+    def fio(self, _root, *, total_bytes, **_others):
+        told = Told(1.0, Latency(1.0, 1.0, 1.0))
+        return SimpleNamespace(
+            measure=lambda *_a, **_k: self.moved(total_bytes) and told, close=lambda: None, total_bytes=total_bytes
+        )
+
+    def disk(self, name, root, size, count, _threads, **_others):
+        def spent():
+            return Spent(self.moved(size * count), 1.0, [1.0])
+
+        root.mkdir()
+        tier = SimpleNamespace(direct_io=True, root=root)
+        return SimpleNamespace(name=name, tier=tier, frame_bytes=size, store=spent, load=spent, close=lambda: None)
+
+    def host_row(self, op, size, _count, repeats, _tick):
+        self.now_s += repeats
+        return Row.of("host", op, size, samples=[(1.0, 1.0, 1.0)], cpu=[1.0], threads=2, mix="0/100", direct_io=False)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_cut"), [(50e6, True), (200e6, True), (2e9, False)])
+def test_io_without_options_ends_within_three_minutes_on_any_drive(bytes_per_s, is_cut, tmp_path, monkeypatch, capsys):
+    drive = Drive(bytes_per_s)
+    monkeypatch.setattr(io, "Fio", drive.fio)
+    monkeypatch.setattr(io, "Disk", drive.disk)
+    monkeypatch.setattr(io, "host_row", drive.host_row)
+    monkeypatch.setattr(io, "has_fio", lambda: True)
+    monkeypatch.setattr(io, "time", SimpleNamespace(monotonic=lambda: drive.now_s))
+    assert run(["bench", "io", "--dir", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert drive.now_s < 180
+    assert ("Cut after 120 s" in told.err) is is_cut
+    assert "--thorough also tries 1 and 2 threads, with samples of 1 GiB and medians of 5" in told.err
+    assert "32 MiB" in told.out
+    quick_s = drive.now_s
+    assert run(["bench", "io", "--dir", str(tmp_path), "--thorough", "--sample", "256MiB", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["cut_after_s"] is None
+    assert {row["chunk_bytes"] for row in result["results"]} == set(io.SIZES)
+    assert result["repeats"] == 5
+    assert drive.now_s - quick_s > quick_s

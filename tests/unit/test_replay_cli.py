@@ -62,7 +62,8 @@ def test_tables_and_describe(capsys):
         assert line in out
     code, out, _ = said(capsys, "describe", MINISWE, "--json")
     assert json.loads(out)["sessions"] == 20
-    assert "min" in said(capsys, MINISWE, "--policy", "help")[1]
+    lines = [line.split() for line in said(capsys, MINISWE, "--policy", "help")[1].splitlines()]
+    assert {"min", "adaptive-turns", "adaptive-hints"} < {words[0] for words in lines}
 
 
 def test_a_report_holds_the_pictures_and_every_row(capsys, tmp_path):

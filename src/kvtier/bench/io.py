@@ -13,8 +13,10 @@ compared with what was stored. The two sides of a ratio are measured in turn, A 
 came from a cache instead of the device shows in `device_share`.
 """
 
+import math
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +32,8 @@ from kvtier.tier.direct import can_direct
 SIZES = (32 << 20, 4 << 20, 512 << 10, 64 << 10)
 SIZE_LEAST, SIZE_MOST = 4096, 256 << 20
 TIERS = ("directory", "disk")
+QUICK_S = 120.0
+"""Deadline of a run without options; what has begun by then ends within a minute on a drive of 50 MB/s."""
 CEILING = "fio psync, direct=1, buffers in huge pages, as many jobs as threads"
 BUFFERED = "fio psync, buffered (the file system has no direct I/O), as many jobs as threads"
 
@@ -43,6 +47,8 @@ class IoResult:
     bytes_per_sample: int
     repeats: int
     is_fresh: bool
+    cut_after_s: float | None = None
+    """Sizes and repeats that had not begun by then were left out; None: there was time for all."""
 
 
 Keep = Callable[[IoResult], None]
@@ -60,6 +66,8 @@ class _Run:
     streams: int
     direct: bool
     tick: Tick
+    until_s: float
+    """Of the monotonic clock: no repeat but the first of a row begins later."""
 
     @property
     def ops(self) -> list[tuple[str, Mix | None]]:
@@ -101,6 +109,7 @@ def run(
     streams: int = 1,
     tick: Tick = lambda _what: None,
     keep: Keep = lambda _result: None,
+    deadline_s: float | None = None,
 ) -> IoResult:
     """Measure every size.
 
@@ -117,6 +126,7 @@ def run(
         streams: engines whose objects are stored and loaded interleaved.
         tick: told before each pair of samples.
         keep: given what there is after each size, so that a run that is cut short was not for nothing.
+        deadline_s: no size but the first, and no repeat but the first of a row, begins later; None: no deadline.
 
     Raises:
         ConfigError: fio is not installed or fails, the directory cannot be used, or a size is not allowed.
@@ -128,6 +138,7 @@ def run(
             raise ConfigError(f"--size {size}: allowed: multiples of 4 KiB up to {size_text(SIZE_MOST)}")
     rows: list[Row] = []
     result = IoResult((), CEILING, sample_bytes, repeats, is_fresh)
+    until_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as place:
         it = _Run(
             root=Path(place),
@@ -138,9 +149,12 @@ def run(
             streams=streams,
             direct=can_direct(place),
             tick=tick,
+            until_s=until_s,
         )
         _check_room(it, max(sample_bytes, 2 * max(sizes)), max(sizes))
         for size in sizes:
+            if rows and time.monotonic() > until_s:
+                break
             count = max(2, sample_bytes // size)
             rows += [host_row(op, size, count, repeats, tick) for op in ("store", "load")]
             found = [_disk_rows(it, size, count, n) for n in threads]
@@ -148,7 +162,7 @@ def run(
                 rows += rows_of_op if keep_all else [max(rows_of_op, key=lambda row: row.gb_per_s)]
             result = replace(result, results=tuple(rows), ceiling=CEILING if it.direct else BUFFERED)
             keep(result)
-    return result
+    return replace(result, cut_after_s=deadline_s) if time.monotonic() > until_s else result
 
 
 def _check_room(it: _Run, sample_bytes: int, size: int) -> None:
@@ -171,6 +185,8 @@ def _disk_rows(it: _Run, size: int, count: int, threads: int) -> list[Row]:
     disks: list[Disk] = []
     try:
         for repeat in range(it.repeats):
+            if repeat and time.monotonic() > it.until_s:
+                break
             it.tick(f"{', '.join(it.tiers)} {size} x{threads}")
             if ceiling is None or it.is_fresh:
                 _remove(ceiling, disks)

@@ -29,6 +29,10 @@ def table(result: IoResult) -> Table:
 
 def notes(result: IoResult) -> Iterator[str]:
     """What one must know to believe the figures."""
+    if result.cut_after_s is not None:
+        yield (
+            f"Cut after {result.cut_after_s:g} s: sizes or repeats are missing. --thorough takes as long as they need."
+        )
     disk = [row for row in result.results if row.tier != "host"]
     if not all(row.direct_io for row in disk):
         yield "The file system there has no direct I/O: reads and writes go through the page cache."

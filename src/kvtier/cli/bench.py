@@ -70,7 +70,10 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     "--size", "sizes", multiple=True, metavar="SIZE", help="Chunk size, repeatable. [default: 32, 4, 1/2, 1/16 MiB]"
 )
 @click.option(
-    "--threads", multiple=True, type=click.IntRange(1, 64), help="Threads to try, repeatable. [default: 1, 2, 4]"
+    "--threads",
+    multiple=True,
+    type=click.IntRange(1, 64),
+    help="Threads to try, repeatable. [default: 4; with --thorough: 1, 2, 4]",
 )
 @click.option(
     "--tier",
@@ -88,9 +91,15 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     help="Engines whose objects come interleaved, each in its own order.",
 )
 @click.option(
-    "--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Pairs of samples behind a row."
+    "--repeats", type=click.IntRange(1, 100), help="Pairs of samples behind a row. [default: 3; with --thorough: 5]"
 )
-@click.option("--sample", default="1GiB", show_default=True, metavar="SIZE", help="Bytes that one sample moves.")
+@click.option("--sample", metavar="SIZE", help="Bytes that one sample moves. [default: 256MiB; with --thorough: 1GiB]")
+@click.option(
+    "--thorough",
+    is_flag=True,
+    help="More threads, repeats and bytes, 19 times as much in all, and no deadline. Without it, and without options "
+    "on what to measure, nothing new is begun after 2 minutes.",
+)
 @click.option("--all", "keep_all", is_flag=True, help="Show every thread count, not only the best.")
 @click.option("--fresh", is_flag=True, help="Store to new files, not into a full directory.")
 @click.option("--report", type=OutputFile(), help="Also write an HTML report.")
@@ -103,8 +112,9 @@ def io(
     tiers: tuple[str, ...],
     mixes: tuple[str, ...],
     streams: int,
-    repeats: int,
-    sample: str,
+    repeats: int | None,
+    sample: str | None,
+    thorough: bool,
     keep_all: bool,
     fresh: bool,
     report: Path | None,
@@ -120,8 +130,10 @@ def io(
 
         check_library("--report")
     chosen = tuple(_read_size("--size", size) for size in sizes) or benchmark.SIZES
-    counts = threads or (1, 2, 4)
-    sample_bytes = _read_size("--sample", sample)
+    counts = threads or ((1, 2, 4) if thorough else (4,))
+    sample_bytes = _read_size("--sample", sample or ("1GiB" if thorough else "256MiB"))
+    is_quick = not (thorough or sizes or threads or repeats or sample or mixes)
+    repeats = repeats or (5 if thorough else 3)
     percents = tuple(_read_mix(mix) for mix in mixes)
     settings = {
         "sizes": Setting(list(chosen), "flag" if sizes else "default"),
@@ -130,6 +142,7 @@ def io(
         "mixes": Setting(list(mixes), "flag" if mixes else "default"),
         "streams": Setting(streams, "flag"),
         "repeats": Setting(repeats, "flag"),
+        "thorough": Setting(thorough, "flag"),
         "fresh": Setting(fresh, "flag"),
         "sample_bytes": Setting(sample_bytes, "flag"),
     }
@@ -153,6 +166,7 @@ def io(
             streams=streams,
             tick=lambda _what: advance(1),
             keep=keep,
+            deadline_s=benchmark.QUICK_S if is_quick else None,
         )
     if report is not None:
         from kvtier.bench.io_report import write_report
@@ -168,6 +182,8 @@ def io(
     emit_table(shown.columns, shown.rows, shown.title, numeric=shown.numeric)
     for note in notes(result):
         click.echo(note, err=True)
+    if is_quick:
+        click.echo("--thorough also tries 1 and 2 threads, with samples of 1 GiB and medians of 5.", err=True)
 
 
 @bench.command()

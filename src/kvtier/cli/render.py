@@ -7,9 +7,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_TEXT_LEAST = 12
+"""Characters to which a column of text may be narrowed."""
+_WORD_MOST = 24
+"""Characters of a word that is folded only when it is longer: a path, never a figure."""
 
 
 def emit_json(result: object) -> None:
@@ -42,17 +50,54 @@ def emit_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str
 
 
 def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, right: set[int]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console()
+    table = _table(columns, rows, title, right)
+    natural = [max(len(it[place]) for it in (columns, *rows)) for place in range(len(columns))]
+    wide = console.options.update(max_width=sum(natural) + 10 * len(columns))
+    frame = Measurement.get(console, wide, _table(columns, rows, "", right)).maximum - sum(natural)
+    room = console.width - frame - sum(least := _least_widths(columns, rows, natural, right))
+    if room < 0 and len(columns) > 2:
+        # Not even words fit: each row becomes lines of heading and value.
+        for number, row in enumerate(rows):
+            named = [(heading, cell) for heading, cell in zip(columns, row, strict=True) if cell]
+            _draw(("", ""), named, title if number == 0 else "", set())
+        return
+    widths = least
+    for _ in range(min(room, sum(natural) - sum(least))):
+        widths[max(range(len(widths)), key=lambda place: natural[place] - widths[place])] += 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    console.print(table)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, right: set[int]) -> "Table":
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    has_headings = any(columns)
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=has_headings)
     for place, heading in enumerate(columns):
         table.add_column(heading, justify="right" if place in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # Text: a path with [brackets] is no markup
-    Console().print(table)
+    return table
+
+
+def _least_widths(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], natural: Sequence[int], right: set[int]
+) -> list[int]:
+    """How narrow each column may be: numbers stay in one line with their units, text is wrapped between words."""
+    out: list[int] = []
+    for place, heading in enumerate(columns):
+        cells = [row[place] for row in rows]
+        words = (min(len(word), _WORD_MOST) for cell in cells for word in cell.split())
+        kept = map(len, cells) if place in right else (min(natural[place], _TEXT_LEAST), *words)
+        out.append(max(0, *map(len, heading.split()), *kept))
+    return out
 
 
 @contextmanager

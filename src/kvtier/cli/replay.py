@@ -246,9 +246,9 @@ def _names(text: str) -> list[str]:
 
     names = [it.strip() for it in text.split(",") if it.strip()]
     if names == ["help"]:
-        for name in policy_names():
-            known = REFERENCES.get(name)
-            click.echo(f"{name:<14}{known.help if known else 'shipped with kvtier, or installed'}")
+        known = {name: REFERENCES.get(name) for name in policy_names()}
+        rows = [(name, it.help if it else "shipped with kvtier, or installed") for name, it in known.items()]
+        emit_table(("policy", "what it is"), rows)
         raise click.exceptions.Exit(0)
     if not names:
         raise click.UsageError("--policy is empty; allowed: names, with commas between them")

@@ -1,0 +1,104 @@
+"""Tables on narrow terminals: no figure is broken over two lines or cut, no line is wider than the terminal."""
+
+import json
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.cli import render
+from kvtier.cli.main import run
+from kvtier.tier.directory import DirectoryTier
+
+FIGURE = re.compile(r"[^\s()]*\d[^\s()]*")
+LINE = {"timestamp": 0, "input_length": 1 << 15, "output_length": 3, "hash_runs": [[1, 64]], "session_id": "a"}
+
+
+@pytest.fixture(params=[80, 60])
+def drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The width of the terminal, and of each table what it was asked to show and what it printed."""
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    terminal, pipe = SimpleNamespace(isatty=lambda: True), SimpleNamespace(isatty=lambda: False)
+    monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=terminal, stderr=pipe))
+    tables: list[tuple] = []
+    draw = render._draw
+
+    def watched(columns, rows, title, right):
+        with monkeypatch.context() as inner:
+            inner.setattr(render, "_draw", draw)
+            capsys.readouterr()
+            draw(columns, rows, title, right)
+        tables.append((columns, rows, right, capsys.readouterr().out.splitlines()))
+
+    monkeypatch.setattr(render, "_draw", watched)
+    return request.param, tables
+
+
+def check(width: int, tables: list) -> None:
+    assert tables
+    for columns, rows, right, lines in tables:
+        assert max(map(len, lines)) <= width, lines
+        for row in rows:
+            for place, cell in enumerate(row):
+                for it in [cell] if place in right else [it for it in FIGURE.findall(cell) if len(it) <= 24]:
+                    assert any(it in line for line in lines), (columns, row, it, "\n".join(lines))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    from kvtier.testing.tier import frame_of, object_name
+
+    tier = DirectoryTier(tmp_path / "store", capacity_bytes=1 << 30)
+    for number in range(3):
+        tier.write(object_name(number), frame_of(number))
+    tier.close()
+    return tmp_path / "store"
+
+
+COMMANDS = [
+    "size llama-3.3-70b --users 1000 --tokens 128k --tp 8",
+    "size gpt-oss-120b --check 150KB",
+    "size --table sources",
+    "size --list",
+    "config show",
+    "plan llama-3.1-8b",
+    "plan --example samsung",
+    "plan --hardware",
+    "replay describe TRACE",
+    "replay TRACE --policy lru,default --capacity-tokens 1M,inf --jobs 1",
+    "replay TRACE --tier host=64GiB --tier disk=4TiB,read=12GB/s --jobs 1",
+    "inspect ls STORE",
+    "inspect stat STORE",
+    "inspect verify STORE",
+    "bench core --repeats 1",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_breaks_a_figure(command, drawn, store, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f"{json.dumps({**LINE, 'timestamp': n * 123_456})}\n" for n in range(9)))
+    names = {"TRACE": str(trace), "STORE": str(store)}
+    assert run([names.get(it, it) for it in command.split()]) in (0, 1)
+    check(*drawn)
+
+
+def test_no_table_breaks_a_figure(drawn):
+    chance = random.Random(18)
+    for _ in range(300):
+        count = chance.randrange(1, 14)
+        numeric = chance.randrange(count + 1)
+        text = ("a few words of text", "x" * 70, "/a/path/that/is/long/" * 3, "12.5 GiB of 1,024 GiB", "", "(3.25x)")
+        numbers = ("1", "1,234,567,890", "12.34 GiB", "-", "98.6%", "2.147G")
+        rows = [
+            [chance.choice(numbers if place >= count - numeric else text) for place in range(count)]
+            for _ in range(chance.randrange(1, 5))
+        ]
+        headings = [
+            chance.choice(("tier", "hit rate", "of what is possible", "GB/s", "written tokens")) for _ in rows[0]
+        ]
+        drawn[1].clear()
+        render.emit_table(headings, rows, "A title", numeric=numeric)
+        check(*drawn)
