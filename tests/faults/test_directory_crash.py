@@ -122,7 +122,7 @@ def test_stale_drafts_count_until_they_are_cleared(tmp_path):
 
 
 def test_a_directory_that_disappears_and_comes_back_is_used_again(tmp_path):
-    """As when a disk is unmounted: errors on writing, misses on reading, and afterwards everything works again."""
+    """As when a disk is unmounted: errors and nothing made in its place, and afterwards everything works again."""
     from kvtier.errors import TierError
 
     root, away = tmp_path / "store", tmp_path / "away"
@@ -135,7 +135,10 @@ def test_a_directory_that_disappears_and_comes_back_is_used_again(tmp_path):
     root.mkdir()  # a mount point without its disk
     with pytest.raises(TierError, match="No such file"):
         tier.write(object_name(2), frame_of(2))
-    assert tier.read(object_name(1), into) is None
+    with pytest.raises(TierError, match="No such file"):
+        tier.read(object_name(1), into)
+    with pytest.raises(TierError, match="No such file"):
+        tier.contains([object_name(2)])
     assert list(root.iterdir()) == []
     root.rmdir()
     away.rename(root)

@@ -242,20 +242,6 @@ def test_a_file_that_was_cut_gives_what_is_there(tmp_path):
     tier.close()
 
 
-def test_a_folder_where_a_file_should_be_is_an_error_and_nothing_else_breaks(tmp_path):
-    root = tmp_path / "s"
-    tier = DirectoryTier(root, capacity_bytes=CAPACITY)
-    path_of(root, 1).mkdir(parents=True)
-    with pytest.raises(TierError, match="cannot read"):
-        tier.read(object_name(1), empty_frame(BLOCK_BYTES))
-    with pytest.raises(TierError, match="cannot write"):
-        tier.write(object_name(1), frame_of(1))
-    assert tier.used_bytes == 0
-    assert list(tier.scan()) == []
-    assert tier.write(object_name(2), frame_of(2))
-    tier.close()
-
-
 def test_names_of_another_length_are_refused(tmp_path):
     tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY)
     for call in (

@@ -15,8 +15,8 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.tree import charge_bytes
+from kvtier.tier.directory import DirectoryTier, _open_for_reading
+from kvtier.tier.tree import Paths, charge_bytes
 
 WRITER = Path(__file__).with_name("directory_writer.py")
 CAPACITY = 40 * BLOCK_BYTES
@@ -198,9 +198,7 @@ def test_a_file_that_is_being_read_is_not_written_over(tmp_path):
     assert tier.write(object_name(2), frame_of(2))
     path = root / "objects" / object_name(2).hex()[:2] / object_name(2).hex()
     assert path.stat().st_ino == free, "the file of a victim should have been used again"
-    from kvtier.tier.directory import _open_for_reading
-
-    descriptor = _open_for_reading(str(path), is_direct=False)
+    descriptor, _ = _open_for_reading(Paths(str(root)), object_name(2), is_direct=False)
     assert tier.write(object_name(3), frame_of(3))
     assert not path.exists()
     assert os.pread(descriptor, 2 * BLOCK_BYTES, 0) == bytes(frame_of(2))

@@ -145,8 +145,7 @@ def test_files_that_are_not_ours_are_left_alone_and_not_counted(tmp_path):
     tier = DirectoryTier(tmp_path / "s", capacity_bytes=4 * BLOCK_BYTES)
     assert (tier.used_bytes, tier.object_count) == (2 * BLOCK_BYTES, 1)
     assert tier.contains([object_name(5)]) == [False]
-    with pytest.raises(TierError, match="symbolic link"):
-        tier.read(object_name(5), empty_frame(BLOCK_BYTES))
+    assert tier.read(object_name(5), empty_frame(BLOCK_BYTES)) is None
     for number in range(10, 14):
         assert tier.write(object_name(number), frame_of(number))
     tier.close()
@@ -211,10 +210,10 @@ def test_an_impossible_path_is_refused(tmp_path, path, monkeypatch):
     ("marker", "words"),
     [
         ('{"version": 2, "store_id": "x", "created": "y"}', r"store version 2; known here: 1"),
-        ('{"version": 1}', r"is not a store's marker"),
-        ("not json", r"is not a store's marker"),
-        ("[]", r"is not a store's marker"),
-        ("", r"is not a store's marker"),
+        (
+            '{"version": 12, "store_id": "x", "created": "y", "checksum": "98292b1a628d7238"}',
+            r"version 12; known here: 1",
+        ),
     ],
 )
 def test_an_unknown_marker_is_refused_and_nothing_is_deleted(tmp_path, marker, words):

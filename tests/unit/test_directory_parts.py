@@ -116,7 +116,7 @@ def test_the_slower_of_two_writers_of_a_name_leaves_nothing_behind(tier):
     into = empty_frame(4 * BLOCK_BYTES)
     assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
     assert into[: 2 * BLOCK_BYTES] == frame_of(1)
-    assert not os.path.exists(draft.path)
+    assert not os.path.exists(f"{tier._paths.drafts}/{draft.name}")
 
 
 def test_what_is_being_written_is_not_visible_and_keeps_its_room(tier):
@@ -141,7 +141,7 @@ def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path):
     assert tier.used_bytes == BLOCK_BYTES
     assert tier.write(object_name(1), frame_of(1))
     assert tier.used_bytes == 2 * BLOCK_BYTES
-    assert not os.path.exists(draft.path)
+    assert not os.path.exists(f"{tier._paths.drafts}/{draft.name}")
     tier.close()
 
 

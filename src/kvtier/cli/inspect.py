@@ -271,8 +271,7 @@ def _draw_health(result: store_disk.StoreHealth) -> None:
 def _faults(status: DiskStatus) -> str:
     if status.last_fault_s is None:
         return "none since it was opened"
-    last = datetime.fromtimestamp(status.last_fault_s, UTC).isoformat(timespec="seconds")
-    return f"{status.faults} since it was opened, the last at {last}: {status.last_fault}"
+    return f"{status.faults} since it was opened, the last at {_date(status.last_fault_s)}: {status.last_fault}"
 
 
 def _per_day(write_bytes_per_day: int) -> str:
@@ -281,8 +280,7 @@ def _per_day(write_bytes_per_day: int) -> str:
 
 def _draw_object(result: ObjectView) -> None:
     row = result.object
-    used = datetime.fromtimestamp(row.used, UTC).isoformat(timespec="seconds")
-    rows = [("name", row.name), ("file", result.path), ("size", _bytes(row.size_bytes)), ("used", used)]
+    rows = [("name", row.name), ("file", result.path), ("size", _bytes(row.size_bytes)), ("used", _date(row.used))]
     if row.problem is not None:
         emit_table(("what", "value"), [*rows, ("bad", row.problem)])
         return
@@ -333,6 +331,13 @@ def _draw_purge(result: Purge) -> None:
     if result.left:
         more = " (the first hundred)" if len(result.left) >= 100 else ""
         click.echo(f"not ours and left alone{more}: {', '.join(result.left)}", err=True)
+
+
+def _date(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError):
+        return f"{seconds:.0f} s since 1970"  # a file may have a time of any year
 
 
 def _age(seconds: float) -> str:

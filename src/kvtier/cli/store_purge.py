@@ -9,11 +9,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.cli.store_view import marker_of, owners_alive
+from kvtier.cli.store_view import marker_of
 from kvtier.errors import ConfigError
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.marker import MARKER_NAME
-from kvtier.tier.notes import NOTE
+from kvtier.tier.drafts import NAMES as DRAFT_NAMES
+from kvtier.tier.drafts import owners_alive
+from kvtier.tier.marker import BESIDE, MARKER_NAME
 from kvtier.tier.tenancy import Tenancy
 from kvtier.tier.tree import Paths
 from kvtier.types import ObjectName
@@ -23,10 +24,6 @@ _UNBOUNDED_BYTES = 1 << 62
 
 _PREFIX = re.compile(r"[0-9a-f]{2}")
 _OBJECT = re.compile(r"[0-9a-f]{64}")
-_DRAFT = re.compile(r"[0-9a-f]{16}(-[0-9]+-[0-9]+|\.lock)|probe_[0-9a-f]{16}")
-_BESIDE = re.compile(
-    rf"ledger|secret|\.secret\.[0-9a-f]+|index(\.[0-9]+\.[0-9a-f]+)?|{NOTE.pattern}|\.{re.escape(MARKER_NAME)}\.[0-9a-f]+"
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +55,7 @@ def purge(root: Path, *, force: bool) -> Purge:
         if hold.is_alone:
             return _remove(root)
     if not force:
-        told = f"{owners_alive(Paths(str(root)))} tier(s) of running processes have it open"
+        told = f"{owners_alive(Paths(str(root)).drafts)} tier(s) of running processes have it open"
         raise ConfigError(f"{root}: {told}; end them, or empty it under them with --force")
     return _empty(root)
 
@@ -98,14 +95,14 @@ def _remove(root: Path) -> Purge:
             result.objects += 1
 
     def drafts(folder: int, place: str) -> None:
-        for name in _ours(folder, _DRAFT, stat.S_ISREG, place, result):
+        for name in _ours(folder, DRAFT_NAMES, stat.S_ISREG, place, result):
             os.unlink(name, dir_fd=folder)
 
     top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _clear(top, "objects", "objects", result, objects)
         _clear(top, "drafts", "drafts", result, drafts)
-        for name in _ours(top, _BESIDE, stat.S_ISREG, "", result):
+        for name in _ours(top, BESIDE, stat.S_ISREG, "", result):
             os.unlink(name, dir_fd=top)
         # Last: until here, a purge that was interrupted can be repeated.
         os.unlink(MARKER_NAME, dir_fd=top)

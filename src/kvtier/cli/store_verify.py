@@ -4,7 +4,6 @@ Reading disturbs nobody: no lock, no change of any file's age, nothing left in t
 the store like any other process, so that the ledger stays exact.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +12,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from kvtier.cli.store_view import head_of, marker_of, open_object
-from kvtier.codec.frame import verify_frame
+from kvtier.cli.store_view import head_in, marker_of, opened_object
+from kvtier.codec.frame import verify_section
+from kvtier.codec.head import Head
 from kvtier.errors import CorruptChunkError
+from kvtier.layout import SECTION_BYTES_MAX
 from kvtier.tier.direct import forget_cached, read_part
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.tree import Found, Paths, walk
@@ -23,9 +24,6 @@ from kvtier.types import ObjectName
 
 THREADS = 4
 _BATCH = 16 * THREADS
-_UNASKED_BYTES_MAX = 1 << 28
-"""A file larger than this must say that it is a frame of that size before memory is given to it."""
-
 _UNBOUNDED_BYTES = 1 << 62
 """A cap for who only deletes: it must not evict for a lower one."""
 
@@ -62,10 +60,10 @@ def census(root: Path) -> list[Found]:
 def verify(root: Path, found: list[Found], advance: Callable[[float], None]) -> Verification:
     """Read and check every object of `found`; calls `advance` with the bytes of each."""
     result = Verification(directory=str(root))
-    paths, reader = Paths(str(root)), _Reader()
+    reader = _Reader(root)
 
     def check(file: Found) -> str | None:
-        return reader.problem(paths.object(file.name), file.name)
+        return reader.problem(file.name)
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="kvtier-verify") as pool:
         for batch in _batches(found):
@@ -89,31 +87,32 @@ def repair(root: Path, result: Verification) -> None:
     """Drop what `result` found bad, through the tier; looks once more before, as it may have been stored anew."""
     if not result.bad_objects:
         return
-    reader = _Reader()
+    reader = _Reader(root)
     tier = DirectoryTier(root, capacity_bytes=_UNBOUNDED_BYTES, direct_io="off")
     with closing(tier):
         for bad in result.bad_objects:
             name = bytes.fromhex(bad.name)
-            if reader.problem(Paths(str(root)).object(name), name):
+            if reader.problem(name):
                 tier.delete(ObjectName(name))
                 result.dropped += 1
 
 
 class _Reader:
-    """Reads whole frames, each thread into a buffer of its own that grows to the largest."""
+    """Reads frames section by section, each thread into a buffer of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
+        self._paths = Paths(str(root))
         self._local = threading.local()
 
-    def problem(self, path: str, name: bytes) -> str | None:
-        """What is wrong with the object at `path`: "" when nothing is, None when it has vanished."""
+    def problem(self, name: bytes) -> str | None:
+        """What is wrong with the object: "" when nothing is, None when it has vanished."""
         try:
-            descriptor = open_object(path)
-            try:
-                frame = self._read(descriptor, path)
-            finally:
-                os.close(descriptor)
-            head = verify_frame(frame)
+            with opened_object(self._paths, name) as (descriptor, status):
+                head = head_in(descriptor)
+                if head.frame_bytes != status.st_size:
+                    return f"{status.st_size} bytes stored of a frame of {head.frame_bytes}"
+                self._verify(descriptor, head)
+                forget_cached(descriptor, 0, status.st_size)
             if head.identity.name != name:
                 return f"belongs to another object, {head.identity.name.hex()[:12]}"
         except FileNotFoundError:
@@ -124,17 +123,14 @@ class _Reader:
             return f"cannot be read: {error.strerror}"
         return ""
 
-    def _read(self, descriptor: int, path: str) -> memoryview:
-        size_bytes = os.fstat(descriptor).st_size
-        if size_bytes > _UNASKED_BYTES_MAX and head_of(path).frame_bytes != size_bytes:
-            raise CorruptChunkError(b"", f"{size_bytes} bytes stored of a smaller frame")
-        buffer: bytearray = getattr(self._local, "buffer", bytearray())
-        if len(buffer) < size_bytes:
-            buffer = self._local.buffer = bytearray(size_bytes)
-        into = memoryview(buffer)[:size_bytes]
-        count = read_part(descriptor, into, 0)
-        forget_cached(descriptor, 0, count)
-        return into[:count]
+    def _verify(self, descriptor: int, head: Head) -> None:
+        buffer: bytearray | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = bytearray(SECTION_BYTES_MAX)
+        for section in head.sections:
+            extent = memoryview(buffer)[: section.extent_bytes]
+            count = read_part(descriptor, extent, section.offset)
+            verify_section(head, section, extent[:count])
 
 
 def _batches(found: list[Found]) -> Iterator[list[Found]]:

@@ -3,14 +3,13 @@
 Objects may come and go while one looks. What vanishes between two looks is left out.
 """
 
-import fcntl
+import errno
 import os
-import stat
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import disk_usage
@@ -19,13 +18,13 @@ from kvtier.codec import registry
 from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_told, read_head
 from kvtier.errors import ConfigError, CorruptChunkError
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
-from kvtier.tier.drafts import Drafts
-from kvtier.tier.ledger import Ledger
+from kvtier.tier.drafts import owners_alive, reserved
+from kvtier.tier.inside import open_file
+from kvtier.tier.ledger import read_ledger
 from kvtier.tier.marker import MARKER_NAME, Marker, read_marker
 from kvtier.tier.tree import Found, Paths, charge_bytes, walk
 
 FINGERPRINT_DIGITS = 12
-_LEDGER_DEADLINE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +168,7 @@ def statistics(root: Path, capacity_bytes: int | None, advance: Callable[[float]
         if row is not None:
             rows.append(row)
         advance(1)
-    drafts, draft_bytes = _drafts(paths)
+    drafts = reserved(paths.drafts)
     return StoreStat(
         directory=str(root),
         store_id=marker.store_id,
@@ -178,11 +177,11 @@ def statistics(root: Path, capacity_bytes: int | None, advance: Callable[[float]
         objects=len(rows),
         bytes=sum(row.size_bytes for row in rows),
         charged_bytes=sum(charge_bytes(row.size_bytes) for row in rows),
-        ledger_bytes=_ledger_bytes(paths),
+        ledger_bytes=read_ledger(paths.ledger),
         capacity_bytes=capacity_bytes,
-        drafts=drafts,
-        draft_bytes=draft_bytes,
-        open_in=owners_alive(paths),
+        drafts=len(drafts),
+        draft_bytes=sum(drafts),
+        open_in=owners_alive(paths.drafts),
         free_bytes=disk_usage(root).free,
         unreadable=sum(row.problem is not None for row in rows),
         oldest_age_s=max((row.age_s for row in rows), default=None),
@@ -223,7 +222,7 @@ def view(root: Path, file: Found) -> ObjectView:
         raise ConfigError(f"object {file.name.hex()[:12]} has just been removed")
     if row.problem is not None:
         return ObjectView(object=row, path=path)
-    return viewed(row, path, head_of(path))
+    return viewed(row, path, head_of(paths, file.name))
 
 
 def viewed(row: ObjectRow, path: str, head: Head) -> ObjectView:
@@ -253,52 +252,42 @@ def viewed(row: ObjectRow, path: str, head: Head) -> ObjectView:
     )
 
 
-def open_object(path: str) -> int:
-    """A descriptor of the object's file, for reading; never of what a link leads to, and never waiting for a writer.
+@contextmanager
+def opened_object(paths: Paths, name: bytes) -> Generator[tuple[int, os.stat_result]]:
+    """A descriptor of the object's file, for reading, and its status.
 
     Raises:
         FileNotFoundError: it has vanished.
         OSError: it cannot be opened, or is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    fan = paths.open_fan(name)
+    if fan is None:
+        raise FileNotFoundError(errno.ENOENT, "has vanished", paths.object(name))
+    try:
+        descriptor, status = open_file(name.hex(), os.O_RDONLY, fan)
+    finally:
+        os.close(fan)
+    try:
+        yield descriptor, status
+    finally:
         os.close(descriptor)
-        raise OSError(0, "not a regular file", path)
-    return descriptor
 
 
-def head_of(path: str) -> Head:
-    """The head of the frame in the file `path`.
+def head_in(descriptor: int) -> Head:
+    """The head of the frame in the open file `descriptor`.
 
     Raises:
         CorruptChunkError: it is damaged, cut off, or no frame.
         OSError: it cannot be read.
     """
-    descriptor = open_object(path)
-    try:
-        needed = head_bytes_told(os.pread(descriptor, FIXED_BYTES, 0))
-        return read_head(os.pread(descriptor, needed, 0))
-    finally:
-        os.close(descriptor)
+    needed = head_bytes_told(os.pread(descriptor, FIXED_BYTES, 0))
+    return read_head(os.pread(descriptor, needed, 0))
 
 
-def owners_alive(paths: Paths) -> int:
-    """How many tiers, of whatever processes, have the store open: each keeps a lock on a file of its own."""
-    alive = 0
-    for name in _names_in(paths.drafts):
-        if not name.endswith(".lock"):
-            continue
-        try:
-            descriptor = os.open(f"{paths.drafts}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            alive += 1
-        finally:
-            os.close(descriptor)
-    return alive
+def head_of(paths: Paths, name: bytes) -> Head:
+    """The head of the object's frame; raises what `opened_object` and `head_in` do."""
+    with opened_object(paths, name) as (descriptor, _):
+        return head_in(descriptor)
 
 
 def _row(paths: Paths, file: Found) -> ObjectRow | None:
@@ -306,7 +295,7 @@ def _row(paths: Paths, file: Found) -> ObjectRow | None:
     age_s = max(time.time() - file.mtime_ns / 1e9, 0.0)
     bare = ObjectRow(name=file.name.hex(), size_bytes=file.size_bytes, used=file.mtime_ns / 1e9, age_s=age_s)
     try:
-        head = head_of(paths.object(file.name))
+        head = head_of(paths, file.name)
     except FileNotFoundError:
         return None
     except CorruptChunkError as error:
@@ -345,37 +334,8 @@ def by_fingerprint(rows: list[ObjectRow]) -> dict[str, FingerprintShare]:
     return dict(sorted(shares.items()))
 
 
-def _drafts(paths: Paths) -> tuple[int, int]:
-    count = sum(name.count("-") == 2 for name in _names_in(paths.drafts))
-    with suppress(FileNotFoundError):
-        return count, Drafts(paths.drafts).reserved_bytes()
-    return 0, 0
-
-
-def _ledger_bytes(paths: Paths) -> int | None:
-    if not os.path.isfile(paths.ledger):  # noqa: PTH113 - opening a ledger would make one
-        return None
-    try:
-        ledger = Ledger(paths.ledger, "directory", _LEDGER_DEADLINE_S)
-    except OSError:
-        return None
-    try:
-        return ledger.read()  # without its lock: 24 bytes are read whole, and a check tells when they are not
-    except OSError:
-        return None
-    finally:
-        ledger.close()
-
-
 def _codec(number: int) -> str:
     try:
         return registry.by_id(number).name
     except ConfigError:
         return f"unknown ({number})"
-
-
-def _names_in(path: str) -> list[str]:
-    try:
-        return os.listdir(path)  # noqa: PTH208 - strings, as in the tier
-    except (FileNotFoundError, NotADirectoryError):
-        return []

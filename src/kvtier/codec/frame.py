@@ -150,7 +150,7 @@ def open_span(head: Head, start_layer: int, stop_layer: int, stored: memoryview,
     for section in sections:
         start = section.offset - offset
         extent = stored[start : start + section.extent_bytes]
-        _verify(head, section, extent)
+        verify_section(head, section, extent)
         target = payload[section.payload_offset :][: align_up(section.raw_bytes)]
         if section.codec != RAW_ID:
             _decode(head, section, extent[: section.stored_bytes], target)
@@ -168,8 +168,19 @@ def verify_frame(frame: memoryview | bytes) -> Head:
     head = read_head(view)
     if head.frame_bytes != len(view):
         raise CorruptChunkError(head.identity.name, f"{len(view)} bytes stored of a frame of {head.frame_bytes}")
-    _verify_sections(view, head)
+    for section in head.sections:
+        verify_section(head, section, view[section.offset : section.offset + section.extent_bytes])
     return head
+
+
+def verify_section(head: Head, section: Section, extent: memoryview) -> None:
+    """Check the stored bytes of one section, with the zeros behind them.
+
+    Raises:
+        CorruptChunkError: their checksum does not match.
+    """
+    if xxhash.xxh3_64_intdigest(extent) != section.checksum:
+        raise CorruptChunkError(head.identity.name, f"checksum of the section at {section.offset} does not match")
 
 
 def _checksums(slot: memoryview, known: Plan) -> list[int]:
@@ -216,7 +227,7 @@ def _unpack(slot: memoryview, head: Head, scratch: memoryview) -> None:
     """Decode a packed frame within its slot, from the last section to the first."""
     for section in reversed(head.sections):
         extent = slot[section.offset : section.offset + section.extent_bytes]
-        _verify(head, section, extent)
+        verify_section(head, section, extent)
         start = head.header_bytes + section.payload_offset
         target = slot[start : start + align_up(section.raw_bytes)]
         if section.codec == RAW_ID:
@@ -236,16 +247,6 @@ def _decode(head: Head, section: Section, stored: memoryview, target: memoryview
     except (ConfigError, ValueError) as error:
         raise CorruptChunkError(head.identity.name, f"section of layer {section.layer}: {error}") from error
     target[section.raw_bytes :] = _ZEROS[: len(target) - section.raw_bytes]
-
-
-def _verify_sections(frame: memoryview, head: Head) -> None:
-    for section in head.sections:
-        _verify(head, section, frame[section.offset : section.offset + section.extent_bytes])
-
-
-def _verify(head: Head, section: Section, extent: memoryview) -> None:
-    if xxhash.xxh3_64_intdigest(extent) != section.checksum:
-        raise CorruptChunkError(head.identity.name, f"checksum of the section at {section.offset} does not match")
 
 
 def _address(view: memoryview) -> int:

@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys.secret import SECRET_BYTES
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
 from kvtier.tier.disk_marker import refuse_foreign_ranks
-from kvtier.tier.marker import read_marker, refuse_foreign
+from kvtier.tier.marker import DamagedMarkerError, read_marker, refuse_foreign
 
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where a container finds its own limit (cgroup 2, cgroup 1)."""
@@ -113,6 +113,9 @@ def _directory(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         is_store = nearest == path and read_marker(path) is not None
         if not is_store:
             refuse_foreign(path)
+    except DamagedMarkerError as error:
+        yield reporter.warning("directory.path", path, str(error))
+        return
     except ConfigError as error:
         yield reporter.error("directory.path", path, str(error))
         return

@@ -4,6 +4,7 @@ Whoever has it can compute names from tokens; without it a name tells nothing. I
 shows it, and its `repr` hides it.
 """
 
+import errno
 import os
 import secrets
 import stat
@@ -52,35 +53,42 @@ def parse(text: str, origin: str = "secret") -> Secret:
     return Secret(value)
 
 
-def load_or_create(path: str | os.PathLike[str]) -> Secret:
+def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret:
     """The secret kept in the file `path`; a random one is made, mode 0600, when the file does not exist.
 
     Any number of processes may race: all get the secret of the one that came first. The new file is forced to the
     device before it is visible, since a secret lost with the power would make a whole store unreadable.
+
+    Args:
+        path: the file; a link to one is followed, such as those of Kubernetes' secrets.
+        is_inside: the file is in a store's directory: a link is refused.
 
     Raises:
         ConfigError: the file is readable by group or others, has another length, or is no regular file; or it can be
             neither read nor made.
     """
     place = Path(path)
-    found = _load(place)
+    found = _load(place, is_inside=is_inside)
     if found is not None:
         return found
     _create(place)
-    found = _load(place)
+    found = _load(place, is_inside=is_inside)
     if found is None:
         raise ConfigError(f"secret file {place} was removed while it was being made")
     return found
 
 
-def _load(path: Path) -> Secret | None:
+def _load(path: Path, *, is_inside: bool) -> Secret | None:
     """The secret in `path`; None when there is no such file."""
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer. On a regular file it does nothing.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_inside else 0)
+        handle = os.open(path, flags)
     except FileNotFoundError:
         return None
     except OSError as error:
+        if is_inside and error.errno == errno.ELOOP:
+            _refuse(path, "is a link, which is not followed there; to use another file, set store.secret_file", error)
         _refuse(path, f"cannot be read: {error.strerror}", error)
     try:
         about = os.fstat(handle)

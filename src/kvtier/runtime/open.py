@@ -189,7 +189,7 @@ def _secret(config: Config, down: Collection[str]) -> Secret:
         wait_s = min(deadline_s, SECRET_GRACE_S) if tier.section in down else deadline_s
         try:
             try:
-                return _within(wait_s, partial(load_or_create, tier.path / "secret"))
+                return _within(wait_s, partial(load_or_create, tier.path / "secret", is_inside=True))
             except TimeoutError:
                 detail = f"the secret in it could not be read within {wait_s:g} s"
                 raise TierError(tier.section, detail) from None

@@ -5,7 +5,7 @@ hold a second time what the host tier is there to hold.
 """
 
 # Descriptors and plain strings.
-# ruff: noqa: PTH108, PTH118
+# ruff: noqa: PTH118
 
 import errno
 import fcntl
@@ -26,8 +26,12 @@ def is_aligned(view: memoryview, offset: int) -> bool:
     return address % ALIGNMENT == 0
 
 
-def can_direct(directory: str) -> bool:
+def can_direct(directory: str, descriptor: int | None = None) -> bool:
     """Whether files in `directory` can be written and read with direct I/O, tried with one block.
+
+    Args:
+        directory: relative to `descriptor`, or a path.
+        descriptor: of a directory.
 
     Raises:
         OSError: the directory cannot be written at all.
@@ -38,22 +42,22 @@ def can_direct(directory: str) -> bool:
     returned = aligned_buffer(ALIGNMENT)
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+        opened = os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=descriptor)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        _unlink_if_there(path)  # some file systems make the file and then refuse to open it
+        _unlink_if_there(path, descriptor)  # some file systems make the file and then refuse to open it
         return False
     try:
-        _unlink_if_there(path)  # first, so that the block never counts as part of the store
-        os.pwritev(descriptor, [block], 0)
-        return os.preadv(descriptor, [returned], 0) == ALIGNMENT and returned == block
+        _unlink_if_there(path, descriptor)  # first, so that the block never counts as part of the store
+        os.pwritev(opened, [block], 0)
+        return os.preadv(opened, [returned], 0) == ALIGNMENT and returned == block
     except OSError as error:
         if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return False
         raise
     finally:
-        os.close(descriptor)
+        os.close(opened)
 
 
 def aligned_buffer(byte_count: int) -> memoryview:
@@ -114,6 +118,6 @@ def _leave_direct(descriptor: int) -> bool:
     return bool(flags & os.O_DIRECT)
 
 
-def _unlink_if_there(path: str) -> None:
+def _unlink_if_there(path: str, directory: int | None) -> None:
     with suppress(FileNotFoundError):
-        os.unlink(path)
+        os.unlink(path, dir_fd=directory)

@@ -8,13 +8,14 @@ Nothing is synced to the device: after a power loss a file may be missing or dam
 frame makes a miss of both.
 """
 
-# Plain strings on paths that run once per object.
-# ruff: noqa: PTH100, PTH108, PTH116, PTH118, PTH208
+# Descriptors and plain strings on paths that run once per object.
+# ruff: noqa: PTH100, PTH108, PTH118, PTH208
 
 import fcntl
 import gc
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -33,13 +34,13 @@ from kvtier.tier.drafts import Draft, Drafts
 from kvtier.tier.full import FoundCap, with_cause
 from kvtier.tier.gate import Gate
 from kvtier.tier.hint import load_hint, save_hint
-from kvtier.tier.inside import check_private
+from kvtier.tier.inside import MISSING, check_private, directory_at, open_file
 from kvtier.tier.ledger import Ledger
-from kvtier.tier.marker import ALLOWED, MARKER_NAME, UnknownStoreError, open_store
+from kvtier.tier.marker import ALLOWED, UnknownStoreError, open_store
 from kvtier.tier.place import opening
-from kvtier.tier.room import Room, stat_object
+from kvtier.tier.room import Room
 from kvtier.tier.tenancy import Tenancy
-from kvtier.tier.tree import NAME_BYTES, Paths, charge_bytes, walk
+from kvtier.tier.tree import NAME_BYTES, Paths, charge_bytes, stat_in, walk
 from kvtier.types import NextTurn, ObjectName
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ HINT_INTERVAL_S = 300.0
 
 CLOSE_DEADLINE_S = 10.0
 _OPEN_TRIES = 3
+_HINT_DRAFT = re.compile(r"index\.[0-9]+\.[0-9a-f]{16}")
 
 
 class DirectoryTier:
@@ -93,7 +95,6 @@ class DirectoryTier:
         self._shared = shared
         self._lock_deadline_s = lock_deadline_s
         self._paths = Paths(str(self.root))
-        self._marker_path = os.path.join(self._paths.root, MARKER_NAME)
         self._gate = Gate(name)
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
         self._drafts = Drafts(self._paths.drafts)
@@ -102,13 +103,14 @@ class DirectoryTier:
         self._hint_saved_s = time.monotonic()
         with opening(name, self.root, ALLOWED):
             try:
+                if self.root.exists():
+                    check_private(name, self.root)
                 self.marker = open_store(self.root)
-                check_private(name, self.root)
             except UnknownStoreError as error:
                 raise TierError(name, str(error)) from error
             self._paths.make()
-            self._tenancy = Tenancy(self._marker_path, name)
-            self._ledger = Ledger(self._paths.ledger, name, lock_deadline_s)
+            self._tenancy = Tenancy(self._paths.marker, name)
+            self._ledger = Ledger(self._paths.ledger, name, lock_deadline_s, self._tenancy.is_there)
             self._room = Room(
                 self._paths, capacity_bytes, self._found, self._ledger, self._index, self._drafts, self._replaced
             )
@@ -152,12 +154,12 @@ class DirectoryTier:
             TierError: the file system fails, or the store's marker is gone from its place.
         """
         with self._operation("look for objects"):
-            os.lstat(self._marker_path)  # the index knows nothing of a place that was taken away
+            os.lstat(self._paths.marker)  # the index knows nothing of a place that was taken away
             answers = self._index.knows(names)
             if self._shared:
-                for position, is_known in enumerate(answers):
-                    if not is_known:
-                        answers[position] = self._look(names[position])
+                unknown = [name for name, is_known in zip(names, answers, strict=True) if not is_known]
+                there = self._look(unknown)
+                answers = [is_known or name in there for name, is_known in zip(names, answers, strict=True)]
             return answers
 
     def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
@@ -167,16 +169,16 @@ class DirectoryTier:
                 raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
             view = into.cast("B")
             is_direct = self._direct_io and is_aligned(view, offset)
-            descriptor = _open_for_reading(self._paths.object(name), is_direct=is_direct)
-            if descriptor is None:
+            opened = _open_for_reading(self._paths, name, is_direct=is_direct)
+            if opened is None:
                 self._index.forget(name)
                 return None
+            descriptor, status = opened
             try:
-                told = os.fstat(descriptor)
                 count = read_part(descriptor, view, offset)
                 if not is_direct:
                     forget_cached(descriptor, offset, count)
-                recency_ns = self._index.use(name, told.st_size, told.st_mtime_ns)
+                recency_ns = self._index.use(name, status.st_size, status.st_mtime_ns)
                 if recency_ns is not None:
                     with suppress(OSError):  # only others' idea of the file's age suffers
                         os.utime(descriptor, ns=(recency_ns, recency_ns))
@@ -193,7 +195,7 @@ class DirectoryTier:
             charge = charge_bytes(frame.nbytes)
             if charge > self.capacity_bytes:
                 return False
-            there = stat_object(self._paths.object(name))
+            there = self._room.usable(self._paths.stat_object(name))
             if there is not None:
                 self._index.learn(name, there.st_size, there.st_mtime_ns, about)
                 return True
@@ -254,7 +256,8 @@ class DirectoryTier:
     def _choose_direct(self, direct_io: DirectIo) -> bool:
         if direct_io == "off":
             return False
-        is_possible = can_direct(self._paths.drafts)
+        with directory_at(self._paths.drafts) as drafts:
+            is_possible = can_direct(".", drafts)
         if direct_io == "on" and not is_possible:
             raise ConfigError(
                 f"tier {self.name!r}: direct_io is 'on', but the file system of {str(self.root)!r} has no direct I/O; "
@@ -267,12 +270,25 @@ class DirectoryTier:
         self._tenancy.renew(self._lock_deadline_s)
         self._drafts.attach()
 
-    def _look(self, name: ObjectName) -> bool:
-        there = stat_object(self._paths.object(name))
-        if there is None:
-            return False
-        self._index.notice(name, there.st_size, there.st_mtime_ns)
-        return True
+    def _look(self, names: Sequence[ObjectName]) -> set[ObjectName]:
+        """Those of `names` that are in the directory. Each object's directory is opened once."""
+        there: set[ObjectName] = set()
+        prefix, fan = b"", None
+        try:
+            for name in sorted(names):
+                if name[:1] != prefix or not prefix:
+                    if fan is not None:
+                        os.close(fan)
+                    prefix, fan = name[:1], None
+                    fan = self._paths.open_fan(name)
+                status = None if fan is None else stat_in(fan, name)
+                if status is not None:
+                    self._index.notice(name, status.st_size, status.st_mtime_ns)
+                    there.add(name)
+        finally:
+            if fan is not None:
+                os.close(fan)
+        return there
 
     @contextmanager
     def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
@@ -327,29 +343,40 @@ def _check_settings(name: str, capacity_bytes: int, direct_io: str) -> None:
         raise ConfigError(f"tier {name!r}: direct_io must be 'auto', 'on' or 'off', got {direct_io!r}")
 
 
-def _open_for_reading(path: str, *, is_direct: bool) -> int | None:
-    """A descriptor of the object's file that nobody writes over until it is closed; None when there is none.
+def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tuple[int, os.stat_result] | None:
+    """A descriptor of the object's file, which is not written over until it is closed, and its status.
 
-    An evicted file may be written over for another object (see `Room`), but never while it is locked. The name is
-    looked at again under the lock, because the file may have become another object's before we had it.
+    None when there is no regular file. An evicted file may be written over for another object (see `Room`), but never
+    while it is locked. The name is looked at again under the lock, because the file may have become another object's
+    before we had it.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if is_direct else 0)
-    for _ in range(_OPEN_TRIES):
-        try:
-            descriptor = os.open(path, flags)
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                return descriptor
-        except (BlockingIOError, FileNotFoundError):
+    fan = paths.open_fan(name)
+    if fan is None:
+        return None
+    flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
+    try:
+        for _ in range(_OPEN_TRIES):
+            try:
+                descriptor, status = open_file(name.hex(), flags, fan)
+            except OSError as error:
+                if error.errno not in MISSING:
+                    raise
+                return None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                now = stat_in(fan, name)
+                if now is not None and os.path.samestat(now, status):
+                    return descriptor, status
+            except BlockingIOError:
+                now = None
+            except BaseException:
+                os.close(descriptor)
+                raise
             os.close(descriptor)
-            return None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+            if now is None:
+                return None
+    finally:
+        os.close(fan)
     return None
 
 
@@ -365,5 +392,6 @@ def _fill(draft: Draft, frame: memoryview) -> os.stat_result:
 def _clear_hint_drafts(root: str) -> None:
     """Remove hints that were never finished. Only for who is alone in the store."""
     for name in os.listdir(root):
-        if name.startswith("index."):
-            os.unlink(os.path.join(root, name))
+        if _HINT_DRAFT.fullmatch(name):
+            with suppress(IsADirectoryError):  # not ours, then
+                os.unlink(os.path.join(root, name))

@@ -121,10 +121,15 @@ class DirectoryIndex:
 
     def correct(self, found: Sequence[Found]) -> None:
         """Know exactly what a walk `found`: forget the rest, and enter what is new in the order of its mtimes."""
-        present = {file.name for file in found}
+        present = {file.name: file.size_bytes for file in found}
         with self._lock:
             for name in [name for name in self._records if name not in present]:
                 self._drop(name)
+            for name, record in self._records.items():
+                size_bytes = present[name]
+                if size_bytes != record.size_bytes:
+                    self.known_bytes += charge_bytes(size_bytes) - charge_bytes(record.size_bytes)
+                    record.size_bytes = size_bytes
         self.meet(found)
 
     def meet(self, found: Iterable[Found]) -> None:

@@ -4,25 +4,31 @@ A draft is called `<owner>-<number>-<reserved bytes>`. Its owner keeps `<owner>.
 the kernel lets go of that lock when the process dies, however it dies. All of this happens under the ledger's lock.
 """
 
-# Plain strings on a path that runs for every write.
-# ruff: noqa: PTH108, PTH208
+# Descriptors and plain strings on a path that runs for every write.
 
 import fcntl
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+import re
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from kvtier.tier.inside import Descriptor, open_file
+from kvtier.tier.inside import MISSING, Descriptor, directory_at, make_directory, open_directory, open_file
 
+NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
+"""Of the files that we make there. Others are neither counted nor removed."""
+
+_OWNER_DIGITS = 16
 _LOCK_SUFFIX = ".lock"
+_PROBE_PREFIX = "probe_"
 
 
 class Draft(NamedTuple):
     """One file that is being written."""
 
-    path: str
+    name: str
     descriptor: int
     reserved_bytes: int
 
@@ -32,31 +38,26 @@ class Drafts:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.owner = os.urandom(8).hex()
+        self.owner = os.urandom(_OWNER_DIGITS // 2).hex()
         self._numbers = itertools.count()
         self._lock: Descriptor | None = None
 
     def attach(self) -> None:
-        """Say that this owner lives; again after the directory was replaced.
+        """Lock this owner's lock file; again after the directory was replaced.
 
         Raises:
             OSError: the lock file cannot be made.
         """
-        self.detach()
-        self._lock = Descriptor(open_file(self._lock_path(self.owner), os.O_CREAT | os.O_RDWR)[0])
-        fcntl.flock(self._lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with self._directory():
+            pass
 
     def detach(self) -> None:
-        """Say that this owner has gone. Twice is fine."""
+        """Remove this owner's lock file. Twice is fine."""
         if self._lock is not None:
-            with suppress(OSError):
-                os.unlink(self._lock_path(self.owner))
+            with suppress(OSError), directory_at(self._path) as directory:
+                os.unlink(_lock_name(self.owner), dir_fd=directory)
             self._lock.close()
             self._lock = None
-
-    def next_path(self, reserved_bytes: int) -> str:
-        """The path of a draft that does not exist yet."""
-        return f"{self._path}/{self.owner}-{next(self._numbers)}-{reserved_bytes}"
 
     def create(self, reserved_bytes: int, *, direct_io: bool) -> Draft:
         """A new empty draft, open for writing, mode 0600.
@@ -64,26 +65,45 @@ class Drafts:
         Raises:
             OSError: it cannot be made.
         """
-        path = self.next_path(reserved_bytes)
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if direct_io else 0)
-        return Draft(path, os.open(path, flags, 0o600), reserved_bytes)
+        name = self._next_name(reserved_bytes)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct_io else 0)
+        with self._directory() as directory:
+            return Draft(name, open_file(name, flags, directory)[0], reserved_bytes)
 
-    def reserved_bytes(self) -> int:
-        """What all drafts of all owners have reserved.
-
-        Raises:
-            OSError: the directory cannot be read.
-        """
-        return sum(reserved for _, _, reserved in self._all())
-
-    def clear(self) -> None:
-        """Remove everything. Only for who is alone in the store.
+    def take(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> Draft:
+        """Rename the file `name` in the directory `fan`, open as `descriptor`, to a draft.
 
         Raises:
-            OSError: something cannot be removed.
+            OSError: it cannot be renamed.
         """
-        for name in os.listdir(self._path):
-            os.unlink(f"{self._path}/{name}")
+        draft = Draft(self._next_name(reserved_bytes), descriptor, reserved_bytes)
+        with self._directory() as directory:
+            os.rename(name, draft.name, src_dir_fd=fan, dst_dir_fd=directory)
+        return draft
+
+    def give(self, draft: Draft, name: str, fan: int) -> None:
+        """Rename the draft to `name` in the directory `fan`.
+
+        Raises:
+            OSError: it cannot be renamed.
+        """
+        with directory_at(self._path) as directory:
+            os.rename(draft.name, name, src_dir_fd=directory, dst_dir_fd=fan)
+
+    def remove(self, draft: Draft) -> int:
+        """Remove the draft; the bytes that it had reserved, or 0 when it does not exist.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        try:
+            with directory_at(self._path) as directory:
+                os.unlink(draft.name, dir_fd=directory)
+        except OSError as error:
+            if error.errno not in MISSING:
+                raise
+            return 0
+        return draft.reserved_bytes
 
     def clear_stale(self) -> bool:
         """Remove the drafts and locks of owners that are gone; whether there were any.
@@ -91,39 +111,116 @@ class Drafts:
         Raises:
             OSError: one cannot be removed.
         """
-        drafts = list(self._all())
-        locks = {name.removesuffix(_LOCK_SUFFIX) for name in os.listdir(self._path) if name.endswith(_LOCK_SUFFIX)}
-        gone = {owner for owner in {*locks, *(owner for _, owner, _ in drafts)} if not self._is_alive(owner)}
-        for name, owner, _ in drafts:
-            if owner in gone:
-                os.unlink(f"{self._path}/{name}")
-        for owner in gone & locks:  # last: as long as it is there, somebody will look again
-            os.unlink(self._lock_path(owner))
+        with directory_at(self._path, is_listed=True) as directory:
+            names = _names_in(directory)
+            owners = {name[:_OWNER_DIGITS] for name in names if not name.startswith(_PROBE_PREFIX)}
+            gone = {owner for owner in owners if not self._is_alive(owner, directory)}
+            # Locks last: as long as one is there, the next process looks again.
+            for name in sorted(names, key=_is_lock):
+                if name[:_OWNER_DIGITS] in gone or name.startswith(_PROBE_PREFIX):
+                    os.unlink(name, dir_fd=directory)
         return bool(gone)
 
-    def _all(self) -> Iterator[tuple[str, str, int]]:
-        """(file name, owner, reserved bytes) of every draft."""
-        for name in os.listdir(self._path):
-            parts = name.split("-")
-            if len(parts) == 3 and parts[2].isdecimal():
-                yield name, parts[0], int(parts[2])
+    def _next_name(self, reserved_bytes: int) -> str:
+        return f"{self.owner}-{next(self._numbers)}-{reserved_bytes}"
 
-    def _is_alive(self, owner: str) -> bool:
-        """Whether somebody keeps the owner's lock. A lock file is made and locked in one go under the ledger's lock."""
-        if owner == self.owner:
-            return self._lock is not None
+    @contextmanager
+    def _directory(self) -> Generator[int]:
+        """A descriptor of the directory, which is made where it is missing, with this owner's locked file in it."""
         try:
-            descriptor = os.open(self._lock_path(owner), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
+            directory = open_directory(self._path)
+        except OSError as error:
+            if error.errno not in MISSING:
+                raise
+            make_directory(self._path, replace=True)
+            directory = open_directory(self._path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        else:
-            return False
+            name = _lock_name(self.owner)
+            try:
+                is_there = self._lock is not None and bool(os.stat(name, dir_fd=directory, follow_symlinks=False))
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:
+                lock = Descriptor(open_file(name, os.O_CREAT | os.O_RDWR, directory)[0])
+                if self._lock is not None:
+                    self._lock.close()
+                self._lock = lock
+                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield directory
         finally:
-            os.close(descriptor)
+            os.close(directory)
 
-    def _lock_path(self, owner: str) -> str:
-        return f"{self._path}/{owner}{_LOCK_SUFFIX}"
+    def _is_alive(self, owner: str, directory: int) -> bool:
+        """Whether the owner's lock is held. A lock file is made and locked in one go under the ledger's lock."""
+        return self._lock is not None if owner == self.owner else is_locked(_lock_name(owner), directory)
+
+
+def reserved(path: str) -> list[int]:
+    """What each draft of any owner in the directory `path` has reserved, in bytes.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    try:
+        with directory_at(path, is_listed=True) as directory:
+            return [int(name.rpartition("-")[2]) for name in _names_in(directory) if name.count("-") == 2]
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        return []
+
+
+def owners_alive(path: str) -> int:
+    """How many owners of drafts in the directory `path` keep their locks.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    try:
+        with directory_at(path, is_listed=True) as directory:
+            return sum(is_locked(name, directory) for name in _names_in(directory) if _is_lock(name))
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        return 0
+
+
+def is_locked(name: str, directory: int) -> bool:
+    """Whether a process keeps an exclusive flock on the file `name`; False when it is missing.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor, _ = open_file(name, os.O_RDONLY, directory)
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _names_in(directory: int) -> list[str]:
+    """The names of our files there; what has such a name and is no regular file is left out."""
+    names: list[str] = []
+    for name in os.listdir(directory):
+        if NAMES.fullmatch(name):
+            with suppress(FileNotFoundError):
+                if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                    names.append(name)
+    return names
+
+
+def _lock_name(owner: str) -> str:
+    return f"{owner}{_LOCK_SUFFIX}"
+
+
+def _is_lock(name: str) -> bool:
+    return name.endswith(_LOCK_SUFFIX)

@@ -5,7 +5,7 @@ version counts as absent. The layout is in FORMAT.md.
 """
 
 # Plain strings, as in the rest of the tier.
-# ruff: noqa: PTH105, PTH108, PTH123
+# ruff: noqa: PTH105, PTH108
 
 import os
 import struct
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+
+from kvtier.tier.inside import open_file, set_aside
 
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of a row, rows, checksum of the rows
 _MAGIC = b"kvtindex"
@@ -31,6 +33,9 @@ _ROW = np.dtype(
     ]
 )
 _NO_PARENT = bytes(32)
+_ROWS_MAX = 1 << 22
+"""Of a hint that is written or read: 352 MiB."""
+_NS_MAX = (1 << 63) - 1
 _DEPTH_MAX = (1 << 32) - 1
 _GROUP_MAX = (1 << 16) - 1
 
@@ -48,13 +53,14 @@ class Row(NamedTuple):
 
 
 def pack_hint(rows: Iterable[Row]) -> bytes:
-    """The file's bytes. `rows` should be in order of use, the oldest first."""
-    listed = list(rows)
+    """The file's bytes. `rows` should be in order of use, the oldest first; of too many the last are kept."""
+    listed = list(rows)[-_ROWS_MAX:]
     table = np.zeros(len(listed), _ROW)
     table["name"] = _names([row.name for row in listed])
     table["parent"] = _names([row.parent or _NO_PARENT for row in listed])
     table["size_bytes"] = [row.size_bytes for row in listed]
-    table["used_ns"] = [row.used_ns for row in listed]
+    # A file's mtime, which may be that of any year.
+    table["used_ns"] = [min(max(row.used_ns, -_NS_MAX), _NS_MAX) for row in listed]
     table["depth"] = [min(row.depth, _DEPTH_MAX) for row in listed]
     table["group"] = [min(row.group, _GROUP_MAX) for row in listed]
     table["has_parent"] = [row.parent is not None for row in listed]
@@ -64,12 +70,10 @@ def pack_hint(rows: Iterable[Row]) -> bytes:
 
 def unpack_hint(told: bytes) -> list[Row] | None:
     """The rows of a file; None when it is damaged or of another version."""
-    if len(told) < _HEADER.size:
+    if len(told) != _size_of(told[: _HEADER.size]):
         return None
-    magic, version, row_bytes, row_count, checksum = _HEADER.unpack_from(told)
+    *_, checksum = _HEADER.unpack_from(told)
     body = memoryview(told)[_HEADER.size :]
-    if (magic, version, row_bytes) != (_MAGIC, _VERSION, _ROW.itemsize) or body.nbytes != row_count * row_bytes:
-        return None
     if xxhash.xxh3_64_intdigest(body) != checksum:
         return None
     table = np.frombuffer(body, _ROW)
@@ -88,11 +92,15 @@ def save_hint(path: str, rows: Iterable[Row]) -> None:
         OSError: it could not be written; what was there before is still there.
     """
     draft = f"{path}.{os.getpid()}.{os.urandom(8).hex()}"
-    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    descriptor, _ = open_file(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(pack_hint(rows))
-        os.replace(draft, path)
+        try:
+            os.replace(draft, path)
+        except IsADirectoryError:
+            set_aside(path)
+            os.replace(draft, path)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(draft)
@@ -100,12 +108,27 @@ def save_hint(path: str, rows: Iterable[Row]) -> None:
 
 
 def load_hint(path: str) -> list[Row] | None:
-    """The hint at `path`; None when it is absent, unreadable, damaged or of another version."""
+    """The hint at `path`; None when it is absent, unreadable, too long, damaged or of another version."""
     try:
-        with open(path, "rb") as file:
-            return unpack_hint(file.read())
+        descriptor, status = open_file(path, os.O_RDONLY)
+        with os.fdopen(descriptor, "rb") as file:
+            header = file.read(_HEADER.size)
+            # What the header does not announce is not read: a sparse file may have any length.
+            if status.st_size != _size_of(header):
+                return None
+            return unpack_hint(header + file.read(status.st_size - len(header)))
     except OSError:
         return None
+
+
+def _size_of(header: bytes) -> int | None:
+    """The length of a file that begins with `header`; None when it is no header of a hint of this version."""
+    if len(header) != _HEADER.size:
+        return None
+    magic, version, row_bytes, row_count, _ = _HEADER.unpack(header)
+    if (magic, version, row_bytes) != (_MAGIC, _VERSION, _ROW.itemsize) or row_count > _ROWS_MAX:
+        return None
+    return _HEADER.size + row_count * row_bytes
 
 
 def _names(names: list[bytes]) -> np.ndarray[tuple[int], np.dtype[np.void]]:

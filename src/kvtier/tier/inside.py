@@ -26,6 +26,9 @@ FILE_MODE = 0o600
 WRONG_KIND = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
 """Numbers of the OSError for a link, FIFO, socket, device or directory where a file is expected, and the reverse."""
 
+MISSING = WRONG_KIND | {errno.ENOENT}
+"""Also for a name that does not exist."""
+
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WARNED_MAX = 64
@@ -137,8 +140,13 @@ def directory_at(name: str, directory: int | None = None, *, is_listed: bool = F
         os.close(descriptor)
 
 
-def make_directory(name: str, directory: int | None = None) -> None:
+def make_directory(name: str, directory: int | None = None, *, replace: bool = False) -> None:
     """Make the directory `name`, mode 0700 whatever the umask; one that exists is left as it is.
+
+    Args:
+        name: relative to `directory`, or a path.
+        directory: descriptor of a directory.
+        replace: rename anything else that has the name, see `set_aside`.
 
     Raises:
         OSError: it cannot be made; with an `errno` in `WRONG_KIND` when something else has its name.
@@ -146,7 +154,13 @@ def make_directory(name: str, directory: int | None = None) -> None:
     try:
         os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
     except FileExistsError:
-        os.close(open_directory(name, directory))
+        try:
+            os.close(open_directory(name, directory))
+        except OSError as error:
+            if not replace or error.errno not in WRONG_KIND:
+                raise
+            set_aside(name, directory)
+            make_directory(name, directory)
         return
     with directory_at(name, directory) as made:
         if stat.S_IMODE(os.fstat(made).st_mode) & 0o777 != DIRECTORY_MODE:

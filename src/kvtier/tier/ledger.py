@@ -13,11 +13,12 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 
 from kvtier.errors import TierError
-from kvtier.tier.inside import Descriptor, open_file
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.inside import WRONG_KIND, Descriptor, open_file, read_file, set_aside
 
 _COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
 _MAGIC = b"kvledger"
@@ -57,20 +58,23 @@ class Ledger:
     """The file `path`: 24 bytes and a lock. Usable from several threads and processes.
 
     Args:
-        path: the file; made (mode 0600) when it is missing.
+        path: the file; made (mode 0600) when it is missing. What has its name and is no regular file is renamed.
         tier: name of the tier, for errors.
         deadline_s: how long to wait for the lock before giving up.
+        is_there: whether the store around the file is still the one that was opened. Only then is a missing file made
+            anew: where the disk is not mounted, the path leads to another disk.
 
     Raises:
-        OSError: the file cannot be opened for writing, or is no regular file.
+        OSError: the file cannot be opened for writing.
     """
 
-    def __init__(self, path: str, tier: str, deadline_s: float) -> None:
+    def __init__(self, path: str, tier: str, deadline_s: float, is_there: Callable[[], bool]) -> None:
         self._path = path
         self._tier = tier
         self._deadline_s = deadline_s
+        self._is_there = is_there
         self._threads = threading.Lock()  # a flock belongs to the open file, so it does not keep our own threads apart
-        self._descriptor = Descriptor(open_file(path, os.O_CREAT | os.O_RDWR)[0])
+        self._descriptor = self._open(makes=True)
         self._last_bytes = 0
 
     @contextmanager
@@ -97,13 +101,9 @@ class Ledger:
 
     def read(self) -> int | None:
         """Bytes in use; None when the file does not say (new or damaged): then count again. Only under the lock."""
-        told = os.pread(self._live(), _COUNT.size, 0)
-        if len(told) != _COUNT.size:
-            return None
-        magic, used_bytes, flipped = _COUNT.unpack(told)
-        if magic != _MAGIC or flipped != used_bytes ^ _ALL_BITS:
-            return None
-        self._last_bytes = used_bytes
+        used_bytes = _unpacked(os.pread(self._live(), _COUNT.size, 0))
+        if used_bytes is not None:
+            self._last_bytes = used_bytes
         return used_bytes
 
     def write(self, used_bytes: int) -> None:
@@ -138,16 +138,43 @@ class Ledger:
             descriptor = self._live()
             if not lock_file(descriptor, fcntl.LOCK_EX, self._deadline_s):
                 raise TierError(self._tier, f"another process kept {self._path} locked for {self._deadline_s} s")
-            if os.path.samestat(os.lstat(self._path), os.fstat(descriptor)):
-                return is_replaced
-            # Never made anew here: where the disk is not mounted, the path leads to some other disk.
-            newer, _ = open_file(self._path, os.O_RDWR)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(self._path), os.fstat(descriptor)):
+                    return is_replaced
+            newer = self._open(makes=self._is_there())
             self._descriptor.close()
-            self._descriptor = Descriptor(newer)
+            self._descriptor = newer
             is_replaced = True
         raise TierError(self._tier, f"{self._path} is replaced again and again")
+
+    def _open(self, *, makes: bool) -> Descriptor:
+        flags = os.O_RDWR | (os.O_CREAT if makes else 0)
+        try:
+            return Descriptor(open_file(self._path, flags)[0])
+        except OSError as error:
+            if not makes or error.errno not in WRONG_KIND:
+                raise
+        set_aside(self._path)
+        return Descriptor(open_file(self._path, flags)[0])
 
     def _live(self) -> int:
         if not self._descriptor.is_open:
             raise TierError(self._tier, "is closed")
         return self._descriptor.fileno()
+
+
+def read_ledger(path: str) -> int | None:
+    """Bytes in use as the ledger at `path` has them; None where there is no usable one. Takes no lock."""
+    try:
+        # Bytes that are being written are not half of two counts: the check would show it.
+        return _unpacked(read_file(path, _COUNT.size))
+    except OSError:
+        return None
+
+
+def _unpacked(content: bytes) -> int | None:
+    if len(content) != _COUNT.size:
+        return None
+    magic, used_bytes, flipped = _COUNT.unpack(content)
+    is_count = magic == _MAGIC and flipped == used_bytes ^ _ALL_BITS and used_bytes % ALIGNMENT == 0
+    return used_bytes if is_count else None

@@ -1,7 +1,11 @@
 """The file that says "this directory is a store of ours", without which we neither use nor delete anything in it."""
 
+import errno
+import fcntl
 import json
+import logging
 import os
+import re
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,8 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from kvtier.errors import ConfigError
-from kvtier.tier.inside import make_root
+from kvtier.tier.inside import WRONG_KIND, make_root, open_file, read_file, set_aside
+from kvtier.tier.ledger import lock_file
+from kvtier.tier.notes import NOTE
 from kvtier.tier.place import RANK, refuse_strangers
 
 MARKER_NAME = "kvtier-store.json"
@@ -18,12 +26,27 @@ STORE_VERSION = 1
 """Version of the directory's layout. Another one is neither read nor touched."""
 
 _DRAFT_PREFIX = f".{MARKER_NAME}."
+_BYTES_MAX = 4096
+_STORE_ID = re.compile(r"[0-9a-f]{32}")
+_LOCK_DEADLINE_S = 1.0
 
 ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 
+BESIDE = re.compile(
+    rf"ledger|secret|\.secret\.[0-9a-f]+|index(\.[0-9]+\.[0-9a-f]+)?|{NOTE.pattern}|\.{re.escape(MARKER_NAME)}\.[0-9a-f]+"
+)
+"""Files of a store beside its marker."""
+_OURS = re.compile(rf"({BESIDE.pattern}|{re.escape(MARKER_NAME)}|objects|drafts)(\.aside-[0-9a-f]+)?|{RANK.pattern}")
+
+logger = logging.getLogger(__name__)
+
 
 class UnknownStoreError(ConfigError):
-    """A store of ours that cannot be read: of another version, or with a damaged marker."""
+    """A store of ours that cannot be used: of another version, or with a damaged marker."""
+
+
+class DamagedMarkerError(UnknownStoreError):
+    """What has the marker's name is no marker. Opening the store makes it anew, where nothing else is in there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +63,17 @@ class Marker:
 def open_store(root: Path) -> Marker:
     """The marker of the store at `root`, which is made (mode 0700) where there is none and the directory is empty.
 
-    Safe when several processes do it at once: all get the same marker.
+    Safe when several processes do it at once: all get the same marker. A damaged marker is made anew where everything
+    in the directory has a name of ours: objects say themselves what they are.
 
     Raises:
         ConfigError: `root` is a file, holds other things, or an unknown store.
         OSError: it cannot be read or written.
     """
-    found = read_marker(root)
+    try:
+        found = read_marker(root)
+    except DamagedMarkerError as error:
+        return _mend_marker(root, error)
     if found is not None:
         return found
     make_root(root)
@@ -75,43 +102,67 @@ def read_marker(root: Path) -> Marker | None:
     """The marker of the store at `root`; None when there is none. Changes nothing.
 
     Raises:
-        ConfigError: `root` is a file, or (`UnknownStoreError`) its marker is damaged or of an unknown version.
+        ConfigError: `root` is a file, or its marker is damaged (`DamagedMarkerError`) or of an unknown version
+            (`UnknownStoreError`).
         OSError: it cannot be read for another reason.
     """
+    path = root / MARKER_NAME
     try:
-        text = (root / MARKER_NAME).read_bytes()
+        return _parse(path, read_file(str(path), _BYTES_MAX))
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
         raise ConfigError(f"root {str(root)!r} is not a directory; allowed: {ALLOWED}") from error
+    except OSError as error:
+        if error.errno not in WRONG_KIND | {errno.EFBIG}:
+            raise
+        raise _damaged(path, error.strerror) from error
+
+
+def _parse(path: Path, content: bytes) -> Marker:
     try:
-        told: Any = json.loads(text)
-        version, store_id, created = told["version"], str(told["store_id"]), str(told["created"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnknownStoreError(
-            f"{root / MARKER_NAME} is not a store's marker ({error!r}); nothing was changed"
-        ) from error
+        fields: Any = json.loads(content)
+        version, store_id, created = fields["version"], fields["store_id"], fields["created"]
+        checksum = fields.get("checksum")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, repr(error)) from error
+    if type(version) is not int or checksum not in {None, _checksum(version, str(store_id), str(created))}:
+        raise _damaged(path, "its checksum does not match")
     if version != STORE_VERSION:
-        raise UnknownStoreError(
-            f"{root / MARKER_NAME} has store version {version!r}; known here: {STORE_VERSION}; nothing was changed"
-        )
-    return Marker(STORE_VERSION, store_id, created)
+        raise UnknownStoreError(f"{path} has store version {version}; known here: {STORE_VERSION}; nothing was changed")
+    if not _STORE_ID.fullmatch(str(store_id)):
+        raise _damaged(path, f"its store_id is {store_id!r}")
+    return Marker(version, str(store_id), str(created))
 
 
-def _make_marker(root: Path) -> Marker:
+def _damaged(path: Path, why: str | None) -> DamagedMarkerError:
+    return DamagedMarkerError(f"{path} is not a store's marker ({why}); nothing was changed")
+
+
+def _checksum(version: int, store_id: str, created: str) -> str:
+    return f"{xxhash.xxh3_64_intdigest(f'{version} {store_id} {created}'.encode('utf-8', 'replace')):016x}"
+
+
+def _new_marker() -> tuple[Marker, bytes]:
     marker = Marker(STORE_VERSION, uuid.uuid4().hex, datetime.now(UTC).isoformat(timespec="seconds"))
-    told = {
+    fields = {
         "about": "A kvtier store. Delete it with `kvtier inspect purge`, or the whole directory while nobody uses it.",
         "version": marker.version,
         "store_id": marker.store_id,
         "created": marker.created,
+        "checksum": _checksum(marker.version, marker.store_id, marker.created),
     }
+    return marker, f"{json.dumps(fields, indent=2)}\n".encode()
+
+
+def _make_marker(root: Path) -> Marker:
     draft = root / f"{_DRAFT_PREFIX}{uuid.uuid4().hex}"
-    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    descriptor, _ = open_file(str(draft), os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(told, file, indent=2)
-            file.write("\n")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_new_marker()[1])
+            file.flush()
+            os.fsync(descriptor)
         _publish_once(draft, root / MARKER_NAME)
     finally:
         draft.unlink(missing_ok=True)
@@ -119,6 +170,40 @@ def _make_marker(root: Path) -> Marker:
     if found is None:
         raise ConfigError(f"root {str(root)!r} lost its marker while it was made; is something else deleting there?")
     return found
+
+
+def _mend_marker(root: Path, damage: DamagedMarkerError) -> Marker:
+    """Write the damaged marker anew, in its place: processes that have the store open keep their locks on the file."""
+    path = root / MARKER_NAME
+    try:
+        refuse_strangers(root, lambda name: bool(_OURS.fullmatch(name)), ALLOWED)
+    except ConfigError as error:
+        raise DamagedMarkerError(f"{damage}; it is not made anew, because {error}") from damage
+    try:
+        descriptor, _ = open_file(str(path), os.O_RDWR)
+    except OSError as error:
+        if error.errno not in WRONG_KIND:
+            raise
+        set_aside(str(path))
+        return _make_marker(root)
+    try:
+        is_alone = lock_file(descriptor, fcntl.LOCK_EX, _LOCK_DEADLINE_S)
+        try:
+            found = read_marker(root)  # another process may have done it since we looked
+        except DamagedMarkerError:
+            found = None
+        if found is not None:
+            return found
+        if not is_alone:
+            raise DamagedMarkerError(f"{damage}, because another process has the store open") from damage
+        marker, content = _new_marker()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, content, 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    logger.warning("%s was damaged and is made anew; the store's objects stay", path)
+    return marker
 
 
 def _publish_once(draft: Path, marker: Path) -> None:

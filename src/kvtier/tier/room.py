@@ -3,13 +3,12 @@
 Every method takes the ledger's lock. A file appears under an object's name, or goes from there, nowhere else.
 """
 
-# Plain strings on paths that run once per object.
-# ruff: noqa: PTH104, PTH108, PTH120
+# Descriptors and plain strings on paths that run once per object.
 
 import errno
 import fcntl
+import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -18,11 +17,14 @@ from contextlib import contextmanager, suppress
 from kvtier.errors import TierError
 from kvtier.tier.base import About
 from kvtier.tier.directory_index import DirectoryIndex
-from kvtier.tier.drafts import Draft, Drafts
+from kvtier.tier.drafts import Draft, Drafts, reserved
 from kvtier.tier.full import FoundCap, is_no_room
+from kvtier.tier.inside import open_file, set_aside
 from kvtier.tier.ledger import Ledger
-from kvtier.tier.tree import Paths, charge_bytes, make_directory, walk
+from kvtier.tier.tree import Found, Paths, charge_bytes, stat_in, walk
 from kvtier.types import ObjectName
+
+logger = logging.getLogger(__name__)
 
 _SHRINK_BYTES = 1 << 30
 """What is evicted under one hold of the lock when a store is opened with a lower cap."""
@@ -67,6 +69,7 @@ class Room:
         self._left: list[Draft] = []  # drafts that could not be removed when they should have been
         self._walking = threading.Lock()
         self._walk_again_s = 0.0
+        self._count_again_s = 0.0
         self.evictions = 0
 
     def settle(self, *, is_alone: bool) -> None:
@@ -75,11 +78,8 @@ class Room:
         Who `is_alone` in the store also takes over exactly what is there; others do so later, when they need room.
         """
         with self._locked():
-            if is_alone:
-                self._drafts.clear()
-                self._recount()
-            elif self._drafts.clear_stale():
-                self._recount()  # whoever died may have counted bytes that it never wrote
+            if self._drafts.clear_stale() or is_alone:
+                self._recount()  # a process that died may have counted bytes that it never wrote
             self._drafts.attach()
 
     def shrink(self) -> None:
@@ -119,13 +119,12 @@ class Room:
 
     def publish(self, draft: Draft, written: os.stat_result, name: ObjectName, about: About) -> None:
         """Give the finished `draft` its name; when another writer was faster, that one's file stays."""
-        path = self._paths.object(name)
-        with self._locked():
-            there = stat_object(path)
+        with self._locked(), self._paths.fan(name) as fan:
+            there = self.usable(stat_in(fan, name))
             if there is None:
-                _rename(draft.path, path)
+                self._give_name(draft, name.hex(), fan)
             else:
-                self._give_back(_unlink_draft(draft))
+                self._give_back(self._drafts.remove(draft))
             held = there or written
             self._index.learn(name, held.st_size, held.st_mtime_ns, about)
 
@@ -136,7 +135,7 @@ class Room:
         """
         try:
             with self._locked():
-                self._give_back(_unlink_draft(draft))
+                self._give_back(self._drafts.remove(draft))
                 if is_no_room(error):
                     self._found.found(self._count(), error)
         except (TierError, OSError):
@@ -144,13 +143,15 @@ class Room:
 
     def remove(self, name: ObjectName) -> None:
         """Remove the object's file, if it is there."""
-        path = self._paths.object(name)
         with self._locked():
-            there = stat_object(path)
+            there = self._paths.remove_object(name)
             if there is not None:
-                os.unlink(path)
                 self._give_back(charge_bytes(there.st_size))
             self._index.forget(name)
+
+    def usable(self, status: os.stat_result | None) -> os.stat_result | None:
+        """`status` of an object's file, or None where the file is larger than the cap and so cannot be an object."""
+        return None if status is None or charge_bytes(status.st_size) > self._capacity_bytes else status
 
     def leave(self) -> None:
         """Remove what this process has left behind, as far as possible. Raises nothing."""
@@ -212,13 +213,15 @@ class Room:
                 victim = None if is_over else self._index.victim()
                 if victim is None:
                     break
-                there = stat_object(self._paths.object(victim))
+                there = self._paths.stat_object(victim)
                 if there is None:
                     self._index.forget(victim)
                     continue
+                freed_bytes = charge_bytes(there.st_size)
+                if freed_bytes > used_bytes:
+                    break  # the file has grown since it was counted, so the count is wrong
                 if self._index.spare(victim, there.st_mtime_ns):
                     continue
-                freed_bytes = charge_bytes(there.st_size)
                 is_last = used_bytes - freed_bytes <= target_bytes
                 try:
                     draft = self._evict(victim, there, wanted if is_last else None, used_bytes)
@@ -237,26 +240,25 @@ class Room:
         self, victim: ObjectName, there: os.stat_result, wanted: tuple[int, bool] | None, used_bytes: int
     ) -> Draft | None:
         """Take `victim`'s name away; its file becomes the `wanted` draft, or goes."""
-        path = self._paths.object(victim)
         draft = None
-        if wanted is not None:
-            # The draft counts what its name says as soon as it has it, so a larger one is counted before.
-            self._ledger.write(used_bytes + max(0, wanted[0] - charge_bytes(there.st_size)))
-            draft = self._recycle(path, there.st_size, *wanted)
-        if draft is None:
-            os.unlink(path)
+        with self._paths.fan(victim) as fan:
+            if wanted is not None:
+                # The draft counts what its name says as soon as it has it, so a larger one is counted before.
+                self._ledger.write(used_bytes + max(0, wanted[0] - charge_bytes(there.st_size)))
+                draft = self._recycle(victim.hex(), fan, there.st_size, *wanted)
+            if draft is None:
+                os.unlink(victim.hex(), dir_fd=fan)
         self._index.forget(victim)
         self.evictions += 1
         return draft
 
-    def _recycle(self, path: str, size_bytes: int, charge: int, direct_io: bool) -> Draft | None:  # noqa: FBT001
-        """Turn the file at `path` into a draft; None when somebody is reading it.
+    def _recycle(self, name: str, fan: int, size_bytes: int, charge: int, direct_io: bool) -> Draft | None:  # noqa: FBT001
+        """Turn the object's file into a draft; None when somebody is reading it.
 
         Writing over a file is two to four times as fast as removing one and making another: no inode and no blocks have
         to be found. Readers lock the file while they read, so none ever sees the new bytes under the old name.
         """
-        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct_io else 0)
-        descriptor = os.open(path, flags)
+        descriptor, _ = open_file(name, os.O_WRONLY | (os.O_DIRECT if direct_io else 0), fan)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -264,9 +266,8 @@ class Room:
             if error.errno in _LOCKED_BY_OTHERS:
                 return None
             raise
-        draft = Draft(self._drafts.next_path(charge), descriptor, charge)
         try:
-            os.rename(path, draft.path)
+            draft = self._drafts.take(name, fan, descriptor, charge)
             if size_bytes > charge:
                 os.ftruncate(descriptor, charge)
         except OSError:
@@ -274,15 +275,31 @@ class Room:
             raise
         return draft
 
+    def _give_name(self, draft: Draft, name: str, fan: int) -> None:
+        try:
+            self._drafts.give(draft, name, fan)
+        except IsADirectoryError:
+            set_aside(name, fan)
+            self._drafts.give(draft, name, fan)
+
     def _count(self) -> int:
         used_bytes = self._ledger.read()
-        return self._recount() if used_bytes is None else used_bytes
+        # A count above the cap is of a time with a higher cap, or damaged: nothing is evicted for it alone.
+        if used_bytes is None or (used_bytes > self._capacity_bytes and time.monotonic() >= self._count_again_s):
+            return self._recount()
+        return used_bytes
 
     def _recount(self) -> int:
         """Count what is there and learn its names. Exact, because nothing comes or goes while we hold the lock."""
+        start_s = time.monotonic()
         found = list(walk(self._paths.objects))
+        self._count_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
+        oversized = [file for file in found if charge_bytes(file.size_bytes) > self._capacity_bytes]
+        if oversized:
+            found = [file for file in found if charge_bytes(file.size_bytes) <= self._capacity_bytes]
+            self._remove_oversized(oversized)
         self._index.correct(found)
-        used_bytes = self._drafts.reserved_bytes() + sum(charge_bytes(file.size_bytes) for file in found)
+        used_bytes = sum(reserved(self._paths.drafts)) + sum(charge_bytes(file.size_bytes) for file in found)
         self._ledger.write(used_bytes)
         return used_bytes
 
@@ -290,43 +307,22 @@ class Room:
         """Count `freed_bytes` less, after the file is gone."""
         if freed_bytes == 0:
             return
-        used_bytes = self._count()
-        if used_bytes < freed_bytes:  # somebody else has changed files or ledger
+        used_bytes = self._ledger.read()
+        if used_bytes is None or used_bytes < freed_bytes:  # files or ledger were changed by other means
             self._recount()
         else:
             self._ledger.write(used_bytes - freed_bytes)
 
     def _remove_left(self) -> None:
         while self._left:
-            self._give_back(_unlink_draft(self._left[-1]))
+            self._give_back(self._drafts.remove(self._left[-1]))
             self._left.pop()
 
-
-def stat_object(path: str) -> os.stat_result | None:
-    """The file's data, or None when there is no regular file.
-
-    Raises:
-        OSError: the file system fails.
-    """
-    try:
-        told = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    return told if stat.S_ISREG(told.st_mode) else None
-
-
-def _rename(draft: str, path: str) -> None:
-    try:
-        os.rename(draft, path)
-    except FileNotFoundError:
-        make_directory(os.path.dirname(path))
-        os.rename(draft, path)
-
-
-def _unlink_draft(draft: Draft) -> int:
-    """Remove the draft; the bytes that it had reserved, or 0 when somebody else has removed it."""
-    try:
-        os.unlink(draft.path)
-    except FileNotFoundError:
-        return 0
-    return draft.reserved_bytes
+    def _remove_oversized(self, found: list[Found]) -> None:
+        """Remove files that are larger than all objects together may be: a sparse file has any length."""
+        for file in found:
+            self._paths.remove_object(file.name)
+        logger.warning(
+            "%d files in %s were larger than the cap of %d bytes and were removed, the first: %s",
+            len(found), self._paths.objects, self._capacity_bytes, found[0].name.hex(),
+        )  # fmt: skip

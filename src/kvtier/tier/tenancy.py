@@ -52,6 +52,13 @@ class Tenancy:
         self._descriptor = descriptor
         self.share(deadline_s)
 
+    def is_there(self) -> bool:
+        """Whether the marker that we hold is the one at its path."""
+        try:
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._descriptor.fileno()))
+        except OSError:
+            return False
+
     def leave(self) -> None:
         """Let go. Twice is fine."""
         self._descriptor.close()

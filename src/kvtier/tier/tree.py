@@ -9,16 +9,21 @@ root/objects/<2 hex>/<64 hex> one file per object, named by the object's name
 
 # Plain strings and `os` instead of `pathlib`: these functions run once per object, and a walk through 100,000 files
 # must take well under a second.
-# ruff: noqa: PTH102, PTH112, PTH118
+# ruff: noqa: PTH118, PTH208
 
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvtier.layout import ALIGNMENT, align_up
+from kvtier.tier.inside import MISSING, make_directory, open_directory
+from kvtier.tier.marker import MARKER_NAME
 
 NAME_BYTES = 32
+_PREFIX = re.compile(r"[0-9a-f]{2}")
 
 
 class Found(NamedTuple):
@@ -30,41 +35,119 @@ class Found(NamedTuple):
 
 
 class Paths:
-    """The paths of the store at `root`, as strings."""
+    """The paths of the store at `root`, as strings, and the way to its objects.
+
+    An object's directory is opened anew for each operation, so one that was replaced is seen, and no link is followed.
+    """
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self.marker = os.path.join(root, MARKER_NAME)
         self.ledger = os.path.join(root, "ledger")
         self.hint = os.path.join(root, "index")
         self.drafts = os.path.join(root, "drafts")
         self.objects = os.path.join(root, "objects")
 
     def object(self, name: bytes) -> str:
-        """Where the object `name` lies, if it is there."""
+        """Where the object `name` lies, for people."""
         spelled = name.hex()
         return f"{self.objects}/{spelled[:2]}/{spelled}"
 
     def make(self) -> None:
-        """Make the directories that are missing, mode 0700.
+        """Make the directories that are missing, mode 0700. What has their names and is no directory is renamed.
 
         Raises:
             OSError: they cannot be made.
         """
         for path in (self.drafts, self.objects):
-            make_directory(path)
+            make_directory(path, replace=True)
+
+    def open_fan(self, name: bytes) -> int | None:
+        """A descriptor of the directory in which the object `name` lies; None when there is none.
+
+        Raises:
+            OSError: the file system fails, or the whole store is gone.
+        """
+        try:
+            objects = open_directory(self.objects)
+        except OSError as error:
+            if error.errno not in MISSING:
+                raise
+            os.lstat(self.marker)
+            return None
+        try:
+            return open_directory(name[:1].hex(), objects)
+        except OSError as error:
+            if error.errno not in MISSING:
+                raise
+            return None
+        finally:
+            os.close(objects)
+
+    @contextmanager
+    def fan(self, name: bytes) -> Generator[int]:
+        """As `open_fan`, but the directory is made where it is missing, as `make` does.
+
+        Raises:
+            OSError: it cannot be made, or the whole store is gone.
+        """
+        fan = self.open_fan(name)
+        if fan is None:
+            make_directory(self.objects, replace=True)
+            objects = open_directory(self.objects)
+            try:
+                make_directory(name[:1].hex(), objects, replace=True)
+                fan = open_directory(name[:1].hex(), objects)
+            finally:
+                os.close(objects)
+        try:
+            yield fan
+        finally:
+            os.close(fan)
+
+    def stat_object(self, name: bytes) -> os.stat_result | None:
+        """The status of the object's file; None when there is no regular file.
+
+        Raises:
+            OSError: the file system fails, or the whole store is gone.
+        """
+        fan = self.open_fan(name)
+        if fan is None:
+            return None
+        try:
+            return stat_in(fan, name)
+        finally:
+            os.close(fan)
+
+    def remove_object(self, name: bytes) -> os.stat_result | None:
+        """Remove the object's file; its status, or None when there was no regular file.
+
+        Raises:
+            OSError: it cannot be removed, the file system fails, or the whole store is gone.
+        """
+        fan = self.open_fan(name)
+        if fan is None:
+            return None
+        try:
+            status = stat_in(fan, name)
+            if status is not None:
+                os.unlink(name.hex(), dir_fd=fan)
+            return status
+        finally:
+            os.close(fan)
 
 
-def make_directory(path: str) -> None:
-    """Make one directory, mode 0700; fine when it is there. Its parent must exist.
+def stat_in(fan: int, name: bytes) -> os.stat_result | None:
+    """The status of the object's file in its directory `fan`; None when there is no regular file.
 
     Raises:
-        OSError: it cannot be made, or is something else.
+        OSError: the file system fails.
     """
     try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise
+        status = os.stat(name.hex(), dir_fd=fan, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def charge_bytes(size_bytes: int) -> int:
@@ -78,25 +161,43 @@ def walk(objects: str) -> Iterator[Found]:
     Raises:
         OSError: the device or the file system fails.
     """
-    for prefix in _listed(objects):
-        if len(prefix.name) != 2:
-            continue
-        for entry in _listed(prefix.path):
+    top = _listed(objects)
+    if top is None:
+        return
+    try:
+        for prefix in os.listdir(top):
+            if not _PREFIX.fullmatch(prefix):
+                continue
+            fan = _listed(prefix, top)
+            if fan is None:
+                continue
+            try:
+                yield from _walk_fan(fan, prefix)
+            finally:
+                os.close(fan)
+    finally:
+        os.close(top)
+
+
+def _walk_fan(fan: int, prefix: str) -> Iterator[Found]:
+    with os.scandir(fan) as entries:
+        for entry in entries:
             spelled = entry.name
-            if len(spelled) != 2 * NAME_BYTES or spelled[:2] != prefix.name:
+            if len(spelled) != 2 * NAME_BYTES or spelled[:2] != prefix:
                 continue
             try:
                 name = bytes.fromhex(spelled)
-                told = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except (ValueError, FileNotFoundError):
                 continue
-            if stat.S_ISREG(told.st_mode) and name.hex() == spelled:
-                yield Found(name, told.st_size, told.st_mtime_ns)
+            if stat.S_ISREG(status.st_mode) and name.hex() == spelled:
+                yield Found(name, status.st_size, status.st_mtime_ns)
 
 
-def _listed(path: str) -> Iterator["os.DirEntry[str]"]:
+def _listed(name: str, directory: int | None = None) -> int | None:
     try:
-        with os.scandir(path) as entries:
-            yield from entries
-    except (FileNotFoundError, NotADirectoryError):
-        return
+        return open_directory(name, directory, is_listed=True)
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        return None

@@ -1,0 +1,518 @@
+"""What others put into a store: nothing outside changes, nothing hangs, nothing but our own errors, and it heals."""
+
+import atexit
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import struct
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.codec.frame import frame_bytes, head_bytes, seal, verify_frame
+from kvtier.codec.head import Identity
+from kvtier.codec.raw import Raw
+from kvtier.errors import ConfigError, CorruptChunkError, KvError, TierError
+from kvtier.keys.secret import load_or_create
+from kvtier.layout import GroupLayout, History
+from kvtier.tier.base import About
+from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.marker import read_marker
+from kvtier.tier.tree import charge_bytes
+from kvtier.types import ObjectName
+
+GROUP = GroupLayout(History(), (6000, 5000), "test/pages")
+FRAME = frame_bytes(GROUP)
+CAPACITY = 24 * FRAME
+DEADLINE_S = 60
+
+
+def name_of(number):
+    return ObjectName(hashlib.sha256(f"object {number}".encode()).digest())
+
+
+def frame_of(number):
+    slot = memoryview(bytearray(FRAME))
+    payload = slot[head_bytes(GROUP) :]
+    payload[:] = bytes([number % 256]) * len(payload)
+    return seal(slot, GROUP, Identity(name_of(number), bytes(32), bytes(32)), Raw())
+
+
+def path_of(root, number):
+    spelled = name_of(number).hex()
+    return root / "objects" / spelled[:2] / spelled
+
+
+def opened(root, capacity_bytes=CAPACITY):
+    return DirectoryTier(root, capacity_bytes=capacity_bytes, direct_io="off", lock_deadline_s=5.0)
+
+
+def filled(root, count=8):
+    tier = opened(root)
+    for number in range(count):
+        assert tier.write(name_of(number), frame_of(number), About(depth=number))
+    return tier
+
+
+def holds(tier, number):
+    into = memoryview(bytearray(FRAME))
+    return tier.read(name_of(number), into) == FRAME and into == frame_of(number)
+
+
+def charged(tier):
+    return sum(charge_bytes(size) for _, size in tier.scan())
+
+
+@contextmanager
+def deadline(what):
+    def ring(_number, _frame):
+        raise AssertionError(f"hangs: {what}")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(DEADLINE_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# What may be planted, where.
+
+LINKS = ("link to a file", "link to a directory", "link to nothing")
+KINDS = (
+    *LINKS, "fifo", "socket", "directory", "full directory", "sparse file", "empty file", "garbage", "deep JSON",
+    "wrong mode", "far future", "long past", "nothing",
+    *(["device"] if os.geteuid() == 0 else []),
+)  # fmt: skip
+
+
+def places(root, chance):
+    held, free = name_of(chance.randrange(8)).hex(), name_of(chance.randrange(100, 108)).hex()
+    owner = chance.randbytes(8).hex()
+    locks = [path.relative_to(root) for path in root.glob("drafts/*.lock")]
+    return [
+        "kvtier-store.json", "ledger", "index", "drafts", "objects", "secret", f"index.17.{owner}",
+        f".kvtier-store.json.{owner}", f"drafts/{owner}-0-{1 << 40}", f"drafts/{owner}.lock", f"drafts/probe_{owner}",
+        f"objects/{held[:2]}", f"objects/{held[:2]}/{held}", f"objects/{free[:2]}", f"objects/{free[:2]}/{free}",
+        *map(str, locks),
+    ]  # fmt: skip
+
+
+def outside_of(where):
+    """A tree that no operation may change: among others, files with names that a store gives to its own."""
+    outside = where / "outside"
+    for folder in ("", "ab", "full"):
+        (outside / folder).mkdir(0o700, exist_ok=True)
+        for name in (
+            "precious",
+            "0123456789abcdef-0-4096",
+            "0123456789abcdef.lock",
+            "probe_0123456789abcdef",
+            "ab" * 32,
+        ):
+            (outside / folder / name).write_bytes(b"years of work, all of it" + bytes(8))
+            (outside / folder / name).chmod(0o600)
+    return outside
+
+
+def snapshot(tree):
+    found = {}
+    for path in [tree, *sorted(tree.rglob("*"))]:
+        status = path.lstat()
+        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
+        found[str(path)] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_nlink, content)
+    return found
+
+
+def plant(kind, path, outside):
+    """Put `kind` at `path`, which may be taken."""
+    path.parent.mkdir(exist_ok=True)
+    content = path.read_bytes() if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20 else b""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    match kind:
+        case "link to a file":
+            path.symlink_to(outside / "precious")
+        case "link to a directory":
+            path.symlink_to(outside)
+        case "link to nothing":
+            path.symlink_to(outside / "nothing")
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            there = os.open(path.parent, os.O_PATH)
+            with socket.socket(socket.AF_UNIX) as listener:  # its path must be short
+                listener.bind(f"/proc/self/fd/{there}/{path.name}")
+            os.close(there)
+        case "device":
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        case "directory":
+            path.mkdir(0o700)
+        case "full directory":
+            shutil.copytree(outside, path)
+            path.chmod(0o700)
+        case "sparse file":
+            path.write_bytes(content)
+            os.truncate(path, 1 << 40)
+        case "empty file":
+            path.touch()
+        case "garbage":
+            path.write_bytes(random.Random(len(content)).randbytes(10_000))
+        case "deep JSON":
+            path.write_bytes(b"[" * 4096)
+        case "wrong mode":
+            path.write_bytes(content)
+            path.chmod(0)
+        case "far future" | "long past":
+            path.write_bytes(content)
+            at_s = (1 << 33) + (1 << 32) if kind == "far future" else -(1 << 31)
+            os.utime(path, (at_s, at_s))
+    if kind != "wrong mode" and stat.S_ISREG(os.lstat(path).st_mode if kind != "nothing" else 0):
+        path.chmod(0o600)
+
+
+def use(root, numbers):
+    """Everything that an engine does; what it may not do shows as an exception other than ours."""
+    tier = None
+    with suppress(KvError):
+        tier = opened(root)
+    with suppress(KvError):
+        load_or_create(root / "secret", is_inside=True)
+    if tier is not None:
+        operate(tier, numbers)
+        tier.close()
+
+
+def operate(tier, numbers):
+    into = memoryview(bytearray(FRAME))
+    for number in numbers:
+        name = name_of(number)
+        for act in (
+            lambda name=name: tier.contains([name]),
+            lambda name=name, number=number: tier.write(name, frame_of(number)),
+            lambda name=name: check(name, into, tier.read(name, into)),
+            lambda: list(tier.scan()),
+            lambda name=name: tier.delete(name),
+            lambda name=name, number=number: tier.write(name, frame_of(number)),
+        ):
+            with suppress(KvError):
+                act()
+    assert tier.used_bytes <= CAPACITY
+
+
+def check(name, into, count):
+    """What was read is the object, or its damage shows."""
+    if count is not None:
+        with suppress(CorruptChunkError):
+            assert verify_frame(into[:count]).identity.name == name
+
+
+def inspected(root, capsys):
+    for arguments in (["stat"], ["ls"], ["verify"], ["verify", "--repair"], ["stat"], ["purge", "--yes"]):
+        assert run(["inspect", arguments[0], str(root), *arguments[1:], "--json"]) in {0, 1, 2}
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        assert not told.out or json.loads(told.out)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_planted_nothing_outside_changes_and_nothing_hangs(tmp_path, seed, capsys):
+    chance = random.Random(seed)
+    root, outside = tmp_path / "store", outside_of(tmp_path)
+    before = snapshot(outside)
+    filled(root).close()
+    load_or_create(root / "secret", is_inside=True)
+    planted = []
+
+    def plant_some():
+        for _ in range(chance.randrange(1, 4)):
+            kind, place = chance.choice(KINDS), chance.choice(places(root, chance))
+            with suppress(NotADirectoryError, FileExistsError):  # something is planted above it
+                if (root / place).parent.resolve().is_relative_to(root.resolve()):
+                    plant(kind, root / place, outside)
+                    planted.append(f"{kind} at {place}")
+
+    def unharmed():
+        assert snapshot(outside) == before, planted
+
+    with deadline(planted):
+        plant_some()
+        use(root, [0, 1, chance.randrange(8), 100])
+        unharmed()
+        live = None
+        with suppress(KvError):
+            live = opened(root)
+        if live is not None:
+            plant_some()
+            operate(live, [0, chance.randrange(8), *range(100, 108)])
+            unharmed()
+            live.close()
+            unharmed()
+        plant_some()
+        inspected(root, capsys)
+        unharmed()
+
+
+STRUCTURE = ("ledger", "index", "drafts", "objects", f"objects/{name_of(0).hex()[:2]}", str(path_of(Path(), 0)))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in {"wrong mode", "far future", "long past"}])
+@pytest.mark.parametrize("place", STRUCTURE)
+def test_a_damaged_structure_heals_at_the_next_open_and_under_a_running_tier(tmp_path, kind, place):
+    outside = outside_of(tmp_path)
+    for is_live in (False, True):
+        root = tmp_path / f"store {is_live}"
+        tier = filled(root)
+        if not is_live:
+            tier.close()
+        plant(kind, root / place, outside)
+        with deadline(place):
+            if not is_live:
+                tier = opened(root)
+            for number in (50, 0):
+                if not tier.write(name_of(number), frame_of(number)) or not holds(tier, number):
+                    tier.delete(name_of(number))  # garbage of a name of ours, which a reader drops
+                    assert tier.write(name_of(number), frame_of(number))
+                assert holds(tier, number)
+            assert sum(size for _, size in tier.scan()) <= tier.used_bytes <= CAPACITY
+            other = opened(root)  # the first one's lock and count are there for it
+            assert other.used_bytes == tier.used_bytes
+            assert holds(other, 50)
+            other.close()
+            tier.close()
+            again = opened(root)
+            assert holds(again, 50)
+            assert holds(again, 0)
+            assert again.used_bytes == charged(again)
+            again.close()
+        for where, folders, files in os.walk(root):
+            for path in [*folders, *files]:
+                mode = stat.S_IMODE(os.lstat(os.path.join(where, path)).st_mode)
+                if not any(planted in where + path for planted in ("aside", "full")):
+                    assert mode == (0o700 if path in folders else 0o600), path
+
+
+def test_a_huge_sparse_object_evicts_nothing(tmp_path):
+    root = tmp_path / "store"
+    tier = filled(root)
+    for number in (0, 60):  # one that is counted already, and a new one
+        path = path_of(root, number)
+        path.parent.mkdir(exist_ok=True)
+        path.touch(0o600)
+        os.truncate(path, 1 << 40)
+    for number in range(20, 43):  # room has to be made, and so all is counted
+        assert tier.write(name_of(number), frame_of(number))
+    assert tier.write(name_of(60), frame_of(60))
+    assert tier.used_bytes == charged(tier) <= CAPACITY
+    assert all(holds(tier, number) for number in (*range(20, 43), 60))
+    tier.close()
+    path_of(root, 61).parent.mkdir(exist_ok=True)
+    path_of(root, 61).touch(0o600)
+    os.truncate(path_of(root, 61), 1 << 40)
+    tier = opened(root)
+    assert all(holds(tier, number) for number in (*range(20, 43), 60))
+    tier.close()
+
+
+@pytest.mark.parametrize("count", [CAPACITY + 4096, (1 << 64) - 4096, (1 << 64) - 1, 4095])
+def test_a_count_that_cannot_be_evicts_nothing(tmp_path, count):
+    root = tmp_path / "store"
+    tier = filled(root)
+    tier._room._count_again_s = 0.0
+    (root / "ledger").write_bytes(struct.pack("<8sQQ", b"kvledger", count, count ^ ((1 << 64) - 1)))
+    assert tier.write(name_of(50), frame_of(50))
+    assert tier.used_bytes == charged(tier) == 9 * FRAME
+    (root / "ledger").write_bytes(bytes(24))
+    tier.delete(name_of(50))
+    assert tier.used_bytes == charged(tier) == 8 * FRAME
+    tier.close()
+
+
+@pytest.fixture
+def timeless():
+    """A directory on a file system that keeps times of any year."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as where:
+        yield Path(where)
+
+
+@pytest.mark.parametrize("at_s", [(1 << 33) + (1 << 32), 1 << 40, -(1 << 31), -(1 << 40)])
+def test_a_time_of_any_year_does_no_harm(timeless, at_s, capsys):
+    root = timeless / "store"
+    tier = filled(root)
+    os.utime(path_of(root, 0), (at_s, at_s))
+    for number in range(20, 60):
+        assert tier.write(name_of(number), frame_of(number))
+        assert tier.used_bytes <= CAPACITY
+    assert not path_of(root, 0).exists()
+    os.utime(path_of(root, 59), (at_s, at_s))
+    tier.close()
+    (root / "index").unlink()
+    opened(root).close()
+    tier = opened(root)
+    assert holds(tier, 59)
+    tier.close()
+    os.utime(path_of(root, 59), (at_s, at_s))
+    for arguments in (["ls"], ["stat"], ["show"]):
+        more = [name_of(59).hex()] if arguments == ["show"] else []
+        assert run(["inspect", *arguments, str(root), *more]) == 0
+    capsys.readouterr()
+
+
+# The marker.
+
+
+def test_a_flipped_bit_in_the_marker_costs_no_object(tmp_path, caplog):
+    root = tmp_path / "store"
+    filled(root, 2).close()
+    marker = root / "kvtier-store.json"
+    good = marker.read_bytes()
+    for position in random.Random(4).sample(range(8 * len(good)), 120):
+        flipped = bytearray(good)
+        flipped[position // 8] ^= 1 << position % 8
+        marker.write_bytes(flipped)
+        caplog.clear()
+        tier = opened(root)
+        assert holds(tier, 0)
+        tier.close()
+        assert len(caplog.records) <= 1
+        assert read_marker(root).version == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"not json", b"[]", b'{"version": 1}', b"[" * 4096, b"{" * 10_000])
+def test_a_damaged_marker_is_made_anew_only_where_all_is_ours_and_no_other_process_is_inside(tmp_path, content):
+    root = tmp_path / "store"
+    filled(root, 2).close()
+    marker = root / "kvtier-store.json"
+    marker.write_bytes(content)
+    (root / "thesis.txt").write_text("years of work")
+    with pytest.raises(TierError, match=r"is not a store's marker .*thesis.txt"):
+        opened(root)
+    assert marker.read_bytes() == content
+    (root / "thesis.txt").unlink()
+    tier = opened(root)
+    assert holds(tier, 1)
+    marker.write_bytes(content)
+    with pytest.raises(TierError, match="another process has the store open"):
+        opened(root)
+    assert marker.read_bytes() == content
+    assert holds(tier, 1)
+    tier.close()
+    tier = opened(root)
+    assert holds(tier, 1)
+    tier.close()
+
+
+def test_a_root_that_all_may_write_to_is_refused_and_not_touched(tmp_path):
+    root = tmp_path / "store"
+    filled(root, 1).close()
+    root.chmod(0o777)
+    before = snapshot(root)
+    with pytest.raises(ConfigError, match=r"has mode 0777.*chmod o-w"):
+        opened(root)
+    assert snapshot(root) == before
+    root.chmod(0o700)
+    opened(root).close()
+
+
+# Forks.
+
+
+def child_of(tier, number):
+    """What a forked child may try; True when all of it was refused."""
+    refused = 0
+    for act in (
+        lambda: tier.write(name_of(number), frame_of(number)),
+        lambda: tier.read(name_of(0), memoryview(bytearray(FRAME))),
+        lambda: tier.contains([name_of(0)]),
+        lambda: tier.delete(name_of(0)),
+        tier.scan,
+        lambda: tier.expects("session", None),
+    ):
+        try:
+            act()
+        except TierError:
+            refused += 1
+    _ = tier.used_bytes, tier.object_count
+    tier.close()
+    return refused == 6
+
+
+def exit_in_child(tier, number):
+    """The whole way out of an interpreter."""
+    atexit.register(tier.close)
+    sys.exit(0 if child_of(tier, number) else 3)
+
+
+def forked(tier, number):
+    child = os.fork()
+    if child == 0:
+        try:
+            exit_in_child(tier, number)
+        except SystemExit as end:
+            atexit._run_exitfuncs()
+            os._exit(int(str(end.code)))
+        finally:
+            os._exit(4)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def multiprocessed(tier, number):
+    process = multiprocessing.get_context("fork").Process(target=exit_in_child, args=(tier, number))
+    process.start()
+    process.join(DEADLINE_S)
+    return process.exitcode
+
+
+@pytest.mark.parametrize("fork", [forked, multiprocessed])
+def test_a_forked_child_changes_nothing_of_its_parents_store(tmp_path, fork):
+    root = tmp_path / "store"
+    tier = filled(root)
+    assert tier.write(name_of(20), frame_of(20))
+    before = snapshot(root)
+    assert fork(tier, 30) == 0
+    assert snapshot(root) == before
+    assert tier.write(name_of(21), frame_of(21))
+    other = opened(root)  # sees that the first one lives
+    assert len(list((root / "drafts").glob("*.lock"))) == 2
+    other.close()
+    tier.close()
+    assert list((root / "drafts").iterdir()) == []
+    again = opened(root)
+    assert again.object_count == 10
+    assert all(holds(again, number) for number in (*range(8), 20, 21))
+    again.close()
+
+
+def test_a_child_that_outlives_its_parents_tier_keeps_no_lock(tmp_path):
+    tier = filled(tmp_path / "store", 1)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"x")
+        time.sleep(DEADLINE_S)
+        os._exit(0)
+    try:
+        assert os.read(reading, 1) == b"x"
+        tier.close()
+        again = opened(tmp_path / "store")
+        assert again._tenancy.enter(0.0), "the child keeps the store"
+        again.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
