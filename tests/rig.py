@@ -1,12 +1,17 @@
 """A small engine in host memory with a whole kvtier below it, for tests of the parts together."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import CO_GENERATOR
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+import kvtier
 from kvtier.config.sections import Config, DirectoryConfig, HostConfig, LimitsConfig, StoreConfig
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
@@ -22,6 +27,7 @@ from kvtier.runtime.session import LocalSession
 from kvtier.tier.base import Tier
 from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId, StoreDone
 
+_OURS = str(Path(kvtier.__file__).parent)
 CHUNK_TOKENS = 16
 BLOCK_TOKENS = 4
 CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
@@ -152,3 +158,50 @@ def _await(session, request: str, kind: type):
             if isinstance(event, kind) and event.request == request:
                 return event
     raise AssertionError(f"no {kind.__name__} for {request}")
+
+
+Site = tuple[CodeType, CodeType, int]
+"""What is called, and the line that calls it."""
+
+
+class Raise:
+    """Raises in a function of kvtier's that is entered in this thread; see `sys.setprofile`.
+
+    Args:
+        where: in the k-th of them; or in the first call from a site; 0 or None: in none.
+        error: what is raised.
+        is_spared: frames in which it is not raised.
+    """
+
+    def __init__(
+        self, where: int | Site | None, error: type[Exception], is_spared: Callable[[FrameType], bool]
+    ) -> None:
+        self._wanted, self._error, self._is_spared = where, error, is_spared
+        self.calls: list[Site] = []
+        self.where = ""
+        """Empty: it was not raised."""
+
+    @property
+    def sites(self) -> list[Site]:
+        """Each once."""
+        return list(dict.fromkeys(self.calls))
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
+        code, caller = frame.f_code, frame.f_back
+        # The end of a generator looks like a call, too, and Python ignores what is raised in it.
+        if event != "call" or code.co_flags & CO_GENERATOR or not code.co_filename.startswith(_OURS):
+            return
+        if caller is None or self._is_spared(frame):
+            return
+        site = (code, caller.f_code, caller.f_lineno)
+        self.calls.append(site)
+        if self._wanted in (site, len(self.calls)):
+            self.where = f"{code.co_filename.removeprefix(_OURS)}:{code.co_name}, line {caller.f_lineno}"
+            raise self._error(f"planted in {self.where}")
+
+    def __enter__(self) -> Self:
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)

@@ -462,7 +462,9 @@ class SmallEngine:
                     request.status = "FINISHED_STOPPED"
                     self.running.remove(request)
                     self._end(request, is_held=False)
-        self.scheduler.stepped(step.done, step.bad_blocks)
+        if step.bad_blocks:
+            self.scheduler.hide(step.bad_blocks)
+        self.scheduler.stepped(step.done)
         for name in step.results.received:
             request = self.requests[name]  # vLLM asserts that, too
             self.reports += 1

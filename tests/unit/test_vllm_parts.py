@@ -254,13 +254,12 @@ def test_the_courier_tells_of_loads_at_once_and_keeps_everything():
     courier.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_courier_that_has_died_says_so():
     session = Talking()
     courier = Courier(session, lambda _done: None, lambda _ended: None)
     session.say("die")
     wait_until(lambda: not courier._thread.is_alive())
-    with pytest.raises(RuntimeError, match="courier has died"):
+    with pytest.raises(RuntimeError, match="takes the session's events has ended"):
         courier.take_events()
 
 

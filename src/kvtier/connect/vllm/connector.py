@@ -55,7 +55,10 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return self._kv_cache_manager.get_computed_blocks(request)[0].get_block_ids()
 
     def _open_pins(self, on_reuse: Callable[[int], None]) -> Pins:
-        return PoolPins(self._kv_cache_manager.block_pool, on_reuse)
+        def guarded(act: Callable[[Any], None]) -> Callable[[Any], None]:
+            return lambda block: self._guarded(lambda: act(block), None)
+
+        return PoolPins(self._kv_cache_manager.block_pool, on_reuse, guarded)
 
     def _guarded(self, act: Callable[[], Answer], otherwise: Answer) -> Answer:
         """What `act` gives; after something went wrong in it, once and for all `otherwise`."""
@@ -98,6 +101,9 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         if num_external_tokens > 0:
             tables = blocks.get_block_ids()
             self._asked(lambda scheduler: scheduler.allocated(request, tables, num_external_tokens), None)
+            if self._is_broken and self._upper is not None and self._upper.scheduler is not None:
+                # It was promised before, perhaps, and from now on vLLM waits for it.
+                self._upper.scheduler.allocated_in_vain(request, tables)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Where it comes from."""
@@ -117,6 +123,8 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; vLLM may have its blocks, because nothing waits for a store."""
         self._asked(lambda scheduler: scheduler.finished(request, block_ids), None)
+        if self._is_broken and self._upper is not None and self._upper.scheduler is not None:
+            self._upper.scheduler.forget(request)
         return False, None
 
     # ---- scheduler: steps ------------------------------------------------------------------------------------------
@@ -126,14 +134,30 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         if self._upper is None or self._upper.scheduler is None:
             return StepOrders(0)
         orders = self._asked(lambda scheduler: scheduler.orders(scheduler_output), None)
-        return self._upper.scheduler.last_orders() if orders is None else orders
+        return self._last_orders(self._upper.scheduler) if orders is None else orders
+
+    def _last_orders(self, scheduler: Scheduler) -> StepOrders:
+        orders = StepOrders(0)
+        try:
+            orders = scheduler.last_orders()
+            scheduler.let_go()
+        except Exception:
+            if scheduler.is_awaited:
+                raise  # the forward would read blocks that nothing has filled
+            logger.exception("kvtier has failed again; loads that have not ended are reported with the next step")
+        return orders
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
         """A step has come back."""
         done = connector_output.kv_connector_worker_meta
-        if isinstance(done, StepDone):
-            bad_blocks = connector_output.invalid_block_ids
-            self._asked(lambda scheduler: scheduler.stepped(done, bad_blocks), None)
+        bad_blocks = connector_output.invalid_block_ids
+        scheduler = None if self._upper is None else self._upper.scheduler
+        if isinstance(done, StepDone) and scheduler is not None:
+            if bad_blocks:
+                self._guarded(lambda: scheduler.hide(bad_blocks), None)
+                if self._is_broken:
+                    scheduler.hide(bad_blocks)  # not guarded: where they could be found, the engine must not go on
+            self._guarded(lambda: scheduler.stepped(done), None)
 
     def has_pending_block_frees(self) -> bool:
         """Whether vLLM can have blocks in the next step without preempting anybody."""

@@ -39,6 +39,7 @@ class Courier:
         self._events: deque[Event] = deque()
         self._ended: deque[Ended] = deque()
         self._is_closing = False
+        self._mistake: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvtier courier", daemon=True)
         self._thread.start()
 
@@ -46,10 +47,10 @@ class Courier:
         """What has ended since the last call.
 
         Raises:
-            RuntimeError: the thread has died of a mistake of ours.
+            RuntimeError: the thread has ended by a mistake of ours.
         """
-        if not self._thread.is_alive() and not self._is_closing:
-            raise RuntimeError("the courier has died; its traceback is in the log of threads")
+        if self._mistake is not None:
+            raise RuntimeError("the thread that takes the session's events has ended") from self._mistake
         return _drained(self._events)
 
     def take_ended(self) -> list[Ended]:
@@ -70,12 +71,15 @@ class Courier:
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
-        while not self._is_closing:
-            for event in self._session.poll(WAIT_S):
-                if isinstance(event, LoadDone):
-                    self.deliver(event)
-                else:
-                    self._events.append(event)
+        try:
+            while not self._is_closing:
+                for event in self._session.poll(WAIT_S):
+                    if isinstance(event, LoadDone):
+                        self.deliver(event)
+                    else:
+                        self._events.append(event)
+        except BaseException as mistake:  # noqa: BLE001 - the scheduler's thread raises it
+            self._mistake = mistake
 
 
 def _drained(queue: deque[_Item]) -> list[_Item]:

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.connect.vllm.geometry import Geometry
@@ -31,6 +31,8 @@ class Load:
     """What it brings does not count."""
     is_dropped: bool = False
     """Its request is gone."""
+    is_reported: bool = False
+    """Orders that went out say that it has ended, but it is still open."""
 
     @property
     def leading_keys(self) -> tuple[ChunkKey, ...]:
@@ -50,6 +52,8 @@ class Loads:
         self._session = session
         self._geometry = geometry
         self._open: dict[RequestId, Load] = {}
+        self.awaited: list[Awaited] = []
+        """What the forward of the next step waits for."""
         self._landed: dict[str, Load] = {}
         """By request: those that have brought everything, of which vLLM does not know yet."""
         self._numbers = itertools.count()
@@ -60,11 +64,19 @@ class Loads:
     # ---- from vLLM to the session ----------------------------------------------------------------------------------
 
     def register(self, tracked: Tracked, match: Match, tables: BlockTables) -> Load:
-        """A load of `match` into the blocks of `tables`. From now on vLLM waits for it."""
+        """A load of `match` into the blocks of `tables`. From now on vLLM waits for it, so it has to be reported."""
         name = RequestId(f"L{next(self._numbers)}/{tracked.id}")
-        load = self._open[name] = Load(name, tracked, match, tables, time.monotonic())
+        load = Load(name, tracked, match, tables, time.monotonic())
+        awaited = () if match.is_async else (self._awaited(load),)
+        # All or nothing, whatever raises: the forward waits for exactly those that are open.
+        self._open[name] = load
+        self.awaited += awaited
         tracked.load = name
         return load
+
+    def is_open(self, tracked: Tracked) -> bool:
+        """Whether a load of a request is open."""
+        return tracked.load in self._open
 
     def aim(self, load: Load) -> set[int]:
         """Find out where it has to go; the blocks that it will write to. It is void when it cannot be done."""
@@ -140,7 +152,7 @@ class Loads:
         plan = load.match.plan
         return LoadDone(load.name, plan.resident_tokens, plan.tokens, ())
 
-    def awaited(self, load: Load) -> Awaited:
+    def _awaited(self, load: Load) -> Awaited:
         """What workers wait for before the forward."""
         plan = load.match.plan
         blocks = self._geometry.unfilled(load.tables, plan.resident_tokens, plan.tokens)
@@ -165,12 +177,24 @@ class Loads:
         """What has been brought is not to be found any more."""
         self._landed.clear()
 
-    def abandon(self) -> list[Ended]:
-        """Whatever becomes of the open loads, vLLM is to be told that they have brought nothing."""
-        ended = [self._report(load, 0) for load in self._open.values()]
+    def reported(self, ended: Iterable[Ended]) -> None:
+        """Orders that go out say that these have ended."""
+        for each in ended:
+            load = self._open.get(each.load)
+            if load is not None:
+                load.is_reported = True
+
+    def unreported(self, ended: Iterable[Ended]) -> list[Ended]:
+        """Reports of the open loads that no orders and none of `ended` report: they have brought nothing."""
+        known = {each.load for each in ended}
+        open_loads = [load for load in self._open.values() if not load.is_reported]
+        return [self._report(load, 0) for load in open_loads if load.name not in known]
+
+    def abandon(self) -> None:
+        """Forget the open loads. What the session says of them later is reported to vLLM no more."""
         self._open.clear()
         self._landed.clear()
-        return ended
+        self.awaited.clear()
 
     def _report(self, load: Load, tokens: int) -> Ended:
         plan = load.match.plan

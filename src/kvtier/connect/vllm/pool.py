@@ -68,11 +68,18 @@ class PoolPins:
     Args:
         pool: vLLM's.
         on_reuse: told of a watched block that is handed out again, before anything is written to it.
+        guarded: makes a callback that does not raise into vLLM's pool.
     """
 
-    def __init__(self, pool: BlockPool, on_reuse: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        on_reuse: Callable[[int], None],
+        guarded: Callable[[Callable[[Block], None]], Callable[[Block], None]] = lambda act: act,
+    ) -> None:
         self._pool = pool
         self._on_reuse = on_reuse
+        self._watched = guarded(self._reused)
 
     def pin(self, blocks: Collection[int]) -> None:
         """See `Pins`."""
@@ -84,8 +91,9 @@ class PoolPins:
         if not is_thorough and all(block.ref_cnt != 1 for end in ends for block in self._blocks(end)):
             return []
         idle = [block for block in self._blocks(blocks) if block.ref_cnt == 1]
-        self._pool.unpin_blocks(idle, self._reused)
-        return [block.block_id for block in idle]
+        numbers = [block.block_id for block in idle]
+        self._pool.unpin_blocks(idle, self._watched)
+        return numbers
 
     def unpin(self, blocks: Collection[int]) -> None:
         """See `Pins`."""
@@ -124,7 +132,7 @@ class PoolPins:
             return
         # Still in the queue: only the prefix cache was reset, which leaves the bytes alone. Watch on.
         self._pool.touch([block])
-        self._pool.unpin_blocks([block], self._reused)
+        self._pool.unpin_blocks([block], self._watched)
 
 
 def _held(block: Block) -> Held:

@@ -23,7 +23,7 @@ from kvtier.connect.vllm.events import Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.line import Line
 from kvtier.connect.vllm.loads import Load, Loads
-from kvtier.connect.vllm.meta import ASYNC_NOTE, SYNC_NOTE, Awaited, Ended, StepDone, StepOrders
+from kvtier.connect.vllm.meta import ASYNC_NOTE, SYNC_NOTE, Ended, StepDone, StepOrders
 from kvtier.connect.vllm.pace import Pace
 from kvtier.connect.vllm.pool import Pins
 from kvtier.connect.vllm.sessions import Sessions
@@ -116,8 +116,11 @@ class Scheduler:
         self._confirmed_step = 0
         self._due: dict[str, Tracked] = {}
         """Requests that may have a full chunk to store when their step comes back."""
-        self._awaited: list[Awaited] = []
         self._revoked: list[RequestId] = []
+        self._ended: list[Ended] = []
+        """Loads that have ended, for the next orders."""
+        self._abandoned: set[RequestId] = set()
+        """Loads that were open when something of ours went wrong."""
         self._probe_wait_s = PROBE_WAIT_S
 
     # ---- requests come and go --------------------------------------------------------------------------------------
@@ -128,6 +131,10 @@ class Scheduler:
         tracked = Tracked(request, next(self._numbers), self._begin_keys(request), said)
         self._requests[request.request_id] = tracked
         self._line.joined(tracked)
+
+    def forget(self, request: Request) -> None:
+        """A request has ended, after something of ours went wrong."""
+        self._requests.pop(request.request_id, None)
 
     def finished(self, request: Request, tables: BlockTables) -> None:
         """A request has ended, whatever way."""
@@ -236,9 +243,6 @@ class Scheduler:
         if match is None:
             raise AssertionError(f"{external_tokens} external tokens were never offered to {tracked.id}")
         load = self._loads.register(tracked, match, tables)
-        # From here on vLLM waits: whatever goes wrong, `last_orders` reports the load.
-        if not match.is_async:
-            self._awaited.append(self._loads.awaited(load))
         load.is_void = match.external_tokens != external_tokens
         self._planner.begun(match.plan, time.monotonic())
         targets = self._loads.aim(load)
@@ -249,6 +253,12 @@ class Scheduler:
             return
         load.is_void |= bool(blocked_by)  # while a worker waits, nobody would begin it
         self._start(load)
+
+    def allocated_in_vain(self, request: Request, tables: BlockTables) -> None:
+        """VLLM waits for a load, and something of ours has gone wrong: `last_orders` reports it."""
+        tracked = self._requests[request.request_id]
+        if tracked.match is not None and not self._loads.is_open(tracked):
+            self._loads.register(tracked, tracked.match, tables)
 
     def _start(self, load: Load) -> None:
         if self._events is not None:
@@ -272,28 +282,51 @@ class Scheduler:
                 pieces.append(self._pace.scheduled(tracked, tokens))
                 if pieces[-1].context_tokens + tokens >= tracked.handed_tokens + self._geometry.chunk_tokens:
                     self._due[name] = tracked
-        self._pace.went(self._step, pieces, time.monotonic(), is_plain=not self._awaited)
+        self._pace.went(self._step, pieces, time.monotonic(), is_plain=not self._loads.awaited)
         self._stores.yield_idle()
         self._revoked += self._stores.give_up_lost()
-        awaited, revoked, self._awaited, self._revoked = self._awaited, self._revoked, [], []
-        return StepOrders(
+        self._ended += self._courier.take_ended()
+        orders = StepOrders(
             self._step,
-            revoked=tuple(revoked),
-            awaited=tuple(awaited),
-            ended=tuple(self._courier.take_ended()),
+            revoked=tuple(self._revoked),
+            awaited=tuple(self._loads.awaited),
+            ended=tuple(self._ended),
             is_waiting=not output.num_scheduled_tokens and bool(self._loads),
         )
+        self._loads.reported(self._ended)
+        # Only now, when nothing can raise any more: otherwise `last_orders` has to say it.
+        self._revoked.clear()
+        self._ended.clear()
+        self._loads.awaited.clear()
+        return orders
 
     def last_orders(self) -> StepOrders:
-        """Orders after something of ours went wrong: nothing is begun any more, and nobody waits for what was."""
+        """Orders after something of ours went wrong: nothing is begun any more, and vLLM waits for no load.
+
+        When it raises, nothing is lost: the next call says it.
+        """
+        self._ended += self._courier.take_ended()
+        ended = [each for each in self._ended if each.load not in self._abandoned]
+        lost = self._loads.unreported(ended)
+        revoked = (*self._revoked, *self._stores.open, *(each.load for each in lost))
+        orders = StepOrders(self._step + 1, revoked, tuple(self._loads.awaited), (*ended, *lost))
+        self._abandoned.update([each.load for each in lost])
+        self._loads.abandon()
+        self._revoked.clear()
+        self._ended.clear()
         self._step += 1
-        for event in self._courier.take_events():
-            if isinstance(event, LoadDone):
-                self._loads.ended(event)
-        ended = [*self._courier.take_ended(), *(abandoned := self._loads.abandon())]
-        revoked = [*self._revoked, *self._stores.abandon(), *(each.load for each in abandoned)]
-        awaited, self._awaited, self._revoked = self._awaited, [], []
-        return StepOrders(self._step, tuple(revoked), tuple(awaited), tuple(ended))
+        return orders
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the forward of the next step reads blocks that a load is to fill."""
+        return bool(self._loads.awaited)
+
+    def let_go(self) -> None:
+        """After `last_orders`, which revoke every store: give vLLM its blocks back."""
+        self._stores.abandon()
+        for tracked in self._requests.values():
+            self._forget_offers(tracked)
 
     def _note_beginnings(self, output: SchedulerOutput) -> None:
         """Requests that get their first step with the blocks which they have now, and states that vLLM names."""
@@ -319,8 +352,9 @@ class Scheduler:
                 tracked.offers += usable
 
     def _forget_offers(self, tracked: Tracked) -> None:
-        offers, tracked.offers = tracked.offers, []
-        self._stores.unpin([block for _, block, _ in offers])
+        if tracked.offers:
+            self._stores.unpin([block for _, block, _ in tracked.offers])
+            tracked.offers.clear()
 
     def has_freed_blocks(self) -> bool:
         """VLLM has no block left for a running request; whether it can have some now, so that none is preempted."""
@@ -328,16 +362,9 @@ class Scheduler:
 
     # ---- a step comes back -----------------------------------------------------------------------------------------
 
-    def stepped(self, done: StepDone, bad_blocks: Collection[int] = ()) -> None:
-        """The forward of a step has run on every worker, and vLLM has taken its output.
-
-        Args:
-            done: which step.
-            bad_blocks: what `Worker.take_bad_blocks` has said after it.
-        """
+    def stepped(self, done: StepDone) -> None:
+        """The forward of step `done` has run on every worker, and vLLM has taken its output."""
         self._confirmed_step = done.step
-        if bad_blocks:
-            self._hide(bad_blocks)
         self._pace.came_back(done.step, time.monotonic())
         self._settle()
         self._stores.yield_idle()
@@ -347,8 +374,8 @@ class Scheduler:
                 if was_stored or not tracked.request.num_in_flight_tokens:
                     del self._due[name]
 
-    def _hide(self, bad_blocks: Collection[int]) -> None:
-        """Let nobody find blocks that were not filled, and those behind them.
+    def hide(self, bad_blocks: Collection[int]) -> None:
+        """Let nobody find blocks that were not filled, and those behind them: what `Worker.take_bad_blocks` has said.
 
         VLLM hashes the blocks of a load that is waited for before it has ended. When it fails they are computed, and
         stay hashed: if their request goes before that, another one would find bytes that nobody has written.

@@ -62,8 +62,7 @@ class Stores:
         for place in deepest_first:
             groups.setdefault(place.group, {}).update((block, None) for block in reversed(place.blocks) if block > 0)
         pinned = [list(blocks) for blocks in groups.values()]
-        for blocks in pinned:
-            self.pins.pin(blocks)
+        self.pins.pin(list(itertools.chain.from_iterable(pinned)))  # all or none, whatever raises
         self._read[name], self._pinned[name] = frozenset().union(*pinned), pinned
         try:
             self._session.store(name, prefix, places, hint)
@@ -78,7 +77,7 @@ class Stores:
             for number, blocks in enumerate(pinned):
                 idle = set(self.pins.yield_idle(blocks, is_thorough=is_thorough))
                 if idle:
-                    pinned[number] = [block for block in blocks if block not in idle]
+                    pinned[number] = list(itertools.filterfalse(idle.__contains__, blocks))
                     has_yielded = True
         return has_yielded
 
@@ -99,18 +98,24 @@ class Stores:
         """A store has ended."""
         self._forget(done.request)
 
-    def abandon(self) -> list[RequestId]:
-        """Give every block back; the stores that read them, and must not any more."""
-        names = list(self._read)
-        for name in names:
+    @property
+    def open(self) -> list[RequestId]:
+        """The stores that read blocks."""
+        return list(self._read)
+
+    def abandon(self) -> None:
+        """Give every block back. The open stores have been revoked."""
+        for name in self.open:
             self._forget(name)
-        return names
 
     def _reused(self, block: int) -> None:
         # In the middle of vLLM's allocation: only take note.
         self._lost.update(dict.fromkeys(self.reading((block,))))
 
     def _forget(self, name: RequestId) -> None:
+        pinned = self._pinned.get(name, [])
+        while pinned:  # once each, also when this raises and is called again
+            self.pins.unpin(pinned[-1])
+            pinned.pop()
+        self._pinned.pop(name, None)
         self._read.pop(name, None)
-        for blocks in self._pinned.pop(name, ()):
-            self.pins.unpin(blocks)
