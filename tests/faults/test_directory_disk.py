@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from tests.rig import CHUNK_TOKENS, Engine, load_places, loaded, looked_up, opened, places_of, prefix_of, stored
+from wire_world import until
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.observe import table
@@ -167,6 +168,7 @@ def test_a_full_disk_leaves_hits_as_they_are(small_disk):
         held_of = [looked_up(session.session, f"b{number}", prompt).tokens for number, prompt in enumerate(prompts)]
         assert 3 <= sum(tokens == 2 * CHUNK_TOKENS for tokens in held_of) < len(prompts)
         assert session.metrics.get(table.TIER_UP, tier="directory", way="read") == 1.0
+        until(lambda: (session.metrics.get(table.CAPACITY_BYTES, place="directory") or 1 << 40) < 1 << 20)
         intact = [at for at, tokens in enumerate(held_of) if tokens == 2 * CHUNK_TOKENS][:3]
         for at in intact:
             done = loaded(session.session, f"b{at}", prompts[at], 2 * CHUNK_TOKENS, load_places(2 * CHUNK_TOKENS))

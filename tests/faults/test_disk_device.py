@@ -133,6 +133,28 @@ def test_a_file_system_that_others_fill_keeps_what_is_there(device: Device) -> N
     tier.close()
 
 
+def test_another_programs_file_that_grows_does_not_empty_the_cache(device: Device) -> None:
+    tier = opened(device, capacity_bytes=4 * IMAGE_BYTES)
+    foreign, before = device.place / "other", 0
+    with foreign.open("wb", buffering=0) as other:
+        for number in range(400):
+            with suppress(OSError):
+                other.write(bytes(1 << 19))
+            assert write(tier, number)
+            assert is_right(tier, number)
+            assert tier.used_bytes >= before, "no segment is given back"
+            before = tier.used_bytes
+    assert SEGMENT_BYTES < before < IMAGE_BYTES - foreign.stat().st_size
+    held = sum(tier.contains([object_name(number) for number in range(400)]))
+    full = before // SEGMENT_BYTES - 2  # one is filled, and one may be kept empty ahead of the writers
+    assert held >= full * (SEGMENT_BYTES // FRAME_BYTES - 1) > 0
+    foreign.unlink()
+    for number in range(400, 500):
+        assert write(tier, number)
+    assert tier.used_bytes > before
+    tier.close()
+
+
 def test_a_hanging_device_holds_up_writes_alone(device: Device) -> None:
     tier = opened(device)
     assert write(tier, 1)

@@ -13,6 +13,7 @@ from kvtier.cli.main import run
 from kvtier.errors import TierError
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counting import Gauges
+from kvtier.runtime.jobs import TierView
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import pack_json
@@ -39,6 +40,7 @@ STATUS = DiskStatus(
     objects=3,
     used_bytes=1 << 20,
     capacity_bytes=4 << 20,
+    limit_bytes=4 << 20,
     free_bytes=1 << 30,
     reserve_bytes=0,
     frame_bytes=100,
@@ -210,16 +212,15 @@ def test_nothing_is_told_where_another_disk_lies_at_the_path(tmp_path):
     tier.close()
 
 
-def test_a_session_says_whether_it_uses_the_tier(tmp_path):
-    tier, core = opened(tmp_path), Driver(tier_failures=1)
-    gauges = Gauges(Metrics(), core.cache, core.layout, {"disk": tier})
+def test_a_session_says_whether_it_uses_the_tier():
+    core, view = Driver(tier_failures=1), TierView()
+    gauges = Gauges(Metrics(), core.cache, core.layout, {"disk": view})
     gauges()
-    assert told_now(tier).is_up is True
+    assert view.is_up is True
     core.lookup("r", prefix_of("a"))
     core.tell(next(iter(core.questions.values())), None)
     gauges()
-    assert told_now(tier).is_up is False
-    tier.close()
+    assert view.is_up is False
 
 
 def health(capsys, root):
@@ -235,7 +236,13 @@ def test_inspect_tells_how_a_store_in_use_fares(tmp_path, capsys, monkeypatch):
     code, result = health(capsys, tmp_path)
     assert (code, result["state"], result["amplification"], result["status"]["objects"]) == (0, "in use", 1.0, 1)
     assert run(["inspect", "health", str(tmp_path)]) == 0
-    assert "none since it was opened" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "none since it was opened" in shown
+    assert "; the cap is" not in shown
+    tier._found.found(3 << 20, OSError(28, "No space left on device"))
+    told_now(tier)
+    assert run(["inspect", "health", str(tmp_path)]) == 0
+    assert "of 4 MiB; the cap is 3 MiB while the file system has no room" in " ".join(capsys.readouterr().out.split())
     tier.note_use(is_up=False)
     told_now(tier)
     assert health(capsys, tmp_path)[0] == 1

@@ -258,7 +258,7 @@ def _draw_health(result: store_disk.StoreHealth) -> None:
         ("told", f"{_age(result.age_s)} by process {status.pid}"),
         ("I/O errors", _faults(status)),
         ("objects", str(status.objects)),
-        ("in use", f"{size_text(status.used_bytes)} of {size_text(status.capacity_bytes)}"),
+        ("in use", f"{size_text(status.used_bytes)} of {size_text(status.capacity_bytes)}{_limit(status)}"),
         ("disk free", f"{size_text(status.free_bytes)}, of which {size_text(status.reserve_bytes)} is left to others"),
         ("written", f"{size_text(status.frame_bytes)} of frames, {size_text(status.upkeep_bytes)} of upkeep"),
         ("amplification", "-" if result.amplification is None else f"{result.amplification:.3f}"),
@@ -266,6 +266,12 @@ def _draw_health(result: store_disk.StoreHealth) -> None:
         ("direct I/O", "yes" if status.direct_io else "no"),
     ]
     emit_table(("what", "value"), rows, title=result.directory)
+
+
+def _limit(status: DiskStatus) -> str:
+    if status.limit_bytes >= status.capacity_bytes:
+        return ""
+    return f"; the cap is {size_text(status.limit_bytes)} while the file system has no room"
 
 
 def _faults(status: DiskStatus) -> str:

@@ -128,7 +128,13 @@ PROBE_SECONDS = Metric(
     "kvtier_probe_seconds", MetricKind.HISTOGRAM, "seconds", (_TIER,), "How long a lower tier took to answer.", _SECONDS
 )
 HELD_BYTES = Metric("kvtier_held_bytes", MetricKind.GAUGE, "bytes", (_PLACE,), "Bytes that a place holds.")
-CAPACITY_BYTES = Metric("kvtier_capacity_bytes", MetricKind.GAUGE, "bytes", (_PLACE,), "Most bytes a place may hold.")
+CAPACITY_BYTES = Metric(
+    "kvtier_capacity_bytes",
+    MetricKind.GAUGE,
+    "bytes",
+    (_PLACE,),
+    "Most bytes a place may hold now: less than its setting while a tier's file system is full.",
+)
 EVICTIONS = Metric("kvtier_evictions_total", MetricKind.COUNTER, "", (_PLACE,), "Good copies removed to make room.")
 WRITE_BYTES = Metric(
     "kvtier_tier_write_bytes_total",

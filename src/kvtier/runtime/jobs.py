@@ -96,6 +96,7 @@ class Figures(NamedTuple):
 
     used_bytes: int | None = None
     capacity_bytes: int | None = None
+    """The cap now: less than its setting while the file system is full."""
     evictions: int | None = None
     """Objects evicted since the start."""
     write_bytes: Mapping[str, int] = MappingProxyType({})

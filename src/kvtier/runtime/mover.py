@@ -89,6 +89,7 @@ class _Watch:
             if note_use is not None and view.is_up is not None:
                 note_use(is_up=view.is_up)
             used_bytes, capacity_bytes, evictions = (getattr(tier, what, None) for what in Figures._fields[:3])
+            capacity_bytes = getattr(tier, "limit_bytes", capacity_bytes)
             view.figures = Figures(used_bytes, capacity_bytes, evictions, getattr(tier, "write_bytes", {}))
         except Exception as error:  # noqa: BLE001 - the figures before these stay, and work shows what is wrong
             logger.debug("no figures of tier %s: %s", self._tier.name, error)

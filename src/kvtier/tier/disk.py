@@ -31,6 +31,7 @@ from kvtier.tier.disk_marker import ALLOWED, Claim
 from kvtier.tier.disk_pool import Extent, Pool
 from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_for
 from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
+from kvtier.tier.full import FoundCap
 from kvtier.tier.gate import Gate
 from kvtier.tier.place import opening
 from kvtier.types import ObjectName
@@ -99,6 +100,7 @@ class DiskTier:
         self._sync_interval_s = sync_interval_s
         self._budget = WriteBudget(write_bytes_per_day, time.monotonic())
         self._write_bytes_per_day = write_bytes_per_day
+        self._found = FoundCap(name, capacity_bytes)
         self._gate = Gate(name)
         self._mending = threading.Lock()
         self._is_suspect = False
@@ -129,6 +131,11 @@ class DiskTier:
     def used_bytes(self) -> int:
         """What all segments take on the device, filled or not."""
         return self._pool.used_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The cap now: less than `capacity_bytes` after the file system had no room for another segment."""
+        return self._found.now_bytes
 
     @property
     def object_count(self) -> int:
@@ -298,6 +305,7 @@ class DiskTier:
             str(self.root),
             self.name,
             capacity_bytes=self.capacity_bytes,
+            found=self._found,
             segment_bytes=marker.segment_bytes,
             reserve_bytes=self._reserve_bytes,
             direct_io=self.direct_io,
@@ -378,6 +386,7 @@ class DiskTier:
             objects=self.object_count,
             used_bytes=self.used_bytes,
             capacity_bytes=self.capacity_bytes,
+            limit_bytes=self.limit_bytes,
             free_bytes=told.f_bavail * told.f_frsize,
             reserve_bytes=self._reserve_bytes,
             frame_bytes=written["frames"],

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import stat
-import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from itertools import count
 
 from kvtier.tier.disk_format import BLOCK_BYTES, Header, is_foreign, read_header
 from kvtier.tier.disk_segment import Segment, file_name
+from kvtier.tier.full import NO_ROOM, FoundCap
 from kvtier.tier.inside import (
     WRONG_KIND,
     Descriptor,
@@ -29,10 +29,7 @@ SEGMENTS_NAME = "segments"
 
 logger = logging.getLogger(__name__)
 
-GROW_RETRY_S = 30.0
-"""After the file system had no room, it is asked again after this long."""
-
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_ROOM = NO_ROOM | {errno.EFBIG}
 _FILE = re.compile(r"(\d{8})\.segment", re.ASCII)
 _TAKEN_MAX = 16
 """Names that something else has, tried at once for a new file."""
@@ -46,6 +43,7 @@ class SegmentFiles:
         place: its path, for the log.
         tier: name of the tier, for the log.
         capacity_bytes: the most that all files together take on the device.
+        found: less than that while the file system is full.
         segment_bytes: of each file; a multiple of 4096.
         reserve_bytes: what is left free on the file system for others.
         direct_io: open files with O_DIRECT.
@@ -61,6 +59,7 @@ class SegmentFiles:
         tier: str,
         *,
         capacity_bytes: int,
+        found: FoundCap,
         segment_bytes: int,
         reserve_bytes: int,
         direct_io: bool,
@@ -69,12 +68,12 @@ class SegmentFiles:
         self._place = place
         self._tier = tier
         self._capacity_bytes = capacity_bytes
+        self._found = found
         self._reserve_bytes = reserve_bytes
         self._direct_io = direct_io
         self._charges: dict[int, int] = {}
         self._taken: set[int] = set()
         """Numbers whose names lead to something that is no segment of ours."""
-        self._grow_again_s = 0.0
         self._folder: Descriptor | None = None
         self._root = Descriptor(os.dup(root))
         self._home()
@@ -102,7 +101,8 @@ class SegmentFiles:
         Raises:
             OSError: the file system fails.
         """
-        if self.used_bytes + self.segment_bytes > self._capacity_bytes or time.monotonic() < self._grow_again_s:
+        limit_bytes = self._found.now_bytes if self._charges else self._capacity_bytes
+        if self.used_bytes + self.segment_bytes > limit_bytes:
             return False
         return self._free_bytes() - self.segment_bytes >= self._reserve_bytes
 
@@ -142,12 +142,12 @@ class SegmentFiles:
                 os.unlink(file_name(number), dir_fd=folder)
             if error.errno not in _NO_ROOM or is_first:
                 raise
-            self._rest(str(error))
+            self._found.found(self.used_bytes, error)
             return None
         self.charge(segment)
         if self.used_bytes > self._capacity_bytes:
             self.remove(segment)
-            self._rest("the file system took more than its length for the file")
+            self._found.found(self.used_bytes, OSError(errno.ENOSPC, "a file takes more room than its length"))
             return None
         return segment
 
@@ -255,10 +255,6 @@ class SegmentFiles:
                 if len(self._taken) >= _TAKEN_MAX:
                     raise
                 self._taken.add(number)
-
-    def _rest(self, reason: str) -> None:
-        self._grow_again_s = time.monotonic() + GROW_RETRY_S
-        logger.warning("tier %s: no room for more than %d segments: %s", self._tier, len(self._charges), reason)
 
     def _free_bytes(self) -> int:
         told = os.statvfs(self._root.fileno())

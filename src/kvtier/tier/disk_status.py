@@ -51,7 +51,9 @@ class DiskStatus:
     used_bytes: int
     """All segments, filled or not."""
     capacity_bytes: int
-    """The cap."""
+    """The configured cap."""
+    limit_bytes: int
+    """The cap now: less while the file system has no room for more."""
     free_bytes: int
     """Of the file system."""
     reserve_bytes: int

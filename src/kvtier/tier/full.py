@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -75,7 +74,7 @@ class FoundCap:
                 "tier %s: %s (%s): the cap is %d of %d bytes until there is room",
                 self._tier,
                 FULL,
-                os.strerror(error.errno or errno.ENOSPC),
+                error.strerror,
                 held_bytes,
                 self._capacity_bytes,
             )
