@@ -1,6 +1,7 @@
 """What the connector uses of vLLM is looked up in vLLM's source: what is missing is named, and nothing is imported."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,8 +133,9 @@ def test_a_transfer_config_is_read_against_vllms_source(installed):
 
 def test_the_configuration_is_seen_only_while_it_is_made():
     class VllmConfig:
-        def __init__(self, model: object) -> None:
-            self.model_config, self.kv_transfer_config = model, object()
+        def __init__(self, model: object, module: str | None = "kvtier.connect.vllm") -> None:
+            self.model_config = model
+            self.kv_transfer_config = SimpleNamespace(kv_connector_module_path=module)
             self.__post_init__()
 
         def __post_init__(self) -> None:
@@ -145,4 +147,5 @@ def test_the_configuration_is_seen_only_while_it_is_made():
     made = VllmConfig("a model")
     assert made.seen is made
     assert VllmConfig(None).seen is None, "vLLM makes some without a model"
+    assert VllmConfig("a model", None).seen is None, "MultiConnector, with ours as one of several"
     assert asked() is None

@@ -1,5 +1,6 @@
 """The way of the guide: `kvtier vllm config`, vLLM's OpenAI server, a restart, and what its metrics say."""
 
+import itertools
 import json
 import re
 import resource
@@ -18,6 +19,7 @@ from settings import connector, whole
 pytestmark = pytest.mark.engine
 
 LONG, SHORT = (prompt(*PROMPTS[name]) for name in ("long", "short"))
+NUMBERS = itertools.count(1)
 HITS = "vllm:external_prefix_cache_hits_total"
 
 
@@ -104,10 +106,11 @@ def line(level: str, text: str) -> re.Pattern[str]:
 
 def until_printed(server: Server, pattern: re.Pattern[str], since: int = 0) -> None:
     """Ask different prompts, so that there is something to write, until the log has such a line."""
-    until_s, number = time.monotonic() + 120, 0
+    until_s = time.monotonic() + 120
     while not pattern.search(server.printed()[since:]):
-        assert time.monotonic() < until_s, f"no line like {pattern.pattern}\n{server.printed()[-4000:]}"
-        server.complete([number := number + 1, *LONG[:300]], 1)
+        told = [each for each in server.printed()[since:].splitlines() if "kvtier/" in each]
+        assert time.monotonic() < until_s, f"no line like {pattern.pattern}\n" + "\n".join(told)
+        server.complete([*divmod(next(NUMBERS), 100), *LONG[:300]], 1)
         time.sleep(0.2)
 
 
@@ -143,8 +146,9 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
         (worker,) = {int(pid) for pid in re.findall(r"\(Worker pid=(\d+)\)", server.printed())}
         before = resource.prlimit(worker, resource.RLIMIT_FSIZE, (128 << 10, resource.RLIM_INFINITY))
         until_printed(server, line("WARNING", "tier directory writes failed"))
+        since = len(server.printed())
         resource.prlimit(worker, resource.RLIMIT_FSIZE, before)
-        until_printed(server, line("INFO", "tier directory writes succeed again"), len(server.printed()))
+        until_printed(server, line("INFO", "tier directory writes succeed again"), since)
     assert "Traceback" not in server.printed()
 
 

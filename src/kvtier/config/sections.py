@@ -66,7 +66,7 @@ class HostConfig(Section):
 
     section: ClassVar[str] = "host"
 
-    capacity_bytes: int = _setting(4 * 2**30, Size(2**20), "Host memory for chunks; taken at start, never exceeded.")
+    capacity_bytes: int = _setting(4 * 2**30, Size(2**20), "Host memory for chunks, of each engine; taken at start.")
     evictor: str = _setting("adaptive", Named(_evictors), "Who leaves host memory when it is full.")
     page_lock: Mode = _setting("auto", _MODE, "Page-lock host memory for fast copies to the GPU; auto: where CUDA is.")
     populate: bool = _setting(

@@ -133,7 +133,8 @@ CAPACITY_BYTES = Metric(
     MetricKind.GAUGE,
     "bytes",
     (_PLACE,),
-    "Most bytes a place may hold now: less than its setting while a tier's file system is full.",
+    "Most bytes a place may hold now: less than its setting while a tier's file system is full. Host memory is each "
+    "engine's own.",
 )
 EVICTIONS = Metric("kvtier_evictions_total", MetricKind.COUNTER, "", (_PLACE,), "Good copies removed to make room.")
 WRITE_BYTES = Metric(

@@ -6,7 +6,7 @@ vLLM is imported when it is asked, which takes some seconds; what it prints goes
 import importlib
 import logging
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
@@ -30,7 +30,9 @@ def engine_config(arguments: Sequence[str]) -> VllmConfig:
     """
     with _quiet():
         try:
-            return engine_arguments(arguments).create_engine_config()
+            given = engine_arguments(arguments)
+            _look_at_models_here()
+            return given.create_engine_config()
         except KvError:  # ours: it asks for the connector
             raise
         except Exception as error:  # whatever vLLM, or what it is built on, has against them
@@ -49,6 +51,20 @@ def engine_arguments(arguments: Sequence[str]) -> Any:  # noqa: ANN401 - vLLM's 
     parser.error = _refuse  # instead of four hundred lines of usage, and an end of the process
     known, _ = parser.parse_known_args(list(arguments))
     return engine.EngineArgs.from_cli_args(known)
+
+
+def _look_at_models_here() -> None:
+    """Let vLLM look at a model's class in this process, not in a new one that imports everything again.
+
+    A new one keeps CUDA out of a server's process, and this one ends soon. Without the function vLLM makes a new one.
+    """
+    registry: Any = _imported("vllm.model_executor.models.registry")
+    if hasattr(registry, "_run_in_subprocess"):
+        registry._run_in_subprocess = _call  # noqa: SLF001
+
+
+def _call(act: Callable[[], object]) -> object:
+    return act()
 
 
 def _refuse(message: str) -> NoReturn:

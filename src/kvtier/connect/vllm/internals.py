@@ -168,7 +168,10 @@ def config_in_the_making() -> VllmConfig | None:
             return None
         found: Any = frame.f_locals.get("self")
         if frame.f_code.co_name == "__post_init__" and type(found).__name__ == "VllmConfig":
-            return found if found.model_config is not None and found.kv_transfer_config is not None else None
+            transfer = found.kv_transfer_config
+            # Below a connector of connectors the settings are those of a configuration that is still to be made.
+            is_ours = getattr(transfer, "kv_connector_module_path", None) == "kvtier.connect.vllm"
+            return found if is_ours and found.model_config is not None else None
         frame = frame.f_back
     return None
 
