@@ -483,8 +483,8 @@ def test_a_segment_whose_structure_cannot_be_read_is_replaced(tmp_path, monkeypa
     """Bad blocks of the device: they cost what the segment holds, and neither the start nor later writes."""
     root = tmp_path / "store"
     held = fill(root)
-    bad = (root / "segments" / "00000002.segment").stat().st_ino
-    is_bad = True
+    kept = (root / "segments" / "00000002.segment").open("rb")  # no other file gets its number
+    bad, is_bad = os.fstat(kept.fileno()).st_ino, True
     read, write = os.preadv, os.pwritev
 
     def hits(descriptor, views, offset):
@@ -498,9 +498,9 @@ def test_a_segment_whose_structure_cannot_be_read_is_replaced(tmp_path, monkeypa
     def pwritev(descriptor, views, offset):
         nonlocal is_bad
         if hits(descriptor, views, offset):
-            is_bad = False  # a block that is written lies elsewhere then, and so do those of another file
             if at == 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
+            is_bad = False  # as most drives do: a block that is written lies elsewhere then
         return write(descriptor, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -521,6 +521,7 @@ def test_a_segment_whose_structure_cannot_be_read_is_replaced(tmp_path, monkeypa
     check_accounts(tier, root)
     tier.close()
     works_and_goes_on(root, set())
+    kept.close()
 
 
 def test_a_planted_segment_of_a_terabyte_is_removed(tmp_path):
