@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.bench import core, io, io_disk
-from kvtier.bench.fio import Told, has_fio
+from kvtier.bench.fio import Fio, Told, has_fio
 from kvtier.bench.io_disk import Mix, Spent
 from kvtier.bench.io_row import Latency, Row, layout_of
 from kvtier.bench.io_tables import notes
@@ -76,6 +76,22 @@ def test_io_gives_a_row_for_each_tier_op_and_size(tmp_path, capsys):
         assert (row["device_share"] is None) or row["op"] == "load"
     assert json.loads(record.read_text())["benchmark"] == "io"
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+@needs_fio
+@pytest.mark.parametrize("options", [[], ["--fresh"]])
+def test_where_stores_go_to_new_files_those_of_the_ceiling_do_too(tmp_path, monkeypatch, options):
+    measure, found = Fio.measure, []
+
+    def measured(fio, op, **given):
+        found.append((op, any(fio._directory.glob("fio.*"))))
+        return measure(fio, op, **given)
+
+    monkeypatch.setattr(Fio, "measure", measured)
+    assert run(["bench", "io", "--dir", str(tmp_path), *ONE, "--tier", "disk", *options]) == 0
+    stores = [is_over for op, is_over in found if op == "store"]
+    assert stores == ([False, False] if options else [False, True, True])
+    assert all(is_there for op, is_there in found if op == "load")
 
 
 @needs_fio

@@ -201,6 +201,8 @@ def _disk_rows(it: _Run, size: int, count: int, threads: int) -> list[Row]:
             for op, mix in it.ops:
                 reads = None if mix is None else mix.read_percent
                 plain = ceiling.measure(op, read_percent=reads, is_plain=True)
+                if it.is_fresh and op == "store":
+                    ceiling.close()  # the ceiling makes files of its own, as the tiers do
                 allowed = ceiling.measure(op, read_percent=reads)
                 for disk in disks:
                     one = series[disk.name, op, mix]
