@@ -3,10 +3,12 @@
     python directory_writer.py ROOT CAPACITY_BYTES SEED COUNT
 
 Writes, reads and deletes objects of its own and of others; every read must give the bytes that belong to the name. One
-line, `ready`, says that the store is open; at the end a line of JSON tells what happened.
+line, `ready`, says that the store is open; stderr gets a dot after each operation; at the end a line of JSON tells what
+happened.
 """
 
 import json
+import os
 import random
 import sys
 
@@ -26,7 +28,7 @@ def content(number: int) -> bytes:
 
 def main(root: str, capacity_bytes: int, seed: int, count: int) -> None:
     chance = random.Random(seed)
-    tier = DirectoryTier(root, capacity_bytes=capacity_bytes, lock_deadline_s=20.0)
+    tier = DirectoryTier(root, capacity_bytes=capacity_bytes, lock_deadline_s=60.0)
     print("ready", flush=True)
     into = empty_frame(BLOCKS_MAX * BLOCK_BYTES)
     told = {"hits": 0, "misses": 0, "wrong": 0, "refused": 0, "errors": 0}
@@ -47,6 +49,7 @@ def main(root: str, capacity_bytes: int, seed: int, count: int) -> None:
                 tier.delete(object_name(number))
         except TierError:
             told["errors"] += 1
+        os.write(2, b".")
     told["evictions"] = tier.evictions
     tier.close()
     print(json.dumps(told), flush=True)

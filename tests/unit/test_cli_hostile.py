@@ -340,6 +340,7 @@ def test_records_with_anything_in_them_are_read_or_refused(tmp_path):
         ]
 
     bad = [deep(100_000), deep(100_000, '{"results":', "}"), "[]", "", "{", "\0", "9" * 5000, '{"results": {}}']
+    bad += [as_json({"links": [{"name": "disk", "measures": [{**MEASURE, "depth": f"<{it}>"}]}]}) for it in RAW]
     commands = []
     for number, text in enumerate(bad):
         (tmp_path / f"bad{number}").write_text(text)

@@ -50,7 +50,7 @@ def read_links(path: Path, origin: str) -> Links:
         told: Any = json.loads(content)
         told = told.get("results", told)
         return {str(link["name"]): tuple(_speed(it) for it in link["measures"]) for link in told["links"]}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{origin} = {path}: not the record of a probe ({error!r}); allowed: {_ALLOWED}") from error
 
 
