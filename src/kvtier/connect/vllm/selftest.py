@@ -59,12 +59,6 @@ def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> N
         )
 
 
-def passed(place: Path, build: str, fingerprint: bytes) -> bool:
-    """Whether `place` holds a good result for a build and a model, in whatever layout."""
-    wanted = {"build": build, "fingerprint": fingerprint.hex(), "passed": True}
-    return any(all(note.get(key) == value for key, value in wanted.items()) for note in notes.read(place, "selftest"))
-
-
 def publish(tested: Path, place: Path) -> int:
     """Write the results that the engines of a test left in `tested` to `place`, as passed; how many.
 
