@@ -149,7 +149,7 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
         since = len(server.printed())
         resource.prlimit(worker, resource.RLIMIT_FSIZE, before)
         until_printed(server, line("INFO", "tier directory writes succeed again"), since)
-    assert "Traceback" not in server.printed()
+        assert "Traceback" not in server.printed()
 
 
 def test_the_log_says_that_random_weights_are_kept_nowhere(start: Start, tmp_path: Path) -> None:
