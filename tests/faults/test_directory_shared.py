@@ -167,7 +167,7 @@ def test_a_use_by_another_process_spares_a_file_once(tmp_path):
     tier.close()
 
 
-def test_reads_tell_other_processes_of_the_use_but_not_each_time(tmp_path):
+def test_reads_tell_other_processes_of_the_use_with_the_next_write_and_not_each_time(tmp_path):
     root = tmp_path / "store"
     tier = DirectoryTier(root, capacity_bytes=CAPACITY)
     assert tier.write(object_name(1), frame_of(1))
@@ -181,11 +181,19 @@ def test_reads_tell_other_processes_of_the_use_but_not_each_time(tmp_path):
     (root / "index").unlink()
     tier = DirectoryTier(root, capacity_bytes=CAPACITY)
     tier.read(object_name(1), into)
+    assert path.stat().st_mtime_ns == 10**18, "a read writes nothing"
+    assert tier.write(object_name(2), frame_of(2))
     told = path.stat().st_mtime_ns
     assert told >= fresh
     tier.read(object_name(1), into)
-    assert path.stat().st_mtime_ns == told
     tier.close()
+    assert path.stat().st_mtime_ns == told
+    os.utime(path, ns=(10**18, 10**18))
+    (root / "index").unlink()
+    tier = DirectoryTier(root, capacity_bytes=CAPACITY)
+    tier.read(object_name(1), into)
+    tier.close()
+    assert path.stat().st_mtime_ns > told, "or when it is closed"
 
 
 def test_a_file_that_is_being_read_is_not_written_over(tmp_path):

@@ -18,6 +18,7 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -51,6 +52,10 @@ HINT_INTERVAL_S = 300.0
 """The hint is written at close, and after a write when it is older than this."""
 
 CLOSE_DEADLINE_S = 10.0
+USES_MAX = 4096
+"""Uses that wait to be shown to other processes; of more, the oldest are not shown."""
+USES_AT_ONCE = 64
+"""Uses that one write shows at most."""
 _OPEN_TRIES = 3
 _HINT_DRAFT = re.compile(r"index\.[0-9]+\.[0-9a-f]{16}")
 
@@ -99,6 +104,8 @@ class DirectoryTier:
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
         self._drafts = Drafts(self._paths.drafts)
         self._found = FoundCap(name, capacity_bytes)
+        self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
+        """Objects that were read, and when, of which the files do not show it yet."""
         self._hint_lock = threading.Lock()
         self._hint_saved_s = time.monotonic()
         with opening(name, self.root, ALLOWED):
@@ -180,8 +187,7 @@ class DirectoryTier:
                     forget_cached(descriptor, offset, count)
                 recency_ns = self._index.use(name, status.st_size, status.st_mtime_ns)
                 if recency_ns is not None:
-                    with suppress(OSError):  # only others' idea of the file's age suffers
-                        os.utime(descriptor, ns=(recency_ns, recency_ns))
+                    self._uses.append((name, recency_ns))
             finally:
                 os.close(descriptor)
             return count
@@ -199,6 +205,7 @@ class DirectoryTier:
             if there is not None:
                 self._index.learn(name, there.st_size, there.st_mtime_ns, about)
                 return True
+            self._publish_uses(USES_AT_ONCE)
             view = frame.cast("B")
             draft = self._room.reserve(charge, direct_io=self._direct_io and is_aligned(view, 0))
             if draft is None:
@@ -233,6 +240,7 @@ class DirectoryTier:
             return
         if not self._gate.wait_empty(CLOSE_DEADLINE_S):
             logger.warning("tier %s: closed while an operation still hangs after %s s", self.name, CLOSE_DEADLINE_S)
+        self._publish_uses(USES_MAX)
         self._save_hint()
         self._room.leave()
         self._let_go()
@@ -289,6 +297,21 @@ class DirectoryTier:
             if fan is not None:
                 os.close(fan)
         return there
+
+    def _publish_uses(self, most: int) -> None:
+        """Give files that were read their time of use as mtime, by which other processes evict. Raises nothing.
+
+        Not done by the read itself, because that must not wait for a write.
+        """
+        for _ in range(min(most, len(self._uses))):
+            with suppress(OSError, IndexError):
+                name, used_ns = self._uses.popleft()
+                fan = self._paths.open_fan(name)
+                if fan is not None:
+                    try:
+                        os.utime(name.hex(), ns=(used_ns, used_ns), dir_fd=fan, follow_symlinks=False)
+                    finally:
+                        os.close(fan)
 
     @contextmanager
     def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
