@@ -14,6 +14,7 @@ from kvtier.errors import TierError
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counting import Gauges
 from kvtier.runtime.jobs import TierView
+from kvtier.runtime.mover import FIGURES_EVERY_S, Watch
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import pack_json
@@ -212,15 +213,19 @@ def test_nothing_is_told_where_another_disk_lies_at_the_path(tmp_path):
     tier.close()
 
 
-def test_a_session_says_whether_it_uses_the_tier():
-    core, view = Driver(tier_failures=1), TierView()
-    gauges = Gauges(Metrics(), core.cache, core.layout, {"disk": view})
+def test_a_session_says_whether_it_uses_the_tier(tmp_path):
+    tier, core = opened(tmp_path), Driver(tier_failures=1)
+    view = TierView()
+    gauges, watch = Gauges(Metrics(), core.cache, core.layout, {"disk": view}), Watch(tier, view)
     gauges()
-    assert view.is_up is True
+    watch.look(0.0)
+    assert told_now(tier).is_up is True
     core.lookup("r", prefix_of("a"))
     core.tell(next(iter(core.questions.values())), None)
     gauges()
-    assert view.is_up is False
+    watch.look(FIGURES_EVERY_S)
+    assert told_now(tier).is_up is False
+    tier.close()
 
 
 def health(capsys, root):

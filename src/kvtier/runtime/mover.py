@@ -69,7 +69,7 @@ class _Way:
     is_urgent: bool = False
 
 
-class _Watch:
+class Watch:
     """Takes a tier's figures, in the tier's own threads, one at a time."""
 
     def __init__(self, tier: Tier, view: TierView) -> None:
@@ -162,7 +162,7 @@ class Mover:
         self._lanes = [device, *reads.values(), *writes.values(), *probes.values()]
         self.views = {name: TierView() for name in tiers}
         """What each tier's threads leave for the threads that decide."""
-        self._watches = {name: _Watch(tier, self.views[name]) for name, tier in tiers.items()}
+        self._watches = {name: Watch(tier, self.views[name]) for name, tier in tiers.items()}
         for name, view in self.views.items():
             view.stuck_lanes = partial(_stuck, (reads[name], writes[name], probes[name]))
         self._gathers, self._scatters = _Way(device, QUEUE_BOUND), _Way(device, QUEUE_BOUND, is_urgent=True)
