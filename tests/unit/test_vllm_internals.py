@@ -1,5 +1,6 @@
 """What the connector uses of vLLM is looked up in vLLM's source: what is missing is named, and nothing is imported."""
 
+import ast
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -149,3 +150,54 @@ def test_the_configuration_is_seen_only_while_it_is_made():
     assert VllmConfig(None).seen is None, "vLLM makes some without a model"
     assert VllmConfig("a model", None).seen is None, "MultiConnector, with ours as one of several"
     assert asked() is None
+
+
+NAMES = {
+    "request": "Request",
+    "model": "ModelConfig",
+    "cache": "CacheConfig",
+    "parallel": "ParallelConfig",
+    "block": "KVCacheBlock",
+    "adapter": "LoRARequest",
+    "output": "SchedulerOutput",
+    "_pool": "BlockPool",
+    "free_block_queue": "FreeKVCacheBlockQueue",
+    "_kv_cache_manager": "KVCacheManager",
+    "model_config": "ModelConfig",
+    "cache_config": "CacheConfig",
+    "parallel_config": "ParallelConfig",
+    "scheduler_config": "SchedulerConfig",
+    "load_config": "LoadConfig",
+    "compilation_config": "CompilationConfig",
+    "kv_transfer_config": "KVTransferConfig",
+    "vllm_config": "VllmConfig",
+    "kv_cache_config": "KVCacheConfig",
+    "connector_output": "KVConnectorOutput",
+    "tensor": "KVCacheTensor",
+    "group": "KVCacheGroupSpec",
+    "spec": "KVCacheSpec FullAttentionSpec MLAAttentionSpec SlidingWindowSpec MambaSpec UniformTypeKVCacheSpecs",
+}
+"""What a name in the connector's source stands for, in files that look at vLLM's objects."""
+
+OURS = {
+    "group": {"validity", "tables", "needed_from"},  # a group of our geometry
+    "tensor": {"ndim", "shape", "stride", "element_size", "storage_offset", "device", "untyped_storage", "detach"},
+}
+FILES = ("connector", "geometry", "halves", "identity", "installed", "line", "pages", "pool", "requests", "scheduler")
+FILES += ("sessions", "settings", "support", "tracked", "events", "worth")
+
+
+def test_every_attribute_of_vllms_that_the_connector_reads_is_listed():
+    listed: dict[str, set[str]] = {}
+    for classes in internals.USED.values():
+        for name, members in classes.items():
+            listed.setdefault(name, set()).update(members.split())
+    folder = Path(internals.__file__).parent
+    for file in FILES:
+        for node in ast.walk(ast.parse((folder / f"{file}.py").read_text())):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", None)
+            if owner in NAMES and node.attr not in OURS.get(owner, set()):
+                known = set[str]().union(*(listed[name] for name in NAMES[owner].split()))
+                assert node.attr in known, f"{file}.py:{node.lineno}: {owner}.{node.attr} is not in internals.USED"

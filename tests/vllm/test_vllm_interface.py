@@ -5,6 +5,8 @@ import inspect
 import pytest
 from harness import in_process
 
+from kvtier.connect.vllm import internals
+
 pytestmark = pytest.mark.engine
 
 
@@ -77,3 +79,9 @@ def check_pool() -> None:
 
 def test_the_pool_hands_out_first_what_it_is_told() -> None:
     in_process(check_pool)
+
+
+def test_nothing_that_is_used_is_missing_in_the_vllm_that_is_installed() -> None:
+    root = internals.package()
+    assert root is not None
+    assert internals.missing(root) == []
