@@ -435,3 +435,20 @@ def test_a_load_comes_before_stores_that_wait_for_the_slot_of_what_it_loads() ->
     core.load("second", prefix)
     core.run()
     assert {done.request: done.tokens for done in core.loaded()} == {"first": 2 * CHUNK, "second": 2 * CHUNK}
+
+
+def test_a_lookup_says_how_far_the_history_reaches_without_the_window() -> None:
+    """Where another prompt parted: the window at that point was never stored."""
+    core = Driver(groups=(History(), Window(4)), slots=16, tiers=())
+    first, second = prefix_of("abcde"), prefix_of("abcxy")
+    core.store("a", first, *((0, chunk) for chunk in range(5)), (1, 4))
+    core.run()
+    assert core.lookup("b", first).tokens == 20
+    parted = core.lookup("c", second)
+    assert (parted.tokens, parted.history_tokens, parted.presence) == (0, 12, Presence.ABSENT)
+    core.store("c", second, (1, 2))
+    core.run()
+    found = core.lookup("d", second)
+    assert (found.tokens, found.history_tokens) == (12, 12)
+    nothing = Driver(groups=(Window(4),), slots=16, tiers=()).lookup("e", first)
+    assert nothing.history_tokens == 0, "where no group is of history"

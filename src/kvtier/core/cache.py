@@ -176,8 +176,9 @@ class Cache:
         if presence is not Presence.PROBING:
             offers = self._appraiser.offers(Asked(prefix, resident_tokens, place_of, runs), ready, tokens, now_s)
         history_tokens = tokens
-        if self._has_history:
-            run = history_run(self._layout.groups, prefix, can_be_had, runs)
+        full = tokens // prefix.chunk_tokens
+        if self._has_history and full < len(prefix.keys):
+            run = history_run(self._layout.groups, prefix, can_be_had, [max(run, full) for run in runs])
             history_tokens = max(tokens, run * prefix.chunk_tokens)
         return Lookup(tokens, ready, presence, sources, offers, history_tokens)
 
