@@ -5,6 +5,7 @@ call after the other, in the middle of traffic, and knows which threads have cal
 """
 
 import contextlib
+import os
 import re
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from hanging_fs import HangingFs, hanging_fs, missing
 from tests.rig import (
+    CHUNK_TOKENS,
     FINGERPRINT,
     LAYOUT,
     Engine,
@@ -164,6 +166,34 @@ def test_no_control_thread_is_in_a_tier_that_hangs(hanging: HangingFs, kind: str
     assert time.monotonic() - start_s < CALL_S
     no_control_thread_in(hanging, deciding)
     hanging.go_on()
+    until_no_thread_closes()
+
+
+@needs_fuse
+@pytest.mark.parametrize("kind", KINDS)
+def test_writes_that_hang_do_not_stop_reads(hanging: HangingFs, kind: str) -> None:
+    made = settings(kind, hanging.place / "kv", probe_deadline_s=2.0, load_deadline_s=5.0, transfer_deadline_s=1.0)
+    kv = open_session(made, LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
+    for seed in range(FILLS_HOST):
+        assert stored(kv.session, f"s{seed}", prefix_of(CHUNKS, kv.root, seed=seed), places_of(range(CHUNKS))).held
+    assert kv.session.close(PATIENCE_S).flushed
+    (hanging.source / "kv" / "index").unlink(missing_ok=True)
+    for file in (hanging.source / "kv").rglob("*"):
+        os.utime(file, (1e9, 1e9))  # so old that a read would renew it
+    kv = open_session(made, LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
+    traffic = Traffic(kv)
+    traffic.request(0)
+    hanging.hang("write", "rename", "unlink", "mkdir", "utimens", "fsync")
+    end_s = time.monotonic() + PATIENCE_S
+    while kv.metrics.get(table.TIER_UP, tier=kind, way="write") != 0.0:
+        traffic.request(1000 + traffic.number)
+        assert time.monotonic() < end_s, "writes do not hang"
+    found = [traffic.request(seed) for seed in range(1, FILLS_HOST)]
+    assert found == [CHUNKS * CHUNK_TOKENS] * (FILLS_HOST - 1)
+    assert kv.metrics.get(table.TIER_UP, tier=kind, way="read") == 1.0
+    hanging.go_on()
+    traffic.until_it_works()
+    kv.session.close(PATIENCE_S)
     until_no_thread_closes()
 
 
