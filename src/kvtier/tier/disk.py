@@ -33,6 +33,7 @@ from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_fo
 from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
 from kvtier.tier.full import FoundCap
 from kvtier.tier.gate import Gate
+from kvtier.tier.marker import UnknownStoreError
 from kvtier.tier.place import opening
 from kvtier.types import ObjectName
 
@@ -72,7 +73,8 @@ class DiskTier:
 
     Raises:
         ConfigError: a setting is impossible, or `root` cannot be used.
-        TierError: the place failed while it was opened, or another process has it.
+        TierError: the place failed while it was opened, another process has it, or it holds a store of another version
+            or one that is damaged and that nothing proves to be ours.
     """
 
     def __init__(
@@ -295,7 +297,10 @@ class DiskTier:
         return pool.put([(extent, name)])[0]
 
     def _open_pool(self) -> CompactPool:
-        marker = self._claim.read()
+        try:
+            marker = self._claim.read()
+        except UnknownStoreError as error:
+            raise TierError(self.name, str(error)) from error
         wanted = self._segment_bytes or segment_bytes_for(self.capacity_bytes)
         if marker is None or not self._may_keep(marker.segment_bytes):
             marker = self._claim.write(wanted)
@@ -421,9 +426,11 @@ class DiskTier:
         self._claim = claim
         try:
             self._pool = self._open_pool()
-        except BaseException:
+        except BaseException as error:
             self._claim = former_claim
             claim.release()
+            if isinstance(error, ConfigError):
+                raise TierError(self.name, f"cannot be opened again: {error}") from error
             raise
         self._frames_before += former_pool.frame_bytes
         self._upkeep_before += former_pool.copied_bytes + former_pool.index_bytes

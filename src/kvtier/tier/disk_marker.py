@@ -78,8 +78,8 @@ class Claim:
         """What the marker says; None when the store is new. A damaged one is made anew from the newest segment's head.
 
         Raises:
-            ConfigError: it is of an unknown version; or it is damaged, and nothing proves that the directory is ours.
-                Nothing was changed.
+            UnknownStoreError: it is of an unknown version; or it is damaged, and nothing proves that the directory is
+                ours. Nothing was changed.
             OSError: the device fails.
         """
         text = os.pread(self._file.fileno(), _MARKER_BYTES_MAX, 0)
@@ -162,19 +162,22 @@ class Claim:
         """The marker by the segments; None when these hold nothing.
 
         Raises:
-            ConfigError: something below the root was not made by a disk tier.
+            UnknownStoreError: something below the root was not made by a disk tier.
         """
         head, strange = newest_head(self.folder.fileno())
         if head is not None:
             return Marker(head.store_id, head.segment_bytes, _now())
         root = self.path.parent
-        if strange:
-            raise ConfigError(
-                f"root {str(root)!r} is no store of ours: {reason}, and {SEGMENTS_NAME}/{strange} is no segment; "
-                f"nothing was changed; allowed: {ALLOWED}"
-            )
-        refuse_strangers(root, lambda name: name in _OURS, ALLOWED)
-        return None
+        if not strange:
+            try:
+                refuse_strangers(root, lambda name: name in _OURS, ALLOWED)
+            except ConfigError as error:
+                raise UnknownStoreError(f"{reason}, and {error}") from error
+            return None
+        raise UnknownStoreError(
+            f"root {str(root)!r} is no store of ours: {reason}, and {SEGMENTS_NAME}/{strange} is no segment; "
+            f"nothing was changed; allowed: {ALLOWED}"
+        )
 
     def _write(self, marker: Marker) -> None:
         told = {
