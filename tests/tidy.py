@@ -58,6 +58,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("swallowed", "src/kvtier/runtime/session.py"): "after a mistake of ours everything that is open ends",
     ("swallowed", "src/kvtier/runtime/desk.py"): "the session raises what is no `Exception`",
     ("swallowed", "src/kvtier/connect/vllm/courier.py"): "the scheduler's thread raises it",
+    ("swallowed", "src/kvtier/runtime/remote.py"): "the rank is lost, which answers what is open",
+    ("swallowed", "src/kvtier/runtime/wire.py"): "the rank hangs up, so that the core answers what is open",
     ("swallowed", "src/kvtier/runtime/arena.py"): "a finalizer: nobody above it could catch anything",
     ("swallowed", "src/kvtier/runtime/late.py"): "who waits for the first try raises it; later ones may go well",
     ("environment", "src/kvtier/bench/demo_process.py"): "starts processes with an environment of their own",

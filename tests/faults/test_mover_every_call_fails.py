@@ -1,13 +1,16 @@
 """The n-th call of a tier or a copier goes wrong, for every n and every way: no wrong byte is DONE, nothing hangs."""
 
 import logging
+import time
 
 import pytest
-from mover_world import CHUNKS, NthCallCopier, NthCallTier, World, threads_may_exit
+from mover_world import CHUNKS, WAIT_S, NthCallCopier, NthCallTier, World, threads_may_exit
 
 from kvtier.codec import registry
+from kvtier.runtime import mover as module
 from kvtier.runtime.jobs import Settled
 from kvtier.runtime.links import NOT_ADMITTED
+from kvtier.runtime.mover import Mover
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Link, Outcome, Transfer
 
@@ -133,3 +136,54 @@ def test_faults_are_logged_but_not_each_one(caplog: pytest.LogCaptureFixture) ->
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == "promote of tier 'memory' failed: tier 'memory': is closed"
+
+
+@pytest.mark.parametrize("name", ["_settle", "_do", "_give", "_judged", "Settled"])
+@pytest.mark.parametrize("is_put", [False, True])
+def test_a_mistake_of_the_mover_fails_what_it_is_about_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, *, is_put: bool
+) -> None:
+    owner = module if name in ("Settled", "_judged") else Mover
+    real = getattr(owner, name)
+    mistakes = iter([KeyError("planted")])
+
+    def wrong(*arguments: object, **named: object) -> object:
+        for mistake in mistakes:
+            raise mistake
+        return real(*arguments, **named)
+
+    tier = MemoryTier(capacity_bytes=1 << 24)
+    with World({"memory": tier}) as world:
+        if is_put:
+            world.mover.answer_to(world.mover._answers.put)
+        monkeypatch.setattr(owner, name, wrong)
+        if name == "_judged":
+            tier.close()
+            (settled,) = world.run(world.probe([(1, 0)]))
+        else:
+            (settled,) = world.run(world.transfer(Link.GATHER, 1, 0))
+        assert settled.outcome is Outcome.FAILED
+        assert world.mover.take() == []
+        assert "KeyError: 'planted'" in settled.detail
+        world.done(world.transfer(Link.GATHER, 2, 1))
+        assert world.mover.close(WAIT_S)
+    assert [record.levelname for record in caplog.records if "mistake of its own" in record.getMessage()] == ["ERROR"]
+
+
+def test_an_answer_that_is_not_taken_is_given_once_more_as_failed() -> None:
+    taken: list[Settled] = []
+
+    def put(settled: Settled) -> None:
+        if settled.outcome is Outcome.DONE and len(taken) == 1:
+            raise KeyError("planted")
+        taken.append(settled)
+
+    with World() as world:
+        world.mover.answer_to(put)
+        for chunk in (1, 2, 3):
+            world.mover.submit(world.transfer(Link.GATHER, chunk, chunk))
+        until_s = time.monotonic() + WAIT_S
+        while len(taken) < 3:
+            assert time.monotonic() < until_s, "an answer is lost"
+            time.sleep(0.001)
+    assert Outcome.FAILED in [settled.outcome for settled in taken]

@@ -1,5 +1,6 @@
 """Whatever happens to a rank in another process, or to the core, nobody is left waiting and nothing is overwritten."""
 
+import itertools
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, 
 from kvtier.runtime import remote, wire
 from kvtier.runtime.fleet import Note
 from kvtier.runtime.messages import FRAME_BYTES_MAX, Answer, Ping, encode
+from kvtier.runtime.mover import Mover
 from kvtier.runtime.remote import RemoteMover
 from kvtier.runtime.wire import connect
 from kvtier.types import ChunkKey, Drop, Link, LoadDone, Outcome, Presence, Probe, RequestId
@@ -258,3 +260,83 @@ def test_the_outbox_has_an_end(pair, monkeypatch):
     assert {settled.outcome for settled in answers} == {Outcome.FAILED}
     mover.cancel(range(1000))
     mover.tell(Note("x" * 2000))  # neither may raise
+
+
+# ---- our own mistakes ----------------------------------------------------------------------------------------------
+
+
+def once(monkeypatch, owner, name, *, after=0):
+    """The call behind the first `after` ones raises."""
+    real, calls = getattr(owner, name), itertools.count()
+
+    def wrong(*arguments, **named):
+        if next(calls) == after:
+            raise KeyError("planted")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, wrong)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(remote, "decode"), (RemoteMover, "_hear"), (remote, "Settled")])
+def test_a_mistake_in_the_cores_reader_loses_the_rank_and_leaves_nothing_open(served, monkeypatch, caplog, owner, name):
+    with greeted(served) as connection:
+        mover = RemoteMover(connection.dup(), "rank 0", hung_s=DEADLINE_S)
+        connection.close()
+        once(monkeypatch, owner, name)
+        mover.submit(scatter := a_transfer(Link.SCATTER, 1))
+        mover.flush()
+        assert served.gate.held.acquire(timeout=DEADLINE_S)
+        mover.submit(probe := Probe(2, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
+        mover.flush()
+        until(lambda: mover.lost)
+        (settled,) = take(mover, 1)
+        assert (settled.command, settled.outcome) == (probe, Outcome.FAILED)
+        assert not mover.take(0.05), "the scatter still writes"
+        served.gate.hold.set()
+        (settled,) = take(mover, 1)
+        assert (settled.command, settled.outcome) == (scatter, Outcome.FAILED)
+        assert mover.close(DEADLINE_S)
+    assert "mistake of its own" in caplog.text
+
+
+@pytest.mark.parametrize("error", [KeyError, MemoryError])
+def test_an_answer_that_the_core_does_not_take_is_given_once_more_as_failed(served, error):
+    taken = []
+
+    def put(settled):
+        if settled.outcome is not Outcome.FAILED:
+            raise error("planted")
+        taken.append(settled)
+
+    with greeted(served) as connection:
+        mover = RemoteMover(connection.dup(), "rank 0", hung_s=DEADLINE_S)
+        connection.close()
+        mover.answer_to(put)
+        mover.submit(Probe(2, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
+        mover.flush()
+        until(lambda: taken)
+        assert mover.close(DEADLINE_S)
+    assert len(taken) == 1
+    assert not mover.lost
+
+
+@pytest.mark.parametrize("name", ["_answer", "encode", "submit"])
+def test_a_mistake_of_a_rank_hangs_up_and_leaves_nothing_open(served, monkeypatch, caplog, name):
+    with greeted(served) as connection:
+        mover = RemoteMover(connection.dup(), "rank 0", hung_s=DEADLINE_S)
+        connection.close()
+        if name == "submit":
+            once(monkeypatch, served._rank.mover, "submit", after=1)
+        elif name == "encode":
+            once(monkeypatch, wire, "encode")
+        else:
+            once(monkeypatch, Mover, "_settle")
+        for number in range(3):
+            mover.submit(a_transfer(Link.SCATTER, number))
+        mover.flush()
+        served.gate.hold.set()
+        answers = take(mover, 3)
+        assert Outcome.FAILED in {settled.outcome for settled in answers}
+        assert len({settled.command.id for settled in answers}) == 3
+        assert mover.close(DEADLINE_S)
+    until(lambda: "ERROR" in caplog.text)

@@ -26,6 +26,7 @@ from kvtier.core.work import SEVERITY
 from kvtier.errors import ConfigError
 from kvtier.keys.names import object_name
 from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.runtime import fleet as module
 from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.fleet import Fleet, LocalRank, Note, merged
 from kvtier.runtime.jobs import Settled, Threads
@@ -261,6 +262,29 @@ def test_a_command_is_answered_once_when_all_have_answered(ranks):
     ranks[0].answer()
     assert [settled.command for settled in fleet.take()] == [second]
     assert fleet.take() == []
+
+
+def test_an_answer_that_was_not_taken_counts_only_when_it_is_given_again(ranks, monkeypatch):
+    """A rank whose answer counted twice would end a command that another rank still works on."""
+    fleet = Fleet(ranks)
+    fleet.submit(command := a_transfer())
+    real = module.merged
+    monkeypatch.setattr(module, "merged", None)
+    ranks[0].answer()
+    with pytest.raises(TypeError):
+        ranks[1].put(Settled(command, Outcome.DONE))
+    assert fleet.take() == []
+    monkeypatch.setattr(module, "merged", real)
+    ranks[1].put(Settled(command, Outcome.FAILED))
+    assert [settled.outcome for settled in fleet.take()] == [Outcome.FAILED]
+
+
+def test_without_another_thread_the_ranks_are_closed_all_the_same(ranks, monkeypatch):
+    def no_thread(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert Fleet(ranks).close(1.0)
 
 
 def test_equal_drops_are_told_apart(ranks):

@@ -64,7 +64,10 @@ class RankMover(Ranks, Protocol):
     """One rank's mover, in this process or another."""
 
     def answer_to(self, put: Callable[[Settled], None]) -> None:
-        """From now on give each answer to `put`, in whatever thread has it; before the first `submit`."""
+        """From now on give each answer to `put`, in whatever thread has it; before the first `submit`.
+
+        What `put` raises means that it has not taken the answer: it is called once more, with FAILED.
+        """
         ...
 
     def flush(self) -> bool:
@@ -202,10 +205,16 @@ class Fleet:
             threading.Thread(target=close, args=(position,), name=f"kvtier close rank {position}", daemon=True)
             for position in range(len(self._ranks))
         ]
+        started: list[threading.Thread] = []
         for closer in closers:
-            closer.start()
+            try:
+                closer.start()
+            except RuntimeError:  # the system gives no more threads
+                closer.run()
+            else:
+                started.append(closer)
         until_s = time.monotonic() + deadline_s + 1.0
-        for closer in closers:
+        for closer in started:
             closer.join(max(0.0, until_s - time.monotonic()))
         return all(results)
 
@@ -213,12 +222,14 @@ class Fleet:
         """One rank's answer, in whatever thread has it."""
         with self._lock:
             waiting = self._open[id(settled.command)]
-            waiting.settled = settled if waiting.settled is None else merged(waiting.settled, settled)
-            waiting.left -= 1
-            if waiting.left:
-                return
-            del self._open[id(settled.command)]
-        self._answers.put(waiting.settled)
+            together = settled if waiting.settled is None else merged(waiting.settled, settled)
+            # What raises up to here has not taken the answer.
+            if waiting.left > 1:
+                waiting.settled = together
+                waiting.left -= 1
+            else:
+                self._answers.put(together)
+                del self._open[id(settled.command)]
 
 
 class _Open:

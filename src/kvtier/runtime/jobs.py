@@ -129,7 +129,7 @@ class Job:
         together: how many jobs of its kind a thread may take at once, when they wait; 1 is each by itself.
     """
 
-    __slots__ = ("after", "command", "deadline_s", "is_in_tier", "over", "submitted_s", "together")
+    __slots__ = ("after", "command", "deadline_s", "is_answered", "is_in_tier", "over", "submitted_s", "together")
 
     def __init__(self, command: Work, submitted_s: float, together: int = 1) -> None:
         self.command = command
@@ -139,6 +139,7 @@ class Job:
         """After it the answer no longer counts; a drop or tell has none."""
         self.is_in_tier = False
         """A tier is being called, so what is raised is the tier's fault."""
+        self.is_answered = False
         self.over: threading.Event | None = None
         """Of a drop: set when it has been answered."""
         self.after: threading.Event | None = None

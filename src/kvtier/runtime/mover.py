@@ -149,7 +149,8 @@ class Mover:
             clock=clock,
         )
         self._answers = Answers()
-        self._put: Callable[[list[Settled]], None] = self._answers.put_all
+        self._put: Callable[[Settled], None] | None = None
+        """Who takes each answer; None: they wait for `take`."""
         self._faults = FaultLog()
         self._dropping: dict[_Object, Job] = {}
         """Drops that have not been answered."""
@@ -240,14 +241,10 @@ class Mover:
     def answer_to(self, put: Callable[[Settled], None]) -> None:
         """From now on give each answer to `put`, at once and in the thread that has it; nothing is left for `take`.
 
-        Before the first `submit`. `put` must be quick and must not raise.
+        Before the first `submit`. `put` must be quick. What it raises means that it has not taken the answer: it is
+        called once more, with FAILED.
         """
-
-        def put_each(answers: list[Settled]) -> None:
-            for settled in answers:
-                put(settled)
-
-        self._put = put_each
+        self._put = put
 
     def close(self, deadline_s: float) -> bool:
         """Take no more work, answer what has not begun CANCELLED, and wait for the rest.
@@ -314,10 +311,24 @@ class Mover:
             logger.warning("the %s lane is stuck: no thread of it has come back for %g s", name, STUCK_S)
 
     def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
-        """Do jobs and answer them. The one place where failures become outcomes; runs in the lanes' threads.
+        """Do jobs and answer each, whatever raises; runs in the lanes' threads. Yields where `Links.run` does."""
+        try:
+            yield from self._do(jobs, scratch)
+        except BaseException as error:
+            for job in jobs:
+                if not job.is_answered:
+                    try:
+                        self._answer(
+                            job, Outcome.FAILED, f"{type(error).__name__}: {error}", is_tier_fault=job.is_in_tier
+                        )
+                    except Exception:
+                        logger.exception("an answer of the mover is lost")
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("kvtier has found a mistake of its own in the mover; what it was about has failed")
 
-        Yields where `Links.run` does.
-        """
+    def _do(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
+        """The one place where failures become outcomes."""
         for job in jobs:
             if job.after is not None:
                 job.after.wait(min(threading.TIMEOUT_MAX, max(0.0, job.deadline_s - self._clock())))
@@ -333,11 +344,6 @@ class Mover:
             results = yield from self._links.run(jobs, scratch, _attempt)
         except Exception as error:  # noqa: BLE001 - whatever a tier, codec or copier raises is a miss
             results = [error] * len(jobs)
-        except BaseException as error:
-            # Somebody wants this thread to end. It does, but nobody is left waiting.
-            failed = Result(Outcome.FAILED, detail=f"{type(error).__name__}: {error}")
-            self._settle(jobs, began_s, [failed] * len(jobs))
-            raise
         judged = [_judged(job, it) if isinstance(it, Exception) else it for job, it in zip(jobs, results, strict=True)]
         ended_s = self._settle(jobs, began_s, judged)
         if watch := self._watches.get(jobs[0].command.tier):
@@ -356,7 +362,7 @@ class Mover:
             self._end_drop(job)
             if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and not detail.endswith(_UNTOLD)):
                 faults.append((command, result))
-        self._put(settled)
+        self._give(jobs, settled)
         for command, result in faults:
             self._faults.tell(_kind(command, result.outcome), result.detail)
         return ended_s
@@ -365,7 +371,18 @@ class Mover:
         """Answer a job that has not begun."""
         waited_s = self._clock() - job.submitted_s
         self._end_drop(job)
-        self._put([Settled(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)])
+        settled = Settled(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)
+        self._give([job], [settled])
+
+    def _give(self, jobs: list[Job], answers: list[Settled]) -> None:
+        if self._put is None:
+            self._answers.put_all(answers)
+            for job in jobs:
+                job.is_answered = True
+            return
+        for job, answer in zip(jobs, answers, strict=True):
+            self._put(answer)
+            job.is_answered = True
 
     def _end_drop(self, job: Job) -> None:
         """Let go of the demotions that wait for this job, if it is a drop."""

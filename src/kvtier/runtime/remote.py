@@ -170,29 +170,35 @@ class RemoteMover:
         frames: Frames | None = Frames()
         while True:
             try:
-                data = self._socket.recv(RECV_BYTES)
-            except BlockingIOError:
-                if self._has_ended():
+                data = self._received()
+                if data is None:
+                    self._look_after()
+                elif not data:
                     break
-                self._look_after()
-                continue
-            except OSError:
-                break
-            if not data:
-                break
-            self._pinged_s = None
-            if frames is not None:
-                try:
+                elif frames is not None:
                     for body in frames.feed(data):
                         self._hear(decode(body))
-                except WireError as error:
-                    frames = None  # whatever else it says
-                    self._lose(str(error), is_gone=False)
+            except Exception as error:
+                if not isinstance(error, WireError):
+                    logger.exception("kvtier has found a mistake of its own; %s is given up", self._name)
+                frames = None  # whatever else it says
+                self._lose(f"{type(error).__name__}: {error}", is_gone=False)
         self._lose("its process has ended", is_gone=True)
         with self._lock:
             self._socket.close()
         if self._process is not None:
             os.close(self._process)
+
+    def _received(self) -> bytes | None:
+        """What the other side has said: None for silence, nothing at its end."""
+        try:
+            data = self._socket.recv(RECV_BYTES)
+        except BlockingIOError:
+            return b"" if self._has_ended() else None
+        except OSError:
+            return b""
+        self._pinged_s = None
+        return data
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, Ping):
@@ -209,8 +215,16 @@ class RemoteMover:
             wanted = len(command.objects) if isinstance(command, Probe) and message.outcome is Outcome.DONE else 0
             if len(message.present) != wanted:
                 raise WireError(f"{len(message.present)} answers to {wanted} questions")
+            settled = Settled(command, *message[1:])
             del self._open[message.number]
-        self._put(Settled(command, *message[1:]))
+        self._give(settled)
+
+    def _give(self, settled: Settled) -> None:
+        try:
+            self._put(settled)
+        except Exception as error:
+            logger.exception("kvtier has found a mistake of its own; what it was about has failed")
+            self._put(Settled(settled.command, Outcome.FAILED, detail=f"{type(error).__name__}: {error}"))
 
     def _look_after(self) -> None:
         """It has said nothing for a while."""
@@ -246,7 +260,7 @@ class RemoteMover:
         if is_news:
             logger.error("%s; nothing is loaded or stored any more, everything is computed", detail)
         for command in commands:
-            self._put(Settled(command, Outcome.FAILED, detail=detail))
+            self._give(Settled(command, Outcome.FAILED, detail=detail))
         self._stop_sending()
 
     def _stop_sending(self) -> None:

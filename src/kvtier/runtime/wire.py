@@ -32,7 +32,7 @@ from kvtier.runtime.jobs import Settled, Work
 from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
 from kvtier.runtime.rank import Rank
 from kvtier.runtime.remote import HUNG_S, RECV_BYTES, RemoteMover, set_timeout
-from kvtier.types import Cancel, Drop, Outcome, Tell
+from kvtier.types import Cancel, Outcome
 
 GREETING_S = 5.0
 """How long one greeting may take."""
@@ -170,6 +170,8 @@ class RankServer:
                 self._obey(peer)
             except WireError as error:
                 logger.warning("rank %d hears nonsense and hangs up: %s", self._rank.number, error)
+            except Exception:
+                logger.exception("kvtier has found a mistake of its own; rank %d hangs up", self._rank.number)
             finally:
                 self._drain()
 
@@ -241,11 +243,14 @@ class RankServer:
             raise WireError(f"{type(message).__name__} is nothing that a core says")
 
     def _drain(self) -> None:
-        """Nobody waits for answers any more, but hanging up says that nothing runs."""
-        waiting = [command.id for _, command in list(self._open.values()) if not isinstance(command, Drop | Tell)]
-        self._rank.mover.cancel(waiting)
-        while self._open:
-            time.sleep(DRAIN_STEP_S)
+        """Nothing waits for answers any more, but hanging up says that nothing runs."""
+        has_ended = False
+        while self._open and not has_ended:
+            try:
+                has_ended = self._rank.mover.close(DRAIN_STEP_S)
+            except Exception:
+                logger.exception("rank %d withdraws what waits once more", self._rank.number)
+                time.sleep(DRAIN_STEP_S)
         with self._lock:
             self._peer = None
 
@@ -253,7 +258,11 @@ class RankServer:
 
     def _answer(self, settled: Settled) -> None:
         number, _ = self._open[id(settled.command)]
-        self._send(encode(Answer(number, *settled[1:])))
+        try:
+            self._send(encode(Answer(number, *settled[1:])))
+        except Exception:
+            logger.exception("rank %d cannot tell an answer and hangs up", self._rank.number)
+            self._mute()
         del self._open[id(settled.command)]
 
     def _send(self, frame: bytes) -> None:
@@ -263,9 +272,13 @@ class RankServer:
             try:
                 self._peer.sendall(frame)
             except OSError:
-                # Half a message may be out, so nothing can follow. The reader sees the end and withdraws what waits.
-                self._is_mute = True
-                _shut(self._peer, socket.SHUT_RD)
+                self._mute()  # half a message may be out, so nothing can follow
+
+    def _mute(self) -> None:
+        """Say nothing any more. The reader sees the end and withdraws what waits."""
+        self._is_mute = True
+        if self._peer is not None:
+            _shut(self._peer, socket.SHUT_RD)
 
 
 class _Handshake(NamedTuple):
