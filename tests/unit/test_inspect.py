@@ -15,6 +15,7 @@ from kvtier.codec.frame import frame_bytes, head_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.layout import GroupLayout, History
+from kvtier.tier import notes
 from kvtier.tier.base import About
 from kvtier.tier.directory import DirectoryTier
 from kvtier.types import ObjectName
@@ -275,6 +276,7 @@ def test_what_is_no_store_is_refused_and_not_touched(inspect, tmp_path, command)
 
 
 def test_purge_removes_the_store_and_the_directory_can_be_used_again(store, inspect):
+    notes.write(store, "fingerprint", bytes(16), {"digest": "00"})
     (store / "secret").write_bytes(bytes(32))
     code, told = inspect("purge", store, "--yes")
     assert (code, told["objects"], told["bytes"]) == (0, 10, 10 * FRAME)
