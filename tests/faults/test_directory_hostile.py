@@ -92,8 +92,8 @@ def deadline(what):
 
 LINKS = ("link to a file", "link to a directory", "link to nothing")
 KINDS = (
-    *LINKS, "fifo", "socket", "directory", "full directory", "sparse file", "empty file", "garbage", "deep JSON",
-    "wrong mode", "far future", "long past", "nothing",
+    *LINKS, "hard link", "fifo", "socket", "directory", "full directory", "sparse file", "empty file", "garbage",
+    "deep JSON", "wrong mode", "far future", "long past", "nothing",
     *(["device"] if os.geteuid() == 0 else []),
 )  # fmt: skip
 
@@ -117,6 +117,7 @@ def outside_of(where):
         (outside / folder).mkdir(0o700, exist_ok=True)
         for name in (
             "precious",
+            "linked",
             "0123456789abcdef-0-4096",
             "0123456789abcdef.lock",
             "probe_0123456789abcdef",
@@ -124,6 +125,7 @@ def outside_of(where):
         ):
             (outside / folder / name).write_bytes(b"years of work, all of it" + bytes(8))
             (outside / folder / name).chmod(0o600)
+            os.utime(outside / folder / name, (10**9, 10**9))
     return outside
 
 
@@ -132,13 +134,13 @@ def snapshot(tree):
     for path in [tree, *sorted(tree.rglob("*"))]:
         status = path.lstat()
         content = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
-        found[str(path)] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_nlink, content)
+        found[str(path)] = (status.st_mode, status.st_size, status.st_mtime_ns, content)
     return found
 
 
 def plant(kind, path, outside):
     """Put `kind` at `path`, which may be taken."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = path.read_bytes() if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20 else b""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -151,6 +153,8 @@ def plant(kind, path, outside):
             path.symlink_to(outside)
         case "link to nothing":
             path.symlink_to(outside / "nothing")
+        case "hard link":
+            os.link(outside / "linked", path)
         case "fifo":
             os.mkfifo(path)
         case "socket":
@@ -181,7 +185,7 @@ def plant(kind, path, outside):
             path.write_bytes(content)
             at_s = (1 << 33) + (1 << 32) if kind == "far future" else -(1 << 31)
             os.utime(path, (at_s, at_s))
-    if kind != "wrong mode" and stat.S_ISREG(os.lstat(path).st_mode if kind != "nothing" else 0):
+    if kind not in {"wrong mode", "hard link"} and stat.S_ISREG(os.lstat(path).st_mode if kind != "nothing" else 0):
         path.chmod(0o600)
 
 
@@ -339,6 +343,16 @@ def test_a_count_that_cannot_be_evicts_nothing(tmp_path, count):
     (root / "ledger").write_bytes(bytes(24))
     tier.delete(name_of(50))
     assert tier.used_bytes == charged(tier) == 8 * FRAME
+    tier.close()
+
+
+def test_a_draft_of_a_dead_process_evicts_nothing(tmp_path):
+    root = tmp_path / "store"
+    tier = filled(root, 24)
+    (root / "drafts" / f"0123456789abcdef-0-{1 << 40}").touch()
+    (root / "ledger").write_bytes(b"")  # all is counted
+    assert tier.write(name_of(50), frame_of(50))
+    assert tier.used_bytes == charged(tier) == CAPACITY
     tier.close()
 
 

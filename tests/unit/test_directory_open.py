@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -25,15 +26,19 @@ def fill(root, numbers, **settings):
     return tier
 
 
-def test_makes_a_private_store_with_parents(tmp_path):
+@pytest.mark.parametrize("umask", [0, 0o077, 0o777])
+def test_makes_a_private_store_with_parents(tmp_path, umask):
     root = tmp_path / "a" / "b"
-    old = os.umask(0)
+    old = os.umask(umask)
     try:
         tier = fill(root, [1])
+        shutil.rmtree(root / "objects")
+        shutil.rmtree(root / "drafts")
+        assert tier.write(object_name(1), frame_of(1))
     finally:
         os.umask(old)
     tier.close()
-    for where, folders, files in os.walk(root):
+    for where, folders, files in os.walk(tmp_path):
         for folder in folders:
             assert stat.S_IMODE(os.stat(os.path.join(where, folder)).st_mode) == 0o700
         for file in files:

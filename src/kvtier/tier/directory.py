@@ -186,7 +186,7 @@ class DirectoryTier:
                 if not is_direct:
                     forget_cached(descriptor, offset, count)
                 recency_ns = self._index.use(name, status.st_size, status.st_mtime_ns)
-                if recency_ns is not None:
+                if recency_ns is not None and status.st_nlink == 1:
                     self._uses.append((name, recency_ns))
             finally:
                 os.close(descriptor)

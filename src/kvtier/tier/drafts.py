@@ -5,6 +5,7 @@ the kernel lets go of that lock when the process dies, however it dies. All of t
 """
 
 # Descriptors and plain strings on a path that runs for every write.
+# ruff: noqa: PTH208
 
 import fcntl
 import itertools
@@ -111,8 +112,7 @@ class Drafts:
         Raises:
             OSError: one cannot be removed.
         """
-        with directory_at(self._path, is_listed=True) as directory:
-            names = _names_in(directory)
+        with _names_at(self._path) as (directory, names):
             owners = {name[:_OWNER_DIGITS] for name in names if not name.startswith(_PROBE_PREFIX)}
             gone = {owner for owner in owners if not self._is_alive(owner, directory)}
             # Locks last: as long as one is there, the next process looks again.
@@ -152,7 +152,7 @@ class Drafts:
 
     def _is_alive(self, owner: str, directory: int) -> bool:
         """Whether the owner's lock is held. A lock file is made and locked in one go under the ledger's lock."""
-        return self._lock is not None if owner == self.owner else is_locked(_lock_name(owner), directory)
+        return self._lock is not None if owner == self.owner else _is_locked(_lock_name(owner), directory)
 
 
 def reserved(path: str) -> list[int]:
@@ -161,13 +161,8 @@ def reserved(path: str) -> list[int]:
     Raises:
         OSError: the directory cannot be read.
     """
-    try:
-        with directory_at(path, is_listed=True) as directory:
-            return [int(name.rpartition("-")[2]) for name in _names_in(directory) if name.count("-") == 2]
-    except OSError as error:
-        if error.errno not in MISSING:
-            raise
-        return []
+    with _names_at(path) as (_, names):
+        return [int(name.rpartition("-")[2]) for name in names if name.count("-") == 2]
 
 
 def owners_alive(path: str) -> int:
@@ -176,16 +171,11 @@ def owners_alive(path: str) -> int:
     Raises:
         OSError: the directory cannot be read.
     """
-    try:
-        with directory_at(path, is_listed=True) as directory:
-            return sum(is_locked(name, directory) for name in _names_in(directory) if _is_lock(name))
-    except OSError as error:
-        if error.errno not in MISSING:
-            raise
-        return 0
+    with _names_at(path) as (directory, names):
+        return sum(_is_locked(name, directory) for name in names if _is_lock(name))
 
 
-def is_locked(name: str, directory: int) -> bool:
+def _is_locked(name: str, directory: int) -> bool:
     """Whether a process keeps an exclusive flock on the file `name`; False when it is missing.
 
     Raises:
@@ -207,15 +197,25 @@ def is_locked(name: str, directory: int) -> bool:
         os.close(descriptor)
 
 
-def _names_in(directory: int) -> list[str]:
-    """The names of our files there; what has such a name and is no regular file is left out."""
-    names: list[str] = []
-    for name in os.listdir(directory):
-        if NAMES.fullmatch(name):
+@contextmanager
+def _names_at(path: str) -> Generator[tuple[int, list[str]]]:
+    """A descriptor of the directory `path` and the names of our regular files there; none where it is missing."""
+    try:
+        directory = open_directory(path, is_listed=True)
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        yield -1, []
+        return
+    try:
+        names: list[str] = []
+        for name in filter(NAMES.fullmatch, os.listdir(directory)):
             with suppress(FileNotFoundError):
                 if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
                     names.append(name)
-    return names
+        yield directory, names
+    finally:
+        os.close(directory)
 
 
 def _lock_name(owner: str) -> str:

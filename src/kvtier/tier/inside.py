@@ -98,7 +98,8 @@ def open_file(name: str, flags: int, directory: int | None = None) -> tuple[int,
     try:
         status = os.fstat(descriptor)
         _refuse_other_kinds(name, status)
-        if flags & os.O_CREAT and status.st_mode & FILE_MODE != FILE_MODE and status.st_uid == os.geteuid():
+        is_new = flags & os.O_CREAT and status.st_nlink == 1 and status.st_uid == os.geteuid()
+        if is_new and status.st_mode & FILE_MODE != FILE_MODE:
             os.fchmod(descriptor, FILE_MODE)
     except BaseException:
         os.close(descriptor)

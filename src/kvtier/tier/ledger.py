@@ -150,7 +150,10 @@ class Ledger:
     def _open(self, *, makes: bool) -> Descriptor:
         flags = os.O_RDWR | (os.O_CREAT if makes else 0)
         try:
-            return Descriptor(open_file(self._path, flags)[0])
+            descriptor, status = open_file(self._path, flags)
+            if status.st_nlink <= 1:
+                return Descriptor(descriptor)
+            os.close(descriptor)  # the file has another name, perhaps outside, and is not written to
         except OSError as error:
             if not makes or error.errno not in WRONG_KIND:
                 raise

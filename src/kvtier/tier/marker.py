@@ -180,10 +180,14 @@ def _mend_marker(root: Path, damage: DamagedMarkerError) -> Marker:
     except ConfigError as error:
         raise DamagedMarkerError(f"{damage}; it is not made anew, because {error}") from damage
     try:
-        descriptor, _ = open_file(str(path), os.O_RDWR)
+        descriptor, status = open_file(str(path), os.O_RDWR)
     except OSError as error:
         if error.errno not in WRONG_KIND:
             raise
+        set_aside(str(path))
+        return _make_marker(root)
+    if status.st_nlink > 1:  # the file has another name, perhaps outside, and is not written to
+        os.close(descriptor)
         set_aside(str(path))
         return _make_marker(root)
     try:

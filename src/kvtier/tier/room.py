@@ -78,8 +78,9 @@ class Room:
         Who `is_alone` in the store also takes over exactly what is there; others do so later, when they need room.
         """
         with self._locked():
+            # A process that died may have counted bytes that it never wrote.
             if self._drafts.clear_stale() or is_alone:
-                self._recount()  # a process that died may have counted bytes that it never wrote
+                self._recount()
             self._drafts.attach()
 
     def shrink(self) -> None:
@@ -253,12 +254,15 @@ class Room:
         return draft
 
     def _recycle(self, name: str, fan: int, size_bytes: int, charge: int, direct_io: bool) -> Draft | None:  # noqa: FBT001
-        """Turn the object's file into a draft; None when somebody is reading it.
+        """Turn the object's file into a draft; None when somebody is reading it, or it has another name.
 
         Writing over a file is two to four times as fast as removing one and making another: no inode and no blocks have
         to be found. Readers lock the file while they read, so none ever sees the new bytes under the old name.
         """
-        descriptor, _ = open_file(name, os.O_WRONLY | (os.O_DIRECT if direct_io else 0), fan)
+        descriptor, status = open_file(name, os.O_WRONLY | (os.O_DIRECT if direct_io else 0), fan)
+        if status.st_nlink > 1:  # the file has another name, perhaps outside, and is not written to
+            os.close(descriptor)
+            return None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -299,6 +303,7 @@ class Room:
             found = [file for file in found if charge_bytes(file.size_bytes) <= self._capacity_bytes]
             self._remove_oversized(oversized)
         self._index.correct(found)
+        self._drafts.clear_stale()
         used_bytes = sum(reserved(self._paths.drafts)) + sum(charge_bytes(file.size_bytes) for file in found)
         self._ledger.write(used_bytes)
         return used_bytes
