@@ -150,7 +150,8 @@ DROPS = Metric(
     MetricKind.COUNTER,
     "",
     (_PLACE, Label("reason", ("corrupt", "failed", "stale"))),
-    "Bad copies removed: damaged, not written whole, or of another version or layout.",
+    "Bad copies removed: damaged, or doubted because a load found damage before them, not written whole, or of another "
+    "version or layout.",
 )
 TIER_UP = Metric(
     "kvtier_tier_up",
