@@ -196,7 +196,7 @@ def test_a_session_that_fails_costs_speed_and_no_answer(
 def test_a_load_that_is_late_is_computed_instead(make: Any, attached: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
     plain = model.generate(PROMPT, **GREEDY)
-    kv = attached(model, limits__load_deadline_s=0.3)
+    kv = attached(model, limits__load_deadline_s=2.0)  # what is on time takes less, on a busy machine too
     kv.generate(PROMPT, **GREEDY)
     kv.flush()
     scatter, go_on = CacheCopier.scatter, threading.Event()
@@ -211,7 +211,7 @@ def test_a_load_that_is_late_is_computed_instead(make: Any, attached: Attach, mo
         go_on.set()
     assert torch.equal(output, plain)
     assert report.restored_tokens == 0
-    assert 0.25 < report.lookup_s + report.load_s < 30
+    assert 1.9 < report.lookup_s + report.load_s < 30
     assert torch.equal(kv.generate(PROMPT, **GREEDY), plain)
     kv.flush()
     kv.generate(PROMPT, **GREEDY)

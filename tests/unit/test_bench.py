@@ -283,7 +283,7 @@ class Drive:
         return Row.of("host", op, size, samples=[(1.0, 1.0, 1.0)], cpu=[1.0], threads=2, mix="0/100", direct_io=False)
 
 
-@pytest.mark.parametrize(("bytes_per_s", "is_cut"), [(50e6, True), (200e6, True), (2e9, False)])
+@pytest.mark.parametrize(("bytes_per_s", "is_cut"), [(40e6, True), (200e6, True), (2e9, False)])
 def test_io_without_options_ends_within_three_minutes_on_any_drive(bytes_per_s, is_cut, tmp_path, monkeypatch, capsys):
     drive = Drive(bytes_per_s)
     monkeypatch.setattr(io, "Fio", drive.fio)

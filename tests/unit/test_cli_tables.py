@@ -91,7 +91,7 @@ def test_no_table_breaks_a_figure(drawn):
         count = chance.randrange(1, 14)
         numeric = chance.randrange(count + 1)
         text = ("a few words of text", "x" * 70, "/a/path/that/is/long/" * 3, "12.5 GiB of 1,024 GiB", "", "(3.25x)")
-        numbers = ("1", "1,234,567,890", "12.34 GiB", "-", "98.6%", "2.147G")
+        numbers = ("1", "1,234,567,890", "12.34 GiB", "-", "98.6%", "123,456.78 GiB/s")
         rows = [
             [chance.choice(numbers if place >= count - numeric else text) for place in range(count)]
             for _ in range(chance.randrange(1, 5))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,10 @@ import pytest
 import zstandard
 
 from kvtier.errors import ConfigError
+from kvtier.trace import files
+from kvtier.trace import ids as ids_module
+from kvtier.trace import packed as packed_module
+from kvtier.trace import sessions as sessions_module
 from kvtier.trace.ids import merged
 from kvtier.trace.opening import Reading, open_trace
 from kvtier.trace.packed import Packed, pack, without_sessions
@@ -420,3 +425,60 @@ def test_what_is_wrong_in_a_directory_is_named_with_its_file(tmp_path):
     written(tmp_path / "a.jsonl", [{"ts": 1.0, "events": []}])
     with pytest.raises(ConfigError, match="a directory of KV events; allowed: one file of that form"):
         open_trace(tmp_path)
+
+
+@pytest.mark.parametrize("packing", [zstandard.compress, gzip.compress])
+def test_packed_traces_are_read_in_linear_time_and_expand_so_far_only(tmp_path, monkeypatch, packing):
+    content = b"".join(f"{number:0127}\n".encode() * (1 << 12) for number in range(16))
+    packed = packing(content * 8)
+    path = tmp_path / "trace"
+    path.write_bytes(packed)
+    began_s = time.monotonic()
+    with files.open_binary(path) as stream:
+        assert sum(map(len, iter(lambda: stream.read(1 << 16), b""))) == 8 * len(content)
+    # A twentieth of a second; it was half a minute when each part copied what was left of all.
+    assert time.monotonic() - began_s < 15
+
+    monkeypatch.setattr(files, "EXPANDED_BYTES_FREE", 8 * len(content))
+    monkeypatch.setattr(files, "EXPANSION_MAX", 10)
+    assert sum(1 for _ in files.text_lines(path)) == 8 * content.count(b"\n")
+    monkeypatch.setattr(files, "EXPANDED_BYTES_FREE", 8 * len(content) - 1)
+    with pytest.raises(ConfigError, match=r"trace expands to more than \d+ bytes; allowed: \d+, or 10 times its size"):
+        sum(1 for _ in files.text_lines(path))
+
+
+def test_what_is_kept_and_what_is_written_has_a_limit(tmp_path, monkeypatch):
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    lines = [{"timestamp": n, "input_length": 640, "hash_runs": [[0, 10]]} for n in range(4)]
+    written(folder / "a.jsonl", lines)
+    session = {"block_size": 64, "requests": [{"t": n, "in": 640, "out": 1, "hash_runs": [[0, 10]]} for n in range(4)]}
+    sessions = written(tmp_path / "sessions", [session])
+    texts = written(tmp_path / "texts", [{"timestamp": n, "input": "a b c d e f g h i j"} for n in range(4)])
+    for path in (folder, sessions, texts):
+        for module in (ids_module, sessions_module, packed_module):
+            monkeypatch.undo()
+            limits = {"HELD_BLOCKS_MAX": 40, "SESSION_BLOCKS_MAX": 40, "ACCESSES_MAX": 40}
+            for name in limits.keys() & vars(module).keys():
+                if name == "SESSION_BLOCKS_MAX" and path != sessions:
+                    continue
+                monkeypatch.setattr(module, name, 40)
+                assert len(pack(open_trace(path, Reading(block_tokens=64 if path != texts else 1)))) == 4
+                monkeypatch.setattr(module, name, 39)
+                with pytest.raises(ConfigError, match=r"40 blocks .*; allowed: (at most )?39"):
+                    pack(open_trace(path, Reading(block_tokens=64 if path != texts else 1)))
+
+
+def test_a_request_has_so_many_blocks_and_tokens_at_most(tmp_path):
+    most = ids_module.REQUEST_BLOCKS_MAX
+    line = {"timestamp": 0, "input_length": 1 << 30, "output_length": 1}
+    for blocks in ({"hash_runs": [[0, most], [0, 1]]}, {"hash_ids": [0] * (most + 1)}):
+        with pytest.raises(
+            ConfigError, match=f"line 1: hash_(runs|ids) has {most + 1} blocks; allowed: at most {most}"
+        ):
+            open_trace(written(tmp_path / "trace", [{**line, **blocks}]))
+    assert len(pack(open_trace(written(tmp_path / "trace", [{**line, "hash_runs": [[0, most]]}]))).ids) == most
+    stored = {"type": "BlockStored", "token_ids": [], "block_size": (1 << 31) - 1, "parent_block_hash": None}
+    events = written(tmp_path / "events", [{"ts": 1.0, "events": [{**stored, "block_hashes": [1, 2]}]}])
+    with pytest.raises(ConfigError, match="line 1: prompt of 4294967294 tokens; allowed: at most 2147483647"):
+        pack(open_trace(events))

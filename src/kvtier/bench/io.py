@@ -33,7 +33,7 @@ SIZES = (32 << 20, 4 << 20, 512 << 10, 64 << 10)
 SIZE_LEAST, SIZE_MOST = 4096, 256 << 20
 TIERS = ("directory", "disk")
 QUICK_S = 120.0
-"""Deadline of a run without options; what has begun by then ends within a minute on a drive of 50 MB/s."""
+"""Deadline of a run without options; what has begun by then ends within a minute on a drive of 40 MB/s."""
 CEILING = "fio psync, direct=1, buffers in huge pages, as many jobs as threads"
 BUFFERED = "fio psync, buffered (the file system has no direct I/O), as many jobs as threads"
 
