@@ -142,7 +142,7 @@ def test_another_programs_file_that_grows_does_not_empty_the_cache(device: Devic
                 other.write(bytes(1 << 19))
             assert write(tier, number)
             assert is_right(tier, number)
-            assert tier.used_bytes >= before, "no segment is given back"
+            assert tier.used_bytes > before - SEGMENT_BYTES, "no segment is given back"  # blocks of ext4's own may be
             before = tier.used_bytes
     assert SEGMENT_BYTES < before < IMAGE_BYTES - foreign.stat().st_size
     held = sum(tier.contains([object_name(number) for number in range(400)]))
