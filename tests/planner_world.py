@@ -81,7 +81,10 @@ class Answer:
 
 
 class World:
-    """An engine, and a tier that holds every prompt. Requests do not slow down each other's computing."""
+    """An engine, and a tier that holds every prompt. Requests do not slow down each other's computing, unless `is_one`:
+    then the engine computes one prompt at a time, first come, first served, and what a request would have taken without
+    loads is counted behind those before it.
+    """
 
     def __init__(
         self,
@@ -91,7 +94,13 @@ class World:
         groups: Sequence[Validity] = (History(),),
         threads: int = 4,
         slots: int = 64,
+        is_one: bool = False,
     ) -> None:
+        self._is_one = is_one
+        self.free_s = 0.0
+        """When the engine has computed all prompts that are ready."""
+        self.free_without_s = 0.0
+        """The same without loads."""
         self.costs = costs
         self.tier = Tier(speeds, threads)
         self.planner = Planner(step_tokens=STEP_TOKENS)
@@ -128,6 +137,9 @@ class World:
     def ask(self, tokens: int, *prompts: str, known: int | None = None) -> list[Answer]:
         """Prompts of `tokens`, by default a new one, asked at once; the tier holds `known` (default: all it can)."""
         asked = [self._begin(tokens, name, known) for name in prompts or (f"prompt {next(self._numbers)}",)]
+        return self._until_answered(asked)
+
+    def _until_answered(self, asked: list[Answer]) -> list[Answer]:
         while self._open:
             self._step()
         self.cache.check()
@@ -135,6 +147,11 @@ class World:
         self._run_until(self.now_s)
         self.answers += asked
         return asked
+
+    def ask_together(self, tokens: Sequence[int], name: str) -> list[Answer]:
+        """Prompts of these lengths at once, each a new one."""
+        asked = [self._begin(each, f"{name} {number}", None) for number, each in enumerate(tokens)]
+        return self._until_answered(asked)
 
     def wait(self, seconds: float) -> None:
         """Nobody asks for a while."""
@@ -149,8 +166,13 @@ class World:
         self._settle()
         if lookup.presence is Presence.PROBING:
             lookup = self.cache.lookup(request, prefix, self.now_s)
-        plan = self.planner.plan(lookup, tokens, now_s=self.now_s)
-        answer = Answer(request, tokens, plan, self.now_s, self.compute_s(tokens, 0), self._best_s(chunks, tokens))
+        ahead_s = max(0.0, self.free_s - self.now_s)
+        plan = self.planner.plan(lookup, tokens, ahead_s=ahead_s, now_s=self.now_s)
+        recompute_s = self.compute_s(tokens, 0)
+        if self._is_one:
+            self.free_without_s = max(self.free_without_s, self.now_s) + recompute_s
+            recompute_s = self.free_without_s - self.now_s
+        answer = Answer(request, tokens, plan, self.now_s, recompute_s, self._best_s(chunks, tokens))
         if plan.tokens:
             places = [
                 Place(index, chunk, (chunk,))
@@ -181,6 +203,10 @@ class World:
 
     def _compute(self, answer: Answer) -> None:
         answer.ttft_s = answer.load_s + self.compute_s(answer.tokens - answer.loaded, answer.loaded)
+        if self._is_one:
+            waits_s = max(0.0, self.free_s - self.now_s)
+            answer.ttft_s += waits_s
+            self.free_s = answer.start_s + answer.ttft_s
         at = answer.loaded
         while at < answer.tokens:
             tokens = min(STEP_TOKENS, answer.tokens - at)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from tests.mutants import Mutant, Patch, assert_found, blind_checks
 
-from kvtier.core import asking, boundary, cache, debts, health, host, lower, traffic, work
+from kvtier.core import asking, boundary, cache, debts, health, host, lower, patience, traffic, work
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import State, Window
 from kvtier.sim import engine
@@ -222,6 +222,16 @@ def what_has_been_gained_may_be_lost_again(patch: Patch) -> None:
         self.lowest_regret_s = 0.0
 
     patch.setattr(work.Load, "advanced", advanced)
+
+
+@mutant
+def the_time_in_which_the_engine_is_busy_is_charged(patch: Patch) -> None:
+    patch.setattr(patience.Patience, "cut_s", lambda self, lowest_s, saved_s: lowest_s + saved_s + self.allowance_s)
+
+
+@mutant
+def the_time_in_which_the_engine_is_busy_is_given_anew_with_each_chunk(patch: Patch) -> None:
+    patch.setattr(patience.Patience, "regret_s", lambda self, elapsed_s, saved_s: elapsed_s - saved_s)
 
 
 @mutant

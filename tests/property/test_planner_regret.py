@@ -10,7 +10,7 @@ from tests.planner_world import STEP_TOKENS, Speed, World
 
 from kvtier.core.boundary import chunk_end, needed_chunks
 from kvtier.core.patience import Patience
-from kvtier.core.planner import ACCOUNT_START_S, REST_S_MAX, SAVED_SHARE, SLACK, SLACK_S_MIN, Planner
+from kvtier.core.planner import ACCOUNT_START_S, COMPUTED_SHARE, REST_S_MAX, SAVED_SHARE, SLACK, SLACK_S_MIN, Planner
 from kvtier.core.prefill import Costs, Piece, Prefill
 from kvtier.layout import History, State, Validity, Window
 from kvtier.types import Link, LoadDone, Lookup, Offer, Place, Presence, RequestId
@@ -53,12 +53,18 @@ def changing(draw: st.DrawFn, slowest: float = 0.01) -> list[Speed]:
     per_token_s=st.floats(0, 0.2),
     per_pair_s=st.floats(0, 0.01),
     resident=st.integers(0, 12),
+    free_s=st.sampled_from([0.0, 0.5, 3.0]),
 )
 def test_a_load_costs_no_more_than_the_best_moment_to_stop_it(
-    arrivals: Sequence[float], allowance_s: float, per_token_s: float, per_pair_s: float, resident: int
+    arrivals: Sequence[float],
+    allowance_s: float,
+    per_token_s: float,
+    per_pair_s: float,
+    resident: int,
+    free_s: float,
 ) -> None:
     """Whatever comes when: against all moments, the one before it began among them."""
-    patience = Patience(allowance_s, per_token_s, per_pair_s)
+    patience = Patience(allowance_s, per_token_s, per_pair_s, free_s)
     core, prefix = Driver(slots=64), prefix_of("abcdefghij"[: len(arrivals)])
     tokens = len(arrivals) * CHUNK
     resident = min(resident, tokens - 1)
@@ -70,7 +76,7 @@ def test_a_load_costs_no_more_than_the_best_moment_to_stop_it(
     places = [place for place in places if chunk_end(prefix, place.chunk) > resident]
     core.cache.load(RequestId("r"), prefix, tokens, places, core.now_s, resident_tokens=resident, patience=patience)
     core._take()
-    best_s = patience.saved_s(resident, tokens)  # what computing everything would take
+    best_s = free_s + patience.saved_s(resident, tokens)  # what computing everything would take, after the others
     here = set(range(resident // CHUNK))
     due = sorted((arrivals[place.chunk], prefix.keys[place.chunk], place.chunk) for place in places)
     while not (done := core.loaded()):
@@ -82,12 +88,12 @@ def test_a_load_costs_no_more_than_the_best_moment_to_stop_it(
             core.run(links=[Link.SCATTER])
             here.add(chunk)
             reached = next(number for number in range(len(arrivals) + 1) if number not in here) * CHUNK
-            best_s = min(best_s, core.now_s + patience.saved_s(max(reached, resident), tokens))
+            best_s = min(best_s, max(core.now_s, free_s) + patience.saved_s(max(reached, resident), tokens))
         else:
             core.now_s = cut_s
             core.cache.tick(cut_s)
             core._take()
-    took_s = core.now_s + patience.saved_s(max(done[0].tokens, resident), tokens)
+    took_s = max(core.now_s, free_s) + patience.saved_s(max(done[0].tokens, resident), tokens)
     assert took_s <= best_s + allowance_s + EPSILON_S
     assert done[0].was_cut == (done[0].tokens < tokens)
 
@@ -118,6 +124,34 @@ def test_a_tier_that_changes_costs_what_was_set_aside_at_most(
         set_aside_s += SLACK * world.compute_s(answer.tokens - answer.loaded, answer.loaded)
         overdraft_s = max(overdraft_s, allowance_s)
     assert lost_s <= before_s + ACCOUNT_START_S + SAVED_SHARE * saved_s + set_aside_s + overdraft_s + EPSILON_S
+
+
+bursts = st.lists(
+    st.tuples(st.lists(powers(512, 30_000).map(int), min_size=1, max_size=8), st.floats(0, 20)), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(costs, changing(), bursts, threads)
+def test_an_engine_that_computes_all_prompts_is_kept_waiting_no_longer_than_was_set_aside(
+    engine: Costs, speeds: Sequence[Speed], asked: Sequence[tuple[Sequence[int], float]], count: int
+) -> None:
+    """Prompts arrive together. Links stall in the middle, get slower or come back; loads fail together."""
+    world = World(engine, speeds, threads=count, slots=512, is_one=True)
+    world.teach()
+    set_aside_s = world.planner.snapshot()["account_s"] + ACCOUNT_START_S
+    for number, (together, pause_s) in enumerate(asked):
+        world.ask_together(together, f"burst {number}")
+        world.wait(pause_s)
+        overdraft_s = 0.0
+        for answer in world.answers[-len(together) :]:
+            recompute_s = world.compute_s(answer.tokens, 0)
+            patience = answer.plan.patience
+            set_aside_s += (SLACK + COMPUTED_SHARE + FIT) * recompute_s + CUT_S + engine.per_step_s
+            set_aside_s += SAVED_SHARE * (recompute_s - world.compute_s(answer.tokens - answer.loaded, answer.loaded))
+            overdraft_s = max(overdraft_s, patience.allowance_s if patience is not None else 0.0)
+        lost_s = max(0.0, world.free_s - world.free_without_s)
+        assert lost_s <= set_aside_s + overdraft_s + EPSILON_S
 
 
 @settings(deadline=None)

@@ -153,6 +153,17 @@ def test_what_all_is_here_is_one_offer() -> None:
     assert offers(core, "r", prefix, 5 * CHUNK) == [(6 * CHUNK, "host", 0.01)]
 
 
+def test_copies_to_the_engine_that_wait_for_their_turn_come_first() -> None:
+    core, first, second = Driver(slots=64, scatters=2), prefix_of("abcdef"), prefix_of("xyz")
+    for prefix in (first, second):
+        core.store("s", prefix)
+        core.run()
+    paced(core, host_s=0.01)
+    core.load("other", first)
+    assert len(core.going(Link.SCATTER)) == 2
+    assert offers(core, "r", second) == [(3 * CHUNK, "host", 0.09)]
+
+
 def test_while_a_tier_is_asked_there_is_no_offer() -> None:
     core, prefix = Driver(slots=64), prefix_of("ab")
     core.store("s", prefix_of("a"))
@@ -371,3 +382,17 @@ def test_what_arrives_after_a_cut_is_kept() -> None:
     for transfer in core.going(Link.PROMOTE):
         core.answer(transfer, Outcome.DONE)
     assert core.lookup("again", prefix).ready_tokens == 2 * CHUNK
+
+
+def test_the_time_in_which_the_engine_is_busy_costs_nothing() -> None:
+    core, prefix = filled("abcd")
+    load(core, prefix, Patience(1.0, 0.25, free_s=3.0))
+    assert core.cache.next_deadline() == pytest.approx(4.0)
+    core.wait(2.5)
+    promote(core, 1)  # gained a second, and no time was lost yet: the lowest regret is -1
+    assert core.cache.next_deadline() == pytest.approx(4.0)
+    core.wait(1.0)
+    promote(core, 1)  # half a second was lost, and two are gained
+    assert core.cache.next_deadline() == pytest.approx(4.5)
+    core.wait(1.0)
+    assert core.loaded() == [LoadDone(RequestId("r"), 8, 16, ((0, 2), (0, 3)), (("disk", 8),), was_cut=True)]

@@ -135,6 +135,32 @@ def test_a_load_whose_first_tokens_are_cheap_to_compute_may_get_to_the_dear_ones
     assert (plan.tokens, plan.is_trial) == (9000, False)
 
 
+def test_the_time_in_which_the_engine_computes_for_others_is_given_to_a_load_that_knows_its_link() -> None:
+    planner, lookup = taught(), lookup_of(offer(900, 0.3, wait_s=0.2))
+    plan = planner.plan(lookup, TOTAL, ahead_s=5.0, now_s=0.0)
+    assert plan.patience is not None
+    assert plan.patience.free_s == 5.0
+    assert plan.patience.allowance_s == pytest.approx(SLACK + RISKS * 0.2, rel=0.01)
+    before_s = planner.snapshot()["account_s"]
+    end(planner, plan, tokens=0, seconds=5.0, now_s=5.0)  # later than expected, but nothing was lost
+    assert planner.snapshot()["account_s"] == before_s
+    assert planner.plan(lookup, TOTAL, now_s=5.0).tokens == 900  # so the place does not rest
+
+
+def test_a_prompt_is_not_computed_while_those_that_come_meanwhile_would_wait_for_it() -> None:
+    planner, first = taught(), lookup_of(offer(2000, 0.5))
+    lookup = lookup_of(offer(900, 1.1))
+    assert planner.plan(lookup, TOTAL, now_s=0.0).is_trial
+    plan = planner.plan(first, 2010, now_s=0.0)
+    planner.begun(plan, 0.0)
+    behind = planner.plan(lookup, TOTAL, now_s=0.0)
+    assert (behind.tokens, behind.is_trial) == (900, False)
+    assert planner.plan(lookup, TOTAL, beside_s=0.0, now_s=0.0).tokens == 0  # the engine computes both at a time
+    assert planner.plan(lookup, TOTAL, now_s=0.6).tokens == 0  # the first is late, and nobody knows when it comes
+    planner.dropped(plan)
+    assert planner.plan(lookup, TOTAL, now_s=0.0).is_trial
+
+
 def test_no_more_is_lent_than_a_load_may_bring() -> None:
     plan = taught().plan(lookup_of(offer(900, 0.4, wait_s=0.3)), TOTAL, now_s=0.0)
     assert plan.patience is not None
@@ -165,11 +191,11 @@ def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
     first = planner.plan(lookup, TOTAL, now_s=0.0)
     planner.begun(first, 0.0)
     second = planner.plan(lookup, TOTAL, now_s=0.0)
-    assert second.free_s == pytest.approx(0.9, rel=0.01)
+    assert second.spared_s == pytest.approx(0.9, rel=0.01)
     assert second.patience is not None
     assert second.patience.allowance_s == pytest.approx(SLACK + 0.9, rel=0.01)
     planner.dropped(first)
-    assert planner.plan(lookup, TOTAL, now_s=0.0).free_s == 0.0
+    assert planner.plan(lookup, TOTAL, now_s=0.0).spared_s == 0.0
 
 
 # ---- the account -----------------------------------------------------------------------------------------------------

@@ -66,6 +66,16 @@ def test_what_waits_behind_others_is_computed_and_nobody_is_much_later_for_it():
     assert wise.ttft.p99_s < 0.5 * blind.ttft.p99_s
 
 
+def test_prompts_that_arrive_together_are_loaded_where_that_is_sooner_for_all():
+    # Six at a time want a link that is four times as fast as computing, of which more than its budget is asked.
+    ids = [list(range(100 * turn, 100 * turn + 12 + 4 * (turn % 3))) for turn in range(6)]
+    rows = [(20.0 * (turn // 6), ids[turn % 6], None) for turn in range(60)]
+    tiers = tier("host", 200, bytes_per_s=CHUNK / 0.004), tier("disk", 400)
+    wise, blind = (replayed(rows, *tiers, is_planned=it) for it in (True, False))
+    assert wise.planning.cut_loads == 0
+    assert wise.ttft.mean_s < 1.01 * blind.ttft.mean_s < 0.5 * wise.ttft_without.mean_s
+
+
 @pytest.mark.parametrize("policy", ["through", "back", "selective"])
 def test_write_policies_write_what_they_promise(policy):
     from kvtier.core.limits import WritePolicy

@@ -132,6 +132,7 @@ class Cache:
             host=self._host,
             meters=self._meters,
             loads=self._waiting.loads.values(),
+            scatters=lambda: len(self._waiting.scatters),
             first_tier=self._traffic.first_tier,
         )
 

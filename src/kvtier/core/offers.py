@@ -36,6 +36,7 @@ class Appraiser:
         host: host memory.
         meters: of every place that a load may come from, fastest first; the host's is the way from there to the engine.
         loads: the open loads; asked each time.
+        scatters: how many objects in host memory wait for their copy to the engine.
         first_tier: where the next promotion of an open load that has some left comes from first.
     """
 
@@ -46,6 +47,7 @@ class Appraiser:
         host: Host,
         meters: dict[str, Meter],
         loads: Collection[Load],
+        scatters: Callable[[], int],
         first_tier: Callable[[Load], str],
     ) -> None:
         self._groups = layout.groups
@@ -53,6 +55,7 @@ class Appraiser:
         self._host = host
         self._meters = meters
         self._loads = loads
+        self._scatters = scatters
         self._first_tier = first_tier
 
     def offers(self, asked: Asked, ready: int, tokens: int, now_s: float) -> tuple[Offer, ...]:
@@ -79,7 +82,7 @@ class Appraiser:
         total_bytes, wanted = self._bytes(asked, end)
         queues = self._queues()
         scatter = self._meters[HOST]
-        scatter_first_s, scatter_s = scatter.seconds(total_bytes, scatter.out_bytes, now_s)
+        scatter_first_s, scatter_s = scatter.seconds(total_bytes, queues[HOST], now_s)
         promote_s, wait_s = 0.0, scatter_first_s
         slowest, is_known = HOST, scatter.is_known
         for place, meter in self._meters.items():
@@ -125,6 +128,7 @@ class Appraiser:
         """Bytes that open loads are still to get from each place."""
         queues = {place: meter.out_bytes for place, meter in self._meters.items()}
         mean = sum(group.payload_bytes for group in self._groups) // len(self._groups)
+        queues[HOST] += self._scatters() * mean
         for load in self._loads:
             if load.todo:
                 queues[self._first_tier(load)] += len(load.todo) * mean

@@ -3,21 +3,27 @@
 The core says what loads would take (`Lookup.offers`), the engine's steps say what computing takes (`prefill`); the plan
 is the least sum. That is a guess about links, and links change. So three things bound what it may cost:
 
-- A load is cut when it no longer pays (`patience`). It may lose `SLACK` of the time that computing everything would
-  take; that much is lost at most on a link that nobody trusts.
+- A load is cut when it no longer pays (`patience`). The time in which the engine computes for others costs it nothing.
+  It may lose `SLACK` of the time that computing everything would take; that much is lost at most on a link that nobody
+  trusts.
 - A link that needs some time before its first byte could never be used so. As long as there is something in the
   planner's account, a load may therefore lose, on top, twice what it is expected to have lost at its worst moment. The
   account gets `COMPUTED_SHARE` of the time that went into computing and a tenth of what loads have saved, and pays for
   what they have lost. A wait behind other loads costs it nothing, as far as the engine would be computing their tokens
-  if it were not for them. So all requests together lose at most that income, what the account had at the
-  start, and what the loads were lent that were open when it ran dry: whatever the links do.
+  if it were not for them. So all requests together lose at most that income, what the account had at the start, and
+  what the loads were lent that were open when it ran dry: whatever the links do. A load on a known link gets no more
+  patience for that wait, which its offer counts already: if the link stalls, the engine must not stall as long.
 - A link that cost a load, or is believed to be slower than computing, rests; then one load tries it again, within
   `SLACK`. The rest doubles with each try that fails, from a second to half a minute, and ends with one that succeeds.
+
+Prompts that arrive together share the engine. While it computes one, those whose loads end meanwhile wait. A plan
+counts the longest of these waits, up to what open loads spare: so a load that is chosen for it makes its request no
+later than without any loads.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import inf, sqrt
 
 from kvtier.core.patience import Patience
 from kvtier.core.prefill import Piece, Prefill
@@ -72,8 +78,11 @@ class Plan:
     """The slowest place that it needs."""
     risk_s: float = 0.0
     """What the load will have lost at its worst moment, if all goes as expected."""
-    free_s: float = 0.0
-    """How long it may wait without being later than if there were no loads at all."""
+    ahead_s: float = 0.0
+    """How long the engine computes for others before it can compute for this one."""
+    spared_s: float = 0.0
+    """What open loads are to spare: so much longer it may wait without being later than if there were no loads at all.
+    """
 
     @property
     def saved_s(self) -> float:
@@ -105,8 +114,8 @@ class Planner:
         self._prefill = Prefill()
         self._account_s = ACCOUNT_START_S
         self._overhead_s = 0.0
-        self._open = 0
-        """Loads that have begun and not ended."""
+        self._open: dict[int, float] = {}
+        """Of each load that has begun and not ended, by its plan's `id`: when its prompt is expected to be ready."""
         self._spared_s = 0.0
         """What computing would take that these are to spare."""
         self._rests: dict[str, _Rest] = {}
@@ -139,7 +148,14 @@ class Planner:
     # ---- plans -----------------------------------------------------------------------------------------------------
 
     def plan(
-        self, lookup: Lookup, total_tokens: int, *, resident_tokens: int = 0, ahead_s: float = 0.0, now_s: float
+        self,
+        lookup: Lookup,
+        total_tokens: int,
+        *,
+        resident_tokens: int = 0,
+        ahead_s: float = 0.0,
+        beside_s: float = inf,
+        now_s: float,
     ) -> Plan:
         """What to do about a prompt. Has no effect.
 
@@ -148,27 +164,36 @@ class Planner:
             total_tokens: of the prompt.
             resident_tokens: those that the engine holds.
             ahead_s: how long the engine will compute for others before it can compute for this one.
+            beside_s: how long until the engine can compute another prompt beside this one; never, by default.
             now_s: the time.
         """
         recompute_s = self.seconds(total_tokens - resident_tokens, resident_tokens)
-        free_s = ahead_s + self._spared_s
-        nothing = Plan(total_tokens, resident_tokens, resident_tokens, recompute_s, recompute_s, free_s=free_s)
+        nothing = Plan(
+            total_tokens,
+            resident_tokens,
+            resident_tokens,
+            recompute_s,
+            recompute_s,
+            ahead_s=ahead_s,
+            spared_s=self._spared_s,
+        )
         offers = [offer for offer in lookup.offers if resident_tokens < offer.tokens <= total_tokens]
         if not offers:
             return nothing
         if not self._is_on:
-            return self._loading(nothing, offers[-1], ahead_s)
-        paying = [self._patient(self._loading(nothing, offer, ahead_s), offer) for offer in offers]
-        best = max([nothing, *(plan for plan in paying if self._is_wise(plan, now_s))], key=lambda plan: plan.saved_s)
+            return self._loading(nothing, offers[-1])
+        paying = [self._patient(self._loading(nothing, offer), offer) for offer in offers]
+        wise = [nothing, *(plan for plan in paying if self._is_wise(plan, now_s))]
+        best = max(wise, key=lambda plan: plan.saved_s - self._holds_up_s(plan, now_s, beside_s))
         longest = paying[-1]
         if longest.tokens > best.tokens and self._is_worth_a_try(longest, best, now_s):
-            return replace(longest, is_trial=True, patience=self._patience(_slack_s(longest)))
+            return replace(longest, is_trial=True, patience=self._patience(_slack_s(longest), ahead_s))
         return best
 
     def begun(self, plan: Plan, now_s: float) -> None:
         """The load of `plan` begins; `ended` or `dropped` follows."""
         self._counts["loads"] += 1
-        self._open += 1
+        self._open[id(plan)] = now_s + plan.ahead_s + plan.load_s
         self._spared_s += plan.recompute_s - plan.compute_s
         self._counts["trials"] += plan.is_trial
         if plan.is_trial:
@@ -180,18 +205,19 @@ class Planner:
         self.dropped(plan)
         if plan.patience is None:
             return
-        regret_s = seconds - plan.patience.saved_s(plan.resident_tokens, done.tokens)
-        self._earn(SAVED_SHARE * max(0.0, -regret_s) - max(0.0, regret_s - plan.free_s - _slack_s(plan)))
+        regret_s = plan.patience.regret_s(seconds, plan.patience.saved_s(plan.resident_tokens, done.tokens))
+        lost_s = max(0.0, regret_s - plan.spared_s - _slack_s(plan))
+        self._earn(SAVED_SHARE * max(0.0, -regret_s) - lost_s)
         self._saved_s -= regret_s
         self._counts["loads_cut"] += done.was_cut
-        if done.was_cut or regret_s > plan.free_s + _slack_s(plan):
+        if done.was_cut or lost_s:
             self._failed(plan, regret_s, now_s)
         elif done.tokens >= plan.tokens:
             self._rests.pop(plan.place, None)
 
     def dropped(self, plan: Plan) -> None:
         """Nobody waits for the load of `plan` any more; nothing is to be learned from it."""
-        self._open -= 1
+        self._open.pop(id(plan), None)
         self._spared_s = self._spared_s - plan.recompute_s + plan.compute_s if self._open else 0.0
 
     def waited(self, seconds: float) -> None:
@@ -212,9 +238,9 @@ class Planner:
 
     # ---- how a plan is made ----------------------------------------------------------------------------------------
 
-    def _loading(self, nothing: Plan, offer: Offer, ahead_s: float) -> Plan:
+    def _loading(self, nothing: Plan, offer: Offer) -> Plan:
         compute_s = self.seconds(nothing.total_tokens - offer.tokens, offer.tokens)
-        load_s = max(0.0, offer.seconds - ahead_s) + self._overhead_s
+        load_s = max(0.0, offer.seconds - nothing.ahead_s) + self._overhead_s
         return replace(nothing, tokens=offer.tokens, compute_s=compute_s, load_s=load_s, place=offer.place)
 
     def _patient(self, plan: Plan, offer: Offer) -> Plan:
@@ -223,9 +249,9 @@ class Planner:
         needed_s = min(RISKS * risk_s, max(LATE * risk_s, plan.saved_s))
         if not offer.is_known:
             unknown_s = min(max(UNKNOWN_S_MIN, COMPUTED_SHARE * plan.recompute_s), UNKNOWN_S_MAX)
-            needed_s = max(needed_s, unknown_s, plan.free_s)
-        lent_s = needed_s if self._account_s > 0 else min(needed_s, plan.free_s)
-        return replace(plan, risk_s=risk_s, patience=self._patience(_slack_s(plan) + lent_s))
+            needed_s = max(needed_s, unknown_s, self._spared_s)
+        lent_s = needed_s if self._account_s > 0 else min(needed_s, self._spared_s)
+        return replace(plan, risk_s=risk_s, patience=self._patience(_slack_s(plan) + lent_s, plan.ahead_s))
 
     def _risk_s(self, start: int, offer: Offer) -> float:
         """First nothing comes; then, perhaps, tokens that are cheaper to compute than to load, before the dear ones."""
@@ -237,14 +263,21 @@ class Planner:
         worst = min(offer.tokens, int(even))
         return offer.wait_s + pace_s * (worst - start) - self._patience(0.0).saved_s(start, worst)
 
-    def _patience(self, allowance_s: float) -> Patience:
-        return Patience(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s)
+    def _patience(self, allowance_s: float, ahead_s: float = 0.0) -> Patience:
+        return Patience(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s, ahead_s)
 
     def _is_wise(self, plan: Plan, now_s: float) -> bool:
         """Whether the load pays, its place does not rest, and its patience is enough for what is expected."""
         rest = self._rests.get(plan.place)
         is_resting = rest is not None and now_s < rest.until_s and _slack_s(plan) <= rest.lost_s
-        return not is_resting and plan.patience is not None and plan.risk_s <= plan.patience.allowance_s
+        return not is_resting and plan.patience is not None and plan.risk_s <= plan.patience.cut_s(0.0, 0.0)
+
+    def _holds_up_s(self, plan: Plan, now_s: float, beside_s: float) -> float:
+        """How long the next prompt that comes waits while this one is computed, within what open loads spare."""
+        begin_s = now_s + plan.ahead_s + plan.load_s
+        ready_s = min((ready_s for ready_s in self._open.values() if ready_s > begin_s), default=inf)
+        again_s = min(begin_s + plan.compute_s, now_s + beside_s)
+        return min(max(0.0, again_s - ready_s), self._spared_s)
 
     def _is_worth_a_try(self, plan: Plan, best: Plan, now_s: float) -> bool:
         """Whether the place has rested, no load tells how it is, and it would bring more than a try may cost."""

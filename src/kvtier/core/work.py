@@ -90,7 +90,7 @@ class Load:
         self.begun_s, self.patience, self.is_alone = now_s, patience, is_alone
         self.run = self.resident_tokens // self.prefix.chunk_tokens
         if patience is not None:
-            self.cut_s = now_s + patience.allowance_s
+            self.cut_s = now_s + patience.cut_s(0.0, 0.0)
 
     def advanced(self, groups: int, now_s: float) -> None:
         """Something was delivered to a load whose every chunk is of use when those before it are there."""
@@ -101,8 +101,9 @@ class Load:
         # What comes after the cut has come too late, though nobody may have looked at the clock since.
         if self.patience is not None and self.run > before and now_s < self.cut_s:
             saved_s = self.patience.saved_s(self.resident_tokens, self.run * self.prefix.chunk_tokens)
-            self.lowest_regret_s = min(self.lowest_regret_s, now_s - self.begun_s - saved_s)
-            self.cut_s = self.begun_s + self.lowest_regret_s + saved_s + self.patience.allowance_s
+            regret_s = self.patience.regret_s(now_s - self.begun_s, saved_s)
+            self.lowest_regret_s = min(self.lowest_regret_s, regret_s)
+            self.cut_s = self.begun_s + self.patience.cut_s(self.lowest_regret_s, saved_s)
 
     def _has(self, chunk: int, groups: int) -> bool:
         for group in range(groups):  # noqa: SIM110  `all` would make a generator for every object that comes

@@ -7,7 +7,7 @@ for a prefill; then the prompt's chunks are stored. The engine's own prefix cach
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
@@ -181,7 +181,14 @@ class Node:
         job.found, job.planned_s, job.ahead_s = answer.tokens, self._agenda.now_s, self.backlog_s()
         if not answer.tokens:
             return
-        job.plan = self._planners[job.planner].plan(answer, job.input_tokens, ahead_s=job.ahead_s, now_s=job.planned_s)
+        others_s = nsmallest(2, self._free_s)[1:]
+        job.plan = self._planners[job.planner].plan(
+            answer,
+            job.input_tokens,
+            ahead_s=job.ahead_s,
+            beside_s=max(0.0, min(others_s, default=math.inf) - job.planned_s),
+            now_s=job.planned_s,
+        )
         self.tally.skipped_tokens += answer.tokens - job.plan.tokens
         job.best_s = best_split(
             self._arrivals_s(job.prefix, answer.tokens // job.prefix.chunk_tokens),

@@ -195,7 +195,8 @@ class Engine:
                     blocks[index, chunk] = self._world.new_block(None)
         patience = None
         if self._scenario.mode is not Mode.QUIET and dice.random() < 0.3:
-            patience = Patience(dice.uniform(0, 0.1), dice.uniform(0, 0.01), dice.uniform(0, 0.001))
+            free_s = max(0.0, dice.uniform(-0.05, 0.05))
+            patience = Patience(dice.uniform(0, 0.1), dice.uniform(0, 0.01), dice.uniform(0, 0.001), free_s)
         now_s = self._world.now_s
         ticket = job.load = Ticket(job.prefix, now_s, blocks, tokens, resident, patience)
         self._world.note(f"load {job.request} {tokens} past {resident} {patience}: {sorted(blocks)}")

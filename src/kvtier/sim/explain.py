@@ -117,8 +117,10 @@ class Log:
         """(place, session) of what evictors are still to hear."""
         self._back_due: set[tuple[str, Way]] = set()
         self._faults_in_a_row: defaultdict[tuple[str, Way], int] = defaultdict(int)
-        self._troubled: set[tuple[str, Way]] = set()
-        """What has failed or was late since its last notice."""
+        self._troubled_s: dict[tuple[str, Way], float] = {}
+        """When it failed or was late last."""
+        self._noticed_s: dict[tuple[str, Way], float] = {}
+        """When its last notice came. Notices of several answers come together."""
         self.incident_counts: defaultdict[str, int] = defaultdict(int)
         slots = min(world.scenario.slots)
         self._tier_most = max(1, slots // (4 * max(1, len(world.scenario.tiers))))
@@ -250,7 +252,7 @@ class Log:
         is_in_time = self._world.now_s < deadline_s
         which: tuple[str, Way] = (tier, way)
         if is_fault or not is_in_time:
-            self._troubled.add(which)
+            self._troubled_s[which] = self._world.now_s
         if not is_fault:
             self._faults_in_a_row[which] = 0
             if is_in_time and which in self.down:
@@ -275,11 +277,11 @@ class Log:
                 self._unusable_s[notice.tier] = self._world.now_s
             self.down.discard(which)
             self._back_due.discard(which)
-        elif which not in self._troubled:
+        elif self._troubled_s.get(which, -inf) < self._noticed_s.get(which, 0.0):
             raise Violation(f"{notice}, and no such operation has failed or was late")
         else:
             self.down.add(which)
-        self._troubled.discard(which)
+        self._noticed_s[which] = self._world.now_s
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
@@ -388,12 +390,12 @@ class Log:
         for flight in self.flights.values():
             transfer = flight.transfer
             if transfer.tier and now_s >= transfer.deadline_s:
-                self._troubled.add((transfer.tier, WAYS[transfer.link]))
+                self._troubled_s[transfer.tier, WAYS[transfer.link]] = now_s
                 if transfer.link is Link.PROMOTE:
                     self._unusable_s[transfer.tier] = now_s
                 self._incidents[transfer.key, transfer.group] = now_s
         overdue = [question.probe for question in self.questions.values() if now_s >= question.probe.deadline_s]
-        self._troubled.update((probe.tier, "read") for probe in overdue)
+        self._troubled_s.update(((probe.tier, "read"), now_s) for probe in overdue)
 
     # ---- after each step -------------------------------------------------------------------------------------------
 

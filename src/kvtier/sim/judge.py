@@ -156,12 +156,13 @@ class WorldJudge:
         lowest_s = end_s = 0.0
         is_over_due = False
         for time_s, (key, group) in [*arrivals, (self._world.now_s, (ChunkKey(b""), 0))]:
-            end_s = ticket.start_s + lowest_s + patience.allowance_s + self._worth(ticket, here)
+            end_s = ticket.start_s + patience.free_s + lowest_s + patience.allowance_s + self._worth(ticket, here)
             if time_s >= end_s - ROUNDING_S:
                 is_over_due = True
                 break
             here[group].add(key)
-            lowest_s = min(lowest_s, time_s - ticket.start_s - self._worth(ticket, here))
+            costly_s = max(0.0, time_s - ticket.start_s - patience.free_s)
+            lowest_s = min(lowest_s, costly_s - self._worth(ticket, here))
         _expect(is_over_due or not done.was_cut, "not to be cut while it pays", done)
         latest_s = end_s + self._scenario.device_s[1] + SLACK_S
         _expect(job.released_s is not None or self._world.now_s <= latest_s or not is_over_due, "to be cut", done)
