@@ -12,6 +12,7 @@ from tests.unit.test_replay_tiers import BLOCK, CHUNK, Listed, agents, hits, rep
 
 from kvtier.cli.main import run
 from kvtier.cli.replay_ending import interruptible
+from kvtier.replay import journal
 from kvtier.replay.comparing import sweep_tiers
 from kvtier.replay.cost import Prefill
 from kvtier.replay.curves import Task, sweep
@@ -242,7 +243,9 @@ def test_several_tiered_replays_that_are_broken_off_go_on_where_they_stood(capsy
     assert json.loads(out) == whole[:1]
     assert "Broken off: 1 of 2 replays" in err
     # What is kept is not done again: the mark is found in the outcome.
-    keep.write_text(keep.read_text().replace('"convoys": ', '"convoys": 9'))
+    entry = json.loads(keep.read_text().replace('"convoys": ', '"convoys": 9'))
+    entry["checksum"] = journal._checksum(entry["task"], entry["outcome"])
+    keep.write_text(f"{json.dumps(entry)}\n")
     assert run([*arguments, "--keep", str(keep)]) == 0
     again = json.loads(capsys.readouterr().out)
     assert [str(it["convoys"]) for it in again] == [f"9{whole[0]['convoys']}", str(whole[1]["convoys"])]
