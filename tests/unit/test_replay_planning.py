@@ -291,7 +291,7 @@ def test_what_is_under_way_tells_of_its_requests_so_far_and_is_not_kept(jobs, tm
 
 def test_a_tiered_report_holds_the_pictures_and_every_table(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "new" / "report.html"
+    path = tmp_path / "report.html"
     tiers = (
         "--tier",
         "host=1GiB",
