@@ -112,3 +112,29 @@ def test_one_flipped_bit_on_disk_is_a_miss_that_heals(tmp_path):
     assert looked_up(third.session, "d", prefix).tokens == tokens
     assert loaded(third.session, "d", prefix, tokens, load_places(tokens)).tokens == tokens
     third.session.close()
+
+
+def test_a_forked_child_of_an_engine_ends_without_a_trace(tmp_path):
+    """As a worker that a server forks: it closes what it inherited, and the engine goes on."""
+    source, target = Engine(200, seed=7), Engine(200, seed=8)
+    kv = opened(tmp_path / "kv", source)
+    prefix = prefix_of(CHUNKS, kv.root)
+    assert stored(kv.session, "s", prefix, places_of(range(CHUNKS))).held
+    child = os.fork()
+    if child == 0:
+        try:
+            kv.session.close(1.0)
+        finally:
+            os._exit(0)
+    ended = time.monotonic() + 60.0
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < ended, "the child hangs"
+        time.sleep(0.02)
+    assert stored(kv.session, "t", prefix_of(CHUNKS, kv.root, seed=1), places_of(range(CHUNKS))).held
+    assert len(list((tmp_path / "kv" / "drafts").glob("*.lock"))) == 1
+    assert kv.session.close().flushed
+    kv = opened(tmp_path / "kv", target)
+    found = looked_up(kv.session, "l", prefix)
+    assert loaded(kv.session, "l", prefix, found.tokens, load_places(found.tokens)).tokens == CHUNKS * CHUNK_TOKENS
+    assert target.same(source, load_places(found.tokens))
+    kv.session.close()

@@ -28,6 +28,7 @@ from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
 from kvtier.tier.base import About
 from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.hint import Row, save_hint
 from kvtier.tier.marker import read_marker
 from kvtier.tier.tree import charge_bytes
 from kvtier.types import ObjectName
@@ -332,6 +333,44 @@ def test_a_huge_sparse_object_evicts_nothing(tmp_path):
     tier.close()
 
 
+def test_a_victim_that_has_another_name_is_not_written_over(tmp_path):
+    root = tmp_path / "store"
+    tier = filled(root, 24)
+    for number in range(24):  # as a backup of links does
+        os.link(path_of(root, number), tmp_path / str(number))
+    for number in range(24, 48):
+        assert tier.write(name_of(number), frame_of(number))
+    assert tier.evictions == 24
+    assert all((tmp_path / str(number)).read_bytes() == frame_of(number) for number in range(24))
+    tier.close()
+
+
+def test_a_hostile_index_with_a_good_checksum_costs_nothing(tmp_path):
+    root = tmp_path / "store"
+    filled(root, 20).close()
+    far = 1 << 63
+    rows = [
+        Row(name_of(number), name_of(number), far + number, (number % 3 - 1) * (far - 1), number, number)
+        for number in range(40)
+    ]
+    save_hint(str(root / "index"), rows + rows)
+    for shared in (True, False):
+        tier = DirectoryTier(root, capacity_bytes=CAPACITY, direct_io="off", shared=shared)
+        assert tier.object_count == 20
+        assert tier._index.known_bytes == tier.used_bytes == charged(tier) == 20 * FRAME
+        second = opened(root)  # believes the index
+        for number in range(60, 90):
+            assert second.write(name_of(number), frame_of(number))
+            assert second.used_bytes == charged(second) <= CAPACITY
+        assert all(holds(second, number) for number in range(67, 90))
+        second.close()
+        tier.close()
+        for number in range(60, 90):
+            path_of(root, number).unlink(missing_ok=True)
+        filled(root, 20).close()
+        save_hint(str(root / "index"), rows)
+
+
 @pytest.mark.parametrize("count", [CAPACITY + 4096, (1 << 64) - 4096, (1 << 64) - 1, 4095])
 def test_a_count_that_cannot_be_evicts_nothing(tmp_path, count):
     root = tmp_path / "store"
@@ -394,7 +433,8 @@ def test_a_flipped_bit_in_the_marker_costs_no_object(tmp_path, caplog):
     filled(root, 2).close()
     marker = root / "kvtier-store.json"
     good = marker.read_bytes()
-    for position in random.Random(4).sample(range(8 * len(good)), 120):
+    version = 8 * good.index(b'"version": 1') + 8 * len('"version": ')
+    for position in [*range(version, version + 8), *random.Random(4).sample(range(8 * len(good)), 120)]:
         flipped = bytearray(good)
         flipped[position // 8] ^= 1 << position % 8
         marker.write_bytes(flipped)
