@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from attaching import SMALL, Attach
+from tests.rig import Raise
 from tiny_transformers import _made, batch, gemma3, llama, tokens
 from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -190,6 +191,34 @@ def test_a_session_that_fails_costs_speed_and_no_answer(
     assert len([record for record in caplog.records if "planned" in record.message]) == 1
     assert torch.equal(kv.generate(PROMPT, **GREEDY), plain)
     assert kv.last.restored_tokens == 64, "and it goes on when the session does"
+
+
+def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_served(attached: Attach) -> None:
+    """Each call of ours in the user's thread raises once. What raises inside the model's forward fails that call."""
+    model = llama()
+    longer, _ = batch(tokens(70, 1) + tokens(40, 2))
+    plain = model.generate(longer, **GREEDY)
+
+    def run(site: Any) -> Raise:
+        kv = attached(model, layerwise=True)
+        kv.generate(PROMPT, **GREEDY)
+        assert kv.flush()
+        with Raise(site, KeyError, lambda frame: frame.f_code.co_name in ("generate", "_generate")) as planted:
+            try:
+                assert torch.equal(kv.generate(longer, **GREEDY), plain), planted.where
+            except KeyError as error:
+                assert "planted" in str(error)  # noqa: PT017
+        assert torch.equal(kv.generate(longer, **GREEDY), plain), planted.where
+        assert kv.last.restored_tokens >= 64, planted.where
+        assert kv.flush(), planted.where
+        assert kv.stored.pending_calls == 0
+        kv.close()
+        return planted
+
+    sites = run(None).sites
+    assert len(sites) > 100
+    for site in sites:
+        run(site)
 
 
 @pytest.mark.parametrize("make", [llama, gemma3])

@@ -9,6 +9,7 @@ import pytest
 from tests.vllm_recorded import recorded
 
 from kvtier.config.sections import Config
+from kvtier.connect.vllm import events as events_module
 from kvtier.connect.vllm.courier import Courier
 from kvtier.connect.vllm.events import CPU, STORAGE, Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
@@ -329,6 +330,17 @@ def moves(movements: Movements, *commands) -> None:
     for command in commands:
         movements.submitted(command)
         movements.settled(Settled(command, Outcome.DONE))
+
+
+def test_what_routers_are_not_told_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(events_module, "CHUNKS_MAX", 2)
+    movements = Movements(0)
+    for number in range(5):
+        moves(movements, transfer(Link.GATHER, bytes([number]), number))
+    assert [moved.key for moved in movements.take()] == [b"\x03", b"\x04"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 KV events wait for a step; routers are not told of the oldest"
+    ]
 
 
 def test_routers_hear_what_came_and_what_left():

@@ -64,6 +64,7 @@ class RemoteMover:
         self._last_number = 0
         self._lost = ""
         self._is_closed = False
+        self._has_refused = False
         self._pinged_s: float | None = None
         """When it was asked whether it is there, if it has said nothing since."""
         self._leaving: Callable[[], None] = lambda: None
@@ -90,6 +91,9 @@ class RemoteMover:
                     self._post(Order(self._last_number, command))
                 except WireError as error:
                     refusal = (Outcome.FAILED, str(error))
+                    if not self._has_refused:
+                        self._has_refused = True
+                        logger.warning("%s: %s; a command has failed (this is logged once)", self._name, error)
                 else:
                     self._open[self._last_number] = command
                     return

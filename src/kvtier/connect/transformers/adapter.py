@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -297,7 +298,7 @@ class Attachment:
         is_layerwise = self._layerwise and arguments.get("streamer") is None and not is_compiled(self.model)
         restored = self._guarded(lambda: self._restore(opened, call, is_layerwise=is_layerwise))
         reason = restored if isinstance(restored, str) else ""
-        found = Restored() if isinstance(restored, str) else restored
+        found: Restored = Restored() if isinstance(restored, str) else restored
         del restored
         rest = {name: value for name, value in arguments.items() if name not in _REPLACED}
 
@@ -326,7 +327,10 @@ class Attachment:
         finally:
             unsettled = self._guarded(lambda: opened.restorer.finish(rows, found) or "")
         reason = reason or str(unsettled)
-        report = call.report(output, found, clock, reason)
+        report = self._guarded(partial(call.report, output, found, clock, reason))
+        if isinstance(report, str):
+            self.last = Report(uncached_reason=report)
+            return output
         kept = self._guarded(lambda: self._keep(opened, call, output, cache, report))
         self.last = replace(report, uncached_reason=kept) if isinstance(kept, str) else kept
         return output
@@ -441,6 +445,10 @@ class Attachment:
         """Begin to store the new places of each row; how many there are."""
         opened.waiting.take()
         is_full = opened.waiting.storing_calls >= self._held_calls
+        if is_full:
+            self._say(
+                f"{self._held_calls} calls hold their tensors for stores", "%s (held_calls): no others are stored"
+            )
         count = 0
         for number, (row, (prefix, places)) in enumerate(zip(call.rows, new, strict=True)):
             if is_full:

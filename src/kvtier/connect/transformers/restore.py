@@ -257,11 +257,11 @@ class Restorer:
         try:
             for number in wanted:
                 self._begin(rows[number], number, places[number], tensors, arrivals)
+            arriving = None if arrivals is None else Arriving(self._waiting, arrivals, requests, deadline)
         except BaseException:
             self._waiting.leave(list(requests.values()))
             raise
-        if arrivals is not None:
-            arriving = Arriving(self._waiting, arrivals, requests, deadline)
+        if arriving is not None:
             restored.arriving, restored.columns = arriving, column
             restored.tokens = sum(wanted.values())
             restored.cache = restored_cache(tensors, column, arriving.wait)

@@ -4,6 +4,7 @@ The session's transfers say what came to which place and what left host memory; 
 chunk is. What a shared directory evicts is not known here, so a router takes ``STORAGE`` for a hint, as we do.
 """
 
+import logging
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 from kvtier.connect.vllm.upstream import Request
 from kvtier.runtime.jobs import Settled, Work
 from kvtier.types import ChunkKey, Drop, Link, Outcome, Prefix, Transfer
+
+logger = logging.getLogger(__name__)
 
 CPU, STORAGE = "CPU", "STORAGE"
 """Where KV is, in vLLM's words (`vllm.distributed.kv_events`)."""
@@ -48,7 +51,8 @@ class Movements:
     def __init__(self, group: int) -> None:
         self._group = group
         self._slots: dict[int, ChunkKey] = {}
-        self._moved: deque[Moved] = deque(maxlen=CHUNKS_MAX)
+        self._moved: deque[Moved] = deque()
+        self._has_forgotten = False
 
     def submitted(self, command: Work) -> None:
         """A slot that is given to another object has lost the one before."""
@@ -62,13 +66,13 @@ class Movements:
             return
         if isinstance(command, Drop):
             if command.group == self._group:
-                self._moved.append(Moved(command.key, STORAGE, is_there=False))
+                self._note(command.key, STORAGE, is_there=False)
         elif isinstance(command, Transfer) and command.group == self._group:
             if command.link in (Link.GATHER, Link.PROMOTE):
                 self._slots[command.slot] = command.key
-                self._moved.append(Moved(command.key, CPU, is_there=True))
+                self._note(command.key, CPU, is_there=True)
             elif command.link is Link.DEMOTE:
-                self._moved.append(Moved(command.key, STORAGE, is_there=True))
+                self._note(command.key, STORAGE, is_there=True)
 
     def take(self) -> list[Moved]:
         """What has moved since the last call. Any thread."""
@@ -82,7 +86,15 @@ class Movements:
     def _leave(self, command: Transfer) -> None:
         before = self._slots.pop(command.slot, None) if command.group == self._group else None
         if before is not None:
-            self._moved.append(Moved(before, CPU, is_there=False))
+            self._note(before, CPU, is_there=False)
+
+    def _note(self, key: ChunkKey, medium: str, *, is_there: bool) -> None:
+        if len(self._moved) >= CHUNKS_MAX:
+            self._moved.popleft()
+            if not self._has_forgotten:
+                self._has_forgotten = True
+                logger.warning("%d KV events wait for a step; routers are not told of the oldest", CHUNKS_MAX)
+        self._moved.append(Moved(key, medium, is_there))
 
 
 class Events:
@@ -114,6 +126,7 @@ class Events:
         self._removed = removed
         self._external = external
         self._known: OrderedDict[ChunkKey, Blocks] = OrderedDict()
+        self._has_forgotten = False
 
     def learn(self, request: Request, prefix: Prefix, first: int = 0) -> None:
         """The chunks of a request from number `first` on may soon move."""
@@ -127,6 +140,9 @@ class Events:
             named = tuple(self._external(each) for each in hashes[start:stop])
             self._known[prefix.keys[chunk]] = Blocks(named, parent, array("I", tokens), adapter)
             self._known.move_to_end(prefix.keys[chunk])
+        if len(self._known) > CHUNKS_MAX and not self._has_forgotten:
+            self._has_forgotten = True
+            logger.warning("the blocks of %d chunks are remembered; routers are not told of older ones", CHUNKS_MAX)
         while len(self._known) > CHUNKS_MAX:
             self._known.popitem(last=False)
 
