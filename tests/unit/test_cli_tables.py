@@ -16,29 +16,30 @@ FIGURE = re.compile(r"[^\s()]*\d[^\s()]*")
 LINE = {"timestamp": 0, "input_length": 1 << 15, "output_length": 3, "hash_runs": [[1, 64]], "session_id": "a"}
 
 
-@pytest.fixture(params=[80, 60])
-def drawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """The width of the terminal, and of each table what it was asked to show and what it printed."""
-    monkeypatch.setenv("COLUMNS", str(request.param))
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Of each table and width what it was asked to show and what it printed."""
     terminal, pipe = SimpleNamespace(isatty=lambda: True), SimpleNamespace(isatty=lambda: False)
     monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=terminal, stderr=pipe))
     tables: list[tuple] = []
     draw = render._draw
 
     def watched(columns, rows, title, right):
-        with monkeypatch.context() as inner:
-            inner.setattr(render, "_draw", draw)
-            capsys.readouterr()
-            draw(columns, rows, title, right)
-        tables.append((columns, rows, right, capsys.readouterr().out.splitlines()))
+        for width in (80, 60):
+            with monkeypatch.context() as inner:
+                inner.setattr(render, "_draw", draw)
+                inner.setenv("COLUMNS", str(width))
+                capsys.readouterr()
+                draw(columns, rows, title, right)
+            tables.append((width, columns, rows, right, capsys.readouterr().out.splitlines()))
 
     monkeypatch.setattr(render, "_draw", watched)
-    return request.param, tables
+    return tables
 
 
-def check(width: int, tables: list) -> None:
+def check(tables: list) -> None:
     assert tables
-    for columns, rows, right, lines in tables:
+    for width, columns, rows, right, lines in tables:
         assert max(map(len, lines)) <= width, lines
         for row in rows:
             for place, cell in enumerate(row):
@@ -82,7 +83,7 @@ def test_no_command_breaks_a_figure(command, drawn, store, tmp_path):
     trace.write_text("".join(f"{json.dumps({**LINE, 'timestamp': n * 123_456})}\n" for n in range(9)))
     names = {"TRACE": str(trace), "STORE": str(store)}
     assert run([names.get(it, it) for it in command.split()]) in (0, 1)
-    check(*drawn)
+    check(drawn)
 
 
 def test_no_table_breaks_a_figure(drawn):
@@ -99,6 +100,6 @@ def test_no_table_breaks_a_figure(drawn):
         headings = [
             chance.choice(("tier", "hit rate", "of what is possible", "GB/s", "written tokens")) for _ in rows[0]
         ]
-        drawn[1].clear()
+        drawn.clear()
         render.emit_table(headings, rows, "A title", numeric=numeric)
-        check(*drawn)
+        check(drawn)
