@@ -12,6 +12,8 @@ from tests.unit.test_replay_tiers import BLOCK, CHUNK, Listed, agents, hits, rep
 
 from kvtier.cli.main import run
 from kvtier.cli.replay_ending import interruptible
+from kvtier.core.patience import Patience
+from kvtier.core.planner import Planner
 from kvtier.replay import journal
 from kvtier.replay.comparing import sweep_tiers
 from kvtier.replay.cost import Prefill
@@ -224,11 +226,29 @@ def test_tiers_are_replayed_in_several_ways_side_by_side(capsys):
         (policy, *way) for policy in ("lru+all", "fifo+all") for way in ways
     ]
     assert run([*SEVERAL[:-6], "--policy", "fifo", "--nodes", "2", "--router", "session", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == told[-1]
+    assert {**json.loads(capsys.readouterr().out), "ttft_unplanned": None} == told[-1]  # one alone has that
     assert run([*SEVERAL[:-4], "--jobs", "1"]) == 0
     table = capsys.readouterr().out
     for it in (told[0], told[3]):
         assert re.search(rf"{it['policy'][:-4]} +1 +- +693 +{it['hit_rate']:.4f} ", table), table
+
+
+@pytest.mark.parametrize("is_hasty", [False, True])
+def test_a_planner_that_loses_to_no_planner_is_told_of(is_hasty, capsys, monkeypatch):
+    if is_hasty:  # each load is cut at once
+        monkeypatch.setattr(Patience, "cut_s", lambda patience, lowest_s, saved_s: 1e-6)
+        monkeypatch.setattr(Planner, "_is_wise", lambda planner, plan, now_s: True)
+    one = [*SEVERAL[:8], "--jobs", "1"]
+    assert run([*one, "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert [it in err for it in told["warnings"]] == [True] * is_hasty
+    assert (told["ttft"]["mean_s"] > 1.01 * told["ttft_unplanned"]["mean_s"]) == is_hasty
+    assert run(one) == 0
+    assert re.search(rf"with tiers, no planner +{told['ttft_unplanned']['mean_s']:.3f} ", capsys.readouterr().out)
+    assert run([*one, "--no-planner", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert (alone["ttft"], alone["ttft_unplanned"], alone["warnings"]) == (told["ttft_unplanned"], None, [])
 
 
 def test_several_tiered_replays_that_are_broken_off_go_on_where_they_stood(capsys, tmp_path, monkeypatch):

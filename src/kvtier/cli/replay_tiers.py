@@ -35,25 +35,34 @@ def run_tiers(
     """
     from kvtier.cli.replay import packed_trace
     from kvtier.replay.comparing import sweep_tiers
-    from kvtier.replay.stating import TieredReplay
+    from kvtier.replay.stating import TieredReplay, planner_loses
     from kvtier.trace.describe import describe
 
     setups = _setups(tiers, policies, options)
+    # One way alone is also replayed without the planner, to show what that is worth. Several would take twice as long.
+    twin = replace(setups[0], is_planned=False) if len(setups) == 1 and setups[0].is_planned else None
+    all_setups = setups if twin is None else [*setups, twin]
     model = str(options["model"])
     shown: list[TieredReplay] = []
     for path in traces:
         packed = packed_trace(path, options)
-        with ending.watch(path.name, len(packed) * len(setups)) as (advance, should_stop):
+        with ending.watch(path.name, len(packed) * len(all_setups)) as (advance, should_stop):
             done = sweep_tiers(
-                packed, setups, jobs=options["jobs"], keep=options["keep"], advance=advance, should_stop=should_stop
+                packed, all_setups, jobs=options["jobs"], keep=options["keep"], advance=advance, should_stop=should_stop
             )
+        unplanned = done.pop(twin, None) if twin is not None else None
+        if unplanned is not None and not (unplanned.is_complete and all(it.is_complete for it in done.values())):
+            unplanned = None
         if ending.report is not None:
             what = describe(packed)
             shown += [TieredReplay(description=what, model=model, setup=it, outcome=done[it]) for it in done]
         for setup, outcome in done.items():
-            ending.tell(_as_dict(packed, model, setup, outcome))
+            ending.tell(_as_dict(packed, model, setup, outcome, unplanned))
+            loss = planner_loses(outcome, unplanned) if unplanned is not None else ""
+            if loss:
+                click.echo(f"kvtier: trace {path}: {loss}", err=True)
         if done and not ending.as_json:
-            _print(packed, model, done)
+            _print(packed, model, done, unplanned)
         if ending.was_stopped:
             whole = sum(it.is_complete for it in done.values())
             told = f"{whole} of {len(setups)} replays of {path} are done"
@@ -70,8 +79,12 @@ def run_tiers(
     return ending.end(write, is_list=len(traces) * len(setups) > 1)
 
 
-def _as_dict(packed: "Packed", model: str, setup: "Setup", outcome: "Tiered") -> dict[str, object]:
-    from kvtier.replay.stating import stated
+def _as_dict(
+    packed: "Packed", model: str, setup: "Setup", outcome: "Tiered", unplanned: "Tiered | None"
+) -> dict[str, object]:
+    from kvtier.replay.stating import planner_loses, stated
+
+    loss = "" if unplanned is None else planner_loses(outcome, unplanned)
 
     return {
         "trace": packed.name,
@@ -82,6 +95,8 @@ def _as_dict(packed: "Packed", model: str, setup: "Setup", outcome: "Tiered") ->
         "write_policy": setup.write_policy.value,
         "stated": [it._asdict() for it in stated(setup)],
         **asdict(outcome),
+        "ttft_unplanned": None if unplanned is None else asdict(unplanned.ttft),
+        "warnings": [loss] if loss else [],
     }
 
 
@@ -127,14 +142,14 @@ def _counts(text: str) -> list[int]:
         raise click.UsageError(f"--nodes {text!r}: allowed: whole numbers, with commas between them") from None
 
 
-def _print(packed: "Packed", model: str, done: "dict[Setup, Tiered]") -> None:
+def _print(packed: "Packed", model: str, done: "dict[Setup, Tiered]", unplanned: "Tiered | None") -> None:
     from kvtier.replay.comparing import comparison_table
     from kvtier.replay.stating import stated_table
 
     setup = next(iter(done))
     click.secho(f"{packed.name}: {len(packed):,} requests, {model}, {setup.token_bytes:,.0f} bytes a token", bold=True)
     if len(done) == 1:
-        _print_one(packed, setup, done[setup])
+        _print_one(packed, setup, done[setup], unplanned)
     else:
         click.echo(f"  whole blocks of {packed.block_tokens} tokens; write policy {setup.write_policy.value}")
         click.echo()
@@ -143,13 +158,13 @@ def _print(packed: "Packed", model: str, done: "dict[Setup, Tiered]") -> None:
     _emit(stated_table(setup))
 
 
-def _print_one(packed: "Packed", setup: "Setup", told: "Tiered") -> None:
+def _print_one(packed: "Packed", setup: "Setup", told: "Tiered", unplanned: "Tiered | None") -> None:
     from kvtier.replay.stating import planning_table, tiers_table, ttft_table
 
     nodes = "one node" if told.nodes == 1 else f"{told.nodes:,} nodes, router {setup.router}"
     servers = f"{nodes}, {told.servers} prompts at a time on each"
     click.echo(f"  {servers}; whole blocks of {packed.block_tokens} tokens; {told.hit_rate:.4f} of input tokens loaded")
-    for table in (tiers_table(told), ttft_table(told), planning_table(told)):
+    for table in (tiers_table(told), ttft_table(told, unplanned), planning_table(told)):
         click.echo()
         _emit(table)
 

@@ -20,6 +20,8 @@ _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _SPEEDS = ("read_bytes_per_s", "write_bytes_per_s", "latency_s")
 
 
+PLANNER_MAY_COST = 1.01
+"""A planner that makes the mean time to first token longer than this many times loses to loading whatever is there."""
 _EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared or disk=4xpm1753"
 
 
@@ -214,8 +216,19 @@ def planning_table(told: Tiered) -> Table:
     return Table(title="Load or compute", columns=("", "value"), rows=rows, numeric=1, note=note)
 
 
-def ttft_table(told: Tiered) -> Table:
-    """With and without tiers."""
+def planner_loses(told: Tiered, unplanned: Tiered) -> str:
+    """What to say where the planner makes requests later than loading whatever is there; else nothing."""
+    planned_s, unplanned_s = told.ttft.mean_s, unplanned.ttft.mean_s
+    if planned_s <= PLANNER_MAY_COST * unplanned_s:
+        return ""
+    return (
+        f"the planner loses here: a mean time to first token of {planned_s:.3f} s with it, and {unplanned_s:.3f} s "
+        "with --no-planner"
+    )
+
+
+def ttft_table(told: Tiered, unplanned: Tiered | None = None) -> Table:
+    """With and without tiers; `unplanned` are the same requests where whatever is there is loaded."""
 
     def row(name: str, it: Latency, busy: float) -> tuple[str, ...]:
         return (name, *(f"{value:.3f}" for value in (it.mean_s, it.p50_s, it.p95_s, it.p99_s)), f"{busy:.0%}")
@@ -223,6 +236,7 @@ def ttft_table(told: Tiered) -> Table:
     rows = (
         row("without tiers", told.ttft_without, told.busy_share_without),
         row("with tiers", told.ttft, told.busy_share),
+        *([row("with tiers, no planner", unplanned.ttft, unplanned.busy_share)] if unplanned is not None else []),
     )
     columns = ("time to first token, s", "mean", "p50", "p95", "p99", "prefill busy")
     return Table(title="Time to first token", columns=columns, rows=rows, numeric=5)
