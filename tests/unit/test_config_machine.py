@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_a_place_that_can_not_be_written_is_an_error(tmp_path):
     tmp_path.chmod(0o500)
     assert "cannot be written by this user" in findings(f"directory.path={tmp_path}")[0]
     assert "where it would be made" in findings(f"directory.path={tmp_path / 'kv'}")[0]
+
+
+@pytest.mark.parametrize("tier", ["directory", "disk"])
+def test_a_place_that_all_may_write_to_is_an_error(tmp_path, tier):
+    tmp_path.chmod(0o777)
+    words = f"error: {tier}.path = {tmp_path} .*has mode 0777: every user may write to it"
+    assert [it for it in findings(f"{tier}.path={tmp_path}") if re.match(words, it)]
+    assert not any(it.startswith("error") for it in findings(f"{tier}.path={tmp_path / 'below'}"))
 
 
 def test_a_file_system_that_keeps_no_files_is_an_error():

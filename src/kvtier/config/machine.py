@@ -16,6 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys.secret import SECRET_BYTES
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
 from kvtier.tier.disk_marker import refuse_foreign_ranks
+from kvtier.tier.inside import refuse_public
 from kvtier.tier.marker import DamagedMarkerError, read_marker, refuse_foreign
 
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -110,6 +111,8 @@ def _directory(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         yield reporter.error("directory.path", path, problem)
         return
     try:
+        if nearest == path:
+            refuse_public(path)
         is_store = nearest == path and read_marker(path) is not None
         if not is_store:
             refuse_foreign(path)
@@ -133,6 +136,8 @@ def _disk(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         yield reporter.error("disk.path", path, problem)
         return
     try:
+        if nearest == path:
+            refuse_public(path)
         refuse_foreign_ranks(path)
     except ConfigError as error:
         yield reporter.error("disk.path", path, str(error))

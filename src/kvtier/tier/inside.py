@@ -195,8 +195,8 @@ def set_aside(name: str, directory: int | None = None) -> None:
     logger.warning("%s was of another kind than expected and was renamed to %s", name, aside)
 
 
-def check_private(tier: str, root: Path) -> None:
-    """Refuse a root that every user may write to. Warn once of one that another user owns or a group may write to.
+def refuse_public(root: Path) -> os.stat_result:
+    """Refuse a root that every user may write to; the status of another.
 
     Raises:
         ConfigError: every user may write to it.
@@ -209,6 +209,18 @@ def check_private(tier: str, root: Path) -> None:
             f"root {str(root)!r} has mode {mode:04o}: every user may write to it and replace what is cached; "
             f"allowed: a directory that others cannot write to (chmod o-w {root}), such as a new one below it"
         )
+    return status
+
+
+def check_private(tier: str, root: Path) -> None:
+    """Refuse a root that every user may write to. Warn once of one that another user owns or a group may write to.
+
+    Raises:
+        ConfigError: every user may write to it.
+        OSError: it cannot be looked at.
+    """
+    status = refuse_public(root)
+    mode = stat.S_IMODE(status.st_mode)
     if str(root) in _warned or len(_warned) >= _WARNED_MAX:
         return
     if status.st_uid != os.geteuid():
