@@ -60,7 +60,7 @@ def _the_keeper_tells_once(monkeypatch):
 
 def opened(root, **settings):
     tier = DiskTier(root, capacity_bytes=4 << 20, segment_bytes=1 << 20, sync_interval_s=3600.0, **settings)
-    until_s = time.monotonic() + 20.0
+    until_s = time.monotonic() + 60.0
     while read_status(root) is None or not read_status(root).is_open:
         assert time.monotonic() < until_s, "it tells nothing when it is opened"
         time.sleep(1e-3)

@@ -231,7 +231,7 @@ class Talking:
 
 
 def wait_until(is_so) -> None:
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < until_s
         time.sleep(0.002)
