@@ -55,7 +55,7 @@ PRIVATE_PATH = re.compile(r"""(?<![\w.~/:>})\]*-])/(home|root|Users|work|workspa
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("swallowed", "src/kvtier/runtime/mover.py"): "where errors become outcomes",
-    ("swallowed", "src/kvtier/runtime/session.py"): "after a mistake of ours everything that is open ends",
+    ("swallowed", "src/kvtier/runtime/session.py"): "after a bug in kvtier everything that is open ends",
     ("swallowed", "src/kvtier/runtime/desk.py"): "the session raises what is no `Exception`",
     ("swallowed", "src/kvtier/connect/vllm/courier.py"): "the scheduler's thread raises it",
     ("swallowed", "src/kvtier/runtime/remote.py"): "the rank is lost, which answers what is open",

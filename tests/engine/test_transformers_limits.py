@@ -194,7 +194,7 @@ def test_a_session_that_fails_costs_speed_and_no_answer(
 
 
 def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_served(attached: Attach) -> None:
-    """Each call of ours in the user's thread raises once. What raises inside the model's forward fails that call."""
+    """Each call of kvtier in the user's thread raises once. What raises inside the model's forward fails that call."""
     model = llama()
     longer, _ = batch(tokens(70, 1) + tokens(40, 2))
     plain = model.generate(longer, **GREEDY)

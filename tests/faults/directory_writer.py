@@ -3,8 +3,8 @@
     python directory_writer.py ROOT CAPACITY_BYTES SEED COUNT
 
 Writes, reads and deletes objects of its own and of others; every read must give the bytes that belong to the name. One
-line, `ready`, says that the store is open; stderr gets a dot after each operation; at the end a line of JSON tells what
-happened.
+line, `ready`, means that the store is open; stderr gets a dot after each operation; at the end a line of JSON has the
+counts.
 """
 
 import json

@@ -128,7 +128,7 @@ class Server:
             body = getattr(self, f"_{method}")(node, message[IN.size :])
         except OSError as error:
             code = error.errno or errno.EIO
-        with contextlib.suppress(OSError):  # whoever asked has been killed
+        with contextlib.suppress(OSError):  # the asking process was killed
             os.write(self._device, OUT.pack(OUT.size + len(body), -code, unique) + body)
 
     def _enter(self, call: tuple[str, int]) -> None:

@@ -290,7 +290,7 @@ def test_a_damaged_structure_heals_at_the_next_open_and_under_a_running_tier(tmp
                 tier = opened(root)
             for number in (50, 0):
                 if not tier.write(name_of(number), frame_of(number)) or not holds(tier, number):
-                    tier.delete(name_of(number))  # garbage of a name of ours, which a reader drops
+                    tier.delete(name_of(number))  # garbage under an object's name, which a reader drops
                     assert tier.write(name_of(number), frame_of(number))
                 assert holds(tier, number)
             assert sum(size for _, size in tier.scan()) <= tier.used_bytes <= CAPACITY

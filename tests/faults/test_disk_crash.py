@@ -475,7 +475,7 @@ def test_what_only_looks_like_a_damaged_store_is_left_alone(tmp_path, content):
 
 @pytest.mark.parametrize("generation", [0, 1 << 63, (1 << 64) - 1, (1 << 63) - 1])
 def test_a_generation_out_of_range_stops_nothing(tmp_path, generation):
-    """A head with a sound checksum: it says only that a program wrote it."""
+    """A head with a sound checksum: it proves only that a program wrote it."""
     root = tmp_path / "store"
     small_store(root)
     store_id = parsed((root / MARKER_NAME).read_bytes()).store_id

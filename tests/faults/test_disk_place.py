@@ -74,7 +74,7 @@ def test_a_full_disk_is_an_error_until_there_is_room(small_disk):
 
 
 def test_a_quota_makes_the_cap_what_is_held_until_there_is_room(tmp_path, monkeypatch, caplog):
-    """The file system does not tell of a quota before a file is made. It is logged once, and seldom asked again."""
+    """A quota shows only when a file is made. It is logged once, and seldom tried again."""
     now_s = [0.0]
     monkeypatch.setattr(full.FoundCap.__init__, "__defaults__", (lambda: now_s[0],))
     caplog.set_level("INFO", "kvtier")

@@ -43,7 +43,7 @@ def disk(root: Path) -> Tier:
 
 @contextmanager
 def opened(tier: Tier, engine: Engine, threads: Threads, limits: Limits) -> Iterator[LocalSession]:
-    """A session whose host memory holds nothing yet; all that is owed reaches the tier before it ends."""
+    """A session whose host memory holds nothing yet; all pending writes reach the tier before it ends."""
     session, _, _ = local(engine.copier(), {"below": tier}, slots=64, limits=limits, threads=threads)
     try:
         yield session

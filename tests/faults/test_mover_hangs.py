@@ -93,7 +93,7 @@ def test_a_lane_that_is_stuck_is_logged_once_and_counted(
 
 
 def test_figures_are_left_by_the_tiers_threads_and_one_at_a_time() -> None:
-    """What hangs while it says how full the tier is costs one thread, and no thread that decides."""
+    """A call for the tier's figures that hangs costs one thread, and no thread that decides."""
     callers: list[threading.Thread] = []
     go_on = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The k-th call of ours in the session's thread raises, for every k: everything that was begun ends, and once."""
+"""The k-th call in the session's thread raises, for every k: everything that was begun ends, and once."""
 
 import logging
 from collections import Counter

@@ -254,7 +254,7 @@ def test_without_fio_there_is_no_ceiling(tmp_path, monkeypatch):
 
 
 class Drive:
-    """In place of fio and of both tiers: moves bytes as fast as it is told, by a clock of its own."""
+    """In place of fio and of both tiers: moves bytes at a given speed, by a clock of its own."""
 
     def __init__(self, bytes_per_s):
         self.now_s, self.bytes_per_s = 0.0, bytes_per_s

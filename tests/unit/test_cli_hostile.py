@@ -49,7 +49,7 @@ for line in sys.stdin:
 
 def outcomes(commands):
     """The exit code (None: a traceback, or too late) and what was printed to stderr, of each command."""
-    done = subprocess.run(  # noqa: PLW1510  its output says what went wrong
+    done = subprocess.run(  # noqa: PLW1510  its output shows what failed
         [sys.executable, "-c", CHILD],
         input="".join(f"{json.dumps(it)}\n" for it in commands),
         capture_output=True,
@@ -354,7 +354,7 @@ def test_records_with_anything_in_them_are_read_or_refused(tmp_path):
         commands += users(tmp_path / f"bad{number}")
     check(commands, must_fail=True)
 
-    # What was kept of replays: a run goes on with it, or says what is wrong with it.
+    # What was kept of replays: a run goes on with it, or its error names what is wrong.
     kept = tmp_path / "kept"
     replay = ["replay", str(trace), "--policy", "lru", "--capacity-tokens", "1k", "--jobs", "1", "--keep", str(kept)]
     check([replay], must_fail=False)

@@ -156,7 +156,7 @@ def test_a_prompt_is_not_computed_while_those_that_come_meanwhile_would_wait_for
     behind = planner.plan(lookup, TOTAL, now_s=0.0)
     assert (behind.tokens, behind.is_trial) == (900, False)
     assert planner.plan(lookup, TOTAL, beside_s=0.0, now_s=0.0).tokens == 0  # the engine computes both at a time
-    assert planner.plan(lookup, TOTAL, now_s=0.6).tokens == 0  # the first is late, and nobody knows when it comes
+    assert planner.plan(lookup, TOTAL, now_s=0.6).tokens == 0  # the first is late, and its end is not known
     planner.dropped(plan)
     assert planner.plan(lookup, TOTAL, now_s=0.0).is_trial
 

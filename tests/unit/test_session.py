@@ -260,7 +260,7 @@ def test_a_mistake_of_the_desk_ends_nothing_but_the_cache(monkeypatch, caplog, m
     mistakes = iter([RuntimeError("planted")])
 
     def wrong(*arguments):
-        if all(arguments):  # `_publish` has something to tell
+        if all(arguments):  # `_publish` has an event
             for mistake in mistakes:
                 raise mistake
         return real(*arguments)

@@ -526,7 +526,7 @@ def test_of_users_of_one_system_prompt_the_third_is_given_it(start, is_overlappe
 
 
 def test_a_load_that_was_promised_before_a_mishap_is_reported_too(start, connector_class):
-    """VLLM 0.33 may say that there is room some steps after the lookup; something else goes wrong in between."""
+    """VLLM 0.33 may find room some steps after the lookup; something else raises in between."""
     engine = start(seed=1, blocks=200, is_overlapped=True, defers_loads=True)
     prompt = filled(engine)
     engine.add([7] * 900, 4)

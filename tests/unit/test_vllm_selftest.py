@@ -1,4 +1,4 @@
-"""A vLLM that was never tried is taken only where the result of its test says so: this build, model and layout."""
+"""A vLLM that was never tried is taken only with the result of its test for this build, model and layout."""
 
 import threading
 from dataclasses import replace

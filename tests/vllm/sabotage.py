@@ -55,7 +55,7 @@ def unfenced_copies() -> None:
 
 
 def fail_lookups() -> None:
-    """A mistake of ours where a request is looked up."""
+    """A bug in kvtier where a request is looked up."""
     from kvtier.connect.vllm.scheduler import Scheduler
 
     def fail(*arguments: Any) -> Any:

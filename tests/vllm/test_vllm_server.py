@@ -100,7 +100,7 @@ def test_what_is_refused_is_refused_before_the_weights_are_loaded(
 
 
 def line(level: str, text: str) -> re.Pattern[str]:
-    """A line of ours as vLLM writes its own: process, level, time and file."""
+    """A line of kvtier as vLLM writes its own: process, level, time and file."""
     return re.compile(rf"pid=\d+\) {level} \d\d-\d\d \d\d:\d\d:\d\d \[kvtier/\S+:\d+\] .*{text}")
 
 

@@ -46,7 +46,7 @@ def given(store: Path) -> str:
 
 
 def selftest(store: Path, model: Path) -> tuple[int, str]:
-    """Exit code of the doctor, and what the test says."""
+    """Exit code of the doctor, and the finding of the test."""
     command = [sys.executable, "-m", "kvtier.cli.main", "vllm", "doctor", given(store), "--selftest"]
     command += ["--model", str(model), "--engine-args", " ".join((*SIZES, "--enforce-eager")), "--json"]
     done = subprocess.run(

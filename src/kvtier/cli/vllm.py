@@ -88,7 +88,7 @@ def _has_tier(config: Config) -> bool:
 
 
 def _checked(transfer: dict[str, object], config: Config) -> list[str]:
-    """Compare `transfer` with the vLLM that is installed; what to say when there is none, or one that was never tried.
+    """Compare `transfer` with the vLLM that is installed; notes when there is none, or one that was never tried.
 
     Raises:
         ConfigError: it is not supported, or does not take it.

@@ -282,7 +282,7 @@ def _weights(model: str) -> Iterator[Finding]:
 
 
 def _fingerprint(engine: VllmConfig) -> Fingerprint | Finding:
-    """The fingerprint of an engine; or why it shares KV with nobody."""
+    """The fingerprint of an engine; or why its KV is shared with no other engine."""
     identity = identify(engine, versions.build_of(versions.installed() or ""))
     if identity.is_private:
         found = f"nothing is kept below host memory, and nothing survives the server: {identity.detail}"

@@ -1,11 +1,12 @@
 """How long a load may go on: as long as it pays.
 
 While a load runs, its regret is the time it has taken, less the time that computing the delivered tokens would have
-taken: what would be lost, against computing everything, if it were stopped now. The load is cut when its regret is more
-than `allowance_s` above the lowest it has been. Time counts only from `free_s` on: until then the engine computes for
-others, and a load that ends earlier gains nothing. So the request is never later, by more than the allowance and the
-time that a cut takes, than if the load had been stopped at the best moment of all, the one before it began included.
-This holds whatever the links do. (Page's test for a change of drift, Biometrika 1954, as a rule for stopping.)
+taken. That is what would be lost, against computing everything, if it were stopped now. The load is cut when its regret
+is more than `allowance_s` above the lowest it has been. Time counts only from `free_s` on: until then the engine
+computes for others, and a load that ends earlier gains nothing. So the request is never later, by more than the
+allowance and the time that a cut takes, than if the load had been stopped at the best moment of all, the one before it
+began included. This holds whatever the links do. (Page's test for a change of drift, Biometrika 1954, as a rule for
+stopping.)
 """
 
 from typing import NamedTuple

@@ -4,20 +4,19 @@ The core says what loads would take (`Lookup.offers`), the engine's steps say wh
 is the least sum. That is a guess about links, and links change. So three things bound what it may cost:
 
 - A load is cut when it no longer pays (`patience`). The time in which the engine computes for others costs it nothing.
-  It may lose `SLACK` of the time that computing everything would take; that much is lost at most on a link that nobody
-  trusts.
+  It may lose `SLACK` of the time that computing everything would take. A try of a link that rests may lose no more.
 - A link that needs some time before its first byte could never be used so. As long as there is something in the
   planner's account, a load may therefore lose, on top, twice what it is expected to have lost at its worst moment. The
   account gets `COMPUTED_SHARE` of the time that went into computing and a tenth of what loads have saved, and pays for
   what they have lost. A wait behind other loads costs it nothing, as far as the engine would be computing their tokens
   if it were not for them. So all requests together lose at most that income, what the account had at the start, and
   what the loads were lent that were open when it ran dry: whatever the links do. A load on a known link gets no more
-  patience for that wait, which its offer counts already: if the link stalls, the engine must not stall as long.
+  patience for that wait, which its offer counts already. If the link stalls, the engine must not stall as long.
 - A link that cost a load, or is believed to be slower than computing, rests; then one load tries it again, within
   `SLACK`. The rest doubles with each try that fails, from a second to half a minute, and ends with one that succeeds.
 
 Prompts that arrive together share the engine. While it computes one, those whose loads end meanwhile wait. A plan
-counts the longest of these waits, up to what open loads spare: so a load that is chosen for it makes its request no
+counts the longest of these waits, up to what open loads spare. So a load that is chosen for it makes its request no
 later than without any loads.
 """
 
@@ -81,8 +80,7 @@ class Plan:
     ahead_s: float = 0.0
     """How long the engine computes for others before it can compute for this one."""
     spared_s: float = 0.0
-    """What open loads are to spare: so much longer it may wait without being later than if there were no loads at all.
-    """
+    """What open loads are to spare. It may wait that much longer without being later than without any loads."""
 
     @property
     def saved_s(self) -> float:

@@ -57,7 +57,7 @@ def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> 
     """The secret kept in the file `path`; a random one is made, mode 0600, when the file does not exist.
 
     Any number of processes may race: all get the secret of the one that came first. The new file is forced to the
-    device before it is visible, since a secret lost with the power would make a whole store unreadable.
+    device before it is visible: a secret lost with the power would make a whole store unreadable.
 
     Args:
         path: the file; a link to one is followed, such as those of Kubernetes' secrets.

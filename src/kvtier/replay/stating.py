@@ -217,7 +217,7 @@ def planning_table(told: Tiered) -> Table:
 
 
 def planner_loses(told: Tiered, unplanned: Tiered) -> str:
-    """What to say where the planner makes requests later than loading whatever is there; else nothing."""
+    """A warning where the planner makes requests later than loading whatever is there; else empty."""
     planned_s, unplanned_s = told.ttft.mean_s, unplanned.ttft.mean_s
     if planned_s <= PLANNER_MAY_COST * unplanned_s:
         return ""

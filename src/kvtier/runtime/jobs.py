@@ -115,7 +115,7 @@ class TierView:
         self.figures = Figures()
         """Left by the tier's threads about once a second while there is work for it."""
         self.is_up: bool | None = None
-        """Left by the session: whether it reads the tier. None: no session has said so yet."""
+        """Left by the session: whether it reads the tier. None: no session has left it yet."""
         self.stuck_lanes: Callable[[], int] = lambda: 0
         """How many of the tier's lanes have all their threads in calls that do not return. Does no I/O."""
 

@@ -150,7 +150,7 @@ class Mover:
         )
         self._answers = Answers()
         self._put: Callable[[Settled], None] | None = None
-        """Who takes each answer; None: they wait for `take`."""
+        """Takes each answer; None: answers wait for `take`."""
         self._faults = FaultLog()
         self._dropping: dict[_Object, Job] = {}
         """Drops that have not been answered."""

@@ -42,8 +42,8 @@ RECORDER_DEADLINE_S = 2.0
 """How long a recording may take to be written to its end when a session closes."""
 
 SECRET_GRACE_S = 0.5
-"""How long to wait for a secret whose tier did not open. A tier that hangs has cost its deadline before. The secret of
-one that another process holds, or whose index is large, can be read at once."""
+"""How long to wait for a secret whose tier did not open. A tier that hangs has cost its deadline before. Where another
+process holds the tier, or its index is large, the secret can be read at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Rank:
     down: tuple[str, ...]
     """Names of those that could not be opened yet."""
     close_tiers: Callable[[float], None]
-    """Closes the tiers in threads of their own; waits for at most so many seconds."""
+    """Closes the tiers in threads of their own; waits for at most the given seconds."""
     arena: Arena
 
     def close(self, deadline_s: float) -> None:

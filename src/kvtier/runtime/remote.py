@@ -185,7 +185,7 @@ class RemoteMover:
             except Exception as error:
                 if not isinstance(error, WireError):
                     logger.exception("kvtier has found a mistake of its own; %s is given up", self._name)
-                frames = None  # whatever else it says
+                frames = None  # what else it sends is not read
                 self._lose(f"{type(error).__name__}: {error}", is_gone=False)
         self._lose("its process has ended", is_gone=True)
         with self._lock:
@@ -194,7 +194,7 @@ class RemoteMover:
             os.close(self._process)
 
     def _received(self) -> bytes | None:
-        """What the other side has said: None for silence, nothing at its end."""
+        """Bytes from the other side: None when there are none yet, empty at its end."""
         try:
             data = self._socket.recv(RECV_BYTES)
         except BlockingIOError:

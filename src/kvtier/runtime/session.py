@@ -42,10 +42,10 @@ FLUSH_STEP_S = 0.1
 COUNTED_MAX = 65_536
 
 DOORS_DEADLINE_S = 5.0
-"""How long the mover may take to end after a mistake of ours. Then loads and stores without a running copy fail."""
+"""How long the mover may take to end after a bug has raised. Then loads and stores without a running copy fail."""
 
 COPY_DEADLINE_S = 30.0
-"""How long a load or store waits for its running copy after a mistake of ours. A device that hangs longer is lost."""
+"""How long a load or store then waits for its running copy. A device that hangs longer is lost."""
 
 COPY_STEP_S = 0.05
 
@@ -92,7 +92,7 @@ class LocalSession:
         self._closed: Closed | None = None
         self._is_broken = False
         self._copying: dict[int, RequestId] = {}
-        """After a mistake of ours: copies that the mover may still make, and the request of each."""
+        """After the session was shut: copies that the mover may still make, and the request of each."""
         self._copying_until_s = 0.0
         self._woken = threading.Event()
 
@@ -342,15 +342,15 @@ class LocalSession:
             log = logger.info if event.is_up else logger.warning
             log("tier %s %s", event.tier, event.detail)
 
-    # ---- our own mistakes ------------------------------------------------------------------------------------------
+    # ---- bugs in kvtier ---------------------------------------------------------------------------------------------
 
     def shut(self, error: BaseException) -> None:
-        """Shut the session after a mistake of ours: a guest in the engine's process does not make the engine fail.
+        """Shut the session after a bug in kvtier raised: a guest in the engine's process does not make the engine fail.
 
         The mover ends, then what is open is answered as failed: a copy that runs still touches the engine's blocks.
 
         Args:
-            error: the mistake. It is raised again unless it is an `Exception`.
+            error: what was raised. It is raised again unless it is an `Exception`.
         """
         if self._is_broken:
             logger.warning("kvtier has found another mistake of its own after it was shut down", exc_info=error)
@@ -380,7 +380,7 @@ class LocalSession:
         return False
 
     def _await_copies(self, until_s: float) -> None:
-        """The session is shut: wait until something can be told, at most until `until_s`."""
+        """The session is shut: wait until there is an event, at most until `until_s`."""
         wait_s = max(0.0, until_s - self._clock())
         if not self._copying:
             if not self._events and self._closed is None:

@@ -243,7 +243,7 @@ class RankServer:
             raise WireError(f"{type(message).__name__} is nothing that a core says")
 
     def _drain(self) -> None:
-        """Nothing waits for answers any more, but hanging up says that nothing runs."""
+        """No answers are waited for, but hanging up means that nothing runs: so end the mover first."""
         has_ended = False
         while self._open and not has_ended:
             try:
@@ -261,7 +261,7 @@ class RankServer:
         try:
             self._send(encode(Answer(number, *settled[1:])))
         except Exception:
-            logger.exception("rank %d cannot tell an answer and hangs up", self._rank.number)
+            logger.exception("rank %d cannot send an answer and hangs up", self._rank.number)
             self._mute()
         del self._open[id(settled.command)]
 
@@ -275,7 +275,7 @@ class RankServer:
                 self._mute()  # half a message may be out, so nothing can follow
 
     def _mute(self) -> None:
-        """Say nothing any more. The reader sees the end and withdraws what waits."""
+        """Send nothing any more. The reader sees the end and withdraws what waits."""
         self._is_mute = True
         if self._peer is not None:
             _shut(self._peer, socket.SHUT_RD)

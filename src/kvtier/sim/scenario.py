@@ -24,7 +24,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A stretch of time in which a tier fails at once, or hangs; or only its writes do, as on a full disk."""
+    """A stretch of time in which a tier fails at once, or hangs. Or only its writes do, as on a full disk."""
 
     tier: str
     start_s: float

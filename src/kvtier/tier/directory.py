@@ -155,7 +155,7 @@ class DirectoryTier:
         return self._direct_io
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether it is there as far as this process knows, or (shared) as the directory says.
+        """For each name, whether it is there as far as this process knows, or (shared) whether the directory has it.
 
         Raises:
             TierError: the file system fails, or the store's marker is gone from its place.

@@ -73,8 +73,8 @@ class DiskTier:
 
     Raises:
         ConfigError: a setting is impossible, or `root` cannot be used.
-        TierError: the place failed while it was opened, another process has it, or it holds a store of another version
-            or one that is damaged and that nothing proves to be ours.
+        TierError: the place failed while it was opened; another process has it; it holds a store of another version; or
+            it holds a damaged one that nothing proves to be a store.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class SegmentFiles:
         self._direct_io = direct_io
         self._charges: dict[int, int] = {}
         self._taken: set[int] = set()
-        """Numbers whose names lead to something that is no segment of ours."""
+        """Numbers whose names belong to something else than a segment."""
         self._folder: Descriptor | None = None
         self._root = Descriptor(os.dup(root))
         self._home()

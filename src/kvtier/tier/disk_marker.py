@@ -75,7 +75,7 @@ class Claim:
             raise
 
     def read(self) -> Marker | None:
-        """What the marker says; None when the store is new. A damaged one is made anew from the newest segment's head.
+        """The marker's content; None when the store is new. A damaged one is made anew from the newest segment's head.
 
         Raises:
             UnknownStoreError: it is of an unknown version; or it is damaged, and nothing proves that the directory is
@@ -181,7 +181,7 @@ class Claim:
 
     def _write(self, marker: Marker) -> None:
         told = {
-            "about": "A kvtier disk store. Delete the whole directory while nobody uses it, or purge it with kvtier.",
+            "about": "A kvtier disk store. Delete the whole directory while it is not in use, or purge it with kvtier.",
             "version": VERSION,
             "store_id": marker.store_id.hex(),
             "segment_bytes": marker.segment_bytes,
@@ -232,7 +232,7 @@ def marker_in(folder: int, root: Path) -> Marker | None:
 
 
 def parse_marker(text: bytes, path: Path) -> Marker | str:
-    """What the marker at `path` says, or why it says nothing.
+    """The content of the marker at `path`, or why it has none.
 
     Raises:
         UnknownStoreError: it is of an unknown version. A damaged version is none: its checksum does not match.

@@ -81,7 +81,7 @@ class FoundCap:
 
 
 def is_no_room(error: BaseException | None) -> TypeGuard[OSError]:
-    """Whether `error` says that a file system or a quota has no room."""
+    """Whether `error` is that of a file system or a quota without room."""
     return isinstance(error, OSError) and error.errno in NO_ROOM
 
 

@@ -10,8 +10,8 @@ from kvtier.errors import TierError
 class Gate:
     """`with gate:` around each operation of the tier `tier`; raises `TierError` once it is closed, and in a child.
 
-    A child that was forked shares the open files of its parent, so what it locks, unlocks, writes or removes there is
-    the parent's. In the child the gate is closed from the start.
+    A child that was forked shares the open files of its parent. What it locks, writes or removes there is the parent's.
+    In the child the gate is closed from the start.
     """
 
     def __init__(self, tier: str) -> None:

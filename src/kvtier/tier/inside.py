@@ -1,7 +1,7 @@
 """Opens and makes what lies below a store's root: by descriptor, never through a link, private, regular files only.
 
-The root itself may be a link. The paths that these functions take end in one component below the root at most, or they
-are single names relative to the descriptor of a directory.
+The root itself may be a link. Paths that these functions take end at most one component below the root. Other names are
+single components, relative to the descriptor of a directory.
 """
 
 # Descriptors, and functions that run once per object.
@@ -185,7 +185,7 @@ def _refuse_other_kinds(name: str, status: os.stat_result) -> None:
 
 
 def set_aside(name: str, directory: int | None = None) -> None:
-    """Rename what has the name of one of our files and is of another kind; a link is renamed, not what it leads to.
+    """Rename what has the name of one of our files and is of another kind. A link itself is renamed, not its target.
 
     Raises:
         OSError: it cannot be renamed.
@@ -225,7 +225,7 @@ def check_private(tier: str, root: Path) -> None:
         return
     if status.st_uid != os.geteuid():
         _warned.add(str(root))
-        logger.warning("tier %s: %s belongs to user %d, who may replace what is cached", tier, root, status.st_uid)
+        logger.warning("tier %s: %s belongs to user %d and can be changed by that user", tier, root, status.st_uid)
     elif mode & stat.S_IWGRP:
         _warned.add(str(root))
         logger.warning(

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class UnknownStoreError(ConfigError):
-    """A store of ours that cannot be used: of another version, or with a damaged marker."""
+    """A store that kvtier cannot use: of another version, or with a damaged marker."""
 
 
 class DamagedMarkerError(UnknownStoreError):
@@ -64,7 +64,7 @@ def open_store(root: Path) -> Marker:
     """The marker of the store at `root`, which is made (mode 0700) where there is none and the directory is empty.
 
     Safe when several processes do it at once: all get the same marker. A damaged marker is made anew where everything
-    in the directory has a name of ours: objects say themselves what they are.
+    in the directory has a name of ours: each object's frame holds its own identity.
 
     Raises:
         ConfigError: `root` is a file, holds other things, or an unknown store.
@@ -146,7 +146,7 @@ def _checksum(version: int, store_id: str, created: str) -> str:
 def _new_marker() -> tuple[Marker, bytes]:
     marker = Marker(STORE_VERSION, uuid.uuid4().hex, datetime.now(UTC).isoformat(timespec="seconds"))
     fields = {
-        "about": "A kvtier store. Delete it with `kvtier inspect purge`, or the whole directory while nobody uses it.",
+        "about": "A kvtier store. Delete it with `kvtier inspect purge`, or the whole directory when it is unused.",
         "version": marker.version,
         "store_id": marker.store_id,
         "created": marker.created,

@@ -33,7 +33,7 @@ def write(root: Path, kind: Kind, name: bytes, content: Mapping[str, object]) ->
     Args:
         root: of a store, which is there.
         kind: what it is about.
-        name: at least 8 bytes; the first 8 tell it from others of its kind.
+        name: at least 8 bytes; the first 8 are in the file's name.
         content: what `json` takes.
 
     Raises:
@@ -80,7 +80,7 @@ def _make_room(folder: int, kind: Kind, name: str) -> None:
 
 
 def _content(whole: bytes) -> dict[str, object]:
-    """What a note says.
+    """The content of a note.
 
     Raises:
         ValueError: it is damaged.

@@ -132,7 +132,7 @@ class Room:
     def discard(self, draft: Draft, error: BaseException | None = None) -> None:
         """Remove a draft and give its bytes back: now, or when the lock can next be had. Raises nothing.
 
-        Where `error` says that the file system is full, what is held then is the cap for now.
+        When `error` is that of a full file system, the cap becomes what is held.
         """
         try:
             with self._locked():
@@ -244,7 +244,7 @@ class Room:
         draft = None
         with self._paths.fan(victim) as fan:
             if wanted is not None:
-                # The draft counts what its name says as soon as it has it, so a larger one is counted before.
+                # A draft counts by its name as soon as it has one, so a larger one is counted before.
                 self._ledger.write(used_bytes + max(0, wanted[0] - charge_bytes(there.st_size)))
                 draft = self._recycle(victim.hex(), fan, there.st_size, *wanted)
             if draft is None:
@@ -254,7 +254,7 @@ class Room:
         return draft
 
     def _recycle(self, name: str, fan: int, size_bytes: int, charge: int, direct_io: bool) -> Draft | None:  # noqa: FBT001
-        """Turn the object's file into a draft; None when somebody is reading it, or it has another name.
+        """Turn the object's file into a draft; None when it is being read, or has another name.
 
         Writing over a file is two to four times as fast as removing one and making another: no inode and no blocks have
         to be found. Readers lock the file while they read, so none ever sees the new bytes under the old name.

@@ -70,7 +70,7 @@ class _Open:
     batch: int
     first_batch: int
     prompt_tip: int
-    """Last block of its prompt: the chain says the others."""
+    """Last block of its prompt; the chain leads to the others."""
     tip: tuple[object, int]
     session: str | None
     answer_blocks: int = 0

@@ -29,7 +29,7 @@ BLOCKS_MAX = 1 << 30
 ACCESSES_MAX = 1 << 32
 """Blocks of all requests: 16 GiB in a temporary file."""
 _DENSE_MIN = 1 << 22
-"""Fewer accesses than that count as so many: a table of that size is small."""
+"""Fewer accesses count as this many: a table of that size is small."""
 _SPARSE = 2
 """From so many ids for each access on, they are sorted: a table of all of them would be large and empty."""
 _STEP = 1 << 16

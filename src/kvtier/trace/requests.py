@@ -23,7 +23,7 @@ _BUSY_REQUESTS_PER_S = 100.0
 
 
 class _Size(NamedTuple):
-    """What the size of a block and the unit of time are told from; a request itself may have a million blocks."""
+    """What gives the size of a block and the unit of time; a request itself may have a million blocks."""
 
     time_s: float
     input_tokens: int

@@ -47,7 +47,7 @@ class Courier:
         """What has ended since the last call.
 
         Raises:
-            RuntimeError: the thread has ended by a mistake of ours.
+            RuntimeError: an exception has ended the thread.
         """
         if self._mistake is not None:
             raise RuntimeError("the thread that takes the session's events has ended") from self._mistake

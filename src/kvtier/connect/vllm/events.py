@@ -93,7 +93,7 @@ class Movements:
             self._moved.popleft()
             if not self._has_forgotten:
                 self._has_forgotten = True
-                logger.warning("%d KV events wait for a step; routers are not told of the oldest", CHUNKS_MAX)
+                logger.warning("%d KV events wait for a step; the oldest are dropped and reach no router", CHUNKS_MAX)
         self._moved.append(Moved(key, medium, is_there))
 
 
@@ -142,7 +142,7 @@ class Events:
             self._known.move_to_end(prefix.keys[chunk])
         if len(self._known) > CHUNKS_MAX and not self._has_forgotten:
             self._has_forgotten = True
-            logger.warning("the blocks of %d chunks are remembered; routers are not told of older ones", CHUNKS_MAX)
+            logger.warning("the blocks of %d chunks are remembered; events of older ones reach no router", CHUNKS_MAX)
         while len(self._known) > CHUNKS_MAX:
             self._known.popitem(last=False)
 

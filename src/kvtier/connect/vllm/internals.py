@@ -132,7 +132,7 @@ def missing(root: Path, connector: Path = _CONNECTOR) -> list[str]:
 
 
 def check_transfer_config(config: Mapping[str, object]) -> None:
-    """Compare ``--kv-transfer-config`` with what the vLLM that is installed takes, as far as its source tells.
+    """Compare ``--kv-transfer-config`` with what the installed vLLM takes, as far as its source shows.
 
     Raises:
         ConfigError: vLLM has no such field, or another set of values for it; the message names it.
@@ -159,7 +159,7 @@ def check_transfer_config(config: Mapping[str, object]) -> None:
 def config_in_the_making() -> VllmConfig | None:
     """The configuration that is asking for the connector's class while it is made; None for other callers.
 
-    vLLM tells a connector its configuration only when the weights have been loaded, half an hour later with large ones.
+    vLLM gives a connector its configuration only after the weights are loaded: with large ones, half an hour later.
     But `VllmConfig.__post_init__` looks at the class, in the server's process, before anything is loaded.
     """
     frame = inspect.currentframe()
@@ -177,7 +177,7 @@ def config_in_the_making() -> VllmConfig | None:
 
 
 def _other_hooks(source: "_Source", connector: Path) -> Iterator[str]:
-    """Hooks of ours that vLLM does not call, or not with the arguments that we take."""
+    """Hooks of the connector that vLLM does not call, or calls with other arguments."""
     theirs: dict[str, list[str]] = {}
     for name in ("SupportsHMA", "KVConnectorBase_V1"):
         theirs |= source.functions(name, _BASE)
@@ -248,7 +248,7 @@ class _Source:
         }
 
     def literals(self, annotation: ast.AST, file: str) -> set[str]:
-        """The values of every ``Literal`` in `annotation`, also of those that it names; empty: not told."""
+        """The values of every ``Literal`` in `annotation`, also of those that it names; empty: unknown."""
         named = {
             target.id: each.value
             for each in self.body(file)

@@ -32,7 +32,7 @@ class Load:
     is_dropped: bool = False
     """Its request is gone."""
     is_reported: bool = False
-    """Orders that went out say that it has ended, but it is still open."""
+    """Orders that went out report its end, but it is still open."""
 
     @property
     def leading_keys(self) -> tuple[ChunkKey, ...]:
@@ -178,7 +178,7 @@ class Loads:
         self._landed.clear()
 
     def reported(self, ended: Iterable[Ended]) -> None:
-        """Orders that go out say that these have ended."""
+        """The orders that go out report the end of these."""
         for each in ended:
             load = self._open.get(each.load)
             if load is not None:
@@ -191,7 +191,7 @@ class Loads:
         return [self._report(load, 0) for load in open_loads if load.name not in known]
 
     def abandon(self) -> None:
-        """Forget the open loads. What the session says of them later is reported to vLLM no more."""
+        """Forget the open loads. Later events of them are not reported to vLLM."""
         self._open.clear()
         self._landed.clear()
         self.awaited.clear()

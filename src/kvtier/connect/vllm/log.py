@@ -1,7 +1,7 @@
 """Where kvtier's log lines go in vLLM's processes: where vLLM's own lines go.
 
-vLLM configures the logger ``vllm`` alone. Without this a line of ours at INFO is lost, and a warning reaches Python's
-last resort, which shows neither time nor name.
+vLLM configures the logger ``vllm`` alone. Without this a line of kvtier at INFO is lost. A warning
+reaches Python's last resort, which shows neither time nor name.
 """
 
 import logging

@@ -120,7 +120,7 @@ class Scheduler:
         self._ended: list[Ended] = []
         """Loads that have ended, for the next orders."""
         self._abandoned: set[RequestId] = set()
-        """Loads that were open when something of ours went wrong."""
+        """Loads that were open when something in kvtier raised."""
         self._probe_wait_s = PROBE_WAIT_S
 
     # ---- requests come and go --------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Scheduler:
         self._line.joined(tracked)
 
     def forget(self, request: Request) -> None:
-        """A request has ended, after something of ours went wrong."""
+        """A request has ended, after something in kvtier raised."""
         self._requests.pop(request.request_id, None)
 
     def finished(self, request: Request, tables: BlockTables) -> None:
@@ -255,7 +255,7 @@ class Scheduler:
         self._start(load)
 
     def allocated_in_vain(self, request: Request, tables: BlockTables) -> None:
-        """VLLM waits for a load, and something of ours has gone wrong: `last_orders` reports it."""
+        """VLLM waits for a load, and something in kvtier has raised: `last_orders` reports the load."""
         tracked = self._requests[request.request_id]
         if tracked.match is not None and not self._loads.is_open(tracked):
             self._loads.register(tracked, tracked.match, tables)
@@ -294,16 +294,16 @@ class Scheduler:
             is_waiting=not output.num_scheduled_tokens and bool(self._loads),
         )
         self._loads.reported(self._ended)
-        # Only now, when nothing can raise any more: otherwise `last_orders` has to say it.
+        # Only now, when nothing can raise any more: otherwise `last_orders` has to report them.
         self._revoked.clear()
         self._ended.clear()
         self._loads.awaited.clear()
         return orders
 
     def last_orders(self) -> StepOrders:
-        """Orders after something of ours went wrong: nothing is begun any more, and vLLM waits for no load.
+        """Orders after something in kvtier raised: nothing is begun any more, and vLLM waits for no load.
 
-        When it raises, nothing is lost: the next call says it.
+        When it raises, nothing is lost: the next call reports the same.
         """
         self._ended += self._courier.take_ended()
         ended = [each for each in self._ended if each.load not in self._abandoned]
@@ -375,10 +375,10 @@ class Scheduler:
                     del self._due[name]
 
     def hide(self, bad_blocks: Collection[int]) -> None:
-        """Let nobody find blocks that were not filled, and those behind them: what `Worker.take_bad_blocks` has said.
+        """Hide blocks that were not filled, and those behind them, from vLLM's cache. See `Worker.take_bad_blocks`.
 
         VLLM hashes the blocks of a load that is waited for before it has ended. When it fails they are computed, and
-        stay hashed: if their request goes before that, another one would find bytes that nobody has written.
+        stay hashed. If their request goes before that, another one would find bytes that were never written.
         """
         for name in self._requests:
             for table in self._tables(name):

@@ -1,7 +1,7 @@
 """Whether a vLLM that was never tried gives and takes the right bytes: a test on the engine, and its result.
 
 Names and signatures do not prove what lies in a page. The test (`kvtier vllm doctor --selftest`) does, for one build of
-vLLM, one model and one layout of its KV: it is a note beside the store, and engines of that build look for it.
+vLLM, one model and one layout of its KV. Its result is a note beside the store. Engines of that build look for it.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def place_of(config: Config) -> Path | None:
 
 
 def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> None:
-    """Refuse an engine of a build that was never tried, and whose result says nothing of this model and layout.
+    """Refuse an engine of a build that was never tried and has no result for this model and layout.
 
     Args:
         config: the settings.
@@ -35,7 +35,7 @@ def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> N
         layout: of a worker.
 
     Raises:
-        ConfigError: there is no result; the message says how to get one.
+        ConfigError: there is no result; the message names the command that makes one.
     """
     if versions.is_tried(build):
         return
@@ -86,7 +86,7 @@ def _name(subject: dict[str, object]) -> bytes:
 
 
 def _within(deadline_s: float, act: "partial[bool]") -> bool:
-    """What `act` says, in a thread of its own, because a place may hang; False after `deadline_s` seconds."""
+    """Run `act` in a thread of its own, because a place may hang; False after `deadline_s` seconds."""
     answer: Future[bool] = Future()
 
     def run() -> None:

@@ -27,7 +27,7 @@ class Stores:
         self._read: dict[RequestId, frozenset[int]] = {}
         """The blocks that each open store reads."""
         self._pinned: dict[RequestId, list[list[int]]] = {}
-        """Those of them that are pinned, by group, deepest first: the pool hands out again what it got first, and a
+        """Those of them that are pinned, by group, deepest first. The pool hands out again what it got first, and a
         prefix without its beginning is of no use."""
         self._lost: dict[RequestId, None] = {}
         self._numbers = itertools.count()

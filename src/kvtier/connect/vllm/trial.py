@@ -1,7 +1,7 @@
 """The test of a vLLM that was never tried: store, restart, compare, and a control with wrong bytes.
 
-Each engine runs in a process of its own (`python -m kvtier.connect.vllm.trial JOB RESULT`), with the arguments of the
-server's command line, without tokenizer and server.
+Each engine runs in a process of its own (`python -m kvtier.connect.vllm.trial JOB RESULT`). It gets the arguments of
+the server's command line, and has no tokenizer and no server.
 """
 
 import json
@@ -38,7 +38,7 @@ _ERROR_LINES = 12
 
 
 class Answer(NamedTuple):
-    """What an engine said to one prompt."""
+    """The answer of an engine to one prompt."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -54,7 +54,7 @@ def run(config: Config, arguments: Sequence[str]) -> str:
         arguments: the server's command line, with ``--model``.
 
     Raises:
-        ConfigError: the test failed, or could not be run; the message says what was seen.
+        ConfigError: the test failed, or could not be run; the message names what was seen.
         OSError: the result cannot be written.
     """
     place = selftest.place_of(config)

@@ -73,7 +73,7 @@ def is_tried(version: str) -> bool:
 
 
 def build_of(version: str) -> str:
-    """What a fingerprint says of the engine: of a build that was never tried, what tells it from every other one.
+    """The engine's part of a fingerprint: the version, and of a build that was never tried a digest of its files.
 
     The text of Python files counts, and of all other code its size and time.
     """

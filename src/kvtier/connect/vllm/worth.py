@@ -1,9 +1,9 @@
 """Which objects of a request are worth storing.
 
-History: every chunk. Windows: what those boundaries need at which a request may resume, which are the last one of each
-step, and those up to which another prompt was alike: in vLLM's own cache, or in ours. For every boundary it would be
+History: every chunk. Windows: what those boundaries need at which a request may resume. These are the last one of each
+step, and those up to which another prompt was alike, in vLLM's own cache or in kvtier's. For every boundary it would be
 the whole text, in models of which five layers of six have a window. So of a system prompt the first request stores the
-history; the second finds it without a window at its end, and stores that one; the third can be given both. States: the
+history. The second finds it without a window at its end, and stores that one. The third can be given both. States: the
 ones that vLLM offers, by the same reasoning (`CacheConfig.prefix_cache_retention_interval`).
 """
 
