@@ -424,6 +424,52 @@ def test_a_request_that_computes_during_a_reset_is_stored_neither_here_nor_there
     assert engine.loaded_tokens <= 256  # what was stored before the reset; the salt is another test's
 
 
+def settled(engine: SmallEngine) -> None:
+    """Steps until nothing is left to do, with all copies between two of them."""
+    for _ in range(400):
+        engine.step()
+        engine.settle()
+    engine.run()
+    engine.settle()
+
+
+@pytest.mark.parametrize("case", ["under_way", "reported", "after_resident_blocks", "deferred"])
+def test_what_a_load_brought_before_a_reset_gets_no_name_of_after_it(start, monkeypatch, case):
+    """VLLM resets the connector also where its own cache cannot be reset because a load keeps blocks."""
+    engine = start(seed=1, blocks=200, rest=0.0, is_overlapped=True, defers_loads=True)
+    prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+    engine.add(prompt, 1)
+    settled(engine)
+    engine.forget()
+    if case == "after_resident_blocks":
+        engine.add(prompt[:520], 1)
+        settled(engine)
+    if case == "deferred":
+        engine.add([engine.draw.randrange(1000) for _ in range(300)], 8)
+        engine.under_way.append(engine._schedule())
+    request = engine.add(prompt, 300)
+    engine.under_way.append(engine._schedule())
+    assert request.is_loading
+    assert request.num_computed_tokens == 768
+    assert bool(engine.deferred_loads) == (case == "deferred")
+    if case == "reported":
+        engine.settle()
+    stored = []
+    begin = engine.scheduler._stores.begin
+
+    def begun(name, prefix, places, hint):
+        stored.append(name)
+        begin(name, prefix, places, hint)
+
+    monkeypatch.setattr(engine.scheduler._stores, "begin", begun)
+    failures = engine.failures
+    engine.scheduler.forget_all()
+    settled(engine)
+    # What is computed anew from the first token on is the only thing that may be stored.
+    assert (request.request_id in stored) == (case == "under_way")
+    assert (engine.failures == failures) == (case == "reported"), "a load that did not count was taken, or the reverse"
+
+
 # ---- our own mistakes ----------------------------------------------------------------------------------------------
 
 

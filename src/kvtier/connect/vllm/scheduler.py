@@ -243,7 +243,7 @@ class Scheduler:
         if match is None:
             raise AssertionError(f"{external_tokens} external tokens were never offered to {tracked.id}")
         load = self._loads.register(tracked, match, tables)
-        load.is_void = match.external_tokens != external_tokens
+        load.is_void = match.external_tokens != external_tokens or match is tracked.outdated
         self._planner.begun(match.plan, time.monotonic())
         targets = self._loads.aim(load)
         self._revoked += self._stores.give_up_lost()
@@ -455,13 +455,15 @@ class Scheduler:
         """Everything cached before now is not to be found any more: vLLM resets its caches."""
         self._loads.forget_landed()
         for tracked in self._requests.values():
-            is_loading = tracked.load is not None
+            # The numbers that a running request has computed belong to what was before.
+            has_old_blocks = tracked.request.num_computed_tokens > 0
             if tracked.load is not None:
-                self._loads.void(tracked.load)
+                load = self._loads.void(tracked.load)
+                # Its request is computed anew from where vLLM's own blocks end. One that has ended may be taken as it
+                # is: the courier sets the time before it looks whether the load is void.
+                has_old_blocks = load.match.plan.resident_tokens > 0 or load.ended_s > 0
             if tracked.answer is not None:
                 self._session.release(tracked.question)  # nothing else will: its answer is forgotten
-            # The numbers that a running request has computed belong to what was before.
-            has_old_blocks = tracked.request.num_computed_tokens > 0 and not is_loading
             tracked.renew(None if has_old_blocks else self._begin_keys(tracked.request))
 
     @property

@@ -92,6 +92,8 @@ class Tracked:
     """Loads that brought less than they promised."""
     answer: Answer | None = None
     match: Match | None = None
+    outdated: Match | None = None
+    """A match of before a reset; a load of it does not count."""
     load: RequestId | None = None
     """The load that is under way."""
     loaded_s: float | None = None
@@ -111,7 +113,7 @@ class Tracked:
 
     def renew(self, keys: Keys | None) -> None:
         """Its chunks have other names from now on."""
-        self.keys = keys
+        self.keys, self.outdated = keys, self.match
         self.answer = self._prefix = None
 
     def prefix(self, tokens: int) -> Prefix:
