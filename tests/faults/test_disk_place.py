@@ -379,6 +379,35 @@ def test_no_link_below_a_store_is_followed(tmp_path):
         assert {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()} == before, name
 
 
+@pytest.mark.parametrize("name", ["segments/00000000.segment", "segments/00000007.segment", MARKER_NAME])
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_file_that_has_another_name_is_not_written_to(tmp_path, name, is_ours):
+    """Neither a file from outside that was linked into the store, nor one of ours in a backup of links."""
+    root, outside = tmp_path / "store", tmp_path / "precious"
+    tier = open_tier(root)
+    write_many(tier, range(3))
+    tier.close()
+    if is_ours:
+        (root / "segments/00000007.segment").write_bytes((root / "segments/00000000.segment").read_bytes())
+        os.link(root / name, outside)
+    else:
+        outside.write_bytes(b"precious".ljust(SEGMENT_BYTES if name != MARKER_NAME else 100, b"!"))
+        (root / name).unlink(missing_ok=True)
+        os.link(outside, root / name)
+    before = outside.read_bytes()
+    for segment_bytes in (SEGMENT_BYTES, 2 * SEGMENT_BYTES):
+        try:
+            tier = open_tier(root, segment_bytes=segment_bytes)
+        except TierError as error:
+            if name != MARKER_NAME or "another name" not in str(error):
+                raise
+            continue
+        write_many(tier, range(10, 200))
+        tier.close()
+        assert outside.read_bytes() == before
+    assert outside.read_bytes() == before
+
+
 def test_a_marker_that_is_a_link_or_no_file_is_refused(tmp_path):
     elsewhere = tmp_path / "precious"
     elsewhere.write_bytes(b"precious")

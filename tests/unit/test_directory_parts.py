@@ -1,5 +1,6 @@
 """The parts of the directory tier one by one: hint, aligned I/O, counting, races that are forced instead of awaited."""
 
+import fcntl
 import os
 import random
 import threading
@@ -9,10 +10,11 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import directory
+from kvtier.tier import directory, drafts
 from kvtier.tier.base import UNKNOWN
 from kvtier.tier.direct import aligned_buffer, is_aligned, read_part, write_all
 from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.drafts import Drafts
 from kvtier.tier.gate import Gate
 from kvtier.tier.hint import Row, load_hint, pack_hint, save_hint, unpack_hint
 
@@ -143,6 +145,29 @@ def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path):
     assert tier.used_bytes == 2 * BLOCK_BYTES
     assert not os.path.exists(f"{tier._paths.drafts}/{draft.name}")
     tier.close()
+
+
+@pytest.mark.parametrize("held_s", [0.05, DEADLINE_S])
+def test_a_look_at_a_lock_file_that_is_being_made_lets_no_owner_pass_for_dead(tmp_path, monkeypatch, held_s):
+    """`inspect` asks for the lock of each file for a moment; an owner without it would lose its drafts to others."""
+    path = str(tmp_path / "drafts")
+    (tmp_path / "drafts").mkdir()
+    owner, other = Drafts(path), Drafts(path)
+    look = os.open(f"{path}/{owner.owner}.lock", os.O_CREAT | os.O_RDONLY, 0o600)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    ending = threading.Timer(held_s, fcntl.flock, (look, fcntl.LOCK_UN))
+    ending.start()
+    monkeypatch.setattr(drafts, "LOCK_DEADLINE_S", 0.05 if held_s == DEADLINE_S else DEADLINE_S, raising=False)
+    try:
+        if held_s == DEADLINE_S:  # an owner that has no lock makes no draft; the next time it makes another lock
+            with pytest.raises(OSError, match="locked"):
+                owner.create(4096, direct_io=False)
+        draft = owner.create(4096, direct_io=False)
+        assert not other.clear_stale()
+        assert (tmp_path / "drafts" / draft.name).exists()
+    finally:
+        ending.cancel()
+        os.close(look)
 
 
 def test_victims_become_drafts_of_any_size(tmp_path):

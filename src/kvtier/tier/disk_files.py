@@ -175,7 +175,8 @@ class SegmentFiles:
     def load(self, store_id: bytes) -> list[Segment]:
         """The segments that are there, with their headers: those that hold nothing, then the one begun first first.
 
-        Files of another size are removed. The cap may be lower than the last time: then as many of the first are, too.
+        Files of another size are removed, and names of files that have another one. The cap may be lower than the last
+        time: then as many of the first are, too.
 
         Raises:
             OSError: the device or the file system fails.
@@ -189,8 +190,10 @@ class SegmentFiles:
                     strange["no regular file"] += 1
                     self._taken.add(number)
                     continue
-                if status.st_size != self.segment_bytes:  # the settings have changed, or it was never finished
-                    strange[f"{status.st_size} bytes long"] += status.st_size > 0
+                is_linked = status.st_nlink > 1  # the other name is perhaps outside: it is not written to
+                if is_linked or status.st_size != self.segment_bytes:  # settings have changed, or it was never finished
+                    reason = "has another name" if is_linked else f"{status.st_size} bytes long"
+                    strange[reason] += status.st_size > 0
                     os.unlink(file_name(number), dir_fd=folder)
                     continue
                 found.append(Segment(folder, number, direct_io=self._direct_io))

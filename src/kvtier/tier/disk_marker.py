@@ -81,6 +81,7 @@ class Claim:
             UnknownStoreError: it is of an unknown version; or it is damaged, and nothing proves that the directory is
                 ours. Nothing was changed.
             OSError: the device fails.
+            TierError: the marker's file has another name.
         """
         text = os.pread(self._file.fileno(), _MARKER_BYTES_MAX, 0)
         marker = parse_marker(text, self.path)
@@ -100,6 +101,7 @@ class Claim:
 
         Raises:
             OSError: the device fails.
+            TierError: the marker's file has another name.
         """
         marker = Marker(os.urandom(STORE_ID_BYTES), segment_bytes, _now())
         self._write(marker)
@@ -188,6 +190,8 @@ class Claim:
             "created": marker.created,
         }
         descriptor = self._file.fileno()
+        if os.fstat(descriptor).st_nlink > 1:  # the other one is perhaps outside, and is not written to
+            raise TierError(self._tier, f"{self.path} has to be made anew and has another name; remove this one")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, pack_json(told), 0)
         os.fsync(descriptor)

@@ -7,6 +7,7 @@ the kernel lets go of that lock when the process dies, however it dies. All of t
 # Descriptors and plain strings on a path that runs for every write.
 # ruff: noqa: PTH208
 
+import errno
 import fcntl
 import itertools
 import os
@@ -17,9 +18,13 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvtier.tier.inside import MISSING, Descriptor, directory_at, make_directory, open_directory, open_file
+from kvtier.tier.ledger import lock_file
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
 """Of the files that we make there. Others are neither counted nor removed."""
+
+LOCK_DEADLINE_S = 1.0
+"""How long to wait for the lock of a lock file just made."""
 
 _OWNER_DIGITS = 16
 _LOCK_SUFFIX = ".lock"
@@ -142,10 +147,19 @@ class Drafts:
                 is_there = False
             if not is_there:
                 lock = Descriptor(open_file(name, os.O_CREAT | os.O_RDWR, directory)[0])
+                # Until it is locked the owner passes for dead. A look at it (`_is_locked`) locks it for a moment.
+                is_locked = False
+                try:
+                    is_locked = lock_file(lock.fileno(), fcntl.LOCK_EX, LOCK_DEADLINE_S)
+                finally:
+                    if not is_locked:
+                        lock.close()
+                        os.unlink(name, dir_fd=directory)
+                if not is_locked:
+                    raise OSError(errno.EAGAIN, "is kept locked by another process", name)
                 if self._lock is not None:
                     self._lock.close()
                 self._lock = lock
-                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield directory
         finally:
             os.close(directory)
