@@ -14,6 +14,7 @@ from kvtier.errors import ConfigError
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.drafts import NAMES as DRAFT_NAMES
 from kvtier.tier.drafts import owners_alive
+from kvtier.tier.inside import WRONG_KIND, folder_at, open_directory
 from kvtier.tier.marker import BESIDE, MARKER_NAME
 from kvtier.tier.tenancy import Tenancy
 from kvtier.tier.tree import Paths
@@ -98,27 +99,24 @@ def _remove(root: Path) -> Purge:
         for name in _ours(folder, DRAFT_NAMES, stat.S_ISREG, place, result):
             os.unlink(name, dir_fd=folder)
 
-    top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with folder_at(root) as top:
         _clear(top, "objects", "objects", result, objects)
         _clear(top, "drafts", "drafts", result, drafts)
         for name in _ours(top, BESIDE, stat.S_ISREG, "", result):
             os.unlink(name, dir_fd=top)
         # Last: until here, a purge that was interrupted can be repeated.
         os.unlink(MARKER_NAME, dir_fd=top)
-    finally:
-        os.close(top)
     return result
 
 
 def _clear(parent: int, name: str, place: str, result: Purge, clear: Callable[[int, str], None]) -> None:
     """Clear the directory `name` and remove it, if then empty. One that is a link is left alone."""
     try:
-        folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        folder = open_directory(name, parent, is_listed=True)
     except FileNotFoundError:
         return
     except OSError as error:
-        if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
+        if error.errno not in WRONG_KIND:
             raise
         _leave(place, result)
         return

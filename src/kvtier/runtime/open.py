@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import TypeVar, get_args
 
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
@@ -34,6 +34,8 @@ from kvtier.tier.place import MISTAKES
 from kvtier.types import Way
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 CHUNK_TOKENS_MIN = 256
 """Smallest automatic chunk: below it objects get too small for a drive's bandwidth."""
@@ -180,7 +182,7 @@ def _secret(config: Config, down: Collection[str]) -> Secret:
         return config.store.secret
     if file is not None:
         try:
-            return _within(deadline_s, partial(load_or_create, file))
+            return within(deadline_s, partial(load_or_create, file), "kvtier secret")
         except TimeoutError:
             raise ConfigError(f"store.secret_file = {str(file)!r} could not be read within {deadline_s:g} s") from None
     for tier in (config.directory, config.disk):
@@ -189,7 +191,7 @@ def _secret(config: Config, down: Collection[str]) -> Secret:
         wait_s = min(deadline_s, SECRET_GRACE_S) if tier.section in down else deadline_s
         try:
             try:
-                return _within(wait_s, partial(load_or_create, tier.path / "secret", is_inside=True))
+                return within(wait_s, partial(load_or_create, tier.path / "secret", is_inside=True), "kvtier secret")
             except TimeoutError:
                 detail = f"the secret in it could not be read within {wait_s:g} s"
                 raise TierError(tier.section, detail) from None
@@ -203,21 +205,21 @@ def _secret(config: Config, down: Collection[str]) -> Secret:
     return Secret(secrets.token_bytes(SECRET_BYTES))  # nothing outlives the process, so neither need the names
 
 
-def _within(deadline_s: float, act: Callable[[], Secret]) -> Secret:
-    """What `act` returns or raises, in a thread of its own because a place may hang.
+def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
+    """What `act` returns or raises, in a thread of its own (named `thread`) because a place may hang.
 
     Raises:
         TimeoutError: it takes longer than `deadline_s` seconds.
     """
-    told: Future[Secret] = Future()
+    told: Future[Answer] = Future()
 
     def run() -> None:
         try:
             told.set_result(act())
-        except Exception as error:  # noqa: BLE001 - who asks gets it
+        except Exception as error:  # noqa: BLE001 - the caller raises it
             told.set_exception(error)
 
-    threading.Thread(target=run, name="kvtier secret", daemon=True).start()
+    threading.Thread(target=run, name=thread, daemon=True).start()
     return told.result(deadline_s)
 
 

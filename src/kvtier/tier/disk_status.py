@@ -6,13 +6,12 @@ it. It is not synced. A device that hangs leaves it as it was, so how old it is 
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvtier.tier.disk_format import pack_json, read_json
-from kvtier.tier.inside import open_file, read_file, set_aside
+from kvtier.tier.inside import folder_at, read_file, set_aside, write_file
 
 STATUS_NAME = "kvtier-status.json"
 DRAFT_NAME = f".{STATUS_NAME}.draft"
@@ -110,38 +109,21 @@ def write_status(root: Path, status: DiskStatus) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with folder_at(root) as folder:
         try:
             os.unlink(DRAFT_NAME, dir_fd=folder)
         except FileNotFoundError:
             pass
         except IsADirectoryError:
             set_aside(DRAFT_NAME, folder)
-        descriptor, _ = open_file(DRAFT_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, folder)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(pack_json({"about": _ABOUT, **asdict(status)}))
-        try:
-            os.replace(DRAFT_NAME, STATUS_NAME, src_dir_fd=folder, dst_dir_fd=folder)
-        except IsADirectoryError:
-            set_aside(STATUS_NAME, folder)
-            os.replace(DRAFT_NAME, STATUS_NAME, src_dir_fd=folder, dst_dir_fd=folder)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(DRAFT_NAME, dir_fd=folder)
-        raise
-    finally:
-        os.close(folder)
+        write_file(STATUS_NAME, DRAFT_NAME, pack_json({"about": _ABOUT, **asdict(status)}), folder)
 
 
 def read_status(root: Path) -> DiskStatus | None:
     """What was told last; None when there is nothing that makes sense."""
     try:
-        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with folder_at(root) as folder:
             told, is_sound = read_json(read_file(STATUS_NAME, _BYTES_MAX, folder))
-        finally:
-            os.close(folder)
     except OSError:
         return None
     return _parsed(told) if is_sound else None

@@ -15,7 +15,7 @@ from kvtier.tier.disk_files import SEGMENTS_NAME, segment_files
 from kvtier.tier.disk_format import Entries
 from kvtier.tier.disk_marker import ALLOWED, Marker, marker_in
 from kvtier.tier.disk_segment import Segment, file_name
-from kvtier.tier.inside import directory_at, open_file
+from kvtier.tier.inside import directory_at, folder_at, open_file
 
 
 class Stored(NamedTuple):
@@ -50,20 +50,6 @@ class Stored(NamedTuple):
     def path(self) -> str:
         """Of its segment."""
         return str(self.root / SEGMENTS_NAME / file_name(self.number))
-
-
-@contextmanager
-def folder_at(root: Path) -> Generator[int]:
-    """The descriptor of the directory `root`, which may be a link.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -4,19 +4,15 @@ A hint, never the truth: names in it may be gone, others may be missing, and a f
 version counts as absent. The layout is in FORMAT.md.
 """
 
-# Plain strings, as in the rest of the tier.
-# ruff: noqa: PTH105, PTH108
-
 import os
 import struct
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from kvtier.tier.inside import open_file, set_aside
+from kvtier.tier.inside import open_file, write_file
 
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of a row, rows, checksum of the rows
 _MAGIC = b"kvtindex"
@@ -91,20 +87,7 @@ def save_hint(path: str, rows: Iterable[Row]) -> None:
     Raises:
         OSError: it could not be written; what was there before is still there.
     """
-    draft = f"{path}.{os.getpid()}.{os.urandom(8).hex()}"
-    descriptor, _ = open_file(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(pack_hint(rows))
-        try:
-            os.replace(draft, path)
-        except IsADirectoryError:
-            set_aside(path)
-            os.replace(draft, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(draft)
-        raise
+    write_file(path, f"{path}.{os.getpid()}.{os.urandom(8).hex()}", pack_hint(rows))
 
 
 def load_hint(path: str) -> list[Row] | None:

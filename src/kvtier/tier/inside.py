@@ -122,6 +122,47 @@ def read_file(name: str, bytes_max: int, directory: int | None = None) -> bytes:
     return content
 
 
+def write_file(name: str, draft: str, content: bytes, directory: int | None = None) -> None:
+    """Write the file `name`, whole or not at all. A directory that has its name is renamed, see `set_aside`.
+
+    Args:
+        name: relative to `directory`, or a path.
+        draft: name of the file until it is whole; no file has it.
+        content: all bytes.
+        directory: descriptor of a directory.
+
+    Raises:
+        OSError: it cannot be written. Then `name` keeps what it had, and the draft is gone.
+    """
+    descriptor, _ = open_file(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, directory)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        try:
+            os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
+        except IsADirectoryError:
+            set_aside(name, directory)
+            os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=directory)
+        raise
+
+
+@contextmanager
+def folder_at(root: Path) -> Generator[int]:
+    """The descriptor of the directory `root`, which may be a link.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def open_directory(name: str, directory: int | None = None, *, is_listed: bool = False) -> int:
     """A descriptor of the directory `name`, to be given as `directory`; `is_listed`: also for `os.scandir`.
 

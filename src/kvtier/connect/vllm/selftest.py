@@ -6,8 +6,6 @@ vLLM, one model and one layout of its KV. Its result is a note beside the store.
 
 import hashlib
 import logging
-import threading
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from kvtier.config.sections import Config
 from kvtier.connect.vllm import versions
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout
+from kvtier.runtime.open import within
 from kvtier.tier import notes
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,11 @@ def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> N
             f"vLLM {build} was never tried, and without a tier there is no place for the result of its test; allowed: "
             "directory.path or disk.path"
         )
-    if not _within(config.limits.open_deadline_s, partial(_is_passed, place, subject)):
+    try:
+        is_passed = within(config.limits.open_deadline_s, partial(_is_passed, place, subject), "kvtier selftest")
+    except TimeoutError:
+        is_passed = False
+    if not is_passed:
         raise ConfigError(
             f"vLLM {build} was never tried, and {place} holds no result of its test for this model and layout; run "
             "`kvtier vllm doctor --selftest` with the server's settings, --model and --engine-args"
@@ -83,20 +86,3 @@ def _subject(build: str, fingerprint: bytes, layout: KvLayout) -> dict[str, obje
 
 def _name(subject: dict[str, object]) -> bytes:
     return hashlib.sha256(repr(sorted(subject.items())).encode()).digest()
-
-
-def _within(deadline_s: float, act: "partial[bool]") -> bool:
-    """Run `act` in a thread of its own, because a place may hang; False after `deadline_s` seconds."""
-    answer: Future[bool] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(act())
-        except Exception as error:  # noqa: BLE001 - the caller gets it
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="kvtier selftest", daemon=True).start()
-    try:
-        return answer.result(deadline_s)
-    except TimeoutError:
-        return False
