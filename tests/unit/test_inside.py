@@ -22,6 +22,7 @@ from kvtier.tier.inside import (
     open_file,
     read_file,
     set_aside,
+    write_file,
 )
 from kvtier.tier.ledger import lock_file
 
@@ -76,6 +77,20 @@ def test_a_small_file_is_read_within_its_limit(tmp_path):
     with pytest.raises(OSError, match="longer than 5 bytes") as caught:
         read_file(str(tmp_path / "f"), 5)
     assert caught.value.errno == errno.EFBIG
+
+
+def test_a_small_file_is_written_whole_and_a_draft_never_stays(tmp_path):
+    write_file(str(tmp_path / "f"), str(tmp_path / "draft"), b"one")
+    write_file(str(tmp_path / "f"), str(tmp_path / "draft"), b"two")
+    assert (tmp_path / "f").read_bytes() == b"two"
+    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o600
+    (tmp_path / "d" / "inner").mkdir(parents=True)
+    write_file(str(tmp_path / "d"), str(tmp_path / "draft"), b"three")
+    assert (tmp_path / "d").read_bytes() == b"three"
+    assert [(each / "inner").is_dir() for each in tmp_path.glob("d.aside-*")] == [True]
+    with pytest.raises(FileNotFoundError):
+        write_file(str(tmp_path / "missing" / "f"), str(tmp_path / "draft"), b"four")
+    assert not (tmp_path / "draft").exists()
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o777])

@@ -395,3 +395,9 @@ def test_the_table_says_the_same(capsys, engine, tmp_path):
     assert told.out.splitlines()[1].startswith("warning  --kv-transfer-config")
     assert "what to do" in told.out
     assert told.err == ""
+
+
+def test_a_command_line_that_no_shell_takes_is_refused(capsys):
+    assert run(["vllm", "doctor", "--model", "m", "--engine-args", '--dtype "float32']) == 2
+    printed = capsys.readouterr().err
+    assert "--engine-args '--dtype \"float32': No closing quotation; allowed" in printed

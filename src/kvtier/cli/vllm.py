@@ -1,6 +1,7 @@
 """`kvtier vllm`: the connector's configuration, and why there is no hit."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import cast
 
@@ -137,13 +138,19 @@ def doctor(
     """
     from kvtier.cli.vllm_doctor import Patient, examine
 
+    try:
+        engine_arguments = shlex.split(engine_args)
+    except ValueError as error:
+        raise ConfigError(
+            f"--engine-args {engine_args!r}: {error}; allowed: a command line as a shell takes it"
+        ) from None
     findings = examine(
         Patient(
             transfer=transfer,
             directory=directory,
             model=model,
             block_tokens=block_size,
-            engine_arguments=engine_args,
+            engine_arguments=engine_arguments,
             is_tested=selftest,
         )
     )

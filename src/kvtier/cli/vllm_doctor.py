@@ -5,9 +5,8 @@ engine is started.
 """
 
 import json
-import shlex
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,7 +72,7 @@ class Patient:
     """Instead of the setting `directory.path`."""
     model: str | None = None
     block_tokens: int | None = None
-    engine_arguments: str = ""
+    engine_arguments: Sequence[str] = ()
     """The rest of the server's command line."""
     is_tested: bool = False
     """Whether to run the test of this vLLM and model."""
@@ -157,7 +156,7 @@ def _selftest(config: Config, patient: Patient) -> Finding:
 
 def _arguments(patient: Patient) -> list[str]:
     """The server's command line, as far as it is known."""
-    told = ["--model", patient.model or "", *shlex.split(patient.engine_arguments)]
+    told = ["--model", patient.model or "", *patient.engine_arguments]
     return told if patient.block_tokens is None else [*told, "--block-size", str(patient.block_tokens)]
 
 
