@@ -26,7 +26,9 @@ from kvtier.codec.raw import Raw
 from kvtier.errors import ConfigError, CorruptChunkError, KvError, TierError
 from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
+from kvtier.tier import directory
 from kvtier.tier.base import About
+from kvtier.tier.direct import write_all
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.hint import Row, save_hint
 from kvtier.tier.marker import read_marker
@@ -482,6 +484,30 @@ def test_a_root_that_all_may_write_to_is_refused_and_not_touched(tmp_path):
     opened(root).close()
 
 
+def test_a_directory_that_stands_at_the_path_instead_is_not_touched(tmp_path):
+    """As when a disk is unmounted under a running tier, and files lie where it was mounted."""
+    root = tmp_path / "store"
+    tier = filled(root)
+    root.rename(tmp_path / "unmounted")
+    for name in ("index", "ledger", "kvtier-status.json"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"years of work, all of it")
+    fan = root / "objects" / name_of(0).hex()[:2]
+    fan.mkdir(parents=True)
+    (fan / name_of(0).hex()).write_bytes(b"years of work, all of it")
+    (root / "drafts").mkdir()
+    before = snapshot(root)
+    for number in range(4):
+        with suppress(TierError):
+            tier.read(name_of(0), memoryview(bytearray(FRAME)))
+        with suppress(TierError):
+            tier.write(name_of(30 + number), frame_of(30 + number))
+        with suppress(TierError):
+            tier.delete(name_of(0))
+    tier.close()
+    assert snapshot(root) == before
+
+
 # Forks.
 
 
@@ -570,3 +596,28 @@ def test_a_child_that_outlives_its_parents_tier_keeps_no_lock(tmp_path):
         os.waitpid(child, 0)
         os.close(reading)
         os.close(writing)
+
+
+def test_a_child_of_a_write_keeps_no_object_from_being_read(tmp_path, monkeypatch):
+    """The file of a victim is locked while it is written over, and the child inherits the lock."""
+    tier = filled(tmp_path / "store", 24)
+    children = []
+
+    def fork_and_write(descriptor, frame):
+        child = os.fork()
+        if child == 0:
+            time.sleep(DEADLINE_S)
+            os._exit(0)
+        children.append(child)
+        write_all(descriptor, frame)
+
+    monkeypatch.setattr(directory, "write_all", fork_and_write)
+    try:
+        assert tier.write(name_of(30), frame_of(30))
+        assert tier.evictions == 1
+        assert holds(tier, 30)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    tier.close()

@@ -333,6 +333,8 @@ class DirectoryTier:
 
     def _save_hint(self) -> None:
         self._hint_saved_s = time.monotonic()
+        if not self._tenancy.is_there():
+            return  # where the disk is not mounted, the path leads to another one
         try:
             save_hint(self._paths.hint, self._index.rows())
         except OSError as error:
@@ -409,6 +411,8 @@ def _fill(draft: Draft, frame: memoryview) -> os.stat_result:
         write_all(draft.descriptor, frame)
         return os.fstat(draft.descriptor)
     finally:
+        # A victim's file is locked, and a process that was forked meanwhile would keep the lock.
+        fcntl.flock(draft.descriptor, fcntl.LOCK_UN)
         os.close(draft.descriptor)
 
 

@@ -151,12 +151,15 @@ class Ledger:
         flags = os.O_RDWR | (os.O_CREAT if makes else 0)
         try:
             descriptor, status = open_file(self._path, flags)
-            if status.st_nlink <= 1:
-                return Descriptor(descriptor)
-            os.close(descriptor)  # the file has another name, perhaps outside, and is not written to
         except OSError as error:
             if not makes or error.errno not in WRONG_KIND:
                 raise
+        else:
+            if status.st_nlink <= 1:
+                return Descriptor(descriptor)
+            os.close(descriptor)  # the file has another name, perhaps outside, and is not written to
+            if not makes:
+                raise OSError(errno.EMLINK, "has another name", self._path)
         set_aside(self._path)
         return Descriptor(open_file(self._path, flags)[0])
 

@@ -46,7 +46,8 @@ class Room:
         ledger: the count and the lock.
         index: who is there, and who should go.
         drafts: this process's drafts.
-        replaced: called under the lock when the directory was replaced, as when a disk came back.
+        replaced: called under the lock when the directory was replaced, as when a disk came back; until it succeeds,
+            nothing else is done.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Room:
         self._drafts = drafts
         self._replaced = replaced
         self._left: list[Draft] = []  # drafts that could not be removed when they should have been
+        self._is_replaced = False
         self._walking = threading.Lock()
         self._walk_again_s = 0.0
         self._count_again_s = 0.0
@@ -182,8 +184,10 @@ class Room:
     @contextmanager
     def _locked(self) -> Generator[None]:
         with self._ledger.locked() as is_replaced:
-            if is_replaced:
+            self._is_replaced |= is_replaced
+            if self._is_replaced:
                 self._replaced()
+                self._is_replaced = False
             yield
 
     # Below here the lock is held.
