@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,8 +69,6 @@ def main(about):
                 signal.alarm(int(DEADLINE_S))
                 signal.pause()
             print(json.dumps(child), flush=True)
-        elif order == "threads":
-            print(json.dumps(threading.active_count()), flush=True)
         elif order == "leave":
             print(json.dumps(server.leave(DEADLINE_S)), flush=True)
         elif order == "end":

@@ -103,7 +103,6 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
         outcomes = [settled.outcome for settled in take(mover, 5)]
         assert sorted(outcomes, key=lambda outcome: outcome.value) == [Outcome.CANCELLED] * 3 + [Outcome.DONE] * 2
         assert mover.close(DEADLINE_S)
-        assert started[0].ask("threads") > 1  # the rank itself is not closed by that
         assert started[0].end()
 
 

@@ -53,7 +53,8 @@ def test_a_path_that_cannot_be_used_is_refused(tmp_path, capsys):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_wrong_setting_in_the_environment_is_refused_before_any_pass(monkeypatch, capsys):
+def test_a_wrong_setting_in_the_environment_is_refused_before_any_pass(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)  # where no report was ever written
     monkeypatch.setenv("KVTIER_STORE__CHUNK_TOKENS", "many")
     assert run(["demo"]) == 2
     assert "store.chunk_tokens" in capsys.readouterr().err

@@ -201,3 +201,9 @@ def test_every_attribute_of_vllms_that_the_connector_reads_is_listed():
             if owner in NAMES and node.attr not in OURS.get(owner, set()):
                 known = set[str]().union(*(listed[name] for name in NAMES[owner].split()))
                 assert node.attr in known, f"{file}.py:{node.lineno}: {owner}.{node.attr} is not in internals.USED"
+
+
+def test_a_script_called_vllm_is_not_taken_for_the_package(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert internals.package() is None

@@ -52,9 +52,10 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
 
     settings = DemoSettings(**cast("dict[str, Any]", {name: it for name, it in given.items() if it is not None}))
     check_libraries()
-    report = report or (None if as_json else REPORT)
-    if report is not None:
-        check_writable("--report", report)
+    if report is None and not as_json:
+        REPORT.parent.mkdir(exist_ok=True)
+        check_writable("--report", REPORT)
+        report = REPORT
     try:
         with _progress() as watcher:
             result = run_demo(settings, watcher)

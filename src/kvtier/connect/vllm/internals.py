@@ -106,7 +106,9 @@ _CONNECTOR = Path(__file__).with_name("connector.py")
 def package() -> Path | None:
     """Where vLLM is installed; None where it is not. Nothing of it is imported."""
     found = find_spec("vllm")
-    return None if found is None or found.origin is None else Path(found.origin).parent
+    if found is None or found.origin is None or found.submodule_search_locations is None:  # a script called vllm.py
+        return None
+    return Path(found.origin).parent
 
 
 def missing(root: Path, connector: Path = _CONNECTOR) -> list[str]:
