@@ -69,7 +69,10 @@ def test_other_peoples_files_are_an_error_and_a_store_of_ours_is_not(tmp_path):
     (tmp_path / "kv" / MARKER_NAME).write_text('{"version": 99, "store_id": "x", "created": "y"}')
     assert "store version 99; known here: 1" in findings(f"directory.path={tmp_path / 'kv'}")[0]
     (tmp_path / "kv" / MARKER_NAME).write_text("garbage")
-    assert "is not a store's marker" in findings(f"directory.path={tmp_path / 'kv'}")[0]
+    (found,) = findings(f"directory.path={tmp_path / 'kv'}")
+    assert found.startswith("warning:")
+    assert "is not a store's marker" in found
+    assert "opening the store makes it anew" in found
 
 
 def test_more_than_the_disk_has_is_a_warning(tmp_path):

@@ -257,7 +257,11 @@ def test_what_is_no_store_is_refused_and_not_touched(inspect, tmp_path, command)
     (other / "objects" / "ab" / ("ab" * 32)).write_text("thesis")
     file = tmp_path / "file"
     file.write_text("x")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "kvtier-store.json").write_text("garbage")
     for place, why in (
+        (damaged, "opening the store makes it anew"),
         (other, "holds no kvtier-store.json"),
         (tmp_path / "none", "does not exist"),
         (file, "not a directory"),

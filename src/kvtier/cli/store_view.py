@@ -21,7 +21,7 @@ from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
 from kvtier.tier.drafts import owners_alive, reserved
 from kvtier.tier.inside import open_file
 from kvtier.tier.ledger import read_ledger
-from kvtier.tier.marker import MARKER_NAME, Marker, read_marker
+from kvtier.tier.marker import MARKER_NAME, DamagedMarkerError, Marker, read_marker
 from kvtier.tier.tree import Found, Paths, charge_bytes, walk
 
 FINGERPRINT_DIGITS = 12
@@ -137,6 +137,8 @@ def marker_of(root: Path) -> Marker:
     """
     try:
         marker = read_marker(root)
+    except DamagedMarkerError as error:
+        raise ConfigError(f"{error}; {error.WHAT_NEXT}") from error
     except OSError as error:
         raise ConfigError(f"{root}: {error.strerror}; allowed: a store's directory") from error
     if marker is None:

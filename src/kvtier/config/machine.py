@@ -117,7 +117,7 @@ def _directory(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         if not is_store:
             refuse_foreign(path)
     except DamagedMarkerError as error:
-        yield reporter.warning("directory.path", path, str(error))
+        yield reporter.warning("directory.path", path, f"{error}; {error.WHAT_NEXT}")
         return
     except ConfigError as error:
         yield reporter.error("directory.path", path, str(error))

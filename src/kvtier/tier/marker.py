@@ -48,6 +48,8 @@ class UnknownStoreError(ConfigError):
 class DamagedMarkerError(UnknownStoreError):
     """What has the marker's name is no marker. Opening the store makes it anew, where nothing else is in there."""
 
+    WHAT_NEXT = "opening the store makes it anew, unless other things are in the directory"
+
 
 @dataclass(frozen=True, slots=True)
 class Marker:
