@@ -3,6 +3,7 @@
 python -m tests.rank_worker JSON      prints its handshake, then answers one JSON line on each line it reads
 """
 
+import atexit
 import json
 import os
 import shutil
@@ -69,6 +70,16 @@ def main(about):
                 signal.alarm(int(DEADLINE_S))
                 signal.pause()
             print(json.dumps(child), flush=True)
+        elif order == "fork and close":  # a child that leaves as an interpreter does: it closes what it finds open
+            child = os.fork()
+            if child == 0:
+                signal.alarm(int(DEADLINE_S))
+                rank.close(1.0)
+                server.leave(1.0)
+                server.close(1.0)
+                atexit._run_exitfuncs()
+                os._exit(0)
+            print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])), flush=True)
         elif order == "leave":
             print(json.dumps(server.leave(DEADLINE_S)), flush=True)
         elif order == "end":

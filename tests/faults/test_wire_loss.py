@@ -70,6 +70,28 @@ def test_a_death_is_seen_although_a_child_keeps_the_connection_open(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
+def closed_in_a_child(session):
+    """How a forked child ends that closes the session, as an interpreter does on its way out."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(DEADLINE_S))
+        session.close(1.0)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_on_either_side_ends_nothing_of_its_parents(tmp_path):
+    with workers(tmp_path / "kv", 2) as started:
+        assert started[0].ask("fork and close") == 0  # before the core has come
+        with opened(tmp_path / "kv", started) as (kv, below):
+            for seed in range(5):
+                assert closed_in_a_child(kv.session) == 0
+                assert started[1].ask("fork and close") == 0
+                done = stored(kv.session, f"a{seed}", prefix_of(2, kv.root, seed=seed), places_of(range(2)))
+                assert done.held == 4
+            assert not below.mover.lost
+
+
 def test_a_stopped_worker_is_given_up_but_its_scatters_wait_for_its_end(tmp_path):
     gate = tmp_path / "gate"
     gate.touch()

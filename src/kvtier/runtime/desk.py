@@ -6,6 +6,7 @@ call takes and returns plain values.
 """
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -46,6 +47,7 @@ class Desk:
 
     def __init__(self, session: LocalSession) -> None:
         self._session = session
+        self._process = os.getpid()
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._news = threading.Condition()
@@ -105,7 +107,9 @@ class Desk:
         return events
 
     def close(self, deadline_s: float = 30.0) -> Closed:
-        """See `Session`."""
+        """See `Session`. In a forked child it does nothing: what is open there is the parent's."""
+        if self._process != os.getpid():
+            return Closed(flushed=False, lost=0)
         if not self._thread.is_alive():
             closed = self._session.close(0.0)
             self._publish(self._session.poll())

@@ -11,6 +11,7 @@ may still touch the slot, late or not: the core may have stopped waiting long be
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -138,6 +139,7 @@ class Mover:
             raise ValueError(f"a fingerprint must be 32 bytes, got {len(fingerprint)}")
         threads = threads or Threads()
         self._clock = clock
+        self._process = os.getpid()
         self._links = Links(
             layout=layout,
             rank=rank,
@@ -254,8 +256,11 @@ class Mover:
 
         Returns:
             Whether all threads have ended. One that has not, because a tier or the device hangs, answers when it does
-            end; it keeps what memory it uses and does not hold up the end of the process. Twice is fine.
+            end; it keeps what memory it uses and does not hold up the end of the process. Twice is fine. In a
+            forked child there is nothing to end.
         """
+        if self._process != os.getpid():  # before any lock
+            return True
         until_s = time.monotonic() + deadline_s
         for lane in self._lanes:
             for job in lane.close():

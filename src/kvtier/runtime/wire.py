@@ -72,6 +72,7 @@ class RankServer:
     def __init__(self, rank: Rank, on_note: Callable[[Note], None]) -> None:
         self._rank = rank
         self._on_note = on_note
+        self._process = os.getpid()
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._lock = threading.Lock()
         self._is_taken = False
@@ -84,7 +85,7 @@ class RankServer:
         """By the identity of the command: its number on the wire."""
         self._refusals = FaultLog()
         self._listener, self.address = _listen()
-        self._remove_folder = weakref.finalize(self, shutil.rmtree, Path(self.address).parent, ignore_errors=True)
+        self._remove_folder = weakref.finalize(self, _remove, Path(self.address).parent, self._process)
         """Also when the process ends and nobody has come or closed this."""
         _SERVED[self.address] = self
         self._thread = threading.Thread(target=self._serve, name=f"kvtier rank {rank.number} server", daemon=True)
@@ -126,8 +127,11 @@ class RankServer:
         """Tell the core that this process is about to end, and wait until it has hung up, at most `deadline_s` seconds.
 
         Returns:
-            Whether nobody needs this rank any more: the core has hung up, or there was none.
+            Whether nobody needs this rank any more: the core has hung up, or there was none. In a forked child
+            nothing is said: the connection is the parent's.
         """
+        if self._process != os.getpid():
+            return True
         if self._here is not None:
             return self._here.leave(deadline_s)
         self._is_leaving = True
@@ -138,7 +142,12 @@ class RankServer:
         return not self._thread.is_alive()
 
     def close(self, deadline_s: float = 5.0) -> bool:
-        """Hang up, once what runs has ended, at most `deadline_s` seconds from now; whether it has. Twice is fine."""
+        """Hang up, once what runs has ended, at most `deadline_s` seconds from now; whether it has. Twice is fine.
+
+        In a forked child it does nothing.
+        """
+        if self._process != os.getpid():
+            return True
         self._take()
         self._stop_listening()
         with self._lock:
@@ -279,6 +288,12 @@ class RankServer:
         self._is_mute = True
         if self._peer is not None:
             _shut(self._peer, socket.SHUT_RD)
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Remove the socket's folder, unless this is a forked child of the process that has made it."""
+    if process == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Handshake(NamedTuple):
