@@ -41,7 +41,7 @@ def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> N
     subject = _subject(build, fingerprint, layout)
     place = place_of(config)
     if config.vllm.unsupported == "selftest":
-        logger.warning("vLLM %s is tested; nothing that this engine answers is known to be right", build)
+        logger.warning("vLLM %s is under test; this engine's answers may be wrong", build)
         if place is not None:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             notes.write(place, "selftest", _name(subject), {**subject, "passed": False})
