@@ -219,6 +219,37 @@ def test_a_doubt_ends_when_the_copy_is_read_and_only_so_many_are_kept(monkeypatc
     assert core.drops == [Drop("disk", key("abcde"), 0)]
 
 
+def test_a_doubt_outlives_a_read_that_was_cancelled() -> None:
+    core = Driver(slots=16, promotes=1)
+    core.fill("disk", prefix_of("ab"))
+    core.load("r", prefix_of("ab"))
+    core.answer(core.going(Link.PROMOTE)[0], Outcome.CORRUPT)
+    core.load("s", prefix_of("ab"), resident_tokens=CHUNK)
+    (reading,) = core.going(Link.PROMOTE)
+    core.cache.release(RequestId("s"), core.now_s)
+    core.answer(reading, Outcome.CANCELLED)
+    core.run()
+    core.drops.clear()
+    core.store("r", prefix_of("ab"))
+    core.run()
+    assert core.drops == [Drop("disk", key("ab"), 0)]
+
+
+def test_a_copy_that_cannot_be_read_is_replaced_when_it_is_stored() -> None:
+    """A tier has the name of an object in a bad block, so it would keep that copy, and each load would end there."""
+    core = Driver(slots=16)
+    prompt = prefix_of("abc")
+    core.fill("disk", prompt)
+    core.load("r", prompt)
+    for one in core.going(Link.PROMOTE):
+        core.answer(one, Outcome.FAILED if one.key == key("ab") else Outcome.DONE, is_fault=one.key == key("ab"))
+    core.run()
+    assert not core.drops, "it may be read the next time"
+    core.store("r", prompt)
+    core.run()
+    assert core.drops == [Drop("disk", key("ab"), 0)]
+
+
 # ---- failing, hanging and coming back --------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ class Lower:
         return self.late[DEMOTE] < self.limit[DEMOTE] and self.health[DEMOTE].may_ask(now_s)
 
     def doubt(self, items: Iterable[Item]) -> None:
-        """A load found a bad copy and did not read `items`: what the tier holds of them may be bad, too."""
+        """What the tier holds of `items` may be bad: reading failed, or it lies behind a bad copy and was not read."""
         self._doubted.update(dict.fromkeys(items))
         while len(self._doubted) > DOUBTED_MAX:
             del self._doubted[next(iter(self._doubted))]

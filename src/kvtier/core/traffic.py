@@ -22,7 +22,7 @@ from kvtier.types import Cancel, ChunkKey, Command, Drop, Hint, Link, Outcome, P
 
 # Asked for at every step; on its class, up to Python 3.11, a member costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
-DONE, CANCELLED = Outcome.DONE, Outcome.CANCELLED
+DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
 
 
 class Traffic:
@@ -164,8 +164,11 @@ class Traffic:
         lower, entry = self._lowers[flight.transfer.tier], flight.entry
         lower.ended(PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         self._measured(lower.name, flight, now_s)
-        lower.end_doubt((entry.key, entry.group))
-        if flight.outcome is Outcome.CORRUPT:
+        if flight.outcome is DONE or flight.outcome is CORRUPT:
+            lower.end_doubt((entry.key, entry.group))
+        elif flight.is_fault and now_s < flight.transfer.deadline_s:
+            lower.doubt([(entry.key, entry.group)])  # as in a bad block: the tier has a copy that cannot be read
+        if flight.outcome is CORRUPT:
             self._tally.corrupt += 1
             self._commands.append(Drop(lower.name, entry.key, entry.group))
             for work, _, _ in entry.waiters:

@@ -108,7 +108,7 @@ class Log:
         self._dropped: dict[tuple[str, Item], float] = {}
         """When bad copies that have not been replaced were ordered to be dropped."""
         self._doubted: set[tuple[str, Item]] = set()
-        """What loads wanted of a tier that gave one of them a bad copy."""
+        """What a tier failed to read, and what loads wanted of a tier that gave one of them a bad copy."""
         self._replacing: tuple[str, Item] | None = None
         """A copy that was only doubted is to be dropped: the next order is the demotion that replaces it."""
         self._harmed: dict[Item, float] = {}
@@ -232,6 +232,8 @@ class Log:
                 self._drops_due.append((transfer.tier, item))
                 wanting = [wanted.present for wanted in self._wanted.values() if item in wanted.present]
                 self._doubted.update((transfer.tier, other) for present in wanting for other in present)
+            elif transfer.link is Link.PROMOTE and flight.worst is not Outcome.DONE and (is_fault or flight.is_fault):
+                self._doubted.add((transfer.tier, item))
             if flight.replaces_since_s is not None and flight.worst is Outcome.DONE:
                 is_harmed = self._harmed.get(item, -inf) >= flight.replaces_since_s
                 if not is_harmed and not self._world.shelves[transfer.tier].holds(item):
