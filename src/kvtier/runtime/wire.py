@@ -127,8 +127,8 @@ class RankServer:
         """Tell the core that this process is about to end, and wait until it has hung up, at most `deadline_s` seconds.
 
         Returns:
-            Whether nobody needs this rank any more: the core has hung up, or there was none. In a forked child
-            nothing is said: the connection is the parent's.
+            Whether this rank is not needed any more: the core has hung up, or there was none. A forked child sends
+            nothing: the connection is the parent's.
         """
         if self._process != os.getpid():
             return True

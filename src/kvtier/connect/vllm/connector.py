@@ -61,7 +61,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return PoolPins(self._kv_cache_manager.block_pool, on_reuse, guarded)
 
     def _guarded(self, act: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """What `act` gives; after something went wrong in it, once and for all `otherwise`."""
+        """What `act` gives; once it has raised, for good `otherwise`."""
         if not self._is_broken:
             try:
                 return act()
@@ -72,8 +72,13 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
     def _asked(self, act: Callable[[Scheduler], Answer], otherwise: Answer) -> Answer:
         """What `act` gives for our half of the scheduler; `otherwise` until all workers are up."""
-        scheduler = None if self._upper is None else self._upper.scheduler
+        scheduler = self._scheduler
         return otherwise if scheduler is None else self._guarded(lambda: act(scheduler), otherwise)
+
+    @property
+    def _scheduler(self) -> Scheduler | None:
+        """Our half of the scheduler; None in a worker, and until all workers are up."""
+        return None if self._upper is None else self._upper.scheduler
 
     @property
     def _rank(self) -> WorkerHalf:
@@ -101,9 +106,9 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         if num_external_tokens > 0:
             tables = blocks.get_block_ids()
             self._asked(lambda scheduler: scheduler.allocated(request, tables, num_external_tokens), None)
-            if self._is_broken and self._upper is not None and self._upper.scheduler is not None:
+            if self._is_broken and (scheduler := self._scheduler) is not None:
                 # It was promised before, perhaps, and from now on vLLM waits for it.
-                self._upper.scheduler.allocated_in_vain(request, tables)
+                scheduler.allocated_in_vain(request, tables)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Where it comes from."""
@@ -123,18 +128,19 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended; vLLM may have its blocks, because nothing waits for a store."""
         self._asked(lambda scheduler: scheduler.finished(request, block_ids), None)
-        if self._is_broken and self._upper is not None and self._upper.scheduler is not None:
-            self._upper.scheduler.forget(request)
+        if self._is_broken and (scheduler := self._scheduler) is not None:
+            scheduler.forget(request)
         return False, None
 
     # ---- scheduler: steps ------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:  # noqa: ANN401
         """A step goes out."""
-        if self._upper is None or self._upper.scheduler is None:
+        scheduler = self._scheduler
+        if scheduler is None:
             return StepOrders(0)
-        orders = self._asked(lambda scheduler: scheduler.orders(scheduler_output), None)
-        return self._last_orders(self._upper.scheduler) if orders is None else orders
+        orders = self._guarded(lambda: scheduler.orders(scheduler_output), None)
+        return self._last_orders(scheduler) if orders is None else orders
 
     def _last_orders(self, scheduler: Scheduler) -> StepOrders:
         orders = StepOrders(0)
@@ -151,7 +157,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         """A step has come back."""
         done = connector_output.kv_connector_worker_meta
         bad_blocks = connector_output.invalid_block_ids
-        scheduler = None if self._upper is None else self._upper.scheduler
+        scheduler = self._scheduler
         if isinstance(done, StepDone) and scheduler is not None:
             if bad_blocks:
                 self._guarded(lambda: scheduler.hide(bad_blocks), None)
