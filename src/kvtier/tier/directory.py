@@ -163,7 +163,7 @@ class DirectoryTier:
         with self._operation("look for objects"):
             os.lstat(self._paths.marker)  # the index knows nothing of a place that was taken away
             answers = self._index.knows(names)
-            if self._shared:
+            if self._shared and not all(answers):
                 unknown = [name for name, is_known in zip(names, answers, strict=True) if not is_known]
                 there = self._look(unknown)
                 answers = [is_known or name in there for name, is_known in zip(names, answers, strict=True)]
@@ -278,24 +278,12 @@ class DirectoryTier:
         self._tenancy.renew(self._lock_deadline_s)
         self._drafts.attach()
 
-    def _look(self, names: Sequence[ObjectName]) -> set[ObjectName]:
-        """Those of `names` that are in the directory. Each object's directory is opened once."""
-        there: set[ObjectName] = set()
-        prefix, fan = b"", None
-        try:
-            for name in sorted(names):
-                if name[:1] != prefix or not prefix:
-                    if fan is not None:
-                        os.close(fan)
-                    prefix, fan = name[:1], None
-                    fan = self._paths.open_fan(name)
-                status = None if fan is None else stat_in(fan, name)
-                if status is not None:
-                    self._index.notice(name, status.st_size, status.st_mtime_ns)
-                    there.add(name)
-        finally:
-            if fan is not None:
-                os.close(fan)
+    def _look(self, names: Sequence[ObjectName]) -> set[bytes]:
+        """Those of `names` that are in the directory."""
+        there: set[bytes] = set()
+        for name, status in self._paths.stat_objects(names):
+            self._index.notice(ObjectName(name), status.st_size, status.st_mtime_ns)
+            there.add(name)
         return there
 
     def _publish_uses(self, most: int) -> None:

@@ -14,8 +14,9 @@ root/objects/<2 hex>/<64 hex> one file per object, named by the object's name
 import os
 import re
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import NamedTuple
 
 from kvtier.layout import ALIGNMENT, align_up
@@ -68,19 +69,42 @@ class Paths:
         Raises:
             OSError: the file system fails, or the whole store is gone.
         """
+        with self._objects_open() as objects:
+            return None if objects is None else _open_fan_in(objects, name)
+
+    def stat_objects(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, os.stat_result]]:
+        """Those of `names` that have a regular file, and its status. Each directory is opened once.
+
+        Raises:
+            OSError: the file system fails, or the whole store is gone.
+        """
+        with self._objects_open() as objects:
+            for _, together in groupby(sorted(names), _first_byte):
+                of_fan = list(together)
+                fan = None if objects is None else _open_fan_in(objects, of_fan[0])
+                if fan is None:
+                    continue
+                try:
+                    for name in of_fan:
+                        status = stat_in(fan, name)
+                        if status is not None:
+                            yield name, status
+                finally:
+                    os.close(fan)
+
+    @contextmanager
+    def _objects_open(self) -> Generator[int | None]:
+        """A descriptor of the directory of all objects; None when there is none."""
         try:
             objects = open_directory(self.objects)
         except OSError as error:
             if error.errno not in MISSING:
                 raise
             os.lstat(self.marker)
-            return None
+            yield None
+            return
         try:
-            return open_directory(name[:1].hex(), objects)
-        except OSError as error:
-            if error.errno not in MISSING:
-                raise
-            return None
+            yield objects
         finally:
             os.close(objects)
 
@@ -135,6 +159,19 @@ class Paths:
             return status
         finally:
             os.close(fan)
+
+
+def _first_byte(name: bytes) -> bytes:
+    return name[:1]
+
+
+def _open_fan_in(objects: int, name: bytes) -> int | None:
+    try:
+        return open_directory(name[:1].hex(), objects)
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        return None
 
 
 def stat_in(fan: int, name: bytes) -> os.stat_result | None:
