@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+import threading
+import time
 from dataclasses import replace
 from types import FrameType, SimpleNamespace
 from typing import NamedTuple
@@ -9,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from tests import vllm_engine
 from tests.rig import Raise
-from tests.vllm_engine import PATIENT, LieError, SmallEngine
+from tests.vllm_engine import DEADLINE_S, PATIENT, LieError, SmallEngine
 from tests.vllm_engine_parts import Request
 
 from kvtier.config.sections import Config, DirectoryConfig, HostConfig
@@ -20,7 +22,9 @@ from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.tracked import Tracked
 from kvtier.connect.vllm.worker import Worker
+from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
+from kvtier.runtime import session as session_module
 from kvtier.types import Lookup, Presence
 
 WAYS = [
@@ -471,6 +475,37 @@ def test_what_a_load_brought_before_a_reset_gets_no_name_of_after_it(start, monk
 
 
 # ---- our own mistakes ----------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_outlives_its_load_writes_to_no_block_of_another_request(start, monkeypatch):
+    """A mistake of ours ends the session while a copy hangs. Its load is answered in the end, and its blocks go on."""
+    monkeypatch.setattr(session_module, "DOORS_DEADLINE_S", 0.05)
+    monkeypatch.setattr(session_module, "COPY_DEADLINE_S", 0.05)
+    engine = start(seed=1, blocks=200, rest=0.0, is_overlapped=True)
+    prompt = [engine.draw.randrange(1000) for _ in range(1000)]
+    engine.add(prompt, 1)
+    settled(engine)
+    engine.forget()
+    has_begun, scatter = threading.Event(), engine.copier.scatter
+    monkeypatch.setattr(engine.copier, "scatter", lambda *given: has_begun.set() or scatter(*given))
+    request = engine.add(prompt, 1)
+    while not request.is_loading:
+        engine.step()
+    assert has_begun.wait(DEADLINE_S)
+    monkeypatch.setattr(Cache, "expects", None)
+    engine.opened.session.expects("conversation", None)
+    until_s = time.monotonic() + DEADLINE_S
+    while not engine.failures:
+        engine.step()
+        assert time.monotonic() < until_s, "the load does not end"
+    engine.abort(request)
+    for _ in range(3):
+        engine.add([engine.draw.randrange(1000) for _ in range(900)], 20)
+    for _ in range(8):
+        engine.step()
+    engine.copier.gate.set()
+    assert engine.rank.mover.close(DEADLINE_S)
+    engine.run()
 
 
 class Guarded:

@@ -82,7 +82,7 @@ class Worker:
         for awaited in self._orders.awaited:
             ended = self._wait_for(awaited, until_s)
             if ended is not None:
-                self._bad_blocks.update(ended.bad_blocks)
+                self._give_back((ended,))
                 continue
             logger.warning("a load from host memory took longer than %g s; it is computed instead", SYNC_WAIT_S)
             self._fence((awaited.load,))
@@ -101,8 +101,7 @@ class Worker:
             if self._orders.is_waiting and not self._loaded:
                 self._news.wait(IDLE_WAIT_S)
             loaded = [self._loaded.popleft() for _ in range(len(self._loaded))]
-        for ended in loaded:
-            self._bad_blocks.update(ended.bad_blocks)
+        self._give_back(loaded)
         received, failed = {each.request for each in loaded}, {each.request for each in loaded if each.is_failed}
         return Results(received, failed)
 
@@ -134,6 +133,14 @@ class Worker:
             if not self._news.wait_for(lambda: awaited.load in self._ready, max(0.0, until_s - time.monotonic())):
                 self._late.add(awaited.load)
             return self._ready.pop(awaited.load, None)
+
+    def _give_back(self, ended: Collection[Ended]) -> None:
+        """What these loads did not fill is computed, perhaps in blocks of others."""
+        self._bad_blocks.update(*(each.bad_blocks for each in ended))
+        # After a mistake of ours a load may be answered while a copy of it still runs.
+        short = [each.load for each in ended if each.bad_blocks or each.is_failed]
+        if short:
+            self._fence(short)
 
     def _fence(self, requests: Iterable[RequestId]) -> None:
         """Keep copies off blocks. What runs cannot be stopped, and to go on beside it would be a lie."""
