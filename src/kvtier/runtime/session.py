@@ -132,7 +132,7 @@ class LocalSession:
         hint: Hint = NO_HINT,
     ) -> None:
         """See `Session`."""
-        asked = _Asked(request, self._clock(), tokens, tuple((place.group, place.chunk) for place in places))
+        asked = _Asked(request, self._clock(), tokens, places)
         if self._is_shut:
             self._events.append(asked.load_failed())
             return
@@ -159,7 +159,7 @@ class LocalSession:
 
     def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], hint: Hint = NO_HINT) -> None:
         """See `Session`."""
-        asked = _Asked(request, self._clock(), 0, tuple((place.group, place.chunk) for place in places))
+        asked = _Asked(request, self._clock(), 0, places)
         if self._is_shut:
             self._events.append(asked.store_failed())
             return
@@ -415,10 +415,10 @@ class _Asked:
     request: RequestId
     time_s: float
     tokens: int
-    objects: tuple[tuple[int, int], ...]
+    places: Sequence[Place]
 
     def load_failed(self) -> LoadDone:
-        return LoadDone(self.request, 0, self.tokens, self.objects)
+        return LoadDone(self.request, 0, self.tokens, tuple((place.group, place.chunk) for place in self.places))
 
     def store_failed(self) -> StoreDone:
-        return StoreDone(self.request, 0, len(self.objects))
+        return StoreDone(self.request, 0, len(self.places))
