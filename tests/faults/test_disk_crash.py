@@ -413,7 +413,11 @@ def test_a_marker_of_garbage_is_made_anew_with_one_line(tmp_path, caplog, conten
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
 def test_a_damaged_marker_of_an_empty_store_is_made_anew(tmp_path, content):
     root = tmp_path / "store"
+    root.mkdir(0o700)
+    (root / MARKER_NAME).touch()
+    (root / "segments").write_bytes(b"is renamed, and ours all the same")
     open_tier(root).close()
+    assert len(list(root.glob("segments.aside-*"))) == 1
     (root / MARKER_NAME).write_bytes(content)
     works_and_goes_on(root, set())
 

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,9 @@ ALLOWED_RANKS = "an empty or missing directory, or one with stores of ours (rank
 
 _MARKER_BYTES_MAX = 4096
 _CREATED_LENGTH_MAX = 40
-_OURS = {MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, DRAFT_NAME}
+_OURS = re.compile(
+    rf"({'|'.join(map(re.escape, (MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, DRAFT_NAME)))})(\.aside-[0-9a-f]+)?"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +175,7 @@ class Claim:
         root = self.path.parent
         if not strange:
             try:
-                refuse_strangers(root, lambda name: name in _OURS, ALLOWED)
+                refuse_strangers(root, lambda name: bool(_OURS.fullmatch(name)), ALLOWED)
             except ConfigError as error:
                 raise UnknownStoreError(f"{reason}, and {error}") from error
             return None
