@@ -107,12 +107,10 @@ def test_a_file_keeps_what_it_had_until_the_new_one_is_whole(tmp_path: Path, mon
     with pytest.raises(ConfigError, match="No space left"):
         write_lines(link, fail_after("second"))
 
-    def torn(path: Path, content: bytes) -> int:
-        with path.open("wb") as stream:
-            stream.write(content[:3])
+    def refuse(_draft: Path, _name: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", torn)
+    monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(ConfigError, match="No space left"):
         write_whole("--report", link, b"second")
     assert "first" in real.read_text()
@@ -132,3 +130,17 @@ def test_an_option_that_a_trace_has_no_use_for_is_told(
     assert (f"{option} has no effect on a trace of this form" in capsys.readouterr().err) is not is_used
     assert run(["replay", "describe", str(trace)]) == 0
     assert "has no effect" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: write_whole("--report", path, b"new"), lambda path: write_lines(path, ["new"])]
+)
+def test_nothing_planted_beside_an_output_is_written_to_or_removed(tmp_path, write):
+    """In a directory of several users the name of a draft could be foreseen, and a link with that name was followed."""
+    precious, link = tmp_path / "precious", tmp_path / f".out.{os.getpid()}"
+    precious.write_bytes(b"years of work")
+    link.symlink_to(precious)
+    write(tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == b"new"
+    assert precious.read_bytes() == b"years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([link.name, "out", "precious"])

@@ -1,6 +1,7 @@
 """Files that a plan writes: whole or not at all, and refused before anything is computed for them."""
 
 import os
+import secrets
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,9 +58,10 @@ def write_whole(option: str, path: Path, content: bytes) -> None:
         ConfigError: it cannot be written.
     """
     there = path.resolve()  # a link stays, and what it names is replaced
-    draft = there.with_name(f".{there.name}.{os.getpid()}")
+    draft = there.with_name(f".{there.name}.{secrets.token_hex(8)}")
     try:
-        draft.write_bytes(content)
+        with draft.open("xb") as file:  # no link is followed
+            file.write(content)
         draft.replace(there)
     except OSError as error:
         raise ConfigError(f"{option} {str(path)!r} cannot be written: {error.strerror or error}") from error

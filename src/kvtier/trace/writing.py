@@ -2,7 +2,7 @@
 
 import gzip
 import json
-import os
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +46,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
         ConfigError: the file cannot be written.
     """
     there = path.resolve()  # a link stays, and what it names is replaced
-    draft = there.with_name(f".{there.name}.{os.getpid()}")
+    draft = there.with_name(f".{there.name}.{secrets.token_hex(8)}")
     try:
         with _created(draft, is_packed=path.suffix == ".gz") as stream:
             stream.writelines(lines)
@@ -59,7 +59,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def _created(path: Path, *, is_packed: bool) -> IO[str]:
-    return gzip.open(path, "wt", 6, encoding="utf-8") if is_packed else path.open("w", encoding="utf-8")
+    return gzip.open(path, "xt", 6, encoding="utf-8") if is_packed else path.open("x", encoding="utf-8")
 
 
 def request_lines(packed: Packed, *, as_runs: bool, coarse_s: float = 0.0) -> Iterator[dict[str, object]]:
