@@ -144,6 +144,10 @@ def vllm(record: dict[str, Any]) -> str:
         told = {name: 100 * (value - 1) for name, value in misses[arm]["ttft"].items()}
         return f"{told['ratio']:+.1f} % ({told['low']:+.1f} to {told['high']:+.1f})"
 
+    def rate(arm: str) -> str:
+        low, high = talk[arm]["requests_per_s_min"], talk[arm]["requests_per_s_max"]
+        return f"{talk[arm]['requests_per_s']:.2f} ({low:.2f} to {high:.2f})"
+
     own = {name: 100 * value for name, value in misses["kvtier"]["own_cpu"].items()}
     prompt, host = settings["prompt_tokens"], settings["small_host_bytes"]
     rows = [
@@ -163,7 +167,7 @@ def vllm(record: dict[str, Any]) -> str:
             *(f"{large[arm]['restored']:,} of {large[arm]['of']:,}" for arm in arms[1:]),
         ],
         ["growing conversations, tokens not computed", *(f"{talk[arm]['cached_tokens']:,}" for arm in arms)],
-        ["growing conversations, requests/s", *(f"{talk[arm]['requests_per_s']:.2f}" for arm in arms)],
+        ["growing conversations, requests/s", *map(rate, arms)],
         ["growing conversations, median TTFT", *(f"{talk[arm]['ttft']['median_s']:.2f} s" for arm in arms)],
     ]
     worst = max(results["slow"], key=lambda it: it["all"])

@@ -26,7 +26,7 @@ TOP = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TOP / "tests" / "vllm")]
 sys.path.append(str(TOP / "bench" / "vllm_arms"))
 
-from arms import ARMS, DTYPE, FULL, MEANS, QUICK, Bench, ask, forget_pages, settle, stored_bytes, summary  # noqa: E402
+from arms import ARMS, DTYPE, FULL, MEANS, PROTECTED, QUICK, Bench, ask, forget_pages, settle, stored_bytes, summary  # noqa: E402
 from harness import Ask, Engine, in_process  # noqa: E402
 from judge import prompt  # noqa: E402
 from models import make_checkpoint  # noqa: E402
@@ -159,35 +159,47 @@ def larger_than_host(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
 def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
     """Conversations that grow turn by turn, all asked at once, in an engine that cannot hold them all."""
     sizes, samples = bench.sizes, []
+    arms = (*ARMS, PROTECTED)
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    for repeat in range(sizes.talks):
+        first = repeat % len(arms)
+        for arm in (*arms[first:], *arms[:first]):
+            runs[arm].append(_talk(bench, arm, bench.store(arm, f"talk{repeat}"), seed))
+            samples.append({"part": "talk", "arm": arm, "repeat": repeat, **runs[arm][-1]})
+            print(f"talk {repeat}, {arm}: {runs[arm][-1]['s']:.1f} s", file=sys.stderr, flush=True)
     told: dict[str, Any] = {}
-    for arm in ARMS:
-        directory = bench.store(arm, "talk")
-        texts = [prompt(sizes.first_tokens, seed + 2000 + number) for number in range(sizes.conversations)]
-        spent_s, restored, asked, waits = 0.0, 0, 0, []
-        with bench.engine(arm, directory, engine_bytes=sizes.engine_bytes) as engine:
-            for turn in range(sizes.turns):
-                began = time.perf_counter()
-                answers = engine.ask(
-                    *(Ask(text, count=sizes.answer_tokens, logprobs=None) for text in texts), limit_s=1800.0
-                )
-                turn_s = time.perf_counter() - began
-                spent_s += turn_s
-                asked += sum(map(len, texts))
-                restored += sum(it.cached for it in answers)
-                waits += [it.ttft_s for it in answers]
-                samples.append({"part": "talk", "arm": arm, "turn": turn, "s": turn_s, "ttft_s": waits[-len(texts) :]})
-                for number, (text, answer) in enumerate(zip(texts, answers, strict=True)):
-                    text += [*answer.tokens, *prompt(sizes.turn_tokens, seed + 100 * turn + number)]
-            preemptions = engine.metrics().get("vllm:num_preemptions", 0)
+    for arm, done in runs.items():
+        rates = [sizes.conversations * sizes.turns / run["s"] for run in done]
         told[arm] = {
-            "s": spent_s,
-            "requests_per_s": sizes.conversations * sizes.turns / spent_s,
-            "prompt_tokens": asked,
-            "cached_tokens": restored,
-            "preemptions": preemptions,
-            "ttft": summary([it for it in waits if it is not None]),
+            "requests_per_s": statistics.median(rates),
+            "requests_per_s_min": min(rates),
+            "requests_per_s_max": max(rates),
+            "prompt_tokens": done[0]["prompt_tokens"],
+            "cached_tokens": round(statistics.median([run["cached_tokens"] for run in done])),
+            "preemptions": max(run["preemptions"] for run in done),
+            "ttft": summary([wait for run in done for turn in run["ttft_s"] for wait in turn if wait is not None]),
         }
     return told, samples
+
+
+def _talk(bench: Bench, arm: str, directory: Path, seed: int) -> dict[str, Any]:
+    sizes = bench.sizes
+    texts = [prompt(sizes.first_tokens, seed + 2000 + number) for number in range(sizes.conversations)]
+    run: dict[str, Any] = {"s": 0.0, "prompt_tokens": 0, "cached_tokens": 0, "ttft_s": []}
+    with bench.engine(arm, directory, engine_bytes=sizes.engine_bytes) as engine:
+        for turn in range(sizes.turns):
+            began = time.perf_counter()
+            answers = engine.ask(
+                *(Ask(text, count=sizes.answer_tokens, logprobs=None) for text in texts), limit_s=1800.0
+            )
+            run["s"] += time.perf_counter() - began
+            run["prompt_tokens"] += sum(map(len, texts))
+            run["cached_tokens"] += sum(it.cached for it in answers)
+            run["ttft_s"].append([it.ttft_s for it in answers])
+            for number, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+                text += [*answer.tokens, *prompt(sizes.turn_tokens, seed + 100 * turn + number)]
+        run["preemptions"] = engine.metrics().get("vllm:num_preemptions", 0)
+    return run
 
 
 def thinking(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:

@@ -29,6 +29,8 @@ class Sizes:
     pair_tokens: int
     """Of the prompts that measure what a miss costs: short ones, in which a store weighs more."""
     pairs: int
+    talks: int
+    """Runs of each arm with the growing conversations, in turn."""
     conversations: int
     turns: int
     first_tokens: int
@@ -54,9 +56,10 @@ class Sizes:
 FULL = Sizes(
     model="llama-137m",
     prompt_tokens=8000,
-    prompts=2,
+    prompts=5,
     pair_tokens=600,
     pairs=20,
+    talks=5,
     conversations=24,
     turns=3,
     first_tokens=300,
@@ -81,6 +84,7 @@ QUICK = Sizes(
     prompts=2,
     pair_tokens=1000,
     pairs=3,
+    talks=1,
     conversations=8,
     turns=2,
     first_tokens=600,
@@ -100,10 +104,12 @@ QUICK = Sizes(
 )
 
 ARMS = ("none", "native", "kvtier")
+PROTECTED = "protected"
 MEANS = {
     "none": "no connector",
     "native": "vLLM's native tiering: host memory and its fs tier, with a worker that copies with memcpy",
     "kvtier": "kvtier: host memory and the directory tier",
+    PROTECTED: "the same with vllm.prefix_protection",
 }
 
 
@@ -112,8 +118,9 @@ def connector(arm: str, directory: Path, host_bytes: int) -> dict[str, Any] | No
     if arm == "none":
         return None
     shared = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    if arm == "kvtier":
+    if arm in ("kvtier", PROTECTED):
         extra: dict[str, Any] = {"directory.path": str(directory), "host.capacity_bytes": host_bytes}
+        extra["vllm.prefix_protection"] = arm == PROTECTED
         named = {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm"}
     else:
         extra = {
