@@ -1,5 +1,6 @@
 """The k-th call in the session's thread raises, for every k: everything that was begun ends, and once."""
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -243,6 +244,7 @@ def replayed(k: int, error: type[Exception]) -> tuple[Recording, Raise]:
 
 def check(k: int, error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
+    gc.collect()  # the traceback of the former error holds a whole session, in a cycle
     recording, planted = replayed(k, error)
     about = f"call {k}, {error.__name__} in {planted.where}"
     assert recording.ended == recording.begun, about
