@@ -14,6 +14,10 @@ from harness import Answer, Ask, Engine
 DTYPE = "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()) else "float32"
 """What this processor computes fast: without instructions for bfloat16 it takes nine times as long."""
 
+VALUE_BYTES = 2 if DTYPE == "bfloat16" else 4
+TALK_TOKENS_MAX = 2048
+"""Of the longest conversation."""
+
 QUIET_S = 0.5
 QUIET_DEADLINE_S = 60.0
 
@@ -50,7 +54,7 @@ class Sizes:
     small_host_bytes: int
     """Less than the prompt takes."""
     engine_bytes: int
-    """Of the engine's own KV memory: less than the conversations take."""
+    """Of the engine's own KV memory, in float32, half of it in bfloat16: less than the conversations take."""
 
 
 FULL = Sizes(
@@ -175,8 +179,9 @@ class Bench:
             self._work / f"engine{self._count}.log",
             connector(arm, directory, host_bytes or sizes.host_bytes),
             dtype=DTYPE,
-            max_model_len=sizes.prompt_tokens + 256,
-            kv_cache_memory_bytes=engine_bytes or 2 * sizes.host_bytes,
+            # vLLM wants room for one request of the greatest length.
+            max_model_len=TALK_TOKENS_MAX if engine_bytes else sizes.prompt_tokens + 256,
+            kv_cache_memory_bytes=engine_bytes * VALUE_BYTES // 4 or 2 * sizes.host_bytes,
             max_num_seqs=sizes.running,
             environment=environment,
             sabotage=sabotage,
