@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,9 @@ def vllm(record: dict[str, Any]) -> str:
         low, high = talk[arm]["requests_per_s_min"], talk[arm]["requests_per_s_max"]
         return f"{talk[arm]['requests_per_s']:.2f} ({low:.2f} to {high:.2f})"
 
+    talkers = ("none", "native", "protected")
+    paused = [pair["ratio"] for pair in results["think"]]
+    spread = f"{min(paused):.2f} to {max(paused):.2f}"
     own = {name: 100 * value for name, value in misses["kvtier"]["own_cpu"].items()}
     prompt, host = settings["prompt_tokens"], settings["small_host_bytes"]
     rows = [
@@ -166,9 +170,10 @@ def vllm(record: dict[str, Any]) -> str:
             "-",
             *(f"{large[arm]['restored']:,} of {large[arm]['of']:,}" for arm in arms[1:]),
         ],
-        ["growing conversations, tokens not computed", *(f"{talk[arm]['cached_tokens']:,}" for arm in arms)],
-        ["growing conversations, requests/s", *map(rate, arms)],
-        ["growing conversations, median TTFT", *(f"{talk[arm]['ttft']['median_s']:.2f} s" for arm in arms)],
+        ["growing conversations, tokens not computed", *(f"{talk[arm]['cached_tokens']:,}" for arm in talkers)],
+        ["growing conversations, requests/s", *map(rate, talkers)],
+        ["growing conversations, median TTFT", *(f"{talk[arm]['ttft']['median_s']:.2f} s" for arm in talkers)],
+        ["conversations with pauses, time against native's", "-", "1", f"{statistics.median(paused):.2f} ({spread})"],
     ]
     worst = max(results["slow"], key=lambda it: it["all"])
     single = max(results["slow"], key=lambda it: it["worst"])
@@ -176,7 +181,8 @@ def vllm(record: dict[str, Any]) -> str:
         (
             f"A prompt of {prompt:,} tokens, {settings['model']} with random weights, vLLM on one of "
             f"{record['machine']['cores']} CPU cores; {settings['conversations']} conversations of {settings['turns']} "
-            f"turns in an engine that cannot hold them all. {_link('vllm')}"
+            f"turns in an engine that cannot hold them all; {settings['think_conversations']} of "
+            f"{settings['think_turns']} turns with pauses of a second. {_link('vllm')}"
         ),
         "",
         "| | no connector | native tiering | kvtier |",
@@ -185,6 +191,9 @@ def vllm(record: dict[str, Any]) -> str:
         "",
         (
             "Native tiering is vLLM's own, with a worker that copies with memcpy, because its own needs CUDA. "
+            f"Medians of {settings['prompts']} prompts and of {settings['talks']} runs; in brackets the smallest and "
+            "the largest. Without `vllm.prefix_protection` the growing conversations have "
+            f"{talk['kvtier']['requests_per_s']:.2f} requests/s. "
             f"With a disk so slow that loading takes {results['slow'][0]['load_over_compute']:g} to "
             f"{results['slow'][-1]['load_over_compute']:g} times as long as computing, "
             f"{settings['throttled_prompts']} prompts together take at worst "

@@ -75,7 +75,7 @@ FULL = Sizes(
     think_first_tokens=900,
     think_turn_tokens=250,
     think_pairs=5,
-    throttled_tokens=800,
+    throttled_tokens=4000,
     throttled_prompts=6,
     host_bytes=512 << 20,
     small_host_bytes=64 << 20,
@@ -112,8 +112,8 @@ PROTECTED = "protected"
 MEANS = {
     "none": "no connector",
     "native": "vLLM's native tiering: host memory and its fs tier, with a worker that copies with memcpy",
-    "kvtier": "kvtier: host memory and the directory tier",
-    PROTECTED: "the same with vllm.prefix_protection",
+    "kvtier": "kvtier: host memory and the directory tier, without vllm.prefix_protection",
+    PROTECTED: "the same with vllm.prefix_protection, as by default; in the growing conversations alone",
 }
 
 

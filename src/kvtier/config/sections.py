@@ -206,9 +206,9 @@ class VllmConfig(Section):
     section: ClassVar[str] = "vllm"
 
     prefix_protection: bool = _setting(
-        default=False,
+        default=True,
         kind=Switch(),
-        help="Reorder vLLM's free blocks so that those of waiting prompts are handed out last.",
+        help="Reorder vLLM's free blocks so that those of waiting prompts are handed out last; false: vLLM's order.",
     )
     unsupported: Literal["refuse", "allow", "selftest"] = _setting(
         "refuse",
