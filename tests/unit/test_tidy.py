@@ -26,19 +26,9 @@ BAD = [
     ("clocks", "src/kvtier/types.py", "import datetime\nx = datetime.datetime.now()\n"),
     ("environment", "src/kvtier/tier/directory.py", "import os\nx = os.environ['A']\n"),
     ("environment", "src/kvtier/runtime/mover.py", "import os\nx = os.getenv('A')\n"),
-    ("prints", "src/kvtier/core/cache.py", "print('x')\n"),
     ("prints", "src/kvtier/bench/io.py", "import sys\nsys.stderr.write('x')\n"),
     ("logging_setup", "src/kvtier/runtime/mover.py", "import logging\nlogging.basicConfig()\n"),
     ("logging_setup", "src/kvtier/connect/x.py", "import logging\nlogging.getLogger('a').setLevel(1)\n"),
-    ("swallowed", "src/kvtier/tier/directory.py", "try:\n    x = 1\nexcept Exception:\n    pass\n"),
-    (
-        "swallowed",
-        "src/kvtier/tier/directory.py",
-        "try:\n    x = 1\nexcept (OSError, BaseException) as e:\n    x = e\n",
-    ),
-    ("swallowed", "src/kvtier/tier/directory.py", "try:\n    x = 1\nexcept:\n    x = 2\n"),
-    ("pickles", "src/kvtier/codec/frame.py", "import pickle\n"),
-    ("pickles", "src/kvtier/bench/io.py", "from marshal import loads\n"),
     ("asserted_data", "src/kvtier/codec/frame.py", "def f(x):\n    assert x\n"),
     ("seeded_hash", "src/kvtier/keys/names.py", "x = hash('a')\n"),
     ("endless_waits", "src/kvtier/runtime/mover.py", "def f(thread):\n    thread.join()\n"),
@@ -58,13 +48,7 @@ BAD = [
 GOOD = [
     ("src/kvtier/runtime/mover.py", "import time\nnow = time.monotonic()\n"),
     ("src/kvtier/config/loader.py", "import os\nx = os.environ\n"),
-    ("src/kvtier/cli/render.py", "print('x')\n"),
-    ("src/kvtier/tier/directory.py", "try:\n    x = 1\nexcept Exception:\n    x = 2\n    raise\n"),
-    ("src/kvtier/tier/directory.py", "try:\n    x = 1\nexcept OSError:\n    pass\n"),
-    (
-        "src/kvtier/runtime/desk.py",
-        "def f(r):\n    try:\n        r.set_result(1)\n    except Exception as e:\n        r.set_exception(e)\n",
-    ),
+    ("src/kvtier/cli/render.py", "import sys\nsys.stdout.write('x')\n"),
     ("src/kvtier/core/cache.py", "def f(x):\n    assert x, 'our own mistake'\n"),
     ("src/kvtier/layout.py", "class A:\n    def __hash__(self):\n        return hash(1)\n"),
     ("src/kvtier/runtime/mover.py", "def f(t, q):\n    t.join(1)\n    q.get(timeout=1)\n    return ','.join(['a'])\n"),
@@ -117,6 +101,17 @@ def test_a_module_that_nobody_imports_is_found():
     }
     lonely = [finding.place for finding in tidy.lonely_modules(files, {"kvtier.a", "kvtier.d"})]
     assert lonely == ["kvtier.c", "kvtier.f"]
+
+
+def test_new_telltale_words_are_found(tmp_path):
+    (tmp_path / "src" / "kvtier").mkdir(parents=True)
+    (tmp_path / "src" / "kvtier" / "a.py").write_text("# who was told; whoever, SO MANY; whose and retold are fine\n")
+    (tmp_path / "README.md").write_text("Nobody and somebody.\n")
+    rooms, documents = tidy.census.tell_tale_words(tmp_path)
+    assert (rooms, documents) == ({"a.py": 4}, {"README.md": 2})
+    assert tidy.telltale_words(rooms, 4, "src") == []
+    (finding,) = tidy.telltale_words(rooms, 3, "src")
+    assert (finding.rule, "a.py 4" in finding.advice) == ("telltale_words", True)
 
 
 def test_an_exception_that_nothing_needs_is_found():
