@@ -79,7 +79,7 @@ def open_tier(root: Path, capacity_bytes: int = CAPACITY_BYTES, segment_bytes: i
 
 def abandon(tier: DiskTier) -> None:
     """Let go of the files as the end of the process would: nothing more is written."""
-    tier._gate.close()
+    tier._guard.close()
     tier._is_closing = True
     tier._wake.set()
     tier._keeper.join(10)

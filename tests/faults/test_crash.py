@@ -13,8 +13,8 @@ import pytest
 from tests.rig import CHUNK_TOKENS, LAYOUT, Engine, load_places, loaded, looked_up, opened, places_of, prefix_of, stored
 
 from kvtier.keys.names import object_name
+from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.ledger import read_ledger
 
 ROUNDS = 12
 CHUNKS = 30
@@ -77,7 +77,7 @@ def test_after_a_kill_at_any_moment_what_is_found_is_right(tmp_path):
             found_anything = True
         assert kv.session.close().flushed
         objects = [file for file in (tmp_path / "kv" / "objects").rglob("*") if file.is_file()]
-        assert read_ledger(str(tmp_path / "kv" / "ledger")) == sum(
+        assert read_cap_file(str(tmp_path / "kv" / "ledger")) == sum(
             -(-file.stat().st_size // 4096) * 4096 for file in objects
         )
     assert found_anything

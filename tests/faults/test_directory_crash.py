@@ -95,8 +95,8 @@ def test_a_count_that_is_too_high_is_mended_when_room_is_needed(tmp_path):
     """What a kill between reserving and writing leaves behind, while another process keeps the store open."""
     root = tmp_path / "store"
     keeper = DirectoryTier(root, capacity_bytes=4 * BLOCK_BYTES)
-    with keeper._ledger.locked():
-        keeper._ledger.write(4 * BLOCK_BYTES)
+    with keeper._cap_file.locked():
+        keeper._cap_file.write(4 * BLOCK_BYTES)
     assert keeper.used_bytes == 4 * BLOCK_BYTES
     for number in range(2):
         assert keeper.write(object_name(number), frame_of(number))
@@ -109,8 +109,8 @@ def test_stale_drafts_count_until_they_are_cleared(tmp_path):
     root = tmp_path / "store"
     keeper = DirectoryTier(root, capacity_bytes=8 * BLOCK_BYTES)
     dead = root / "drafts" / f"0123456789abcdef-0-{2 * BLOCK_BYTES}"
-    with keeper._ledger.locked():
-        keeper._ledger.write(2 * BLOCK_BYTES)
+    with keeper._cap_file.locked():
+        keeper._cap_file.write(2 * BLOCK_BYTES)
         dead.write_bytes(b"x" * 100)
     (root / "drafts" / "0123456789abcdef.lock").touch()
     for number in range(3):

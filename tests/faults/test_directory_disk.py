@@ -10,9 +10,9 @@ from wire_world import until
 from kvtier.errors import ConfigError, TierError
 from kvtier.observe import table
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import full
+from kvtier.tier import effective_cap
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.full import FULL
+from kvtier.tier.effective_cap import FULL
 
 CAPACITY = 64 * BLOCK_BYTES
 
@@ -91,7 +91,7 @@ def held(tier, numbers):
 def test_another_programs_file_that_grows_does_not_empty_the_cache(small_disk, monkeypatch, caplog):
     """What is held is the cap; a failed write costs one object at most; with room again the cap grows, slowly."""
     now_s = [0.0]
-    monkeypatch.setattr(full.FoundCap.__init__, "__defaults__", (lambda: now_s[0],))
+    monkeypatch.setattr(effective_cap.EffectiveCap.__init__, "__defaults__", (lambda: now_s[0],))
     caplog.set_level("INFO", "kvtier")
     tier = DirectoryTier(small_disk / "s", capacity_bytes=4 << 20)
     foreign = small_disk / "foreign"
@@ -123,15 +123,15 @@ def test_another_programs_file_that_grows_does_not_empty_the_cache(small_disk, m
     assert refused == 3
     foreign.unlink()
     limit_bytes = tier.limit_bytes
-    now_s[0] += full.QUIET_S
+    now_s[0] += effective_cap.QUIET_S
     assert tier.limit_bytes == limit_bytes
-    now_s[0] += full.REGROWTH_S / 100
+    now_s[0] += effective_cap.REGROWTH_S / 100
     assert 0 < tier.limit_bytes - limit_bytes <= (4 << 20) // 100
     before = len(list(tier.scan()))
     for number in range(6000, 6004):
         assert tier.write(object_name(number), frame_of(number))
     assert len(list(tier.scan())) == before + 4, "nothing was evicted"
-    now_s[0] += full.REGROWTH_S
+    now_s[0] += effective_cap.REGROWTH_S
     assert tier.limit_bytes == 4 << 20
     assert caplog.records[-1].message == "tier directory: the file system has room again for 4194304 bytes"
     tier.close()

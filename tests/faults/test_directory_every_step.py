@@ -8,7 +8,7 @@ from test_directory_shared import used_exactly
 
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.tree import charge_bytes
+from kvtier.tier.store_paths import charge_bytes
 
 CAPACITY = 12 * BLOCK_BYTES
 STEPS = ("open", "rename", "unlink", "pwrite", "pwritev", "ftruncate")
@@ -65,7 +65,7 @@ def die_at(step, act, root, monkeypatch):
         tier.close()
         return False
     # What the kernel does: it closes the files, and with them go the locks.
-    for kept in (tier._ledger._descriptor, tier._tenancy._descriptor, tier._drafts._lock):
+    for kept in (tier._cap_file._descriptor, tier._store_lock._descriptor, tier._temp_files._lock):
         kept.close()
     for descriptor in dying.opened:
         with suppress(OSError):

@@ -30,9 +30,9 @@ from kvtier.tier import directory
 from kvtier.tier.base import About
 from kvtier.tier.direct import write_all
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.hint import Row, save_hint
+from kvtier.tier.index_snapshot import SnapshotRow, save_snapshot
 from kvtier.tier.marker import read_marker
-from kvtier.tier.tree import charge_bytes
+from kvtier.tier.store_paths import charge_bytes
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (6000, 5000), "test/pages")
@@ -352,10 +352,10 @@ def test_a_hostile_index_with_a_good_checksum_costs_nothing(tmp_path):
     filled(root, 20).close()
     far = 1 << 63
     rows = [
-        Row(name_of(number), name_of(number), far + number, (number % 3 - 1) * (far - 1), number, number)
+        SnapshotRow(name_of(number), name_of(number), far + number, (number % 3 - 1) * (far - 1), number, number)
         for number in range(40)
     ]
-    save_hint(str(root / "index"), rows + rows)
+    save_snapshot(str(root / "index"), rows + rows)
     for shared in (True, False):
         tier = DirectoryTier(root, capacity_bytes=CAPACITY, direct_io="off", shared=shared)
         assert tier.object_count == 20
@@ -370,14 +370,14 @@ def test_a_hostile_index_with_a_good_checksum_costs_nothing(tmp_path):
         for number in range(60, 90):
             path_of(root, number).unlink(missing_ok=True)
         filled(root, 20).close()
-        save_hint(str(root / "index"), rows)
+        save_snapshot(str(root / "index"), rows)
 
 
 @pytest.mark.parametrize("count", [CAPACITY + 4096, (1 << 64) - 4096, (1 << 64) - 1, 4095])
 def test_a_count_that_cannot_be_evicts_nothing(tmp_path, count):
     root = tmp_path / "store"
     tier = filled(root)
-    tier._room._count_again_s = 0.0
+    tier._byte_cap._count_again_s = 0.0
     (root / "ledger").write_bytes(struct.pack("<8sQQ", b"kvledger", count, count ^ ((1 << 64) - 1)))
     assert tier.write(name_of(50), frame_of(50))
     assert tier.used_bytes == charged(tier) == 9 * FRAME
@@ -589,7 +589,7 @@ def test_a_child_that_outlives_its_parents_tier_keeps_no_lock(tmp_path):
         assert os.read(reading, 1) == b"x"
         tier.close()
         again = opened(tmp_path / "store")
-        assert again._tenancy.enter(0.0), "the child keeps the store"
+        assert again._store_lock.acquire(0.0), "the child keeps the store"
         again.close()
     finally:
         os.kill(child, signal.SIGKILL)

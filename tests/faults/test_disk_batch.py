@@ -152,7 +152,7 @@ def test_between_asking_and_having_its_thread_may_do_other_things(tmp_path: Path
     tier.delete(reads[0].name)
     with ThreadPoolExecutor(1) as thread:
         closing = thread.submit(tier.close)
-        while not tier._gate.is_closed:
+        while not tier._guard.is_closed:
             time.sleep(0.001)
         assert not closing.done()
         assert ended(steps) == [sealed(number).nbytes for number in SCATTERED]

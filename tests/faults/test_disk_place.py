@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.runtime.rank import _disk
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import disk_pool, full
+from kvtier.tier import disk_pool, effective_cap
 from kvtier.tier.base import Read
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
@@ -76,7 +76,7 @@ def test_a_full_disk_is_an_error_until_there_is_room(small_disk):
 def test_a_quota_makes_the_cap_what_is_held_until_there_is_room(tmp_path, monkeypatch, caplog):
     """A quota shows only when a file is made. It is logged once, and seldom tried again."""
     now_s = [0.0]
-    monkeypatch.setattr(full.FoundCap.__init__, "__defaults__", (lambda: now_s[0],))
+    monkeypatch.setattr(effective_cap.EffectiveCap.__init__, "__defaults__", (lambda: now_s[0],))
     caplog.set_level("INFO", "kvtier")
     tier = open_tier(tmp_path / "s")
     write_many(tier, range(60))
@@ -96,16 +96,16 @@ def test_a_quota_makes_the_cap_what_is_held_until_there_is_room(tmp_path, monkey
     assert tier.used_bytes == tier.limit_bytes == used_bytes
     assert tier.evictions > evictions
     assert len(asked) == 1
-    (said,) = [record.message for record in caplog.records if full.FULL in record.message]
+    (said,) = [record.message for record in caplog.records if effective_cap.FULL in record.message]
     assert said.endswith(
         f"(Disk quota exceeded): the cap is {used_bytes} of {2 * CAPACITY_BYTES} bytes until there is room"
     )
     assert tier._current_status(is_open=True).limit_bytes == used_bytes
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    now_s[0] += full.QUIET_S + full.REGROWTH_S * SEGMENT_BYTES / (2 * CAPACITY_BYTES)
+    now_s[0] += effective_cap.QUIET_S + effective_cap.REGROWTH_S * SEGMENT_BYTES / (2 * CAPACITY_BYTES)
     write_many(tier, range(300, 400))
     assert tier.used_bytes == used_bytes + SEGMENT_BYTES, "as far as the cap has grown"
-    now_s[0] += full.REGROWTH_S
+    now_s[0] += effective_cap.REGROWTH_S
     write_many(tier, range(400, 600))
     assert tier.used_bytes > used_bytes + SEGMENT_BYTES
     assert caplog.records[-1].message.endswith("has room again for 3145728 bytes")

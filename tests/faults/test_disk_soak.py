@@ -29,7 +29,7 @@ from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_marker import MARKER_NAME
 from kvtier.tier.marker import MARKER_NAME as DIRECTORY_MARKER_NAME
-from kvtier.tier.tree import charge_bytes
+from kvtier.tier.store_paths import charge_bytes
 
 NAMES = 200
 CAPACITY_BYTES = 8 * SEGMENT_BYTES
@@ -337,7 +337,7 @@ class DirectorySoak(Soak):
         assert sum(charge_bytes(size) for _, size in self.tier.scan()) <= self.tier.used_bytes <= CAPACITY_BYTES
 
     def abandon(self) -> None:
-        self.tier._gate.close()
+        self.tier._guard.close()
         self.tier._let_go()
 
     def _opened(self) -> DirectoryTier:

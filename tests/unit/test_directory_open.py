@@ -13,7 +13,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.base import About
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.hint import load_hint
+from kvtier.tier.index_snapshot import load_snapshot
 from kvtier.tier.marker import open_store, read_marker
 
 CAPACITY = 64 * BLOCK_BYTES
@@ -105,7 +105,7 @@ def test_a_hint_that_is_no_use_is_rebuilt(tmp_path, damage):
     assert tier.contains([object_name(3)]) == [True]
     tier.close()
     if damage != "folder":
-        assert {row.name for row in load_hint(str(hint)) or ()} == {object_name(number) for number in range(10)}
+        assert {row.name for row in load_snapshot(str(hint)) or ()} == {object_name(number) for number in range(10)}
 
 
 def test_what_a_hint_says_is_not_believed(tmp_path):

@@ -10,13 +10,13 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import directory, drafts
+from kvtier.tier import directory, temp_files
 from kvtier.tier.base import UNKNOWN
 from kvtier.tier.direct import aligned_buffer, is_aligned, read_part, write_all
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.drafts import Drafts
-from kvtier.tier.gate import Gate
-from kvtier.tier.hint import Row, load_hint, pack_hint, save_hint, unpack_hint
+from kvtier.tier.index_snapshot import SnapshotRow, load_snapshot, pack_snapshot, save_snapshot, unpack_snapshot
+from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.temp_files import TempFiles
 
 CAPACITY = 64 * BLOCK_BYTES
 DEADLINE_S = 30.0
@@ -31,45 +31,48 @@ def tier(tmp_path):
 
 def rows(count):
     return [
-        Row(object_name(n), object_name(n - 1) if n % 3 else None, n * 4096, 10**18 + n, n % 3, n % 2)
+        SnapshotRow(object_name(n), object_name(n - 1) if n % 3 else None, n * 4096, 10**18 + n, n % 3, n % 2)
         for n in range(count)
     ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 50])
 def test_a_hint_comes_back_as_it_was(tmp_path, count):
-    save_hint(str(tmp_path / "index"), rows(count))
-    assert load_hint(str(tmp_path / "index")) == rows(count)
+    save_snapshot(str(tmp_path / "index"), rows(count))
+    assert load_snapshot(str(tmp_path / "index")) == rows(count)
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
 def test_a_hint_with_names_that_end_in_zeros_comes_back_as_it_was():
-    told = [Row(bytes(31) + b"\1", bytes(32), 1, 1, 1, 1), Row(b"\1" + bytes(31), None, 2**63, -5, 2**32 - 1, 65535)]
-    assert unpack_hint(pack_hint(told)) == told
+    told = [
+        SnapshotRow(bytes(31) + b"\1", bytes(32), 1, 1, 1, 1),
+        SnapshotRow(b"\1" + bytes(31), None, 2**63, -5, 2**32 - 1, 65535),
+    ]
+    assert unpack_snapshot(pack_snapshot(told)) == told
 
 
 def test_any_flipped_bit_makes_a_hint_useless():
-    told = pack_hint(rows(20))
+    told = pack_snapshot(rows(20))
     for position in random.Random(3).sample(range(8 * len(told)), 300):
         damaged = bytearray(told)
         damaged[position // 8] ^= 1 << position % 8
-        assert unpack_hint(bytes(damaged)) is None
+        assert unpack_snapshot(bytes(damaged)) is None
     for length in range(0, len(told), 7):
-        assert unpack_hint(told[:length]) is None
+        assert unpack_snapshot(told[:length]) is None
 
 
 def test_a_hint_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    save_hint(str(tmp_path / "index"), rows(3))
+    save_snapshot(str(tmp_path / "index"), rows(3))
     with pytest.raises(TypeError):
-        save_hint(str(tmp_path / "index"), [Row("no bytes", None, 1, 1, 1, 1)])  # type: ignore[arg-type]
-    assert load_hint(str(tmp_path / "index")) == rows(3)
+        save_snapshot(str(tmp_path / "index"), [SnapshotRow("no bytes", None, 1, 1, 1, 1)])  # type: ignore[arg-type]
+    assert load_snapshot(str(tmp_path / "index")) == rows(3)
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
 def test_the_hint_is_written_now_and_then(tmp_path, tier, monkeypatch):
     monkeypatch.setattr(directory, "HINT_INTERVAL_S", 0.0)
     assert tier.write(object_name(1), frame_of(1))
-    assert [row.name for row in load_hint(str(tmp_path / "s" / "index")) or ()] == [object_name(1)]
+    assert [row.name for row in load_snapshot(str(tmp_path / "s" / "index")) or ()] == [object_name(1)]
 
 
 def test_alignment_is_of_address_length_and_offset():
@@ -108,11 +111,11 @@ def test_every_file_counts_in_whole_blocks(tmp_path):
 
 def test_the_slower_of_two_writers_of_a_name_leaves_nothing_behind(tier):
     """Both saw that the name was free; the first one's file stays and the second one's bytes are given back."""
-    draft = tier._room.reserve(3 * BLOCK_BYTES, direct_io=False)
+    draft = tier._byte_cap.reserve(3 * BLOCK_BYTES, direct_io=False)
     assert tier.write(object_name(1), frame_of(1))
     assert tier.used_bytes == 5 * BLOCK_BYTES
     os.write(draft.descriptor, frame_of(2, 3 * BLOCK_BYTES))
-    tier._room.publish(draft, os.fstat(draft.descriptor), object_name(1), UNKNOWN)
+    tier._byte_cap.publish(draft, os.fstat(draft.descriptor), object_name(1), UNKNOWN)
     os.close(draft.descriptor)
     assert tier.used_bytes == 2 * BLOCK_BYTES
     into = empty_frame(4 * BLOCK_BYTES)
@@ -122,12 +125,12 @@ def test_the_slower_of_two_writers_of_a_name_leaves_nothing_behind(tier):
 
 
 def test_what_is_being_written_is_not_visible_and_keeps_its_room(tier):
-    draft = tier._room.reserve(CAPACITY - BLOCK_BYTES, direct_io=False)
+    draft = tier._byte_cap.reserve(CAPACITY - BLOCK_BYTES, direct_io=False)
     os.write(draft.descriptor, b"part")
     assert list(tier.scan()) == []
     assert not tier.write(object_name(1), frame_of(1))  # nothing to evict: dropped, not waited for
     assert tier.write(object_name(2), frame_of(2, BLOCK_BYTES))
-    tier._room.discard(draft)
+    tier._byte_cap.discard(draft)
     os.close(draft.descriptor)
     assert tier.used_bytes == BLOCK_BYTES
     assert tier.write(object_name(1), frame_of(1))
@@ -136,10 +139,10 @@ def test_what_is_being_written_is_not_visible_and_keeps_its_room(tier):
 def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path):
     """Its bytes are lost only as long as the lock cannot be had."""
     tier = DirectoryTier(tmp_path / "s", capacity_bytes=CAPACITY, lock_deadline_s=0.05)
-    draft = tier._room.reserve(BLOCK_BYTES, direct_io=False)
+    draft = tier._byte_cap.reserve(BLOCK_BYTES, direct_io=False)
     os.close(draft.descriptor)
-    with tier._ledger.locked():
-        tier._room.discard(draft)
+    with tier._cap_file.locked():
+        tier._byte_cap.discard(draft)
     assert tier.used_bytes == BLOCK_BYTES
     assert tier.write(object_name(1), frame_of(1))
     assert tier.used_bytes == 2 * BLOCK_BYTES
@@ -152,12 +155,12 @@ def test_a_look_at_a_lock_file_that_is_being_made_lets_no_owner_pass_for_dead(tm
     """`inspect` asks for the lock of each file for a moment; an owner without it would lose its drafts to others."""
     path = str(tmp_path / "drafts")
     (tmp_path / "drafts").mkdir()
-    owner, other = Drafts(path), Drafts(path)
+    owner, other = TempFiles(path), TempFiles(path)
     look = os.open(f"{path}/{owner.owner}.lock", os.O_CREAT | os.O_RDONLY, 0o600)
     fcntl.flock(look, fcntl.LOCK_SH)
     ending = threading.Timer(held_s, fcntl.flock, (look, fcntl.LOCK_UN))
     ending.start()
-    monkeypatch.setattr(drafts, "LOCK_DEADLINE_S", 0.05 if held_s == DEADLINE_S else DEADLINE_S, raising=False)
+    monkeypatch.setattr(temp_files, "LOCK_DEADLINE_S", 0.05 if held_s == DEADLINE_S else DEADLINE_S, raising=False)
     try:
         if held_s == DEADLINE_S:  # an owner that has no lock makes no draft; the next time it makes another lock
             with pytest.raises(OSError, match="locked"):
@@ -195,7 +198,7 @@ def test_a_known_name_costs_no_look_at_the_directory_and_a_private_store_none_at
 
 
 def test_closing_waits_for_who_is_inside():
-    gate = Gate("t")
+    gate = OperationGuard("t")
     inside, leave = threading.Event(), threading.Event()
 
     def work():
@@ -226,7 +229,7 @@ def test_threads_that_wait_for_the_ledger_give_up(tmp_path):
         except TierError as error:
             failures.append(str(error))
 
-    with tier._ledger.locked():
+    with tier._cap_file.locked():
         thread = threading.Thread(target=write, daemon=True)
         started = time.monotonic()
         thread.start()

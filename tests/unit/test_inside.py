@@ -11,9 +11,10 @@ import threading
 import pytest
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tier import inside
-from kvtier.tier.gate import Gate
-from kvtier.tier.inside import (
+from kvtier.tier import safe_open
+from kvtier.tier.cap_file import lock_file
+from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.safe_open import (
     Descriptor,
     check_private,
     make_directory,
@@ -24,7 +25,6 @@ from kvtier.tier.inside import (
     set_aside,
     write_file,
 )
-from kvtier.tier.ledger import lock_file
 
 
 def plant(kind, path, target):
@@ -48,7 +48,7 @@ def test_only_a_regular_file_is_opened_and_at_once(tmp_path, monkeypatch, kind, 
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is what counts
         open_file("it", flags)
-    assert caught.value.errno in inside.WRONG_KIND
+    assert caught.value.errno in safe_open.WRONG_KIND
     assert set(os.listdir("/proc/self/fd")) == before
     assert (tmp_path / "outside").read_bytes() == b"precious"
 
@@ -62,7 +62,7 @@ def test_only_a_directory_is_opened_or_made(tmp_path, kind):
     for call in (open_directory, make_directory):
         with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is what counts
             call(str(tmp_path / "it"))
-        assert caught.value.errno in inside.WRONG_KIND
+        assert caught.value.errno in safe_open.WRONG_KIND
     set_aside(str(tmp_path / "it"))
     make_directory(str(tmp_path / "it"))
     assert (tmp_path / "it").is_dir()
@@ -144,7 +144,7 @@ def in_child(act):
 
 
 def test_a_gate_is_closed_in_a_forked_child_even_when_a_thread_held_its_lock():
-    gate = Gate("t")
+    gate = OperationGuard("t")
     holding, leave = threading.Event(), threading.Event()
 
     def hold():

@@ -29,7 +29,7 @@ from kvtier.config import SECTIONS, load, value_of
 from kvtier.config import settings as settings_of
 from kvtier.errors import ConfigError
 from kvtier.tier.marker import ALLOWED, open_store, read_marker
-from kvtier.tier.place import opening
+from kvtier.tier.store_root import opening
 
 SEED = 11
 """Of those from 1 to 12 the one whose greedy choices are least close: with the small model the two best tokens of no

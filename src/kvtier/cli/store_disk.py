@@ -31,7 +31,7 @@ from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME
 from kvtier.tier.disk_segment import file_name
 from kvtier.tier.disk_status import AGAIN_S, DRAFT_NAME, STATUS_NAME, DiskStatus, read_status
 from kvtier.tier.disk_view import Stored, census, read_marker, segments_at
-from kvtier.tier.inside import WRONG_KIND, directory_at, folder_at, open_file
+from kvtier.tier.safe_open import WRONG_KIND, directory_at, folder_at, open_file
 from kvtier.types import ObjectName
 
 _UNBOUNDED_BYTES = 1 << 62

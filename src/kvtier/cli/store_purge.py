@@ -12,12 +12,12 @@ from pathlib import Path
 from kvtier.cli.store_view import marker_of
 from kvtier.errors import ConfigError
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.drafts import NAMES as DRAFT_NAMES
-from kvtier.tier.drafts import owners_alive
-from kvtier.tier.inside import WRONG_KIND, folder_at, open_directory
 from kvtier.tier.marker import BESIDE, MARKER_NAME
-from kvtier.tier.tenancy import Tenancy
-from kvtier.tier.tree import Paths
+from kvtier.tier.safe_open import WRONG_KIND, folder_at, open_directory
+from kvtier.tier.store_lock import StoreLock
+from kvtier.tier.store_paths import Paths
+from kvtier.tier.temp_files import NAMES as DRAFT_NAMES
+from kvtier.tier.temp_files import owners_alive
 from kvtier.types import ObjectName
 
 LEFT_MAX = 100
@@ -65,11 +65,11 @@ class _Hold:
     """The store's tenancy, alone if nobody else is in there."""
 
     def __init__(self, root: Path) -> None:
-        self._tenancy = Tenancy(str(root / MARKER_NAME), "directory")
-        self.is_alone = self._tenancy.enter(deadline_s=5.0)
+        self._store_lock = StoreLock(str(root / MARKER_NAME), "directory")
+        self.is_alone = self._store_lock.acquire(deadline_s=5.0)
 
     def close(self) -> None:
-        self._tenancy.leave()
+        self._store_lock.release()
 
 
 def _empty(root: Path) -> Purge:

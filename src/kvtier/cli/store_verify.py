@@ -19,7 +19,7 @@ from kvtier.errors import CorruptChunkError
 from kvtier.layout import SECTION_BYTES_MAX
 from kvtier.tier.direct import forget_cached, read_part
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.tree import Found, Paths, walk
+from kvtier.tier.store_paths import Found, Paths, walk
 from kvtier.types import ObjectName
 
 THREADS = 4

@@ -17,12 +17,12 @@ from shutil import disk_usage
 from kvtier.codec import registry
 from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_told, read_head
 from kvtier.errors import ConfigError, CorruptChunkError
+from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
-from kvtier.tier.drafts import owners_alive, reserved
-from kvtier.tier.inside import open_file
-from kvtier.tier.ledger import read_ledger
 from kvtier.tier.marker import MARKER_NAME, DamagedMarkerError, Marker, read_marker
-from kvtier.tier.tree import Found, Paths, charge_bytes, walk
+from kvtier.tier.safe_open import open_file
+from kvtier.tier.store_paths import Found, Paths, charge_bytes, walk
+from kvtier.tier.temp_files import owners_alive, reserved
 
 FINGERPRINT_DIGITS = 12
 
@@ -179,7 +179,7 @@ def statistics(root: Path, capacity_bytes: int | None, advance: Callable[[float]
         objects=len(rows),
         bytes=sum(row.size_bytes for row in rows),
         charged_bytes=sum(charge_bytes(row.size_bytes) for row in rows),
-        ledger_bytes=read_ledger(paths.ledger),
+        ledger_bytes=read_cap_file(paths.ledger),
         capacity_bytes=capacity_bytes,
         drafts=len(drafts),
         draft_bytes=sum(drafts),

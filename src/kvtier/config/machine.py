@@ -16,8 +16,8 @@ from kvtier.errors import ConfigError
 from kvtier.keys.secret import SECRET_BYTES
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
 from kvtier.tier.disk_marker import refuse_foreign_ranks
-from kvtier.tier.inside import refuse_public
 from kvtier.tier.marker import DamagedMarkerError, read_marker, refuse_foreign
+from kvtier.tier.safe_open import refuse_public
 
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where a container finds its own limit (cgroup 2, cgroup 1)."""

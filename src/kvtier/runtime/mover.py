@@ -32,7 +32,7 @@ from kvtier.runtime.lanes import STUCK_S, Lane, LaneState, Scratch
 from kvtier.runtime.late import NOT_OPEN
 from kvtier.runtime.links import NOT_ADMITTED, Links, Result
 from kvtier.tier.base import Tier
-from kvtier.tier.full import FULL
+from kvtier.tier.effective_cap import FULL
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16

@@ -30,7 +30,7 @@ from kvtier.runtime.jobs import Observer
 from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.recorder import Recorder
 from kvtier.runtime.session import LocalSession
-from kvtier.tier.place import MISTAKES
+from kvtier.tier.store_root import MISTAKES
 from kvtier.types import Way
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_marker import ALLOWED_RANKS, refuse_foreign_ranks
-from kvtier.tier.inside import check_private, make_root
-from kvtier.tier.place import opening
+from kvtier.tier.safe_open import check_private, make_root
+from kvtier.tier.store_root import opening
 
 logger = logging.getLogger(__name__)
 

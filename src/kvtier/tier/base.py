@@ -1,83 +1,95 @@
-"""The interface of a place below host memory."""
+"""The interface of a tier below host memory."""
 
 from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvtier.errors import TierError
+from kvtier.policy.base import Held
 from kvtier.types import Hint, ObjectName
 
 _Answer = TypeVar("_Answer")
 
 
 class About(NamedTuple):
-    """What a tier's policy may know of an object that is written."""
+    """Metadata of an object, for the tier's eviction policy."""
 
     parent: ObjectName | None = None
-    """The object before it in its prefix, same group and rank; None at the start and for other than history groups."""
+    """The preceding object of the prefix, same group and rank. None at the start and for groups without history."""
     depth: int = 0
     group: int = 0
     tokens: int = 0
     hint: Hint = Hint()
 
+    def held(self, name: ObjectName, size_bytes: int, time_s: float) -> Held:
+        """The policy's event: `name` entered a tier or was used there at `time_s`."""
+        hint = self.hint
+        saved_s = hint.seconds_saved_per_token * self.tokens
+        return Held(name, self.parent, self.depth, size_bytes, self.group, time_s, hint.session, hint.turn, saved_s)
+
 
 UNKNOWN = About()
 
 
-class Tier(Protocol):
-    """A place that keeps frames by object name. Blocking; every method may be called from several threads at once.
+def never_pinned(_name: bytes) -> bool:
+    """Lower tiers pin nothing: a reader with an open file keeps its bytes after eviction."""
+    return False
 
-    A tier may forget anything at any time and its answers may be stale. It must never give bytes under a name that were
-    not written whole under that name, as far as it can tell; the reader verifies the frame in any case.
-    Every method may raise `TierError`; after `close` all but `close` do.
+
+class Tier(Protocol):
+    """Stores frames by object name. Methods block and are thread-safe.
+
+    A tier may forget any object at any time, and answers may be stale. It never knowingly returns bytes that were not
+    written whole under that name; the reader verifies every frame. Every method may raise `TierError`; after `close`
+    all but `close` do.
     """
 
     name: str
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether the tier holds it: a hint, not a promise. Counts as no use.
+        """For each name, whether the tier holds it. The answer may be stale. Does not count as a use.
 
-        Sessions ask about no names once a second, to know the tier's health: `TierError` while its place is gone.
+        Sessions call it with no names once a second as a health check: `TierError` while the storage is gone.
         """
         ...
 
     def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-        """Read the frame's bytes from `offset` on into `into`; counts as a use.
+        """Read the frame from `offset` into `into`. Counts as a use.
 
         Returns:
-            How many bytes were read (fewer than `into` holds when the frame ends before), or None when absent.
+            Bytes read (fewer than `into` holds at the end of the frame), or None when absent.
         """
         ...
 
     def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
-        """Keep `frame` under `name`, visible whole or not at all. A name that is there already is left as it is.
+        """Store `frame` under `name`, atomically. An existing object is not replaced.
 
         Returns:
-            Whether the tier holds the name now. False when it is not admitted or larger than the place.
+            Whether the tier holds the name now. False when it is not admitted or does not fit.
         """
         ...
 
     def delete(self, name: ObjectName) -> None:
-        """Forget `name`; absent is fine."""
+        """Delete `name`, if it exists."""
         ...
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) held; concurrent changes may or may not show."""
+        """Every (name, frame bytes) held. Concurrent changes may be missing."""
         ...
 
     def close(self) -> None:
-        """Give everything back; twice is fine."""
+        """Release all resources. Idempotent."""
         ...
 
 
 class Read(NamedTuple):
-    """One object of a batch that is read from its start on."""
+    """One object of a batched read, from its start."""
 
     name: ObjectName
     into: memoryview
 
 
 class Write(NamedTuple):
-    """One object of a batch that is written."""
+    """One object of a batched write."""
 
     name: ObjectName
     frame: memoryview
@@ -86,10 +98,10 @@ class Write(NamedTuple):
 
 @runtime_checkable
 class BatchTier(Tier, Protocol):
-    """A tier to which several small objects at once are less work than one after the other. Nobody has to be one.
+    """A tier with batched reads and writes of small objects. Optional.
 
-    Each answer stands where its question stood. An object that fails has its error there, and costs the others nothing;
-    the call raises only what concerns all of them.
+    Results are in the order of the arguments. An object that fails has its error in its place and does not affect the
+    others; the call raises only errors that concern the whole batch.
     """
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
@@ -103,18 +115,18 @@ class BatchTier(Tier, Protocol):
 
 @runtime_checkable
 class AheadTier(BatchTier, Protocol):
-    """A tier that can read while its caller does something else. Nobody has to be one."""
+    """A tier whose reads run while the caller does other work. Optional."""
 
     def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
-        """`read_many` in two steps, both in one thread: it yields once, when the device has been asked.
+        """`read_many` in two steps on one thread: it yields once, after the reads are submitted.
 
-        Until it has ended the memory of `reads` is in use; closing it early waits for the device, too.
+        The buffers of `reads` are in use until it ends. Closing it early also waits for the device.
         """
         ...
 
 
 def ended(steps: Generator[None, None, _Answer]) -> _Answer:
-    """Go through all steps; what they return."""
+    """Run all steps and return their result."""
     while True:
         try:
             next(steps)

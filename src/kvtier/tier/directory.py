@@ -29,19 +29,19 @@ from kvtier.layout import ALIGNMENT
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
 from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.byte_cap import ByteCap
+from kvtier.tier.cap_file import CapFile
 from kvtier.tier.direct import can_direct, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory_index import DirectoryIndex
-from kvtier.tier.drafts import Draft, Drafts
-from kvtier.tier.full import FoundCap, with_cause
-from kvtier.tier.gate import Gate
-from kvtier.tier.hint import load_hint, save_hint
-from kvtier.tier.inside import MISSING, check_private, directory_at, open_file
-from kvtier.tier.ledger import Ledger
+from kvtier.tier.effective_cap import EffectiveCap, with_cause
+from kvtier.tier.index_snapshot import load_snapshot, save_snapshot
 from kvtier.tier.marker import ALLOWED, UnknownStoreError, open_store
-from kvtier.tier.place import opening
-from kvtier.tier.room import Room
-from kvtier.tier.tenancy import Tenancy
-from kvtier.tier.tree import NAME_BYTES, Paths, charge_bytes, stat_in, walk
+from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.safe_open import MISSING, check_private, directory_at, open_file
+from kvtier.tier.store_lock import StoreLock
+from kvtier.tier.store_paths import NAME_BYTES, Paths, charge_bytes, stat_in, walk
+from kvtier.tier.store_root import opening
+from kvtier.tier.temp_files import TempFile, TempFiles
 from kvtier.types import NextTurn, ObjectName
 
 logger = logging.getLogger(__name__)
@@ -100,10 +100,10 @@ class DirectoryTier:
         self._shared = shared
         self._lock_deadline_s = lock_deadline_s
         self._paths = Paths(str(self.root))
-        self._gate = Gate(name)
+        self._guard = OperationGuard(name)
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
-        self._drafts = Drafts(self._paths.drafts)
-        self._found = FoundCap(name, capacity_bytes)
+        self._temp_files = TempFiles(self._paths.drafts)
+        self._effective_cap = EffectiveCap(name, capacity_bytes)
         self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
         """Objects that were read, and when, of which the files do not show it yet."""
         self._hint_lock = threading.Lock()
@@ -116,15 +116,21 @@ class DirectoryTier:
             except UnknownStoreError as error:
                 raise TierError(name, str(error)) from error
             self._paths.make()
-            self._tenancy = Tenancy(self._paths.marker, name)
-            self._ledger = Ledger(self._paths.ledger, name, lock_deadline_s, self._tenancy.is_there)
-            self._room = Room(
-                self._paths, capacity_bytes, self._found, self._ledger, self._index, self._drafts, self._replaced
+            self._store_lock = StoreLock(self._paths.marker, name)
+            self._cap_file = CapFile(self._paths.ledger, name, lock_deadline_s, self._store_lock.is_current)
+            self._byte_cap = ByteCap(
+                self._paths,
+                capacity_bytes,
+                self._effective_cap,
+                self._cap_file,
+                self._index,
+                self._temp_files,
+                self._replaced,
             )
             try:
                 self._move_in(open_deadline_s)
                 self._direct_io = self._choose_direct(direct_io)
-                self._room.shrink()
+                self._byte_cap.shrink()
             except BaseException:
                 self._let_go()
                 raise
@@ -132,12 +138,12 @@ class DirectoryTier:
     @property
     def used_bytes(self) -> int:
         """Bytes that count against the cap, of all processes."""
-        return self._ledger.peek()
+        return self._cap_file.peek()
 
     @property
     def limit_bytes(self) -> int:
         """The cap now: less than `capacity_bytes` after a write found the file system full."""
-        return self._found.now_bytes
+        return self._effective_cap.now_bytes
 
     @property
     def object_count(self) -> int:
@@ -147,7 +153,7 @@ class DirectoryTier:
     @property
     def evictions(self) -> int:
         """Objects that this process has evicted since it opened the store."""
-        return self._room.evictions
+        return self._byte_cap.evictions
 
     @property
     def direct_io(self) -> bool:
@@ -201,20 +207,20 @@ class DirectoryTier:
             charge = charge_bytes(frame.nbytes)
             if charge > self.capacity_bytes:
                 return False
-            there = self._room.usable(self._paths.stat_object(name))
+            there = self._byte_cap.usable(self._paths.stat_object(name))
             if there is not None:
                 self._index.learn(name, there.st_size, there.st_mtime_ns, about)
                 return True
             self._publish_uses(USES_AT_ONCE)
             view = frame.cast("B")
-            draft = self._room.reserve(charge, direct_io=self._direct_io and is_aligned(view, 0))
+            draft = self._byte_cap.reserve(charge, direct_io=self._direct_io and is_aligned(view, 0))
             if draft is None:
                 return False
             try:
                 written = _fill(draft, view)
-                self._room.publish(draft, written, name, about)
+                self._byte_cap.publish(draft, written, name, about)
             except BaseException as error:
-                self._room.discard(draft, error)
+                self._byte_cap.discard(draft, error)
                 raise
         self._save_hint_when_due()
         return True
@@ -222,11 +228,11 @@ class DirectoryTier:
     def delete(self, name: ObjectName) -> None:
         """Forget `name` and remove its file."""
         with self._operation("delete", name):
-            self._room.remove(name)
+            self._byte_cap.remove(name)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
         """Who goes on with `session`, for an evictor that takes hints (`Hinted`)."""
-        with self._gate:
+        with self._guard:
             self._index.expects(session, next_turn)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
@@ -236,28 +242,28 @@ class DirectoryTier:
 
     def close(self) -> None:
         """Wait for operations under way, write the hint and let go of all locks. Twice is fine."""
-        if not self._gate.close():
+        if not self._guard.close():
             return
-        if not self._gate.wait_empty(CLOSE_DEADLINE_S):
+        if not self._guard.wait_empty(CLOSE_DEADLINE_S):
             logger.warning("tier %s: closed while an operation still hangs after %s s", self.name, CLOSE_DEADLINE_S)
         self._publish_uses(USES_MAX)
         self._save_hint()
-        self._room.leave()
+        self._byte_cap.leave()
         self._let_go()
 
     def _move_in(self, deadline_s: float) -> None:
-        is_alone = self._tenancy.enter(deadline_s)
+        is_alone = self._store_lock.acquire(deadline_s)
         with _collector_paused():
-            rows = load_hint(self._paths.hint)
+            rows = load_snapshot(self._paths.hint)
             if rows is not None:
                 self._index.trust(rows)
             if is_alone:
                 _clear_hint_drafts(self._paths.root)
-            self._room.settle(is_alone=is_alone)
+            self._byte_cap.settle(is_alone=is_alone)
             if not is_alone and (rows is None or not self._shared):
                 self._index.correct(list(walk(self._paths.objects)))
         if is_alone:
-            self._tenancy.share(deadline_s)
+            self._store_lock.share(deadline_s)
         if rows is None and len(self._index):
             logger.info("tier %s: no usable index at %s, rebuilt from the files", self.name, self._paths.hint)
 
@@ -275,8 +281,8 @@ class DirectoryTier:
 
     def _replaced(self) -> None:
         """The directory is another one than before: say there too that we live."""
-        self._tenancy.renew(self._lock_deadline_s)
-        self._drafts.attach()
+        self._store_lock.reacquire(self._lock_deadline_s)
+        self._temp_files.attach()
 
     def _look(self, names: Sequence[ObjectName]) -> set[bytes]:
         """Those of `names` that are in the directory."""
@@ -303,7 +309,7 @@ class DirectoryTier:
 
     @contextmanager
     def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
-        with self._gate:
+        with self._guard:
             if name is not None and len(name) != NAME_BYTES:
                 raise TierError(self.name, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
             try:
@@ -321,17 +327,17 @@ class DirectoryTier:
 
     def _save_hint(self) -> None:
         self._hint_saved_s = time.monotonic()
-        if not self._tenancy.is_there():
+        if not self._store_lock.is_current():
             return  # where the disk is not mounted, the path leads to another one
         try:
-            save_hint(self._paths.hint, self._index.rows())
+            save_snapshot(self._paths.hint, self._index.rows())
         except OSError as error:
             logger.info("tier %s: the index could not be written, the next start is slower: %s", self.name, error)
 
     def _let_go(self) -> None:
-        self._tenancy.leave()
-        self._drafts.detach()
-        self._ledger.close()
+        self._store_lock.release()
+        self._temp_files.detach()
+        self._cap_file.close()
 
 
 @contextmanager
@@ -357,11 +363,10 @@ def _check_settings(name: str, capacity_bytes: int, direct_io: str) -> None:
 
 
 def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tuple[int, os.stat_result] | None:
-    """A descriptor of the object's file, which is not written over until it is closed, and its status.
+    """A locked descriptor of the object's file, and its status; None when there is no regular file.
 
-    None when there is no regular file. An evicted file may be written over for another object (see `Room`), but never
-    while it is locked. The name is looked at again under the lock, because the file may have become another object's
-    before we had it.
+    `ByteCap` may reuse an evicted file for another object, but never a locked one. The name is checked again under the
+    lock, because the file may have been reused before the lock was taken.
     """
     fan = paths.open_fan(name)
     if fan is None:
@@ -393,7 +398,7 @@ def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tup
     return None
 
 
-def _fill(draft: Draft, frame: memoryview) -> os.stat_result:
+def _fill(draft: TempFile, frame: memoryview) -> os.stat_result:
     """Write the draft and close it; what the file system says of it."""
     try:
         write_all(draft.descriptor, frame)

@@ -5,10 +5,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 from kvtier.policy.base import Evictor, Held, Hinted
-from kvtier.tier.base import UNKNOWN, About
-from kvtier.tier.events import held, nobody_is_pinned
-from kvtier.tier.hint import Row
-from kvtier.tier.tree import Found, charge_bytes
+from kvtier.tier.base import UNKNOWN, About, never_pinned
+from kvtier.tier.index_snapshot import SnapshotRow
+from kvtier.tier.store_paths import Found, charge_bytes
 from kvtier.types import NextTurn, ObjectName
 
 RECENCY_WRITE_NS = 60 * 10**9
@@ -70,7 +69,7 @@ class DirectoryIndex:
             else:
                 record.used_ns = now_ns
                 record.mtime_ns = max(record.mtime_ns, mtime_ns)
-                self._evictor.touched(held(name, record.size_bytes, now_ns / 1e9, record.about))
+                self._evictor.touched(record.about.held(name, record.size_bytes, now_ns / 1e9))
             if now_ns - record.mtime_ns < RECENCY_WRITE_NS:
                 return None
             record.mtime_ns = now_ns
@@ -83,7 +82,7 @@ class DirectoryIndex:
             if record is None or mtime_ns <= record.used_ns:
                 return False
             record.used_ns = record.mtime_ns = mtime_ns
-            self._evictor.touched(held(name, record.size_bytes, self._now_ns() / 1e9, record.about))
+            self._evictor.touched(record.about.held(name, record.size_bytes, self._now_ns() / 1e9))
             return True
 
     def postpone(self, name: ObjectName) -> None:
@@ -91,7 +90,7 @@ class DirectoryIndex:
         with self._lock:
             record = self._records.get(name)
             if record is not None:
-                self._evictor.touched(held(name, record.size_bytes, self._now_ns() / 1e9, record.about))
+                self._evictor.touched(record.about.held(name, record.size_bytes, self._now_ns() / 1e9))
 
     def forget(self, name: ObjectName) -> None:
         """`name` is not there any more."""
@@ -101,7 +100,7 @@ class DirectoryIndex:
     def victim(self) -> ObjectName | None:
         """Who should be evicted next; None when nothing is known."""
         with self._lock:
-            name = self._evictor.victim(nobody_is_pinned)
+            name = self._evictor.victim(never_pinned)
             return None if name is None else ObjectName(name)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
@@ -110,7 +109,7 @@ class DirectoryIndex:
             with self._lock:
                 self._evictor.expects(session, next_turn)
 
-    def trust(self, rows: Iterable[Row]) -> None:
+    def trust(self, rows: Iterable[SnapshotRow]) -> None:
         """Take over a hint. What is wrong in it shows when it is used, or at the next `correct`."""
         with self._lock:
             self._enter_past(
@@ -142,11 +141,11 @@ class DirectoryIndex:
             newcomers.sort(key=_mtime_ns)
             self._enter_past((name, size_bytes, mtime_ns, UNKNOWN) for name, size_bytes, mtime_ns in newcomers)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SnapshotRow]:
         """The hint, the least recently used first."""
         with self._lock:
             rows = [
-                Row(
+                SnapshotRow(
                     name, record.about.parent, record.size_bytes, record.used_ns, record.about.depth, record.about.group
                 )
                 for name, record in self._records.items()
@@ -163,7 +162,7 @@ class DirectoryIndex:
             record.size_bytes, record.used_ns, record.mtime_ns = size_bytes, used_ns, max(mtime_ns, record.mtime_ns)
             if about.parent is not None or record.about.parent is None:
                 record.about = about
-        self._evictor.added(held(name, size_bytes, self._now_ns() / 1e9, about))
+        self._evictor.added(about.held(name, size_bytes, self._now_ns() / 1e9))
 
     def _enter_past(self, uses: Iterable[tuple[bytes, int, int, About]]) -> None:
         """Enter many (name, bytes, last use, about), the oldest first. Plain code: it runs 100,000 times at a start."""
@@ -190,11 +189,11 @@ class DirectoryIndex:
         return self._last_ns
 
 
-def _parent(row: Row) -> ObjectName | None:
+def _parent(row: SnapshotRow) -> ObjectName | None:
     return None if row.parent is None else ObjectName(row.parent)
 
 
-def _used_ns(row: Row) -> int:
+def _used_ns(row: SnapshotRow) -> int:
     return row.used_ns
 
 

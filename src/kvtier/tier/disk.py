@@ -31,10 +31,10 @@ from kvtier.tier.disk_marker import ALLOWED, Claim
 from kvtier.tier.disk_pool import Extent, Pool
 from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_for
 from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
-from kvtier.tier.full import FoundCap
-from kvtier.tier.gate import Gate
+from kvtier.tier.effective_cap import EffectiveCap
 from kvtier.tier.marker import UnknownStoreError
-from kvtier.tier.place import opening
+from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.store_root import opening
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
@@ -102,8 +102,8 @@ class DiskTier:
         self._sync_interval_s = sync_interval_s
         self._budget = WriteBudget(write_bytes_per_day, time.monotonic())
         self._write_bytes_per_day = write_bytes_per_day
-        self._found = FoundCap(name, capacity_bytes)
-        self._gate = Gate(name)
+        self._effective_cap = EffectiveCap(name, capacity_bytes)
+        self._guard = OperationGuard(name)
         self._mending = threading.Lock()
         self._is_suspect = False
         self._wake = threading.Event()
@@ -137,7 +137,7 @@ class DiskTier:
     @property
     def limit_bytes(self) -> int:
         """The cap now: less than `capacity_bytes` after the file system had no room for another segment."""
-        return self._found.now_bytes
+        return self._effective_cap.now_bytes
 
     @property
     def object_count(self) -> int:
@@ -192,7 +192,7 @@ class DiskTier:
     def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
         """`read_many` in two steps: see `AheadTier`."""
         _check_names(self.name, reads)
-        with self._gate, self._telling("read objects", None):
+        with self._guard, self._telling("read objects", None):
             pool = self._pool
 
             def alone(read: Read, extent: Extent) -> int | TierError | None:
@@ -224,11 +224,11 @@ class DiskTier:
 
     def close(self) -> None:
         """Wait for operations under way, write the index and let go of the store. Twice is fine."""
-        if not self._gate.close():
+        if not self._guard.close():
             return
         self._is_closing = True
         self._wake.set()
-        is_empty = self._gate.wait_empty(CLOSE_DEADLINE_S)
+        is_empty = self._guard.wait_empty(CLOSE_DEADLINE_S)
         self._keeper.join(CLOSE_DEADLINE_S)
         if not is_empty or self._keeper.is_alive():
             # Files stay open: their numbers must not be given to others while a thread may still use them.
@@ -310,7 +310,7 @@ class DiskTier:
             str(self.root),
             self.name,
             capacity_bytes=self.capacity_bytes,
-            found=self._found,
+            found=self._effective_cap,
             segment_bytes=marker.segment_bytes,
             reserve_bytes=self._reserve_bytes,
             direct_io=self.direct_io,
@@ -444,7 +444,7 @@ class DiskTier:
         """
         if name is not None and len(name) != NAME_BYTES:
             raise _wrong_name(self.name, name)
-        with self._gate, self._telling(what, name):
+        with self._guard, self._telling(what, name):
             return act()
 
     @contextmanager

@@ -14,8 +14,8 @@ from itertools import count
 
 from kvtier.tier.disk_format import BLOCK_BYTES, Header, is_foreign, read_header
 from kvtier.tier.disk_segment import Segment, file_name
-from kvtier.tier.full import NO_ROOM, FoundCap
-from kvtier.tier.inside import (
+from kvtier.tier.effective_cap import FULL_ERRNOS, EffectiveCap
+from kvtier.tier.safe_open import (
     WRONG_KIND,
     Descriptor,
     directory_at,
@@ -29,7 +29,7 @@ SEGMENTS_NAME = "segments"
 
 logger = logging.getLogger(__name__)
 
-_NO_ROOM = NO_ROOM | {errno.EFBIG}
+_NO_ROOM = FULL_ERRNOS | {errno.EFBIG}
 _FILE = re.compile(r"(\d{8})\.segment", re.ASCII)
 _TAKEN_MAX = 16
 """Names that something else has, tried at once for a new file."""
@@ -59,7 +59,7 @@ class SegmentFiles:
         tier: str,
         *,
         capacity_bytes: int,
-        found: FoundCap,
+        found: EffectiveCap,
         segment_bytes: int,
         reserve_bytes: int,
         direct_io: bool,
@@ -68,7 +68,7 @@ class SegmentFiles:
         self._place = place
         self._tier = tier
         self._capacity_bytes = capacity_bytes
-        self._found = found
+        self._effective_cap = found
         self._reserve_bytes = reserve_bytes
         self._direct_io = direct_io
         self._charges: dict[int, int] = {}
@@ -101,7 +101,7 @@ class SegmentFiles:
         Raises:
             OSError: the file system fails.
         """
-        limit_bytes = self._found.now_bytes if self._charges else self._capacity_bytes
+        limit_bytes = self._effective_cap.now_bytes if self._charges else self._capacity_bytes
         if self.used_bytes + self.segment_bytes > limit_bytes:
             return False
         return self._free_bytes() - self.segment_bytes >= self._reserve_bytes
@@ -142,12 +142,14 @@ class SegmentFiles:
                 os.unlink(file_name(number), dir_fd=folder)
             if error.errno not in _NO_ROOM or is_first:
                 raise
-            self._found.found(self.used_bytes, error)
+            self._effective_cap.record_full(self.used_bytes, error)
             return None
         self.charge(segment)
         if self.used_bytes > self._capacity_bytes:
             self.remove(segment)
-            self._found.found(self.used_bytes, OSError(errno.ENOSPC, "a file takes more room than its length"))
+            self._effective_cap.record_full(
+                self.used_bytes, OSError(errno.ENOSPC, "a file takes more room than its length")
+            )
             return None
         return segment
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError, TierError
+from kvtier.tier.cap_file import lock_file
 from kvtier.tier.disk_files import SEGMENTS_NAME, newest_head
 from kvtier.tier.disk_format import STORE_ID_BYTES, VERSION, is_segment_size, pack_json, read_json
 from kvtier.tier.disk_status import DRAFT_NAME, STATUS_NAME
-from kvtier.tier.inside import WRONG_KIND, Descriptor, check_private, make_root, open_file, read_file
-from kvtier.tier.ledger import lock_file
 from kvtier.tier.marker import MARKER_NAME as DIRECTORY_MARKER_NAME
 from kvtier.tier.marker import UnknownStoreError
-from kvtier.tier.place import RANK, refuse_strangers
+from kvtier.tier.safe_open import WRONG_KIND, Descriptor, check_private, make_root, open_file, read_file
+from kvtier.tier.store_root import RANK, refuse_foreign_files
 
 MARKER_NAME = "kvtier-disk.json"
 
@@ -71,7 +71,7 @@ class Claim:
         """The root."""
         try:
             if not os.path.lexists(self.path):
-                refuse_strangers(root, lambda name: name == MARKER_NAME, ALLOWED)
+                refuse_foreign_files(root, lambda name: name == MARKER_NAME, ALLOWED)
             self._file = self._locked(os.O_CREAT, deadline_s)
         except BaseException:
             self.folder.close()
@@ -175,7 +175,7 @@ class Claim:
         root = self.path.parent
         if not strange:
             try:
-                refuse_strangers(root, lambda name: bool(_OURS.fullmatch(name)), ALLOWED)
+                refuse_foreign_files(root, lambda name: bool(_OURS.fullmatch(name)), ALLOWED)
             except ConfigError as error:
                 raise UnknownStoreError(f"{reason}, and {error}") from error
             return None
@@ -209,7 +209,7 @@ def refuse_foreign_ranks(path: Path) -> None:
         OSError: it cannot be looked into.
     """
     try:
-        refuse_strangers(path, lambda name: bool(RANK.fullmatch(name)), ALLOWED_RANKS)
+        refuse_foreign_files(path, lambda name: bool(RANK.fullmatch(name)), ALLOWED_RANKS)
     except ConfigError:
         if not any(path.glob(f"rank-*/{MARKER_NAME}")) and not (path / DIRECTORY_MARKER_NAME).exists():
             raise

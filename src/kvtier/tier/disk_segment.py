@@ -32,7 +32,7 @@ from kvtier.tier.disk_format import (
     read_blocks,
     read_header,
 )  # fmt: skip
-from kvtier.tier.inside import Descriptor, open_file
+from kvtier.tier.safe_open import Descriptor, open_file
 
 logger = logging.getLogger(__name__)
 

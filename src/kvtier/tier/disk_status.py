@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from kvtier.tier.disk_format import pack_json, read_json
-from kvtier.tier.inside import folder_at, read_file, set_aside, write_file
+from kvtier.tier.safe_open import folder_at, read_file, set_aside, write_file
 
 STATUS_NAME = "kvtier-status.json"
 DRAFT_NAME = f".{STATUS_NAME}.draft"

@@ -15,7 +15,7 @@ from kvtier.tier.disk_files import SEGMENTS_NAME, segment_files
 from kvtier.tier.disk_format import Entries
 from kvtier.tier.disk_marker import ALLOWED, Marker, marker_in
 from kvtier.tier.disk_segment import Segment, file_name
-from kvtier.tier.inside import directory_at, folder_at, open_file
+from kvtier.tier.safe_open import directory_at, folder_at, open_file
 
 
 class Stored(NamedTuple):

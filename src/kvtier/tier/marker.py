@@ -16,10 +16,10 @@ from typing import Any
 import xxhash
 
 from kvtier.errors import ConfigError
-from kvtier.tier.inside import WRONG_KIND, make_root, open_file, read_file, set_aside
-from kvtier.tier.ledger import lock_file
+from kvtier.tier.cap_file import lock_file
 from kvtier.tier.notes import NOTE
-from kvtier.tier.place import RANK, refuse_strangers
+from kvtier.tier.safe_open import WRONG_KIND, make_root, open_file, read_file, set_aside
+from kvtier.tier.store_root import RANK, refuse_foreign_files
 
 MARKER_NAME = "kvtier-store.json"
 STORE_VERSION = 1
@@ -97,7 +97,7 @@ def refuse_foreign(root: Path) -> None:
         OSError: it cannot be listed.
     """
     # Both tiers may have one place, and the disk tier may be the first to open there.
-    refuse_strangers(root, lambda name: name.startswith(_DRAFT_PREFIX) or bool(RANK.fullmatch(name)), ALLOWED)
+    refuse_foreign_files(root, lambda name: name.startswith(_DRAFT_PREFIX) or bool(RANK.fullmatch(name)), ALLOWED)
 
 
 def read_marker(root: Path) -> Marker | None:
@@ -178,7 +178,7 @@ def _mend_marker(root: Path, damage: DamagedMarkerError) -> Marker:
     """Write the damaged marker anew, in its place: processes that have the store open keep their locks on the file."""
     path = root / MARKER_NAME
     try:
-        refuse_strangers(root, lambda name: bool(_OURS.fullmatch(name)), ALLOWED)
+        refuse_foreign_files(root, lambda name: bool(_OURS.fullmatch(name)), ALLOWED)
     except ConfigError as error:
         raise DamagedMarkerError(f"{damage}; it is not made anew, because {error}") from damage
     try:

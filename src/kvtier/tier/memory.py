@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
-from kvtier.tier.base import UNKNOWN, About
-from kvtier.tier.events import held, nobody_is_pinned
+from kvtier.tier.base import UNKNOWN, About, never_pinned
 from kvtier.types import ObjectName
 
 
@@ -67,7 +66,7 @@ class MemoryTier:
             if found is None:
                 return None
             frame, about = found
-            self._evictor.touched(held(name, len(frame), time.monotonic(), about))
+            self._evictor.touched(about.held(name, len(frame), time.monotonic()))
         # The frame never changes, so it may be copied outside the lock.
         part = memoryview(frame)[offset : offset + into.nbytes]
         into.cast("B")[: part.nbytes] = part
@@ -79,13 +78,13 @@ class MemoryTier:
             self._check_open()
             found = self._frames.get(name)
             if found is not None:
-                self._evictor.added(held(name, len(found[0]), time.monotonic(), about))
+                self._evictor.added(about.held(name, len(found[0]), time.monotonic()))
                 return True
             if not self._make_room(self.capacity_bytes - frame.nbytes):
                 return False
             self._frames[name] = (bytes(frame), about)
             self._used_bytes += frame.nbytes
-            self._evictor.added(held(name, frame.nbytes, time.monotonic(), about))
+            self._evictor.added(about.held(name, frame.nbytes, time.monotonic()))
             return True
 
     def delete(self, name: ObjectName) -> None:
@@ -116,7 +115,7 @@ class MemoryTier:
         if target_bytes < 0:
             return False
         while self._used_bytes > target_bytes:
-            victim = self._evictor.victim(nobody_is_pinned)
+            victim = self._evictor.victim(never_pinned)
             if victim is None or not self._remove(ObjectName(victim)):
                 return False
             self._evictions += 1

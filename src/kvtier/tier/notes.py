@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from kvtier.tier import inside
+from kvtier.tier import safe_open
 from kvtier.tier.disk_format import pack_json, read_json
 
 NOTE = re.compile(r"\.?note-(fingerprint|selftest)-[0-9a-f]{16}(\.json|\.[0-9a-f]{16})")
@@ -42,18 +42,18 @@ def write(root: Path, kind: Kind, name: bytes, content: Mapping[str, object]) ->
         raise OSError(errno.EFBIG, f"longer than {BYTES_MAX} bytes", str(root))
     final = f"note-{kind}-{name[:8].hex()}.json"
     draft = f".note-{kind}-{name[:8].hex()}.{secrets.token_hex(8)}"
-    with inside.folder_at(root) as folder:
+    with safe_open.folder_at(root) as folder:
         _make_room(folder, kind, final)
-        inside.write_file(final, draft, whole, folder)
+        safe_open.write_file(final, draft, whole, folder)
 
 
 def read(root: Path, kind: Kind) -> list[dict[str, object]]:
     """The contents of all notes of one kind; none where the store cannot be read."""
     found: list[dict[str, object]] = []
-    with suppress(OSError), inside.folder_at(root) as folder:
+    with suppress(OSError), safe_open.folder_at(root) as folder:
         for name in _names(folder, kind)[:NOTES_MAX]:
             with suppress(OSError):
-                content, is_sound = read_json(inside.read_file(name, BYTES_MAX, folder))
+                content, is_sound = read_json(safe_open.read_file(name, BYTES_MAX, folder))
                 if is_sound:
                     found.append(content)
     return found

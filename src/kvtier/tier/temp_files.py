@@ -17,8 +17,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from kvtier.tier.inside import MISSING, Descriptor, directory_at, make_directory, open_directory, open_file
-from kvtier.tier.ledger import lock_file
+from kvtier.tier.cap_file import lock_file
+from kvtier.tier.safe_open import MISSING, Descriptor, directory_at, make_directory, open_directory, open_file
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
 """Of the files that we make there. Others are neither counted nor removed."""
@@ -31,7 +31,7 @@ _LOCK_SUFFIX = ".lock"
 _PROBE_PREFIX = "probe_"
 
 
-class Draft(NamedTuple):
+class TempFile(NamedTuple):
     """One file that is being written."""
 
     name: str
@@ -39,7 +39,7 @@ class Draft(NamedTuple):
     reserved_bytes: int
 
 
-class Drafts:
+class TempFiles:
     """The drafts of one owner in the directory `path`, and the means to clear away those of dead ones."""
 
     def __init__(self, path: str) -> None:
@@ -65,7 +65,7 @@ class Drafts:
             self._lock.close()
             self._lock = None
 
-    def create(self, reserved_bytes: int, *, direct_io: bool) -> Draft:
+    def create(self, reserved_bytes: int, *, direct_io: bool) -> TempFile:
         """A new empty draft, open for writing, mode 0600.
 
         Raises:
@@ -74,20 +74,20 @@ class Drafts:
         name = self._next_name(reserved_bytes)
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct_io else 0)
         with self._directory() as directory:
-            return Draft(name, open_file(name, flags, directory)[0], reserved_bytes)
+            return TempFile(name, open_file(name, flags, directory)[0], reserved_bytes)
 
-    def take(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> Draft:
+    def take(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> TempFile:
         """Rename the file `name` in the directory `fan`, open as `descriptor`, to a draft.
 
         Raises:
             OSError: it cannot be renamed.
         """
-        draft = Draft(self._next_name(reserved_bytes), descriptor, reserved_bytes)
+        draft = TempFile(self._next_name(reserved_bytes), descriptor, reserved_bytes)
         with self._directory() as directory:
             os.rename(name, draft.name, src_dir_fd=fan, dst_dir_fd=directory)
         return draft
 
-    def give(self, draft: Draft, name: str, fan: int) -> None:
+    def give(self, draft: TempFile, name: str, fan: int) -> None:
         """Rename the draft to `name` in the directory `fan`.
 
         Raises:
@@ -96,7 +96,7 @@ class Drafts:
         with directory_at(self._path) as directory:
             os.rename(draft.name, name, src_dir_fd=directory, dst_dir_fd=fan)
 
-    def remove(self, draft: Draft) -> int:
+    def remove(self, draft: TempFile) -> int:
         """Remove the draft; the bytes that it had reserved, or 0 when it does not exist.
 
         Raises:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.inside import WRONG_KIND, Descriptor, open_file, read_file, set_aside
+from kvtier.tier.safe_open import WRONG_KIND, Descriptor, open_file, read_file, set_aside
 
 _COUNT = struct.Struct("<8sQQ")  # magic, bytes in use, the same with all bits flipped
 _MAGIC = b"kvledger"
@@ -54,7 +54,7 @@ def lock_file(descriptor: int, mode: int, deadline_s: float) -> bool:
         pause_s = min(2 * pause_s, RETRY_LONGEST_S)
 
 
-class Ledger:
+class CapFile:
     """The file `path`: 24 bytes and a lock. Usable from several threads and processes.
 
     Args:
@@ -169,7 +169,7 @@ class Ledger:
         return self._descriptor.fileno()
 
 
-def read_ledger(path: str) -> int | None:
+def read_cap_file(path: str) -> int | None:
     """Bytes in use as the ledger at `path` has them; None where there is no usable one. Takes no lock."""
     try:
         # Bytes that are being written are not half of two counts: the check would show it.

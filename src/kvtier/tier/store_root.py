@@ -41,7 +41,7 @@ def opening(tier: str, root: Path, allowed: str) -> Generator[None]:
         raise TierError(tier, f"root {str(root)!r} cannot be opened: {error}") from error
 
 
-def refuse_strangers(root: Path, is_ours: Callable[[str], bool], allowed: str) -> None:
+def refuse_foreign_files(root: Path, is_ours: Callable[[str], bool], allowed: str) -> None:
     """Keep out of a directory where something is that was not made by us, nor with the file system.
 
     A store's secret is made beside it though the store itself comes later.

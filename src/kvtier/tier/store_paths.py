@@ -20,8 +20,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtier.layout import ALIGNMENT, align_up
-from kvtier.tier.inside import MISSING, make_directory, open_directory
 from kvtier.tier.marker import MARKER_NAME
+from kvtier.tier.safe_open import MISSING, make_directory, open_directory
 
 NAME_BYTES = 32
 _PREFIX = re.compile(r"[0-9a-f]{2}")

@@ -1,4 +1,4 @@
-"""Room in a store's directory: reserving it, making it by eviction, giving it back. The hard cap is kept here.
+"""ByteCap in a store's directory: reserving it, making it by eviction, giving it back. The hard cap is kept here.
 
 Every method takes the ledger's lock. A file appears under an object's name, or goes from there, nowhere else.
 """
@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 
 from kvtier.errors import TierError
 from kvtier.tier.base import About
+from kvtier.tier.cap_file import CapFile
 from kvtier.tier.directory_index import DirectoryIndex
-from kvtier.tier.drafts import Draft, Drafts, reserved
-from kvtier.tier.full import FoundCap, is_no_room
-from kvtier.tier.inside import open_file, set_aside
-from kvtier.tier.ledger import Ledger
-from kvtier.tier.tree import Found, Paths, charge_bytes, stat_in, walk
+from kvtier.tier.effective_cap import EffectiveCap, is_full_error
+from kvtier.tier.safe_open import open_file, set_aside
+from kvtier.tier.store_paths import Found, Paths, charge_bytes, stat_in, walk
+from kvtier.tier.temp_files import TempFile, TempFiles, reserved
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _WALK_EVERY = 100
 _LOCKED_BY_OTHERS = {errno.EWOULDBLOCK, errno.EACCES}
 
 
-class Room:
+class ByteCap:
     """The bytes of one store.
 
     Args:
@@ -54,20 +54,20 @@ class Room:
         self,
         paths: Paths,
         capacity_bytes: int,
-        found: FoundCap,
-        ledger: Ledger,
+        found: EffectiveCap,
+        ledger: CapFile,
         index: DirectoryIndex,
-        drafts: Drafts,
+        drafts: TempFiles,
         replaced: Callable[[], None],
     ) -> None:
         self._paths = paths
         self._capacity_bytes = capacity_bytes
-        self._found = found
-        self._ledger = ledger
+        self._effective_cap = found
+        self._cap_file = ledger
         self._index = index
-        self._drafts = drafts
+        self._temp_files = drafts
         self._replaced = replaced
-        self._left: list[Draft] = []  # drafts that could not be removed when they should have been
+        self._left: list[TempFile] = []  # drafts that could not be removed when they should have been
         self._is_replaced = False
         self._walking = threading.Lock()
         self._walk_again_s = 0.0
@@ -81,9 +81,9 @@ class Room:
         """
         with self._locked():
             # A process that died may have counted bytes that it never wrote.
-            if self._drafts.clear_stale() or is_alone:
+            if self._temp_files.clear_stale() or is_alone:
                 self._recount()
-            self._drafts.attach()
+            self._temp_files.attach()
 
     def shrink(self) -> None:
         """Evict what is above the cap, which may be lower than the last time. In steps: others get their turn."""
@@ -97,50 +97,50 @@ class Room:
                 if used_bytes > target_bytes:
                     return  # the rest is being written; its writers will find no room to come back to
 
-    def reserve(self, charge: int, *, direct_io: bool) -> Draft | None:
+    def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
         """A draft with `charge` bytes counted for it; None when there is no room."""
         self._meet_strangers(charge)
         with self._locked():
             self._remove_left()
             used_bytes = self._count()
-            target_bytes = self._found.allows(used_bytes) - charge
+            target_bytes = self._effective_cap.allows(used_bytes) - charge
             if target_bytes < 0:
                 return None
             if used_bytes > target_bytes:
-                most = 1 if self._found.is_found else None  # the next write may find no room either
+                most = 1 if self._effective_cap.is_reduced else None  # the next write may find no room either
                 used_bytes, draft = self._evict_down(used_bytes, target_bytes, (charge, direct_io), most)
                 if draft is not None or used_bytes > target_bytes:
                     return draft
-            self._ledger.write(used_bytes + charge)
+            self._cap_file.write(used_bytes + charge)
             try:
-                return self._drafts.create(charge, direct_io=direct_io)
+                return self._temp_files.create(charge, direct_io=direct_io)
             except BaseException as error:
-                self._ledger.write(used_bytes)
-                if is_no_room(error):
-                    self._found.found(used_bytes, error)
+                self._cap_file.write(used_bytes)
+                if is_full_error(error):
+                    self._effective_cap.record_full(used_bytes, error)
                 raise
 
-    def publish(self, draft: Draft, written: os.stat_result, name: ObjectName, about: About) -> None:
+    def publish(self, draft: TempFile, written: os.stat_result, name: ObjectName, about: About) -> None:
         """Give the finished `draft` its name; when another writer was faster, that one's file stays."""
         with self._locked(), self._paths.fan(name) as fan:
             there = self.usable(stat_in(fan, name))
             if there is None:
                 self._give_name(draft, name.hex(), fan)
             else:
-                self._give_back(self._drafts.remove(draft))
+                self._give_back(self._temp_files.remove(draft))
             held = there or written
             self._index.learn(name, held.st_size, held.st_mtime_ns, about)
 
-    def discard(self, draft: Draft, error: BaseException | None = None) -> None:
+    def discard(self, draft: TempFile, error: BaseException | None = None) -> None:
         """Remove a draft and give its bytes back: now, or when the lock can next be had. Raises nothing.
 
         When `error` is that of a full file system, the cap becomes what is held.
         """
         try:
             with self._locked():
-                self._give_back(self._drafts.remove(draft))
-                if is_no_room(error):
-                    self._found.found(self._count(), error)
+                self._give_back(self._temp_files.remove(draft))
+                if is_full_error(error):
+                    self._effective_cap.record_full(self._count(), error)
         except (TierError, OSError):
             self._left.append(draft)
 
@@ -160,16 +160,16 @@ class Room:
         """Remove what this process has left behind, as far as possible. Raises nothing."""
         with suppress(TierError, OSError), self._locked():
             self._remove_left()
-            self._drafts.detach()
+            self._temp_files.detach()
 
     def _meet_strangers(self, charge: int) -> None:
         """Learn what other processes have written, if that is much and there is no room: or we would only evict ours.
 
         Without the lock: what comes or goes meanwhile is found out when it is used.
         """
-        used_bytes = self._ledger.peek()
+        used_bytes = self._cap_file.peek()
         strange_bytes = used_bytes - self._index.known_bytes
-        limit_bytes = self._found.now_bytes
+        limit_bytes = self._effective_cap.now_bytes
         if used_bytes + charge <= limit_bytes or strange_bytes <= limit_bytes // _STRANGERS_SHARE:
             return
         if time.monotonic() < self._walk_again_s or not self._walking.acquire(blocking=False):
@@ -183,7 +183,7 @@ class Room:
 
     @contextmanager
     def _locked(self) -> Generator[None]:
-        with self._ledger.locked() as is_replaced:
+        with self._cap_file.locked() as is_replaced:
             self._is_replaced |= is_replaced
             if self._is_replaced:
                 self._replaced()
@@ -194,7 +194,7 @@ class Room:
 
     def _evict_down(
         self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None, most: int | None = None
-    ) -> tuple[int, Draft | None]:
+    ) -> tuple[int, TempFile | None]:
         """Evict, `most` objects at most, until at most `target_bytes` are used; what is used then, without the draft.
 
         With `wanted` (the charge of a draft, and whether for direct I/O), the last victim's file may become that draft.
@@ -208,8 +208,8 @@ class Room:
 
     def _evict_known(
         self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None, stop: int | None
-    ) -> tuple[int, Draft | None]:
-        draft: Draft | None = None
+    ) -> tuple[int, TempFile | None]:
+        draft: TempFile | None = None
         failures = 0
         try:
             # Each name comes up twice at most: spared once for a use by another process, then removed.
@@ -238,18 +238,18 @@ class Room:
                 else:
                     used_bytes -= freed_bytes
         finally:
-            self._ledger.write(used_bytes + (draft.reserved_bytes if draft is not None else 0))
+            self._cap_file.write(used_bytes + (draft.reserved_bytes if draft is not None else 0))
         return used_bytes, draft
 
     def _evict(
         self, victim: ObjectName, there: os.stat_result, wanted: tuple[int, bool] | None, used_bytes: int
-    ) -> Draft | None:
+    ) -> TempFile | None:
         """Take `victim`'s name away; its file becomes the `wanted` draft, or goes."""
         draft = None
         with self._paths.fan(victim) as fan:
             if wanted is not None:
                 # A draft counts by its name as soon as it has one, so a larger one is counted before.
-                self._ledger.write(used_bytes + max(0, wanted[0] - charge_bytes(there.st_size)))
+                self._cap_file.write(used_bytes + max(0, wanted[0] - charge_bytes(there.st_size)))
                 draft = self._recycle(victim.hex(), fan, there.st_size, *wanted)
             if draft is None:
                 os.unlink(victim.hex(), dir_fd=fan)
@@ -257,7 +257,7 @@ class Room:
         self.evictions += 1
         return draft
 
-    def _recycle(self, name: str, fan: int, size_bytes: int, charge: int, direct_io: bool) -> Draft | None:  # noqa: FBT001
+    def _recycle(self, name: str, fan: int, size_bytes: int, charge: int, direct_io: bool) -> TempFile | None:  # noqa: FBT001
         """Turn the object's file into a draft; None when it is being read, or has another name.
 
         Writing over a file is two to four times as fast as removing one and making another: no inode and no blocks have
@@ -275,7 +275,7 @@ class Room:
                 return None
             raise
         try:
-            draft = self._drafts.take(name, fan, descriptor, charge)
+            draft = self._temp_files.take(name, fan, descriptor, charge)
             if size_bytes > charge:
                 os.ftruncate(descriptor, charge)
         except OSError:
@@ -283,15 +283,15 @@ class Room:
             raise
         return draft
 
-    def _give_name(self, draft: Draft, name: str, fan: int) -> None:
+    def _give_name(self, draft: TempFile, name: str, fan: int) -> None:
         try:
-            self._drafts.give(draft, name, fan)
+            self._temp_files.give(draft, name, fan)
         except IsADirectoryError:
             set_aside(name, fan)
-            self._drafts.give(draft, name, fan)
+            self._temp_files.give(draft, name, fan)
 
     def _count(self) -> int:
-        used_bytes = self._ledger.read()
+        used_bytes = self._cap_file.read()
         # A count above the cap is of a time with a higher cap, or damaged: nothing is evicted for it alone.
         if used_bytes is None or (used_bytes > self._capacity_bytes and time.monotonic() >= self._count_again_s):
             return self._recount()
@@ -307,24 +307,24 @@ class Room:
             found = [file for file in found if charge_bytes(file.size_bytes) <= self._capacity_bytes]
             self._remove_oversized(oversized)
         self._index.correct(found)
-        self._drafts.clear_stale()
+        self._temp_files.clear_stale()
         used_bytes = sum(reserved(self._paths.drafts)) + sum(charge_bytes(file.size_bytes) for file in found)
-        self._ledger.write(used_bytes)
+        self._cap_file.write(used_bytes)
         return used_bytes
 
     def _give_back(self, freed_bytes: int) -> None:
         """Count `freed_bytes` less, after the file is gone."""
         if freed_bytes == 0:
             return
-        used_bytes = self._ledger.read()
+        used_bytes = self._cap_file.read()
         if used_bytes is None or used_bytes < freed_bytes:  # files or ledger were changed by other means
             self._recount()
         else:
-            self._ledger.write(used_bytes - freed_bytes)
+            self._cap_file.write(used_bytes - freed_bytes)
 
     def _remove_left(self) -> None:
         while self._left:
-            self._give_back(self._drafts.remove(self._left[-1]))
+            self._give_back(self._temp_files.remove(self._left[-1]))
             self._left.pop()
 
     def _remove_oversized(self, found: list[Found]) -> None:

@@ -1,4 +1,4 @@
-"""Counts the operations inside a tier, for closing to wait for; refuses later ones, and those of a forked child."""
+"""Counts running operations of a tier, so that closing waits for them and later ones are refused."""
 
 import os
 import threading
@@ -7,11 +7,10 @@ from types import TracebackType
 from kvtier.errors import TierError
 
 
-class Gate:
-    """`with gate:` around each operation of the tier `tier`; raises `TierError` once it is closed, and in a child.
+class OperationGuard:
+    """Context manager around each operation of tier `tier`. Raises `TierError` once closed, and in a forked child.
 
-    A child that was forked shares the open files of its parent. What it locks, writes or removes there is the parent's.
-    In the child the gate is closed from the start.
+    A forked child shares its parent's open files and locks, so a tier must not be used there.
     """
 
     def __init__(self, tier: str) -> None:
@@ -28,11 +27,11 @@ class Gate:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a child of the process that opened the tier."""
+        """Whether this process is a fork of the one that opened the tier."""
         return self._process != os.getpid()
 
     def __enter__(self) -> None:
-        if self._process != os.getpid():  # before any lock
+        if self._process != os.getpid():  # before any lock: a forked lock may be held for ever
             raise TierError(self._tier, f"is open in process {self._process}, of which this is a fork")
         with self._changed:
             if self._is_closed:
@@ -42,7 +41,7 @@ class Gate:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process != os.getpid():  # forked inside: the parent's threads count theirs
+        if self._process != os.getpid():  # forked during an operation: the count is the parent's
             return
         with self._changed:
             self._inside -= 1
@@ -50,7 +49,7 @@ class Gate:
                 self._changed.notify_all()
 
     def close(self) -> bool:
-        """Refuse further operations. Whether this call was the one that closed the gate: never in a forked child."""
+        """Refuse further operations. True for the first call; always False in a forked child."""
         if self.is_forked:
             return False
         with self._changed:
@@ -59,6 +58,6 @@ class Gate:
             return is_first
 
     def wait_empty(self, deadline_s: float) -> bool:
-        """Whether all operations ended within `deadline_s` seconds."""
+        """Wait for running operations. False when some still run after `deadline_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._inside == 0, timeout=deadline_s)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from kvtier.tier.inside import open_file, write_file
+from kvtier.tier.safe_open import open_file, write_file
 
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of a row, rows, checksum of the rows
 _MAGIC = b"kvtindex"
@@ -36,7 +36,7 @@ _DEPTH_MAX = (1 << 32) - 1
 _GROUP_MAX = (1 << 16) - 1
 
 
-class Row(NamedTuple):
+class SnapshotRow(NamedTuple):
     """One object in the hint."""
 
     name: bytes
@@ -48,7 +48,7 @@ class Row(NamedTuple):
     group: int
 
 
-def pack_hint(rows: Iterable[Row]) -> bytes:
+def pack_snapshot(rows: Iterable[SnapshotRow]) -> bytes:
     """The file's bytes. `rows` should be in order of use, the oldest first; of too many the last are kept."""
     listed = list(rows)[-_ROWS_MAX:]
     table = np.zeros(len(listed), _ROW)
@@ -64,7 +64,7 @@ def pack_hint(rows: Iterable[Row]) -> bytes:
     return _HEADER.pack(_MAGIC, _VERSION, _ROW.itemsize, len(listed), xxhash.xxh3_64_intdigest(body)) + body
 
 
-def unpack_hint(told: bytes) -> list[Row] | None:
+def unpack_snapshot(told: bytes) -> list[SnapshotRow] | None:
     """The rows of a file; None when it is damaged or of another version."""
     if len(told) != _size_of(told[: _HEADER.size]):
         return None
@@ -78,19 +78,19 @@ def unpack_hint(told: bytes) -> list[Row] | None:
         for parent, has_parent in zip(_split(table["parent"]), table["has_parent"].tolist(), strict=True)
     ]
     numbers = [table[column].tolist() for column in ("size_bytes", "used_ns", "depth", "group")]
-    return list(map(Row, _split(table["name"]), parents, *numbers))
+    return list(map(SnapshotRow, _split(table["name"]), parents, *numbers))
 
 
-def save_hint(path: str, rows: Iterable[Row]) -> None:
+def save_snapshot(path: str, rows: Iterable[SnapshotRow]) -> None:
     """Write the hint to `path`, whole or not at all (mode 0600).
 
     Raises:
         OSError: it could not be written; what was there before is still there.
     """
-    write_file(path, f"{path}.{os.getpid()}.{os.urandom(8).hex()}", pack_hint(rows))
+    write_file(path, f"{path}.{os.getpid()}.{os.urandom(8).hex()}", pack_snapshot(rows))
 
 
-def load_hint(path: str) -> list[Row] | None:
+def load_snapshot(path: str) -> list[SnapshotRow] | None:
     """The hint at `path`; None when it is absent, unreadable, too long, damaged or of another version."""
     try:
         descriptor, status = open_file(path, os.O_RDONLY)
@@ -99,7 +99,7 @@ def load_hint(path: str) -> list[Row] | None:
             # What the header does not announce is not read: a sparse file may have any length.
             if status.st_size != _size_of(header):
                 return None
-            return unpack_hint(header + file.read(status.st_size - len(header)))
+            return unpack_snapshot(header + file.read(status.st_size - len(header)))
     except OSError:
         return None
 
