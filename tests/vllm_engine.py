@@ -18,9 +18,9 @@ from tests.vllm_engine_parts import Block, Faults, Keys, LieError, Memory, Pool,
 from tests.vllm_recorded import recorded
 
 from kvtier.config.sections import Config, HostConfig, LimitsConfig
+from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.copier import open_copier
 from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.pool import PoolPins
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
@@ -100,7 +100,7 @@ class SmallEngine:
             planner=Planner(is_on=False),
             tables=lambda name: self.requests[name].block_ids,
             resident=self._resident if is_protected else None,
-            open_pins=lambda on_reuse: PoolPins(self.pool, on_reuse),
+            open_pins=lambda on_reuse: BlockPins(self.pool, on_reuse),
             bytes_per_token=self.geometry.layout.bytes_per_token,
             can_wait=not is_overlapped,
             has_prefix_caching=has_caching,
@@ -179,7 +179,7 @@ class SmallEngine:
 
     def _is_settled(self) -> bool:
         loads = {name for name, load in self.scheduler._loads._open.items() if not load.blocked_by}
-        told = {event.request for event in list(self.scheduler._courier._events)}
+        told = {event.request for event in list(self.scheduler._completions._events)}
         return told >= loads.union(self.scheduler._stores._read) and self.heard >= loads
 
     def _hear(self, note: Note) -> None:

@@ -10,13 +10,13 @@ from tests.vllm_recorded import recorded
 
 from kvtier.config.sections import Config
 from kvtier.connect.vllm import events as events_module
-from kvtier.connect.vllm.courier import Courier
+from kvtier.connect.vllm.completions import CompletionInbox
 from kvtier.connect.vllm.events import CPU, STORAGE, Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, _shared
 from kvtier.connect.vllm.meta import Ended
-from kvtier.connect.vllm.pace import Pace
 from kvtier.connect.vllm.settings import settings_from
+from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.tracked import Match, Tracked
 from kvtier.connect.vllm.worth import Worth
 from kvtier.core.planner import Plan, Planner
@@ -240,7 +240,7 @@ def wait_until(is_so) -> None:
 def test_the_courier_tells_of_loads_at_once_and_keeps_everything():
     session, told = Talking(), []
     end = Ended(RequestId("L0/a"), (), is_failed=False, is_async=True)
-    courier = Courier(session, lambda done: end if done.request == "L0/a" else None, told.append)
+    courier = CompletionInbox(session, lambda done: end if done.request == "L0/a" else None, told.append)
     events = [
         LoadDone(RequestId("L0/a"), 1, 1, ()),
         StoreDone(RequestId("S0/a"), 1, 0),
@@ -257,7 +257,7 @@ def test_the_courier_tells_of_loads_at_once_and_keeps_everything():
 
 def test_a_courier_that_has_died_says_so():
     session = Talking()
-    courier = Courier(session, lambda _done: None, lambda _ended: None)
+    courier = CompletionInbox(session, lambda _done: None, lambda _ended: None)
     session.say("die")
     wait_until(lambda: not courier._thread.is_alive())
     with pytest.raises(RuntimeError, match="takes the session's events has ended"):
@@ -269,7 +269,7 @@ def test_a_courier_that_has_died_says_so():
 
 def test_what_is_ahead_of_a_prompt():
     planner = Planner()
-    pace = Pace(planner)
+    pace = StepTimer(planner)
     first, second = tracked("a", 1000), tracked("b", 600)
     pace.will_compute(first)
     pace.will_compute(second)
@@ -287,7 +287,7 @@ def test_overlapped_steps_are_timed_one_after_the_other():
     seen = []
     planner = Planner()
     planner.prefilled = lambda pieces, seconds: seen.append((len(pieces), seconds))
-    pace = Pace(planner)
+    pace = StepTimer(planner)
     piece = pace.scheduled(tracked(), 100)
     pace.went(1, [piece], 10.0, is_plain=True)
     pace.went(2, [piece, piece], 11.0, is_plain=True)
@@ -299,7 +299,7 @@ def test_overlapped_steps_are_timed_one_after_the_other():
 
 
 def test_a_clock_that_stands_still_while_the_engine_computes():
-    pace = Pace(Planner())
+    pace = StepTimer(Planner())
     piece = pace.scheduled(tracked(), 100)
     assert pace.computed_s(9.0) == 0
     pace.went(1, [piece], 10.0, is_plain=False)

@@ -16,9 +16,9 @@ from tests.vllm_engine_parts import Request
 
 from kvtier.config.sections import Config, DirectoryConfig, HostConfig
 from kvtier.connect.vllm import scheduler as module
-from kvtier.connect.vllm.pace import Pace
-from kvtier.connect.vllm.pool import PoolPins
+from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.scheduler import Scheduler
+from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.tracked import Tracked
 from kvtier.connect.vllm.worker import Worker
@@ -128,7 +128,7 @@ def check_all_is_over(engine: SmallEngine) -> None:
     assert not scheduler._requests
     assert not scheduler._loads._open
     assert not scheduler._due
-    assert not scheduler._pace._computing
+    assert not scheduler._step_timer._computing
     assert not engine.worker._heard_once
     used = [block.block_id for block in engine.pool.blocks[1:] if block.ref_cnt]
     assert not used, f"blocks {used} are kept from vLLM"
@@ -221,7 +221,7 @@ def test_the_control_without_a_fence_the_rush_finds_wrong_bytes(start, monkeypat
 
 
 def test_the_control_without_a_watch_the_rush_finds_wrong_bytes(start, monkeypatch):
-    monkeypatch.setattr(PoolPins, "_reused", lambda _self, _block: None)
+    monkeypatch.setattr(BlockPins, "_reused", lambda _self, _block: None)
     with pytest.raises(LieError):
         many(start, rush, **RUSH)
 
@@ -297,7 +297,7 @@ def test_requests_for_one_prefix_share_one_load(start, monkeypatch, seed, is_ove
 
 def test_a_load_is_not_charged_for_what_others_compute_before_its_request_goes_on(start, monkeypatch):
     monkeypatch.setattr(module, "SYNC_BYTES_MAX", 0)
-    monkeypatch.setattr(Pace, "computed_s", lambda _self, at_s: at_s)  # the engine has always been computing
+    monkeypatch.setattr(StepTimer, "computed_s", lambda _self, at_s: at_s)  # the engine has always been computing
     waits: list[float] = []
     monkeypatch.setattr(Planner, "waited", lambda _self, seconds: waits.append(seconds))
     engine = start(blocks=200)
@@ -329,7 +329,7 @@ def test_blocks_that_were_not_filled_are_found_by_nobody(start):
 
 
 def test_the_control_blocks_that_were_not_filled(start, monkeypatch):
-    monkeypatch.setattr(PoolPins, "hide", lambda _self, _blocks: None)
+    monkeypatch.setattr(BlockPins, "hide", lambda _self, _blocks: None)
     with pytest.raises(LieError):
         abandoned(start(blocks=200))
 
@@ -557,7 +557,7 @@ class Upper(NamedTuple):
 @pytest.fixture(scope="module")
 def connector_class():
     """The real one, with a stand-in for what it imports from vLLM."""
-    names = ("kvtier.connect.vllm.engine", "kvtier.connect.vllm.connector")
+    names = ("kvtier.connect.vllm.vllm_imports", "kvtier.connect.vllm.connector")
     before = {name: sys.modules.pop(name, None) for name in names}
     sys.modules[names[0]] = SimpleNamespace(
         **dict.fromkeys(("BlockRemoved", "BlockStored", "ConnectorRole", "TransferResults", "external_hash")),
@@ -623,7 +623,7 @@ def test_a_load_that_was_promised_before_a_mishap_is_reported_too(start, connect
 def test_a_courier_that_has_died_raises_in_the_schedulers_thread_once(start, connector_class, caplog):
     engine = start(seed=1, blocks=200)
     Guarded(engine, connector_class)
-    engine.scheduler._courier._report = None
+    engine.scheduler._completions._report = None
     prompt = filled(engine)
     engine.add(prompt, 2)
     engine.run()

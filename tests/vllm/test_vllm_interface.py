@@ -53,10 +53,10 @@ def check_pool() -> None:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-    from kvtier.connect.vllm.pool import PoolPins
+    from kvtier.connect.vllm.block_pool import BlockPins
 
     pool = BlockPool(10, True, 16)
-    pins = PoolPins(pool, lambda block: None)
+    pins = BlockPins(pool, lambda block: None)
     blocks = pool.get_new_blocks(9)
     for block in blocks[:6]:
         name = make_block_hash_with_group_id(BlockHash(bytes([block.block_id])), 0)

@@ -23,7 +23,7 @@ from kvtier.connect.vllm import support, trial, versions
 from kvtier.connect.vllm.identity import identify, local_folder
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.settings import settings_from
-from kvtier.connect.vllm.upstream import VllmConfig
+from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import checkpoint_files

@@ -15,8 +15,8 @@ __all__ = ["KvtierConnector"]  # pyright: ignore[reportUnsupportedDunderAll] (se
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class whose base is vLLM's
     if name == "KvtierConnector":
         from kvtier.connect.vllm.connector import KvtierConnector  # noqa: PLC0415
-        from kvtier.connect.vllm.halves import check_start  # noqa: PLC0415
         from kvtier.connect.vllm.internals import config_in_the_making  # noqa: PLC0415
+        from kvtier.connect.vllm.sides import check_start  # noqa: PLC0415
 
         config = config_in_the_making()
         if config is not None:

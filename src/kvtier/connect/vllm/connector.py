@@ -9,7 +9,13 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvtier.connect.vllm.engine import (
+from kvtier.connect.vllm.block_pool import BlockPins, Pins
+from kvtier.connect.vllm.events import Events, Movements
+from kvtier.connect.vllm.meta import StepDone, StepOrders
+from kvtier.connect.vllm.scheduler import Scheduler
+from kvtier.connect.vllm.sides import Opening, SchedulerSide, WorkerSide
+from kvtier.connect.vllm.stats import PromMetrics, Stats
+from kvtier.connect.vllm.vllm_imports import (
     BlockRemoved,
     BlockStored,
     CacheHitSource,
@@ -19,13 +25,7 @@ from kvtier.connect.vllm.engine import (
     TransferResults,
     external_hash,
 )
-from kvtier.connect.vllm.events import Events, Movements
-from kvtier.connect.vllm.halves import Opening, SchedulerHalf, WorkerHalf
-from kvtier.connect.vllm.meta import StepDone, StepOrders
-from kvtier.connect.vllm.pool import Pins, PoolPins
-from kvtier.connect.vllm.scheduler import Scheduler
-from kvtier.connect.vllm.stats import PromMetrics, Stats
-from kvtier.connect.vllm.upstream import BlockTables, KvCacheConfig, Request, VllmConfig
+from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, Request, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         opening = Opening.of(vllm_config, kv_cache_config)
         is_scheduler = role is ConnectorRole.SCHEDULER
         self._upper = (
-            SchedulerHalf(opening, self._tables, self._resident, self._open_pins, _events) if is_scheduler else None
+            SchedulerSide(opening, self._tables, self._resident, self._open_pins, _events) if is_scheduler else None
         )
-        self._lower = None if is_scheduler else WorkerHalf(opening)
+        self._lower = None if is_scheduler else WorkerSide(opening)
 
     def _tables(self, request: str) -> BlockTables:
         return self._kv_cache_manager.get_block_ids(request)
@@ -58,7 +58,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         def guarded(act: Callable[[Any], None]) -> Callable[[Any], None]:
             return lambda block: self._guarded(lambda: act(block), None)
 
-        return PoolPins(self._kv_cache_manager.block_pool, on_reuse, guarded)
+        return BlockPins(self._kv_cache_manager.block_pool, on_reuse, guarded)
 
     def _guarded(self, act: Callable[[], Answer], otherwise: Answer) -> Answer:
         """What `act` gives; once it has raised, for good `otherwise`."""
@@ -81,7 +81,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         return None if self._upper is None else self._upper.scheduler
 
     @property
-    def _rank(self) -> WorkerHalf:
+    def _rank(self) -> WorkerSide:
         assert self._lower is not None, "vLLM has called the scheduler's connector as a worker's"
         return self._lower
 

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvtier.connect.vllm.upstream import Request
+from kvtier.connect.vllm.vllm_types import Request
 from kvtier.runtime.jobs import Settled, Work
 from kvtier.types import ChunkKey, Drop, Link, Outcome, Prefix, Transfer
 

@@ -24,7 +24,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtier.connect.vllm.support import check_groups, specs_of, validity_of
-from kvtier.connect.vllm.upstream import BlockTables, KvCacheConfig, KvCacheSpec, Offer, plain_name
+from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, KvCacheSpec, Offer, plain_name
 from kvtier.errors import UnsupportedModelError
 from kvtier.layout import GroupLayout, History, KvLayout, State, Validity, Window
 from kvtier.runtime.open import choose_chunk_tokens

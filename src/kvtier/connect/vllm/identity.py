@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.config.sections import Config
 from kvtier.connect.hf_config import plain
-from kvtier.connect.vllm.upstream import VllmConfig, plain_name
 from kvtier.connect.vllm.versions import is_tried, release_of
+from kvtier.connect.vllm.vllm_types import VllmConfig, plain_name
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
-from kvtier.connect.vllm.upstream import VllmConfig
+from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError
 
 CONNECTOR: Mapping[str, object] = {

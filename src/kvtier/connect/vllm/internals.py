@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvtier.connect.vllm.upstream import VllmConfig
+from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError
 
 _FRAMES_MAX = 16

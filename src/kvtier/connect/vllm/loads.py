@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.meta import Awaited, Ended
 from kvtier.connect.vllm.tracked import Match, Tracked
-from kvtier.connect.vllm.upstream import BlockTables
+from kvtier.connect.vllm.vllm_types import BlockTables
 from kvtier.runtime.base import Session
 from kvtier.types import ChunkKey, Hint, LoadDone, Place, Prefix, RequestId
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.connect.vllm.geometry import Geometry, Table
-from kvtier.connect.vllm.upstream import KvCacheConfig, Layer, plain_name
+from kvtier.connect.vllm.vllm_types import KvCacheConfig, Layer, plain_name
 from kvtier.errors import UnsupportedModelError
 from kvtier.layout import KvLayout
 

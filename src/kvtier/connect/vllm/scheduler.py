@@ -18,18 +18,18 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from kvtier.connect.vllm.courier import Courier
+from kvtier.connect.vllm.block_pool import Pins
+from kvtier.connect.vllm.completions import CompletionInbox
 from kvtier.connect.vllm.events import Events
 from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.line import Line
 from kvtier.connect.vllm.loads import Load, Loads
 from kvtier.connect.vllm.meta import ASYNC_NOTE, SYNC_NOTE, Ended, StepDone, StepOrders
-from kvtier.connect.vllm.pace import Pace
-from kvtier.connect.vllm.pool import Pins
+from kvtier.connect.vllm.prefix_protection import PrefixProtection
 from kvtier.connect.vllm.sessions import Sessions
+from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.tracked import Answer, Keys, Match, Tracked
-from kvtier.connect.vllm.upstream import BlockTables, Request, SchedulerOutput
+from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
 from kvtier.connect.vllm.worth import Worth
 from kvtier.core.planner import Piece, Planner
 from kvtier.runtime.base import Session
@@ -66,7 +66,7 @@ class Scheduler:
         planner: load or compute.
         tables: the block ids of a request, as vLLM has them now.
         resident: the block ids in vLLM's own cache that a request would be given now; None: without prefix protection
-            (`Line`).
+            (`PrefixProtection`).
         open_pins: vLLM's block pool, given who is to be told of blocks that are handed out again.
         bytes_per_token: of all groups and ranks.
         can_wait: a step may wait for a load, and vLLM takes its report of blocks that were not filled.
@@ -106,12 +106,12 @@ class Scheduler:
         self._numbers = itertools.count()
         self._sessions = Sessions()
         self._requests: dict[str, Tracked] = {}
-        self._pace = Pace(planner)
+        self._step_timer = StepTimer(planner)
         self._worth = Worth(geometry)
         self._loads = Loads(session, geometry)
         self._stores = Stores(session, open_pins)
-        self._line = Line(geometry, self._stores.pins, resident)
-        self._courier = Courier(session, self._loads.report, self._tell)
+        self._protection = PrefixProtection(geometry, self._stores.pins, resident)
+        self._completions = CompletionInbox(session, self._loads.report, self._tell)
         self._step = 0
         self._confirmed_step = 0
         self._due: dict[str, Tracked] = {}
@@ -130,7 +130,7 @@ class Scheduler:
         said = self._sessions.said(request)
         tracked = Tracked(request, next(self._numbers), self._begin_keys(request), said)
         self._requests[request.request_id] = tracked
-        self._line.joined(tracked)
+        self._protection.joined(tracked)
 
     def forget(self, request: Request) -> None:
         """A request has ended, after something in kvtier raised."""
@@ -143,8 +143,8 @@ class Scheduler:
         if tracked is None:
             return
         self._due.pop(tracked.id, None)
-        self._line.left(tracked.id)
-        self._pace.forget(tracked.id)
+        self._protection.left(tracked.id)
+        self._step_timer.forget(tracked.id)
         self._loads.took_off(tracked.id)
         if tracked.load is not None:
             # VLLM keeps the blocks of an asynchronous load until its end has been reported.
@@ -173,7 +173,7 @@ class Scheduler:
             return 0, False
         # It has no blocks, or none any more.
         if tracked.began_step is not None:
-            self._line.rejoined(tracked)
+            self._protection.rejoined(tracked)
         tracked.began_step = tracked.match = None
         self._loads.took_off(tracked.id)
         self._forget_offers(tracked)
@@ -189,9 +189,9 @@ class Scheduler:
             if lookup.presence is Presence.PROBING:
                 return None, False
             tracked.match = self._choose(tracked, prefix, lookup, resident_tokens)
-        self._line.make_room(tracked, request.num_tokens - resident_tokens)
+        self._protection.make_room(tracked, request.num_tokens - resident_tokens)
         if tracked.match is None:
-            self._pace.will_compute(tracked)
+            self._step_timer.will_compute(tracked)
             return 0, False
         return tracked.match.external_tokens, tracked.match.is_async
 
@@ -224,7 +224,7 @@ class Scheduler:
             tracked.request.num_tokens,
             resident_tokens=resident_tokens,
             now_s=time.monotonic(),
-            ahead_s=self._pace.ahead_s(tracked.id),
+            ahead_s=self._step_timer.ahead_s(tracked.id),
         )
         if plan.tokens <= resident_tokens:
             return None
@@ -264,7 +264,7 @@ class Scheduler:
         if self._events is not None:
             self._events.learn(load.tracked.request, load.match.prefix)
         if not self._loads.start(load):
-            self._courier.deliver(self._loads.nothing(load))
+            self._completions.deliver(self._loads.nothing(load))
 
     # ---- a step goes out -------------------------------------------------------------------------------------------
 
@@ -273,19 +273,19 @@ class Scheduler:
         self._settle()
         self._step += 1
         self._probe_wait_s = PROBE_WAIT_S
-        self._line.step_ends()
+        self._protection.step_ends()
         self._note_beginnings(output)
         pieces: list[Piece] = []
         for name, tokens in output.num_scheduled_tokens.items():
             tracked = self._requests.get(name)
             if tracked is not None:
-                pieces.append(self._pace.scheduled(tracked, tokens))
+                pieces.append(self._step_timer.scheduled(tracked, tokens))
                 if pieces[-1].context_tokens + tokens >= tracked.handed_tokens + self._geometry.chunk_tokens:
                     self._due[name] = tracked
-        self._pace.went(self._step, pieces, time.monotonic(), is_plain=not self._loads.awaited)
+        self._step_timer.went(self._step, pieces, time.monotonic(), is_plain=not self._loads.awaited)
         self._stores.yield_idle()
         self._revoked += self._stores.give_up_lost()
-        self._ended += self._courier.take_ended()
+        self._ended += self._completions.take_ended()
         orders = StepOrders(
             self._step,
             revoked=tuple(self._revoked),
@@ -305,7 +305,7 @@ class Scheduler:
 
         When it raises, nothing is lost: the next call reports the same.
         """
-        self._ended += self._courier.take_ended()
+        self._ended += self._completions.take_ended()
         ended = [each for each in self._ended if each.load not in self._abandoned]
         lost = self._loads.unreported(ended)
         revoked = (*self._revoked, *self._stores.open, *(each.load for each in lost))
@@ -336,7 +336,7 @@ class Scheduler:
             if tracked is None:
                 continue
             tracked.began_step = self._step
-            self._line.left(name)
+            self._protection.left(name)
             self._loads.took_off(name)
             if tracked.loaded_s is not None:
                 self._planner.waited(self._idle_s(time.monotonic()) - tracked.loaded_s)
@@ -365,7 +365,7 @@ class Scheduler:
     def stepped(self, done: StepDone) -> None:
         """The forward of step `done` has run on every worker, and vLLM has taken its output."""
         self._confirmed_step = done.step
-        self._pace.came_back(done.step, time.monotonic())
+        self._step_timer.came_back(done.step, time.monotonic())
         self._settle()
         self._stores.yield_idle()
         for name, tracked in list(self._due.items()):
@@ -405,7 +405,7 @@ class Scheduler:
     # ---- what has ended --------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        for event in self._courier.take_events():
+        for event in self._completions.take_events():
             if isinstance(event, LoadDone):
                 self._load_ended(event)
             elif isinstance(event, StoreDone):
@@ -426,7 +426,7 @@ class Scheduler:
         if load.match.is_async and not load.is_void and done.tokens >= plan.tokens:
             self._loads.land(load)
         if plan.tokens < tracked.request.num_tokens:
-            self._pace.will_compute(tracked)
+            self._step_timer.will_compute(tracked)
         if done.tokens < plan.tokens:
             # What is missing is computed, and stored again; and no second load is to run into the same hole.
             self._worth.known(tracked, max(done.tokens, plan.resident_tokens) // self._size * self._size)
@@ -438,7 +438,7 @@ class Scheduler:
 
     def _idle_s(self, at_s: float) -> float:
         """A clock that stands still while the engine computes: a request that waits for others has lost nothing."""
-        return at_s - self._pace.computed_s(at_s)
+        return at_s - self._step_timer.computed_s(at_s)
 
     @property
     def _size(self) -> int:
@@ -477,4 +477,4 @@ class Scheduler:
 
     def close(self) -> None:
         """End the courier."""
-        self._courier.close()
+        self._completions.close()

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from reprlib import repr as short
 from typing import Any, NamedTuple, cast
 
-from kvtier.connect.vllm.upstream import Request
+from kvtier.connect.vllm.vllm_types import Request
 from kvtier.types import NextTurn
 
 logger = logging.getLogger(__name__)

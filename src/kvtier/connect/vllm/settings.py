@@ -6,7 +6,7 @@ from typing import cast
 
 from kvtier.config.loader import load
 from kvtier.config.sections import Config, find, find_section, read
-from kvtier.connect.vllm.upstream import VllmConfig
+from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError
 
 _ORIGIN = "kv_connector_extra_config"

@@ -8,7 +8,7 @@ block has lost: what has not been copied never will be, and what is being copied
 import itertools
 from collections.abc import Callable, Collection, Sequence
 
-from kvtier.connect.vllm.pool import Pins
+from kvtier.connect.vllm.block_pool import Pins
 from kvtier.runtime.base import Session
 from kvtier.types import Hint, Place, Prefix, RequestId, StoreDone
 

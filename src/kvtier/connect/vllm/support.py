@@ -5,7 +5,7 @@ computed as if kvtier were not there. Kinds of KV are told apart by the exact na
 kind we know may mean something else.
 """
 
-from kvtier.connect.vllm.upstream import KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
+from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
 from kvtier.errors import UnsupportedModelError
 from kvtier.layout import History, State, Validity, Window
 

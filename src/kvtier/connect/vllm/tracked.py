@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvtier.connect.vllm.sessions import Said
-from kvtier.connect.vllm.upstream import Offer, Request
+from kvtier.connect.vllm.vllm_types import Offer, Request
 from kvtier.core.planner import Plan
 from kvtier.runtime.recorder import Served
 from kvtier.types import Lookup, Prefix, Presence, RequestId

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.tracked import Tracked
-from kvtier.connect.vllm.upstream import BlockTables, Offer
+from kvtier.connect.vllm.vllm_types import BlockTables, Offer
 from kvtier.layout import History, Window
 from kvtier.types import Place
 

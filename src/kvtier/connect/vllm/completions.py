@@ -20,7 +20,7 @@ WAIT_S = 0.2
 _Item = TypeVar("_Item")
 
 
-class Courier:
+class CompletionInbox:
     """A thread between the session and the scheduler's thread.
 
     Args:

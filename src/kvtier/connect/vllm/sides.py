@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.config.sections import Config
-from kvtier.connect.vllm import identity, requests, selftest, support, versions
+from kvtier.connect.vllm import identity, request_keys, selftest, support, versions
+from kvtier.connect.vllm.block_pool import Pins
 from kvtier.connect.vllm.events import Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.identity import note_fingerprint
 from kvtier.connect.vllm.log import follow_engine
-from kvtier.connect.vllm.pool import Pins
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.settings import settings_of
 from kvtier.connect.vllm.stats import Meters, Stats
-from kvtier.connect.vllm.upstream import BlockTables, KvCacheConfig, Request, VllmConfig
+from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
 from kvtier.layout import History
@@ -82,7 +82,7 @@ class Opening:
         return self.vllm_config.parallel_config.tensor_parallel_size
 
 
-class SchedulerHalf:
+class SchedulerSide:
     """What lives in the scheduler's process: the core, and what decides over it.
 
     Args:
@@ -109,7 +109,7 @@ class SchedulerHalf:
         self._open_pins = open_pins
         self._open_events = open_events
         self._opened: Opened | None = None
-        self._requests: requests.Requests | None = None
+        self._requests: request_keys.Requests | None = None
         self._meters: Meters | None = None
         self._lock = threading.Lock()
         for warning in support.warnings(opening.vllm_config):
@@ -132,7 +132,7 @@ class SchedulerHalf:
         digest = opening.identity.fingerprint.digest
         opened = open_core(opening.config, geometry.layout, digest, below, observer=movements)
         self._opened = opened
-        self._requests = requests.Requests(opened.root, geometry.chunk_tokens, vllm_config)
+        self._requests = request_keys.Requests(opened.root, geometry.chunk_tokens, vllm_config)
         self._meters = Meters(opened.metrics)
         self.scheduler = Scheduler(
             session=opened.session,
@@ -206,7 +206,7 @@ class SchedulerHalf:
         threading.Thread(target=self.close, name="kvtier close", daemon=True).start()
 
 
-class WorkerHalf:
+class WorkerSide:
     """What lives in a worker's process: its rank, and its reports to vLLM.
 
     Args:

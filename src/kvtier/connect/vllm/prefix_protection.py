@@ -11,10 +11,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
+from kvtier.connect.vllm.block_pool import Held, Pins
 from kvtier.connect.vllm.geometry import NULL_BLOCK, Geometry
-from kvtier.connect.vllm.pool import Held, Pins
 from kvtier.connect.vllm.tracked import Tracked
-from kvtier.connect.vllm.upstream import BlockTables, Request
+from kvtier.connect.vllm.vllm_types import BlockTables, Request
 
 LOOKED_AT_MAX = 1 << 14
 """Blocks that are looked at in one step, for all requests together; about 0.5 microseconds each. After these vLLM's
@@ -27,7 +27,7 @@ HELD_MAX = 1 << 16
 """Blocks that are remembered, as often as somebody wants them; who is farther behind counts as wanting nothing."""
 
 
-class Line:
+class PrefixProtection:
     """The line of one engine. Belongs to the scheduler's thread.
 
     Args:

@@ -20,7 +20,7 @@ import torch
 
 from kvtier.connect.vllm.identity import adapter_files, local_folder
 from kvtier.connect.vllm.support import reason_against
-from kvtier.connect.vllm.upstream import LoraRequest, Request, VllmConfig, plain_name
+from kvtier.connect.vllm.vllm_types import LoraRequest, Request, VllmConfig, plain_name
 from kvtier.errors import ConfigError, KvError
 from kvtier.keys.chain import Chain, Extra
 from kvtier.keys.weights import digest_files, home_cache

@@ -9,7 +9,7 @@ when it hands it out after all (`BlockPool.unpin_blocks`, which vLLM's HiSparse 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvtier.connect.vllm.upstream import Block, BlockPool
+from kvtier.connect.vllm.vllm_types import Block, BlockPool
 
 
 class Held(NamedTuple):
@@ -62,7 +62,7 @@ class Pins(Protocol):
         ...
 
 
-class PoolPins:
+class BlockPins:
     """The pins of one engine. Belongs to the scheduler's thread.
 
     Args:

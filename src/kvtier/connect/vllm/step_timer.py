@@ -4,7 +4,7 @@ from kvtier.connect.vllm.tracked import Tracked
 from kvtier.core.planner import Piece, Planner
 
 
-class Pace:
+class StepTimer:
     """Watches the steps of one engine. Belongs to the scheduler's thread.
 
     Args:

@@ -6,9 +6,9 @@ import pytest
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Pool, Request
 
-from kvtier.connect.vllm import line as lines
-from kvtier.connect.vllm.line import Line
-from kvtier.connect.vllm.pool import Held, PoolPins
+from kvtier.connect.vllm import prefix_protection as lines
+from kvtier.connect.vllm.block_pool import BlockPins, Held
+from kvtier.connect.vllm.prefix_protection import PrefixProtection
 from kvtier.connect.vllm.tracked import Tracked
 
 TOKENS, BLOCK, USERS, ROOM = 640, 32, 8, 5
@@ -113,7 +113,7 @@ def test_a_line_that_has_gone_leaves_nothing_behind(start):
     assert not line._wanted
 
 
-class Watched(PoolPins):
+class Watched(BlockPins):
     """Counts the free blocks that somebody looks at, and those of which somebody asks whether they are free."""
 
     looks = 0
@@ -135,7 +135,7 @@ class Blocks:
         return -(-tokens // BLOCK)
 
 
-def long_line(count: int, blocks: int) -> tuple[Line, Watched, list[Tracked]]:
+def long_line(count: int, blocks: int) -> tuple[PrefixProtection, Watched, list[Tracked]]:
     """So many requests wait, and each wants `blocks` blocks of its own, which are all that is free."""
     pool = Pool(1 + count * blocks, has_caching=True)
     for block in pool.get_new_blocks(count * blocks):
@@ -143,7 +143,7 @@ def long_line(count: int, blocks: int) -> tuple[Line, Watched, list[Tracked]]:
         pool.free_blocks([block])
     pins = Watched(pool, lambda _block: None)  # type: ignore[arg-type]
     mine = {f"r{it}": list(range(1 + it * blocks, 1 + (it + 1) * blocks)) for it in range(count)}
-    line = Line(Blocks(), pins, lambda request: [mine[request.request_id]])  # type: ignore[arg-type]
+    line = PrefixProtection(Blocks(), pins, lambda request: [mine[request.request_id]])  # type: ignore[arg-type]
     tracked = [Tracked(Request(name, [0] * blocks * BLOCK, blocks * BLOCK, 0), 0, None) for name in mine]
     for each in tracked:
         line.joined(each)

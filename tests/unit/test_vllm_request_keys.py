@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.vllm_config import request, vllm_config
 
-from kvtier.connect.vllm import requests as module
-from kvtier.connect.vllm.requests import Requests
+from kvtier.connect.vllm import request_keys as module
+from kvtier.connect.vllm.request_keys import Requests
 from kvtier.keys.chain import Extra, chunk_keys
 from kvtier.types import ChunkKey
 
