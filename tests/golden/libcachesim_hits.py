@@ -11,7 +11,7 @@ from pathlib import Path
 import libcachesim
 
 HERE = Path(__file__).parent
-POLICIES = {"plain-fifo": "FIFO", "plain-lru": "LRU", "lfu": "LFU", "arc": "ARC", "sieve": "Sieve"}
+POLICIES = {"fifo": "FIFO", "plain-lru": "LRU", "arc": "ARC"}
 CAPACITIES = {"mooncake_conversation_runs": (586, 5859, 19531), "mooncake_synthetic_runs": (586, 5859, 19531)}
 CAPACITIES |= dict.fromkeys(("lmcache_miniswe_b64", "lmcache_magagent_b64", "taubench_airline_b64"), (200, 1562))
 

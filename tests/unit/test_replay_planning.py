@@ -160,7 +160,7 @@ def test_a_tiered_replay_that_is_broken_off_tells_of_the_requests_until_then():
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_sweep_that_is_broken_off_gives_what_is_done(jobs, tmp_path):
     packed = pack(open_trace(MAGAGENT))
-    tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc", "mq") for capacity in (20_000, 50_000)]
+    tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc", "s3-fifo") for capacity in (20_000, 50_000)]
     path = tmp_path / "kept"
 
     def stop():

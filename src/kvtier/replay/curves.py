@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.replay.cost import Prefill
 from kvtier.replay.hits import Outcome, capacity_blocks, replay
 from kvtier.replay.journal import Journal
 from kvtier.replay.parallel import nobody, replay_all
@@ -18,8 +17,6 @@ class Task(NamedTuple):
 
     policy: str
     capacity_tokens: int | None
-    prefill: Prefill = Prefill()
-    """What a hit saves, for policies that ask."""
 
 
 def sweep(
@@ -49,8 +46,8 @@ def sweep(
     """
     for task in tasks:
         capacity_blocks(packed, task.capacity_tokens)
-    for policy, prefill in {(task.policy, task.prefill) for task in tasks}:
-        make_policy(policy, 1, _empty(packed), prefill)
+    for policy in {task.policy for task in tasks}:
+        make_policy(policy, 1, _empty(packed))
     done = replay_all(
         packed,
         tasks,
@@ -77,7 +74,7 @@ def _replayed(
         advance(requests)
 
     try:
-        return replay(packed, task.policy, task.capacity_tokens, prefill=task.prefill, advance=go_on)
+        return replay(packed, task.policy, task.capacity_tokens, advance=go_on)
     except _StoppedError:
         return None
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
-from kvtier.replay.cost import Prefill
 from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.registry import make_policy
 from kvtier.trace.packed import Packed
@@ -58,7 +57,6 @@ def replay(
     policy: str,
     capacity_tokens: int | None,
     *,
-    prefill: Prefill | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Replay a trace with one policy and one capacity.
@@ -67,7 +65,6 @@ def replay(
         packed: the trace.
         policy: as `make_policy` knows it.
         capacity_tokens: None is without limit.
-        prefill: what a hit saves, for policies that ask.
         advance: told of requests that are done, now and then.
 
     Raises:
@@ -77,7 +74,7 @@ def replay(
         raise ConfigError(
             f"trace {packed.name} tells no blocks, so nothing can be said about hits; allowed: `replay describe`"
         )
-    made = make_policy(policy, capacity_blocks(packed, capacity_tokens), packed, prefill)
+    made = make_policy(policy, capacity_blocks(packed, capacity_tokens), packed)
     return _run(packed, made, policy, capacity_tokens, advance)
 
 

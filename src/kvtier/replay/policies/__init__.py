@@ -1,1 +1,1 @@
-"""Policies to compare with, of which none is shipped: yardsticks of the literature, and bounds that know the future."""
+"""Policies of replays: the shipped ones, published policies to compare with, and bounds."""

@@ -1,10 +1,10 @@
-"""What a replay asks of a policy: one cache of so many blocks, told of each access, deepest block first."""
+"""The interface of a replay to a policy: one cache of equal blocks, which sees every access."""
 
 from collections.abc import Sequence
 
 
 class Policy:
-    """A cache of `capacity` blocks. Subclasses say what `touch` and `insert` do, or what `access` does.
+    """A cache of `capacity` blocks. Subclasses define `touch` and `insert`, or `access`.
 
     Args:
         capacity: blocks that fit.
@@ -14,18 +14,18 @@ class Policy:
     def __init__(self, capacity: int, block_count: int) -> None:
         self.capacity = capacity
         self.present = bytearray(block_count)
-        """1 for each block that is here."""
+        """1 for each cached block."""
         self.held = 0
-        """Blocks that are here."""
+        """Number of cached blocks."""
         self.evictions = 0
         self.request = -1
 
-    def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:  # noqa: ARG002  for those who care
-        """A request begins; its lookup is done after this, and before its accesses."""
+    def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:  # noqa: ARG002  for subclasses
+        """Start a request. The replay counts its hits after this call and before `access`."""
         self.request = request
 
     def access(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """All blocks of the request are accessed, from the last to the first: how many were here, and were inserted."""
+        """Access the request's blocks from the last to the first; returns the numbers of hits and of inserts."""
         present, touch, insert = self.present, self.touch, self.insert
         hits = inserted = 0
         for place in range(len(blocks) - 1, -1, -1):
@@ -38,21 +38,21 @@ class Policy:
         return hits, inserted
 
     def touch(self, block: int, place: int) -> None:
-        """A block that is here is used; `place` is its position in the prompt."""
+        """Use a cached block; `place` is its index in the prompt."""
 
     def insert(self, block: int, place: int) -> bool:
-        """A block that is not here was computed; returns whether it is kept."""
+        """Offer a block that missed; returns whether it is cached now."""
         raise NotImplementedError
 
     def _enter(self, block: int) -> None:
         self.present[block] = 1
         self.held += 1
 
-    def _leave(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         self._drop(block)
         self.evictions += 1
 
     def _drop(self, block: int) -> None:
-        """Not to make room, but because nobody will use it again."""
+        """Remove a block without counting an eviction."""
         self.present[block] = 0
         self.held -= 1

@@ -1,7 +1,7 @@
-"""Bounds: a cache without end, and policies that know the future.
+"""Upper bounds: an infinite cache, and policies that know the future.
 
-Belady's MIN, with bypass and ties to the deeper block, keeps whole prefixes (an ancestor's next use is never later than
-its descendant's), so among policies that keep whole prefixes nothing is better.
+Belady's MIN, with bypass and ties to the deeper block, keeps whole prefixes, because an ancestor's next use is never
+later than its descendant's. So no policy that keeps whole prefixes hits more.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ from kvtier.trace.packed import Packed
 
 NEVER = np.iinfo(np.int32).max
 _REQUESTS = 1 << 12
-"""Looked at in one step."""
+"""Requests of one vectorized step."""
 
 
 class Infinite(Policy):
-    """Nothing ever leaves."""
+    """Never evicts."""
 
     def insert(self, block: int, place: int) -> bool:  # noqa: ARG002  the interface's arguments
-        """Always kept."""
+        """Cache the block."""
         self._enter(block)
         return True
 
 
-class DeadKnown(PlainLru):
-    """LRU that is told which blocks nobody will use again, and holds none of them.
+class OracleLru(PlainLru):
+    """LRU that never caches a block after its last use.
 
     Args:
         capacity: blocks that fit.
-        packed: the trace, of which the last use of each block is looked up.
+        packed: the trace, for the last use of each block.
     """
 
     def __init__(self, capacity: int, packed: Packed) -> None:
@@ -41,7 +41,7 @@ class DeadKnown(PlainLru):
         self._last_use = last_uses(packed).tolist()
 
     def touch(self, block: int, place: int) -> None:
-        """To the end, or out."""
+        """Move the block to the end, or drop it after its last use."""
         if self._last_use[block] > self.request:
             super().touch(block, place)
         else:
@@ -49,16 +49,16 @@ class DeadKnown(PlainLru):
             self._drop(block)
 
     def insert(self, block: int, place: int) -> bool:
-        """Kept if it is used again."""
+        """Cache the block if it is used again."""
         return self._last_use[block] > self.request and super().insert(block, place)
 
 
 class Min(Policy):
-    """Whose next use is farthest away leaves first or does not even enter; of equals, the deeper one.
+    """Belady's MIN with bypass: evicts or bypasses the block of the farthest next use; of equals, the deeper one.
 
     Args:
         capacity: blocks that fit.
-        packed: the trace, of which the next use of each access is looked up: four bytes for each.
+        packed: the trace. The next use of each access takes four bytes.
     """
 
     def __init__(self, capacity: int, packed: Packed) -> None:
@@ -70,12 +70,12 @@ class Min(Policy):
         self._heap: list[tuple[int, int, int]] = []
 
     def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:
-        """Look up when each of its blocks is used next."""
+        """Look up the next uses of the request's blocks."""
         super().begin(request, time_s, blocks)
         self._uses = self._next_uses[int(self._starts[request]) : int(self._starts[request + 1])].tolist()
 
     def touch(self, block: int, place: int) -> None:
-        """Its next use is known; out, if there is none."""
+        """Update the next use; drop the block if there is none."""
         following = self._uses[place]
         if following == NEVER:
             del self._keys[block]
@@ -84,18 +84,17 @@ class Min(Policy):
             self._put(block, following, place)
 
     def insert(self, block: int, place: int) -> bool:
-        """Kept if it is used again before somebody who is here."""
+        """Cache the block if it is used before some cached block."""
         following = self._uses[place]
         if following == NEVER:
             return False
         if self.held >= self.capacity:
             later, deeper, victim = self._worst()
             if (later, deeper) >= (-following, -place):
-                # Nobody here is used later: the newcomer is the worst.
                 return False
             heappop(self._heap)
             del self._keys[victim]
-            self._leave(victim)
+            self._evict(victim)
         self._put(block, following, place)
         self._enter(block)
         return True
@@ -113,7 +112,7 @@ class Min(Policy):
 
 
 def infinite_hit_tokens(packed: Packed) -> int:
-    """Tokens that a cache without end hits: what a replay of `Infinite` counts, without a step for each block."""
+    """Hit tokens of an infinite cache: equal to a replay of `Infinite`, vectorized."""
     first = np.full(packed.block_count, NEVER, np.int32)
     starts, hit = packed.starts, 0
     for begin in range(0, len(packed), _REQUESTS):
@@ -121,7 +120,7 @@ def infinite_hit_tokens(packed: Packed) -> int:
         edges = np.asarray(starts[begin : end + 1])
         blocks = np.asarray(packed.ids[int(edges[0]) : int(edges[-1])])
         owner = np.repeat(np.arange(begin, end, dtype=np.int32), np.diff(edges))
-        # Written backwards, so that the first of several uses counts.
+        # Of repeated indices the last assignment stays, so reversed order keeps the first use.
         first[blocks[::-1]] = np.minimum(first[blocks[::-1]], owner[::-1])
         new = np.flatnonzero(first[blocks] == owner) + edges[0]
         place = np.searchsorted(new, edges[:-1])
@@ -138,13 +137,13 @@ def last_uses(packed: Packed) -> npt.NDArray[np.int32]:
     for first in range(0, len(packed), _REQUESTS):
         end = min(first + _REQUESTS, len(packed))
         owner = np.repeat(np.arange(first, end, dtype=np.int32), np.diff(starts[first : end + 1]))
-        # Of several accesses the last counts, because that one is written last.
+        # Of repeated indices the last assignment stays.
         last[packed.ids[int(starts[first]) : int(starts[end])]] = owner
     return last
 
 
 def next_uses(packed: Packed) -> npt.NDArray[np.int32]:
-    """For each access, the next request that has its block; NEVER where there is none."""
+    """For each access, the next request that has its block; NEVER if there is none."""
     following = np.full(packed.block_count, NEVER, np.int32)
     out = np.empty(len(packed.ids), np.int32)
     starts = packed.starts.tolist() if len(packed) < 1 << 20 else packed.starts
