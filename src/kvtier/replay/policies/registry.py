@@ -30,7 +30,7 @@ def _hinted(*, turns: bool, ends: bool) -> Callable[[int, Packed], Policy]:
     return lambda capacity, packed: Shipped(capacity, packed, Adaptive(), AdmitAll(), turns=turns, ends=ends)
 
 
-REFERENCES = {
+REFERENCES: dict[str, Reference] = {
     "plain-lru": Reference(lambda capacity, packed: PlainLru(capacity, packed.block_count), "LRU without names"),
     "arc": Reference(lambda capacity, packed: Arc(capacity, packed.block_count), "adaptive replacement cache"),
     "s3-fifo": Reference(lambda capacity, packed: S3Fifo(capacity, packed.block_count), "a small and a main queue"),
