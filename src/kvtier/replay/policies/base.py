@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 
+from kvtier.trace.packed import Packed
+
 
 class Policy:
     """A cache of `capacity` blocks. Subclasses define `touch` and `insert`, or `access`.
 
     Args:
         capacity: blocks that fit.
-        block_count: distinct blocks of the trace.
+        packed: the trace.
     """
 
-    def __init__(self, capacity: int, block_count: int) -> None:
+    def __init__(self, capacity: int, packed: Packed) -> None:
         self.capacity = capacity
-        self.present = bytearray(block_count)
+        self.present = bytearray(packed.block_count)
         """1 for each cached block."""
         self.held = 0
         """Number of cached blocks."""

@@ -37,7 +37,7 @@ class OracleLru(PlainLru):
     """
 
     def __init__(self, capacity: int, packed: Packed) -> None:
-        super().__init__(capacity, packed.block_count)
+        super().__init__(capacity, packed)
         self._last_use = last_uses(packed).tolist()
 
     def touch(self, block: int, place: int) -> None:
@@ -62,7 +62,7 @@ class Min(Policy):
     """
 
     def __init__(self, capacity: int, packed: Packed) -> None:
-        super().__init__(capacity, packed.block_count)
+        super().__init__(capacity, packed)
         self._next_uses = next_uses(packed)
         self._starts = packed.starts
         self._uses: list[int] = []

@@ -31,15 +31,15 @@ def _hinted(*, turns: bool, ends: bool) -> Callable[[int, Packed], Policy]:
 
 
 REFERENCES: dict[str, Reference] = {
-    "plain-lru": Reference(lambda capacity, packed: PlainLru(capacity, packed.block_count), "LRU without names"),
-    "arc": Reference(lambda capacity, packed: Arc(capacity, packed.block_count), "adaptive replacement cache"),
-    "s3-fifo": Reference(lambda capacity, packed: S3Fifo(capacity, packed.block_count), "a small and a main queue"),
+    "plain-lru": Reference(PlainLru, "LRU without names"),
+    "arc": Reference(Arc, "adaptive replacement cache"),
+    "s3-fifo": Reference(S3Fifo, "a small and a main queue"),
     "adaptive-turns": Reference(_hinted(turns=True, ends=False), "adaptive, with the trace's next_turn"),
     "adaptive-ends": Reference(_hinted(turns=False, ends=True), "adaptive, with the ends of sessions"),
     "adaptive-hints": Reference(_hinted(turns=True, ends=True), "adaptive, with both"),
     "oracle-lru": Reference(OracleLru, "LRU that never keeps a block after its last use"),
     "min": Reference(Min, "Belady's bound for policies that keep whole prefixes"),
-    "infinite": Reference(lambda _, packed: Infinite(packed.block_count, packed.block_count), "never evicts"),
+    "infinite": Reference(Infinite, "never evicts"),
 }
 
 

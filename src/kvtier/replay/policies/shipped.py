@@ -33,7 +33,7 @@ class Shipped(Policy):
         turns: bool = False,
         ends: bool = False,
     ) -> None:
-        super().__init__(capacity, packed.block_count)
+        super().__init__(capacity, packed)
         self._hinted = evictor if (turns or ends) and isinstance(evictor, Hinted) else None
         self._next_turns = _next_turns(packed, turns=turns, ends=ends) if self._hinted is not None else ()
         self._packed = packed
