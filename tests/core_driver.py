@@ -17,7 +17,6 @@ from kvtier.types import (
     Link,
     LoadDone,
     Lookup,
-    Mark,
     NextTurn,
     Outcome,
     Place,
@@ -38,10 +37,9 @@ NO_HINT = Hint()
 Item = tuple[ChunkKey, int]
 
 
-def prefix_of(text: str, *marks: int) -> Prefix:
-    """One chunk for each letter of `text`; `marks` are tokens, off the grid."""
-    keys = tuple(ChunkKey(text[: end + 1].encode()) for end in range(len(text)))
-    return Prefix(keys, CHUNK, tuple(Mark(ChunkKey(f"{text[: end // CHUNK]}+{end}".encode()), end) for end in marks))
+def prefix_of(text: str) -> Prefix:
+    """One chunk for each letter of `text`."""
+    return Prefix(tuple(ChunkKey(text[: end + 1].encode()) for end in range(len(text))), CHUNK)
 
 
 def key(text: str) -> ChunkKey:
@@ -113,14 +111,14 @@ class Driver:
         hint: Hint = NO_HINT,
     ) -> None:
         """Load everything that `tokens` (default: all full chunks) need, or only `chunks`."""
-        from kvtier.core.boundary import chunk_end, needed_chunks
+        from kvtier.core.boundary import needed_chunks
 
         tokens = len(prefix.keys) * CHUNK if tokens is None else tokens
         places = [
             Place(index, chunk, (chunk,))
             for index, group in enumerate(self.layout.groups)
             for chunk in needed_chunks(group, prefix, tokens)
-            if chunk_end(prefix, chunk) > resident_tokens and (chunks is None or chunk in chunks)
+            if (chunk + 1) * CHUNK > resident_tokens and (chunks is None or chunk in chunks)
         ]
         self.cache.load(
             RequestId(request), prefix, tokens, places, self.now_s, resident_tokens=resident_tokens, hint=hint
@@ -129,11 +127,7 @@ class Driver:
 
     def store(self, request: str, prefix: Prefix, *places: tuple[int, int], hint: Hint = NO_HINT) -> None:
         """Store the objects at `places` (group, chunk); by default all."""
-        everything = [
-            (group, chunk)
-            for chunk in range(len(prefix.keys) + len(prefix.marks))
-            for group in range(len(self.layout.groups))
-        ]
+        everything = [(group, chunk) for chunk in range(len(prefix.keys)) for group in range(len(self.layout.groups))]
         asked = [Place(group, chunk, (chunk,)) for group, chunk in places or everything]
         self.cache.store(RequestId(request), prefix, asked, self.now_s, hint)
         self._take()
@@ -229,9 +223,9 @@ class Driver:
 
     def fill(self, tier: str, prefix: Prefix) -> None:
         """`tier` holds every object of `prefix`."""
-        for chunk in range(len(prefix.keys) + len(prefix.marks)):
+        for chunk in range(len(prefix.keys)):
             for group in range(len(self.layout.groups)):
-                self.held[tier].add((prefix.key(chunk), group))
+                self.held[tier].add((prefix.keys[chunk], group))
 
     def loaded(self) -> list[LoadDone]:
         return self._taken(LoadDone)

@@ -49,41 +49,17 @@ class Link(Enum):
     __hash__ = object.__hash__
 
 
-class Mark(NamedTuple):
-    """A named boundary off the chunk grid, such as the end of a prompt or a turn."""
-
-    key: ChunkKey
-    """Key of the partial chunk from the last full chunk before `end` up to `end`."""
-    end: int
-    """Tokens up to the boundary, counted from the start of the prompt."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The keys of one prompt's leading tokens.
-
-    Chunk `i` covers tokens [i * chunk_tokens, (i + 1) * chunk_tokens). Marks come after the full chunks: the chunk of
-    index `len(keys) + m` is mark `m`, which covers [end - end % chunk_tokens, end).
-    """
+    """The keys of a prompt's full chunks. Chunk `i` covers tokens [i * chunk_tokens, (i + 1) * chunk_tokens)."""
 
     keys: tuple[ChunkKey, ...]
     chunk_tokens: int
-    marks: tuple[Mark, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Tokens up to the last boundary that the prefix names."""
-        return max(len(self.keys) * self.chunk_tokens, max((mark.end for mark in self.marks), default=0))
-
-    def key(self, chunk: int) -> ChunkKey:
-        """Key of chunk `chunk`."""
-        count = len(self.keys)
-        return self.keys[chunk] if chunk < count else self.marks[chunk - count].key
-
-    def depth(self, chunk: int) -> int:
-        """How many full chunks lie before chunk `chunk`."""
-        count = len(self.keys)
-        return chunk if chunk < count else self.marks[chunk - count].end // self.chunk_tokens
+        """Tokens in all its chunks."""
+        return len(self.keys) * self.chunk_tokens
 
 
 class NextTurn(Enum):

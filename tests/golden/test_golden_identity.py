@@ -18,7 +18,6 @@ GOLDEN = {
     "root": "743c33106493a1fed3e5d360252e9932e6de347d833b4c6e6fe9f21ec79ddc8c",
     "key[0]": "eaf123eb544cb3a3995d38d1f25ce97ce4c69687541877114364458c8bc81f58",
     "key[1]": "981b27a61f969ca7d0099831f350d1ca372fd4afdc6b1d657bb1bcdadaa2c7c4",
-    "mark at 10": "55242c5786a03ce4c7cb0f757736bad87067757f1b5998c9d3f82a733210d600",
     "layout": "aa2286f0b47a3e7765d4ccdd2c40afd2c9a741f878ceb91dd91eb35dc5f10d6a",
     "name[0]": "cb0f6b8b4271a2acbbeb8ded807250109ab6d4af4652d9d1f05088ef15c0fb1f",
     "name[1]": "7537546eee570aced469c9540be7714a4035449263548ca469f3c165db5b503c",
@@ -31,7 +30,6 @@ def made() -> dict[str, bytes]:
         "root": example.ROOT,
         "key[0]": example.KEYS[0],
         "key[1]": example.KEYS[1],
-        "mark at 10": example.MARK,
         "layout": example.LAYOUT.digest(0),
         "name[0]": example.NAMES[0],
         "name[1]": example.NAMES[1],
@@ -57,13 +55,12 @@ def test_the_digests_follow_from_the_document_alone():
     first = hashlib.sha256(root + struct.pack("<5I", 4, 1, 2, 3, 4) + extras).digest()
     extras = struct.pack("<II", 1, 2) + told(b"image") + told(b"\x01\x02")
     second = hashlib.sha256(first + struct.pack("<5I", 4, 5, 65_536, 4_294_967_295, 0) + extras).digest()
-    mark = hashlib.sha256(second + struct.pack("<3I", 2, 7, 8) + struct.pack("<I", 0)).digest()
     layout = hashlib.sha256(b'kvtier.layout\0[1,4,"history",[20,5],"example/bytes"]').digest()
     name = hashlib.sha256(
         b"kvtier.object\0" + struct.pack("<I", 1) + layout + struct.pack("<II", 0, 0) + second
     ).digest()
-    assert [root, first, second, mark, layout, name] == [
-        bytes.fromhex(GOLDEN[which]) for which in ("root", "key[0]", "key[1]", "mark at 10", "layout", "name[1]")
+    assert [root, first, second, layout, name] == [
+        bytes.fromhex(GOLDEN[which]) for which in ("root", "key[0]", "key[1]", "layout", "name[1]")
     ]
 
 

@@ -2,7 +2,7 @@
 
 from kvtier.codec.frame import Identity, frame_bytes, head_bytes, seal
 from kvtier.codec.registry import by_name
-from kvtier.keys.chain import Extra, chunk_keys, mark_key
+from kvtier.keys.chain import Extra, chunk_keys
 from kvtier.keys.fingerprint import Fingerprint, root_key
 from kvtier.keys.names import object_name
 from kvtier.layout import GroupLayout, History, KvLayout
@@ -23,7 +23,6 @@ FINGERPRINT = Fingerprint(
 )
 ROOT = root_key(SECRET, FINGERPRINT.digest, CHUNK_TOKENS)
 KEYS = chunk_keys(ROOT, TOKENS, CHUNK_TOKENS, EXTRAS)
-MARK = mark_key(ROOT, TOKENS, 10, CHUNK_TOKENS, EXTRAS)
 
 LAYOUT = KvLayout(CHUNK_TOKENS, (GroupLayout(History(), (20, 5), "example/bytes"),))
 GROUP = LAYOUT.groups[0]

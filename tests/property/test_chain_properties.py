@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.keys.chain import TOKEN_MAX, Chain, Extra, chunk_keys, mark_key
+from kvtier.keys.chain import TOKEN_MAX, Chain, Extra, chunk_keys
 
 ROOT = bytes(range(32))
 token_lists = st.lists(st.integers(0, TOKEN_MAX), max_size=60)
@@ -21,7 +21,7 @@ checked = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def slow_key(tokens: list[int], chunk_tokens: int, extras: list[Extra], end: int) -> bytes:
-    """FORMAT.md read aloud: the key of the chunk that ends at `end`, full or not."""
+    """FORMAT.md read aloud: the key of the chunk that ends at `end`."""
     if end == 0:
         return ROOT
     start = (end - 1) // chunk_tokens * chunk_tokens
@@ -38,14 +38,11 @@ def slow_key(tokens: list[int], chunk_tokens: int, extras: list[Extra], end: int
 
 @checked
 @given(token_lists, chunk_sizes, extra_lists)
-def test_keys_and_marks_equal_the_slow_oracle(tokens, chunk_tokens, extras):
+def test_keys_equal_the_slow_oracle(tokens, chunk_tokens, extras):
     ends = range(chunk_tokens, len(tokens) + 1, chunk_tokens)
     wanted = tuple(slow_key(tokens, chunk_tokens, extras, end) for end in ends)
     assert chunk_keys(ROOT, tokens, chunk_tokens, extras) == wanted
     assert chunk_keys(ROOT, np.array(tokens, np.int64), chunk_tokens, extras) == wanted
-    for end in range(len(tokens) + 1):
-        if end % chunk_tokens:
-            assert mark_key(ROOT, tokens, end, chunk_tokens, extras) == slow_key(tokens, chunk_tokens, extras, end)
 
 
 @checked
@@ -57,10 +54,6 @@ def test_growing_in_any_steps_gives_the_same_chain(tokens, chunk_tokens, extras,
         chain.extend(tokens[start:stop])
         assert chain.tokens == stop
         assert chain.keys == chunk_keys(ROOT, tokens[:stop], chunk_tokens, extras)
-        mark = chain.mark()
-        assert (mark is None) == (stop % chunk_tokens == 0)
-        if mark:
-            assert mark == (mark_key(ROOT, tokens, stop, chunk_tokens, extras), stop)
 
 
 @checked

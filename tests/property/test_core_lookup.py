@@ -2,13 +2,13 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core_driver import CHUNK, Driver, key, prefix_of
+from tests.core_driver import Driver, prefix_of
 
 from kvtier.core.cache import Cache
 from kvtier.core.sources import load_sources
 from kvtier.core.work import HOST
 from kvtier.layout import History, Window
-from kvtier.types import Lookup, Mark, Prefix
+from kvtier.types import Lookup, Prefix
 
 TEXTS = st.text("ab", max_size=6)
 
@@ -28,10 +28,9 @@ def slow_lookup(core: Driver, request: str, prefix: Prefix) -> Lookup:
     asked=st.lists(TEXTS, min_size=1, max_size=4),
     is_answered=st.booleans(),
     has_window=st.booleans(),
-    mark=st.sampled_from([None, 3, 6]),
 )
 def test_the_fast_path_of_lookup_says_what_the_slow_path_says(
-    stored: list[str], below: list[str], asked: list[str], is_answered: bool, has_window: bool, mark: int | None
+    stored: list[str], below: list[str], asked: list[str], is_answered: bool, has_window: bool
 ) -> None:
     core = Driver(groups=(History(), Window(5)) if has_window else (History(),), slots=16)
     for text in below:
@@ -41,8 +40,6 @@ def test_the_fast_path_of_lookup_says_what_the_slow_path_says(
         core.run()
     for text in asked:
         prefix = prefix_of(text)
-        if mark is not None:
-            prefix = Prefix(prefix.keys, CHUNK, (Mark(key(f"+{mark}"), mark),))
         fast = core.lookup("r", prefix)
         assert fast == slow_lookup(core, "r", prefix)
         if is_answered:
@@ -62,8 +59,8 @@ PLACES = (HOST, "disk", "shared")
 def test_sources_add_up_to_the_tokens_past_what_is_resident(
     text: str, places: dict[tuple[int, int], str], resident: int, data: st.DataObject
 ) -> None:
-    prefix = prefix_of(text, 4 * len(text) + 3)
-    tokens = data.draw(st.sampled_from([*range(0, 4 * len(text) + 1, 4), 4 * len(text) + 3]))
+    prefix = prefix_of(text)
+    tokens = data.draw(st.sampled_from(range(0, 4 * len(text) + 1, 4)))
     sources = load_sources(prefix, tokens, places, PLACES, resident)
     assert sum(count for _, count in sources) == max(0, tokens - resident)
     assert [name for name, _ in sources] == [name for name in PLACES if name in dict(sources)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from tests.mutants import Mutant, Patch, assert_found, blind_checks
 
-from kvtier.core import asking, boundary, cache, host, traffic, waiting, work
+from kvtier.core import asking, cache, host, traffic, waiting, work
 from kvtier.core.residency import Residency
 from kvtier.types import Drop, Link, NextTurn, Outcome, Tell
 
@@ -343,11 +343,6 @@ def failed_chunks_count_as_delivered(patch: Patch) -> None:
         self.failed.pop()
 
     patch.setattr(work.Load, "lose", lose)
-
-
-@mutant
-def what_is_partly_resident_counts_as_resident(patch: Patch) -> None:
-    patch.setattr(waiting, "chunk_end", boundary.chunk_start)
 
 
 def _remove(commands: list[object], kind: str) -> None:

@@ -130,17 +130,6 @@ def a_state_is_taken_from_the_boundary_before(patch: Patch) -> None:
 
 
 @mutant
-def a_mark_needs_no_history(patch: Patch) -> None:
-    real = boundary.longest_boundary
-
-    def longest(groups: object, prefix: object, present: object, runs: object = None) -> int:
-        ends = [mark.end for mark in prefix.marks if mark.end // prefix.chunk_tokens <= len(prefix.keys)]
-        return max([real(groups, prefix, present, runs), *ends])
-
-    patch.setattr(cache, "longest_boundary", longest)
-
-
-@mutant
 def a_lookup_forgets_what_is_below(patch: Patch) -> None:
     patch.setattr(cache.Cache, "_place_of", lambda self, known, key, group: None)
 

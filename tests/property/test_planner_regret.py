@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.core_driver import CHUNK, Driver, prefix_of
 from tests.planner_world import STEP_TOKENS, Speed, World
 
-from kvtier.core.boundary import chunk_end, needed_chunks
+from kvtier.core.boundary import needed_chunks
 from kvtier.core.patience import Patience
 from kvtier.core.planner import ACCOUNT_START_S, COMPUTED_SHARE, REST_S_MAX, SAVED_SHARE, SLACK, SLACK_S_MIN, Planner
 from kvtier.core.prefill import Costs, Piece, Prefill
@@ -73,7 +73,7 @@ def test_a_load_costs_no_more_than_the_best_moment_to_stop_it(
     core.run()
     (group,) = core.layout.groups
     places = [Place(0, chunk, (chunk,)) for chunk in needed_chunks(group, prefix, tokens)]
-    places = [place for place in places if chunk_end(prefix, place.chunk) > resident]
+    places = [place for place in places if (place.chunk + 1) * prefix.chunk_tokens > resident]
     core.cache.load(RequestId("r"), prefix, tokens, places, core.now_s, resident_tokens=resident, patience=patience)
     core._take()
     best_s = free_s + patience.saved_s(resident, tokens)  # what computing everything would take, after the others

@@ -328,19 +328,19 @@ def test_a_probe_counts_what_every_rank_has() -> None:
     assert core.lookup("r", prompt).tokens == 4
 
 
-def test_windows_states_and_marks_are_loaded_by_their_own_rules() -> None:
+def test_windows_and_states_are_loaded_by_their_own_rules() -> None:
     core = Driver(groups=(History(), Window(5), State()), slots=16)
-    prompt = prefix_of("abc", 14)
+    prompt = prefix_of("abcd")
     core.store("a", prompt)
     core.run()
     answer = core.lookup("b", prompt)
-    assert (answer.tokens, answer.presence) == (14, Presence.READY)
-    core.load("b", prompt, 14)
+    assert (answer.tokens, answer.presence) == (16, Presence.READY)
+    core.load("b", prompt, 16)
     core.run()
     moved = {(one.group, one.key.decode()) for one in core.sent if one.link is Link.SCATTER}
-    history = {(0, "a"), (0, "ab"), (0, "abc"), (0, "abc+14")}
-    assert moved == history | {(1, "abc"), (1, "abc+14"), (2, "abc+14")}
-    assert core.loaded()[0].tokens == 14
+    history = {(0, "a"), (0, "ab"), (0, "abc"), (0, "abcd")}
+    assert moved == history | {(1, "abc"), (1, "abcd"), (2, "abcd")}
+    assert core.loaded()[0].tokens == 16
 
 
 def test_a_state_that_fails_costs_only_back_to_the_one_before() -> None:
@@ -360,7 +360,7 @@ def test_a_state_that_fails_costs_only_back_to_the_one_before() -> None:
     ("tokens", "places", "resident", "told"),
     [
         (5, [], 0, "no boundary"),
-        (16, [], 0, "beyond the 2 chunks"),
+        (16, [], 0, "16 tokens is no boundary"),
         (8, [Place(0, 0, ()), Place(0, 2, ())], 0, "outside the prefix"),
         (8, [Place(1, 0, ())], 0, "outside the prefix"),
         (4, [Place(0, 0, ()), Place(0, 1, ())], 0, "past the 4 tokens"),

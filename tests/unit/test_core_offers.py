@@ -3,7 +3,7 @@
 import pytest
 from tests.core_driver import CHUNK, Driver, prefix_of
 
-from kvtier.core.boundary import chunk_end, needed_chunks
+from kvtier.core.boundary import needed_chunks
 from kvtier.core.meters import LOOK_S, UNKNOWN_BYTES_PER_S, Meter
 from kvtier.core.patience import Patience
 from kvtier.layout import ALIGNMENT, History, State, Window
@@ -237,7 +237,7 @@ def load(core: Driver, prefix: Prefix, patience: Patience, *, resident_tokens: i
         Place(index, chunk, (chunk,))
         for index, group in enumerate(core.layout.groups)
         for chunk in needed_chunks(group, prefix, tokens)
-        if chunk_end(prefix, chunk) > resident_tokens
+        if (chunk + 1) * prefix.chunk_tokens > resident_tokens
     ]
     core.cache.load(
         RequestId("r"), prefix, tokens, places, core.now_s, resident_tokens=resident_tokens, patience=patience

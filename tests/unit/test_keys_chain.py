@@ -5,8 +5,8 @@ from array import array
 import numpy as np
 import pytest
 
-from kvtier.keys.chain import TOKEN_MAX, Chain, Extra, canonical_extras, chunk_keys, little_endian, mark_key
-from kvtier.types import Mark, Prefix
+from kvtier.keys.chain import TOKEN_MAX, Chain, Extra, canonical_extras, chunk_keys, little_endian
+from kvtier.types import Prefix
 
 ROOT = bytes(range(32))
 
@@ -108,12 +108,10 @@ def test_an_impossible_extra_is_refused(arguments, message):
 def test_what_is_no_token_is_refused_with_value_and_position(tokens, message):
     chain = Chain(ROOT, 2)
     chain.extend([5, 6, 7])
-    before = chain.prefix(), chain.mark()
+    before = chain.prefix(), chain.tokens
     with pytest.raises(ValueError, match=message):
         chain.extend(tokens)
-    assert (chain.prefix(), chain.mark()) == before
-    with pytest.raises(ValueError, match=message):
-        mark_key(ROOT, tokens, 1, 2)
+    assert (chain.prefix(), chain.tokens) == before
 
 
 @pytest.mark.parametrize("empty", [[], (), array("I"), array("q"), array("h"), np.empty(0, np.int64)])
@@ -159,52 +157,15 @@ def test_a_growing_chain_takes_later_extras_but_none_for_what_is_hashed():
     assert chain.keys == chunk_keys(ROOT, range_of(0, 16), 4, [Extra("adapter", b"a"), Extra("image", b"i", 5)])
 
 
-def test_a_mark_is_a_key_of_the_partial_chunk_and_none_on_the_grid():
+def test_a_prefix_holds_the_full_chunks():
     chain = Chain(ROOT, 4)
-    assert chain.mark() is None
-    marks = []
-    for token in range(9):
-        chain.extend([token])
-        marks.append(chain.mark())
-    assert [mark and mark.end for mark in marks] == [1, 2, 3, None, 5, 6, 7, None, 9]
-    made = [mark for mark in marks if mark]
-    assert len({mark.key for mark in made} | set(chain.keys)) == len(made) + 2
-    assert all(mark_key(ROOT, range_of(0, 9), mark.end, 4) == mark.key for mark in made)
-
-
-def test_a_mark_has_the_extras_that_start_before_it():
-    image = Extra("image", b"i", 5)
-    tokens = range_of(0, 8)
-    assert mark_key(ROOT, tokens, 5, 4, [image]) == mark_key(ROOT, tokens, 5, 4)
-    assert mark_key(ROOT, tokens, 6, 4, [image]) != mark_key(ROOT, tokens, 6, 4)
-
-
-@pytest.mark.parametrize(
-    ("end", "message"), [(-1, "got -1"), (9, "end must be in 0..8, got 9"), (4, "grid of 4"), (0, "grid")]
-)
-def test_a_mark_on_the_grid_or_beyond_the_tokens_is_refused(end, message):
-    with pytest.raises(ValueError, match=message):
-        mark_key(ROOT, range_of(0, 8), end, 4)
-
-
-def test_a_prefix_holds_full_chunks_and_marks_in_order():
-    chain = Chain(ROOT, 4)
-    chain.extend(range_of(0, 6))
-    early = chain.mark()
-    chain.extend(range_of(6, 11))
-    late = chain.mark()
+    chain.extend(range_of(0, 11))
     assert chain.tokens == 11
     assert chain.prefix() == Prefix(chain.keys, 4)
-    assert chain.prefix(marks=[late, None, early, late]) == Prefix(chain.keys, 4, (early, late))
-    assert chain.prefix(7, [early]) == Prefix(chain.keys[:1], 4, (early,))
-    for tokens, marks, message in (
-        (12, (), "tokens must be in 0..11, got 12"),
-        (-1, (), "got -1"),
-        (7, [late], "mark at 11 .* at most 7"),
-        (8, [Mark(chain.keys[0], 4)], "mark at 4 must be off the grid of 4"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            chain.prefix(tokens, marks)
+    assert chain.prefix(7) == Prefix(chain.keys[:1], 4)
+    for tokens in (12, -1):
+        with pytest.raises(ValueError, match=f"got {tokens}"):
+            chain.prefix(tokens)
 
 
 def range_of(start: int, stop: int) -> list[int]:

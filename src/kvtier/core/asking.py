@@ -56,11 +56,10 @@ class Asking:
         if known.asked_prefix is prefix and known.departures == host.departures:
             return known
         known.asked_prefix, known.departures = prefix, host.departures
-        keys = [*prefix.keys, *(mark.key for mark in prefix.marks)]
         unasked = tuple(
             (key, group)
             for group, entries in enumerate(host.entries)
-            for key in keys
+            for key in prefix.keys
             if key not in entries and (key, group) not in known.asked
         )
         if unasked:

@@ -1,7 +1,7 @@
-"""Which leading tokens of a prompt are restorable, given what is present. Pure arithmetic over chunks and groups.
+"""Which leading tokens of a prompt can be restored. Pure arithmetic over chunks and groups.
 
-A boundary is a token count at which the engine may resume. Every group must be valid there (rules of DESIGN section 6):
-history needs all chunks before it, a window the chunks over its last tokens, a state the object at the boundary itself.
+A boundary is a token count at which the engine may resume: a multiple of the chunk at which every group is valid.
+History needs all chunks before it, a window the chunks over its last tokens, a state the chunk that ends there.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,56 +10,36 @@ from kvtier.layout import GroupLayout, History, Window
 from kvtier.types import Prefix
 
 Present = Callable[[int, int], bool]
-"""(group, chunk) -> whether that object can be had. Chunks are counted as in `Prefix`: marks follow the full chunks."""
+"""(group, chunk) -> whether that object is available."""
 
 
-def chunk_start(prefix: Prefix, chunk: int) -> int:
-    """First token that chunk `chunk` of the prefix covers."""
-    count = len(prefix.keys)
-    if chunk < count:
-        return chunk * prefix.chunk_tokens
-    end = prefix.marks[chunk - count].end
-    return end - end % prefix.chunk_tokens
-
-
-def chunk_end(prefix: Prefix, chunk: int) -> int:
-    """Token after the last one that chunk `chunk` of the prefix covers."""
-    count = len(prefix.keys)
-    return (chunk + 1) * prefix.chunk_tokens if chunk < count else prefix.marks[chunk - count].end
-
-
-def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> list[int]:
-    """The chunks of `group` that a load of the leading `tokens` must bring, in prefix order.
+def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
+    """The chunks of `group` that a load of the leading `tokens` needs.
 
     Raises:
-        ValueError: `tokens` is neither a multiple of the chunk within the keys nor one of the prefix's marks.
+        ValueError: `tokens` is not a multiple of the chunk within the prefix.
     """
     full, rest = divmod(tokens, prefix.chunk_tokens)
-    tail: list[int] = []
-    if rest:
-        ends = [mark.end for mark in prefix.marks]
-        if tokens not in ends:
-            raise ValueError(
-                f"{tokens} tokens is no boundary: allowed are multiples of {prefix.chunk_tokens} and {ends}"
-            )
-        tail = [len(prefix.keys) + ends.index(tokens)]
-    if full > len(prefix.keys):
-        raise ValueError(f"{tokens} tokens is beyond the {len(prefix.keys)} chunks of the prefix")
-    validity = group.validity
-    if isinstance(validity, History):
-        return [*range(full), *tail]
-    if isinstance(validity, Window):
-        first = max(0, tokens - validity.tokens) // prefix.chunk_tokens
-        return [*range(first, full), *tail]
-    return tail or ([full - 1] if full else [])
+    if rest or full > len(prefix.keys):
+        size = prefix.chunk_tokens
+        raise ValueError(f"{tokens} tokens is no boundary: allowed are multiples of {size} up to {prefix.tokens}")
+    if isinstance(group.validity, History):
+        return range(full)
+    if isinstance(group.validity, Window):
+        return range(max(0, tokens - group.validity.tokens) // prefix.chunk_tokens, full)
+    return range(max(0, full - 1), full)
 
 
 def history_run(
     groups: Sequence[GroupLayout], prefix: Prefix, present: Present, runs: Sequence[int] | None = None
 ) -> int:
-    """Leading chunks that every history group has; all of the prefix where there is no such group.
+    """Leading chunks that are present in every history group; all chunks when there is no such group.
 
-    `runs` are as in `longest_boundary`.
+    Args:
+        groups: the KV groups.
+        prefix: the prompt.
+        present: whether an object is available.
+        runs: leading chunks of each group that are known to be present; `present` is not called for them.
     """
     run = len(prefix.keys)
     for index, group in enumerate(groups):
@@ -72,11 +52,7 @@ def history_run(
 def longest_boundary(
     groups: Sequence[GroupLayout], prefix: Prefix, present: Present, runs: Sequence[int] | None = None
 ) -> int:
-    """The largest token count at which every group is valid; 0 when there is none.
-
-    `runs` are the leading chunks of each group that the caller knows to be present already, so as not to ask again.
-    """
-    count = len(prefix.keys)
+    """The largest token count at which every group is valid, or 0. The arguments are those of `history_run`."""
     run = history_run(groups, prefix, present, runs)
     others = [index for index, group in enumerate(groups) if not isinstance(group.validity, History)]
 
@@ -86,10 +62,5 @@ def longest_boundary(
             for index in others
         )
 
-    best = next((full for full in range(run, 0, -1) if is_valid(full * prefix.chunk_tokens)), 0) * prefix.chunk_tokens
-    histories = [index for index in range(len(groups)) if index not in others]
-    for number, mark in enumerate(prefix.marks):
-        reaches = mark.end // prefix.chunk_tokens <= run and mark.end > best
-        if reaches and all(present(index, count + number) for index in histories) and is_valid(mark.end):
-            best = mark.end
-    return best
+    size = prefix.chunk_tokens
+    return next((tokens for tokens in range(run * size, 0, -size) if is_valid(tokens)), 0)

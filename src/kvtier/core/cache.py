@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Final
 
 from kvtier.core.asking import Asking
-from kvtier.core.boundary import chunk_end, history_run, longest_boundary, needed_chunks
+from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.debts import Debts
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
@@ -145,7 +145,7 @@ class Cache:
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
-        if self._has_history_only and not prefix.marks and min(runs) == len(prefix.keys):
+        if self._has_history_only and min(runs) == len(prefix.keys):
             # Everything is here: neither the rules of boundaries nor any tier has anything to add.
             tokens = len(prefix.keys) * prefix.chunk_tokens
             if not tokens:
@@ -158,14 +158,13 @@ class Cache:
 
         @cache  # asked for the boundary, for where it comes from and for what it takes
         def place_of(group: int, chunk: int) -> str | None:
-            return self._place_of(known, prefix.key(chunk), group)
+            return self._place_of(known, prefix.keys[chunk], group)
 
         def can_be_had(group: int, chunk: int) -> bool:
             return place_of(group, chunk) is not None
 
         tokens = longest_boundary(self._layout.groups, prefix, can_be_had, runs)
-        most = max(len(prefix.keys) * prefix.chunk_tokens, *(mark.end for mark in prefix.marks), 0)
-        if known is not None and known.open_probes and tokens < most:
+        if known is not None and known.open_probes and tokens < prefix.tokens:
             presence = Presence.PROBING
         elif tokens > ready:
             presence = Presence.ARRIVING
@@ -257,7 +256,7 @@ class Cache:
         deadline_s = now_s + self._limits.load_deadline_s
         load = Load(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), hint)
         load.begin(now_s, patience, is_alone=not self._waiting.loads)
-        self._waiting.begin_load(load, [(place, prefix.key(place.chunk)) for place in places], now_s)
+        self._waiting.begin_load(load, [(place, prefix.keys[place.chunk]) for place in places], now_s)
         self._traffic.advance(now_s)
 
     def store(
@@ -272,7 +271,7 @@ class Cache:
         self._check_places(prefix, places)
         store = Store(request, prefix, hint, now_s + self._limits.store_patience_s, deque(), len(places))
         admitted = [
-            (place, prefix.key(place.chunk), self._admits_all or self._is_admitted(prefix, place, hint, now_s))
+            (place, prefix.keys[place.chunk], self._admits_all or self._is_admitted(prefix, place, hint, now_s))
             for place in places
         ]
         self._waiting.begin_store(store, admitted, now_s)
@@ -378,7 +377,7 @@ class Cache:
         return len(keys)
 
     def _is_ready(self, prefix: Prefix) -> Callable[[int, int], bool]:
-        return lambda group, chunk: prefix.key(chunk) in self._host.readable[group]
+        return lambda group, chunk: prefix.keys[chunk] in self._host.readable[group]
 
     def _place_of(self, known: Known | None, key: ChunkKey, group: int) -> str | None:
         entry = self._host.find(key, group)
@@ -391,16 +390,16 @@ class Cache:
         return None
 
     def _is_admitted(self, prefix: Prefix, place: Place, hint: Hint, now_s: float) -> bool:
-        depth = prefix.depth(place.chunk)
+        depth = place.chunk
         parent = prefix.keys[depth - 1] if depth else None
         session, turn, token_s = hint
         size_bytes, saved_s = self._host.object_bytes[place.group], token_s * self._layout.chunk_tokens
-        key = prefix.key(place.chunk)
+        key = prefix.keys[place.chunk]
         held = Held(key, parent, depth, size_bytes, place.group, now_s, session, turn, saved_s)
         return self._admitter.admit(held, HOST)
 
     def _check_places(self, prefix: Prefix, places: Sequence[Place]) -> None:
-        chunks = len(prefix.keys) + len(prefix.marks)
+        chunks = len(prefix.keys)
         groups = len(self._layout.groups)
         for place in places:
             if not (0 <= place.group < groups and 0 <= place.chunk < chunks):
@@ -420,11 +419,11 @@ class Cache:
         if len(named) != len(places):
             raise BadCallError(f"a load names {len(places) - len(named)} of its places twice")
         for chunk in {chunk for _, chunk in named}:
-            end = chunk_end(prefix, chunk)
+            end = (chunk + 1) * prefix.chunk_tokens
             if end > tokens:
                 raise BadCallError(f"chunk {chunk} ends at {end}, past the {tokens} tokens of the load")
         for group, chunk in needed:
-            if (group, chunk) not in named and chunk_end(prefix, chunk) > resident_tokens:
+            if (group, chunk) not in named and (chunk + 1) * prefix.chunk_tokens > resident_tokens:
                 told = f"a load of {tokens} tokens, {resident_tokens} of them resident"
                 raise BadCallError(f"{told}, needs chunk {chunk} of group {group}")
 

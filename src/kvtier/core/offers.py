@@ -7,7 +7,7 @@ a token is the dearer to compute the later it comes. So if the first chunk of a 
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from kvtier.core.boundary import chunk_end, longest_boundary, needed_chunks
+from kvtier.core.boundary import longest_boundary, needed_chunks
 from kvtier.core.host import Host
 from kvtier.core.meters import Meter
 from kvtier.core.residency import READABLE
@@ -111,11 +111,11 @@ class Appraiser:
                 total += size * max(0, run - here)
                 chunks = chunks[max(run, here) :]
             else:
-                chunks = [chunk for chunk in chunks if chunk_end(prefix, chunk) > asked.resident_tokens]
+                chunks = chunks[max(0, here - chunks.start) :]
             total += size * len(chunks)
             entries = self._host.entries[index]
             for chunk in chunks:
-                entry = entries.get(prefix.key(chunk))
+                entry = entries.get(prefix.keys[chunk])
                 if entry is None:
                     place, is_asked_for = asked.place_of(index, chunk) or HOST, chunk < shared
                 else:

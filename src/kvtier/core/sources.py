@@ -1,14 +1,14 @@
-"""Which place the tokens of a load come from, for reports and metrics."""
+"""Where the tokens of a load come from, for reports and metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier.core.boundary import chunk_start, needed_chunks
+from kvtier.core.boundary import needed_chunks
 from kvtier.core.work import HOST
 from kvtier.layout import GroupLayout
 from kvtier.types import Prefix
 
 Sources = tuple[tuple[str, int], ...]
-"""(place, tokens), host first; places that give nothing are left out."""
+"""(place, tokens), host first; places without tokens are left out."""
 
 
 def lookup_sources(
@@ -30,10 +30,10 @@ def load_sources(
     order: Sequence[str],
     resident_tokens: int = 0,
 ) -> Sources:
-    """Split the leading `tokens` past `resident_tokens` by place; `places` maps (group, chunk) to where it comes from.
+    """Split the leading `tokens` past `resident_tokens` by place; `places` maps (group, chunk) to its place.
 
-    A chunk counts for the slowest place that one of its groups comes from. A chunk that nobody moves (before a sliding
-    window) counts like the next one that is moved.
+    A chunk counts for the slowest place among its groups. A chunk that no group moves (before a sliding window) counts
+    like the next chunk that is moved.
     """
     slowness = {place: number for number, place in enumerate(order)}
     by_chunk: dict[int, str] = {}
@@ -41,16 +41,11 @@ def load_sources(
         known = by_chunk.get(chunk)
         if known is None or slowness[place] > slowness[known]:
             by_chunk[chunk] = place
-    full, rest = divmod(tokens, prefix.chunk_tokens)
-    chunks = list(range(full))
-    if rest:
-        chunks += [len(prefix.keys) + number for number, mark in enumerate(prefix.marks) if mark.end == tokens][:1]
     total = dict.fromkeys(order, 0)
     end, place = tokens, HOST
-    for chunk in reversed(chunks):
-        start = max(resident_tokens, chunk_start(prefix, chunk))
-        if start >= end:
-            break
+    while end > resident_tokens:
+        chunk = (end - 1) // prefix.chunk_tokens
+        start = max(resident_tokens, chunk * prefix.chunk_tokens)
         place = by_chunk.get(chunk, place)
         total[place] += end - start
         end = start

@@ -211,7 +211,7 @@ class Traffic:
 
     def _leading_place(self, load: Load) -> str:
         """Where the first chunk comes from that `load` needs and has not."""
-        key = load.prefix.key(load.run)
+        key = load.prefix.keys[load.run]
         entry = self._host.find(key, 0)
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
@@ -373,7 +373,7 @@ class Traffic:
         return has_dropped
 
     def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, hint: Hint) -> Entry:
-        depth = prefix.depth(place.chunk)
+        depth = place.chunk
         parent = prefix.keys[depth - 1] if depth and self._waiting.has_parents[place.group] else None
         return Entry(key, place.group, slot, parent, depth, hint)
 

@@ -6,7 +6,7 @@ Nothing here moves bytes: what is to be scattered, promoted or gathered waits in
 from collections import deque
 from itertools import islice, takewhile
 
-from kvtier.core.boundary import chunk_end, longest_boundary
+from kvtier.core.boundary import longest_boundary
 from kvtier.core.debts import Debts
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
@@ -211,9 +211,10 @@ class Waiting:
         del self.loads[load.request]
         tokens = load.tokens
         if load.failed:
+            resident = load.resident_tokens // load.prefix.chunk_tokens
 
             def is_there(group: int, chunk: int) -> bool:
-                return (group, chunk) in load.delivered or chunk_end(load.prefix, chunk) <= load.resident_tokens
+                return chunk < resident or (group, chunk) in load.delivered
 
             reached = longest_boundary(self._layout.groups, load.prefix, is_there)
             tokens = min(load.tokens, max(reached, load.resident_tokens))

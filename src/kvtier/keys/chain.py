@@ -2,9 +2,9 @@
 
     key[i] = SHA-256( key[i - 1] | u32 tokens in the chunk | its tokens as u32 | extras that start in it )
 
-with the keyed root (`kvtier.keys.fingerprint.root_key`) as key[-1], and all numbers little-endian. A partial chunk at a
-boundary off the grid (a mark) follows the same rule; its token count keeps it apart from every full chunk. FORMAT.md
-specifies the bytes. Equal keys mean equal tokens, extras, fingerprint and secret, from the first token on.
+with the keyed root (`kvtier.keys.fingerprint.root_key`) as key[-1], and all numbers little-endian. A
+partial chunk has no key. FORMAT.md specifies the bytes. Equal keys mean equal tokens, extras, fingerprint and secret,
+from the first token on.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.types import ChunkKey, Mark, Prefix
+from kvtier.types import ChunkKey, Prefix
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
@@ -112,35 +112,16 @@ class Chain:
         self._add_extras(extras)
         self._append(words)
 
-    def mark(self) -> Mark | None:
-        """The boundary after the last token given, or None when it lies on the grid and so needs no mark.
-
-        Take it when the request is there, for example at the end of the prompt: later the tokens may be part of a full
-        chunk, whose key replaces the pending tail.
-        """
-        if not self._tail:
-            return None
-        parent: bytes = self._keys[-1] if self._keys else self._root
-        count = _U32.pack(len(self._tail) // TOKEN_BYTES)
-        told = self._told(len(self._keys), stop=self.tokens)
-        return Mark(ChunkKey(hashlib.sha256(b"".join((parent, count, self._tail, told))).digest()), self.tokens)
-
-    def prefix(self, tokens: int | None = None, marks: Iterable[Mark | None] = ()) -> Prefix:
-        """What the cache is asked about: the full chunks within the leading `tokens` (all by default), and `marks`.
-
-        Marks come out in the order of their ends, each once. None (what `mark` gives on the grid) is left out.
+    def prefix(self, tokens: int | None = None) -> Prefix:
+        """The full chunks within the leading `tokens`; all of them by default.
 
         Raises:
-            ValueError: more tokens than were given, or a mark beyond them or on the grid.
+            ValueError: the chain has fewer tokens.
         """
         limit = self.tokens if tokens is None else tokens
         if not 0 <= limit <= self.tokens:
             raise ValueError(f"tokens must be in 0..{self.tokens}, got {limit}")
-        chosen = sorted({mark for mark in marks if mark is not None}, key=lambda mark: mark.end)
-        for mark in chosen:
-            if mark.end > limit or mark.end % self._chunk_tokens == 0:
-                raise ValueError(f"mark at {mark.end} must be off the grid of {self._chunk_tokens}, at most {limit}")
-        return Prefix(tuple(self._keys[: limit // self._chunk_tokens]), self._chunk_tokens, tuple(chosen))
+        return Prefix(tuple(self._keys[: limit // self._chunk_tokens]), self._chunk_tokens)
 
     def _append(self, words: memoryview) -> None:
         """Hash the chunks that `words`, after the pending tail, make full."""
@@ -151,8 +132,9 @@ class Chain:
         whole = len(data) - len(data) % width
         for start in range(0, whole, width):
             chunk = len(self._keys)
-            told = self._told(chunk) if chunk in self._extras else _NO_EXTRAS
-            key = ChunkKey(hashlib.sha256(b"".join((parent, count, data[start : start + width], told))).digest())
+            of_chunk = self._extras.get(chunk)
+            extras = canonical_extras(of_chunk, chunk * self._chunk_tokens) if of_chunk else _NO_EXTRAS
+            key = ChunkKey(hashlib.sha256(b"".join((parent, count, data[start : start + width], extras))).digest())
             self._keys.append(key)
             parent = key
         self._tail = bytes(data[whole:])
@@ -167,11 +149,6 @@ class Chain:
                 )
         for extra in added:
             self._extras.setdefault(extra.offset // self._chunk_tokens, []).append(extra)
-
-    def _told(self, chunk: int, stop: int = TOKEN_MAX + 1) -> bytes:
-        """The canonical extras of one chunk, of those that start before `stop`."""
-        start = chunk * self._chunk_tokens
-        return canonical_extras([extra for extra in self._extras.get(chunk, ()) if extra.offset < stop], start)
 
 
 def chunk_keys(root: bytes, tokens: Tokens, chunk_tokens: int, extras: Iterable[Extra] = ()) -> tuple[ChunkKey, ...]:
@@ -192,26 +169,6 @@ def chunk_keys(root: bytes, tokens: Tokens, chunk_tokens: int, extras: Iterable[
     chain = Chain(root, chunk_tokens, extras)
     chain.extend(tokens)
     return chain.keys
-
-
-def mark_key(root: bytes, tokens: Tokens, end: int, chunk_tokens: int, extras: Iterable[Extra] = ()) -> ChunkKey:
-    """The key of the partial chunk that ends at token `end`, a boundary off the grid.
-
-    Hashes the prompt up to `end`; `Chain.mark` gives the same for a request that grows.
-
-    Raises:
-        ValueError: `end` beyond the tokens or on the grid; otherwise see `Chain`.
-    """
-    words = token_words(tokens)
-    count = len(words) // TOKEN_BYTES
-    if not 0 <= end <= count:
-        raise ValueError(f"end must be in 0..{count}, got {end}")
-    chain = Chain(root, chunk_tokens, extras)
-    chain.extend(np.frombuffer(words, "<u4", end))
-    mark = chain.mark()
-    if mark is None:
-        raise ValueError(f"end {end} lies on the grid of {chunk_tokens}: the chunk's own key names it")
-    return mark.key
 
 
 def canonical_extras(extras: Sequence[Extra], start: int) -> bytes:

@@ -23,7 +23,7 @@ def object_name(key: ChunkKey, group: int, rank: int, layout_digest: bytes) -> O
     """The name of one rank's share of one KV group of a chunk.
 
     Args:
-        key: 32-byte key of the chunk (or mark).
+        key: 32-byte key of the chunk.
         group: number of the KV group, in `KvLayout.groups`.
         rank: number of the rank.
         layout_digest: 32 bytes, `KvLayout.digest(group)`.

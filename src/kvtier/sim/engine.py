@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from kvtier.core.boundary import chunk_end, needed_chunks
+from kvtier.core.boundary import needed_chunks
 from kvtier.core.cache import Cache
 from kvtier.core.patience import Patience
 from kvtier.sim.oracle import boundaries
 from kvtier.sim.scenario import Mode
 from kvtier.sim.world import Condition, Item, World
-from kvtier.types import ChunkKey, Hint, LoadDone, Lookup, Mark, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
+from kvtier.types import ChunkKey, Hint, LoadDone, Lookup, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
 
 LOOKUPS_MAX = 8
 SESSIONS = (None, "s1", "s2", "s3", "s4", "s5")
@@ -33,7 +33,7 @@ class Ticket:
 
     def item(self, place: tuple[int, int]) -> Item:
         """The object at (group, chunk)."""
-        return self.prefix.key(place[1]), place[0]
+        return self.prefix.keys[place[1]], place[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -113,10 +113,10 @@ class Engine:
 
     def _remember_in_a_tier(self, prefix: Prefix) -> None:
         shelf = self._dice.choice(list(self._world.shelves.values()))
-        for chunk in range(len(prefix.keys) + len(prefix.marks)):
+        for chunk in range(len(prefix.keys)):
             for group in range(len(self._scenario.slots)):
                 is_flipped = self._dice.random() < self._scenario.faults.flipped * 0.5
-                shelf.fill((prefix.key(chunk), group), Condition.FLIPPED if is_flipped else Condition.GOOD)
+                shelf.fill((prefix.keys[chunk], group), Condition.FLIPPED if is_flipped else Condition.GOOD)
         self._conversations.append(prefix.keys)
 
     @property
@@ -140,7 +140,7 @@ class Engine:
             self._count += 1
             request = RequestId(f"r{self._count}")
         job = self.jobs[request] = Job(request, self._prompt(), self._chatter.choice(SESSIONS))
-        self._world.note(f"arrive {request} {len(job.prefix.keys)}+{len(job.prefix.marks)}")
+        self._world.note(f"arrive {request} {len(job.prefix.keys)}")
         self._ask(job)
 
     def abort_some(self) -> None:
@@ -185,13 +185,13 @@ class Engine:
         dice = self._dice
         if dice.random() < 0.15:
             # A shorter load may be one of things that nobody has: without faults only where less is never more.
-            is_safe = self._scenario.mode is Mode.STORM or self._scenario.is_plain
-            tokens = dice.choice([end for end, _ in boundaries(job.prefix) if end <= tokens]) if is_safe else tokens
+            is_safe = self._scenario.mode is Mode.STORM or self._scenario.has_history_only
+            tokens = dice.choice(list(boundaries(job.prefix, tokens))) if is_safe else tokens
         resident = dice.randint(0, tokens) if dice.random() < 0.3 else 0
         blocks: dict[tuple[int, int], int] = {}
         for index, group in enumerate(self._scenario.layout.groups):
             for chunk in needed_chunks(group, job.prefix, tokens):
-                if chunk_end(job.prefix, chunk) > resident:
+                if (chunk + 1) * job.prefix.chunk_tokens > resident:
                     blocks[index, chunk] = self._world.new_block(None)
         patience = None
         if self._scenario.mode is not Mode.QUIET and dice.random() < 0.3:
@@ -227,10 +227,10 @@ class Engine:
             job.prefix = self._grown(job.prefix.keys)
         share = 1.0 if scenario.mode is not Mode.STORM or dice.random() < 0.7 else dice.random()
         blocks: dict[tuple[int, int], int] = {}
-        for chunk in range(len(job.prefix.keys) + len(job.prefix.marks)):
+        for chunk in range(len(job.prefix.keys)):
             for group in range(len(scenario.layout.groups)):
                 if dice.random() < share:
-                    blocks[group, chunk] = self._world.new_block((job.prefix.key(chunk), group))
+                    blocks[group, chunk] = self._world.new_block((job.prefix.keys[chunk], group))
         if blocks and any(len(other.blocks) == len(blocks) for other in job.stores):
             self._world.close_block(blocks.popitem()[1])  # so that their StoreDones can be told apart
         ticket = Ticket(job.prefix, self._world.now_s, blocks)
@@ -327,14 +327,7 @@ class Engine:
         for _ in range(self._dice.randint(0 if keys else 1, max(1, room)) if room > 0 else 0):
             parent = keys[-1] if keys else b""
             keys = (*keys, ChunkKey(parent + b"%d" % self._dice.randrange(self._scenario.branches)))
-        size = self._scenario.layout.chunk_tokens
-        marks: list[Mark] = []
-        if self._scenario.has_marks:
-            for depth in sorted({self._dice.randint(0, len(keys)), len(keys)}):
-                parent = keys[depth - 1] if depth else b""
-                rest = 1 + sum(parent) % (size - 1)
-                marks.append(Mark(ChunkKey(parent + b"+%d" % rest), depth * size + rest))
-        return Prefix(keys, size, tuple(marks))
+        return Prefix(keys, self._scenario.layout.chunk_tokens)
 
 
 def _places(blocks: dict[tuple[int, int], int]) -> list[Place]:

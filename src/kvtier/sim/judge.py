@@ -67,17 +67,17 @@ class WorldJudge:
         log, host, prefix = self._log, self._cache.host, job.prefix
 
         def is_ready(group: int, chunk: int) -> bool:
-            return prefix.key(chunk) in host.readable[group]
+            return prefix.keys[chunk] in host.readable[group]
 
         def is_said(group: int, chunk: int) -> bool:
-            key = prefix.key(chunk)
+            key = prefix.keys[chunk]
             said = log.said(job.request, (key, group))
             return key in host.entries[group] or any(map(log.is_read, said))
 
         _expect(lookup.ready_tokens == longest(self._groups, prefix, is_ready), "ready tokens", lookup)
         tokens = longest(self._groups, prefix, is_said)
         if log.is_unsure(job.request):
-            _expect(lookup.tokens in [0, *(end for end, _ in boundaries(prefix))], "tokens of a lookup", lookup)
+            _expect(lookup.tokens in [0, *boundaries(prefix)], "tokens of a lookup", lookup)
         else:
             _expect(lookup.tokens == tokens, f"tokens of a lookup, {tokens} expected", lookup)
         _expect(lookup.ready_tokens <= lookup.tokens, "ready tokens above tokens", lookup)
@@ -92,11 +92,11 @@ class WorldJudge:
     def _compare_with_history(self, job: Job, lookup: Lookup) -> None:
         if self._scenario.mode is Mode.STORM:
             return
-        items = [(key, group) for key in _keys(job) for group in range(len(self._groups))]
+        items = [(key, group) for key in job.prefix.keys for group in range(len(self._groups))]
         seen = self._first_seen.setdefault(job, {item for item in items if self._world.is_in_a_tier(item)})
         if lookup.presence is Presence.PROBING:
             return
-        least = longest(self._groups, job.prefix, lambda group, chunk: (job.prefix.key(chunk), group) in seen)
+        least = longest(self._groups, job.prefix, lambda group, chunk: (job.prefix.keys[chunk], group) in seen)
         _expect(lookup.tokens >= least, f"a lookup without faults, at least {least} were in a tier", lookup)
         is_exact = self._scenario.limits.write_policy is not WritePolicy.SELECTIVE and self._scenario.tiers
         if self._scenario.mode is Mode.QUIET and is_exact:
@@ -105,7 +105,7 @@ class WorldJudge:
 
     def _restorable(self, job: Job) -> int:
         stored = self._acknowledged
-        return longest(self._groups, job.prefix, lambda group, chunk: (job.prefix.key(chunk), group) in stored)
+        return longest(self._groups, job.prefix, lambda group, chunk: (job.prefix.keys[chunk], group) in stored)
 
     # ---- loads -----------------------------------------------------------------------------------------------------
 
@@ -123,13 +123,17 @@ class WorldJudge:
 
         def is_there(group: int, chunk: int) -> bool:
             return (group, chunk) not in failed and (
-                (group, chunk) in ticket.blocks or self._end(job, chunk) <= ticket.resident_tokens
+                (group, chunk) in ticket.blocks or (chunk + 1) * prefix.chunk_tokens <= ticket.resident_tokens
             )
 
         for group, chunk in needed(self._groups, prefix, done.tokens):
             block = ticket.blocks.get((group, chunk))
             if block is None:
-                _expect(self._end(job, chunk) <= ticket.resident_tokens, f"chunk {chunk} was not asked for", done)
+                _expect(
+                    (chunk + 1) * prefix.chunk_tokens <= ticket.resident_tokens,
+                    f"chunk {chunk} was not asked for",
+                    done,
+                )
             elif not world.holds_right(block, ticket.item((group, chunk))):
                 raise Violation(f"wrong bytes in the engine: group {group} chunk {chunk} of {done}")
         tokens = max(min(ticket.resident_tokens, ticket.tokens), self._longest_up_to(job, is_there, ticket.tokens))
@@ -179,10 +183,6 @@ class WorldJudge:
 
     def _longest_up_to(self, job: Job, is_there: Callable[[int, int], bool], tokens: int) -> int:
         return longest(self._groups, job.prefix, is_there, tokens)
-
-    def _end(self, job: Job, chunk: int) -> int:
-        count, size = len(job.prefix.keys), job.prefix.chunk_tokens
-        return (chunk + 1) * size if chunk < count else job.prefix.marks[chunk - count].end
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
@@ -235,10 +235,6 @@ class WorldJudge:
         for group, entries in enumerate(cache.host.entries):
             _expect(all(entry.residency in READABLE and not entry.pins for entry in entries.values()), "slots", group)
             _expect(cache.host.used(group) == len(entries), "slots free or readable", group)
-
-
-def _keys(job: Job) -> list[ChunkKey]:
-    return [job.prefix.key(chunk) for chunk in range(len(job.prefix.keys) + len(job.prefix.marks))]
 
 
 def _expect(holds: bool, what: str, seen: object) -> None:  # noqa: FBT001  a condition, read as a sentence

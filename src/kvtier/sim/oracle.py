@@ -6,16 +6,10 @@ from kvtier.layout import GroupLayout, History, Window
 from kvtier.types import Prefix
 
 
-def boundaries(prefix: Prefix) -> list[tuple[int, list[tuple[int, int, int]]]]:
-    """Every (tokens, cover) at which the engine may resume; cover is (chunk, first token, token after the last)."""
-    size, count = prefix.chunk_tokens, len(prefix.keys)
-    full = [(chunk, chunk * size, (chunk + 1) * size) for chunk in range(count)]
-    found = [(chunks * size, full[:chunks]) for chunks in range(1, count + 1)]
-    for number, mark in enumerate(prefix.marks):
-        before = mark.end // size
-        if before <= count and mark.end % size:
-            found.append((mark.end, [*full[:before], (count + number, before * size, mark.end)]))
-    return sorted(found, key=lambda boundary: boundary[0])
+def boundaries(prefix: Prefix, tokens_max: int | None = None) -> range:
+    """Every token count, up to `tokens_max`, at which the engine may resume."""
+    size = prefix.chunk_tokens
+    return range(size, min(prefix.tokens, prefix.tokens if tokens_max is None else tokens_max) + 1, size)
 
 
 def is_needed(group: GroupLayout, first: int, end: int, tokens: int) -> bool:
@@ -30,13 +24,12 @@ def is_needed(group: GroupLayout, first: int, end: int, tokens: int) -> bool:
 
 def needed(groups: Sequence[GroupLayout], prefix: Prefix, tokens: int) -> list[tuple[int, int]]:
     """(group, chunk) of everything that resuming at `tokens` needs."""
+    size = prefix.chunk_tokens
     return [
         (index, chunk)
-        for boundary, cover in boundaries(prefix)
-        if boundary == tokens
         for index, group in enumerate(groups)
-        for chunk, first, end in cover
-        if is_needed(group, first, end, tokens)
+        for chunk in range(tokens // size)
+        if is_needed(group, chunk * size, (chunk + 1) * size, tokens)
     ]
 
 
@@ -44,13 +37,5 @@ def longest(
     groups: Sequence[GroupLayout], prefix: Prefix, present: Callable[[int, int], bool], tokens_max: int | None = None
 ) -> int:
     """The largest boundary, up to `tokens_max`, at which everything needed is present; 0 when there is none."""
-    best = 0
-    for tokens, cover in boundaries(prefix):
-        if (tokens_max is None or tokens <= tokens_max) and all(
-            present(index, chunk)
-            for index, group in enumerate(groups)
-            for chunk, first, end in cover
-            if is_needed(group, first, end, tokens)
-        ):
-            best = tokens
-    return best
+    ends = boundaries(prefix, tokens_max)
+    return max((end for end in ends if all(present(*item) for item in needed(groups, prefix, end))), default=0)

@@ -64,7 +64,6 @@ class Scenario:
     steps: int
     """Steps after which no new request arrives; the run then goes on until everything has ended."""
     layout: KvLayout
-    has_marks: bool
     slots: tuple[int, ...]
     tiers: tuple[str, ...]
     tier_objects: int | None
@@ -89,11 +88,6 @@ class Scenario:
     faults: Faults
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every shorter boundary needs less."""
-        return not self.has_marks and self.has_history_only
-
-    @property
     def has_history_only(self) -> bool:
         """Whether every leading chunk counts by itself."""
         return all(isinstance(group.validity, History) for group in self.layout.groups)
@@ -113,12 +107,13 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
     groups = _draw_groups(dice, chunk_tokens)
     tiers = ("disk", "shared", "far")[: dice.choices((0, 1, 2, 3), (5, 45, 35, 15))[0]]
     slots_base = dice.choice((3, 5, 8, 12, 20))
+    steps = steps or dice.randint(80, 240)
+    dice.random()  # unused; without this draw every seed would be another scenario
     scenario = Scenario(
         seed=seed,
         mode=mode,
-        steps=steps or dice.randint(80, 240),
+        steps=steps,
         layout=KvLayout(chunk_tokens, groups),
-        has_marks=dice.random() < 0.3,
         slots=tuple(max(2, slots_base + dice.randint(-2, 2)) for _ in groups),
         tiers=tiers,
         tier_objects=dice.randint(4, 40) if mode is Mode.STORM and dice.random() < 0.4 else None,
