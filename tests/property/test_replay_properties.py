@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvtier.replay.hits import replay
 from kvtier.replay.policies.bounds import infinite_hit_tokens
-from kvtier.trace.packed import pack
-from kvtier.trace.request import Request
+from kvtier.trace.arrays import pack
+from kvtier.trace.formats.base import Request
 
 BLOCK = 16
 

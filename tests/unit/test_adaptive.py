@@ -19,8 +19,8 @@ from kvtier.policy.reuse import WATCHED_MAX, ReuseModel
 from kvtier.policy.runs import SLACK
 from kvtier.replay.hits import replay
 from kvtier.testing.policy import held, name_of
-from kvtier.trace.opening import open_trace
-from kvtier.trace.packed import pack
+from kvtier.trace.arrays import pack
+from kvtier.trace.open import open_trace
 from kvtier.types import NextTurn
 
 Prompt = list[int]

@@ -13,7 +13,7 @@ from kvtier.policy.reuse import ReuseModel
 from kvtier.policy.runs import SLACK, Session
 from kvtier.replay.hits import replay
 from kvtier.testing.policy import held, name_of
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 from kvtier.types import NextTurn
 
 NOBODY = NextTurn.NOBODY

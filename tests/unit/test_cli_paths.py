@@ -12,7 +12,7 @@ from kvtier.bench.record import write_record
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.plan.files import write_whole
-from kvtier.trace.writing import write_lines
+from kvtier.trace.write import write_lines
 
 LINE = {"timestamp": 0, "input_length": 512, "output_length": 3, "hash_ids": [1]}
 MEASURING = [["probe", "--quick"], ["bench", "io"], ["bench", "ttft"], ["bench", "multiturn"]]

@@ -11,8 +11,8 @@ from kvtier.replay.curves import Task, sweep
 from kvtier.replay.hits import Outcome, replay
 from kvtier.replay.journal import Journal
 from kvtier.replay.policies.registry import REFERENCES, make_policy, policy_names
-from kvtier.trace.opening import Reading, open_trace
-from kvtier.trace.packed import pack
+from kvtier.trace.arrays import pack
+from kvtier.trace.open import Reading, open_trace
 
 # `no_cover`: counting lines would make these loops over whole traces five times as long; the small traces count them.
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -23,8 +23,8 @@ from kvtier.replay.outcome import PARTS
 from kvtier.replay.series import SPAN_MAX_S, Series
 from kvtier.replay.split import best_split
 from kvtier.replay.tiered import Setup, replay_tiers
-from kvtier.trace.opening import open_trace
-from kvtier.trace.packed import pack
+from kvtier.trace.arrays import pack
+from kvtier.trace.open import open_trace
 
 MAGAGENT = Path(__file__).parents[1] / "golden" / "traces" / "lmcache_magagent_b64.jsonl.gz"
 TWO = (list(range(1, 9)), list(range(11, 19)))

@@ -12,9 +12,9 @@ from kvtier.replay.hits import replay
 from kvtier.replay.links import Agenda, Gauge, Link, TierSpec, link_use
 from kvtier.replay.routing import ROUTERS
 from kvtier.replay.tiered import Setup, replay_tiers
-from kvtier.trace.opening import open_trace
-from kvtier.trace.packed import pack
-from kvtier.trace.request import Request
+from kvtier.trace.arrays import pack
+from kvtier.trace.formats.base import Request
+from kvtier.trace.open import open_trace
 
 TRACES = Path(__file__).parents[1] / "golden" / "traces"
 BLOCK, TOKEN = 64, 1024.0

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvtier.cli.main import run
 from kvtier.replay.hits import replay
-from kvtier.trace.opening import open_trace
-from kvtier.trace.packed import pack
-from kvtier.trace.request import Request
-from kvtier.trace.writing import request_lines
+from kvtier.trace.arrays import pack
+from kvtier.trace.formats.base import Request
+from kvtier.trace.open import open_trace
+from kvtier.trace.write import request_lines
 
 TRACES = Path(__file__).parents[1] / "golden" / "traces"
 BLOCK = 16

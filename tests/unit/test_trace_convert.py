@@ -10,9 +10,9 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.replay.hits import replay
-from kvtier.trace.opening import Reading, open_trace
-from kvtier.trace.packed import pack
-from kvtier.trace.writing import write_requests
+from kvtier.trace.arrays import pack
+from kvtier.trace.open import Reading, open_trace
+from kvtier.trace.write import write_requests
 
 TRACES = Path(__file__).parents[1] / "golden" / "traces"
 

@@ -12,8 +12,8 @@ import zstandard
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.replay.hits import replay
-from kvtier.trace.opening import Reading, open_trace
-from kvtier.trace.packed import pack
+from kvtier.trace.arrays import pack
+from kvtier.trace.open import Reading, open_trace
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
 REAL = GOLDEN / "vllm_events.msgpack"

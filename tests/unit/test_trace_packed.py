@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvtier.trace.packed as packing
+import kvtier.trace.arrays as packing
 from kvtier.errors import ConfigError
-from kvtier.trace.describe import describe
-from kvtier.trace.opening import open_trace
-from kvtier.trace.packed import Packed, pack
-from kvtier.trace.request import Request
+from kvtier.trace.arrays import Packed, pack
+from kvtier.trace.formats.base import Request
+from kvtier.trace.open import open_trace
+from kvtier.trace.stats import describe
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
 

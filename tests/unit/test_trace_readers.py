@@ -10,14 +10,13 @@ import pytest
 import zstandard
 
 from kvtier.errors import ConfigError
-from kvtier.trace import files
-from kvtier.trace import ids as ids_module
-from kvtier.trace import packed as packed_module
-from kvtier.trace import sessions as sessions_module
-from kvtier.trace.ids import merged
-from kvtier.trace.opening import Reading, open_trace
-from kvtier.trace.packed import Packed, pack, without_sessions
-from kvtier.trace.writing import write_requests
+from kvtier.trace import arrays as arrays_module
+from kvtier.trace import io as io_module
+from kvtier.trace.arrays import Packed, pack, without_sessions
+from kvtier.trace.formats import block_ids, session_lines
+from kvtier.trace.formats.block_ids import merged
+from kvtier.trace.open import Reading, open_trace
+from kvtier.trace.write import write_requests
 from kvtier.types import NextTurn
 
 LINES = [
@@ -434,17 +433,17 @@ def test_packed_traces_are_read_in_linear_time_and_expand_so_far_only(tmp_path, 
     path = tmp_path / "trace"
     path.write_bytes(packed)
     began_s = time.monotonic()
-    with files.open_binary(path) as stream:
+    with io_module.open_binary(path) as stream:
         assert sum(map(len, iter(lambda: stream.read(1 << 16), b""))) == 8 * len(content)
     # A twentieth of a second; it was half a minute when each part copied what was left of all.
     assert time.monotonic() - began_s < 15
 
-    monkeypatch.setattr(files, "EXPANDED_BYTES_FREE", 8 * len(content))
-    monkeypatch.setattr(files, "EXPANSION_MAX", 10)
-    assert sum(1 for _ in files.text_lines(path)) == 8 * content.count(b"\n")
-    monkeypatch.setattr(files, "EXPANDED_BYTES_FREE", 8 * len(content) - 1)
+    monkeypatch.setattr(io_module, "EXPANDED_BYTES_FREE", 8 * len(content))
+    monkeypatch.setattr(io_module, "EXPANSION_MAX", 10)
+    assert sum(1 for _ in io_module.text_lines(path)) == 8 * content.count(b"\n")
+    monkeypatch.setattr(io_module, "EXPANDED_BYTES_FREE", 8 * len(content) - 1)
     with pytest.raises(ConfigError, match=r"trace expands to more than \d+ bytes; allowed: \d+, or 10 times its size"):
-        sum(1 for _ in files.text_lines(path))
+        sum(1 for _ in io_module.text_lines(path))
 
 
 def test_what_is_kept_and_what_is_written_has_a_limit(tmp_path, monkeypatch):
@@ -456,7 +455,7 @@ def test_what_is_kept_and_what_is_written_has_a_limit(tmp_path, monkeypatch):
     sessions = written(tmp_path / "sessions", [session])
     texts = written(tmp_path / "texts", [{"timestamp": n, "input": "a b c d e f g h i j"} for n in range(4)])
     for path in (folder, sessions, texts):
-        for module in (ids_module, sessions_module, packed_module):
+        for module in (block_ids, session_lines, arrays_module):
             monkeypatch.undo()
             limits = {"HELD_BLOCKS_MAX": 40, "SESSION_BLOCKS_MAX": 40, "ACCESSES_MAX": 40}
             for name in limits.keys() & vars(module).keys():
@@ -470,7 +469,7 @@ def test_what_is_kept_and_what_is_written_has_a_limit(tmp_path, monkeypatch):
 
 
 def test_a_request_has_so_many_blocks_and_tokens_at_most(tmp_path):
-    most = ids_module.REQUEST_BLOCKS_MAX
+    most = block_ids.REQUEST_BLOCKS_MAX
     line = {"timestamp": 0, "input_length": 1 << 30, "output_length": 1}
     for blocks in ({"hash_runs": [[0, most], [0, 1]]}, {"hash_ids": [0] * (most + 1)}):
         with pytest.raises(

@@ -18,8 +18,8 @@ from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 from kvtier.replay.hits import replay
 from kvtier.runtime.recorder import Recorder, Served
-from kvtier.trace.opening import open_trace
-from kvtier.trace.packed import pack
+from kvtier.trace.arrays import pack
+from kvtier.trace.open import open_trace
 from kvtier.types import NextTurn
 
 CHUNK = 16

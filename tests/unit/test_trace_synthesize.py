@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from kvtier.cli.main import run
 from kvtier.replay.hits import replay
-from kvtier.trace.describe import describe
+from kvtier.trace.arrays import pack
 from kvtier.trace.fitted import Fitted
-from kvtier.trace.opening import open_trace
-from kvtier.trace.packed import pack
+from kvtier.trace.open import open_trace
 from kvtier.trace.stated import Stated, Statistics
+from kvtier.trace.stats import describe
 from kvtier.trace.synthesis import synthesized
-from kvtier.trace.writing import write_lines
+from kvtier.trace.write import write_lines
 
 TRACES = Path(__file__).parents[1] / "golden" / "traces"
 

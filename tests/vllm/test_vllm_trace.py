@@ -10,8 +10,8 @@ from judge import prompt
 from settings import CHUNK, connector, whole
 
 from kvtier.replay.hits import replay
-from kvtier.trace.opening import open_trace
-from kvtier.trace.packed import pack
+from kvtier.trace.arrays import pack
+from kvtier.trace.open import open_trace
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,8 @@ from kvtier.cli.replay_ending import Ending
 if TYPE_CHECKING:
     from kvtier.replay.hits import Outcome
     from kvtier.replay.tables import Replayed
-    from kvtier.trace.describe import Description
-    from kvtier.trace.packed import Packed
+    from kvtier.trace.arrays import Packed
+    from kvtier.trace.stats import Description
 
 CAPACITIES = "1M,3M,10M"
 POLICIES = "default,lru,min"
@@ -191,7 +191,7 @@ def _run_policies(
 def _described(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> "Replayed":
     """What a report tells of a trace; only reports pay for these imports."""
     from kvtier.replay.tables import Replayed
-    from kvtier.trace.describe import describe as measure
+    from kvtier.trace.stats import describe as measure
 
     return Replayed(description=measure(packed), bound=bound, outcomes=outcomes)
 
@@ -203,7 +203,7 @@ def _described(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> "Re
 def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN401  as above
     """Tell what TRACE is like: requests, tokens, reuse, its intervals, working set, sessions."""
     from kvtier.replay.tables import description_table
-    from kvtier.trace.describe import describe as measure
+    from kvtier.trace.stats import describe as measure
 
     told = measure(packed_trace(trace, reading))
     if as_json:
@@ -217,11 +217,11 @@ def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN40
 
 def packed_trace(path: Path, options: dict[str, Any]) -> "Packed":
     """The trace at `path`, read as the options of `reading_options` say; warnings go to stderr."""
-    from kvtier.trace.conversations import TextLines
-    from kvtier.trace.opening import Reading, open_trace
-    from kvtier.trace.packed import pack
-    from kvtier.trace.requests import RequestLines
-    from kvtier.trace.sessions import SessionLines
+    from kvtier.trace.arrays import pack
+    from kvtier.trace.formats.request_lines import RequestLines
+    from kvtier.trace.formats.session_lines import SessionLines
+    from kvtier.trace.formats.text_lines import TextLines
+    from kvtier.trace.open import Reading, open_trace
 
     reading: Reading = Reading(
         block_tokens=options["block"],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtier.plan.tables import Table
     from kvtier.replay.outcome import Tiered
     from kvtier.replay.tiered import Setup
-    from kvtier.trace.packed import Packed
+    from kvtier.trace.arrays import Packed
 
 
 def run_tiers(
@@ -36,7 +36,7 @@ def run_tiers(
     from kvtier.cli.replay import packed_trace
     from kvtier.replay.comparing import sweep_tiers
     from kvtier.replay.stating import TieredReplay, planner_loses
-    from kvtier.trace.describe import describe
+    from kvtier.trace.stats import describe
 
     setups = _setups(tiers, policies, options)
     # One way alone is also replayed without the planner, to show what that is worth. Several would take twice as long.

@@ -30,7 +30,7 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
     SOURCE. It replays to the same figures; only the adaptive policy samples names, and differs by chance.
     """
     from kvtier.errors import ConfigError
-    from kvtier.trace.writing import write_requests
+    from kvtier.trace.write import write_requests
 
     if target.resolve() == source.resolve():
         raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
@@ -55,10 +55,10 @@ def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sess
     is used.
     """
     from kvtier.errors import ConfigError
-    from kvtier.trace.conversations import TextLines
-    from kvtier.trace.opening import open_trace
-    from kvtier.trace.packed import without_sessions
-    from kvtier.trace.writing import write_requests
+    from kvtier.trace.arrays import without_sessions
+    from kvtier.trace.formats.text_lines import TextLines
+    from kvtier.trace.open import open_trace
+    from kvtier.trace.write import write_requests
 
     if target.resolve() == source.resolve():
         raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
@@ -141,7 +141,7 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
     from kvtier.trace.fitted import Fitted
     from kvtier.trace.stated import Stated, Statistics, option_of
     from kvtier.trace.synthesis import Source, synthesized
-    from kvtier.trace.writing import write_lines
+    from kvtier.trace.write import write_lines
 
     stated = {name: options.pop(name) for name in (it[0].replace("-", "_") for it in _STATISTICS)}
     given = {name: value for name, value in stated.items() if value is not None}

@@ -11,9 +11,9 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.plan.reuse import ReuseCurve
-from kvtier.trace.opening import Reading, open_trace
-from kvtier.trace.packed import Packed, pack
-from kvtier.trace.sessions import SessionLines
+from kvtier.trace.arrays import Packed, pack
+from kvtier.trace.formats.session_lines import SessionLines
+from kvtier.trace.open import Reading, open_trace
 
 BURST_S = 10.0
 """Windows in which the peak of arrivals is looked for."""

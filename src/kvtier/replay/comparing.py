@@ -9,7 +9,7 @@ from kvtier.replay.journal import Journal
 from kvtier.replay.outcome import Tiered
 from kvtier.replay.parallel import nobody, replay_all
 from kvtier.replay.tiered import Setup, replay_tiers
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 
 def sweep_tiers(

@@ -9,7 +9,7 @@ from kvtier.replay.hits import Outcome, capacity_blocks, replay
 from kvtier.replay.journal import Journal
 from kvtier.replay.parallel import nobody, replay_all
 from kvtier.replay.policies.registry import make_policy
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 
 class Task(NamedTuple):

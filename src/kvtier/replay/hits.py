@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvtier.errors import ConfigError
 from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.registry import make_policy
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 _REPORT_EVERY = 1024
 

@@ -11,7 +11,7 @@ import xxhash
 
 from kvtier import __version__
 from kvtier.errors import ConfigError
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

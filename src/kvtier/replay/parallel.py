@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.replay.journal import Journal
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from kvtier.plan.drawing import Colours, Pictures
 from kvtier.replay.tables import Replayed, tokens_text
-from kvtier.trace.describe import Description
+from kvtier.trace.stats import Description
 
 _HUES = ("gpu", "disk", "shared", "host", "ink")
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))

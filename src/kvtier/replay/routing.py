@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 BUSY_S = 2.0
 """With load and prefix, a node is left alone when its backlog is so much longer than that of the least busy one."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvtier.plan.drawing import Pictures, svgs
 from kvtier.plan.page import page, table_html, tiles_html
 from kvtier.plan.tables import Table
-from kvtier.trace.describe import Description
+from kvtier.trace.stats import Description
 
 Subject = TypeVar("Subject")
 

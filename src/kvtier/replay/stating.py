@@ -13,7 +13,7 @@ from kvtier.replay.speeds import DEFAULTS, OTHERS, UNKNOWN, Part, Probed, Speeds
 from kvtier.replay.tables import tokens_text
 from kvtier.replay.tiered import HOST, Setup
 from kvtier.size.units import binary, decimal, parse_figure
-from kvtier.trace.describe import Description
+from kvtier.trace.stats import Description
 
 _TIME = re.compile(r"([0-9.]{1,12}) ?(us|ms|s)", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

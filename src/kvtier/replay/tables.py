@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvtier.plan.tables import Table
 from kvtier.replay.hits import Outcome
-from kvtier.trace.describe import Description
+from kvtier.trace.stats import Description
 
 CONVENTION = (
     "One cache, the whole trace, no warm-up. Hit rate: tokens of the longest leading run of blocks that are here, over "

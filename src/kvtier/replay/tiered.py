@@ -22,7 +22,7 @@ from kvtier.replay.node import Job, Node, NodeTally, key_of
 from kvtier.replay.outcome import PARTS, Latency, OverTime, Planning, Tiered, TierOutcome, TierOverTime
 from kvtier.replay.routing import ROUTERS, make_router
 from kvtier.replay.series import Series
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 from kvtier.types import Hint, Prefix, RequestId
 
 HOST = "host"

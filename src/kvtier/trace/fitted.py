@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.packed import NEXT_TURNS, Packed
+from kvtier.trace.arrays import NEXT_TURNS, Packed
 from kvtier.trace.synthesis import Run, Session, Step
 
 FOLLOWERS_MIN: Final = 16

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from kvtier.errors import ConfigError
-from kvtier.trace.ids import RUN_IDS_MAX
+from kvtier.trace.formats.block_ids import RUN_IDS_MAX
 from kvtier.types import NextTurn
 
 REQUESTS_MAX = 10**9

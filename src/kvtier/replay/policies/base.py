@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 
 class Policy:

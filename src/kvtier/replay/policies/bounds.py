@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.queues import PlainLru
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 NEVER = np.iinfo(np.int32).max
 _REQUESTS = 1 << 12

@@ -7,7 +7,7 @@ libCacheSim's.
 from collections import OrderedDict, deque
 
 from kvtier.replay.policies.base import Policy
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 Queue = OrderedDict[int, None]
 

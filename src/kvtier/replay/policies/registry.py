@@ -13,7 +13,7 @@ from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.bounds import Infinite, Min, OracleLru
 from kvtier.replay.policies.queues import Arc, PlainLru, S3Fifo
 from kvtier.replay.policies.shipped import Shipped
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 DEFAULT = "default"
 

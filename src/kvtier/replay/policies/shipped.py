@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvtier.policy.admission import AdmitAll
 from kvtier.policy.base import Admitter, Evictor, Held, Hinted
 from kvtier.replay.policies.base import Policy
-from kvtier.trace.packed import NEXT_TURNS, Packed
+from kvtier.trace.arrays import NEXT_TURNS, Packed
 from kvtier.types import NextTurn
 
 PLACE = "host"

@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import short
-from kvtier.trace.request import Ids
+from kvtier.trace.formats.base import Ids
+from kvtier.trace.io import short
 
 OWN_IDS_MAX = 1 << 25
 """Ids below are taken as they are; others (hashes, texts) are numbered, from -1 downwards, as they appear."""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, json_lines, number
-from kvtier.trace.ids import held
-from kvtier.trace.request import Ids, Request
-from kvtier.trace.requests import ADVICE, UNITS_S, doubt, next_turn_of, session_of
+from kvtier.trace.formats.base import Ids, Request
+from kvtier.trace.formats.block_ids import held
+from kvtier.trace.formats.request_lines import ADVICE, UNITS_S, doubt, next_turn_of, session_of
+from kvtier.trace.io import Place, json_lines, number
 
 BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")

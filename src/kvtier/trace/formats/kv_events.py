@@ -21,10 +21,10 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, damage_errors, is_msgpack, number, open_binary, short, text_lines, whole
-from kvtier.trace.ids import REQUEST_BLOCKS_MAX, merged
-from kvtier.trace.request import Request, Wrong
-from kvtier.trace.requests import larger_block
+from kvtier.trace.formats.base import Request, Wrong
+from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX, merged
+from kvtier.trace.formats.request_lines import larger_block
+from kvtier.trace.io import Place, damage_errors, is_msgpack, number, open_binary, short, text_lines, whole
 
 PROMPT_S: Final = 2.0
 """Between two pieces of a prompt; what is stored later is another request's."""

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvtier.errors import ConfigError
-from kvtier.trace.conversations import TextLines
-from kvtier.trace.events import EventBatches
-from kvtier.trace.files import Place, files_of, is_msgpack, text_lines
-from kvtier.trace.lengths import LengthRows
-from kvtier.trace.request import Trace
-from kvtier.trace.requests import UNITS_S, RequestLines
-from kvtier.trace.sessions import SessionLines
+from kvtier.trace.formats.base import Trace
+from kvtier.trace.formats.kv_events import EventBatches
+from kvtier.trace.formats.lengths_csv import LengthRows
+from kvtier.trace.formats.request_lines import UNITS_S, RequestLines
+from kvtier.trace.formats.session_lines import SessionLines
+from kvtier.trace.formats.text_lines import TextLines
+from kvtier.trace.io import Place, files_of, is_msgpack, text_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, short, text_lines, whole
-from kvtier.trace.request import Request
+from kvtier.trace.formats.base import Request
+from kvtier.trace.io import Place, short, text_lines, whole
 
 HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 

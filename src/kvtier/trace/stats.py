@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.trace.packed import Packed
+from kvtier.trace.arrays import Packed
 
 WINDOWS_S = (60.0, 300.0, 600.0, 3600.0)
 """For how long something is kept after its last use, where the working set is told."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, json_lines, number, short, whole
-from kvtier.trace.ids import Numbering, blocks_of, held, merged
-from kvtier.trace.request import Request, Wrong
+from kvtier.trace.formats.base import Request, Wrong
+from kvtier.trace.formats.block_ids import Numbering, blocks_of, held, merged
+from kvtier.trace.io import Place, json_lines, number, short, whole
 from kvtier.types import NextTurn
 
 HEAD_LINES = 2000

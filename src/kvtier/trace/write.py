@@ -11,7 +11,7 @@ from typing import IO
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.packed import NEXT_TURNS, Column, Packed
+from kvtier.trace.arrays import NEXT_TURNS, Column, Packed
 
 COARSE_MAX_S = 86_400.0
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import Place, json_lines, number, short, whole
-from kvtier.trace.ids import Numbering, blocks_of, held, merged
-from kvtier.trace.request import Request, Wrong
-from kvtier.trace.requests import larger_block
+from kvtier.trace.formats.base import Request, Wrong
+from kvtier.trace.formats.block_ids import Numbering, blocks_of, held, merged
+from kvtier.trace.formats.request_lines import larger_block
+from kvtier.trace.io import Place, json_lines, number, short, whole
 from kvtier.types import NextTurn
 
 BLOCK_TOKENS_DEFAULT = 256

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.files import WHOLE_MAX
-from kvtier.trace.ids import REQUEST_BLOCKS_MAX
-from kvtier.trace.request import Request, Trace, Wrong
+from kvtier.trace.formats.base import Request, Trace, Wrong
+from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX
+from kvtier.trace.io import WHOLE_MAX
 from kvtier.types import NextTurn
 
 Column = npt.NDArray[Any]
