@@ -115,7 +115,7 @@ def local(
     limits: Limits | None = None,
     threads: Threads | None = None,
 ) -> tuple[LocalSession, Cache, Mover]:
-    """A session without desk and settings, its parts at hand."""
+    """A session without thread and settings, its parts at hand."""
     arena = Arena(LAYOUT, (slots, slots))
     mover = Mover(
         layout=LAYOUT, rank=0, fingerprint=FINGERPRINT, arena=arena, copier=copier, tiers=tiers, threads=threads

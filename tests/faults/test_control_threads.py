@@ -127,8 +127,10 @@ class Traffic:
 
 def control_threads() -> dict[int | None, str]:
     """By id: the engine's thread, which is this one, and the session's."""
-    desks = {thread.native_id: thread.name for thread in threading.enumerate() if thread.name == "kvtier-desk"}
-    return {**desks, threading.get_native_id(): "engine"}
+    session_threads = {
+        thread.native_id: thread.name for thread in threading.enumerate() if thread.name == "kvtier-session"
+    }
+    return {**session_threads, threading.get_native_id(): "engine"}
 
 
 def no_control_thread_in(hanging: HangingFs, deciding: dict[int | None, str]) -> None:

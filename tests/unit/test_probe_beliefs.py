@@ -16,8 +16,8 @@ from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime.beliefs import beliefs
-from kvtier.runtime.desk import wait_for
 from kvtier.runtime.open import open_session
+from kvtier.runtime.session_thread import wait_for
 from kvtier.types import ChunkKey, Place, Prefix, Presence, RequestId, StoreDone
 
 MIB = 1 << 20

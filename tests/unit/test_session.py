@@ -23,12 +23,12 @@ from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.errors import ConfigError
 from kvtier.observe import table
-from kvtier.runtime import desk as desk_module
 from kvtier.runtime import session as module
-from kvtier.runtime.desk import Desk, DeskError, wait_for
+from kvtier.runtime import session_thread as module_of_thread
 from kvtier.runtime.jobs import Settled, Threads
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import LocalSession
+from kvtier.runtime.session_thread import SessionError, SessionThread, wait_for
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import LoadDone, Outcome, Presence, RequestId, StoreDone
 
@@ -244,19 +244,19 @@ def test_a_session_that_was_shut_by_a_mistake_waits_and_does_not_spin(monkeypatc
     polls = []
     poll = kv_session.poll
     monkeypatch.setattr(kv_session, "poll", lambda wait_s=0.0: polls.append(wait_s) or poll(wait_s))
-    desk = Desk(kv_session)
-    assert desk.lookup(RequestId("b"), prefix_of(2)).presence is Presence.ABSENT
+    owner = SessionThread(kv_session)
+    assert owner.lookup(RequestId("b"), prefix_of(2)).presence is Presence.ABSENT
     time.sleep(0.3)
     assert len(polls) < 20
-    desk.close()
+    owner.close()
 
 
 @pytest.mark.parametrize("method", ["_publish", "_do_calls"])
-def test_a_mistake_of_the_desk_ends_nothing_but_the_cache(monkeypatch, caplog, method):
+def test_a_mistake_of_the_thread_ends_nothing_but_the_cache(monkeypatch, caplog, method):
     session, _, _ = local(Engine(64).copier(), {})
     stored(session, "a", prefix_of(2), places_of(range(2)))
-    desk = Desk(session)
-    real = getattr(desk, method)
+    owner = SessionThread(session)
+    real = getattr(owner, method)
     mistakes = iter([RuntimeError("planted")])
 
     def wrong(*arguments):
@@ -265,27 +265,27 @@ def test_a_mistake_of_the_desk_ends_nothing_but_the_cache(monkeypatch, caplog, m
                 raise mistake
         return real(*arguments)
 
-    monkeypatch.setattr(desk, method, wrong)
-    desk.load(RequestId("b"), prefix_of(2), 32, load_places(32))
-    events, is_there = wait_for(desk, lambda event: isinstance(event, LoadDone), 20.0)
+    monkeypatch.setattr(owner, method, wrong)
+    owner.load(RequestId("b"), prefix_of(2), 32, load_places(32))
+    events, is_there = wait_for(owner, lambda event: isinstance(event, LoadDone), 20.0)
     assert is_there
     assert [event.request for event in events] == ["b"]
     assert "mistake of its own" in caplog.text
-    assert desk.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
-    desk.store(RequestId("d"), prefix_of(2), places_of(range(2)))
-    assert wait_for(desk, lambda event: event.request == "d", 20.0)[1]
-    desk.close()
+    assert owner.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
+    owner.store(RequestId("d"), prefix_of(2), places_of(range(2)))
+    assert wait_for(owner, lambda event: event.request == "d", 20.0)[1]
+    owner.close()
 
 
 def test_events_that_nothing_polls_are_forgotten_with_a_line_in_the_log(monkeypatch, caplog):
-    monkeypatch.setattr(desk_module, "EVENTS_MAX", 3)
+    monkeypatch.setattr(module_of_thread, "EVENTS_MAX", 3)
     session, _, _ = local(Engine(64).copier(), {})
     session.close()
-    desk = Desk.__new__(Desk)
-    desk._events, desk._news, desk._has_forgotten = deque(maxlen=3), threading.Condition(), False
+    owner = SessionThread.__new__(SessionThread)
+    owner._events, owner._news, owner._has_forgotten = deque(maxlen=3), threading.Condition(), False
     for number in range(6):
-        desk._publish([StoreDone(RequestId(str(number)), 0, 0)])
-    assert [event.request for event in desk.poll()] == ["3", "4", "5"]
+        owner._publish([StoreDone(RequestId(str(number)), 0, 0)])
+    assert [event.request for event in owner.poll()] == ["3", "4", "5"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -354,7 +354,7 @@ def test_poll_waits_no_longer_than_asked_and_returns_when_woken():
     session.close()
 
 
-def test_the_desk_serves_many_threads(tmp_path):
+def test_the_thread_serves_many_threads(tmp_path):
     engine = Engine(64, seed=1)
     kv = opened(tmp_path / "kv", engine)
     prefix = prefix_of(4, kv.root)
@@ -372,7 +372,7 @@ def test_the_desk_serves_many_threads(tmp_path):
     assert answers == [4 * CHUNK_TOKENS] * 16
     assert kv.session.close().flushed
     assert kv.session.close().flushed
-    with pytest.raises(DeskError):
+    with pytest.raises(SessionError):
         kv.session.lookup(RequestId("late"), prefix)
 
 

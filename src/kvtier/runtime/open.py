@@ -24,12 +24,12 @@ from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime.arena import PageLock
 from kvtier.runtime.beliefs import beliefs
 from kvtier.runtime.counting import Counting, Gauges
-from kvtier.runtime.desk import Desk
 from kvtier.runtime.fleet import Below, LocalRank
 from kvtier.runtime.jobs import Observer
 from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.recorder import Recorder
 from kvtier.runtime.session import LocalSession
+from kvtier.runtime.session_thread import SessionThread
 from kvtier.tier.store_root import MISTAKES
 from kvtier.types import Way
 
@@ -52,7 +52,7 @@ process holds the tier, or its index is large, the secret can be read at once.""
 class Opened:
     """A session and what an engine adapter needs beside it."""
 
-    session: Desk
+    session: SessionThread
     root: bytes
     """32-byte keyed root of every key chain of this model in this store. Secret."""
     metrics: Metrics
@@ -164,7 +164,7 @@ def open_core(
         metrics=metrics,
         observer=Counting(metrics, observer),
     )
-    return Opened(Desk(session), root, metrics, below.slots, recorder)
+    return Opened(SessionThread(session), root, metrics, below.slots, recorder)
 
 
 def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[float], None]:

@@ -1,6 +1,6 @@
 """The session in this process: the core decides, the mover obeys, and this file carries notes between the two.
 
-One owner calls it (an engine's loop, or `Desk`); it has no lock. Only `wake` may be called from elsewhere.
+One owner calls it (an engine's loop, or `SessionThread`); it has no lock. Only `wake` may be called from elsewhere.
 """
 
 import logging

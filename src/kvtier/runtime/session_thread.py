@@ -34,11 +34,11 @@ EVENTS_MAX = 65_536
 Answer = TypeVar("Answer")
 
 
-class DeskError(KvError):
+class SessionError(KvError):
     """The desk is closed, or did not answer in time."""
 
 
-class Desk:
+class SessionThread:
     """A `Session` that any thread may use.
 
     Args:
@@ -53,14 +53,14 @@ class Desk:
         self._news = threading.Condition()
         self._is_closing = False
         self._has_forgotten = False
-        self._thread = threading.Thread(target=self._run, name="kvtier-desk", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
         self._thread.start()
 
     def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0, wait_s: float = 0.0) -> Lookup:
         """See `Session`. While it waits for lower tiers, so do other calls.
 
         Raises:
-            DeskError: the desk is closed or did not answer in time; as all other calls.
+            SessionError: the desk is closed or did not answer in time; as all other calls.
         """
         return self._call(
             lambda: self._session.lookup(request, prefix, resident_tokens=resident_tokens, wait_s=wait_s),
@@ -124,14 +124,14 @@ class Desk:
 
     def _call(self, act: Callable[[], Answer], deadline_s: float = CALL_DEADLINE_S) -> Answer:
         if not self._thread.is_alive():
-            raise DeskError("the session is closed")
+            raise SessionError("the session is closed")
         reply: Future[Answer] = Future()
         try:
             self._calls.put((reply, act))
             self._session.wake()
             return reply.result(timeout=deadline_s)
         except TimeoutError:
-            raise DeskError(f"no answer within {deadline_s:g} s") from None
+            raise SessionError(f"no answer within {deadline_s:g} s") from None
         finally:
             reply.cancel()  # without effect once it has begun
 
@@ -164,7 +164,7 @@ class Desk:
             except Exception as error:  # noqa: BLE001 - the caller raises it
                 reply.set_exception(error)
             except BaseException as error:
-                reply.set_exception(DeskError(f"the session ends: {type(error).__name__}: {error}"))
+                reply.set_exception(SessionError(f"the session ends: {type(error).__name__}: {error}"))
                 raise
 
     def _publish(self, events: list[Event]) -> None:
@@ -183,7 +183,7 @@ class Desk:
             self._news.notify_all()
 
 
-def wait_for(session: Desk, is_it: Callable[[Event], bool], deadline_s: float) -> tuple[list[Event], bool]:
+def wait_for(session: SessionThread, is_it: Callable[[Event], bool], deadline_s: float) -> tuple[list[Event], bool]:
     """Poll until an event arrives that `is_it` accepts, at most `deadline_s` seconds.
 
     Returns:
