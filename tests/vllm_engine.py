@@ -25,9 +25,9 @@ from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
 from kvtier.layout import History, Window
-from kvtier.runtime.fleet import Below, LocalRank, Note
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
+from kvtier.runtime.rank_group import LocalRank, Note, OpenRanks
 from kvtier.types import RequestId
 
 __all__ = ["LieError", "SmallEngine"]
@@ -89,7 +89,7 @@ class SmallEngine:
         self.rank = open_rank(config, layout, bytes(32), self.copier)
         self.worker = Worker(copier)
         self.heard: set[RequestId] = set()  # loads that the worker knows to have ended
-        below = Below(LocalRank(self.rank.mover, self._hear), self.rank.slots, self.rank.tiers)
+        below = OpenRanks(LocalRank(self.rank.mover, self._hear), self.rank.slots, self.rank.tiers)
         self.opened = open_core(config, self.geometry.layout, bytes(32), below, on_close=self.rank.close)
         self.pool = Pool(blocks, has_caching=has_caching)
         self.scheduler = Scheduler(

@@ -22,9 +22,9 @@ from tests.rig import (
 )
 
 from kvtier.runtime import wire
-from kvtier.runtime.fleet import Fleet, LocalRank, Note
 from kvtier.runtime.messages import Ping, WireError, encode
 from kvtier.runtime.mover import CLOSED
+from kvtier.runtime.rank_group import LocalRank, Note, RankGroup
 from kvtier.runtime.wire import connect
 from kvtier.types import ChunkKey, Drop, Link, Outcome, Probe, RequestId
 
@@ -212,9 +212,9 @@ def test_ranks_here_and_elsewhere_are_one_fleet(tmp_path, served):
         here = served.take_here()
         assert isinstance(here, LocalRank)
         elsewhere = connect([worker.handshake for worker in started]).mover
-        assert isinstance(elsewhere, Fleet)
-        fleet = Fleet([here, *elsewhere._ranks])
-        fleet.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
-        (settled,) = take(fleet, 1)
+        assert isinstance(elsewhere, RankGroup)
+        group = RankGroup([here, *elsewhere._ranks])
+        group.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
+        (settled,) = take(group, 1)
         assert (settled.outcome, settled.present) == (Outcome.DONE, (False,))
-        assert fleet.close(DEADLINE_S)
+        assert group.close(DEADLINE_S)

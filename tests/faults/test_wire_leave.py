@@ -9,9 +9,9 @@ from tests.rank_worker import workers
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, looked_up, places_of, prefix_of, stored
 
 from kvtier.config.sections import StoreConfig
-from kvtier.runtime.fleet import Note
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
+from kvtier.runtime.rank_group import Note
 from kvtier.runtime.wire import RankServer, connect
 
 

@@ -15,9 +15,9 @@ from tests.rank_worker import workers
 from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, places_of, prefix_of, stored
 
 from kvtier.runtime import remote, wire
-from kvtier.runtime.fleet import Note
 from kvtier.runtime.messages import FRAME_BYTES_MAX, Answer, Ping, encode
 from kvtier.runtime.mover import Mover
+from kvtier.runtime.rank_group import Note
 from kvtier.runtime.remote import RemoteMover
 from kvtier.runtime.wire import connect
 from kvtier.types import ChunkKey, Drop, Link, LoadDone, Outcome, Presence, Probe, RequestId

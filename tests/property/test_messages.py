@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.runtime.fleet import Note
 from kvtier.runtime.jobs import Settled
 from kvtier.runtime.messages import FRAME_BYTES_MAX, Answer, Frames, Leave, Order, Ping, WireError, decode, encode
+from kvtier.runtime.rank_group import Note
 from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
 integers = st.integers(-(2**63), 2**64)

@@ -7,7 +7,7 @@ import pytest
 from kvtier.connect.vllm import worker as module
 from kvtier.connect.vllm.meta import ASYNC_NOTE, SYNC_NOTE, Awaited, Ended, StepDone, StepOrders
 from kvtier.connect.vllm.worker import Results, Worker
-from kvtier.runtime.fleet import Note
+from kvtier.runtime.rank_group import Note
 from kvtier.types import RequestId
 
 LOAD = RequestId("L0/r7")

@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from kvtier.errors import KvError
-from kvtier.runtime.fleet import Note
 from kvtier.runtime.jobs import Work
+from kvtier.runtime.rank_group import Note
 from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
 FRAME_BYTES_MAX = 16 << 20

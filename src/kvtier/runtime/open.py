@@ -24,9 +24,9 @@ from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime.arena import PageLock
 from kvtier.runtime.beliefs import beliefs
 from kvtier.runtime.counting import Counting, Gauges
-from kvtier.runtime.fleet import Below, LocalRank
 from kvtier.runtime.jobs import Observer
 from kvtier.runtime.rank import COPY_THREADS, open_rank
+from kvtier.runtime.rank_group import LocalRank, OpenRanks
 from kvtier.runtime.recorder import Recorder
 from kvtier.runtime.session import LocalSession
 from kvtier.runtime.session_thread import SessionThread
@@ -106,7 +106,7 @@ def open_session(
     """
     rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
-        below = Below(LocalRank(rank.mover), rank.slots, rank.tiers, frozenset(rank.down), rank.mover.views)
+        below = OpenRanks(LocalRank(rank.mover), rank.slots, rank.tiers, frozenset(rank.down), rank.mover.views)
         return open_core(config, layout, fingerprint_digest, below, on_close=rank.close)
     except BaseException:
         rank.close(5.0)
@@ -117,7 +117,7 @@ def open_core(
     config: Config,
     layout: KvLayout,
     fingerprint_digest: bytes,
-    below: Below,
+    below: OpenRanks,
     *,
     on_close: Callable[[float], None] = lambda _seconds: None,
     observer: Observer | None = None,

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from kvtier.runtime.answers import Answers
-from kvtier.runtime.fleet import RETRY_S, Note
 from kvtier.runtime.jobs import Settled, Work
 from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
 from kvtier.runtime.mover import CLOSED
+from kvtier.runtime.rank_group import RETRY_S, Note
 from kvtier.types import Cancel, Command, Link, Outcome, Probe, Transfer
 
 SILENCE_S = 1.0

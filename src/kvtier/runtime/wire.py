@@ -3,7 +3,7 @@
     worker                                       the core's process
     RankServer(rank, on_note)
         .handshake   -- some way of the engine's -->  connect([handshake, ...])
-        reader thread    <-- orders, notes --         RemoteMover, or Fleet of several
+        reader thread    <-- orders, notes --         RemoteMover, or RankGroup of several
         mover's threads  --  answers      -->
 
 The one that connects first is the only one, ever: slots belong to the core that they were promised to. Each side shows
@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.fleet import Below, Fleet, LocalRank, Note, RankMover
 from kvtier.runtime.jobs import Settled, Work
 from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
 from kvtier.runtime.rank import Rank
+from kvtier.runtime.rank_group import LocalRank, Note, OpenRanks, RankGroup, RankMover
 from kvtier.runtime.remote import HUNG_S, RECV_BYTES, RemoteMover, set_timeout
 from kvtier.types import Cancel, Outcome
 
@@ -307,7 +307,7 @@ class _Handshake(NamedTuple):
     tiers: tuple[str, ...]
 
 
-def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *, hung_s: float = HUNG_S) -> Below:
+def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *, hung_s: float = HUNG_S) -> OpenRanks:
     """Connect to every rank of an engine; one in this process is used directly.
 
     Args:
@@ -342,7 +342,7 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
         raise
     down = frozenset[str]().union(*(one.down for one in told))
     views = ranks[0].views if len(ranks) == 1 and isinstance(ranks[0], LocalRank) else {}
-    return Below(ranks[0] if len(ranks) == 1 else Fleet(ranks), told[0].slots, told[0].tiers, down, views)
+    return OpenRanks(ranks[0] if len(ranks) == 1 else RankGroup(ranks), told[0].slots, told[0].tiers, down, views)
 
 
 def _read(handshake: Mapping[str, Any]) -> _Handshake:

@@ -10,7 +10,7 @@ from kvtier.types import RequestId
 
 ASYNC_NOTE = "loaded"
 SYNC_NOTE = "ready"
-"""Subjects of the notes about loads that have ended (`runtime.fleet.Note`)."""
+"""Subjects of the notes about loads that have ended (`runtime.rank_group.Note`)."""
 
 
 class Ended(NamedTuple):

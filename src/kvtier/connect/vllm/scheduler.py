@@ -33,7 +33,7 @@ from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
 from kvtier.connect.vllm.worth import Worth
 from kvtier.core.planner import Piece, Planner
 from kvtier.runtime.base import Session
-from kvtier.runtime.fleet import Note, Ranks
+from kvtier.runtime.rank_group import Note, Ranks
 from kvtier.runtime.recorder import Recorder
 from kvtier.types import Hint, LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
 

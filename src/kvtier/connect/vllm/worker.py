@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple, Protocol
 
 from kvtier.connect.vllm.meta import ASYNC_NOTE, SYNC_NOTE, Awaited, Ended, StepDone, StepOrders
-from kvtier.runtime.fleet import Note
+from kvtier.runtime.rank_group import Note
 from kvtier.types import RequestId
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ class Ranks(Obedient, Protocol):
         ...
 
 
-class Below(NamedTuple):
+class OpenRanks(NamedTuple):
     """What a core stands on: the ranks, and what is the same on all of them."""
 
     mover: Ranks
@@ -123,18 +123,18 @@ class LocalRank:
             self._closed.set()
 
 
-class Fleet:
+class RankGroup:
     """All ranks of one engine, in the shape of one mover. The worst answer of a rank counts for all.
 
     Args:
-        ranks: from now on theirs is the fleet's to take.
+        ranks: from now on theirs is the rank group's to take.
 
     `take` and `close` are for one owner thread, everything else for any.
     """
 
     def __init__(self, ranks: Sequence[RankMover]) -> None:
         if not ranks:
-            raise ValueError("a fleet needs at least one rank")
+            raise ValueError("a rank group needs at least one rank")
         self._ranks = tuple(ranks)
         self._answers = Answers()
         self._lock = threading.Lock()

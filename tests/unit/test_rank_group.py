@@ -26,13 +26,13 @@ from kvtier.core.work import SEVERITY
 from kvtier.errors import ConfigError
 from kvtier.keys.names import object_name
 from kvtier.policy.registry import make_admitter, make_evictor
-from kvtier.runtime import fleet as module
+from kvtier.runtime import rank_group as module
 from kvtier.runtime.arena import Arena, slots_for
-from kvtier.runtime.fleet import Fleet, LocalRank, Note, merged
 from kvtier.runtime.jobs import Settled, Threads
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
+from kvtier.runtime.rank_group import LocalRank, Note, RankGroup, merged
 from kvtier.runtime.session import LocalSession
 from kvtier.runtime.wire import RankServer, WireError, connect
 from kvtier.tier.memory import MemoryTier
@@ -73,7 +73,9 @@ def mover_of(rank, engine, tier, broken=(), threads=None):
 
 
 def session_of(engines, tiers, broken=((), ())):
-    fleet = Fleet([LocalRank(mover_of(rank, engine, tiers[rank], broken[rank])) for rank, engine in enumerate(engines)])
+    group = RankGroup(
+        [LocalRank(mover_of(rank, engine, tiers[rank], broken[rank])) for rank, engine in enumerate(engines)]
+    )
     cache = Cache(
         layout=LAYOUT,
         slots=(SLOTS, SLOTS),
@@ -81,7 +83,7 @@ def session_of(engines, tiers, broken=((), ())):
         evictor=lambda: make_evictor("lru"),
         admitter=make_admitter("all"),
     )
-    return LocalSession(cache, fleet)
+    return LocalSession(cache, group)
 
 
 def memory_tiers():
@@ -207,7 +209,7 @@ def test_a_damaged_copy_on_one_rank_is_dropped_on_all():
     second.close()
 
 
-# ---- the fleet alone -----------------------------------------------------------------------------------------------
+# ---- the group alone -----------------------------------------------------------------------------------------------
 
 
 class Scripted:
@@ -248,35 +250,35 @@ def ranks():
 
 
 def test_a_command_is_answered_once_when_all_have_answered(ranks):
-    fleet = Fleet(ranks)
+    group = RankGroup(ranks)
     first, second = a_transfer(1), a_transfer(2)
-    fleet.submit(first)
-    fleet.submit(second)
+    group.submit(first)
+    group.submit(second)
     ranks[0].answer(seconds=1.0, size_bytes=10)
     ranks[1].answer(1)
-    assert fleet.take() == []
+    assert group.take() == []
     ranks[1].answer(waited_s=2.0, size_bytes=5)
-    (settled,) = fleet.take()
+    (settled,) = group.take()
     assert settled.command is first
     assert settled == Settled(first, Outcome.DONE, size_bytes=15, seconds=1.0, waited_s=2.0)
     ranks[0].answer()
-    assert [settled.command for settled in fleet.take()] == [second]
-    assert fleet.take() == []
+    assert [settled.command for settled in group.take()] == [second]
+    assert group.take() == []
 
 
 def test_an_answer_that_was_not_taken_counts_only_when_it_is_given_again(ranks, monkeypatch):
     """A rank whose answer counted twice would end a command that another rank still works on."""
-    fleet = Fleet(ranks)
-    fleet.submit(command := a_transfer())
+    group = RankGroup(ranks)
+    group.submit(command := a_transfer())
     real = module.merged
     monkeypatch.setattr(module, "merged", None)
     ranks[0].answer()
     with pytest.raises(TypeError):
         ranks[1].put(Settled(command, Outcome.DONE))
-    assert fleet.take() == []
+    assert group.take() == []
     monkeypatch.setattr(module, "merged", real)
     ranks[1].put(Settled(command, Outcome.FAILED))
-    assert [settled.outcome for settled in fleet.take()] == [Outcome.FAILED]
+    assert [settled.outcome for settled in group.take()] == [Outcome.FAILED]
 
 
 def test_without_another_thread_the_ranks_are_closed_all_the_same(ranks, monkeypatch):
@@ -284,61 +286,61 @@ def test_without_another_thread_the_ranks_are_closed_all_the_same(ranks, monkeyp
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", no_thread)
-    assert Fleet(ranks).close(1.0)
+    assert RankGroup(ranks).close(1.0)
 
 
 def test_equal_drops_are_told_apart(ranks):
-    fleet = Fleet(ranks)
+    group = RankGroup(ranks)
     twins = [Drop("below", ChunkKey(bytes(32)), 0) for _ in range(2)]
     for drop in twins:
-        fleet.submit(drop)
+        group.submit(drop)
     for rank in ranks:
         rank.answer()
-    (settled,) = fleet.take()
+    (settled,) = group.take()
     assert settled.command is twins[0]
     for rank in ranks:
         rank.answer()
-    assert len(fleet.take()) == 1
+    assert len(group.take()) == 1
 
 
 def test_a_cancel_goes_to_all_ranks(ranks):
-    fleet = Fleet(ranks)
-    fleet.cancel(iter([1, 2]))
-    fleet.submit(Cancel((3,)))
+    group = RankGroup(ranks)
+    group.cancel(iter([1, 2]))
+    group.submit(Cancel((3,)))
     assert ranks[0].cancelled == ranks[1].cancelled == [(1, 2), (3,)]
 
 
 def test_notes_go_to_all_ranks_in_order(ranks):
-    fleet = Fleet(ranks)
+    group = RankGroup(ranks)
     notes = [Note("loaded", RequestId(str(n)), (n,), flag=True) for n in range(3)]
     for note in notes:
-        fleet.tell(note)
+        group.tell(note)
     assert ranks[0].notes == ranks[1].notes == notes
 
 
 def test_one_lost_rank_is_the_loss_of_all(ranks):
-    fleet = Fleet(ranks)
-    assert fleet.lost == ""
+    group = RankGroup(ranks)
+    assert group.lost == ""
     ranks[1].lost = "rank 1 is lost"
-    assert fleet.lost == "rank 1 is lost"
+    assert group.lost == "rank 1 is lost"
 
 
 def test_a_probe_finds_what_all_ranks_hold(ranks):
-    fleet = Fleet(ranks)
-    fleet.submit(Probe(1, "below", ((ChunkKey(bytes(32)), 0),) * 4, float("inf")))
+    group = RankGroup(ranks)
+    group.submit(Probe(1, "below", ((ChunkKey(bytes(32)), 0),) * 4, float("inf")))
     ranks[0].answer(present=(True, True, False, False))
     ranks[1].answer(present=(True, False, True, False))
-    assert fleet.take()[0].present == (True, False, False, False)
+    assert group.take()[0].present == (True, False, False, False)
 
 
 def test_a_wake_up_ends_a_wait_and_a_slow_rank_shortens_it(ranks):
-    fleet = Fleet(ranks)
-    waker = threading.Timer(0.02, fleet.wake)
+    group = RankGroup(ranks)
+    waker = threading.Timer(0.02, group.wake)
     waker.start()
     began_s = time.monotonic()
-    assert fleet.take(DEADLINE_S) == []
+    assert group.take(DEADLINE_S) == []
     ranks[1].is_behind = True
-    assert fleet.take(DEADLINE_S) == []
+    assert group.take(DEADLINE_S) == []
     assert time.monotonic() - began_s < DEADLINE_S / 2
     waker.join(DEADLINE_S)
 
@@ -349,7 +351,7 @@ def test_a_rank_that_hangs_does_not_hold_up_the_closing_of_others(ranks):
     ranks[0].close = lambda _deadline_s: hold.wait(DEADLINE_S)
     ranks[1].close = lambda deadline_s: closed.append(deadline_s) or True
     began_s = time.monotonic()
-    assert not Fleet(ranks).close(0.05)
+    assert not RankGroup(ranks).close(0.05)
     assert time.monotonic() - began_s < DEADLINE_S / 2
     assert closed == [0.05]
     hold.set()
@@ -357,12 +359,12 @@ def test_a_rank_that_hangs_does_not_hold_up_the_closing_of_others(ranks):
 
 def test_without_ranks_there_is_no_fleet():
     with pytest.raises(ValueError, match="at least one rank"):
-        Fleet([])
+        RankGroup([])
 
 
 def test_many_commands_on_real_movers_are_each_answered_once():
     tiers = memory_tiers()
-    fleet = Fleet(
+    group = RankGroup(
         [
             LocalRank(mover_of(rank, Engine(64), tier, threads=Threads(device=3, probe=3)))
             for rank, tier in enumerate(tiers)
@@ -370,15 +372,15 @@ def test_many_commands_on_real_movers_are_each_answered_once():
     )
     commands = [Probe(n, "below", ((ChunkKey(bytes(32)), 0),), float("inf")) for n in range(500)]
     for command in commands:
-        fleet.submit(command)
+        group.submit(command)
     answers = []
     until_s = time.monotonic() + DEADLINE_S
     while len(answers) < len(commands) and time.monotonic() < until_s:
-        answers += fleet.take(0.1)
+        answers += group.take(0.1)
     assert {id(settled.command) for settled in answers} == {id(command) for command in commands}
     assert len(answers) == len(commands)
-    assert fleet.close(DEADLINE_S)
-    assert fleet.take() == []
+    assert group.close(DEADLINE_S)
+    assert group.take() == []
 
 
 outcomes = st.sampled_from(list(Outcome))
