@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.fifo import Fifo
-from kvtier.runtime.late import LateAheadTier, LateTier
+from kvtier.runtime.deferred_tier import DeferredAheadTier, DeferredTier
 from kvtier.testing.faulty import Delay, Fail, FaultyTier, FlipBit, Hang, Truncate, Vanish
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Tier
@@ -39,10 +39,10 @@ class TestFaultyWithoutFaults(TierContract):
 class TestLate(TierContract):
     @pytest.fixture
     def make_tier(self):
-        def make(capacity_bytes: int) -> LateTier[MemoryTier]:
-            late = LateTier("memory", lambda: MemoryTier(capacity_bytes=capacity_bytes), 1.0)
-            late.opened(DEADLINE_S, is_required=True)
-            return late
+        def make(capacity_bytes: int) -> DeferredTier[MemoryTier]:
+            deferred = DeferredTier("memory", lambda: MemoryTier(capacity_bytes=capacity_bytes), 1.0)
+            deferred.opened(DEADLINE_S, is_required=True)
+            return deferred
 
         return make
 
@@ -125,9 +125,9 @@ class TestDiskBuffered(DiskContract):
 
 class TestLateDisk(DiskContract):
     def opened(self, make):
-        late = LateAheadTier("disk", make, 1.0)
-        late.opened(DEADLINE_S, is_required=True)
-        return late
+        deferred = DeferredAheadTier("disk", make, 1.0)
+        deferred.opened(DEADLINE_S, is_required=True)
+        return deferred
 
 
 class TestDiskOfManySegments(TierContract):

@@ -17,7 +17,7 @@ import pytest
 from disk_world import look, write_all
 
 from kvtier.errors import TierError
-from kvtier.runtime.late import LateAheadTier
+from kvtier.runtime.deferred_tier import DeferredAheadTier
 from kvtier.testing.tier import empty_frame, frame_of, object_name
 from kvtier.tier.disk import DiskTier
 
@@ -174,13 +174,13 @@ def test_a_hanging_device_holds_up_writes_alone(device: Device) -> None:
 
 def test_a_device_that_hangs_when_it_is_opened_comes_in_later(device: Device) -> None:
     device.freeze()
-    late = LateAheadTier("disk", lambda: opened(device), 0.05)
-    tier = late.opened(0.05, is_required=False)
-    assert tier is late
+    deferred = DeferredAheadTier("disk", lambda: opened(device), 0.05)
+    tier = deferred.opened(0.05, is_required=False)
+    assert tier is deferred
     with pytest.raises(TierError, match="is not open"):
         tier.write(object_name(1), frame_of(1, FRAME_BYTES))
     device.thaw()
-    late._thread.join(WAIT_S)
+    deferred._thread.join(WAIT_S)
     assert tier.write(object_name(1), frame_of(1, FRAME_BYTES))
     tier.close()
     tier = opened(device)

@@ -26,10 +26,10 @@ from kvtier.errors import CorruptChunkError, KvError
 from kvtier.layout import KvLayout
 from kvtier.runtime.answers import Answers
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.jobs import Figures, Job, Settled, Threads, TierView, Work
 from kvtier.runtime.lanes import STUCK_S, Lane, LaneState, Scratch
-from kvtier.runtime.late import NOT_OPEN
 from kvtier.runtime.links import NOT_ADMITTED, Links, Result
 from kvtier.tier.base import Tier
 from kvtier.tier.effective_cap import FULL

@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError, KvError
 from kvtier.layout import KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena, PageLock, slots_for
-from kvtier.runtime.late import LateAheadTier, LateTier
+from kvtier.runtime.deferred_tier import DeferredAheadTier, DeferredTier
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
@@ -92,10 +92,10 @@ def open_rank(
     tiers: dict[str, Tier] = {}
     try:
         if config.directory.path is not None:
-            directory = LateTier("directory", partial(_directory, config.directory), retry_s)
+            directory = DeferredTier("directory", partial(_directory, config.directory), retry_s)
             tiers["directory"] = directory.opened(deadline_s, is_required=config.directory.required)
         if config.disk.path is not None:
-            disk = LateAheadTier("disk", partial(_disk, config.disk, layout, rank, ranks), retry_s)
+            disk = DeferredAheadTier("disk", partial(_disk, config.disk, layout, rank, ranks), retry_s)
             tiers["disk"] = disk.opened(deadline_s, is_required=config.disk.required)
         arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
         mover = Mover(
@@ -111,7 +111,7 @@ def open_rank(
     except BaseException:
         close_tiers(tiers, 5.0)
         raise
-    down = tuple(name for name, tier in tiers.items() if isinstance(tier, LateTier) and not tier.is_open)
+    down = tuple(name for name, tier in tiers.items() if isinstance(tier, DeferredTier) and not tier.is_open)
     return Rank(rank, ranks, slots, mover, tuple(tiers), down, partial(close_tiers, tiers), arena)
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _Tier = TypeVar("_Tier", bound=Tier)
 
 
-class LateTier(Generic[_Tier]):
+class DeferredTier(Generic[_Tier]):
     """A `Tier` in front of one that is still to be opened; what that tells besides can be had from here, too.
 
     Args:
@@ -50,7 +50,7 @@ class LateTier(Generic[_Tier]):
         self._thread = threading.Thread(target=self._run, name=f"kvtier open {name}", daemon=True)
         self._thread.start()
 
-    def opened(self, deadline_s: float, *, is_required: bool) -> "_Tier | LateTier[_Tier]":
+    def opened(self, deadline_s: float, *, is_required: bool) -> "_Tier | DeferredTier[_Tier]":
         """The tier itself where the first try ends well within `deadline_s` seconds; otherwise this, said in the log.
 
         Raises:
@@ -152,7 +152,7 @@ class LateTier(Generic[_Tier]):
         return True
 
 
-class LateAheadTier(LateTier[AheadTier]):
+class DeferredAheadTier(DeferredTier[AheadTier]):
     """The same in front of an `AheadTier`."""
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:

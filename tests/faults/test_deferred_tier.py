@@ -33,9 +33,9 @@ from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
 from kvtier.core.health import RETRY_SECONDS_MAX
 from kvtier.errors import ConfigError, KvError, TierError
 from kvtier.observe import table
-from kvtier.runtime import late, rank
+from kvtier.runtime import deferred_tier, rank
 from kvtier.runtime import open as runtime
-from kvtier.runtime.late import LateTier
+from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import Opened, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.wire import RankServer, connect
@@ -231,9 +231,11 @@ def test_a_new_store_whose_first_try_fails(tmp_path: Path, kind: str, monkeypatc
 def test_closing_does_not_wait_for_a_place_that_hangs(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late, "LEAVE_S", 0.02)
-    opens, tiers = LateTier.opened, list[LateTier[Any]]()
-    monkeypatch.setattr(LateTier, "opened", lambda tier, *it, **more: tiers.append(tier) or opens(tier, *it, **more))
+    monkeypatch.setattr(deferred_tier, "LEAVE_S", 0.02)
+    opens, tiers = DeferredTier.opened, list[DeferredTier[Any]]()
+    monkeypatch.setattr(
+        DeferredTier, "opened", lambda tier, *it, **more: tiers.append(tier) or opens(tier, *it, **more)
+    )
     go_on = hung(monkeypatch, kind)
     try:
         session = opened(kind, tmp_path / "kv", Engine(64), open_deadline_s=0.02)
@@ -330,8 +332,8 @@ def test_a_secret_that_hangs_is_one_of_this_process(
     filled(kind, tmp_path / "kv", Engine(64))
     go_on = threading.Event()
     monkeypatch.setattr(runtime, "load_or_create", lambda _path, **_: go_on.wait(DEADLINE_S))
-    opens = LateTier.opened  # which the deadline below is not meant for
-    monkeypatch.setattr(LateTier, "opened", lambda tier, _deadline_s, **more: opens(tier, DEADLINE_S, **more))
+    opens = DeferredTier.opened  # which the deadline below is not meant for
+    monkeypatch.setattr(DeferredTier, "opened", lambda tier, _deadline_s, **more: opens(tier, DEADLINE_S, **more))
     try:
         with pytest.raises(TierError, match="could not be read within"):
             opened(kind, tmp_path / "kv", Engine(64), is_required=True, open_deadline_s=0.02)
@@ -393,7 +395,9 @@ def test_tries_become_rare_and_what_is_new_is_said(
             waits.append(timeout)
             return False
 
-    monkeypatch.setattr(late, "threading", SimpleNamespace(Event=Pause, Lock=threading.Lock, Thread=threading.Thread))
+    monkeypatch.setattr(
+        deferred_tier, "threading", SimpleNamespace(Event=Pause, Lock=threading.Lock, Thread=threading.Thread)
+    )
 
     def make() -> MemoryTier:
         nonlocal tries
@@ -406,7 +410,7 @@ def test_tries_become_rare_and_what_is_new_is_said(
         return MemoryTier(capacity_bytes=MIB)
 
     is_awaited_no_more = threading.Event()
-    tier = LateTier("memory", make, 5.0)
+    tier = DeferredTier("memory", make, 5.0)
     with caplog.at_level(logging.INFO):
         assert tier.opened(0.01, is_required=False) is tier
         is_awaited_no_more.set()
@@ -431,7 +435,7 @@ def test_hints_reach_a_tier_that_has_come_in() -> None:
             heard.append((session, next_turn))
 
     for make in (Listening, MemoryTier):  # one that takes hints, one that does not
-        tier = LateTier("memory", partial(make, capacity_bytes=MIB), 5.0)
+        tier = DeferredTier("memory", partial(make, capacity_bytes=MIB), 5.0)
         tier.opened(DEADLINE_S, is_required=True)
         tier.expects("a session", NextTurn.USER)
         tier.close()
@@ -442,7 +446,7 @@ def test_until_it_is_open_everything_fails() -> None:
     def make() -> MemoryTier:
         raise TierError("memory", "planned")
 
-    tier = LateTier("memory", make, 60.0)
+    tier = DeferredTier("memory", make, 60.0)
     assert tier.opened(DEADLINE_S, is_required=False) is tier
     for ask in (lambda: tier.contains([]), lambda: tier.delete(bytes(32)), tier.scan):
         with pytest.raises(TierError, match="is not open"):
