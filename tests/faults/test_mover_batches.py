@@ -48,7 +48,7 @@ class Batched(WrappedTier):
 
 
 class Held(HangingTier):
-    """The first call by itself waits for `release`; what comes meanwhile waits in the lane and goes together then."""
+    """The first call by itself waits for `release`; what comes meanwhile waits in the queue and goes together then."""
 
     def __init__(self, inner: BatchTier, *hanging: str) -> None:
         super().__init__(inner, *hanging)

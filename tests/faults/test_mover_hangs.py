@@ -12,8 +12,8 @@ import pytest
 from mover_world import CHUNKS, WAIT_S, FencedCopier, HangingTier, ManualClock, World
 
 from kvtier.runtime.jobs import Threads
-from kvtier.runtime.lanes import STUCK_S
 from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE
+from kvtier.runtime.worker_queues import STUCK_S
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Link, Outcome
 
@@ -44,7 +44,7 @@ def test_other_tiers_and_other_lanes_go_on(method: str) -> None:
         world.done(world.transfer(Link.GATHER, 3, 4))
         world.done(world.transfer(Link.DEMOTE, 3, 4, tier="good"), world.drop(3, tier="good"))
         assert world.run(world.probe([(2, 0)], tier="good"))[0].present == (True,)
-        # Nor do the other lanes of the same tier; delete and write share one.
+        # Nor do the other queues of the same tier; delete and write share one.
         if method != "read":
             world.done(world.transfer(Link.PROMOTE, 1, 5, tier="bad"))
         if method != "contains":
@@ -58,14 +58,14 @@ def test_other_tiers_and_other_lanes_go_on(method: str) -> None:
         assert settled.outcome is Outcome.DONE
 
 
-@pytest.mark.parametrize(("method", "lane"), [("read", "read"), ("write", "write"), ("contains", "probe")])
+@pytest.mark.parametrize(("method", "queue"), [("read", "read"), ("write", "write"), ("contains", "probe")])
 def test_a_lane_that_is_stuck_is_logged_once_and_counted(
-    method: str, lane: str, caplog: pytest.LogCaptureFixture
+    method: str, queue: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier, clock = HangingTier(_memory()), ManualClock()
     with World({"memory": tier}, threads=Threads(device=1, read=2, write=2, probe=2), clock=clock) as world:
         world.stored(1, 2)
-        stuck_lanes = world.mover.views["memory"].stuck_lanes
+        stuck_queues = world.mover.views["memory"].stuck_queues
         tier.hanging = {method}
         commands = {
             "read": [world.transfer(Link.PROMOTE, 1, 6), world.transfer(Link.PROMOTE, 2, 7)],
@@ -75,20 +75,20 @@ def test_a_lane_that_is_stuck_is_logged_once_and_counted(
         world.mover.submit(commands[0])
         tier.wait_begun()
         clock.now_s += 2 * STUCK_S
-        assert stuck_lanes() == 0, "another thread is free"
+        assert stuck_queues() == 0, "another thread is free"
         world.mover.submit(commands[1])
         tier.wait_begun()
-        assert stuck_lanes() == 0, "it has only just begun"
+        assert stuck_queues() == 0, "it has only just begun"
         for _ in range(3):
             clock.now_s += STUCK_S
-            assert stuck_lanes() == 1
+            assert stuck_queues() == 1
             world.mover.submit(world.transfer(Link.GATHER, 3, 4))
         told = [record.getMessage() for record in caplog.records if "stuck" in record.getMessage()]
-        assert told == [f"the memory {lane} lane is stuck: no thread of it has come back for {STUCK_S:g} s"]
+        assert told == [f"the memory {queue} queue is stuck: no thread of it has come back for {STUCK_S:g} s"]
         tier.release.set()
         world.take(2 + 3)
         end_s = time.monotonic() + WAIT_S
-        while stuck_lanes():
+        while stuck_queues():
             assert time.monotonic() < end_s
 
 

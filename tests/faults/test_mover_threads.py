@@ -8,8 +8,8 @@ from mover_world import FINGERPRINT, HangingTier, NthCallCopier, World, small_la
 from kvtier.runtime import mover as mover_module
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.jobs import Threads
-from kvtier.runtime.lanes import Lane
 from kvtier.runtime.mover import Mover
+from kvtier.runtime.worker_queues import WorkerQueue
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Link, Outcome
 
@@ -23,7 +23,7 @@ def _start_only(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         started.append(thread)
         thread.start()
 
-    monkeypatch.setattr(Lane.__init__, "__kwdefaults__", {"start": start})
+    monkeypatch.setattr(WorkerQueue.__init__, "__kwdefaults__", {"start": start})
 
 
 @pytest.mark.parametrize("count", range(5))
@@ -48,7 +48,7 @@ def test_a_lane_without_threads_answers_that_it_failed(monkeypatch: pytest.Monke
                 assert settled.outcome is Outcome.FAILED
                 assert not settled.is_tier_fault
         assert settled.detail == "no thread is left"
-        world.done(world.drop(1))  # the other lanes go on
+        world.done(world.drop(1))  # the other queues go on
 
 
 def test_more_than_the_core_may_let_wait_is_a_mistake_and_yet_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_more_than_the_core_may_let_wait_is_a_mistake_and_yet_answered(monkeypat
         for slot in (1, 2):
             world.mover.submit(world.transfer(Link.PROMOTE, 1, slot))
         too_many = world.transfer(Link.PROMOTE, 1, 3)
-        with pytest.raises(AssertionError, match="the core has let 2 commands wait in the memory read lane"):
+        with pytest.raises(AssertionError, match="the core has let 2 commands wait in the memory read queue"):
             world.mover.submit(too_many)
         (settled,) = world.take(1)
         assert (settled.command, settled.outcome) == (too_many, Outcome.FAILED)

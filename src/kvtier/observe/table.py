@@ -163,12 +163,12 @@ TIER_UP = Metric(
 TIER_FAILURES = Metric(
     "kvtier_tier_failures_total", MetricKind.COUNTER, "", (_TIER,), "I/O errors and missed deadlines of a tier."
 )
-STUCK_LANES = Metric(
-    "kvtier_stuck_lanes",
+STUCK_QUEUES = Metric(
+    "kvtier_stuck_queues",
     MetricKind.GAUGE,
     "",
     (_TIER,),
-    "Lanes of a tier (read, write, probe) all of whose threads are in a call that has not returned for 30 s.",
+    "Worker queues of a tier (read, write, probe) all of whose threads are in a call that has not returned for 30 s.",
 )
 
 TRACE_REQUESTS = Metric(
@@ -203,7 +203,7 @@ METRICS: tuple[Metric, ...] = (
     DROPS,
     TIER_UP,
     TIER_FAILURES,
-    STUCK_LANES,
+    STUCK_QUEUES,
     TRACE_REQUESTS,
 )
 """The table."""

@@ -96,7 +96,7 @@ class Gauges:
         self._tell(HOST, held, capacity, host.evictions)
         for name, view in self._views.items():
             view.is_up = self._cache.is_up(name)
-            self._metrics.set(table.STUCK_LANES, view.stuck_lanes(), tier=name)
+            self._metrics.set(table.STUCK_QUEUES, view.stuck_queues(), tier=name)
             used_bytes, capacity_bytes, evictions, written = view.figures
             if used_bytes is not None and capacity_bytes is not None and evictions is not None:
                 self._tell(name, used_bytes, capacity_bytes, evictions)

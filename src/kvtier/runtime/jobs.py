@@ -78,7 +78,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """How many threads each lane has: one lane for the device, and three for every tier."""
+    """How many threads each queue has: one queue for the device, and three for every tier."""
 
     device: int = 2
     read: int = 4
@@ -109,19 +109,19 @@ class TierView:
     Plain values. A thread that decides has this in place of the tier, so it cannot do the tier's I/O.
     """
 
-    __slots__ = ("figures", "is_up", "stuck_lanes")
+    __slots__ = ("figures", "is_up", "stuck_queues")
 
     def __init__(self) -> None:
         self.figures = Figures()
         """Left by the tier's threads about once a second while there is work for it."""
         self.is_up: bool | None = None
         """Left by the session: whether it reads the tier. None: no session has left it yet."""
-        self.stuck_lanes: Callable[[], int] = lambda: 0
-        """How many of the tier's lanes have all their threads in calls that do not return. Does no I/O."""
+        self.stuck_queues: Callable[[], int] = lambda: 0
+        """How many of the tier's queues have all their threads in calls that do not return. Does no I/O."""
 
 
 class Job:
-    """One command on its way through a lane.
+    """One command on its way through a queue.
 
     Args:
         command: which.

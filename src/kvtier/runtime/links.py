@@ -21,7 +21,7 @@ from kvtier.layout import KvLayout
 from kvtier.policy.base import Hinted
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.jobs import Job, Work
-from kvtier.runtime.lanes import Scratch
+from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, AheadTier, BatchTier, Read, Tier, Write, ended
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Tell, Transfer
 

@@ -1,9 +1,9 @@
 """The mover: threads that obey. It knows no policy, keeps no index, and answers every command exactly once.
 
-    device lane     gather, scatter     scatters first: a request waits for them
-    read lane       promote             \
-    write lane      demote, drop, tell   } one of each per tier, so that neither a slow write
-    probe lane      probe               /  nor a hanging tier holds up anything else
+    device queue     gather, scatter     scatters first: a request waits for them
+    read queue       promote             \
+    write queue      demote, drop, tell   } one of each per tier, so that neither a slow write
+    probe queue      probe               /  nor a hanging tier holds up anything else
 
 Between a command and its answer the slot it names belongs to the mover. That is why nothing is answered while a thread
 may still touch the slot, late or not: the core may have stopped waiting long before.
@@ -29,18 +29,18 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.jobs import Figures, Job, Settled, Threads, TierView, Work
-from kvtier.runtime.lanes import STUCK_S, Lane, LaneState, Scratch
 from kvtier.runtime.links import NOT_ADMITTED, Links, Result
+from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
 from kvtier.tier.base import Tier
 from kvtier.tier.effective_cap import FULL
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
-"""Most jobs that may wait in one lane: far above the core's budgets, so that reaching it is our own mistake."""
+"""Most jobs that may wait in one queue: far above the core's budgets, so that reaching it is our own mistake."""
 
 DROPS_BOUND = 1024
-"""Most jobs that may wait in a write lane when a drop or a tell comes. They have no budget in the core; a bad copy that
-stays is found bad again, and what is not told costs hits."""
+"""Most jobs in a write queue when a drop or a tell arrives. The core has no budget for them; a lost one costs
+hits only."""
 
 _Object = tuple[str, ChunkKey, int]
 """(tier, key, group)."""
@@ -63,9 +63,9 @@ CLOSED = "the mover is closed"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Way:
-    """The lane of one kind of command."""
+    """The queue of one kind of command."""
 
-    lane: Lane
+    queue: WorkerQueue
     bound: int
     is_urgent: bool = False
 
@@ -109,7 +109,7 @@ class Mover:
         copier: the way between the engine and the slots.
         tiers: the lower tiers by the names that the commands use.
         codec: what happens to the bytes on their way to a tier.
-        threads: of each lane.
+        threads: of each queue.
         clock: what the commands' deadlines are on.
 
     `take` and `close` are for one owner thread, everything else for any. The mover's own threads start at once and are
@@ -158,30 +158,30 @@ class Mover:
         """Drops that have not been answered."""
         self._told_stuck: set[str] = set()
         self._next_note_s = -math.inf
-        device = self._lane("device", threads.device)
-        reads = {name: self._lane(f"{name} read", threads.read) for name in tiers}
-        writes = {name: self._lane(f"{name} write", threads.write) for name in tiers}
-        probes = {name: self._lane(f"{name} probe", threads.probe) for name in tiers}
-        self._lanes = [device, *reads.values(), *writes.values(), *probes.values()]
+        device = self._queue("device", threads.device)
+        reads = {name: self._queue(f"{name} read", threads.read) for name in tiers}
+        writes = {name: self._queue(f"{name} write", threads.write) for name in tiers}
+        probes = {name: self._queue(f"{name} probe", threads.probe) for name in tiers}
+        self._queues = [device, *reads.values(), *writes.values(), *probes.values()]
         self.views = {name: TierView() for name in tiers}
         """What each tier's threads leave for the threads that decide."""
         self._watches = {name: Watch(tier, self.views[name]) for name, tier in tiers.items()}
         for name, view in self.views.items():
-            view.stuck_lanes = partial(_stuck, (reads[name], writes[name], probes[name]))
+            view.stuck_queues = partial(_stuck, (reads[name], writes[name], probes[name]))
         self._gathers, self._scatters = _Way(device, QUEUE_BOUND), _Way(device, QUEUE_BOUND, is_urgent=True)
-        self._promotes = {name: _Way(lane, QUEUE_BOUND) for name, lane in reads.items()}
-        self._demotes = {name: _Way(lane, QUEUE_BOUND) for name, lane in writes.items()}
-        self._drops = {name: _Way(lane, DROPS_BOUND) for name, lane in writes.items()}
-        self._probes = {name: _Way(lane, QUEUE_BOUND) for name, lane in probes.items()}
+        self._promotes = {name: _Way(queue, QUEUE_BOUND) for name, queue in reads.items()}
+        self._demotes = {name: _Way(queue, QUEUE_BOUND) for name, queue in writes.items()}
+        self._drops = {name: _Way(queue, DROPS_BOUND) for name, queue in writes.items()}
+        self._probes = {name: _Way(queue, QUEUE_BOUND) for name, queue in probes.items()}
         try:
-            for lane in self._lanes:
-                lane.start()
+            for queue in self._queues:
+                queue.start()
         except RuntimeError:
             self.close(deadline_s=1.0)
             raise
 
     def submit(self, command: Command) -> None:
-        """Begin `command` when its lane gets to it. Never blocks; what cannot be done is answered so.
+        """Begin `command` when its queue gets to it. Never blocks; what cannot be done is answered so.
 
         Raises:
             ValueError: there is no such tier.
@@ -189,7 +189,7 @@ class Mover:
         self.submit_all((command,))
 
     def submit_all(self, commands: Iterable[Command]) -> None:
-        """`submit` each of `commands`, in order; the lanes are visited once for all of them.
+        """`submit` each of `commands`, in order; the queues are visited once for all of them.
 
         Raises:
             ValueError: there is no such tier. Nothing of what follows is done.
@@ -225,8 +225,8 @@ class Mover:
     def cancel(self, ids: Iterable[int]) -> None:
         """Answer those transfers and probes CANCELLED that have not begun; the others go on and answer as ever."""
         wanted = frozenset(ids)
-        for lane in self._lanes:
-            for job in lane.withdraw(wanted):
+        for queue in self._queues:
+            for job in queue.withdraw(wanted):
                 self._answer(job, Outcome.CANCELLED, CANCELLED)
 
     def take(self, wait_s: float = 0.0) -> list[Settled]:
@@ -262,14 +262,14 @@ class Mover:
         if self._process != os.getpid():  # before any lock
             return True
         until_s = time.monotonic() + deadline_s
-        for lane in self._lanes:
-            for job in lane.close():
+        for queue in self._queues:
+            for job in queue.close():
                 self._answer(job, Outcome.CANCELLED, CLOSED)
-        ended = [lane.join(until_s) for lane in self._lanes]
+        ended = [queue.join(until_s) for queue in self._queues]
         return all(ended)
 
-    def _lane(self, name: str, threads: int) -> Lane:
-        return Lane(name, threads=threads, run=self._run, orphaned=self._answer_orphans, clock=self._clock)
+    def _queue(self, name: str, threads: int) -> WorkerQueue:
+        return WorkerQueue(name, threads=threads, run=self._run, orphaned=self._answer_orphans, clock=self._clock)
 
     def _way(self, command: Work) -> "_Way":
         link = command.link if isinstance(command, Transfer) else None
@@ -288,35 +288,35 @@ class Mover:
         """Queue these jobs, and answer those for which there is no room."""
         while bursts:
             way, jobs = bursts.popitem()
-            lane = way.lane
-            for job in lane.expire(now_s):
+            queue = way.queue
+            for job in queue.expire(now_s):
                 self._answer_too_late(job)
-            queued = lane.add(jobs, bound=way.bound, is_urgent=way.is_urgent)
+            queued = queue.add(jobs, bound=way.bound, is_urgent=way.is_urgent)
             if queued == len(jobs):
                 continue
             jobs = jobs[queued:]
-            if lane.state is LaneState.CLOSED:
+            if queue.state is QueueState.CLOSED:
                 for job in jobs:
                     self._answer(job, Outcome.CANCELLED, CLOSED)
-            elif lane.state is LaneState.DEAD:
+            elif queue.state is QueueState.DEAD:
                 self._answer_orphans(jobs)
             else:
                 for job in jobs:
-                    self._answer(job, Outcome.FAILED, f"{way.bound} commands wait in the {lane.name} lane")
+                    self._answer(job, Outcome.FAILED, f"{way.bound} commands wait in the {queue.name} queue")
                 is_ours = any(not isinstance(job.command, Drop | Tell) for job in jobs)
-                assert not is_ours, f"the core has let {way.bound} commands wait in the {lane.name} lane"
+                assert not is_ours, f"the core has let {way.bound} commands wait in the {queue.name} queue"
 
     def _note_stuck(self, now_s: float) -> None:
-        """Log once for each lane that is stuck; again after it was not."""
+        """Log once for each queue that is stuck; again after it was not."""
         if now_s < self._next_note_s:
             return
         self._next_note_s = now_s + FIGURES_EVERY_S
-        before, self._told_stuck = self._told_stuck, {lane.name for lane in self._lanes if lane.is_stuck}
+        before, self._told_stuck = self._told_stuck, {queue.name for queue in self._queues if queue.is_stuck}
         for name in self._told_stuck - before:
-            logger.warning("the %s lane is stuck: no thread of it has come back for %g s", name, STUCK_S)
+            logger.warning("the %s queue is stuck: no thread of it has come back for %g s", name, STUCK_S)
 
     def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
-        """Do jobs and answer each, whatever raises; runs in the lanes' threads. Yields where `Links.run` does."""
+        """Do jobs and answer each, whatever raises; runs in the queues' threads. Yields where `Links.run` does."""
         try:
             yield from self._do(jobs, scratch)
         except BaseException as error:
@@ -424,8 +424,8 @@ def _judged(job: Job, error: Exception) -> Result:
     return Result(Outcome.FAILED, detail=detail)
 
 
-def _stuck(lanes: Sequence[Lane]) -> int:
-    return sum(lane.is_stuck for lane in lanes)
+def _stuck(queues: Sequence[WorkerQueue]) -> int:
+    return sum(queue.is_stuck for queue in queues)
 
 
 def _kind(command: Work, outcome: Outcome) -> str:

@@ -171,7 +171,7 @@ def _disk(config: DiskConfig, layout: KvLayout, rank: int, ranks: int) -> DiskTi
 
 
 def _threads(config: Config, copy_threads: int) -> Threads:
-    """Every tier has lanes of its own with that many threads: what the most demanding one is set to."""
+    """Every tier has queues of its own with that many threads: what the most demanding one is set to."""
     wanted = [tier for tier in (config.directory, config.disk) if tier.path is not None] or [config.directory]
     return Threads(
         device=copy_threads,

@@ -1,4 +1,4 @@
-"""A lane: a bounded queue and the threads that serve it. What one lane waits for, no other lane does.
+"""A queue: a bounded queue and the threads that serve it. What one queue waits for, no other queue does.
 
 Each job leaves the queue exactly once, under the lock, and whoever takes it out answers it: a thread that begins it,
 alone or with others that gain by going together, or the caller of `withdraw`, `expire` or `close`. Threads are daemons,
@@ -16,10 +16,10 @@ from kvtier.runtime.jobs import Job
 from kvtier.types import Drop, Tell
 
 IDLE_WAIT_S = 60.0
-"""A thread without work looks again after this long, so that not even a lost wake-up could stall a lane for ever."""
+"""A thread without work looks again after this long, so that not even a lost wake-up could stall a queue for ever."""
 
 STUCK_S = 30.0
-"""A lane is stuck when each of its threads has been at the same jobs for this long."""
+"""A queue is stuck when each of its threads has been at the same jobs for this long."""
 
 SHARES_MOST = 4
 """Jobs that one thread may take at once are shared by so many at most: a switch of threads costs more than a job."""
@@ -28,8 +28,8 @@ SHARES_MOST = 4
 _END = object()
 
 
-class LaneState(Enum):
-    """Whether a lane takes jobs."""
+class QueueState(Enum):
+    """Whether a queue takes jobs."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -49,7 +49,7 @@ class Scratch:
         return self._view[:size_bytes]
 
 
-class Lane:
+class WorkerQueue:
     """One queue in front of some threads; urgent jobs go first, otherwise the oldest.
 
     Args:
@@ -80,7 +80,7 @@ class Lane:
         self._urgent: deque[Job] = deque()
         self._usual: deque[Job] = deque()
         self._ready = threading.Condition(threading.Lock())
-        self._state = LaneState.OPEN
+        self._state = QueueState.OPEN
         self._wanted = threads
         self._serving = 0
         self._idle = 0
@@ -100,7 +100,7 @@ class Lane:
                 self._start_thread()
 
     @property
-    def state(self) -> LaneState:
+    def state(self) -> QueueState:
         """Whether it takes jobs."""
         return self._state
 
@@ -113,10 +113,10 @@ class Lane:
     def add(self, jobs: Sequence[Job], *, bound: int, is_urgent: bool = False) -> int:
         """Queue the first of `jobs`, as many as there is room for; how many. The rest is the caller's to answer.
 
-        There is room for fewer than all when `bound` jobs wait then, and for none when the lane is not open.
+        There is room for fewer than all when `bound` jobs wait then, and for none when the queue is not open.
         """
         with self._ready:
-            if self._state is not LaneState.OPEN:
+            if self._state is not QueueState.OPEN:
                 return 0
             room = max(0, bound - len(self._urgent) - len(self._usual))
             taken = jobs if len(jobs) <= room else jobs[:room]
@@ -135,7 +135,7 @@ class Lane:
     def expire(self, now_s: float) -> list[Job]:
         """Take out the oldest jobs while they are too late to begin; they are the caller's to answer.
 
-        Without this a lane whose threads all hang would keep what came after for as long as they do.
+        Without this a queue whose threads all hang would keep what came after for as long as they do.
         """
         late: list[Job] = []
         if self._urgent or self._usual:
@@ -148,7 +148,7 @@ class Lane:
     def close(self) -> list[Job]:
         """Take no more jobs and tell the threads to end; the jobs that had not begun are the caller's to answer."""
         with self._ready:
-            self._state = LaneState.CLOSED
+            self._state = QueueState.CLOSED
             self._ready.notify_all()
             return self._take_out(lambda _: True)
 
@@ -214,15 +214,15 @@ class Lane:
         with self._ready:
             queue = self._urgent or self._usual
             is_worth = (
-                self._state is LaneState.OPEN and len(queue) > 1 and min(queue[0].together, queue[1].together) > 1
+                self._state is QueueState.OPEN and len(queue) > 1 and min(queue[0].together, queue[1].together) > 1
             )
             return self._take_from(queue) if is_worth else []
 
     def _next(self) -> list[Job]:
-        """The next job, with those behind it that may go with it; none when the lane is closed."""
+        """The next job, with those behind it that may go with it; none when the queue is closed."""
         with self._ready:
             self._began_s.pop(threading.get_ident(), None)
-            while self._state is LaneState.OPEN:
+            while self._state is QueueState.OPEN:
                 if queue := self._urgent or self._usual:
                     return self._take_from(queue)
                 self._idle += 1
@@ -251,14 +251,14 @@ class Lane:
         with self._ready:
             self._serving -= 1
             self._began_s.pop(threading.get_ident(), None)
-            if self._state is not LaneState.OPEN:
+            if self._state is not QueueState.OPEN:
                 return
             try:
                 self._start_thread()
             except RuntimeError:
                 if self._serving:
                     return
-                self._state = LaneState.DEAD
+                self._state = QueueState.DEAD
                 orphans = self._take_out(lambda _: True)
             else:
                 return

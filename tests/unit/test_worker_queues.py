@@ -1,4 +1,4 @@
-"""A lane: each job is run or handed back exactly once, in order, within its bound; a thread that ends is replaced."""
+"""A queue: each job is run or handed back exactly once, in order, within its bound; a thread that ends is replaced."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from collections.abc import Generator
 import pytest
 
 from kvtier.runtime.jobs import Job
-from kvtier.runtime.lanes import Lane, LaneState, Scratch
+from kvtier.runtime.worker_queues import QueueState, Scratch, WorkerQueue
 from kvtier.types import ChunkKey, Drop, Probe
 
 WAIT_S = 20.0
@@ -37,10 +37,10 @@ class _Worker:
         if job.command.id < 0:
             raise SystemExit
 
-    def lane(self, threads: int = 1) -> Lane:
-        lane = Lane("test", threads=threads, run=self.run, orphaned=self.orphans.extend)
-        lane.start()
-        return lane
+    def queue(self, threads: int = 1) -> WorkerQueue:
+        queue = WorkerQueue("test", threads=threads, run=self.run, orphaned=self.orphans.extend)
+        queue.start()
+        return queue
 
     def wait_begun(self) -> None:
         assert self.begun.acquire(timeout=WAIT_S)
@@ -60,96 +60,96 @@ def _until_s() -> float:
 
 def test_urgent_jobs_go_first_then_the_oldest() -> None:
     worker = _Worker()
-    lane = worker.lane()
-    assert lane.add([_job(0)], bound=BOUND)
+    queue = worker.queue()
+    assert queue.add([_job(0)], bound=BOUND)
     worker.wait_begun()
     for number, is_urgent in ((1, False), (2, True), (3, False), (4, True)):
-        assert lane.add([_job(number)], bound=BOUND, is_urgent=is_urgent)
+        assert queue.add([_job(number)], bound=BOUND, is_urgent=is_urgent)
     worker.gate.release(5)
     for _ in range(4):
         worker.wait_begun()
-    assert lane.close() == []
-    assert lane.join(_until_s())
+    assert queue.close() == []
+    assert queue.join(_until_s())
     assert worker.ran == [0, 2, 4, 1, 3]
 
 
 def test_no_more_than_the_bound_may_wait() -> None:
     worker = _Worker()
-    lane = worker.lane()
-    assert lane.add([_job(0)], bound=2)
+    queue = worker.queue()
+    assert queue.add([_job(0)], bound=2)
     worker.wait_begun()
-    assert [lane.add([_job(number)], bound=2, is_urgent=number == 1) for number in (1, 2, 3)] == [1, 1, 0]
-    assert lane.state is LaneState.OPEN
+    assert [queue.add([_job(number)], bound=2, is_urgent=number == 1) for number in (1, 2, 3)] == [1, 1, 0]
+    assert queue.state is QueueState.OPEN
     worker.gate.release(3)
-    lane.close()
-    assert lane.join(_until_s())
+    queue.close()
+    assert queue.join(_until_s())
 
 
 def test_what_is_withdrawn_is_not_run() -> None:
     worker = _Worker()
-    lane = worker.lane()
-    assert lane.withdraw([0]) == []
+    queue = worker.queue()
+    assert queue.withdraw([0]) == []
     running, drop, *waiting = [_job(0), Job(Drop("tier", ChunkKey(b""), 0), 0.0), *(_job(n) for n in (1, 2, 3))]
-    assert lane.add([running], bound=BOUND)
+    assert queue.add([running], bound=BOUND)
     worker.wait_begun()
     for job in (*waiting, drop):
-        assert lane.add([job], bound=BOUND)
-    assert lane.withdraw({0, 1, 3}) == [waiting[0], waiting[2]]
-    assert lane.close() == [waiting[1], drop]
+        assert queue.add([job], bound=BOUND)
+    assert queue.withdraw({0, 1, 3}) == [waiting[0], waiting[2]]
+    assert queue.close() == [waiting[1], drop]
     worker.gate.release()
-    assert lane.join(_until_s())
+    assert queue.join(_until_s())
     assert worker.ran == [0]
 
 
 def test_what_is_late_leaves_the_front_of_the_queue() -> None:
     worker = _Worker()
-    lane = worker.lane()
-    assert lane.expire(0.0) == []
-    assert lane.add([_job(0)], bound=BOUND)
+    queue = worker.queue()
+    assert queue.expire(0.0) == []
+    assert queue.add([_job(0)], bound=BOUND)
     worker.wait_begun()
     jobs = [_job(number, deadline_s) for number, deadline_s in ((1, 1.0), (2, 2.0), (3, 3.0))]
     urgent = _job(4, 1.5)
     for job in jobs:
-        assert lane.add([job], bound=BOUND)
-    assert lane.add([urgent], bound=BOUND, is_urgent=True)
-    assert lane.expire(0.5) == []
-    assert set(lane.expire(2.0)) == {jobs[0], jobs[1], urgent}
-    assert lane.close() == [jobs[2]]
+        assert queue.add([job], bound=BOUND)
+    assert queue.add([urgent], bound=BOUND, is_urgent=True)
+    assert queue.expire(0.5) == []
+    assert set(queue.expire(2.0)) == {jobs[0], jobs[1], urgent}
+    assert queue.close() == [jobs[2]]
     worker.gate.release()
-    assert lane.join(_until_s())
+    assert queue.join(_until_s())
 
 
 def test_a_closed_lane_takes_nothing() -> None:
     worker = _Worker()
-    lane = worker.lane(threads=3)
-    assert lane.close() == []
-    assert not lane.add([_job(0)], bound=BOUND)
-    assert lane.state is LaneState.CLOSED
-    assert lane.join(_until_s())
+    queue = worker.queue(threads=3)
+    assert queue.close() == []
+    assert not queue.add([_job(0)], bound=BOUND)
+    assert queue.state is QueueState.CLOSED
+    assert queue.join(_until_s())
 
 
 def test_join_does_not_wait_beyond_its_time() -> None:
     worker = _Worker()
-    lane = worker.lane()
-    assert lane.add([_job(0)], bound=BOUND)
+    queue = worker.queue()
+    assert queue.add([_job(0)], bound=BOUND)
     worker.wait_begun()
-    lane.close()
-    assert not lane.join(time.monotonic() + 0.01)
-    assert not lane.join(time.monotonic() - 1.0)
+    queue.close()
+    assert not queue.join(time.monotonic() + 0.01)
+    assert not queue.join(time.monotonic() - 1.0)
     worker.gate.release()
-    assert lane.join(_until_s())
+    assert queue.join(_until_s())
 
 
 def test_a_thread_that_ends_is_replaced(exits: list[type[BaseException]]) -> None:
     worker = _Worker()
-    lane = worker.lane()
+    queue = worker.queue()
     worker.gate.release(4)
     for number in (-1, -2, -3, 4):
-        assert lane.add([_job(number)], bound=BOUND)
+        assert queue.add([_job(number)], bound=BOUND)
     for _ in range(4):
         worker.wait_begun()
-    assert lane.close() == []
-    assert lane.join(_until_s())
+    assert queue.close() == []
+    assert queue.join(_until_s())
     assert worker.ran == [-1, -2, -3, 4]
     assert exits == [SystemExit] * 3
 
@@ -169,19 +169,19 @@ def test_when_no_thread_can_be_had_what_waits_is_handed_back(exits: list[type[Ba
         worker.orphans.extend(jobs)
         is_over.set()
 
-    lane = Lane("test", threads=1, run=worker.run, orphaned=orphaned, start=start_one)
-    lane.start()
+    queue = WorkerQueue("test", threads=1, run=worker.run, orphaned=orphaned, start=start_one)
+    queue.start()
     last, waiting = _job(-1), _job(2)
-    assert lane.add([last], bound=BOUND)
+    assert queue.add([last], bound=BOUND)
     worker.wait_begun()
-    assert lane.add([waiting], bound=BOUND)
+    assert queue.add([waiting], bound=BOUND)
     worker.gate.release()
     assert is_over.wait(WAIT_S)
     assert worker.orphans == [waiting]
-    assert lane.state is LaneState.DEAD
-    assert not lane.add([_job(3)], bound=BOUND)
-    assert lane.close() == []
-    assert lane.join(_until_s())
+    assert queue.state is QueueState.DEAD
+    assert not queue.add([_job(3)], bound=BOUND)
+    assert queue.close() == []
+    assert queue.join(_until_s())
     assert set(exits) <= {SystemExit}  # the thread is on its way out
 
 
@@ -194,11 +194,11 @@ def test_a_start_that_fails_is_told_and_what_began_can_be_closed() -> None:
         started.append(thread)
         thread.start()
 
-    lane = Lane("test", threads=3, run=_Worker().run, orphaned=lambda _: None, start=start_two)
+    queue = WorkerQueue("test", threads=3, run=_Worker().run, orphaned=lambda _: None, start=start_two)
     with pytest.raises(RuntimeError, match="can't start"):
-        lane.start()
-    lane.close()
-    assert lane.join(_until_s())
+        queue.start()
+    queue.close()
+    assert queue.join(_until_s())
     assert not any(thread.is_alive() for thread in started)
 
 
@@ -224,11 +224,11 @@ def test_what_may_go_together_is_taken_together_but_not_more_than_a_share() -> N
         begun.release()
         assert gate.acquire(timeout=WAIT_S)
 
-    lane = Lane("test", threads=1, run=run, orphaned=lambda _: None)
-    lane.start()
+    queue = WorkerQueue("test", threads=1, run=run, orphaned=lambda _: None)
+    queue.start()
     ids = [1, 3, 3, 3, 3, 1, 2, 4, 4, 4]
     for number in ids:
-        assert lane.add([_job(number, together=number)], bound=BOUND)
+        assert queue.add([_job(number, together=number)], bound=BOUND)
         if len(taken) == 0:
             assert begun.acquire(timeout=WAIT_S)
     gate.release(len(ids))
@@ -236,34 +236,34 @@ def test_what_may_go_together_is_taken_together_but_not_more_than_a_share() -> N
     while sum(map(len, taken)) < len(ids):
         assert time.monotonic() < until_s
         assert begun.acquire(timeout=WAIT_S)
-    assert lane.close() == []
-    assert lane.join(_until_s())
+    assert queue.close() == []
+    assert queue.join(_until_s())
     assert taken == [[1], [3, 3, 3], [3], [1], [2, 4], [4, 4]]
 
 
 def test_one_that_begins_wakes_another_for_what_is_left() -> None:
     """Three come in one go. Each thread hangs in its own, so that none but another could begin the next."""
     worker = _Worker()
-    lane = worker.lane(threads=3)
-    assert lane.add([_job(0), _job(1), _job(2)], bound=BOUND) == 3
+    queue = worker.queue(threads=3)
+    assert queue.add([_job(0), _job(1), _job(2)], bound=BOUND) == 3
     for _ in range(3):
         worker.wait_begun()
     worker.gate.release(3)
-    assert lane.close() == []
-    assert lane.join(_until_s())
+    assert queue.close() == []
+    assert queue.join(_until_s())
 
 
 def test_of_those_that_come_together_as_many_wait_as_there_is_room_for() -> None:
     worker = _Worker()
-    lane = worker.lane()
-    assert lane.add([_job(0)], bound=2) == 1
+    queue = worker.queue()
+    assert queue.add([_job(0)], bound=2) == 1
     worker.wait_begun()
-    assert lane.add([_job(1)], bound=2, is_urgent=True) == 1
+    assert queue.add([_job(1)], bound=2, is_urgent=True) == 1
     last = _job(2)
-    assert lane.add([last, _job(3)], bound=2) == 1
-    assert lane.close()[1:] == [last]
+    assert queue.add([last, _job(3)], bound=2) == 1
+    assert queue.close()[1:] == [last]
     worker.gate.release()
-    assert lane.join(_until_s())
+    assert queue.join(_until_s())
 
 
 class _Ahead:
@@ -295,14 +295,14 @@ class _Ahead:
 
     def run_six(self) -> list[str]:
         """Three times two."""
-        lane = Lane("test", threads=1, run=self.run, orphaned=lambda _: None)
-        assert lane.add([_job(number, together=2) for number in range(6)], bound=BOUND) == 6
+        queue = WorkerQueue("test", threads=1, run=self.run, orphaned=lambda _: None)
+        assert queue.add([_job(number, together=2) for number in range(6)], bound=BOUND) == 6
         self.gate.set()
-        lane.start()
+        queue.start()
         for _ in range(6):
             assert self.is_over.acquire(timeout=WAIT_S)
-        assert lane.close() == []
-        assert lane.join(_until_s())
+        assert queue.close() == []
+        assert queue.join(_until_s())
         return self.told
 
 
@@ -325,12 +325,12 @@ def test_a_thread_that_ends_leaves_nothing_in_between(where: str, exits: list[ty
 
 def test_what_may_not_go_together_does_not_begin_in_between() -> None:
     ahead = _Ahead()
-    lane = Lane("test", threads=1, run=ahead.run, orphaned=lambda _: None)
-    lane.add([*(_job(number, together=2) for number in (0, 1)), _job(2), _job(3)], bound=BOUND)
+    queue = WorkerQueue("test", threads=1, run=ahead.run, orphaned=lambda _: None)
+    queue.add([*(_job(number, together=2) for number in (0, 1)), _job(2), _job(3)], bound=BOUND)
     ahead.gate.set()
-    lane.start()
+    queue.start()
     for _ in range(4):
         assert ahead.is_over.acquire(timeout=WAIT_S)
-    lane.close()
-    assert lane.join(_until_s())
+    queue.close()
+    assert queue.join(_until_s())
     assert ahead.told[:4] == ["ask 0 1", "have 0 1", "do 0 1", "end 0 1"]
