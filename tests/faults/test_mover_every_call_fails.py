@@ -9,8 +9,8 @@ from mover_world import CHUNKS, WAIT_S, NthCallCopier, NthCallTier, World, threa
 from kvtier.codec import registry
 from kvtier.runtime import mover as module
 from kvtier.runtime.jobs import Settled
-from kvtier.runtime.links import NOT_ADMITTED
 from kvtier.runtime.mover import Mover
+from kvtier.runtime.transfers import NOT_ADMITTED
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Link, Outcome, Transfer
 

@@ -29,7 +29,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.jobs import Figures, Job, Settled, Threads, TierView, Work
-from kvtier.runtime.links import NOT_ADMITTED, Links, Result
+from kvtier.runtime.transfers import NOT_ADMITTED, Result, Transfers
 from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
 from kvtier.tier.base import Tier
 from kvtier.tier.effective_cap import FULL
@@ -140,7 +140,7 @@ class Mover:
         threads = threads or Threads()
         self._clock = clock
         self._process = os.getpid()
-        self._links = Links(
+        self._transfers = Transfers(
             layout=layout,
             rank=rank,
             fingerprint=fingerprint,
@@ -196,7 +196,7 @@ class Mover:
         """
         now_s = self._clock()
         self._note_stuck(now_s)
-        together = self._links.together
+        together = self._transfers.together
         bursts: dict[_Way, list[Job]] = {}
         try:
             for command in commands:
@@ -316,7 +316,7 @@ class Mover:
             logger.warning("the %s queue is stuck: no thread of it has come back for %g s", name, STUCK_S)
 
     def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
-        """Do jobs and answer each, whatever raises; runs in the queues' threads. Yields where `Links.run` does."""
+        """Do jobs and answer each, whatever raises; runs in the queues' threads. Yields where `Transfers.run` does."""
         try:
             yield from self._do(jobs, scratch)
         except BaseException as error:
@@ -346,7 +346,7 @@ class Mover:
             if not jobs:
                 return
         try:
-            results = yield from self._links.run(jobs, scratch, _attempt)
+            results = yield from self._transfers.run(jobs, scratch, _attempt)
         except Exception as error:  # noqa: BLE001 - whatever a tier, codec or copier raises is a miss
             results = [error] * len(jobs)
         judged = [_judged(job, it) if isinstance(it, Exception) else it for job, it in zip(jobs, results, strict=True)]

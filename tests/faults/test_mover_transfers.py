@@ -23,8 +23,8 @@ from kvtier.config.sections import Mode
 from kvtier.errors import ConfigError
 from kvtier.policy.lru import Lru
 from kvtier.runtime.jobs import Threads, Work
-from kvtier.runtime.links import NOT_ADMITTED
 from kvtier.runtime.mover import TOO_LATE
+from kvtier.runtime.transfers import NOT_ADMITTED
 from kvtier.tier.base import UNKNOWN, About
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.memory import MemoryTier
@@ -192,7 +192,7 @@ def test_another_models_object_is_corrupt_not_served() -> None:
     shared = MemoryTier(capacity_bytes=1 << 24)
     with World({"memory": shared}) as world, World({"memory": shared}) as other:
         world.stored(1)
-        other.mover._links._fingerprint = bytes(32)  # the same names, as if the chain had forgotten the weights
+        other.mover._transfers._fingerprint = bytes(32)  # the same names, as if the chain had forgotten the weights
         other.spoil(0)
         (settled,) = other.run(other.transfer(Link.PROMOTE, 1, 0))
         assert settled.outcome is Outcome.CORRUPT

@@ -66,7 +66,7 @@ class Result(NamedTuple):
 _ABSENT = Result(Outcome.ABSENT, detail="not there")
 
 
-class Links:
+class Transfers:
     """One rank's ways between its engine, its arena and its tiers. Thread-safe: it has no state of its own.
 
     Two demotes of one slot may seal it at the same time, and scatters may read it meanwhile, without a lock: for the
