@@ -70,7 +70,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("prints", "src/kvtier/bench/demo_pass.py"): "a process that speaks JSON lines to the one that started it",
     ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
     ("endless_waits", "src/kvtier/runtime/session_thread.py"): "one call for each thread that waits for its answer",
-    ("endless_waits", "src/kvtier/runtime/answers.py"): "one answer for each command in flight, which the core limits",
+    (
+        "endless_waits",
+        "src/kvtier/runtime/completion_inbox.py",
+    ): "one answer for each command in flight, which the core limits",
     ("endless_waits", "src/kvtier/keys/weights.py"): "a checkpoint is read before anything runs, as long as it takes",
 }
 """Rule and file, with the reason. One that is no longer needed is a finding, too."""

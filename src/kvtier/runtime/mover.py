@@ -24,8 +24,8 @@ from kvtier.codec.raw import Raw
 from kvtier.device.base import Copier
 from kvtier.errors import CorruptChunkError, KvError
 from kvtier.layout import KvLayout
-from kvtier.runtime.answers import Answers
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.jobs import Figures, Job, Settled, Threads, TierView, Work
@@ -150,7 +150,7 @@ class Mover:
             codec=codec or Raw(),
             clock=clock,
         )
-        self._answers = Answers()
+        self._inbox = CompletionInbox()
         self._put: Callable[[Settled], None] | None = None
         """Takes each answer; None: answers wait for `take`."""
         self._faults = FaultLog()
@@ -234,11 +234,11 @@ class Mover:
 
         Returns early, perhaps with nothing, when somebody calls `wake`.
         """
-        return self._answers.take(wait_s)
+        return self._inbox.take(wait_s)
 
     def wake(self) -> None:
         """Make a `take` that waits return, or the next one that would. May be called from any thread."""
-        self._answers.wake()
+        self._inbox.wake()
 
     def answer_to(self, put: Callable[[Settled], None]) -> None:
         """From now on give each answer to `put`, at once and in the thread that has it; nothing is left for `take`.
@@ -381,7 +381,7 @@ class Mover:
 
     def _give(self, jobs: list[Job], answers: list[Settled]) -> None:
         if self._put is None:
-            self._answers.put_all(answers)
+            self._inbox.put_all(answers)
             for job in jobs:
                 job.is_answered = True
             return

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from kvtier.core.work import SEVERITY
-from kvtier.runtime.answers import Answers
+from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.jobs import Obedient, Settled, TierView, Work
 from kvtier.runtime.mover import Mover
 from kvtier.types import Cancel, Command, Outcome, RequestId
@@ -136,7 +136,7 @@ class RankGroup:
         if not ranks:
             raise ValueError("a rank group needs at least one rank")
         self._ranks = tuple(ranks)
-        self._answers = Answers()
+        self._inbox = CompletionInbox()
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}
         """By the identity of the command, which every answer carries: a drop has no number."""
@@ -173,11 +173,11 @@ class RankGroup:
 
     def take(self, wait_s: float = 0.0) -> list[Settled]:
         """See `Obedient`. Also returns early, perhaps with nothing, while a rank reads slowly."""
-        return self._answers.take(wait_s if self.flush() else min(wait_s, RETRY_S))
+        return self._inbox.take(wait_s if self.flush() else min(wait_s, RETRY_S))
 
     def wake(self) -> None:
         """See `Obedient`."""
-        self._answers.wake()
+        self._inbox.wake()
 
     def flush(self) -> bool:
         """See `RankMover`."""
@@ -228,7 +228,7 @@ class RankGroup:
                 waiting.settled = together
                 waiting.left -= 1
             else:
-                self._answers.put(together)
+                self._inbox.put(together)
                 del self._open[id(settled.command)]
 
 

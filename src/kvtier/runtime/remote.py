@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from kvtier.runtime.answers import Answers
+from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.jobs import Settled, Work
 from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
 from kvtier.runtime.mover import CLOSED
@@ -68,8 +68,8 @@ class RemoteMover:
         self._pinged_s: float | None = None
         """When it was asked whether it is there, if it has said nothing since."""
         self._leaving: Callable[[], None] = lambda: None
-        self._answers = Answers()
-        self._put: Callable[[Settled], None] = self._answers.put
+        self._inbox = CompletionInbox()
+        self._put: Callable[[Settled], None] = self._inbox.put
         self._reader = threading.Thread(target=self._read, name=f"kvtier {name}", daemon=True)
         self._reader.start()
 
@@ -111,11 +111,11 @@ class RemoteMover:
 
     def take(self, wait_s: float = 0.0) -> list[Settled]:
         """See `Obedient`. Also returns early, perhaps with nothing, while the other side reads slowly."""
-        return self._answers.take(wait_s if self.flush() else min(wait_s, RETRY_S))
+        return self._inbox.take(wait_s if self.flush() else min(wait_s, RETRY_S))
 
     def wake(self) -> None:
         """See `Obedient`."""
-        self._answers.wake()
+        self._inbox.wake()
 
     def answer_to(self, put: Callable[[Settled], None]) -> None:
         """See `RankMover`."""

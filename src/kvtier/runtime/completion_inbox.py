@@ -1,11 +1,11 @@
-"""Answers on their way to their one owner: any thread puts them, the owner takes them and can be woken."""
+"""CompletionInbox on their way to their one owner: any thread puts them, the owner takes them and can be woken."""
 
 from queue import Empty, SimpleQueue
 
 from kvtier.runtime.jobs import Settled
 
 
-class Answers:
+class CompletionInbox:
     """A queue of answers. `take` is for one owner thread, everything else for any."""
 
     def __init__(self) -> None:
