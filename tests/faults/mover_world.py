@@ -16,7 +16,7 @@ from kvtier.errors import TierError
 from kvtier.keys.names import object_name
 from kvtier.layout import GroupLayout, History, KvLayout, State
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.jobs import Settled, Threads, Work
+from kvtier.runtime.jobs import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
 from kvtier.tier.base import UNKNOWN, About, Tier
 from kvtier.tier.memory import MemoryTier
@@ -163,9 +163,9 @@ class World:
 
     # ---- running them
 
-    def take(self, count: int) -> list[Settled]:
+    def take(self, count: int) -> list[Completion]:
         """The next `count` answers; fails when they do not come."""
-        taken: list[Settled] = []
+        taken: list[Completion] = []
         until_s = time.monotonic() + WAIT_S
         while len(taken) < count:
             assert time.monotonic() < until_s, f"{len(taken)} of {count} answers came"
@@ -173,18 +173,18 @@ class World:
         assert len(taken) == count, "an answer too many"
         return taken
 
-    def run(self, *commands: Work) -> list[Settled]:
+    def run(self, *commands: Work) -> list[Completion]:
         """Submit all at once, and their answers in the order of the commands."""
         for command in commands:
             self.mover.submit(command)
-        answers = {id(settled.command): settled for settled in self.take(len(commands))}
+        answers = {id(completion.command): completion for completion in self.take(len(commands))}
         return [answers[id(command)] for command in commands]
 
     def done(self, *commands: Work) -> None:
         """Submit one after the other; each must be DONE."""
         for command in commands:
-            (settled,) = self.run(command)
-            assert settled.outcome is Outcome.DONE, settled
+            (completion,) = self.run(command)
+            assert completion.outcome is Outcome.DONE, completion
 
     def stored(self, *chunks: int, tier: str = "memory") -> None:
         """Bring chunks of both groups to a tier, through slot 0."""

@@ -8,7 +8,7 @@ from mover_world import HangingTier, ManualClock, NthCallTier, World, WrappedTie
 
 from kvtier.codec import registry
 from kvtier.errors import TierError
-from kvtier.runtime.jobs import Settled, Threads
+from kvtier.runtime.jobs import Completion, Threads
 from kvtier.runtime.mover import CANCELLED, TOO_LATE
 from kvtier.tier.base import AheadTier, BatchTier, Read, Tier, Write
 from kvtier.tier.disk import DiskTier
@@ -63,7 +63,7 @@ def _gathered(world: World) -> None:
         world.done(world.transfer(Link.GATHER, chunk, chunk))
 
 
-def _together(world: World, tier: Held, link: Link) -> list[Settled]:
+def _together(world: World, tier: Held, link: Link) -> list[Completion]:
     """Move chunk 0, and while that hangs ask for the others; the answers of those."""
     tier.release.clear()
     commands = [world.transfer(link, chunk, chunk) for chunk in (0, *CHUNKS)]
@@ -72,19 +72,19 @@ def _together(world: World, tier: Held, link: Link) -> list[Settled]:
     for command in commands[1:]:
         world.mover.submit(command)
     tier.release.set()
-    answers = {settled.command: settled for settled in world.take(len(commands))}
+    answers = {completion.command: completion for completion in world.take(len(commands))}
     return [answers[command] for command in commands[1:]]
 
 
-def _there_and_back(world: World, tier: Held) -> tuple[list[Settled], list[Settled]]:
+def _there_and_back(world: World, tier: Held) -> tuple[list[Completion], list[Completion]]:
     """Five chunks go down together and come back together; what is DONE has the right bytes."""
     _gathered(world)
     down = _together(world, tier, Link.DEMOTE)
     for slot in (0, *CHUNKS):
         world.spoil(slot)
     up = _together(world, tier, Link.PROMOTE)
-    for chunk, settled in zip(CHUNKS, up, strict=True):
-        assert settled.outcome is not Outcome.DONE or world.is_in_slot(chunk, chunk), "wrong bytes are DONE"
+    for chunk, completion in zip(CHUNKS, up, strict=True):
+        assert completion.outcome is not Outcome.DONE or world.is_in_slot(chunk, chunk), "wrong bytes are DONE"
     return down, up
 
 
@@ -96,8 +96,8 @@ def test_what_waits_goes_together(codec: str) -> None:
     tier = Held(inner, "read", "write")
     with World({"memory": tier}, threads=ONE_THREAD, codec=registry.by_name(codec)) as world:
         down, up = _there_and_back(world, tier)
-        assert {settled.outcome for settled in down + up} == {Outcome.DONE}
-        assert all(settled.size_bytes and not settled.is_tier_fault for settled in down + up)
+        assert {completion.outcome for completion in down + up} == {Outcome.DONE}
+        assert all(completion.size_bytes and not completion.is_tier_fault for completion in down + up)
         assert inner.batches == [5, 5]
 
 
@@ -110,7 +110,7 @@ def test_a_drive_of_ones_own_takes_them_together(tmp_path: Path, codec: str) -> 
     tier = Held(disk, "read", "write")
     with World({"memory": tier}, threads=ONE_THREAD, codec=registry.by_name(codec)) as world:
         down, up = _there_and_back(world, tier)
-        assert {settled.outcome for settled in down + up} == {Outcome.DONE}
+        assert {completion.outcome for completion in down + up} == {Outcome.DONE}
     disk.close()
 
 
@@ -121,14 +121,14 @@ def test_one_that_goes_wrong_costs_the_others_nothing(way: str) -> None:
         tier = Held(Batched(NthCallTier(MemoryTier(capacity_bytes=1 << 24), n, way)), "read", "write")
         with threads_may_exit(), World({"memory": tier}, threads=ONE_THREAD) as world:
             down, up = _there_and_back(world, tier)
-        failures = [settled for settled in down + up if settled.outcome is not Outcome.DONE]
+        failures = [completion for completion in down + up if completion.outcome is not Outcome.DONE]
         if way in {"bug", "exit"}:  # a tier that breaks the interface: the batch is lost, but answered
-            assert all(settled.detail for settled in failures)
+            assert all(completion.detail for completion in failures)
             continue
-        assert len({settled.command.key for settled in failures}) <= 1, failures
-        for settled in failures:
-            assert settled.detail
-            assert settled.is_tier_fault == (way == "raise" and "planned" in settled.detail)
+        assert len({completion.command.key for completion in failures}) <= 1, failures
+        for completion in failures:
+            assert completion.detail
+            assert completion.is_tier_fault == (way == "raise" and "planned" in completion.detail)
 
 
 def test_what_concerns_all_fails_all_and_is_one_tiers_fault() -> None:
@@ -143,8 +143,8 @@ def test_what_concerns_all_fails_all_and_is_one_tiers_fault() -> None:
     with World({"memory": tier}, threads=ONE_THREAD) as world:
         down, up = _there_and_back(world, tier)
     for answers, detail in ((down, "no 5 objects today"), (up, "4 answers to 5 questions")):
-        assert all(detail in settled.detail for settled in answers)
-        assert {(settled.outcome, settled.is_tier_fault) for settled in answers} == {(Outcome.FAILED, True)}
+        assert all(detail in completion.detail for completion in answers)
+        assert {(completion.outcome, completion.is_tier_fault) for completion in answers} == {(Outcome.FAILED, True)}
 
 
 def test_what_is_late_or_cancelled_does_not_go_with_the_others() -> None:
@@ -162,7 +162,7 @@ def test_what_is_late_or_cancelled_does_not_go_with_the_others() -> None:
         world.mover.submit(Cancel((commands[3].id,)))
         clock.now_s = 2.0
         tier.release.set()
-        answers = {settled.command: settled for settled in world.take(6)}
+        answers = {completion.command: completion for completion in world.take(6)}
         assert [answers[command].detail for command in commands] == ["", TOO_LATE, "", CANCELLED, TOO_LATE]
         assert inner.batches == [2]
 
@@ -179,7 +179,7 @@ def test_a_drop_keeps_its_place_between_batches() -> None:
         for command in (*demote[:2], world.drop(1), demote[2]):
             world.mover.submit(command)
         tier.release.set()
-        assert {settled.outcome for settled in world.take(5)} == {Outcome.DONE}
+        assert {completion.outcome for completion in world.take(5)} == {Outcome.DONE}
         assert inner.batches == [2]
         assert inner.contains([world.name(1), world.name(2)]) == [True, True]
 
@@ -191,7 +191,7 @@ def test_large_objects_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = Held(inner, "read", "write")
     with World({"memory": tier}, threads=ONE_THREAD) as world:
         down, up = _there_and_back(world, tier)
-        assert {settled.outcome for settled in down + up} == {Outcome.DONE}
+        assert {completion.outcome for completion in down + up} == {Outcome.DONE}
         assert inner.batches == []
 
 
@@ -222,8 +222,8 @@ def test_a_tier_that_reads_ahead_may_fail_at_each_step(fails: str, error: BaseEx
     tier = Held(inner, "read", "write")
     with threads_may_exit(), World({"memory": tier}, threads=ONE_THREAD) as world:
         down, up = _there_and_back(world, tier)
-        assert {settled.outcome for settled in down + up} == {Outcome.DONE}
+        assert {completion.outcome for completion in down + up} == {Outcome.DONE}
         inner.fails = fails
         up = _together(world, tier, Link.PROMOTE)
-        assert {(settled.outcome, settled.is_tier_fault) for settled in up} == {(Outcome.FAILED, True)}
-        assert {settled.outcome for settled in _together(world, tier, Link.PROMOTE)} == {Outcome.DONE}
+        assert {(completion.outcome, completion.is_tier_fault) for completion in up} == {(Outcome.FAILED, True)}
+        assert {completion.outcome for completion in _together(world, tier, Link.PROMOTE)} == {Outcome.DONE}

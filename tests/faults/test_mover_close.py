@@ -32,12 +32,12 @@ def test_submitted_but_not_begun() -> None:
     for command in rest:
         world.mover.submit(command)
     assert not world.mover.close(0.0)
-    assert [(settled.command, settled.outcome) for settled in world.take(3)] == [
+    assert [(completion.command, completion.outcome) for completion in world.take(3)] == [
         (command, Outcome.CANCELLED) for command in rest
     ]
     tier.release.set()
     assert world.mover.close(WAIT_S)
-    assert [(settled.command, settled.outcome) for settled in world.take(1)] == [(first, Outcome.DONE)]
+    assert [(completion.command, completion.outcome) for completion in world.take(1)] == [(first, Outcome.DONE)]
 
 
 def test_running_work_is_waited_for() -> None:
@@ -47,8 +47,8 @@ def test_running_work_is_waited_for() -> None:
     tier.wait_begun()
     tier.release.set()
     assert world.mover.close(WAIT_S)
-    (settled,) = world.mover.take()
-    assert (settled.command, settled.outcome) == (command, Outcome.DONE)
+    (completion,) = world.mover.take()
+    assert (completion.command, completion.outcome) == (command, Outcome.DONE)
     assert world.is_in_slot(1, 3)
 
 
@@ -60,7 +60,7 @@ def test_finished_but_not_taken() -> None:
     tier.wait_begun(2)
     tier.release.set()
     assert world.mover.close(WAIT_S)
-    assert {settled.command: settled.outcome for settled in world.take(2)} == {
+    assert {completion.command: completion.outcome for completion in world.take(2)} == {
         promote: Outcome.DONE,
         probe: Outcome.DONE,
     }
@@ -80,8 +80,8 @@ def test_after_it_nothing_begins(closes: int) -> None:
         world.probe([(1, 0)]),
         world.drop(1),
     ]
-    for settled in world.run(*commands):
-        assert (settled.outcome, settled.detail, settled.is_tier_fault) == (Outcome.CANCELLED, CLOSED, False)
+    for completion in world.run(*commands):
+        assert (completion.outcome, completion.detail, completion.is_tier_fault) == (Outcome.CANCELLED, CLOSED, False)
     assert world.mover.take(0.0) == []
     world.mover.cancel([1])
 
@@ -90,14 +90,14 @@ def test_nothing_that_was_answered_done_is_undone() -> None:
     world, _ = _world()
     for chunk in range(6):
         world.mover.submit(world.transfer(Link.GATHER, chunk, chunk))
-    gathered = {settled.command.slot for settled in world.take(6) if settled.outcome is Outcome.DONE}  # type: ignore[union-attr]
+    gathered = {completion.command.slot for completion in world.take(6) if completion.outcome is Outcome.DONE}  # type: ignore[union-attr]
     for slot in gathered:
         world.mover.submit(world.transfer(Link.DEMOTE, slot, slot))
     world.mover.close(WAIT_S)
     answers = world.take(6)
     held = world.tiers["memory"].contains([world.name(chunk) for chunk in range(6)])
-    for settled in answers:
-        chunk = settled.command.slot  # type: ignore[union-attr]
-        assert settled.outcome in (Outcome.DONE, Outcome.CANCELLED)
-        if settled.outcome is Outcome.DONE:
+    for completion in answers:
+        chunk = completion.command.slot  # type: ignore[union-attr]
+        assert completion.outcome in (Outcome.DONE, Outcome.CANCELLED)
+        if completion.outcome is Outcome.DONE:
             assert held[chunk]

@@ -8,7 +8,7 @@ from mover_world import CHUNKS, WAIT_S, NthCallCopier, NthCallTier, World, threa
 
 from kvtier.codec import registry
 from kvtier.runtime import mover as module
-from kvtier.runtime.jobs import Settled
+from kvtier.runtime.jobs import Completion
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.transfers import NOT_ADMITTED
 from kvtier.tier.memory import MemoryTier
@@ -17,9 +17,9 @@ from kvtier.types import Link, Outcome, Transfer
 CALLS_MAX = 60
 
 
-def _there_and_back(world: World) -> list[Settled]:
+def _there_and_back(world: World) -> list[Completion]:
     """Chunks go down, are asked for, come back to other slots and other blocks, and one is dropped."""
-    answers: list[Settled] = []
+    answers: list[Completion] = []
     for chunk in (1, 2):
         for group in (0, 1):
             slot = chunk
@@ -45,8 +45,8 @@ def _there_and_back(world: World) -> list[Settled]:
     return answers
 
 
-def _failures(answers: list[Settled]) -> list[Settled]:
-    return [settled for settled in answers if settled.outcome is not Outcome.DONE]
+def _failures(answers: list[Completion]) -> list[Completion]:
+    return [completion for completion in answers if completion.outcome is not Outcome.DONE]
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
@@ -58,10 +58,10 @@ def test_a_tier_whose_nth_call_goes_wrong(way: str, codec: str) -> None:
         tier = NthCallTier(MemoryTier(capacity_bytes=1 << 24), n, way)
         with threads_may_exit(), World({"memory": tier}, codec=registry.by_name(codec)) as world:
             answers = _there_and_back(world)
-            for settled in _failures(answers):
-                assert settled.detail
-                is_fault = settled.outcome is Outcome.FAILED and settled.detail != NOT_ADMITTED
-                assert settled.is_tier_fault == is_fault
+            for completion in _failures(answers):
+                assert completion.detail
+                is_fault = completion.outcome is Outcome.FAILED and completion.detail != NOT_ADMITTED
+                assert completion.is_tier_fault == is_fault
             # Afterwards all is well again: the failure left nothing behind in the mover.
             tier.n = 0
             world.stored(3)
@@ -84,12 +84,12 @@ def test_a_copier_whose_nth_call_goes_wrong(error: type[BaseException]) -> None:
 
         with threads_may_exit(), World(wrap=wrap) as world:
             answers = _there_and_back(world)
-            failed = [settled for settled in _failures(answers) if settled.outcome is Outcome.FAILED]
-            for settled in failed:
-                assert isinstance(settled.command, Transfer)
-                assert settled.command.link in (Link.GATHER, Link.SCATTER)
-                assert error.__name__ in settled.detail
-                assert not settled.is_tier_fault
+            failed = [completion for completion in _failures(answers) if completion.outcome is Outcome.FAILED]
+            for completion in failed:
+                assert isinstance(completion.command, Transfer)
+                assert completion.command.link in (Link.GATHER, Link.SCATTER)
+                assert error.__name__ in completion.detail
+                assert not completion.is_tier_fault
             if copiers[0].calls < n:
                 assert not _failures(answers)
                 return
@@ -103,10 +103,10 @@ def test_damage_is_corrupt_and_names_the_object() -> None:
         with World({"memory": tier}) as world:
             world.stored(1, 2)
             tier.n = tier.calls + 1
-            (settled,) = world.run(world.transfer(Link.PROMOTE, 1, 5))
-            assert settled.outcome is Outcome.CORRUPT, way
-            assert world.name(1).hex()[:12] in settled.detail
-            assert settled.size_bytes == 0
+            (completion,) = world.run(world.transfer(Link.PROMOTE, 1, 5))
+            assert completion.outcome is Outcome.CORRUPT, way
+            assert world.name(1).hex()[:12] in completion.detail
+            assert completion.size_bytes == 0
 
 
 def test_damage_that_was_written_is_corrupt_until_it_is_dropped() -> None:
@@ -138,12 +138,12 @@ def test_faults_are_logged_but_not_each_one(caplog: pytest.LogCaptureFixture) ->
     assert record.getMessage() == "promote of tier 'memory' failed: tier 'memory': is closed"
 
 
-@pytest.mark.parametrize("name", ["_settle", "_do", "_give", "_judged", "Settled"])
+@pytest.mark.parametrize("name", ["_settle", "_do", "_give", "_judged", "Completion"])
 @pytest.mark.parametrize("is_put", [False, True])
 def test_a_mistake_of_the_mover_fails_what_it_is_about_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, *, is_put: bool
 ) -> None:
-    owner = module if name in ("Settled", "_judged") else Mover
+    owner = module if name in ("Completion", "_judged") else Mover
     real = getattr(owner, name)
     mistakes = iter([KeyError("planted")])
 
@@ -155,28 +155,28 @@ def test_a_mistake_of_the_mover_fails_what_it_is_about_and_nothing_else(
     tier = MemoryTier(capacity_bytes=1 << 24)
     with World({"memory": tier}) as world:
         if is_put:
-            world.mover.answer_to(world.mover._answers.put)
+            world.mover.answer_to(world.mover._inbox.put)
         monkeypatch.setattr(owner, name, wrong)
         if name == "_judged":
             tier.close()
-            (settled,) = world.run(world.probe([(1, 0)]))
+            (completion,) = world.run(world.probe([(1, 0)]))
         else:
-            (settled,) = world.run(world.transfer(Link.GATHER, 1, 0))
-        assert settled.outcome is Outcome.FAILED
+            (completion,) = world.run(world.transfer(Link.GATHER, 1, 0))
+        assert completion.outcome is Outcome.FAILED
         assert world.mover.take() == []
-        assert "KeyError: 'planted'" in settled.detail
+        assert "KeyError: 'planted'" in completion.detail
         world.done(world.transfer(Link.GATHER, 2, 1))
         assert world.mover.close(WAIT_S)
     assert [record.levelname for record in caplog.records if "mistake of its own" in record.getMessage()] == ["ERROR"]
 
 
 def test_an_answer_that_is_not_taken_is_given_once_more_as_failed() -> None:
-    taken: list[Settled] = []
+    taken: list[Completion] = []
 
-    def put(settled: Settled) -> None:
-        if settled.outcome is Outcome.DONE and len(taken) == 1:
+    def put(completion: Completion) -> None:
+        if completion.outcome is Outcome.DONE and len(taken) == 1:
             raise KeyError("planted")
-        taken.append(settled)
+        taken.append(completion)
 
     with World() as world:
         world.mover.answer_to(put)
@@ -186,4 +186,4 @@ def test_an_answer_that_is_not_taken_is_given_once_more_as_failed() -> None:
         while len(taken) < 3:
             assert time.monotonic() < until_s, "an answer is lost"
             time.sleep(0.001)
-    assert Outcome.FAILED in [settled.outcome for settled in taken]
+    assert Outcome.FAILED in [completion.outcome for completion in taken]

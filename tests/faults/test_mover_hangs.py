@@ -53,9 +53,9 @@ def test_other_tiers_and_other_lanes_go_on(method: str) -> None:
             world.done(world.transfer(Link.DEMOTE, 3, 4, tier="bad"))
         assert world.is_at(1, CHUNKS)
         bad.release.set()
-        (settled,) = world.take(1)
-        assert settled.command is stuck[method]
-        assert settled.outcome is Outcome.DONE
+        (completion,) = world.take(1)
+        assert completion.command is stuck[method]
+        assert completion.outcome is Outcome.DONE
 
 
 @pytest.mark.parametrize(("method", "queue"), [("read", "read"), ("write", "write"), ("contains", "probe")])
@@ -139,7 +139,7 @@ def test_a_hanging_device_does_not_hold_up_the_tiers() -> None:
             world.mover.submit(world.transfer(Link.GATHER, chunk, chunk))
         world.done(world.transfer(Link.DEMOTE, 5, 5), world.transfer(Link.PROMOTE, 5, 6))
         copiers[0].release.set()
-        assert {settled.outcome for settled in world.take(3)} == {Outcome.DONE}
+        assert {completion.outcome for completion in world.take(3)} == {Outcome.DONE}
 
 
 def test_what_waits_behind_a_hanging_tier_is_answered_once_it_is_late() -> None:
@@ -155,11 +155,11 @@ def test_what_waits_behind_a_hanging_tier_is_answered_once_it_is_late() -> None:
         world.mover.submit(waiting)
         clock.now_s = 5.0
         world.mover.submit(later)
-        (settled,) = world.take(1)
-        assert settled.command is waiting
-        assert (settled.outcome, settled.detail, settled.is_tier_fault) == (Outcome.FAILED, TOO_LATE, True)
+        (completion,) = world.take(1)
+        assert completion.command is waiting
+        assert (completion.outcome, completion.detail, completion.is_tier_fault) == (Outcome.FAILED, TOO_LATE, True)
         tier.release.set()
-        assert {settled.command for settled in world.take(2)} == {stuck, later}
+        assert {completion.command for completion in world.take(2)} == {stuck, later}
 
 
 def test_drops_do_not_pile_up_behind_a_hanging_tier() -> None:
@@ -170,10 +170,10 @@ def test_drops_do_not_pile_up_behind_a_hanging_tier() -> None:
         for chunk in range(1, DROPS_BOUND + 4):
             world.mover.submit(world.drop(chunk))
         refused = world.take(3)
-        assert {settled.outcome for settled in refused} == {Outcome.FAILED}
-        assert not any(settled.is_tier_fault for settled in refused)
+        assert {completion.outcome for completion in refused} == {Outcome.FAILED}
+        assert not any(completion.is_tier_fault for completion in refused)
         tier.release.set()
-        assert {settled.outcome for settled in world.take(DROPS_BOUND + 1)} == {Outcome.DONE}
+        assert {completion.outcome for completion in world.take(DROPS_BOUND + 1)} == {Outcome.DONE}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -271,7 +271,7 @@ def test_a_demotion_does_not_begin_before_an_earlier_drop_of_its_object_has_ende
         assert again.outcome is Outcome.CANCELLED
         assert not world.mover.take(0.1)
         tier.release.set()
-        answers = {id(settled.command): settled.outcome for settled in world.take(2)}
+        answers = {id(completion.command): completion.outcome for completion in world.take(2)}
         assert answers == {id(drop): Outcome.DONE, id(demote): Outcome.DONE}
         assert tier.contains([world.name(1)]) == [True], "the copy that was written after the drop"
 
@@ -282,7 +282,7 @@ def test_a_demotion_waits_for_a_drop_that_hangs_until_its_own_deadline() -> None
         world.stored(1)
         world.mover.submit(world.drop(1))
         tier.wait_begun()
-        (settled,) = world.run(world.transfer(Link.DEMOTE, 1, 0, deadline_s=time.monotonic() + 0.05))
-        assert (settled.outcome, settled.detail, settled.is_tier_fault) == (Outcome.FAILED, TOO_LATE, True)
+        (completion,) = world.run(world.transfer(Link.DEMOTE, 1, 0, deadline_s=time.monotonic() + 0.05))
+        assert (completion.outcome, completion.detail, completion.is_tier_fault) == (Outcome.FAILED, TOO_LATE, True)
         tier.release.set()
         world.take(1)

@@ -9,7 +9,7 @@ import pytest
 from mover_world import CHUNKS, World, WrappedTier
 
 from kvtier.errors import TierError
-from kvtier.runtime.jobs import Settled, Threads
+from kvtier.runtime.jobs import Completion, Threads
 from kvtier.tier.base import UNKNOWN, About
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Cancel, Link, ObjectName, Outcome, Transfer
@@ -105,14 +105,14 @@ class Owner:
         self.out[transfer.id] = transfer
         self.world.mover.submit(transfer)
 
-    def settle(self, settled: Settled) -> None:
-        transfer = settled.command
+    def settle(self, completion: Completion) -> None:
+        transfer = completion.command
         assert isinstance(transfer, Transfer)
         assert self.out.pop(transfer.id) is transfer, "answered twice"
-        self.outcomes[settled.outcome] += 1
+        self.outcomes[completion.outcome] += 1
         at, chunk = (transfer.group, transfer.slot), int(transfer.depth)
         if transfer.link in (Link.GATHER, Link.PROMOTE):
-            if settled.outcome is Outcome.DONE:
+            if completion.outcome is Outcome.DONE:
                 assert self.world.is_in_slot(chunk, transfer.slot, transfer.group), "wrong bytes are DONE"
                 self.whole[at] = chunk
             else:
@@ -123,7 +123,7 @@ class Owner:
         if transfer.link is Link.SCATTER:
             place = transfer.blocks[0] // len(transfer.blocks)
             self.places.add(place)
-            if settled.outcome is Outcome.DONE:
+            if completion.outcome is Outcome.DONE:
                 assert self.world.is_at(chunk, place, transfer.group)
 
 
@@ -134,10 +134,10 @@ def test_faulty_tiers_under_load(seed: int) -> None:
         owner = Owner(world, seed)
         for _ in range(COMMANDS):
             owner.step()
-            for settled in world.mover.take(1.0 if len(owner.out) >= IN_FLIGHT_MAX else 0.0):
-                owner.settle(settled)
-        for settled in world.take(len(owner.out)):
-            owner.settle(settled)
+            for completion in world.mover.take(1.0 if len(owner.out) >= IN_FLIGHT_MAX else 0.0):
+                owner.settle(completion)
+        for completion in world.take(len(owner.out)):
+            owner.settle(completion)
         assert world.mover.take() == []
     assert owner.outcomes[Outcome.DONE] > COMMANDS // 4
     for outcome in (Outcome.FAILED, Outcome.ABSENT, Outcome.CORRUPT):

@@ -44,10 +44,10 @@ def test_a_lane_without_threads_answers_that_it_failed(monkeypatch: pytest.Monke
     with threads_may_exit(), World(wrap=wrap, threads=Threads(device=1, read=1, write=1)) as world:
         commands = [world.transfer(Link.GATHER, 0, 0), world.transfer(Link.SCATTER, 0, 0)]
         for _ in range(3):
-            for settled in world.run(*commands):
-                assert settled.outcome is Outcome.FAILED
-                assert not settled.is_tier_fault
-        assert settled.detail == "no thread is left"
+            for completion in world.run(*commands):
+                assert completion.outcome is Outcome.FAILED
+                assert not completion.is_tier_fault
+        assert completion.detail == "no thread is left"
         world.done(world.drop(1))  # the other queues go on
 
 
@@ -62,8 +62,8 @@ def test_more_than_the_core_may_let_wait_is_a_mistake_and_yet_answered(monkeypat
         too_many = world.transfer(Link.PROMOTE, 1, 3)
         with pytest.raises(AssertionError, match="the core has let 2 commands wait in the memory read queue"):
             world.mover.submit(too_many)
-        (settled,) = world.take(1)
-        assert (settled.command, settled.outcome) == (too_many, Outcome.FAILED)
+        (completion,) = world.take(1)
+        assert (completion.command, completion.outcome) == (too_many, Outcome.FAILED)
         tier.release.set()
         world.take(3)
 

@@ -119,11 +119,11 @@ def test_answers_say_what_moved_and_how_long_it_took() -> None:
         promoted, *_ = world.run(world.transfer(Link.PROMOTE, 0, 0))
         assert gathered.size_bytes == sum(world.layout.groups[0].layer_bytes)
         assert demoted.size_bytes == promoted.size_bytes == len(world.arena.frame(0, 0))
-        for settled in (gathered, demoted, promoted):
-            assert settled.outcome is Outcome.DONE
-            assert settled.seconds > 0 <= settled.waited_s
-            assert settled.detail == ""
-            assert not settled.is_tier_fault
+        for completion in (gathered, demoted, promoted):
+            assert completion.outcome is Outcome.DONE
+            assert completion.seconds > 0 <= completion.waited_s
+            assert completion.detail == ""
+            assert not completion.is_tier_fault
 
 
 def test_a_probe_answers_object_by_object_in_its_own_order() -> None:
@@ -132,9 +132,9 @@ def test_a_probe_answers_object_by_object_in_its_own_order() -> None:
             world.transfer(Link.GATHER, 1, 0), world.transfer(Link.DEMOTE, 1, 0),
             world.transfer(Link.GATHER, 2, 0, group=1), world.transfer(Link.DEMOTE, 2, 0, group=1),
         )  # fmt: skip
-        (settled,) = world.run(world.probe([(2, 1), (1, 0), (1, 1), (2, 0), (1, 0)]))
-        assert settled.outcome is Outcome.DONE
-        assert settled.present == (True, True, False, False, True)
+        (completion,) = world.run(world.probe([(2, 1), (1, 0), (1, 1), (2, 0), (1, 0)]))
+        assert completion.outcome is Outcome.DONE
+        assert completion.present == (True, True, False, False, True)
         (empty,) = world.run(world.probe([]))
         assert empty.outcome is Outcome.DONE
         assert empty.present == ()
@@ -172,20 +172,24 @@ def test_what_a_session_expects_reaches_a_directorys_evictor_and_is_no_fault_of_
 
 def test_what_a_tier_does_not_have_is_absent_and_no_fault() -> None:
     with World() as world:
-        (settled,) = world.run(world.transfer(Link.PROMOTE, 1, 0))
-        assert settled.outcome is Outcome.ABSENT
-        assert not settled.is_tier_fault
+        (completion,) = world.run(world.transfer(Link.PROMOTE, 1, 0))
+        assert completion.outcome is Outcome.ABSENT
+        assert not completion.is_tier_fault
 
 
 def test_what_a_tier_refuses_is_told_from_what_breaks_it() -> None:
     with World({"memory": MemoryTier(capacity_bytes=100)}) as world:
         world.done(world.transfer(Link.GATHER, 1, 0))
-        (settled,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
-        assert (settled.outcome, settled.detail, settled.is_tier_fault) == (Outcome.FAILED, NOT_ADMITTED, False)
+        (completion,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
+        assert (completion.outcome, completion.detail, completion.is_tier_fault) == (
+            Outcome.FAILED,
+            NOT_ADMITTED,
+            False,
+        )
         world.tiers["memory"].close()
-        (settled,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
-        assert (settled.outcome, settled.is_tier_fault) == (Outcome.FAILED, True)
-        assert "closed" in settled.detail
+        (completion,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
+        assert (completion.outcome, completion.is_tier_fault) == (Outcome.FAILED, True)
+        assert "closed" in completion.detail
 
 
 def test_another_models_object_is_corrupt_not_served() -> None:
@@ -194,10 +198,10 @@ def test_another_models_object_is_corrupt_not_served() -> None:
         world.stored(1)
         other.mover._transfers._fingerprint = bytes(32)  # the same names, as if the chain had forgotten the weights
         other.spoil(0)
-        (settled,) = other.run(other.transfer(Link.PROMOTE, 1, 0))
-        assert settled.outcome is Outcome.CORRUPT
-        assert "fingerprint" in settled.detail
-        assert not settled.is_tier_fault
+        (completion,) = other.run(other.transfer(Link.PROMOTE, 1, 0))
+        assert completion.outcome is Outcome.CORRUPT
+        assert "fingerprint" in completion.detail
+        assert not completion.is_tier_fault
 
 
 def test_two_tiers_receive_one_slot_at_the_same_time_while_it_is_read() -> None:
@@ -211,7 +215,7 @@ def test_two_tiers_receive_one_slot_at_the_same_time_while_it_is_read() -> None:
                 world.transfer(Link.DEMOTE, 2, 0, tier="b"),
                 world.transfer(Link.SCATTER, 2, 0, place=CHUNKS + 1),
             ]
-            assert all(settled.outcome is Outcome.DONE for settled in world.run(*commands))
+            assert all(completion.outcome is Outcome.DONE for completion in world.run(*commands))
         frames = {frame for tier in tiers.values() for _, frame, _ in tier.written}
         assert len(frames) == 1
         verify_frame(frames.pop())
@@ -231,10 +235,10 @@ def test_what_has_no_slot_group_or_block_fails_and_harms_nobody() -> None:
             world.transfer(Link.GATHER, 1, 0)._replace(blocks=(1000, 1001, 1002, 1003)),
             world.transfer(Link.DEMOTE, 1, 0)._replace(key=b"short"),
         ]
-        for settled in world.run(*wrong):
-            assert settled.outcome is Outcome.FAILED
-            assert settled.detail
-            assert not settled.is_tier_fault
+        for completion in world.run(*wrong):
+            assert completion.outcome is Outcome.FAILED
+            assert completion.detail
+            assert not completion.is_tier_fault
         assert world.is_in_slot(1, 0)
 
 
@@ -260,8 +264,8 @@ def test_a_transfer_is_not_done_before_its_fence() -> None:
         assert world.mover.take() == []
         assert not world.is_in_slot(1, 0)
         copier.release.set()
-        (settled,) = world.take(1)
-        assert settled.outcome is Outcome.DONE
+        (completion,) = world.take(1)
+        assert completion.outcome is Outcome.DONE
         assert world.is_in_slot(1, 0)
 
 
@@ -299,9 +303,9 @@ def test_what_is_late_before_it_begins_does_not_begin() -> None:
             (world.transfer(Link.SCATTER, 1, 0, deadline_s=9.0), False),
         ]
         for command, is_tier_fault in late:
-            (settled,) = world.run(command)
-            assert (settled.outcome, settled.detail) == (Outcome.FAILED, TOO_LATE)
-            assert settled.is_tier_fault is is_tier_fault
+            (completion,) = world.run(command)
+            assert (completion.outcome, completion.detail) == (Outcome.FAILED, TOO_LATE)
+            assert completion.is_tier_fault is is_tier_fault
         assert bytes(world.arena.frame(0, 0)) == b"\xee" * len(world.arena.frame(0, 0))
         world.done(world.transfer(Link.PROMOTE, 1, 0, deadline_s=10.5))
 
@@ -350,7 +354,7 @@ def test_what_has_not_begun_can_be_cancelled_and_what_has_goes_on() -> None:
         assert cancelled.seconds == 0
         world.mover.cancel([second.id])  # twice is fine
         tier.release.set()
-        answers = {settled.command: settled.outcome for settled in world.take(2)}
+        answers = {completion.command: completion.outcome for completion in world.take(2)}
         assert answers == {running: Outcome.DONE, third: Outcome.DONE}
 
 
@@ -365,7 +369,7 @@ def test_whoever_waits_for_answers_can_be_woken() -> None:
         for _ in range(3):  # however often, before anybody waits: it is one call
             world.mover.wake()
         assert world.mover.take(WAIT_S) == []
-        assert world.mover._answers._queue.empty()
+        assert world.mover._inbox._queue.empty()
         world.mover.wake()
         world.done(world.transfer(Link.GATHER, 0, 0))
 

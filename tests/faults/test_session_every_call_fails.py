@@ -17,7 +17,7 @@ from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime.counting import Counting, Gauges
-from kvtier.runtime.jobs import Settled
+from kvtier.runtime.jobs import Completion
 from kvtier.runtime.session import LocalSession
 from kvtier.types import (
     Cancel,
@@ -88,27 +88,29 @@ class Instant:
     def cancel(self, ids: Sequence[int]) -> None:
         pass  # has always begun
 
-    def take(self, wait_s: float = 0.0) -> list[Settled]:
-        settled = [Settled(copy, Outcome.FAILED if copy.link in self.fails else Outcome.DONE) for copy in self.running]
+    def take(self, wait_s: float = 0.0) -> list[Completion]:
+        completions = [
+            Completion(copy, Outcome.FAILED if copy.link in self.fails else Outcome.DONE) for copy in self.running
+        ]
         waiting, self.waiting, self.running = self.waiting, [], []
         for command in waiting:
             if isinstance(command, Transfer) and command.link in (Link.GATHER, Link.SCATTER):
                 self.running.append(command)
             else:
-                settled.append(self._below(command))
-        return settled
+                completions.append(self._below(command))
+        return completions
 
-    def _below(self, command: Any) -> Settled:
+    def _below(self, command: Any) -> Completion:
         if isinstance(command, Probe):
-            return Settled(command, Outcome.DONE, present=tuple(item in self.held for item in command.objects))
+            return Completion(command, Outcome.DONE, present=tuple(item in self.held for item in command.objects))
         if isinstance(command, Drop | Tell):
-            return Settled(command, Outcome.DONE)
+            return Completion(command, Outcome.DONE)
         item = (command.key, command.group)
         if command.link in self.fails:
-            return Settled(command, Outcome.CORRUPT if command.link is Link.PROMOTE else Outcome.FAILED)
+            return Completion(command, Outcome.CORRUPT if command.link is Link.PROMOTE else Outcome.FAILED)
         if command.link is Link.DEMOTE:
             self.held.add(item)
-        return Settled(command, Outcome.DONE if item in self.held else Outcome.ABSENT)
+        return Completion(command, Outcome.DONE if item in self.held else Outcome.ABSENT)
 
     def wake(self) -> None:
         pass

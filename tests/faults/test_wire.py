@@ -73,20 +73,22 @@ def test_five_hundred_commands_are_each_answered_once(tmp_path):
         for command in commands:
             mover.submit(command)
         answers = take(mover, 500)
-        assert {id(settled.command) for settled in answers} == {id(command) for command in commands}
-        assert {(settled.outcome, settled.present) for settled in answers} == {(Outcome.DONE, (False,) * 3)}
+        assert {id(completion.command) for completion in answers} == {id(command) for command in commands}
+        assert {(completion.outcome, completion.present) for completion in answers} == {(Outcome.DONE, (False,) * 3)}
         assert mover.close(DEADLINE_S)
         mover.submit(commands[0])
-        assert [(settled.outcome, settled.detail) for settled in mover.take()] == [(Outcome.CANCELLED, CLOSED)] * 1
+        assert [(completion.outcome, completion.detail) for completion in mover.take()] == [
+            (Outcome.CANCELLED, CLOSED)
+        ] * 1
 
 
 def test_a_tier_that_the_rank_does_not_have_fails_the_command(tmp_path):
     with workers(tmp_path / "kv", 1) as started:
         mover = connect([worker.handshake for worker in started]).mover
         mover.submit(Drop("elsewhere", ChunkKey(bytes(32)), 0))
-        (settled,) = take(mover, 1)
-        assert settled.outcome is Outcome.FAILED
-        assert "no tier 'elsewhere'" in settled.detail
+        (completion,) = take(mover, 1)
+        assert completion.outcome is Outcome.FAILED
+        assert "no tier 'elsewhere'" in completion.detail
 
 
 def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
@@ -100,7 +102,7 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
         until(gate.with_suffix(".held").exists)
         assert not mover.close(0.2)
         gate.unlink()
-        outcomes = [settled.outcome for settled in take(mover, 5)]
+        outcomes = [completion.outcome for completion in take(mover, 5)]
         assert sorted(outcomes, key=lambda outcome: outcome.value) == [Outcome.CANCELLED] * 3 + [Outcome.DONE] * 2
         assert mover.close(DEADLINE_S)
         assert started[0].end()
@@ -215,6 +217,6 @@ def test_ranks_here_and_elsewhere_are_one_fleet(tmp_path, served):
         assert isinstance(elsewhere, RankGroup)
         group = RankGroup([here, *elsewhere._ranks])
         group.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
-        (settled,) = take(group, 1)
-        assert (settled.outcome, settled.present) == (Outcome.DONE, (False,))
+        (completion,) = take(group, 1)
+        assert (completion.outcome, completion.present) == (Outcome.DONE, (False,))
         assert group.close(DEADLINE_S)

@@ -108,16 +108,16 @@ def test_a_stopped_worker_is_given_up_but_its_scatters_wait_for_its_end(tmp_path
         ]
         for command in rest:
             mover.submit(command)
-        assert {id(settled.command) for settled in take(mover, 3)} == {id(command) for command in rest}
+        assert {id(completion.command) for completion in take(mover, 3)} == {id(command) for command in rest}
         assert "has not answered" in mover.lost
         mover.submit(late := a_transfer(Link.GATHER, 4))
-        (settled,) = mover.take()
-        assert (settled.command, settled.outcome) == (late, Outcome.FAILED)
+        (completion,) = mover.take()
+        assert (completion.command, completion.outcome) == (late, Outcome.FAILED)
         assert mover.take(0.5) == []  # it may wake up and go on writing to the engine's blocks
         gate.unlink()
         started[0].signal(signal.SIGCONT)
-        (settled,) = take(mover, 1)
-        assert (settled.command, settled.outcome) == (scatter, Outcome.DONE)
+        (completion,) = take(mover, 1)
+        assert (completion.command, completion.outcome) == (scatter, Outcome.DONE)
         assert mover.close(DEADLINE_S)
         assert started[0].end()
 
@@ -150,7 +150,7 @@ def test_a_worker_that_reads_nothing_for_a_while_gets_everything_later(tmp_path,
         assert time.monotonic() - began_s < DEADLINE_S / 2
         time.sleep(0.3)  # several silences, but not yet too many
         started[0].signal(signal.SIGCONT)
-        assert {settled.outcome for settled in take(mover, 1000)} == {Outcome.DONE}
+        assert {completion.outcome for completion in take(mover, 1000)} == {Outcome.DONE}
         assert mover.lost == ""
 
 
@@ -244,8 +244,8 @@ def test_a_core_that_hears_garbage_gives_the_rank_up(pair, garbage, caplog):
     mover.submit(a_transfer(Link.SCATTER, 2))
     mover.flush()
     theirs.sendall(garbage)
-    (settled,) = take(mover, 1)
-    assert (settled.command, settled.outcome) == (probe, Outcome.FAILED)
+    (completion,) = take(mover, 1)
+    assert (completion.command, completion.outcome) == (probe, Outcome.FAILED)
     theirs.sendall(encode(Answer(2, Outcome.DONE)))  # nothing more is believed
     assert mover.take(0.1) == []
     theirs.close()
@@ -266,9 +266,9 @@ def test_an_answer_that_nobody_waits_for_is_ignored(pair):
 def test_what_is_too_long_for_a_message_fails_alone(pair):
     mover, _ = pair
     mover.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * (FRAME_BYTES_MAX // 60), NEVER_S))
-    (settled,) = mover.take()
-    assert settled.outcome is Outcome.FAILED
-    assert "allowed: at most" in settled.detail
+    (completion,) = mover.take()
+    assert completion.outcome is Outcome.FAILED
+    assert "allowed: at most" in completion.detail
     assert mover.lost == ""
 
 
@@ -279,7 +279,7 @@ def test_the_outbox_has_an_end(pair, monkeypatch):
         mover.submit(a_transfer(Link.GATHER, number))
     answers = mover.take()
     assert 0 < len(answers) < 10
-    assert {settled.outcome for settled in answers} == {Outcome.FAILED}
+    assert {completion.outcome for completion in answers} == {Outcome.FAILED}
     mover.cancel(range(1000))
     mover.tell(Note("x" * 2000))  # neither may raise
 
@@ -299,7 +299,7 @@ def once(monkeypatch, owner, name, *, after=0):
     monkeypatch.setattr(owner, name, wrong)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(remote, "decode"), (RemoteMover, "_hear"), (remote, "Settled")])
+@pytest.mark.parametrize(("owner", "name"), [(remote, "decode"), (RemoteMover, "_hear"), (remote, "Completion")])
 def test_a_mistake_in_the_cores_reader_loses_the_rank_and_leaves_nothing_open(served, monkeypatch, caplog, owner, name):
     with greeted(served) as connection:
         mover = RemoteMover(connection.dup(), "rank 0", hung_s=DEADLINE_S)
@@ -311,12 +311,12 @@ def test_a_mistake_in_the_cores_reader_loses_the_rank_and_leaves_nothing_open(se
         mover.submit(probe := Probe(2, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
         mover.flush()
         until(lambda: mover.lost)
-        (settled,) = take(mover, 1)
-        assert (settled.command, settled.outcome) == (probe, Outcome.FAILED)
+        (completion,) = take(mover, 1)
+        assert (completion.command, completion.outcome) == (probe, Outcome.FAILED)
         assert not mover.take(0.05), "the scatter still writes"
         served.gate.hold.set()
-        (settled,) = take(mover, 1)
-        assert (settled.command, settled.outcome) == (scatter, Outcome.FAILED)
+        (completion,) = take(mover, 1)
+        assert (completion.command, completion.outcome) == (scatter, Outcome.FAILED)
         assert mover.close(DEADLINE_S)
     assert "mistake of its own" in caplog.text
 
@@ -325,10 +325,10 @@ def test_a_mistake_in_the_cores_reader_loses_the_rank_and_leaves_nothing_open(se
 def test_an_answer_that_the_core_does_not_take_is_given_once_more_as_failed(served, error):
     taken = []
 
-    def put(settled):
-        if settled.outcome is not Outcome.FAILED:
+    def put(completion):
+        if completion.outcome is not Outcome.FAILED:
             raise error("planted")
-        taken.append(settled)
+        taken.append(completion)
 
     with greeted(served) as connection:
         mover = RemoteMover(connection.dup(), "rank 0", hung_s=DEADLINE_S)
@@ -358,7 +358,7 @@ def test_a_mistake_of_a_rank_hangs_up_and_leaves_nothing_open(served, monkeypatc
         mover.flush()
         served.gate.hold.set()
         answers = take(mover, 3)
-        assert Outcome.FAILED in {settled.outcome for settled in answers}
-        assert len({settled.command.id for settled in answers}) == 3
+        assert Outcome.FAILED in {completion.outcome for completion in answers}
+        assert len({completion.command.id for completion in answers}) == 3
         assert mover.close(DEADLINE_S)
     until(lambda: "ERROR" in caplog.text)

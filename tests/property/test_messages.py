@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.runtime.jobs import Settled
+from kvtier.runtime.jobs import Completion
 from kvtier.runtime.messages import FRAME_BYTES_MAX, Answer, Frames, Leave, Order, Ping, WireError, decode, encode
 from kvtier.runtime.rank_group import Note
 from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
@@ -97,7 +97,7 @@ FIELDS = {
 def test_no_field_is_left_behind():
     """A field that is added to a command must be added to its message."""
     assert {kind: len(kind._fields) for kind in FIELDS} == {kind: len(fields) for kind, fields in FIELDS.items()}
-    assert Answer._fields[1:] == Settled._fields[1:]
+    assert Answer._fields[1:] == Completion._fields[1:]
 
 
 def check_fields(value):

@@ -14,7 +14,7 @@ from kvtier.bench.io_row import Latency, Row, layout_of
 from kvtier.bench.io_tables import notes
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError, KvError
-from kvtier.runtime.jobs import Settled
+from kvtier.runtime.jobs import Completion
 from kvtier.types import Link, Outcome
 
 
@@ -123,7 +123,7 @@ class Mover:
             frame[:] = self.kept[command.key]
             if self.spoils:
                 self.arena.payload(0, command.slot)[:8] = bytes(8)
-        self.done.append(Settled(command, Outcome.DONE, seconds=0.001))
+        self.done.append(Completion(command, Outcome.DONE, seconds=0.001))
 
     def submit_all(self, commands):
         for command in commands:

@@ -28,7 +28,7 @@ from kvtier.keys.names import object_name
 from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime import rank_group as module
 from kvtier.runtime.arena import Arena, slots_for
-from kvtier.runtime.jobs import Settled, Threads
+from kvtier.runtime.jobs import Completion, Threads
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
@@ -237,7 +237,7 @@ class Scripted:
 
     def answer(self, position=0, **about):
         command = self.commands.pop(position)
-        self.put(Settled(command, **{"outcome": Outcome.DONE} | about))
+        self.put(Completion(command, **{"outcome": Outcome.DONE} | about))
 
 
 def a_transfer(number=1):
@@ -258,11 +258,11 @@ def test_a_command_is_answered_once_when_all_have_answered(ranks):
     ranks[1].answer(1)
     assert group.take() == []
     ranks[1].answer(waited_s=2.0, size_bytes=5)
-    (settled,) = group.take()
-    assert settled.command is first
-    assert settled == Settled(first, Outcome.DONE, size_bytes=15, seconds=1.0, waited_s=2.0)
+    (completion,) = group.take()
+    assert completion.command is first
+    assert completion == Completion(first, Outcome.DONE, size_bytes=15, seconds=1.0, waited_s=2.0)
     ranks[0].answer()
-    assert [settled.command for settled in group.take()] == [second]
+    assert [completion.command for completion in group.take()] == [second]
     assert group.take() == []
 
 
@@ -274,11 +274,11 @@ def test_an_answer_that_was_not_taken_counts_only_when_it_is_given_again(ranks, 
     monkeypatch.setattr(module, "merged", None)
     ranks[0].answer()
     with pytest.raises(TypeError):
-        ranks[1].put(Settled(command, Outcome.DONE))
+        ranks[1].put(Completion(command, Outcome.DONE))
     assert group.take() == []
     monkeypatch.setattr(module, "merged", real)
-    ranks[1].put(Settled(command, Outcome.FAILED))
-    assert [settled.outcome for settled in group.take()] == [Outcome.FAILED]
+    ranks[1].put(Completion(command, Outcome.FAILED))
+    assert [completion.outcome for completion in group.take()] == [Outcome.FAILED]
 
 
 def test_without_another_thread_the_ranks_are_closed_all_the_same(ranks, monkeypatch):
@@ -296,8 +296,8 @@ def test_equal_drops_are_told_apart(ranks):
         group.submit(drop)
     for rank in ranks:
         rank.answer()
-    (settled,) = group.take()
-    assert settled.command is twins[0]
+    (completion,) = group.take()
+    assert completion.command is twins[0]
     for rank in ranks:
         rank.answer()
     assert len(group.take()) == 1
@@ -377,7 +377,7 @@ def test_many_commands_on_real_movers_are_each_answered_once():
     until_s = time.monotonic() + DEADLINE_S
     while len(answers) < len(commands) and time.monotonic() < until_s:
         answers += group.take(0.1)
-    assert {id(settled.command) for settled in answers} == {id(command) for command in commands}
+    assert {id(completion.command) for completion in answers} == {id(command) for command in commands}
     assert len(answers) == len(commands)
     assert group.close(DEADLINE_S)
     assert group.take() == []
@@ -385,7 +385,7 @@ def test_many_commands_on_real_movers_are_each_answered_once():
 
 outcomes = st.sampled_from(list(Outcome))
 settled_ = st.builds(
-    Settled,
+    Completion,
     st.just(a_transfer()),
     outcomes,
     st.just(()),
@@ -399,8 +399,8 @@ settled_ = st.builds(
 
 @given(settled_, settled_, settled_)
 def test_the_order_of_answers_does_not_matter(one, two, three):
-    def facts(settled):
-        return settled._replace(detail="")  # between equally bad ones either reason will do
+    def facts(completion):
+        return completion._replace(detail="")  # between equally bad ones either reason will do
 
     assert facts(merged(one, two)) == facts(merged(two, one))
     assert facts(merged(merged(one, two), three)) == facts(merged(one, merged(two, three)))

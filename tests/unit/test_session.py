@@ -25,7 +25,7 @@ from kvtier.errors import ConfigError
 from kvtier.observe import table
 from kvtier.runtime import session as module
 from kvtier.runtime import session_thread as module_of_thread
-from kvtier.runtime.jobs import Settled, Threads
+from kvtier.runtime.jobs import Completion, Threads
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import LocalSession
 from kvtier.runtime.session_thread import SessionError, SessionThread, wait_for
@@ -309,7 +309,7 @@ class Slow:
             self.now_s = min(self.now_s + wait_s, max(self.now_s, due_s))
         done = [probe for due_s, probe in self.probes if due_s <= self.now_s]
         self.probes = [item for item in self.probes if item[1] not in done]
-        return [Settled(probe, Outcome.DONE, present=(True,) * len(probe.objects)) for probe in done]
+        return [Completion(probe, Outcome.DONE, present=(True,) * len(probe.objects)) for probe in done]
 
     def close(self, deadline_s):
         return True
@@ -425,8 +425,8 @@ def test_whoever_counts_is_told_of_every_command_and_answer_in_the_owners_thread
         def submitted(self, command):
             told.append(("submitted", command, threading.current_thread()))
 
-        def settled(self, settled):
-            told.append(("settled", settled.command, threading.current_thread()))
+        def completed(self, completion):
+            told.append(("completed", completion.command, threading.current_thread()))
 
     tier = MemoryTier("below", capacity_bytes=64 << 20)
     _, cache, mover = local(Engine(64).copier(), {"below": tier})
@@ -436,8 +436,8 @@ def test_whoever_counts_is_told_of_every_command_and_answer_in_the_owners_thread
     assert session.close().flushed
     submitted = [command for what, command, _ in told if what == "submitted"]
     assert len(submitted) == 1 + 4 + 4  # a probe, gathers, demotes
-    settled = [command for what, command, _ in told if what == "settled"]
-    assert sorted(map(id, settled)) == sorted(map(id, submitted))
+    completions = [command for what, command, _ in told if what == "completed"]
+    assert sorted(map(id, completions)) == sorted(map(id, submitted))
     assert {thread for _, _, thread in told} == {threading.current_thread()}
 
 

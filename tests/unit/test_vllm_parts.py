@@ -23,7 +23,7 @@ from kvtier.core.planner import Plan, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, State, Window
-from kvtier.runtime.jobs import Settled
+from kvtier.runtime.jobs import Completion
 from kvtier.types import (
     ChunkKey,
     Drop,
@@ -329,7 +329,7 @@ def transfer(link: Link, key: bytes, slot: int, group: int = 0) -> Transfer:
 def moves(movements: Movements, *commands) -> None:
     for command in commands:
         movements.submitted(command)
-        movements.settled(Settled(command, Outcome.DONE))
+        movements.completed(Completion(command, Outcome.DONE))
 
 
 def test_what_routers_are_not_told_is_logged_once(monkeypatch, caplog):
@@ -388,7 +388,7 @@ def test_a_movement_that_failed_is_none():
     movements = Movements(0)
     command = transfer(Link.GATHER, b"k", 1)
     movements.submitted(command)
-    movements.settled(Settled(command, Outcome.FAILED))
+    movements.completed(Completion(command, Outcome.FAILED))
     assert movements.take() == []
 
 

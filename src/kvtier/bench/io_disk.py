@@ -186,15 +186,15 @@ class Disk:
                 used.append(slot)
             self._mover.submit_all(transfers)
             out += len(transfers)
-            for settled in self._mover.take(1.0):
-                command = settled.command
+            for completion in self._mover.take(1.0):
+                command = completion.command
                 assert isinstance(command, Transfer)
-                if settled.outcome is not Outcome.DONE:
-                    raise KvError(f"the benchmark's {command.link.value} failed: {settled.detail}")
+                if completion.outcome is not Outcome.DONE:
+                    raise KvError(f"the benchmark's {command.link.value} failed: {completion.detail}")
                 free[command.link].append(command.slot)
                 out -= 1
                 if len(kinds) == 1 or command.link is Link.PROMOTE:
-                    latencies_s.append(settled.seconds)
+                    latencies_s.append(completion.seconds)
             if time.monotonic() > until:
                 raise KvError(f"the benchmark's transfers took longer than {DEADLINE_S:g} s")
         return used, latencies_s

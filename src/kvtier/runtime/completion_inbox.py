@@ -2,31 +2,31 @@
 
 from queue import Empty, SimpleQueue
 
-from kvtier.runtime.jobs import Settled
+from kvtier.runtime.jobs import Completion
 
 
 class CompletionInbox:
     """A queue of answers. `take` is for one owner thread, everything else for any."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[list[Settled]] = SimpleQueue()
+        self._queue: SimpleQueue[list[Completion]] = SimpleQueue()
         """An empty one is a wake-up call."""
         self._is_woken = False
 
-    def put(self, settled: Settled) -> None:
+    def put(self, completion: Completion) -> None:
         """Keep an answer for the owner."""
-        self._queue.put([settled])
+        self._queue.put([completion])
 
-    def put_all(self, settled: list[Settled]) -> None:
+    def put_all(self, completions: list[Completion]) -> None:
         """Keep answers for the owner, who is woken once for all of them."""
-        self._queue.put(settled)
+        self._queue.put(completions)
 
-    def take(self, wait_s: float = 0.0) -> list[Settled]:
+    def take(self, wait_s: float = 0.0) -> list[Completion]:
         """The answers since the last call; waits at most `wait_s` seconds for the first.
 
         Returns early, perhaps with nothing, when somebody calls `wake`.
         """
-        taken: list[Settled] = []
+        taken: list[Completion] = []
         try:
             if wait_s > 0:
                 self._open(self._queue.get(timeout=wait_s), taken)
@@ -42,7 +42,7 @@ class CompletionInbox:
             self._is_woken = True
             self._queue.put([])
 
-    def _open(self, note: list[Settled], taken: list[Settled]) -> None:
+    def _open(self, note: list[Completion], taken: list[Completion]) -> None:
         if note:
             taken += note
         else:

@@ -8,7 +8,7 @@ from kvtier.core.work import HOST
 from kvtier.layout import KvLayout
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.jobs import Observer, Settled, TierView, Work
+from kvtier.runtime.jobs import Completion, Observer, TierView, Work
 from kvtier.types import Drop, Link, Outcome, Probe, Transfer
 
 
@@ -32,22 +32,22 @@ class Counting:
         if self._other is not None:
             self._other.submitted(command)
 
-    def settled(self, settled: Settled) -> None:
+    def completed(self, completion: Completion) -> None:
         """See `Observer`."""
         if self._other is not None:
-            self._other.settled(settled)
-        command = settled.command
-        if settled.is_tier_fault:
+            self._other.completed(completion)
+        command = completion.command
+        if completion.is_tier_fault:
             self._metrics.add(table.TIER_FAILURES, tier=command.tier)
         if isinstance(command, Transfer):
-            self._links[command.link].ended(settled)
+            self._links[command.link].ended(completion)
         elif isinstance(command, Probe):
             if not command.objects:
                 return  # a check of the tier, not a question of a request
-            result = "answered" if settled.outcome is Outcome.DONE else "failed"
+            result = "answered" if completion.outcome is Outcome.DONE else "failed"
             self._metrics.add(table.PROBES, tier=command.tier, result=result)
-            self._metrics.observe(table.PROBE_SECONDS, settled.seconds + settled.waited_s, tier=command.tier)
-        elif isinstance(command, Drop) and settled.outcome is Outcome.DONE:
+            self._metrics.observe(table.PROBE_SECONDS, completion.seconds + completion.waited_s, tier=command.tier)
+        elif isinstance(command, Drop) and completion.outcome is Outcome.DONE:
             self._metrics.add(table.DROPS, place=command.tier, reason="corrupt")
 
 
@@ -66,14 +66,14 @@ class _Link:
         self._in_flight += 1
         self._gauge.set(self._in_flight)
 
-    def ended(self, settled: Settled) -> None:
+    def ended(self, completion: Completion) -> None:
         self._in_flight -= 1
         self._gauge.set(self._in_flight)
-        self._outcomes[settled.outcome].add()
-        if settled.outcome is Outcome.DONE:
-            self._bytes.add(settled.size_bytes)
-            self._seconds.observe(settled.seconds)
-            self._wait_seconds.observe(settled.waited_s)
+        self._outcomes[completion.outcome].add()
+        if completion.outcome is Outcome.DONE:
+            self._bytes.add(completion.size_bytes)
+            self._seconds.observe(completion.seconds)
+            self._wait_seconds.observe(completion.waited_s)
 
 
 class Gauges:

@@ -13,7 +13,7 @@ Work = Transfer | Probe | Drop | Tell
 """The commands that are answered. A `Cancel` is not: the transfers that it names are."""
 
 
-class Settled(NamedTuple):
+class Completion(NamedTuple):
     """The one answer to a command."""
 
     command: Work
@@ -51,7 +51,7 @@ class Obedient(Protocol):
         """Answer those transfers and probes CANCELLED that have not begun; the others go on and answer as ever."""
         ...
 
-    def take(self, wait_s: float = 0.0) -> list[Settled]:
+    def take(self, wait_s: float = 0.0) -> list[Completion]:
         """The answers since the last call; waits at most `wait_s` seconds for the first, and returns early if woken."""
         ...
 
@@ -71,7 +71,7 @@ class Observer(Protocol):
         """`command` was given to the mover."""
         ...
 
-    def settled(self, settled: Settled) -> None:
+    def completed(self, completion: Completion) -> None:
         """Its answer was taken."""
         ...
 

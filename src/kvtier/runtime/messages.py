@@ -45,7 +45,7 @@ class Order(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to an order; the fields of `Settled` but the command."""
+    """The answer to an order; the fields of `Completion` but the command."""
 
     number: int
     outcome: Outcome

@@ -28,7 +28,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.jobs import Figures, Job, Settled, Threads, TierView, Work
+from kvtier.runtime.jobs import Completion, Figures, Job, Threads, TierView, Work
 from kvtier.runtime.transfers import NOT_ADMITTED, Result, Transfers
 from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
 from kvtier.tier.base import Tier
@@ -151,7 +151,7 @@ class Mover:
             clock=clock,
         )
         self._inbox = CompletionInbox()
-        self._put: Callable[[Settled], None] | None = None
+        self._put: Callable[[Completion], None] | None = None
         """Takes each answer; None: answers wait for `take`."""
         self._faults = FaultLog()
         self._dropping: dict[_Object, Job] = {}
@@ -229,7 +229,7 @@ class Mover:
             for job in queue.withdraw(wanted):
                 self._answer(job, Outcome.CANCELLED, CANCELLED)
 
-    def take(self, wait_s: float = 0.0) -> list[Settled]:
+    def take(self, wait_s: float = 0.0) -> list[Completion]:
         """The answers since the last call; waits at most `wait_s` seconds for the first. Also after `close`.
 
         Returns early, perhaps with nothing, when somebody calls `wake`.
@@ -240,7 +240,7 @@ class Mover:
         """Make a `take` that waits return, or the next one that would. May be called from any thread."""
         self._inbox.wake()
 
-    def answer_to(self, put: Callable[[Settled], None]) -> None:
+    def answer_to(self, put: Callable[[Completion], None]) -> None:
         """From now on give each answer to `put`, at once and in the thread that has it; nothing is left for `take`.
 
         Before the first `submit`. `put` must be quick. What it raises means that it has not taken the answer: it is
@@ -358,16 +358,16 @@ class Mover:
         """Answer `jobs`; the time now."""
         ended_s = self._clock()
         seconds = ended_s - began_s
-        settled: list[Settled] = []
+        completions: list[Completion] = []
         faults: list[tuple[Work, Result]] = []
         for job, result in zip(jobs, results, strict=True):
             command, (outcome, size_bytes, present, detail) = job.command, result
             waited_s, is_fault = began_s - job.submitted_s, job.is_in_tier and outcome is Outcome.FAILED
-            settled.append(Settled(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
+            completions.append(Completion(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
             self._end_drop(job)
             if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and not detail.endswith(_UNTOLD)):
                 faults.append((command, result))
-        self._give(jobs, settled)
+        self._give(jobs, completions)
         for command, result in faults:
             self._faults.tell(_kind(command, result.outcome), result.detail)
         return ended_s
@@ -376,10 +376,10 @@ class Mover:
         """Answer a job that has not begun."""
         waited_s = self._clock() - job.submitted_s
         self._end_drop(job)
-        settled = Settled(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)
-        self._give([job], [settled])
+        completion = Completion(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)
+        self._give([job], [completion])
 
-    def _give(self, jobs: list[Job], answers: list[Settled]) -> None:
+    def _give(self, jobs: list[Job], answers: list[Completion]) -> None:
         if self._put is None:
             self._inbox.put_all(answers)
             for job in jobs:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvtier.core.work import SEVERITY
 from kvtier.runtime.completion_inbox import CompletionInbox
-from kvtier.runtime.jobs import Obedient, Settled, TierView, Work
+from kvtier.runtime.jobs import Completion, Obedient, TierView, Work
 from kvtier.runtime.mover import Mover
 from kvtier.types import Cancel, Command, Outcome, RequestId
 
@@ -63,7 +63,7 @@ class OpenRanks(NamedTuple):
 class RankMover(Ranks, Protocol):
     """One rank's mover, in this process or another."""
 
-    def answer_to(self, put: Callable[[Settled], None]) -> None:
+    def answer_to(self, put: Callable[[Completion], None]) -> None:
         """From now on give each answer to `put`, in whatever thread has it; before the first `submit`.
 
         What `put` raises means that it has not taken the answer: it is called once more, with FAILED.
@@ -171,7 +171,7 @@ class RankGroup:
         for rank in self._ranks:
             rank.cancel(wanted)
 
-    def take(self, wait_s: float = 0.0) -> list[Settled]:
+    def take(self, wait_s: float = 0.0) -> list[Completion]:
         """See `Obedient`. Also returns early, perhaps with nothing, while a rank reads slowly."""
         return self._inbox.take(wait_s if self.flush() else min(wait_s, RETRY_S))
 
@@ -218,37 +218,37 @@ class RankGroup:
             closer.join(max(0.0, until_s - time.monotonic()))
         return all(results)
 
-    def _answered(self, settled: Settled) -> None:
+    def _answered(self, completion: Completion) -> None:
         """One rank's answer, in whatever thread has it."""
         with self._lock:
-            waiting = self._open[id(settled.command)]
-            together = settled if waiting.settled is None else merged(waiting.settled, settled)
+            waiting = self._open[id(completion.command)]
+            together = completion if waiting.completion is None else merged(waiting.completion, completion)
             # What raises up to here has not taken the answer.
             if waiting.left > 1:
-                waiting.settled = together
+                waiting.completion = together
                 waiting.left -= 1
             else:
                 self._inbox.put(together)
-                del self._open[id(settled.command)]
+                del self._open[id(completion.command)]
 
 
 class _Open:
     """A command that some rank has not answered."""
 
-    __slots__ = ("command", "left", "settled")
+    __slots__ = ("command", "completion", "left")
 
     def __init__(self, command: Work, ranks: int) -> None:
         self.command = command  # kept alive, so that its identity stays its own
         self.left = ranks
-        self.settled: Settled | None = None
+        self.completion: Completion | None = None
 
 
-def merged(one: Settled, other: Settled) -> Settled:
+def merged(one: Completion, other: Completion) -> Completion:
     """What two ranks' answers to the same command say together: the worst outcome, with its reason.
 
     A probe finds only what both ranks hold. Bytes add up; the slower rank's times count.
     """
-    worst = max(one, other, key=lambda settled: SEVERITY[settled.outcome])
+    worst = max(one, other, key=lambda completion: SEVERITY[completion.outcome])
     is_done = worst.outcome is Outcome.DONE
     return worst._replace(
         present=tuple(a and b for a, b in zip(one.present, other.present, strict=True)) if is_done else (),

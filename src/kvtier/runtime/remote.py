@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from kvtier.runtime.completion_inbox import CompletionInbox
-from kvtier.runtime.jobs import Settled, Work
+from kvtier.runtime.jobs import Completion, Work
 from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
 from kvtier.runtime.mover import CLOSED
 from kvtier.runtime.rank_group import RETRY_S, Note
@@ -69,7 +69,7 @@ class RemoteMover:
         """When it was asked whether it is there, if it has said nothing since."""
         self._leaving: Callable[[], None] = lambda: None
         self._inbox = CompletionInbox()
-        self._put: Callable[[Settled], None] = self._inbox.put
+        self._put: Callable[[Completion], None] = self._inbox.put
         self._reader = threading.Thread(target=self._read, name=f"kvtier {name}", daemon=True)
         self._reader.start()
 
@@ -97,7 +97,7 @@ class RemoteMover:
                 else:
                     self._open[self._last_number] = command
                     return
-        self._put(Settled(command, refusal[0], detail=refusal[1]))
+        self._put(Completion(command, refusal[0], detail=refusal[1]))
 
     def submit_all(self, commands: Iterable[Command]) -> None:
         """See `Obedient`; sent with the next `take` or `flush`."""
@@ -109,7 +109,7 @@ class RemoteMover:
         with self._lock, suppress(WireError):  # only a wish
             self._post(Cancel(tuple(ids)))
 
-    def take(self, wait_s: float = 0.0) -> list[Settled]:
+    def take(self, wait_s: float = 0.0) -> list[Completion]:
         """See `Obedient`. Also returns early, perhaps with nothing, while the other side reads slowly."""
         return self._inbox.take(wait_s if self.flush() else min(wait_s, RETRY_S))
 
@@ -117,7 +117,7 @@ class RemoteMover:
         """See `Obedient`."""
         self._inbox.wake()
 
-    def answer_to(self, put: Callable[[Settled], None]) -> None:
+    def answer_to(self, put: Callable[[Completion], None]) -> None:
         """See `RankMover`."""
         self._put = put
 
@@ -219,16 +219,16 @@ class RemoteMover:
             wanted = len(command.objects) if isinstance(command, Probe) and message.outcome is Outcome.DONE else 0
             if len(message.present) != wanted:
                 raise WireError(f"{len(message.present)} answers to {wanted} questions")
-            settled = Settled(command, *message[1:])
+            completion = Completion(command, *message[1:])
             del self._open[message.number]
-        self._give(settled)
+        self._give(completion)
 
-    def _give(self, settled: Settled) -> None:
+    def _give(self, completion: Completion) -> None:
         try:
-            self._put(settled)
+            self._put(completion)
         except Exception as error:
             logger.exception("kvtier has found a mistake of its own; what it was about has failed")
-            self._put(Settled(settled.command, Outcome.FAILED, detail=f"{type(error).__name__}: {error}"))
+            self._put(Completion(completion.command, Outcome.FAILED, detail=f"{type(error).__name__}: {error}"))
 
     def _look_after(self) -> None:
         """It has said nothing for a while."""
@@ -264,7 +264,7 @@ class RemoteMover:
         if is_news:
             logger.error("%s; nothing is loaded or stored any more, everything is computed", detail)
         for command in commands:
-            self._give(Settled(command, Outcome.FAILED, detail=detail))
+            self._give(Completion(command, Outcome.FAILED, detail=detail))
         self._stop_sending()
 
     def _stop_sending(self) -> None:

@@ -15,7 +15,7 @@ from kvtier.errors import BadCallError
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.base import NO_HINT, Closed
-from kvtier.runtime.jobs import Obedient, Observer, Settled
+from kvtier.runtime.jobs import Completion, Obedient, Observer
 from kvtier.types import (
     Cancel,
     Event,
@@ -109,15 +109,15 @@ class LocalSession:
     def _look_up(self, request: RequestId, prefix: Prefix, resident_tokens: int, wait_s: float) -> Lookup:
         now_s = self._clock()
         until_s = now_s + wait_s
-        settled = self._mover.take(0.0)
+        completions = self._mover.take(0.0)
         while True:
-            self._settle(settled)
+            self._settle(completions)
             answer = self._cache.lookup(request, prefix, now_s, resident_tokens=resident_tokens)
             self._pass_on()
             now_s = self._clock()
             if answer.presence is not Presence.PROBING or now_s >= until_s:
                 return answer
-            settled = self._mover.take(until_s - now_s)
+            completions = self._mover.take(until_s - now_s)
             now_s = self._clock()
 
     def load(
@@ -212,14 +212,14 @@ class LocalSession:
 
     def _step(self, wait_s: float, until_s: float) -> float:
         """Take answers, for which it waits up to `wait_s` seconds, and go on; returns how long the next may wait."""
-        settled = self._mover.take(wait_s)
+        completions = self._mover.take(wait_s)
         now_s = self._clock()
         if now_s >= self._next_second_s:
             self._next_second_s = now_s + 1.0
             self._on_second()
             self._warn_of_limits()
             self._cache.check_tiers(now_s)
-        self._settle(settled)
+        self._settle(completions)
         self._cache.tick(self._clock())
         self._pass_on()
         next_s = self._cache.next_deadline()
@@ -256,7 +256,7 @@ class LocalSession:
         """Demote what lower tiers are owed; how many objects have not come there by `until_s`."""
         lost_before = self._cache.tally.demotions_dropped
         self._cache.stop(self._clock())
-        # Each round: what has arrived is owed to the tiers, what is owed goes out, what has gone out is settled.
+        # Each round: what has arrived is owed to the tiers, what is owed goes out, what has gone out is completed.
         while self._clock() < until_s:
             self._cache.flush(self._clock())
             self._pass_on()
@@ -272,17 +272,19 @@ class LocalSession:
 
     # ---- between core and mover ------------------------------------------------------------------------------------
 
-    def _settle(self, batch: Sequence[Settled]) -> None:
+    def _settle(self, batch: Sequence[Completion]) -> None:
         """Tell the core what has been done."""
         now_s = self._clock()
-        for settled in batch:
-            command = settled.command
+        for completion in batch:
+            command = completion.command
             if self._observer is not None:
-                self._observer.settled(settled)
+                self._observer.completed(completion)
             if isinstance(command, Transfer):
-                self._cache.complete(command.id, settled.outcome, now_s, is_fault=settled.is_tier_fault)
+                self._cache.complete(command.id, completion.outcome, now_s, is_fault=completion.is_tier_fault)
             elif isinstance(command, Probe):
-                self._cache.probed(command.id, settled.present if settled.outcome is Outcome.DONE else None, now_s)
+                self._cache.probed(
+                    command.id, completion.present if completion.outcome is Outcome.DONE else None, now_s
+                )
 
     def _pass_on(self) -> None:
         """Give the core's commands to the mover, and its events to the engine."""
@@ -386,9 +388,9 @@ class LocalSession:
             if not self._events and self._closed is None:
                 self._woken.wait(wait_s)
             return
-        for settled in self._mover.take(min(wait_s, COPY_STEP_S)):
-            if isinstance(settled.command, Transfer):
-                self._copying.pop(settled.command.id, None)
+        for completion in self._mover.take(min(wait_s, COPY_STEP_S)):
+            if isinstance(completion.command, Transfer):
+                self._copying.pop(completion.command.id, None)
         if self._clock() >= self._copying_until_s:
             self._copying.clear()
         self._fail_open()

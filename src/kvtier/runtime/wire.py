@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.jobs import Settled, Work
+from kvtier.runtime.jobs import Completion, Work
 from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
 from kvtier.runtime.rank import Rank
 from kvtier.runtime.rank_group import LocalRank, Note, OpenRanks, RankGroup, RankMover
@@ -241,7 +241,7 @@ class RankServer:
             try:
                 self._rank.mover.submit(command)
             except ValueError as error:
-                self._answer(Settled(command, Outcome.FAILED, detail=str(error)))
+                self._answer(Completion(command, Outcome.FAILED, detail=str(error)))
         elif isinstance(message, Cancel):
             self._rank.mover.cancel(message.ids)
         elif isinstance(message, Note):
@@ -265,14 +265,14 @@ class RankServer:
 
     # ---- any thread ------------------------------------------------------------------------------------------------
 
-    def _answer(self, settled: Settled) -> None:
-        number, _ = self._open[id(settled.command)]
+    def _answer(self, completion: Completion) -> None:
+        number, _ = self._open[id(completion.command)]
         try:
-            self._send(encode(Answer(number, *settled[1:])))
+            self._send(encode(Answer(number, *completion[1:])))
         except Exception:
             logger.exception("rank %d cannot send an answer and hangs up", self._rank.number)
             self._mute()
-        del self._open[id(settled.command)]
+        del self._open[id(completion.command)]
 
     def _send(self, frame: bytes) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.connect.vllm.vllm_types import Request
-from kvtier.runtime.jobs import Settled, Work
+from kvtier.runtime.jobs import Completion, Work
 from kvtier.types import ChunkKey, Drop, Link, Outcome, Prefix, Transfer
 
 logger = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ class Movements:
         if isinstance(command, Transfer) and command.link in (Link.GATHER, Link.PROMOTE):
             self._leave(command)
 
-    def settled(self, settled: Settled) -> None:
+    def completed(self, completion: Completion) -> None:
         """See `Observer`."""
-        command = settled.command
-        if settled.outcome is not Outcome.DONE:
+        command = completion.command
+        if completion.outcome is not Outcome.DONE:
             return
         if isinstance(command, Drop):
             if command.group == self._group:
