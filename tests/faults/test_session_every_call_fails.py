@@ -16,7 +16,7 @@ from kvtier.core.limits import Limits
 from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_admitter, make_evictor
-from kvtier.runtime.counting import Counting, Gauges
+from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.jobs import Completion
 from kvtier.runtime.session import LocalSession
 from kvtier.types import (
@@ -148,7 +148,7 @@ class Recording:
             on_close=self.closed_below.append,
             on_second=Gauges(metrics, cache, LAYOUT, {}),
             metrics=metrics,
-            observer=Counting(metrics),
+            observer=CommandCounters(metrics),
             clock=self.clock,
         )
         self.begun: Counter[tuple[type, str]] = Counter()

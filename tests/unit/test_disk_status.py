@@ -12,7 +12,7 @@ from kvtier.cli import store_disk
 from kvtier.cli.main import run
 from kvtier.errors import TierError
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.counting import Gauges
+from kvtier.runtime.counters import Gauges
 from kvtier.runtime.jobs import TierView
 from kvtier.runtime.mover import FIGURES_EVERY_S, Watch
 from kvtier.testing.tier import empty_frame, object_name

@@ -23,7 +23,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime.arena import PageLock
 from kvtier.runtime.beliefs import beliefs
-from kvtier.runtime.counting import Counting, Gauges
+from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.jobs import Observer
 from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.rank_group import LocalRank, OpenRanks
@@ -162,7 +162,7 @@ def open_core(
         on_close=on_close if recorder is None else _both(recorder, on_close),
         on_second=Gauges(metrics, cache, layout, below.views),
         metrics=metrics,
-        observer=Counting(metrics, observer),
+        observer=CommandCounters(metrics, observer),
     )
     return Opened(SessionThread(session), root, metrics, below.slots, recorder)
 

@@ -12,7 +12,7 @@ from kvtier.runtime.jobs import Completion, Observer, TierView, Work
 from kvtier.types import Drop, Link, Outcome, Probe, Transfer
 
 
-class Counting:
+class CommandCounters:
     """The session's observer. Belongs to the session's owner thread.
 
     Args:
@@ -23,7 +23,7 @@ class Counting:
     def __init__(self, metrics: Metrics, other: Observer | None = None) -> None:
         self._metrics = metrics
         self._other = other
-        self._links = {link: _Link(metrics, link) for link in Link}
+        self._links = {link: _LinkSeries(metrics, link) for link in Link}
 
     def submitted(self, command: Work) -> None:
         """See `Observer`."""
@@ -51,7 +51,7 @@ class Counting:
             self._metrics.add(table.DROPS, place=command.tier, reason="corrupt")
 
 
-class _Link:
+class _LinkSeries:
     """The series of one link."""
 
     def __init__(self, metrics: Metrics, link: Link) -> None:
