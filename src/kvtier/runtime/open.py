@@ -22,9 +22,9 @@ from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime.arena import PageLock
-from kvtier.runtime.beliefs import beliefs
 from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.jobs import Observer
+from kvtier.runtime.link_priors import link_priors
 from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.rank_group import LocalRank, OpenRanks
 from kvtier.runtime.recorder import Recorder
@@ -151,7 +151,7 @@ def open_core(
         admitter=make_admitter("all"),
         limits=_limits(config),
         down=below.down,
-        beliefs=beliefs(config, max(group.payload_bytes for group in layout.groups)),
+        beliefs=link_priors(config, max(group.payload_bytes for group in layout.groups)),
     )
     recorder = None
     if config.trace.path is not None:

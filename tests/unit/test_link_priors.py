@@ -15,7 +15,7 @@ from kvtier.device.cpu import CpuCopier
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_admitter, make_evictor
-from kvtier.runtime.beliefs import beliefs
+from kvtier.runtime.link_priors import link_priors
 from kvtier.runtime.open import open_session
 from kvtier.runtime.session_thread import wait_for
 from kvtier.types import ChunkKey, Place, Prefix, Presence, RequestId, StoreDone
@@ -70,12 +70,12 @@ def test_a_record_gives_the_nearest_measure_and_the_time_to_verify(tmp_path):
         ("disk", [measure("read", 4 * MIB, depth, depth / 2, 9000) for depth in (1, 4, 16)]),
         ("directory", [measure("write", 4 * MIB, 4, 9.0, 100)]),
     )
-    told = beliefs(config, 4 * MIB)
-    assert set(told) == {HOST, "disk"}
+    priors = link_priors(config, 4 * MIB)
+    assert set(priors) == {HOST, "disk"}
     # A copy that was measured with a quarter of the bytes takes four times as long.
-    assert told[HOST] == Belief(pytest.approx(4 * 125e-6), 4 * MIB, pytest.approx(8e9))
+    assert priors[HOST] == Belief(pytest.approx(4 * 125e-6), 4 * MIB, pytest.approx(8e9))
     # Four reading threads are the default. Two GB/s, and ten for the checksum, one after the other.
-    first_s, first_bytes, rate = told["disk"]
+    first_s, first_bytes, rate = priors["disk"]
     assert (first_bytes, rate) == (16 * MIB, pytest.approx(1e9 / (1 / 2 + 1 / 10)))
     assert first_s == pytest.approx(9e-3 + 4 * MIB / 10e9)
 
@@ -86,16 +86,16 @@ def test_threads_and_limits_choose_the_depth(tmp_path):
         (["disk.read_threads=16"], 16),
         (["disk.read_threads=16", "limits.loads_in_flight=1"], 1),
     ):
-        assert beliefs(config_with(tmp_path, links, flags=flags), MIB)["disk"].first_bytes == depth * MIB
+        assert link_priors(config_with(tmp_path, links, flags=flags), MIB)["disk"].first_bytes == depth * MIB
 
 
 def test_a_gpus_link_is_host_memorys_way_to_the_engine(tmp_path):
     links = [("host", [measure("copy", MIB, 1, 8.0, 125)]), ("gpu", [measure("to_gpu", MIB, 1, 50.0, 20)])]
-    assert beliefs(config_with(tmp_path, *links), MIB)[HOST].bytes_per_s == pytest.approx(50e9)
+    assert link_priors(config_with(tmp_path, *links), MIB)[HOST].bytes_per_s == pytest.approx(50e9)
 
 
-def test_without_a_record_there_are_no_beliefs():
-    assert beliefs(load(environ={}).config, MIB) == {}
+def test_without_a_record_there_are_no_priors():
+    assert link_priors(load(environ={}).config, MIB) == {}
 
 
 def test_a_record_that_is_none_stops_the_start(tmp_path):
@@ -103,7 +103,7 @@ def test_a_record_that_is_none_stops_the_start(tmp_path):
     path.write_text("{}")
     config = load(environ={}, flags=[f"planner.probe_file={path}"]).config
     with pytest.raises(ConfigError, match=r"planner\.probe_file = .*not the record of a probe"):
-        beliefs(config, MIB)
+        link_priors(config, MIB)
 
 
 def test_the_core_starts_with_them():
@@ -128,9 +128,9 @@ def open_with(config):
 def offered(session, prefix):
     until_s = time.monotonic() + 60
     while time.monotonic() < until_s:
-        told = session.lookup(RequestId("b"), prefix)
-        if told.presence is not Presence.PROBING:
-            return told.offers[0]
+        priors = session.lookup(RequestId("b"), prefix)
+        if priors.presence is not Presence.PROBING:
+            return priors.offers[0]
         time.sleep(0.001)
     raise AssertionError("the directory did not answer")
 

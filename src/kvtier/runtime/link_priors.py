@@ -11,7 +11,7 @@ from kvtier.core.work import HOST
 SECTION_MARK = "planner.probe_file"
 
 
-def beliefs(config: Config, object_bytes: int) -> dict[str, Belief]:
+def link_priors(config: Config, object_bytes: int) -> dict[str, Belief]:
     """How fast each place is believed to be; empty without a record.
 
     Args:
