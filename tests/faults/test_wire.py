@@ -22,8 +22,8 @@ from tests.rig import (
 )
 
 from kvtier.runtime import wire
-from kvtier.runtime.messages import Ping, WireError, encode
 from kvtier.runtime.mover import CLOSED
+from kvtier.runtime.protocol import Ping, ProtocolError, encode
 from kvtier.runtime.rank_group import LocalRank, Note, RankGroup
 from kvtier.runtime.wire import connect
 from kvtier.types import ChunkKey, Drop, Link, Outcome, Probe, RequestId
@@ -144,10 +144,10 @@ def test_a_process_that_ends_before_anybody_came_leaves_nothing(tmp_path):
 def test_a_wrong_key_is_refused_and_the_right_one_still_gets_in(tmp_path):
     with workers(tmp_path / "kv", 1) as started:
         (handshake,) = [worker.handshake for worker in started]
-        with pytest.raises(WireError, match=r"rank 0 \(process \d+\) cannot be reached"):
+        with pytest.raises(ProtocolError, match=r"rank 0 \(process \d+\) cannot be reached"):
             connect([handshake | {"key": "00" * 32}])
         mover = connect([handshake]).mover
-        with pytest.raises(WireError, match="cannot be reached"):
+        with pytest.raises(ProtocolError, match="cannot be reached"):
             connect([handshake])  # the first is the only one
         assert mover.close(DEADLINE_S)
 
@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_know_the_key_is_refused(tmp_path):
     thread = threading.Thread(target=impostor)
     thread.start()
     handshake = FOREIGN | {"address": str(tmp_path / "rank")}
-    with pytest.raises(WireError, match="does not know the key"):
+    with pytest.raises(ProtocolError, match="does not know the key"):
         connect([handshake])
     thread.join(DEADLINE_S)
     listener.close()
@@ -192,19 +192,19 @@ def test_another_clock_is_refused(served, monkeypatch, ahead_s):
             return super().pack(now_s + ahead_s)
 
     monkeypatch.setattr(wire, "_CLOCK", Other("<d"))
-    with pytest.raises(WireError, match=r"\d+\.\d s ahead of ours; they must share"):
+    with pytest.raises(ProtocolError, match=r"\d+\.\d s ahead of ours; they must share"):
         connect([served.handshake | {"pid": 0}])
 
 
 def test_an_address_of_another_machine_says_so():
-    with pytest.raises(WireError, match="all ranks must run on one machine"):
+    with pytest.raises(ProtocolError, match="all ranks must run on one machine"):
         connect([FOREIGN])
 
 
 def test_when_one_of_several_cannot_be_reached_the_others_are_let_go(tmp_path):
     with workers(tmp_path / "kv", 2) as started:
         handshakes = [worker.handshake for worker in started]
-        with pytest.raises(WireError, match="rank 1"):
+        with pytest.raises(ProtocolError, match="rank 1"):
             connect([handshakes[0], handshakes[1] | {"key": "00" * 32}])
         assert started[0].end()
 

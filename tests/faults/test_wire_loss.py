@@ -15,8 +15,8 @@ from tests.rank_worker import workers
 from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, places_of, prefix_of, stored
 
 from kvtier.runtime import remote, wire
-from kvtier.runtime.messages import FRAME_BYTES_MAX, Answer, Ping, encode
 from kvtier.runtime.mover import Mover
+from kvtier.runtime.protocol import MESSAGE_BYTES_MAX, CompletionMessage, Ping, encode
 from kvtier.runtime.rank_group import Note
 from kvtier.runtime.remote import RemoteMover
 from kvtier.runtime.wire import connect
@@ -171,7 +171,7 @@ def test_a_silent_worker_without_work_is_left_alone(tmp_path):
 def test_when_the_core_goes_what_waits_is_withdrawn_and_what_runs_ends_first(served):
     with greeted(served) as connection:
         for number in range(4):
-            connection.sendall(encode(wire.Order(number, a_transfer(Link.SCATTER, number))))
+            connection.sendall(encode(wire.CommandMessage(number, a_transfer(Link.SCATTER, number))))
         for _ in range(2):
             assert served.gate.held.acquire(timeout=DEADLINE_S)
         connection.shutdown(socket.SHUT_WR)
@@ -185,7 +185,7 @@ def test_when_the_core_goes_what_waits_is_withdrawn_and_what_runs_ends_first(ser
 
 def test_a_core_that_does_not_read_is_given_up(served, monkeypatch):
     monkeypatch.setattr(wire, "SEND_S", 0.1)
-    order = encode(wire.Order(1, Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * 2000, NEVER_S)))
+    order = encode(wire.CommandMessage(1, Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * 2000, NEVER_S)))
     with greeted(served) as connection, suppress(BrokenPipeError):
         while not served._is_mute:
             connection.sendall(order)
@@ -196,10 +196,10 @@ def test_a_core_that_does_not_read_is_given_up(served, monkeypatch):
     "garbage",
     [
         b"\xff" * 4,  # a length beyond all limits
-        struct.pack("<I", FRAME_BYTES_MAX + 1),
+        struct.pack("<I", MESSAGE_BYTES_MAX + 1),
         struct.pack("<I", 5) + b"hello",
         struct.pack("<I", 0),
-        encode(Answer(1, Outcome.DONE)),  # well formed, but not for a rank to hear
+        encode(CompletionMessage(1, Outcome.DONE)),  # well formed, but not for a rank to hear
     ],
 )
 def test_a_rank_that_hears_garbage_hangs_up(served, garbage, caplog):
@@ -234,8 +234,8 @@ def pair():
         b"\xff" * 4,
         struct.pack("<I", 5) + b"hello",
         encode(Note("load this")),
-        encode(Answer(1, Outcome.DONE, (True,))),  # one answer to two questions
-        encode(Answer(1, Outcome.DONE, (True,) * 3)),
+        encode(CompletionMessage(1, Outcome.DONE, (True,))),  # one answer to two questions
+        encode(CompletionMessage(1, Outcome.DONE, (True,) * 3)),
     ],
 )
 def test_a_core_that_hears_garbage_gives_the_rank_up(pair, garbage, caplog):
@@ -246,7 +246,7 @@ def test_a_core_that_hears_garbage_gives_the_rank_up(pair, garbage, caplog):
     theirs.sendall(garbage)
     (completion,) = take(mover, 1)
     assert (completion.command, completion.outcome) == (probe, Outcome.FAILED)
-    theirs.sendall(encode(Answer(2, Outcome.DONE)))  # nothing more is believed
+    theirs.sendall(encode(CompletionMessage(2, Outcome.DONE)))  # nothing more is believed
     assert mover.take(0.1) == []
     theirs.close()
     assert take(mover, 1)[0].outcome is Outcome.FAILED
@@ -257,7 +257,7 @@ def test_an_answer_that_nobody_waits_for_is_ignored(pair):
     mover, theirs = pair
     mover.submit(Probe(1, "directory", (), NEVER_S))
     mover.flush()
-    theirs.sendall(encode(Answer(7, Outcome.DONE)) + encode(Answer(1, Outcome.DONE)) * 2)
+    theirs.sendall(encode(CompletionMessage(7, Outcome.DONE)) + encode(CompletionMessage(1, Outcome.DONE)) * 2)
     assert len(take(mover, 1)) == 1
     assert mover.take(0.05) == []
     assert mover.lost == ""
@@ -265,7 +265,7 @@ def test_an_answer_that_nobody_waits_for_is_ignored(pair):
 
 def test_what_is_too_long_for_a_message_fails_alone(pair):
     mover, _ = pair
-    mover.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * (FRAME_BYTES_MAX // 60), NEVER_S))
+    mover.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * (MESSAGE_BYTES_MAX // 60), NEVER_S))
     (completion,) = mover.take()
     assert completion.outcome is Outcome.FAILED
     assert "allowed: at most" in completion.detail

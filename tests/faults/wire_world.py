@@ -9,8 +9,8 @@ import pytest
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config
 
 from kvtier.runtime import wire
-from kvtier.runtime.messages import decode
 from kvtier.runtime.open import open_core
+from kvtier.runtime.protocol import decode
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.wire import RankServer, connect
 from kvtier.types import ChunkKey, Hint, Link, RequestId, Transfer
@@ -101,7 +101,7 @@ def greeted(server):
 
 def heard(connection):
     """Everything until the other side hangs up."""
-    frames, messages = wire.Frames(), []
+    frames, messages = wire.MessageReader(), []
     while data := connection.recv(1 << 16):
         messages += [decode(body) for body in frames.feed(data)]
     return messages

@@ -34,7 +34,7 @@ from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import LocalRank, Note, RankGroup, merged
 from kvtier.runtime.session import LocalSession
-from kvtier.runtime.wire import RankServer, WireError, connect
+from kvtier.runtime.wire import ProtocolError, RankServer, connect
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, Outcome, Presence, Probe, RequestId, Transfer
 
@@ -441,30 +441,30 @@ def test_too_little_host_memory_for_all_ranks_says_so():
 
 @pytest.mark.parametrize("numbers", [(0,), (1,), (0, 0)])
 def test_missing_ranks_are_refused(servers, numbers):
-    with pytest.raises(WireError, match="have come up; expected 2 of them, from 0 on"):
+    with pytest.raises(ProtocolError, match="have come up; expected 2 of them, from 0 on"):
         connect(servers(*numbers))
 
 
 def test_no_ranks_are_refused():
-    with pytest.raises(WireError, match="have come up"):
+    with pytest.raises(ProtocolError, match="have come up"):
         connect([])
 
 
 def test_ranks_with_other_settings_are_refused(servers):
     servers(0)
-    with pytest.raises(WireError, match=r"rank 1 has .* slots .* the same settings"):
+    with pytest.raises(ProtocolError, match=r"rank 1 has .* slots .* the same settings"):
         connect(servers(1, host_chunks=80))
 
 
 def test_a_rank_is_taken_once(servers):
     handshakes = servers(0, ranks=1)
     connect(handshakes)
-    with pytest.raises(WireError, match="cannot be reached"):
+    with pytest.raises(ProtocolError, match="cannot be reached"):
         connect(handshakes)
 
 
 def test_a_foreign_handshake_is_refused_without_showing_the_key(servers):
     (handshake,) = servers(0, ranks=1)
-    with pytest.raises(WireError, match="fields address, key") as refused:
+    with pytest.raises(ProtocolError, match="fields address, key") as refused:
         connect([handshake | {"slots": None}])
     assert handshake["key"] not in str(refused.value)

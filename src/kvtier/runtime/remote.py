@@ -23,8 +23,18 @@ from contextlib import suppress
 
 from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.jobs import Completion, Work
-from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
 from kvtier.runtime.mover import CLOSED
+from kvtier.runtime.protocol import (
+    CommandMessage,
+    CompletionMessage,
+    Leave,
+    Message,
+    MessageReader,
+    Ping,
+    ProtocolError,
+    decode,
+    encode,
+)
 from kvtier.runtime.rank_group import RETRY_S, Note
 from kvtier.types import Cancel, Command, Link, Outcome, Probe, Transfer
 
@@ -88,8 +98,8 @@ class RemoteMover:
             if not refusal[1]:
                 self._last_number += 1
                 try:
-                    self._post(Order(self._last_number, command))
-                except WireError as error:
+                    self._post(CommandMessage(self._last_number, command))
+                except ProtocolError as error:
                     refusal = (Outcome.FAILED, str(error))
                     if not self._has_refused:
                         self._has_refused = True
@@ -106,7 +116,7 @@ class RemoteMover:
 
     def cancel(self, ids: Iterable[int]) -> None:
         """See `Obedient`; sent with the next `take` or `flush`."""
-        with self._lock, suppress(WireError):  # only a wish
+        with self._lock, suppress(ProtocolError):  # only a wish
             self._post(Cancel(tuple(ids)))
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
@@ -143,7 +153,7 @@ class RemoteMover:
 
     def tell(self, note: Note) -> None:
         """See `Ranks`."""
-        with self._lock, suppress(WireError):  # as good as lost, and a lost rank does not hear it
+        with self._lock, suppress(ProtocolError):  # as good as lost, and a lost rank does not hear it
             self._post(note)
         self.flush()
 
@@ -165,13 +175,13 @@ class RemoteMover:
             return
         frame = encode(message)
         if len(self._outbox) + len(frame) > OUTBOX_BYTES_MAX:
-            raise WireError(f"{len(self._outbox)} bytes wait for a process that does not read")
+            raise ProtocolError(f"{len(self._outbox)} bytes wait for a process that does not read")
         self._outbox += frame
 
     # ---- the reader's thread ---------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        frames: Frames | None = Frames()
+        reader: MessageReader | None = MessageReader()
         while True:
             try:
                 data = self._received()
@@ -179,13 +189,13 @@ class RemoteMover:
                     self._look_after()
                 elif not data:
                     break
-                elif frames is not None:
-                    for body in frames.feed(data):
+                elif reader is not None:
+                    for body in reader.feed(data):
                         self._hear(decode(body))
             except Exception as error:
-                if not isinstance(error, WireError):
+                if not isinstance(error, ProtocolError):
                     logger.exception("kvtier has found a mistake of its own; %s is given up", self._name)
-                frames = None  # what else it sends is not read
+                reader = None  # what else it sends is not read
                 self._lose(f"{type(error).__name__}: {error}", is_gone=False)
         self._lose("its process has ended", is_gone=True)
         with self._lock:
@@ -210,15 +220,15 @@ class RemoteMover:
         if isinstance(message, Leave):
             self._leaving()
             return
-        if not isinstance(message, Answer):
-            raise WireError(f"{type(message).__name__} is nothing that a rank says")
+        if not isinstance(message, CompletionMessage):
+            raise ProtocolError(f"{type(message).__name__} is nothing that a rank says")
         with self._lock:
             command = self._open.get(message.number)
             if command is None:
                 return  # it was given up
             wanted = len(command.objects) if isinstance(command, Probe) and message.outcome is Outcome.DONE else 0
             if len(message.present) != wanted:
-                raise WireError(f"{len(message.present)} answers to {wanted} questions")
+                raise ProtocolError(f"{len(message.present)} answers to {wanted} questions")
             completion = Completion(command, *message[1:])
             del self._open[message.number]
         self._give(completion)
@@ -237,7 +247,7 @@ class RemoteMover:
             return
         if self._pinged_s is None:
             self._pinged_s = now_s
-            with self._lock, suppress(WireError):  # then it does not read, and that will show
+            with self._lock, suppress(ProtocolError):  # then it does not read, and that will show
                 self._post(Ping())
             self.flush()
         elif now_s - self._pinged_s > self._hung_s:

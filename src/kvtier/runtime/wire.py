@@ -28,7 +28,17 @@ from typing import Any, NamedTuple
 from kvtier.errors import ConfigError
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.jobs import Completion, Work
-from kvtier.runtime.messages import Answer, Frames, Leave, Message, Order, Ping, WireError, decode, encode
+from kvtier.runtime.protocol import (
+    CommandMessage,
+    CompletionMessage,
+    Leave,
+    Message,
+    MessageReader,
+    Ping,
+    ProtocolError,
+    decode,
+    encode,
+)
 from kvtier.runtime.rank import Rank
 from kvtier.runtime.rank_group import LocalRank, Note, OpenRanks, RankGroup, RankMover
 from kvtier.runtime.remote import HUNG_S, RECV_BYTES, RemoteMover, set_timeout
@@ -110,10 +120,10 @@ class RankServer:
         """This rank for a core in this process; nobody else can connect any more.
 
         Raises:
-            WireError: somebody has connected.
+            ProtocolError: somebody has connected.
         """
         if not self._take():
-            raise WireError(f"rank {self._rank.number} is taken")
+            raise ProtocolError(f"rank {self._rank.number} is taken")
         self._stop_listening()
         self._here = LocalRank(self._rank.mover, self._on_note)
         return self._here
@@ -177,7 +187,7 @@ class RankServer:
         with peer:
             try:
                 self._obey(peer)
-            except WireError as error:
+            except ProtocolError as error:
                 logger.warning("rank %d hears nonsense and hangs up: %s", self._rank.number, error)
             except Exception:
                 logger.exception("kvtier has found a mistake of its own; rank %d hangs up", self._rank.number)
@@ -197,7 +207,7 @@ class RankServer:
                 return None
             try:
                 _greet(peer, self._key, time.monotonic() + GREETING_S)
-            except (WireError, OSError) as error:
+            except (ProtocolError, OSError) as error:
                 peer.close()
                 self._refusals.tell(f"rank {self._rank.number}: a connection was refused", str(error))
                 continue
@@ -221,7 +231,7 @@ class RankServer:
         return peer
 
     def _obey(self, peer: socket.socket) -> None:
-        frames = Frames()
+        reader = MessageReader()
         while True:
             try:
                 data = peer.recv(RECV_BYTES)
@@ -231,11 +241,11 @@ class RankServer:
                 return
             if not data:
                 return
-            for body in frames.feed(data):
+            for body in reader.feed(data):
                 self._hear(decode(body))
 
     def _hear(self, message: Message) -> None:
-        if isinstance(message, Order):
+        if isinstance(message, CommandMessage):
             command = message.command
             self._open[id(command)] = (message.number, command)
             try:
@@ -249,7 +259,7 @@ class RankServer:
         elif isinstance(message, Ping):
             self._send(encode(message))
         else:
-            raise WireError(f"{type(message).__name__} is nothing that a core says")
+            raise ProtocolError(f"{type(message).__name__} is nothing that a core says")
 
     def _drain(self) -> None:
         """No answers are waited for, but hanging up means that nothing runs: so end the mover first."""
@@ -268,7 +278,7 @@ class RankServer:
     def _answer(self, completion: Completion) -> None:
         number, _ = self._open[id(completion.command)]
         try:
-            self._send(encode(Answer(number, *completion[1:])))
+            self._send(encode(CompletionMessage(number, *completion[1:])))
         except Exception:
             logger.exception("rank %d cannot send an answer and hangs up", self._rank.number)
             self._mute()
@@ -316,18 +326,18 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
         hung_s: how long a rank's process may leave us without a word before it is given up.
 
     Raises:
-        WireError: a rank is missing, cannot be reached, or differs from the others. Nothing stays connected.
+        ProtocolError: a rank is missing, cannot be reached, or differs from the others. Nothing stays connected.
     """
     until_s = time.monotonic() + deadline_s
     told = sorted((_read(handshake) for handshake in handshakes), key=lambda one: one.rank)
     numbers = [one.rank for one in told]
     if not told or numbers != list(range(told[0].ranks)):
-        raise WireError(
+        raise ProtocolError(
             f"ranks {numbers} have come up; expected {told[0].ranks if told else 'some'} of them, from 0 on"
         )
     for one in told:
         if one[5:] != told[0][5:]:
-            raise WireError(
+            raise ProtocolError(
                 f"rank {one.rank} has {one.slots} slots and tiers {one.tiers}, rank 0 {told[0].slots} and "
                 f"{told[0].tiers}; they must be opened with the same settings"
             )
@@ -359,7 +369,7 @@ def _read(handshake: Mapping[str, Any]) -> _Handshake:
         )
     except (KeyError, TypeError, ValueError) as error:
         # Without the values: one of them is the key.
-        raise WireError(f"a handshake with the fields {', '.join(map(str, handshake))} is none of ours") from error
+        raise ProtocolError(f"a handshake with the fields {', '.join(map(str, handshake))} is none of ours") from error
 
 
 def _dial(one: _Handshake, until_s: float, hung_s: float) -> RemoteMover:
@@ -371,10 +381,10 @@ def _dial(one: _Handshake, until_s: float, hung_s: float) -> RemoteMover:
         _greet_back(connection, one.key, until_s)
         connection.settimeout(None)
         return RemoteMover(connection, name, hung_s=hung_s)
-    except (OSError, WireError) as error:
+    except (OSError, ProtocolError) as error:
         connection.close()
         advice = "all ranks must run on one machine, and no other core may have taken them"
-        raise WireError(f"{name} cannot be reached at {one.address}: {error}; {advice}") from error
+        raise ProtocolError(f"{name} cannot be reached at {one.address}: {error}; {advice}") from error
 
 
 def _greet(peer: socket.socket, key: bytes, until_s: float) -> None:
@@ -384,7 +394,7 @@ def _greet(peer: socket.socket, key: bytes, until_s: float) -> None:
     heard = _receive(peer, 2 * _KEY_BYTES, until_s)
     theirs = heard[:_KEY_BYTES]
     if not hmac.compare_digest(heard[_KEY_BYTES:], _proof(key, b"core", mine, theirs)):
-        raise WireError("it does not know the key")
+        raise ProtocolError("it does not know the key")
     peer.sendall(_proof(key, b"rank", mine, theirs) + _CLOCK.pack(time.monotonic()))
 
 
@@ -392,16 +402,16 @@ def _greet_back(connection: socket.socket, key: bytes, until_s: float) -> None:
     """The core's side."""
     heard = _receive(connection, len(_MAGIC) + _KEY_BYTES, until_s)
     if heard[: len(_MAGIC)] != _MAGIC:
-        raise WireError("it is no rank of this version of kvtier")
+        raise ProtocolError("it is no rank of this version of kvtier")
     theirs, mine = heard[len(_MAGIC) :], secrets.token_bytes(_KEY_BYTES)
     sent_s = time.monotonic()
     connection.sendall(mine + _proof(key, b"core", theirs, mine))
     heard = _receive(connection, _KEY_BYTES + _CLOCK.size, until_s)
     if not hmac.compare_digest(heard[:_KEY_BYTES], _proof(key, b"rank", theirs, mine)):
-        raise WireError("it does not know the key")
+        raise ProtocolError("it does not know the key")
     (clock_s,) = _CLOCK.unpack(heard[_KEY_BYTES:])
     if not sent_s - CLOCKS_APART_S_MAX <= clock_s <= time.monotonic() + CLOCKS_APART_S_MAX:
-        raise WireError(f"its clock is {clock_s - sent_s:.1f} s ahead of ours; they must share one time namespace")
+        raise ProtocolError(f"its clock is {clock_s - sent_s:.1f} s ahead of ours; they must share one time namespace")
 
 
 def _proof(key: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
@@ -415,7 +425,7 @@ def _receive(connection: socket.socket, size_bytes: int, until_s: float) -> byte
         connection.settimeout(max(0.001, until_s - time.monotonic()))
         piece = connection.recv(size_bytes - len(heard))
         if not piece:
-            raise WireError("it has hung up")
+            raise ProtocolError("it has hung up")
         heard += piece
     return heard
 

@@ -121,7 +121,7 @@ class SchedulerSide:
         """All workers are up.
 
         Raises:
-            WireError: one of them cannot be reached.
+            ProtocolError: one of them cannot be reached.
             ConfigError: the store's secret cannot be had.
         """
         opening = self._opening

@@ -1,7 +1,7 @@
 """What travels between the core's process and a rank's, as bytes: four bytes of length, little-endian, then JSON.
 
 Both ends are the same kvtier on the same machine, and each knows that the other holds the key of the connection. Still
-nothing is believed: what is too long, no JSON, or of another shape raises `WireError`, and the connection ends.
+nothing is believed: what is too long, no JSON, or of another shape raises `ProtocolError`, and the connection ends.
 
 Times are on the session's clock. `time.monotonic` is one clock for all processes of a Linux machine, so they travel as
 they are; `wire` checks that it is so.
@@ -19,10 +19,10 @@ from kvtier.runtime.jobs import Work
 from kvtier.runtime.rank_group import Note
 from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
-FRAME_BYTES_MAX = 16 << 20
+MESSAGE_BYTES_MAX = 16 << 20
 """Longest message: a probe of 200,000 objects."""
 
-ENCODED_MAX = 1024
+CACHED_TRANSFERS_MAX = 1024
 """Transfers that are kept encoded, since each rank is sent the same ones."""
 
 _LENGTH = struct.Struct("<I")
@@ -33,18 +33,18 @@ _WORD = (str, type(None))
 _NUMBER = (int, float)
 
 
-class WireError(KvError):
+class ProtocolError(KvError):
     """A rank cannot be reached, is not one of this engine's, or what came over the wire makes no sense."""
 
 
-class Order(NamedTuple):
+class CommandMessage(NamedTuple):
     """A command, and the number that its answer will carry: a drop or tell has none of its own."""
 
     number: int
     command: Work
 
 
-class Answer(NamedTuple):
+class CompletionMessage(NamedTuple):
     """The answer to an order; the fields of `Completion` but the command."""
 
     number: int
@@ -65,18 +65,18 @@ class Leave(NamedTuple):
     """The rank's process is about to end: what the core still wants of it is to be asked for now."""
 
 
-Message = Order | Answer | Cancel | Note | Ping | Leave
+Message = CommandMessage | CompletionMessage | Cancel | Note | Ping | Leave
 
 
 def encode(message: Message) -> bytes:
     """`message` with its length before it.
 
     Raises:
-        WireError: it is too long.
+        ProtocolError: it is too long.
     """
     body = _body(message).encode()
-    if len(body) > FRAME_BYTES_MAX:
-        raise WireError(f"a message of {len(body)} bytes; allowed: at most {FRAME_BYTES_MAX}")
+    if len(body) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a message of {len(body)} bytes; allowed: at most {MESSAGE_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -84,16 +84,16 @@ def decode(body: bytes) -> Message:
     """The message in `body`, which has no length before it.
 
     Raises:
-        WireError: it is none of ours.
+        ProtocolError: it is none of ours.
     """
     try:
         kind, *values = cast("list[Any]", json.loads(body))
         return _DECODERS[kind](values)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WireError(f"{len(body)} bytes that are no message: {type(error).__name__}: {error}") from error
+        raise ProtocolError(f"{len(body)} bytes that are no message: {type(error).__name__}: {error}") from error
 
 
-class Frames:
+class MessageReader:
     """Cuts a stream into the bodies of its messages."""
 
     def __init__(self) -> None:
@@ -103,14 +103,14 @@ class Frames:
         """The bodies that are complete with `data`.
 
         Raises:
-            WireError: one says that it is too long.
+            ProtocolError: one says that it is too long.
         """
         buffer = self._buffer
         buffer += data
         while len(buffer) >= _LENGTH.size:
             (size_bytes,) = _LENGTH.unpack_from(buffer)
-            if size_bytes > FRAME_BYTES_MAX:
-                raise WireError(f"a message of {size_bytes} bytes; allowed: at most {FRAME_BYTES_MAX}")
+            if size_bytes > MESSAGE_BYTES_MAX:
+                raise ProtocolError(f"a message of {size_bytes} bytes; allowed: at most {MESSAGE_BYTES_MAX}")
             end = _LENGTH.size + size_bytes
             if len(buffer) < end:
                 return
@@ -120,10 +120,10 @@ class Frames:
 
 
 def _body(message: Message) -> str:
-    if isinstance(message, Order):
+    if isinstance(message, CommandMessage):
         kind, fields = _command(message.command)
         return f'["{kind}",{message.number},{fields[1:]}'
-    if isinstance(message, Answer):
+    if isinstance(message, CompletionMessage):
         number, outcome, present, *rest = message
         plain = ["answer", number, outcome.value, "".join("1" if each else "0" for each in present), *rest]
     else:
@@ -145,7 +145,7 @@ def _command(command: Work) -> tuple[str, str]:
     return "drop", _to_json([command.tier, command.key.hex(), command.group])
 
 
-@lru_cache(maxsize=ENCODED_MAX)
+@lru_cache(maxsize=CACHED_TRANSFERS_MAX)
 def _transfer_fields(transfer: Transfer) -> str:
     parent = None if transfer.parent is None else transfer.parent.hex()
     fields = [
@@ -156,7 +156,7 @@ def _transfer_fields(transfer: Transfer) -> str:
     return _to_json(fields)
 
 
-def _transfer(values: list[Any]) -> Order:
+def _transfer(values: list[Any]) -> CommandMessage:
     number, id_, link, key, group, slot, tier, request, blocks, parent, depth, deadline_s, *hint = _checked(
         values, int, int, str, str, int, int, str, _WORD, list, _WORD, int, _NUMBER, _WORD, (int, type(None)), _NUMBER
     )
@@ -174,28 +174,28 @@ def _transfer(values: list[Any]) -> Order:
         deadline_s,
         Hint(*hint),
     )
-    return Order(number, transfer)
+    return CommandMessage(number, transfer)
 
 
-def _probe(values: list[Any]) -> Order:
+def _probe(values: list[Any]) -> CommandMessage:
     number, id_, tier, keys, groups, deadline_s = _checked(values, int, int, str, list, list, _NUMBER)
     objects = tuple((ChunkKey(bytes.fromhex(key)), group) for key, group in zip(keys, _integers(groups), strict=True))
-    return Order(number, Probe(id_, tier, objects, deadline_s))
+    return CommandMessage(number, Probe(id_, tier, objects, deadline_s))
 
 
-def _drop(values: list[Any]) -> Order:
+def _drop(values: list[Any]) -> CommandMessage:
     number, tier, key, group = _checked(values, int, str, str, int)
-    return Order(number, Drop(tier, ChunkKey(bytes.fromhex(key)), group))
+    return CommandMessage(number, Drop(tier, ChunkKey(bytes.fromhex(key)), group))
 
 
-def _tell(values: list[Any]) -> Order:
+def _tell(values: list[Any]) -> CommandMessage:
     number, tier, session, next_turn = _checked(values, int, str, str, _WORD)
-    return Order(number, Tell(tier, session, None if next_turn is None else NextTurn(next_turn)))
+    return CommandMessage(number, Tell(tier, session, None if next_turn is None else NextTurn(next_turn)))
 
 
-def _answer(values: list[Any]) -> Answer:
+def _answer(values: list[Any]) -> CompletionMessage:
     number, outcome, present, *rest = _checked(values, int, str, str, int, _NUMBER, _NUMBER, str, bool)
-    return Answer(number, Outcome(outcome), tuple(each == "1" for each in present), *rest)
+    return CompletionMessage(number, Outcome(outcome), tuple(each == "1" for each in present), *rest)
 
 
 def _cancel(values: list[Any]) -> Cancel:

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.runtime.jobs import Completion
-from kvtier.runtime.messages import FRAME_BYTES_MAX, Answer, Frames, Leave, Order, Ping, WireError, decode, encode
+from kvtier.runtime.protocol import (
+    MESSAGE_BYTES_MAX,
+    CommandMessage,
+    CompletionMessage,
+    Leave,
+    MessageReader,
+    Ping,
+    ProtocolError,
+    decode,
+    encode,
+)
 from kvtier.runtime.rank_group import Note
 from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
@@ -37,9 +47,9 @@ transfers = st.builds(
 probes = st.builds(Probe, integers, words, st.lists(st.tuples(keys, small), max_size=40).map(tuple), seconds)
 drops = st.builds(Drop, words, keys, small)
 tells = st.builds(Tell, words, words, st.none() | st.sampled_from(NextTurn))
-orders = st.builds(Order, integers, transfers | probes | drops | tells)
+orders = st.builds(CommandMessage, integers, transfers | probes | drops | tells)
 answers = st.builds(
-    Answer,
+    CompletionMessage,
     integers,
     st.sampled_from(Outcome),
     st.lists(st.booleans(), max_size=40).map(tuple),
@@ -58,20 +68,20 @@ messages = orders | answers | notes | cancels | st.just(Ping()) | st.just(Leave(
 def test_every_message_arrives_as_it_was_however_the_stream_is_cut(sent, data):
     stream = b"".join(map(encode, sent))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    frames = Frames()
+    reader = MessageReader()
     heard = []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        heard += [decode(body) for body in frames.feed(stream[start:end])]
+        heard += [decode(body) for body in reader.feed(stream[start:end])]
     assert heard == sent
     assert [type(message) for message in heard] == [type(message) for message in sent]
-    assert [type(order.command) for order in heard if isinstance(order, Order)] == [
-        type(order.command) for order in sent if isinstance(order, Order)
+    assert [type(order.command) for order in heard if isinstance(order, CommandMessage)] == [
+        type(order.command) for order in sent if isinstance(order, CommandMessage)
     ]
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(body):
-    with pytest.raises(WireError):
+    with pytest.raises(ProtocolError):
         decode(body)
 
 
@@ -81,13 +91,13 @@ plain = st.recursive(
 )
 word, number = (str, type(None)), (int, float)
 FIELDS = {
-    Order: (int, (Transfer, Probe, Drop, Tell)),
+    CommandMessage: (int, (Transfer, Probe, Drop, Tell)),
     Transfer: (int, Link, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, Hint),
     Hint: (word, (int, type(None)), number),
     Probe: (int, str, tuple, number),
     Drop: (str, bytes, int),
     Tell: (str, str, (NextTurn, type(None))),
-    Answer: (int, Outcome, tuple, int, number, number, str, bool),
+    CompletionMessage: (int, Outcome, tuple, int, number, number, str, bool),
     Note: (str, str, tuple, bool),
     Cancel: (tuple,),
     Ping: (),
@@ -97,7 +107,7 @@ FIELDS = {
 def test_no_field_is_left_behind():
     """A field that is added to a command must be added to its message."""
     assert {kind: len(kind._fields) for kind in FIELDS} == {kind: len(fields) for kind, fields in FIELDS.items()}
-    assert Answer._fields[1:] == Completion._fields[1:]
+    assert CompletionMessage._fields[1:] == Completion._fields[1:]
 
 
 def check_fields(value):
@@ -118,7 +128,7 @@ def test_a_field_of_another_kind_is_refused(message, value, data):
     values[position : position + data.draw(st.integers(0, 1))] = [value]
     try:
         heard = decode(json.dumps(values).encode())
-    except WireError:
+    except ProtocolError:
         return
     check_fields(heard)
 
@@ -130,13 +140,13 @@ def test_a_damaged_message_is_refused_or_another_message_of_good_fields(message,
     body[position] ^= data.draw(st.integers(1, 255))
     try:
         other = decode(bytes(body))
-    except WireError:
+    except ProtocolError:
         return
     check_fields(other)
 
 
 def test_infinite_deadlines_travel():
-    order = Order(1, Probe(1, "below", (), float("inf")))
+    order = CommandMessage(1, Probe(1, "below", (), float("inf")))
     assert decode(encode(order)[4:]) == order
 
 
@@ -146,17 +156,17 @@ def test_block_numbers_may_be_numpys():
 
 
 def test_a_length_that_is_too_large_is_refused_before_it_has_come():
-    frames = Frames()
-    with pytest.raises(WireError, match=rf"{FRAME_BYTES_MAX + 1} bytes; allowed: at most {FRAME_BYTES_MAX}"):
-        list(frames.feed(struct.pack("<I", FRAME_BYTES_MAX + 1)))
+    reader = MessageReader()
+    with pytest.raises(ProtocolError, match=rf"{MESSAGE_BYTES_MAX + 1} bytes; allowed: at most {MESSAGE_BYTES_MAX}"):
+        list(reader.feed(struct.pack("<I", MESSAGE_BYTES_MAX + 1)))
 
 
 def test_a_message_that_is_too_long_is_not_made():
-    probe = Probe(1, "below", ((ChunkKey(bytes(32)), 0),) * (FRAME_BYTES_MAX // 60), 1.0)
-    with pytest.raises(WireError, match="allowed: at most"):
-        encode(Order(1, probe))
+    probe = Probe(1, "below", ((ChunkKey(bytes(32)), 0),) * (MESSAGE_BYTES_MAX // 60), 1.0)
+    with pytest.raises(ProtocolError, match="allowed: at most"):
+        encode(CommandMessage(1, probe))
 
 
 def test_nested_beyond_reason_is_refused():
-    with pytest.raises(WireError):
+    with pytest.raises(ProtocolError):
         decode(b"[" * 100_000)
