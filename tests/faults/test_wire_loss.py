@@ -14,11 +14,11 @@ from tests.faults.wire_world import NEVER_S, a_transfer, greeted, heard, opened,
 from tests.rank_worker import workers
 from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, places_of, prefix_of, stored
 
-from kvtier.runtime import remote, wire
+from kvtier.runtime import remote_rank, wire
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import MESSAGE_BYTES_MAX, CompletionMessage, Ping, encode
 from kvtier.runtime.rank_group import Note
-from kvtier.runtime.remote import RemoteMover
+from kvtier.runtime.remote_rank import RemoteRank
 from kvtier.runtime.wire import connect
 from kvtier.types import ChunkKey, Drop, Link, LoadDone, Outcome, Presence, Probe, RequestId
 
@@ -137,7 +137,7 @@ def test_a_stopped_worker_that_is_killed_then_frees_its_scatters(tmp_path):
 
 
 def test_a_worker_that_reads_nothing_for_a_while_gets_everything_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "SILENCE_S", 0.05)
+    monkeypatch.setattr(remote_rank, "SILENCE_S", 0.05)
     with workers(tmp_path / "kv", 1) as started:
         mover = connect([worker.handshake for worker in started]).mover
         started[0].stop()
@@ -222,7 +222,7 @@ def test_notes_come_in_the_order_of_the_stream(served):
 @pytest.fixture
 def pair():
     ours, theirs = socket.socketpair()
-    mover = RemoteMover(ours, "rank 0", hung_s=DEADLINE_S)
+    mover = RemoteRank(ours, "rank 0", hung_s=DEADLINE_S)
     yield mover, theirs
     theirs.close()
     assert mover.close(DEADLINE_S)
@@ -273,7 +273,7 @@ def test_what_is_too_long_for_a_message_fails_alone(pair):
 
 
 def test_the_outbox_has_an_end(pair, monkeypatch):
-    monkeypatch.setattr(remote, "OUTBOX_BYTES_MAX", 1000)
+    monkeypatch.setattr(remote_rank, "OUTBOX_BYTES_MAX", 1000)
     mover, _ = pair
     for number in range(10):
         mover.submit(a_transfer(Link.GATHER, number))
@@ -299,10 +299,12 @@ def once(monkeypatch, owner, name, *, after=0):
     monkeypatch.setattr(owner, name, wrong)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(remote, "decode"), (RemoteMover, "_hear"), (remote, "Completion")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(remote_rank, "decode"), (RemoteRank, "_hear"), (remote_rank, "Completion")]
+)
 def test_a_mistake_in_the_cores_reader_loses_the_rank_and_leaves_nothing_open(served, monkeypatch, caplog, owner, name):
     with greeted(served) as connection:
-        mover = RemoteMover(connection.dup(), "rank 0", hung_s=DEADLINE_S)
+        mover = RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S)
         connection.close()
         once(monkeypatch, owner, name)
         mover.submit(scatter := a_transfer(Link.SCATTER, 1))
@@ -331,7 +333,7 @@ def test_an_answer_that_the_core_does_not_take_is_given_once_more_as_failed(serv
         taken.append(completion)
 
     with greeted(served) as connection:
-        mover = RemoteMover(connection.dup(), "rank 0", hung_s=DEADLINE_S)
+        mover = RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S)
         connection.close()
         mover.answer_to(put)
         mover.submit(Probe(2, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
@@ -345,7 +347,7 @@ def test_an_answer_that_the_core_does_not_take_is_given_once_more_as_failed(serv
 @pytest.mark.parametrize("name", ["_answer", "encode", "submit"])
 def test_a_mistake_of_a_rank_hangs_up_and_leaves_nothing_open(served, monkeypatch, caplog, name):
     with greeted(served) as connection:
-        mover = RemoteMover(connection.dup(), "rank 0", hung_s=DEADLINE_S)
+        mover = RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S)
         connection.close()
         if name == "submit":
             once(monkeypatch, served._rank.mover, "submit", after=1)

@@ -3,7 +3,7 @@
     worker                                       the core's process
     RankServer(rank, on_note)
         .handshake   -- some way of the engine's -->  connect([handshake, ...])
-        reader thread    <-- orders, notes --         RemoteMover, or RankGroup of several
+        reader thread    <-- orders, notes --         RemoteRank, or RankGroup of several
         mover's threads  --  answers      -->
 
 The one that connects first is the only one, ever: slots belong to the core that they were promised to. Each side shows
@@ -41,7 +41,7 @@ from kvtier.runtime.protocol import (
 )
 from kvtier.runtime.rank import Rank
 from kvtier.runtime.rank_group import LocalRank, Note, OpenRanks, RankGroup, RankMover
-from kvtier.runtime.remote import HUNG_S, RECV_BYTES, RemoteMover, set_timeout
+from kvtier.runtime.remote_rank import HUNG_S, RECV_BYTES, RemoteRank, set_timeout
 from kvtier.types import Cancel, Outcome
 
 GREETING_S = 5.0
@@ -372,7 +372,7 @@ def _read(handshake: Mapping[str, Any]) -> _Handshake:
         raise ProtocolError(f"a handshake with the fields {', '.join(map(str, handshake))} is none of ours") from error
 
 
-def _dial(one: _Handshake, until_s: float, hung_s: float) -> RemoteMover:
+def _dial(one: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
     name = f"rank {one.rank} (process {one.pid})"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -380,7 +380,7 @@ def _dial(one: _Handshake, until_s: float, hung_s: float) -> RemoteMover:
         connection.connect(one.address)
         _greet_back(connection, one.key, until_s)
         connection.settimeout(None)
-        return RemoteMover(connection, name, hung_s=hung_s)
+        return RemoteRank(connection, name, hung_s=hung_s)
     except (OSError, ProtocolError) as error:
         connection.close()
         advice = "all ranks must run on one machine, and no other core may have taken them"

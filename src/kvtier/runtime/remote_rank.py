@@ -51,7 +51,7 @@ RECV_BYTES = 1 << 16
 logger = logging.getLogger(__name__)
 
 
-class RemoteMover:
+class RemoteRank:
     """One rank's mover in another process (`RankMover`).
 
     Args:
