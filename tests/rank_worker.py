@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, load_places
 
 from kvtier.runtime.rank import open_rank
-from kvtier.runtime.wire import RankServer
+from kvtier.runtime.rank_server import RankServer
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -38,7 +38,7 @@ from kvtier.runtime import open as runtime
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import Opened, open_session
 from kvtier.runtime.rank import open_rank
-from kvtier.runtime.wire import RankServer, connect
+from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.tier import directory, disk
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier

@@ -4,8 +4,8 @@ import os
 import subprocess
 
 import pytest
+from rank_world import until
 from tests.rig import CHUNK_TOKENS, Engine, load_places, loaded, looked_up, opened, places_of, prefix_of, stored
-from wire_world import until
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.observe import table

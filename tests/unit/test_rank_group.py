@@ -33,8 +33,8 @@ from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import LocalRank, Note, RankGroup, merged
+from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import LocalSession
-from kvtier.runtime.wire import ProtocolError, RankServer, connect
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, Outcome, Presence, Probe, RequestId, Transfer
 

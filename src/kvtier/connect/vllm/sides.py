@@ -22,7 +22,7 @@ from kvtier.core.planner import Planner
 from kvtier.layout import History
 from kvtier.runtime.open import Opened, open_core
 from kvtier.runtime.rank import Rank, open_rank
-from kvtier.runtime.wire import RankServer, connect
+from kvtier.runtime.rank_server import RankServer, connect
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tests.faults.wire_world import opened, until
+from tests.faults.rank_world import opened, until
 from tests.rank_worker import workers
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, looked_up, places_of, prefix_of, stored
 
@@ -12,7 +12,7 @@ from kvtier.config.sections import StoreConfig
 from kvtier.runtime.open import open_core
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import Note
-from kvtier.runtime.wire import RankServer, connect
+from kvtier.runtime.rank_server import RankServer, connect
 
 
 @pytest.mark.parametrize("count", [1, 2])

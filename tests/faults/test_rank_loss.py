@@ -10,16 +10,16 @@ import time
 from contextlib import suppress
 
 import pytest
-from tests.faults.wire_world import NEVER_S, a_transfer, greeted, heard, opened, served, take, until
+from tests.faults.rank_world import NEVER_S, a_transfer, greeted, heard, opened, served, take, until
 from tests.rank_worker import workers
 from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, places_of, prefix_of, stored
 
-from kvtier.runtime import remote_rank, wire
+from kvtier.runtime import rank_server, remote_rank
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import MESSAGE_BYTES_MAX, CompletionMessage, Ping, encode
 from kvtier.runtime.rank_group import Note
+from kvtier.runtime.rank_server import connect
 from kvtier.runtime.remote_rank import RemoteRank
-from kvtier.runtime.wire import connect
 from kvtier.types import ChunkKey, Drop, Link, LoadDone, Outcome, Presence, Probe, RequestId
 
 __all__ = ["served"]
@@ -171,7 +171,7 @@ def test_a_silent_worker_without_work_is_left_alone(tmp_path):
 def test_when_the_core_goes_what_waits_is_withdrawn_and_what_runs_ends_first(served):
     with greeted(served) as connection:
         for number in range(4):
-            connection.sendall(encode(wire.CommandMessage(number, a_transfer(Link.SCATTER, number))))
+            connection.sendall(encode(rank_server.CommandMessage(number, a_transfer(Link.SCATTER, number))))
         for _ in range(2):
             assert served.gate.held.acquire(timeout=DEADLINE_S)
         connection.shutdown(socket.SHUT_WR)
@@ -184,8 +184,8 @@ def test_when_the_core_goes_what_waits_is_withdrawn_and_what_runs_ends_first(ser
 
 
 def test_a_core_that_does_not_read_is_given_up(served, monkeypatch):
-    monkeypatch.setattr(wire, "SEND_S", 0.1)
-    order = encode(wire.CommandMessage(1, Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * 2000, NEVER_S)))
+    monkeypatch.setattr(rank_server, "SEND_S", 0.1)
+    order = encode(rank_server.CommandMessage(1, Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * 2000, NEVER_S)))
     with greeted(served) as connection, suppress(BrokenPipeError):
         while not served._is_mute:
             connection.sendall(order)
@@ -352,7 +352,7 @@ def test_a_mistake_of_a_rank_hangs_up_and_leaves_nothing_open(served, monkeypatc
         if name == "submit":
             once(monkeypatch, served._rank.mover, "submit", after=1)
         elif name == "encode":
-            once(monkeypatch, wire, "encode")
+            once(monkeypatch, rank_server, "encode")
         else:
             once(monkeypatch, Mover, "_settle")
         for number in range(3):

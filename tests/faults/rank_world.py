@@ -1,4 +1,4 @@
-"""Ranks in this process and in others, and both ends of a connection by hand. Used by the tests of the wire."""
+"""Ranks in this process and in others, and both ends of a connection by hand. Used by the tests of the rank_server."""
 
 import socket
 import threading
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config
 
-from kvtier.runtime import wire
+from kvtier.runtime import rank_server
 from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import decode
 from kvtier.runtime.rank import open_rank
-from kvtier.runtime.wire import RankServer, connect
+from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.types import ChunkKey, Hint, Link, RequestId, Transfer
 
 NEVER_S = float("inf")
@@ -95,13 +95,13 @@ def greeted(server):
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(DEADLINE_S)
     connection.connect(server.address)
-    wire._greet_back(connection, bytes.fromhex(server.handshake["key"]), time.monotonic() + DEADLINE_S)
+    rank_server._greet_back(connection, bytes.fromhex(server.handshake["key"]), time.monotonic() + DEADLINE_S)
     return connection
 
 
 def heard(connection):
     """Everything until the other side hangs up."""
-    frames, messages = wire.MessageReader(), []
+    frames, messages = rank_server.MessageReader(), []
     while data := connection.recv(1 << 16):
         messages += [decode(body) for body in frames.feed(data)]
     return messages

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.faults.wire_world import NEVER_S, a_transfer, greeted, opened, served, take, until
+from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, served, take, until
 from tests.rank_worker import workers
 from tests.rig import (
     CHUNK_TOKENS,
@@ -21,11 +21,11 @@ from tests.rig import (
     stored,
 )
 
-from kvtier.runtime import wire
+from kvtier.runtime import rank_server
 from kvtier.runtime.mover import CLOSED
 from kvtier.runtime.protocol import Ping, ProtocolError, encode
 from kvtier.runtime.rank_group import LocalRank, Note, RankGroup
-from kvtier.runtime.wire import connect
+from kvtier.runtime.rank_server import connect
 from kvtier.types import ChunkKey, Drop, Link, Outcome, Probe, RequestId
 
 __all__ = ["served"]
@@ -160,8 +160,8 @@ def test_a_rank_that_does_not_know_the_key_is_refused(tmp_path):
     def impostor():
         peer, _ = listener.accept()
         with peer:
-            peer.sendall(wire._MAGIC + bytes(32))
-            proof = wire._receive(peer, 64, time.monotonic() + DEADLINE_S)[32:]
+            peer.sendall(rank_server._MAGIC + bytes(32))
+            proof = rank_server._receive(peer, 64, time.monotonic() + DEADLINE_S)[32:]
             peer.sendall(proof + struct.pack("<d", time.monotonic()))  # shown back what was shown to it
 
     thread = threading.Thread(target=impostor)
@@ -175,7 +175,7 @@ def test_a_rank_that_does_not_know_the_key_is_refused(tmp_path):
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64)])
 def test_strangers_neither_get_in_nor_keep_others_out(served, monkeypatch, greeting):
-    monkeypatch.setattr(wire, "GREETING_S", 0.2)
+    monkeypatch.setattr(rank_server, "GREETING_S", 0.2)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(served.address)
         stranger.sendall(greeting)
@@ -191,7 +191,7 @@ def test_another_clock_is_refused(served, monkeypatch, ahead_s):
         def pack(self, now_s):
             return super().pack(now_s + ahead_s)
 
-    monkeypatch.setattr(wire, "_CLOCK", Other("<d"))
+    monkeypatch.setattr(rank_server, "_CLOCK", Other("<d"))
     with pytest.raises(ProtocolError, match=r"\d+\.\d s ahead of ours; they must share"):
         connect([served.handshake | {"pid": 0}])
 
