@@ -22,7 +22,7 @@ from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.policy.registry import make_admitter, make_evictor
 from kvtier.runtime.arena import Arena, chunk_bytes
 from kvtier.runtime.mover import Mover, Threads
-from kvtier.runtime.open import Opened, open_session
+from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.session import LocalSession
 from kvtier.tier.base import Tier
 from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId, StoreDone
@@ -103,7 +103,7 @@ def config(directory: Path | None, *, host_chunks: int = 8, **limits: float) -> 
     )
 
 
-def opened(directory: Path | None, engine: Engine, **options: float) -> Opened:
+def opened(directory: Path | None, engine: Engine, **options: float) -> OpenedSession:
     return open_session(config(directory, **options), LAYOUT, FINGERPRINT, engine.copier())
 
 

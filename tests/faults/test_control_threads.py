@@ -33,7 +33,7 @@ from tests.rig import (
 from kvtier.config.sections import Config, DirectoryConfig, DiskConfig, TraceConfig
 from kvtier.observe import table
 from kvtier.runtime import rank, recorder
-from kvtier.runtime.open import Opened, open_session
+from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.recorder import Served
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
@@ -80,7 +80,7 @@ def settings(kind: str, place: Path, **more: float) -> Config:
 class Traffic:
     """Requests to a session, each call of which must return in time whatever the tier does."""
 
-    def __init__(self, kv: Opened) -> None:
+    def __init__(self, kv: OpenedSession) -> None:
         self.kv = kv
         self.number = 0
         self.seeds: list[int] = []
@@ -137,7 +137,7 @@ def no_control_thread_in(hanging: HangingFs, deciding: dict[int | None, str]) ->
     assert not {(deciding[thread], what) for what, thread in hanging.calls() if thread in deciding}
 
 
-def is_seen(kv: Opened, operation: str) -> bool:
+def is_seen(kv: OpenedSession, operation: str) -> bool:
     """Whether the circuit breakers know that the operation hangs. `statfs` only hangs up the disk tier's upkeep."""
     ups = [it for it in kv.metrics.render().splitlines() if it.startswith(table.TIER_UP.name + "{")]
     return operation == "statfs" or any(it.endswith(" 0") for it in ups)

@@ -36,7 +36,7 @@ from kvtier.observe import table
 from kvtier.runtime import deferred_tier, rank
 from kvtier.runtime import open as runtime
 from kvtier.runtime.deferred_tier import DeferredTier
-from kvtier.runtime.open import Opened, open_session
+from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.tier import directory, disk
@@ -60,7 +60,7 @@ def settings(kind: str, path: Path, *, is_required: bool = False, **limits: floa
     return replace(made, directory=DirectoryConfig(path=path, capacity_bytes=8 * MIB, required=is_required))
 
 
-def opened(kind: str, path: Path, engine: Engine, **more: Any) -> Opened:
+def opened(kind: str, path: Path, engine: Engine, **more: Any) -> OpenedSession:
     return open_session(settings(kind, path, **more), LAYOUT, FINGERPRINT, engine.copier())
 
 
@@ -71,12 +71,12 @@ def filled(kind: str, path: Path, engine: Engine) -> None:
     assert first.session.close().flushed
 
 
-def up(session: Opened, kind: str) -> float:
+def up(session: OpenedSession, kind: str) -> float:
     """What the metrics say."""
     return session.metrics.get(table.TIER_UP, tier=kind, way="read")
 
 
-def until_up(session: Opened, kind: str) -> None:
+def until_up(session: OpenedSession, kind: str) -> None:
     """Ask until the tier answers."""
     end_s = time.monotonic() + DEADLINE_S
     number = 0
@@ -87,7 +87,7 @@ def until_up(session: Opened, kind: str) -> None:
         number += 1
 
 
-def until_found(session: Opened, engine: Engine, target: Engine) -> None:
+def until_found(session: OpenedSession, engine: Engine, target: Engine) -> None:
     """What the store held before is found and comes back as it was."""
     until_up(session, next(kind for kind in KINDS if f'tier="{kind}"' in session.metrics.render()))
     prefix = prefix_of(CHUNKS, session.root)
@@ -96,7 +96,7 @@ def until_found(session: Opened, engine: Engine, target: Engine) -> None:
     assert target.same(engine, load_places(TOKENS))
 
 
-def is_useful_without(session: Opened) -> bool:
+def is_useful_without(session: OpenedSession) -> bool:
     """Whether host memory works meanwhile."""
     prefix = prefix_of(3, session.root, seed=7)
     assert stored(session.session, "meanwhile", prefix, places_of(range(3))).dropped == 0

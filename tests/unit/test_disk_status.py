@@ -14,7 +14,7 @@ from kvtier.errors import TierError
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import Gauges
 from kvtier.runtime.jobs import TierView
-from kvtier.runtime.mover import FIGURES_EVERY_S, Watch
+from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import pack_json
@@ -216,14 +216,14 @@ def test_nothing_is_told_where_another_disk_lies_at_the_path(tmp_path):
 def test_a_session_says_whether_it_uses_the_tier(tmp_path):
     tier, core = opened(tmp_path), Driver(tier_failures=1)
     view = TierView()
-    gauges, watch = Gauges(Metrics(), core.cache, core.layout, {"disk": view}), Watch(tier, view)
+    gauges, sampler = Gauges(Metrics(), core.cache, core.layout, {"disk": view}), FiguresSampler(tier, view)
     gauges()
-    watch.look(0.0)
+    sampler.sample(0.0)
     assert told_now(tier).is_up is True
     core.lookup("r", prefix_of("a"))
     core.tell(next(iter(core.questions.values())), None)
     gauges()
-    watch.look(FIGURES_EVERY_S)
+    sampler.sample(FIGURES_EVERY_S)
     assert told_now(tier).is_up is False
     tier.close()
 

@@ -62,7 +62,7 @@ CLOSED = "the mover is closed"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Way:
+class _Route:
     """The queue of one kind of command."""
 
     queue: WorkerQueue
@@ -70,7 +70,7 @@ class _Way:
     is_urgent: bool = False
 
 
-class Watch:
+class FiguresSampler:
     """Takes a tier's figures, in the tier's own threads, one at a time."""
 
     def __init__(self, tier: Tier, view: TierView) -> None:
@@ -79,7 +79,7 @@ class Watch:
         self._is_taken = threading.Lock()
         self._next_s = -math.inf
 
-    def look(self, now_s: float) -> None:
+    def sample(self, now_s: float) -> None:
         """Leave the tier's figures in the view, unless that was done a moment ago or another thread is at it."""
         if now_s < self._next_s or not self._is_taken.acquire(blocking=False):
             return
@@ -165,14 +165,14 @@ class Mover:
         self._queues = [device, *reads.values(), *writes.values(), *probes.values()]
         self.views = {name: TierView() for name in tiers}
         """What each tier's threads leave for the threads that decide."""
-        self._watches = {name: Watch(tier, self.views[name]) for name, tier in tiers.items()}
+        self._samplers = {name: FiguresSampler(tier, self.views[name]) for name, tier in tiers.items()}
         for name, view in self.views.items():
             view.stuck_queues = partial(_stuck, (reads[name], writes[name], probes[name]))
-        self._gathers, self._scatters = _Way(device, QUEUE_BOUND), _Way(device, QUEUE_BOUND, is_urgent=True)
-        self._promotes = {name: _Way(queue, QUEUE_BOUND) for name, queue in reads.items()}
-        self._demotes = {name: _Way(queue, QUEUE_BOUND) for name, queue in writes.items()}
-        self._drops = {name: _Way(queue, DROPS_BOUND) for name, queue in writes.items()}
-        self._probes = {name: _Way(queue, QUEUE_BOUND) for name, queue in probes.items()}
+        self._gathers, self._scatters = _Route(device, QUEUE_BOUND), _Route(device, QUEUE_BOUND, is_urgent=True)
+        self._promotes = {name: _Route(queue, QUEUE_BOUND) for name, queue in reads.items()}
+        self._demotes = {name: _Route(queue, QUEUE_BOUND) for name, queue in writes.items()}
+        self._drops = {name: _Route(queue, DROPS_BOUND) for name, queue in writes.items()}
+        self._probes = {name: _Route(queue, QUEUE_BOUND) for name, queue in probes.items()}
         try:
             for queue in self._queues:
                 queue.start()
@@ -197,7 +197,7 @@ class Mover:
         now_s = self._clock()
         self._note_stuck(now_s)
         together = self._transfers.together
-        bursts: dict[_Way, list[Job]] = {}
+        bursts: dict[_Route, list[Job]] = {}
         try:
             for command in commands:
                 if isinstance(command, Transfer | Probe):
@@ -205,7 +205,7 @@ class Mover:
                     if self._dropping and isinstance(command, Transfer) and command.link is Link.DEMOTE:
                         drop = self._dropping.get((command.tier, command.key, command.group))
                         job.after = None if drop is None else drop.over
-                    bursts.setdefault(self._way(command), []).append(job)
+                    bursts.setdefault(self._route(command), []).append(job)
                     continue
                 self._begin(bursts, now_s)  # what came before may be what it is about
                 if isinstance(command, Cancel):
@@ -218,7 +218,7 @@ class Mover:
                     if first is not job:  # a write of the object waits for that one, so there is nothing else to drop
                         self._answer(job, Outcome.CANCELLED, "is being dropped already")
                         continue
-                self._begin({self._way(command): [job]}, now_s)
+                self._begin({self._route(command): [job]}, now_s)
         finally:
             self._begin(bursts, now_s)
 
@@ -271,27 +271,27 @@ class Mover:
     def _queue(self, name: str, threads: int) -> WorkerQueue:
         return WorkerQueue(name, threads=threads, run=self._run, orphaned=self._answer_orphans, clock=self._clock)
 
-    def _way(self, command: Work) -> "_Way":
+    def _route(self, command: Work) -> "_Route":
         link = command.link if isinstance(command, Transfer) else None
         if link is Link.SCATTER:
             return self._scatters
         if link is Link.GATHER:
             return self._gathers
-        ways = self._promotes if link is Link.PROMOTE else self._demotes
+        routes = self._promotes if link is Link.PROMOTE else self._demotes
         if link is None:
-            ways = self._probes if isinstance(command, Probe) else self._drops
-        if (way := ways.get(command.tier)) is None:
-            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(ways) or 'none'}")
-        return way
+            routes = self._probes if isinstance(command, Probe) else self._drops
+        if (route := routes.get(command.tier)) is None:
+            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(routes) or 'none'}")
+        return route
 
-    def _begin(self, bursts: dict["_Way", list[Job]], now_s: float) -> None:
+    def _begin(self, bursts: dict["_Route", list[Job]], now_s: float) -> None:
         """Queue these jobs, and answer those for which there is no room."""
         while bursts:
-            way, jobs = bursts.popitem()
-            queue = way.queue
+            route, jobs = bursts.popitem()
+            queue = route.queue
             for job in queue.expire(now_s):
                 self._answer_too_late(job)
-            queued = queue.add(jobs, bound=way.bound, is_urgent=way.is_urgent)
+            queued = queue.add(jobs, bound=route.bound, is_urgent=route.is_urgent)
             if queued == len(jobs):
                 continue
             jobs = jobs[queued:]
@@ -302,9 +302,9 @@ class Mover:
                 self._answer_orphans(jobs)
             else:
                 for job in jobs:
-                    self._answer(job, Outcome.FAILED, f"{way.bound} commands wait in the {queue.name} queue")
+                    self._answer(job, Outcome.FAILED, f"{route.bound} commands wait in the {queue.name} queue")
                 is_ours = any(not isinstance(job.command, Drop | Tell) for job in jobs)
-                assert not is_ours, f"the core has let {way.bound} commands wait in the {queue.name} queue"
+                assert not is_ours, f"the core has let {route.bound} commands wait in the {queue.name} queue"
 
     def _note_stuck(self, now_s: float) -> None:
         """Log once for each queue that is stuck; again after it was not."""
@@ -351,8 +351,8 @@ class Mover:
             results = [error] * len(jobs)
         judged = [_judged(job, it) if isinstance(it, Exception) else it for job, it in zip(jobs, results, strict=True)]
         ended_s = self._settle(jobs, began_s, judged)
-        if watch := self._watches.get(jobs[0].command.tier):
-            watch.look(ended_s)
+        if sampler := self._samplers.get(jobs[0].command.tier):
+            sampler.sample(ended_s)
 
     def _settle(self, jobs: list[Job], began_s: float, results: list[Result]) -> float:
         """Answer `jobs`; the time now."""

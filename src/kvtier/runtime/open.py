@@ -49,7 +49,7 @@ process holds the tier, or its index is large, the secret can be read at once.""
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedSession:
     """A session and what an engine adapter needs beside it."""
 
     session: SessionThread
@@ -88,7 +88,7 @@ def open_session(
     *,
     page_lock: PageLock | None = None,
     copy_threads: int = COPY_THREADS,
-) -> Opened:
+) -> OpenedSession:
     """Open every part that `config` names, in this process, and start the threads.
 
     Args:
@@ -121,7 +121,7 @@ def open_core(
     *,
     on_close: Callable[[float], None] = lambda _seconds: None,
     observer: Observer | None = None,
-) -> Opened:
+) -> OpenedSession:
     """Open a session over ranks that are open already, here or in other processes, and start its thread.
 
     Args:
@@ -164,7 +164,7 @@ def open_core(
         metrics=metrics,
         observer=CommandCounters(metrics, observer),
     )
-    return Opened(SessionThread(session), root, metrics, below.slots, recorder)
+    return OpenedSession(SessionThread(session), root, metrics, below.slots, recorder)
 
 
 def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[float], None]:

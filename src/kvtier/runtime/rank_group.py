@@ -138,7 +138,7 @@ class RankGroup:
         self._ranks = tuple(ranks)
         self._inbox = CompletionInbox()
         self._lock = threading.Lock()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _PendingCommand] = {}
         """By the identity of the command, which every answer carries: a drop has no number."""
         for rank in self._ranks:
             rank.answer_to(self._answered)
@@ -161,7 +161,7 @@ class RankGroup:
         with self._lock:
             for command in commands:
                 if not isinstance(command, Cancel):
-                    self._open[id(command)] = _Open(command, len(self._ranks))
+                    self._open[id(command)] = _PendingCommand(command, len(self._ranks))
         for rank in self._ranks:
             rank.submit_all(commands)
 
@@ -232,7 +232,7 @@ class RankGroup:
                 del self._open[id(completion.command)]
 
 
-class _Open:
+class _PendingCommand:
     """A command that some rank has not answered."""
 
     __slots__ = ("command", "completion", "left")

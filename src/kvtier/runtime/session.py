@@ -86,8 +86,8 @@ class LocalSession:
         self._warned: set[str] = set()
         """Limits that were reached."""
         self._clock = clock
-        self._loads: dict[RequestId, _Asked] = {}
-        self._stores: list[_Asked] = []
+        self._loads: dict[RequestId, _Pending] = {}
+        self._stores: list[_Pending] = []
         self._events: list[Event] = []
         self._closed: Closed | None = None
         self._is_broken = False
@@ -132,20 +132,20 @@ class LocalSession:
         hint: Hint = NO_HINT,
     ) -> None:
         """See `Session`."""
-        asked = _Asked(request, self._clock(), tokens, places)
+        pending = _Pending(request, self._clock(), tokens, places)
         if self._is_shut:
-            self._events.append(asked.load_failed())
+            self._events.append(pending.load_failed())
             return
         if request in self._loads:
             raise BadCallError(f"request {request!r} has a load under way")
-        self._loads[request] = asked  # before the core has it, so that it is answered whatever the core raises
+        self._loads[request] = pending  # before the core has it, so that it is answered whatever the core raises
         try:
             self._cache.load(
                 request,
                 prefix,
                 tokens,
                 places,
-                asked.time_s,
+                pending.time_s,
                 resident_tokens=resident_tokens,
                 patience=patience,
                 hint=hint,
@@ -159,16 +159,16 @@ class LocalSession:
 
     def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], hint: Hint = NO_HINT) -> None:
         """See `Session`."""
-        asked = _Asked(request, self._clock(), 0, places)
+        pending = _Pending(request, self._clock(), 0, places)
         if self._is_shut:
-            self._events.append(asked.store_failed())
+            self._events.append(pending.store_failed())
             return
-        self._stores.append(asked)
+        self._stores.append(pending)
         try:
-            self._cache.store(request, prefix, places, asked.time_s, hint)
+            self._cache.store(request, prefix, places, pending.time_s, hint)
             self._pass_on()
         except BadCallError:
-            self._stores.remove(asked)
+            self._stores.remove(pending)
             raise
         except BaseException as error:
             self.shut(error)
@@ -315,29 +315,29 @@ class LocalSession:
         if len(self._counted) >= COUNTED_MAX:
             del self._counted[next(iter(self._counted))]
         self._counted[request] = None
-        asked = max(prefix.tokens, answer.tokens)
+        prompt_tokens = max(prefix.tokens, answer.tokens)
         self.metrics.add(table.LOOKUP_TOKENS, answer.ready_tokens, result="ready")
         self.metrics.add(table.LOOKUP_TOKENS, answer.tokens - answer.ready_tokens, result="arriving")
-        self.metrics.add(table.LOOKUP_TOKENS, asked - answer.tokens, result="absent")
+        self.metrics.add(table.LOOKUP_TOKENS, prompt_tokens - answer.tokens, result="absent")
 
     def _tell(self, event: Event) -> None:
         """Give an event to the engine, and count it. First it is open no more: it is answered once, whatever raises."""
         if isinstance(event, LoadDone):
-            asked = self._loads.pop(event.request)
+            pending = self._loads.pop(event.request)
             self._events.append(event)
             share = "none" if not event.tokens else "part" if event.tokens < event.wanted_tokens else "whole"
             self.metrics.add(table.LOADS, result=share)
-            self.metrics.observe(table.LOAD_SECONDS, self._clock() - asked.time_s)
+            self.metrics.observe(table.LOAD_SECONDS, self._clock() - pending.time_s)
             for place, tokens in event.sources:
                 self.metrics.add(table.LOAD_TOKENS, tokens, place=place)
         elif isinstance(event, StoreDone):
-            number = next(number for number, asked in enumerate(self._stores) if asked.request == event.request)
-            asked = self._stores.pop(number)
+            number = next(number for number, pending in enumerate(self._stores) if pending.request == event.request)
+            pending = self._stores.pop(number)
             self._events.append(event)
             self.metrics.add(table.STORES)
             self.metrics.add(table.STORE_CHUNKS, event.held, result="held")
             self.metrics.add(table.STORE_CHUNKS, event.dropped, result="dropped")
-            self.metrics.observe(table.STORE_SECONDS, self._clock() - asked.time_s)
+            self.metrics.observe(table.STORE_SECONDS, self._clock() - pending.time_s)
         else:
             self._events.append(event)
             self.metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier, way=event.way)
@@ -402,16 +402,16 @@ class LocalSession:
     def _fail_open(self) -> None:
         """Answer what is open and has no copy that still runs."""
         copying = set(self._copying.values())
-        for asked in [asked for asked in self._loads.values() if asked.request not in copying]:
-            del self._loads[asked.request]
-            self._events.append(asked.load_failed())
-        for asked in [asked for asked in self._stores if asked.request not in copying]:
-            self._stores.remove(asked)
-            self._events.append(asked.store_failed())
+        for pending in [pending for pending in self._loads.values() if pending.request not in copying]:
+            del self._loads[pending.request]
+            self._events.append(pending.load_failed())
+        for pending in [pending for pending in self._stores if pending.request not in copying]:
+            self._stores.remove(pending)
+            self._events.append(pending.store_failed())
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Pending:
     """A load or store that has not been answered."""
 
     request: RequestId

@@ -20,7 +20,7 @@ from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, Request, 
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
 from kvtier.layout import History
-from kvtier.runtime.open import Opened, open_core
+from kvtier.runtime.open import OpenedSession, open_core
 from kvtier.runtime.rank import Rank, open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 
@@ -108,7 +108,7 @@ class SchedulerSide:
         self._resident = resident
         self._open_pins = open_pins
         self._open_events = open_events
-        self._opened: Opened | None = None
+        self._opened: OpenedSession | None = None
         self._requests: request_keys.Requests | None = None
         self._meters: Meters | None = None
         self._lock = threading.Lock()
