@@ -163,6 +163,6 @@ def test_where_key_and_value_are_one_transformers_keeps_both():
     }  # fmt: skip
     actual, config = kept("Gemma4", settings)
     kv = size.of(size.from_config(as_transformers_keeps_it(config), "gemma4"))
-    twice = sum(layer.bytes_per_token for layer in kv.layers if layer.kind == "full") * TOKENS
+    twice = sum(layer.bytes_per_token for layer in kv.layers if layer.cache.kind == "full") * TOKENS
     assert kv.session_bytes(TOKENS) + twice == actual
     assert any("store both" in note for note in kv.model.notes)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvtier import size
 from kvtier.size.dtype import NAMED
-from kvtier.size.objects import pipeline_stages
+from kvtier.size.sizes import pipeline_stages
 
 powers = st.sampled_from([1, 2, 4, 8, 16])
 dims = st.sampled_from([16, 32, 64, 80, 128, 256])
@@ -80,12 +80,12 @@ def test_one_kv_head_of_a_latents_width_is_mla_twice(layers, heads, dim, dtype):
 def test_ranks_sum_to_what_is_needed_or_to_copies(name, tp):
     model = size.model(name)
     assume(not model.attention_heads or model.attention_heads % tp == 0)
-    assume(all(run.cache.can_be_cut(tp) for run in model.runs))
+    assume(all(cache.can_be_split(tp) for cache, _ in model.runs))
     one, kv = size.of(model), size.of(model, tp=tp)
     assert kv.bytes_per_token == one.bytes_per_token
     assert one.duplication == 1
     assert 1 <= kv.duplication <= tp
-    fewest = min((run.kv_heads for run in model.runs if run.kv_heads), default=tp)
+    fewest = min((cache.kv_heads for cache, _ in model.runs if cache.kv_heads), default=tp)
     assert (kv.duplication > 1) == (fewest < tp)
     assert kv.session_bytes(4096) == one.session_bytes(4096)
     assert kv.session_bytes_stored(4096) >= one.session_bytes_stored(4096)
@@ -94,7 +94,7 @@ def test_ranks_sum_to_what_is_needed_or_to_copies(name, tp):
 @UNTIMED
 @given(names, st.integers(1, 16))
 def test_stages_hold_every_layer_once(name, pp):
-    layers = size.model(name).layer_count
+    layers = len(size.model(name).layers)
     stages = pipeline_stages(layers, pp)
     assert [layer for stage in stages for layer in stage] == list(range(layers))
     lengths = [len(stage) for stage in stages]
@@ -185,10 +185,10 @@ def test_shared_layers_keep_nothing(layers, shared, keep, dim):
 @given(names, st.sampled_from(["bytes_per_token", "bytes_per_token_growing", "bytes_per_session_constant"]))
 def test_the_layers_add_up(name, field):
     kv = size.of(name)
-    windows = sum(layer.bytes_per_token * (layer.window or 0) for layer in kv.layers)
+    windows = sum(layer.bytes_per_token * (layer.cache.window or 0) for layer in kv.layers)
     sums = {
         "bytes_per_token": sum(layer.bytes_per_token for layer in kv.layers),
-        "bytes_per_token_growing": sum(layer.bytes_per_token for layer in kv.layers if layer.window is None),
+        "bytes_per_token_growing": sum(layer.bytes_per_token for layer in kv.layers if layer.cache.window is None),
         "bytes_per_session_constant": windows + kv.state_bytes,
     }
     assert getattr(kv, field) == sums[field]

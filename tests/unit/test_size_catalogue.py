@@ -24,23 +24,23 @@ def test_every_entry_is_complete_and_can_be_sized(name):
     assert date(2026, 1, 1) <= date.fromisoformat(entry.date) <= date(2100, 1, 1)
     assert kv.bytes_per_token > 0 or kv.state_bytes > 0
     assert kv.model.attention_heads or not kv.bytes_per_token
-    assert all(layer.formula and layer.source and layer.expression for layer in kv.layers)
+    assert all(layer.formula and layer.cache.source and layer.cache.expression for layer in kv.layers)
     assert entry.active_billion is None or entry.active_billion < entry.parameters_billion
 
 
 def test_every_kind_of_attention_is_there():
-    runs = [(name, run) for name in size.names() for run in size.model(name).runs]
+    runs = [(name, cache) for name in size.names() for cache, _ in size.model(name).runs]
     heads = {name: size.model(name).attention_heads for name in size.names()}
-    kinds = {run.kind for _, run in runs}
+    kinds = {cache.kind for _, cache in runs}
     assert kinds == {
         "full", "window", "chunked", "mla", "compressed", "indexer", "shared",
         "mamba1", "mamba2", "gated_delta_net", "kda", "linear_attention",
     }  # fmt: skip
-    full = [(run.kv_heads, heads[name]) for name, run in runs if run.kind == "full"]
+    full = [(cache.kv_heads, heads[name]) for name, cache in runs if cache.kind == "full"]
     assert any(kept == 1 and all_heads > 1 for kept, all_heads in full)  # MQA
     assert any(kept == all_heads for kept, all_heads in full)  # MHA
     assert any(1 < kept < all_heads for kept, all_heads in full)  # GQA
-    assert any(run.kind == "full" and len(run.cache.parts) == 1 for _, run in runs)  # K = V
+    assert any(cache.kind == "full" and len(cache.parts) == 1 for _, cache in runs)  # K = V
 
 
 def test_the_families_that_matter():

@@ -11,7 +11,7 @@ SESSION, LONG = (4096, 1), (131_072, 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "figure", "sessions", "told"),
+    ("name", "figure", "sessions", "parts"),
     [
         ("qwen3-8b", "150 KB", [], ["a token", "147,456 B", "KB = 1,000 B", "fewer digits"]),
         ("qwen3-8b", "144 KiB", [], ["a token", "KB = 1,024 B"]),
@@ -29,16 +29,16 @@ SESSION, LONG = (4096, 1), (131_072, 1)
         ("deepseek-r1", "286 MB", [SESSION], ["a token rounded to 70 kB before multiplying"]),
         ("llama-3.3-70b", "1,282 MB", [SESSION], ["a token rounded to 0.313 MiB"]),
         ("gpt-oss-120b", "9.2 GB", [LONG], ["units mixed"]),
-        ("gpt-oss-20b", "3.22 GB", [LONG], ["what is needed"]),
+        ("gpt-oss-20b", "3.22 GB", [LONG], ["minimum"]),
         ("qwen3.5-27b", "147 MiB", [], ["windows and states"]),
         ("llama-3.1-8b", "3.36 TB", [(10_000, 2500)], ["10,240 tokens"]),
     ],
 )
-def test_the_convention_is_named(name, figure, sessions, told):
+def test_the_convention_is_named(name, figure, sessions, parts):
     verdict = check(size.of(name), figure, sessions)
     assert verdict.matches
-    for part in told:
-        assert part in verdict.told
+    for part in parts:
+        assert part in verdict.text
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_convention_is_named(name, figure, sessions, told):
 def test_none_is_named_where_there_is_none(name, figure):
     verdict = check(size.of(name), figure, [SESSION, LONG])
     assert not verdict.matches
-    assert "no convention known here" in verdict.told
+    assert "no convention known here" in verdict.text
 
 
 def test_no_convention_gives_the_cell_that_none_gives():
@@ -72,7 +72,7 @@ def test_our_own_figure_needs_no_convention():
 def test_the_nearest_is_one_of_ours():
     verdict = check(size.of("qwen3-8b"), "151 MB", [LONG])
     assert not verdict.matches
-    assert "4 times a chunk" in verdict.told
+    assert "4 times a chunk" in verdict.text
 
 
 @pytest.mark.parametrize("text", ["", "150", "KB", "-3 KB", "150 parsecs", "0 KB", "1e3 KB", "9" * 40 + " KB"])

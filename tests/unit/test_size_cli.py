@@ -85,10 +85,10 @@ def test_a_page_for_people(capsys, monkeypatch):
 
 
 def test_the_sources(capsys):
-    assert run(["size", "--table", "sources"]) == 0
+    assert run(["size", "--published"]) == 0
     page = capsys.readouterr().out
     assert "3,270 GB, divided by 1,024" in page
-    found = told(capsys, "--table", "sources")["cells"]
+    found = told(capsys, "--published")["cells"]
     assert len(found) == 50
     assert {cell["verdict"] for cell in found} == {"exact", "rounded", "other unit", "wrong"}
 
@@ -116,8 +116,7 @@ def test_the_list(capsys):
         (["qwen3-8b", "--users", "0"], "users: 0 is not allowed"),
         (["qwen3-8b", "--chunk-tokens", "0"], "chunk-tokens: 0 is not allowed"),
         (["qwen3-8b", "--check", "large"], "'large' is not a size"),
-        (["qwen3-8b", "--table", "sources"], "take no model"),
-        (["--table", "targets"], "targets"),
+        (["qwen3-8b", "--published"], "take no model"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, named):

@@ -56,7 +56,7 @@ def test_a_file_and_its_folder(tmp_path):
     file.write_text(json.dumps(LLAMA))
     for given in (file, str(file), tmp_path, str(tmp_path)):
         found = size.model(given)
-        assert (found.name, found.date, found.layer_count) == (tmp_path.name, "", 4)
+        assert (found.name, found.date, len(found.layers)) == (tmp_path.name, "", 4)
         assert size.of(found).bytes_per_token == 4 * 2 * 2 * 16 * 2
 
 
@@ -123,9 +123,9 @@ def test_layers_found_by_search():
 
 def test_the_reader_of_falcon():
     falcon = {"model_type": "falcon", "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
-    assert of(falcon).layers[0].kv_heads == 1
-    assert of({**falcon, "multi_query": False}).layers[0].kv_heads == 4
-    assert of({**falcon, "new_decoder_architecture": True, "num_kv_heads": 2}).layers[0].kv_heads == 2
+    assert of(falcon).layers[0].cache.kv_heads == 1
+    assert of({**falcon, "multi_query": False}).layers[0].cache.kv_heads == 4
+    assert of({**falcon, "new_decoder_architecture": True, "num_kv_heads": 2}).layers[0].cache.kv_heads == 2
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_the_reader_of_falcon():
         ({**LLAMA, "hidden_size": None}, "hidden_size is missing"),
         ({**LLAMA, "head_dim": 1.5}, "head_dim is 1.5"),
         ({**LLAMA, "model_type": 7}, "model_type is 7"),
-        ({**LLAMA, "layer_types": ["full_attention"]}, "layer_types .* it has 1 entries and num_hidden_layers is 4"),
+        ({**LLAMA, "layer_types": ["full_attention"]}, "layer_types .* it must have num_hidden_layers = 4"),
         ({**LLAMA, "layer_types": ["odd_attention"] * 4}, "layer_types .*'odd_attention' is not known"),
         ({**LLAMA, "layer_types": "full_attention"}, "layer_types is 'full_attention'; it must be a list"),
         ({**LLAMA, "layer_types": [1, 2, 3, 4]}, "layer_types .* list of texts"),

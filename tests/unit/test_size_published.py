@@ -46,7 +46,7 @@ def test_rows_of_the_published_table(name):
     kv = size.of(name)
     counted: dict[str, int] = {}
     for layer in kv.layers:
-        counted[layer.kind] = counted.get(layer.kind, 0) + layer.count
+        counted[layer.cache.kind] = counted.get(layer.cache.kind, 0) + layer.count
     assert counted == kinds
     assert (kv.bytes_per_token_growing, kv.bytes_per_token) == (growing, every)
     assert near(kv.bytes_per_session_constant / MIB, constant)
@@ -80,7 +80,7 @@ def test_deepseek_v3_2_packed_and_plain():
 
 def test_deepseek_v4_packed_entries_are_584_bytes():
     layers = size.of("deepseek-v4-pro", dtype="fp8_ds_mla").layers
-    window = next(layer for layer in layers if layer.kind == "window")
+    window = next(layer for layer in layers if layer.cache.kind == "window")
     assert window.bytes_per_token == 61 * 584
 
 

@@ -1,44 +1,44 @@
-"""`kvtier size`: how large the KV of a model is, why, and what turns our figure into somebody else's."""
+"""`kvtier size`: KV size of a model, with formulas, and the conventions behind other people's figures."""
 
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import product
+from typing import cast
 
 import click
 
 from kvtier.cli.render import emit_json, emit_table
 from kvtier.size import CHUNK_TOKENS, KvSize, Total, of
 from kvtier.size.catalogue import entries
-from kvtier.size.check import Verdict, check
-from kvtier.size.explain import reasons, used_fields
-from kvtier.size.sources import cells
+from kvtier.size.check import Verdict, check, published_cells
+from kvtier.size.sizes import reasons
 from kvtier.size.units import binary, decimal, exact, parse_count
 
 TOKENS = (4096, 131_072)
-"""Shown unless others are asked for."""
+"""Session lengths shown without --tokens."""
 
 CHECKS_SHOWN = 3
+FIELD_ENTRIES_SHOWN = 6
 WIDTH_MAX = 100
 
 
-class Count(click.ParamType[int]):
+class CountParam(click.ParamType[int]):
     """Tokens or users: ``4096``, ``131,072``, ``128k`` or ``128Ki``."""
 
     name = "count"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """See `click.ParamType`."""
-        if isinstance(value, int):
-            return value
+        """Parse the text of an option."""
         try:
-            return parse_count(str(value))
+            return value if isinstance(value, int) else parse_count(str(value))
         except ValueError as error:
             self.fail(f"{value!r} is {error}", param, ctx)
 
 
-COUNT = Count()
+COUNT = CountParam()
 
 
 @click.command()
@@ -55,8 +55,8 @@ COUNT = Count()
 @click.option(
     "--check", "figures", multiple=True, metavar="SIZE", help='Explain a figure such as "150 KB"; may be repeated.'
 )
-@click.option("--table", type=click.Choice(["sources"]), help="Judge the published figures, cell by cell.")
-@click.option("--list", "is_list", is_flag=True, help="List the models that are known by name.")
+@click.option("--published", is_flag=True, help="Judge published figures, cell by cell.")
+@click.option("--list", "is_list", is_flag=True, help="List the models known by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def size(
     model: str | None,
@@ -68,188 +68,171 @@ def size(
     pp: int,
     chunk_tokens: int,
     figures: tuple[str, ...],
-    table: str | None,
+    published: bool,
     is_list: bool,
     as_json: bool,
 ) -> int:
-    """Size a model's KV: a token, a session, a chunk; needed and stored; with the reasons.
+    """KV size of a model: per token, session and chunk, minimum and stored, with the reasons.
 
-    MODEL is a config.json, its folder, or a name that --list shows. Numbers may be written 131,072, 128k (128,000) or
-    128Ki (131,072). With several --tokens and --users, every pair is shown.
+    MODEL is a config.json, its folder, or a name from --list. Numbers may be written 131,072, 128k (128,000) or 128Ki
+    (131,072). Several --tokens and --users give one row for each pair.
     """
-    if table or is_list:
+    if published or is_list:
         if model is not None:
-            raise click.UsageError(f"--table and --list take no model, got {model!r}")
-        emit = _emit_sources if table else _emit_list
+            raise click.UsageError(f"--published and --list take no model, got {model!r}")
+        emit = _emit_published if published else _emit_list
         emit(as_json=as_json)
         return 0
     if model is None:
-        raise click.UsageError("name a MODEL, or use --list or --table sources")
+        raise click.UsageError("name a MODEL, or use --list or --published")
     kv = of(model, dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
     verdicts = [check(kv, figure, [(total.tokens, total.users) for total in totals]) for figure in figures]
     if as_json:
-        emit_json(_as_json(kv, totals, verdicts))
+        emit_json(_whole(_as_json(kv, totals, verdicts)))
     else:
-        _draw(kv, totals, verdicts)
+        _print(kv, totals, verdicts)
     return 0
 
 
 def _as_json(kv: KvSize, totals: list[Total], verdicts: list[Verdict]) -> dict[str, object]:
-    """What programs may rely on; more members may come, these stay."""
-    told: dict[str, object] = {
+    """The JSON document. Members may be added; these stay."""
+    document: dict[str, object] = {
         "model": kv.model.name,
         "source": kv.model.source,
         "date": kv.model.date,
         "fields": kv.model.fields,
-        "dtype": kv.dtype,
+        "dtype": kv.form.name,
         "layers": [
             {
-                "kind": layer.kind,
+                "kind": layer.cache.kind,
                 "count": layer.count,
-                "kv_heads": layer.kv_heads,
-                "head_dim": layer.head_dim,
-                "window": layer.window,
-                "formula": f"layers x ({layer.expression}) x bytes = {layer.formula}",
-                "formula_source": layer.source,
-                "bytes_per_token": _number(layer.bytes_per_token),
-                "bytes_per_session": _number(layer.bytes_per_session),
+                "kv_heads": layer.cache.kv_heads,
+                "head_dim": layer.cache.head_dim,
+                "window": layer.cache.window,
+                "formula": f"layers x ({layer.cache.expression}) x bytes = {layer.formula}",
+                "formula_source": layer.cache.source,
+                "bytes_per_token": layer.bytes_per_token,
+                "bytes_per_session": layer.bytes_per_session,
             }
             for layer in kv.layers
         ],
-        "bytes_per_token": _number(kv.bytes_per_token),
-        "bytes_per_token_growing": _number(kv.bytes_per_token_growing),
-        "bytes_per_session_constant": _number(kv.bytes_per_session_constant),
+        "bytes_per_token": kv.bytes_per_token,
+        "bytes_per_token_growing": kv.bytes_per_token_growing,
+        "bytes_per_session_constant": kv.bytes_per_session_constant,
         "tp": kv.tp,
         "pp": kv.pp,
-        "bytes_per_token_stored": _number(kv.bytes_per_token_stored),
+        "bytes_per_token_stored": kv.bytes_per_token_stored,
         "chunk_tokens": kv.chunk_tokens,
         "chunk_bytes_per_rank": kv.chunk_bytes_per_rank,
         "objects": [asdict(each) for each in kv.objects],
-        "totals": [
-            {
-                "tokens": total.tokens,
-                "users": total.users,
-                "bytes": _number(total.bytes),
-                "bytes_minimum": _number(total.bytes_minimum),
-            }
-            for total in totals
-        ],
+        "totals": [asdict(total) for total in totals],
         "reasons": reasons(kv),
     }
     if verdicts:
-        told["checks"] = [
+        document["checks"] = [
             {
                 "figure": verdict.figure.text,
                 "is_explained": bool(verdict.matches),
-                "told": verdict.told,
+                "text": verdict.text,
                 "matches": [
-                    {"told": match.told, "bytes": _number(match.candidate.bytes), "agreement": match.agreement}
+                    {"text": match.text, "bytes": match.candidate.bytes, "agreement": match.agreement}
                     for match in verdict.matches
                 ],
             }
             for verdict in verdicts
         ]
-    return told
+    return document
 
 
-def _draw(kv: KvSize, totals: list[Total], verdicts: list[Verdict]) -> None:
+def _print(kv: KvSize, totals: list[Total], verdicts: list[Verdict]) -> None:
+    model = kv.model
     ranks = "".join(f", {name} {count}" for name, count in (("TP", kv.tp), ("PP", kv.pp)) if count > 1)
-    _say(f"{kv.model.name}: {kv.model.layer_count} layers, {kv.dtype} ({kv.form.told}){ranks}", bold=True)
-    _say(f"{kv.model.source}{f', read {kv.model.date}' if kv.model.date else ''}")
+    _wrap(f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}", bold=True)
+    _wrap(f"{model.source}{f', read {model.date}' if model.date else ''}")
     _gap()
-    _draw_layers(kv)
+    emit_table(
+        ("layers", "kind", "KV heads", "head dim", "window", "bytes a token", "constant"),
+        [
+            (
+                str(layer.count),
+                layer.cache.kind,
+                *(_count(value) for value in (layer.cache.kv_heads, layer.cache.head_dim, layer.cache.window)),
+                exact(layer.bytes_per_token) if layer.bytes_per_token else "-",
+                binary(layer.bytes_per_session) if layer.bytes_per_session else "-",
+            )
+            for layer in kv.layers
+        ],
+        numeric=5,
+    )
     _gap()
-    _draw_sizes(kv)
+    emit_table(
+        ("what", "bytes", "decimal", "binary"),
+        [(what, exact(count), decimal(count), binary(count)) for what, count in _sizes(kv)],
+        numeric=3,
+    )
     _gap()
-    _draw_totals(totals)
+    emit_table(
+        ("tokens", "users", "minimum", "", "all layers, all ranks", ""),
+        [
+            (
+                _count(total.tokens),
+                _count(total.users),
+                decimal(total.bytes_minimum),
+                binary(total.bytes_minimum),
+                decimal(total.bytes),
+                binary(total.bytes),
+            )
+            for total in totals
+        ],
+        numeric=6,
+    )
     _gap()
     for verdict in verdicts:
-        _say(verdict.told, "  ")
-        for match in verdict.matches[1:CHECKS_SHOWN]:
-            _say(f"  or {match.told}", "  ")
+        alternatives = (f"  or {match.text}" for match in verdict.matches[1:CHECKS_SHOWN])
+        _wrap_all((verdict.text, *alternatives))
         click.echo()
-    _say("Why", bold=True)
-    for layer in kv.layers:
-        _say(f"- {layer.kind}: {layer.expression}; {layer.formula}. {layer.source}.", "  ")
-    for reason in reasons(kv):
-        _say(f"- {reason}", "  ")
-    _say(f"- Fields used: {used_fields(kv)}.", "  ")
+    _wrap("Why", bold=True)
+    _wrap_all(
+        f"- {layer.cache.kind}: {layer.cache.expression}; {layer.formula}. {layer.cache.source}." for layer in kv.layers
+    )
+    _wrap_all(f"- {reason}" for reason in reasons(kv))
+    _wrap_all([f"- Fields used: {', '.join(f'{key} = {_short(value)}' for key, value in model.fields.items())}."])
 
 
-def _draw_layers(kv: KvSize) -> None:
-    rows = [
-        (
-            str(layer.count),
-            layer.kind,
-            *("-" if value is None else f"{value:,}" for value in (layer.kv_heads, layer.head_dim, layer.window)),
-            exact(layer.bytes_per_token) if layer.bytes_per_token else "-",
-            binary(layer.bytes_per_session) if layer.bytes_per_session else "-",
-        )
-        for layer in kv.layers
-    ]
-    emit_table(("layers", "kind", "KV heads", "head dim", "window", "bytes a token", "constant"), rows, numeric=5)
-
-
-def _draw_sizes(kv: KvSize) -> None:
-    told: list[tuple[str, float]] = []
+def _sizes(kv: KvSize) -> list[tuple[str, float]]:
+    """Name and bytes of each row of the table of sizes."""
+    rows: list[tuple[str, float]] = []
     if kv.bytes_per_token:
-        told.append(("a token, all layers", kv.bytes_per_token))
+        rows.append(("a token, all layers", kv.bytes_per_token))
     if kv.bytes_per_token_growing not in {0, kv.bytes_per_token}:
-        told.append(("a token, layers that keep it", kv.bytes_per_token_growing))
+        rows.append(("a token, layers without a window", kv.bytes_per_token_growing))
     if kv.bytes_per_session_constant:
-        told.append(("windows and states of a session", kv.bytes_per_session_constant))
+        rows.append(("windows and states of a session", kv.bytes_per_session_constant))
     if kv.duplication > 1:
-        told.append((f"a token on all {kv.tp} ranks, {kv.duplication:.3g} times", kv.bytes_per_token_stored))
+        rows.append((f"a token on all {kv.tp} ranks, {kv.duplication:.3g} times", kv.bytes_per_token_stored))
     for each in kv.objects:
         part = "a state's object on a rank" if each.rule == "state" else f"a chunk of {kv.chunk_tokens:,} on a rank"
         group = f" ({each.rule})" if len(kv.objects) > 1 and each.rule != "state" else ""
-        told.append((f"{part}{group}", each.bytes))
-        told.append((f"  as stored, {each.overhead:+.2%}", each.frame_bytes))
-    emit_table(
-        ("what", "bytes", "decimal", "binary"),
-        [(what, exact(count), decimal(count), binary(count)) for what, count in told],
-        numeric=3,
-    )
+        rows += [(f"{part}{group}", each.bytes), (f"  as stored, {each.overhead:+.2%}", each.frame_bytes)]
+    return rows
 
 
-def _draw_totals(totals: list[Total]) -> None:
-    rows = [
-        (
-            f"{total.tokens:,}",
-            f"{total.users:,}",
-            decimal(total.bytes_minimum),
-            binary(total.bytes_minimum),
-            decimal(total.bytes),
-            binary(total.bytes),
-        )
-        for total in totals
-    ]
-    emit_table(("tokens", "users", "needed", "", "all layers, all ranks", ""), rows, numeric=6)
-
-
-def _emit_sources(*, as_json: bool) -> None:
-    judged = cells()
+def _emit_published(*, as_json: bool) -> None:
+    cells = published_cells()
     if as_json:
-        plain = [
-            {**asdict(cell), "bytes": _number(cell.bytes), "bytes_minimum": _number(cell.bytes_minimum)}
-            for cell in judged
-        ]
-        emit_json({"cells": plain})
+        emit_json(_whole({"cells": [asdict(cell) for cell in cells]}))
         return
-    for document in dict.fromkeys(cell.document for cell in judged):
-        _say(document, bold=True)
-        found = [cell for cell in judged if cell.document == document]
+    for document in dict.fromkeys(cell.document for cell in cells):
+        _wrap(document, bold=True)
+        own = [cell for cell in cells if cell.document == document]
         rows = [
-            (cell.row, cell.column, cell.printed, decimal(cell.bytes), binary(cell.bytes), cell.verdict)
-            for cell in found
+            (cell.row, cell.column, cell.printed, decimal(cell.bytes), binary(cell.bytes), cell.verdict) for cell in own
         ]
         emit_table(("row", "column", "printed", "exact", "", "verdict"), rows)
-        for cell in found:
-            if cell.because:
-                _say(f"- {cell.row}, {cell.column}, {cell.printed}: {cell.because}", "  ")
+        _wrap_all(f"- {cell.row}, {cell.column}, {cell.printed}: {cell.because}" for cell in own if cell.because)
         click.echo()
-    _say(
+    _wrap(
         "exact: right to the digits printed (kB = 1,000 B, 4K = 4,096 tokens). rounded: the same to fewer digits. "
         "other unit: right in one other convention. wrong: in none. All values count every layer in 16 bits, one copy; "
         "with its windows GPT-OSS needs half of it."
@@ -257,50 +240,66 @@ def _emit_sources(*, as_json: bool) -> None:
 
 
 def _emit_list(*, as_json: bool) -> None:
-    found = [(entry, of(name)) for name, entry in entries().items()]
+    models = [(entry, of(name)) for name, entry in entries().items()]
     if as_json:
-        emit_json(
+        keys = ("bytes_per_token", "bytes_per_token_growing", "bytes_per_session_constant")
+        documents = [
             {
-                "models": [
-                    {
-                        "name": entry.name,
-                        "repository": entry.repository,
-                        "via": entry.via,
-                        "date": entry.date,
-                        "aliases": entry.aliases,
-                        "bytes_per_token": _number(kv.bytes_per_token),
-                        "bytes_per_token_growing": _number(kv.bytes_per_token_growing),
-                        "bytes_per_session_constant": _number(kv.bytes_per_session_constant),
-                    }
-                    for entry, kv in found
-                ]
+                "name": entry.name,
+                "repository": entry.repository,
+                "via": entry.via,
+                "date": entry.date,
+                "aliases": entry.aliases,
+                **{key: getattr(kv, key) for key in keys},
             }
-        )
+            for entry, kv in models
+        ]
+        emit_json(_whole({"models": documents}))
         return
     rows = [
         (
             entry.name,
-            "+".join(f"{layer.count} {layer.kind}" for layer in kv.layers),
+            "+".join(f"{layer.count} {layer.cache.kind}" for layer in kv.layers),
             exact(kv.bytes_per_token),
             exact(kv.bytes_per_token_growing),
             binary(kv.bytes_per_session_constant) if kv.bytes_per_session_constant else "-",
         )
-        for entry, kv in found
+        for entry, kv in models
     ]
     emit_table(("model", "layers", "bytes a token", "growing", "constant"), rows, numeric=3)
 
 
-def _number(count: float) -> int | float:
-    """A whole number as one, so that no reader has to wonder."""
-    return int(count) if float(count).is_integer() else count
+def _whole(value: object) -> object:
+    """`value` with whole floats as integers, since most sizes are whole bytes."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in cast("dict[str, object]", value).items()}
+    return [_whole(each) for each in cast("list[object]", value)] if isinstance(value, list | tuple) else value
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _short(value: object) -> str:
+    """A field's value, long lists by their length."""
+    text = str(value)
+    length = text.count(",") + 1
+    return f"[{length} entries]" if text.startswith("[") and length > FIELD_ENTRIES_SHOWN else text
 
 
 def _gap() -> None:
-    """An empty line, where a drawn table has not made one."""
+    """An empty line, unless a drawn table has made one."""
     if not sys.stdout.isatty():
         click.echo()
 
 
-def _say(text: str, indent: str = "", *, bold: bool = False) -> None:
+def _wrap_all(paragraphs: Iterable[str]) -> None:
+    for paragraph in paragraphs:
+        _wrap(paragraph, "  ")
+
+
+def _wrap(text: str, indent: str = "", *, bold: bool = False) -> None:
     width = min(WIDTH_MAX, shutil.get_terminal_size((WIDTH_MAX, 24)).columns)
     click.secho(textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False), bold=bold or None)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier import size
+from kvtier.size.caches import LayerCache
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """Bytes of a weight; fp4 with a scale of one byte for each 16 (NVFP4)."""
@@ -79,12 +80,12 @@ def shape_of(kv: size.KvSize) -> Shape:
         constant_bytes=kv.bytes_per_session_constant,
         attention=tuple(
             Attention(
-                layers=run.count,
-                flop_per_pair=2.0 * heads * _dimensions(run, model.fields),
-                window_tokens=run.window,
+                layers=count,
+                flop_per_pair=2.0 * heads * _dimensions(cache, model.fields),
+                window_tokens=cache.window,
             )
-            for run in model.runs
-            if run.kind in _ATTENDING
+            for cache, count in model.runs
+            if cache.kind in _ATTENDING
         ),
         tokens_max=model.tokens_max,
     )
@@ -94,12 +95,12 @@ _ATTENDING = {"full", "window", "chunked", "mla"}
 """Kinds whose work grows with the tokens before; recurrent layers' work is in their parameters."""
 
 
-def _dimensions(run: size.LayerRun, fields: Mapping[str, object]) -> float:
+def _dimensions(cache: LayerCache, fields: Mapping[str, object]) -> float:
     """Dimensions of K and V together that a head multiplies with, for each pair of tokens.
 
     MLA computes prefill on the expanded heads (DeepSeek-V2, section 2.1): a key of nope and rope parts, and a value.
     """
-    if run.kind == "mla":
+    if cache.kind == "mla":
         parts = [fields.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         return float(sum(part if isinstance(part, int) else 128 for part in parts))
-    return 2.0 * (run.head_dim or 128)
+    return 2.0 * (cache.head_dim or 128)

@@ -1,4 +1,4 @@
-"""How large a model's KV is, why, and which convention turns it into somebody else's figure.
+"""KV size of a model, with formulas, reasons and other counting conventions.
 
 ```python
 from kvtier import size
@@ -11,27 +11,7 @@ kv.session_bytes(131_072)  # 17179869184
 All sizes are in bytes. They are exact: fractions appear only where a format has them.
 """
 
-from kvtier.size.answer import CHUNK_TOKENS, KvSize, LayerSize, Total, of
-from kvtier.size.dtype import Format, parse_dtype
-from kvtier.size.model import LayerRun, Model, from_config, model, names
-from kvtier.size.objects import ObjectSize
-from kvtier.size.units import binary, both, decimal
+from kvtier.size.model import Model, from_config, model, names
+from kvtier.size.sizes import CHUNK_TOKENS, KvSize, LayerSize, ObjectSize, Total, of
 
-__all__ = [
-    "CHUNK_TOKENS",
-    "Format",
-    "KvSize",
-    "LayerRun",
-    "LayerSize",
-    "Model",
-    "ObjectSize",
-    "Total",
-    "binary",
-    "both",
-    "decimal",
-    "from_config",
-    "model",
-    "names",
-    "of",
-    "parse_dtype",
-]
+__all__ = ["CHUNK_TOKENS", "KvSize", "LayerSize", "Model", "ObjectSize", "Total", "from_config", "model", "names", "of"]

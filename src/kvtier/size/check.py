@@ -1,40 +1,50 @@
-"""Somebody else's figure and ours: which convention turns the one into the other, or that none does.
+"""Other people's figures: the counting convention that turns our size into theirs, if one does.
 
-We compute what they would have got with each convention that is in use (1,000 or 1,024 bytes, 4,000 or 4,096 tokens,
-heads instead of KV heads, ...) and keep those that give their digits. The fewer conventions it takes, the likelier.
+A figure is recomputed with each convention in use: 1,000 or 1,024 bytes, 4,000 or 4,096 tokens, heads instead of KV
+heads, and so on. Conventions that reproduce its digits match; the fewer it takes, the likelier. `published_cells` does
+the same for the published tables in ``published.toml``.
 """
 
 import math
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_UP, Decimal
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
 
 from kvtier.errors import ConfigError
-from kvtier.size.answer import KvSize
-from kvtier.size.kinds import Cache, Part
+from kvtier.size.caches import LayerCache, TokenPart
+from kvtier.size.sizes import KvSize, of
 from kvtier.size.units import Figure, both, exact, parse_figure
 
-EXACT, ROUNDED, COARSE = "exact", "rounded", "coarse"
-"""How well digits agree: to the last one, to the last one of very few, or when cut off or rounded to fewer."""
+Agreement = Literal["exact", "rounded", "coarse"]
+"""Digits agree to the last one, to the last one of very few, or when cut off or rounded to fewer."""
+Judgement = Literal["exact", "rounded", "other unit", "wrong"]
+"""Of a published figure: right as written (a kB is 1,000 bytes, 4K tokens are 4,096); right to fewer digits, or
+multiplied from a rounded size of a token; right in one other convention; right in none."""
 
 _EXACT_MAX = 0.005
-"""Relative error up to which digits that agree are called exact."""
+"""Largest relative error of digits that count as exact."""
 _CUT_MAX = 0.02
 _COARSE_MAX = 0.05
-COST_MAX = 2
-"""Conventions that are combined at most; with more of them anything could be explained."""
+_COST_MAX = 2
+"""Most conventions that are combined; more of them could explain any figure."""
+_PUBLISHED_COST_MAX = 3
+"""The same for a published cell, whose model, tokens and users are known."""
 _MIXED_COST = 2
 """Mixing units is a mistake, not a convention: it must explain a figure alone."""
 _COPIES_AT = (2, 4, 8, 16)
-"""Tensor-parallel sizes whose copies somebody may have counted."""
+"""Tensor-parallel sizes whose copies a figure may include."""
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One way to read a prefix."""
+    """One reading of a prefix."""
 
-    told: str
+    name: str
     bytes: float
     is_as_written: bool = False
     """A KB of 1,000 bytes, a KiB of 1,024."""
@@ -43,57 +53,75 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A size that they may have meant, and what it takes to come from ours to it."""
+    """A size that the figure may mean."""
 
     what: str
-    """What it is the size of."""
+    """The thing whose size it is."""
     bytes: float
     steps: tuple[str, ...] = ()
     """Conventions that differ from ours, other than the unit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
-    """A candidate that gives their digits."""
+class FigureMatch:
+    """A candidate that reproduces the figure's digits."""
 
     candidate: Candidate
     unit: Unit
-    agreement: str
-    """`EXACT`, `ROUNDED` or `COARSE`."""
+    agreement: Agreement
 
     @property
     def cost(self) -> int:
-        """How much has to be supposed; 0 for our own figure in either unit."""
-        return len(self.candidate.steps) + self.unit.is_mixed * _MIXED_COST + (self.agreement == COARSE)
+        """Number of assumptions; 0 for our own figure in either unit."""
+        return len(self.candidate.steps) + self.unit.is_mixed * _MIXED_COST + (self.agreement == "coarse")
 
     @property
-    def told(self) -> str:
-        """One line for people."""
-        way = "" if not self.candidate.steps else f", counted with {' and '.join(self.candidate.steps)}"
-        digits = {EXACT: "", ROUNDED: ", rounded", COARSE: ", rounded or cut to fewer digits"}[self.agreement]
-        return f"{self.candidate.what}{way} ({exact(self.candidate.bytes)} B), {self.unit.told}{digits}"
+    def text(self) -> str:
+        """The match in one line."""
+        steps = f", counted with {' and '.join(self.candidate.steps)}" if self.candidate.steps else ""
+        digits = {"exact": "", "rounded": ", rounded", "coarse": ", rounded or cut to fewer digits"}[self.agreement]
+        return f"{self.candidate.what}{steps} ({exact(self.candidate.bytes)} B), {self.unit.name}{digits}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is to be said of their figure."""
+    """Result of a check."""
 
     figure: Figure
-    matches: tuple[Match, ...]
-    """The simplest first; empty when no convention explains it."""
+    matches: tuple[FigureMatch, ...]
+    """The simplest first; empty when no convention reproduces the figure."""
     nearest: Candidate
-    """Of our own figures, the nearest."""
+    """The nearest of our own sizes."""
 
     @property
-    def told(self) -> str:
-        """The answer in a line."""
+    def text(self) -> str:
+        """The result in one line."""
         if self.matches:
-            return f"{self.figure.text} is {self.matches[0].told}"
-        ratio = self.figure.bytes(1024 if self.figure.is_binary else 1000) / self.nearest.bytes
+            return f"{self.figure.text} is {self.matches[0].text}"
+        ratio = _as_written(self.figure) / self.nearest.bytes
         return (
             f"{self.figure.text}: no convention known here gives it; it is {ratio:.3g} times {self.nearest.what}, "
             f"{exact(self.nearest.bytes)} B = {both(self.nearest.bytes)}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedCell:
+    """One published figure, judged."""
+
+    document: str
+    row: str
+    column: str
+    printed: str
+    model: str
+    tokens: int
+    users: int
+    bytes: float
+    """Exact size: every layer, 16-bit elements, one copy."""
+    bytes_minimum: float
+    """The minimum: windows forget."""
+    verdict: Judgement
+    because: str
 
 
 def check(kv: KvSize, text: str, sessions: Sequence[tuple[int, int]] = ()) -> Verdict:
@@ -101,100 +129,101 @@ def check(kv: KvSize, text: str, sessions: Sequence[tuple[int, int]] = ()) -> Ve
 
     Args:
         kv: our sizes.
-        text: theirs, such as ``150 KB``.
-        sessions: (tokens, users) whose totals it may be about.
+        text: the figure, such as ``150 KB``.
+        sessions: (tokens, users) whose totals it may mean.
 
     Raises:
-        ConfigError: `text` is no size.
+        ConfigError: `text` is not a size.
     """
     try:
         figure = parse_figure(text)
     except ValueError as error:
         raise ConfigError(f"check: {text!r} is {error}") from error
     own = list(_own(kv, sessions))
-    candidates = [*own, *_recounted(kv, sessions)]
-    matches = sorted(
-        (match for candidate in candidates for match in matches_of(candidate, figure)),
-        key=lambda match: (match.cost, match.agreement == COARSE),
+    matches = [match for each in (*own, *_recounted(kv, sessions)) for match in _matches(each, figure, _COST_MAX)]
+    kept: dict[tuple[float, float], FigureMatch] = {}
+    for match in sorted(matches, key=lambda match: (match.cost, match.agreement == "coarse")):
+        kept.setdefault((match.candidate.bytes, match.unit.bytes), match)  # the simplest of equal results
+    nearest = min(
+        (each for each in own if not each.steps),
+        key=lambda each: abs(math.log(_as_written(figure) / each.bytes)),
     )
-    kept: dict[tuple[float, float], Match] = {}
-    for match in matches:  # the simplest way to the same bytes in the same unit stands for all of them
-        kept.setdefault((match.candidate.bytes, match.unit.bytes), match)
-    ours = [candidate for candidate in own if not candidate.steps]
-    theirs = figure.bytes(1024 if figure.is_binary else 1000)
-    return Verdict(figure, tuple(kept.values()), min(ours, key=lambda each: abs(math.log(theirs / each.bytes))))
+    return Verdict(figure, tuple(kept.values()), nearest)
 
 
-def matches_of(candidate: Candidate, figure: Figure, cost_max: int = COST_MAX) -> Iterator[Match]:
-    """The units with which `candidate` gives the digits of `figure`, supposing no more than `cost_max`."""
-    for unit in units_of(figure):
-        found = agreement(candidate.bytes / unit.bytes, figure)
-        # Few digits agree with something sooner or later, so they must agree with a figure of ours as it is written.
-        if found is None or (found == COARSE and (candidate.steps or not unit.is_as_written)):
+def _as_written(figure: Figure) -> float:
+    return figure.bytes(1024 if figure.is_binary else 1000)
+
+
+def _matches(candidate: Candidate, figure: Figure, cost_max: int) -> Iterator[FigureMatch]:
+    """Matches of `candidate`, one for each unit that gives the digits of `figure`."""
+    for unit in _units(figure):
+        agreement = _agreement(candidate.bytes / unit.bytes, figure)
+        # Few digits agree with something sooner or later, so they must agree with a size of ours as it is written.
+        if agreement is None or (agreement == "coarse" and (candidate.steps or not unit.is_as_written)):
             continue
-        match = Match(candidate, unit, found)
+        match = FigureMatch(candidate, unit, agreement)
         if match.cost <= cost_max:
             yield match
 
 
-def agreement(value: float, figure: Figure) -> str | None:
-    """How well `value`, in the unit of `figure`, agrees with its digits: `EXACT`, `ROUNDED`, `COARSE`, or None."""
+def _agreement(value: float, figure: Figure) -> Agreement | None:
+    """Agreement of `value`, in the unit of `figure`, with its digits."""
     off = value - figure.number
     error, slack = abs(off) / figure.number, 1 + 1e-9
     is_rounded = abs(off) <= figure.step / 2 * slack
     is_cut = 0 <= off < figure.step / slack
     if error <= _EXACT_MAX and (is_rounded or is_cut):
-        return EXACT
+        return "exact"
     if is_rounded and error <= _COARSE_MAX:
-        return ROUNDED
+        return "rounded"
     is_coarse = (is_cut and error <= _CUT_MAX) or (abs(off) <= figure.rough / 2 * slack and error <= _COARSE_MAX)
-    return COARSE if is_coarse else None
+    return "coarse" if is_coarse else None
 
 
-def units_of(figure: Figure) -> Iterator[Unit]:
-    """Ways to read the prefix of `figure`: by 1,000, by 1,024, and the mixtures that slip in on the way up."""
+def _units(figure: Figure) -> Iterator[Unit]:
+    """Readings of the prefix of `figure`: by 1,000, by 1,024, and mixtures of both."""
     power = _PREFIXES.index(figure.prefix)
     if not power:
         yield Unit("bytes", 1.0, is_as_written=True)
         return
+    prefix = f"{figure.prefix}B"
     if not figure.is_binary:
-        yield Unit(f"{figure.prefix}B = {_power(1000, power)} B", 1000.0**power, is_as_written=True)
-    yield Unit(f"{figure.prefix}B = {_power(1024, power)} B", 1024.0**power, is_as_written=figure.is_binary)
-    for binary in range(1, power if not figure.is_binary else 1):
-        told = f"units mixed: {figure.prefix}B = {_power(1024, binary)} x {_power(1000, power - binary)} B"
-        yield Unit(told, 1024.0**binary * 1000.0 ** (power - binary), is_mixed=True)
-
-
-def token_readings(tokens: int) -> Iterator[tuple[int, str]]:
-    """Other numbers of tokens that go by the same name: 4,096 and 4,000, 131,072 and 128,000."""
-    if tokens % 1024 == 0:
-        other = tokens // 1024 * 1000
-        yield other, f"{other:,} tokens"
-    if tokens % 1000 == 0:
-        other = tokens // 1000 * 1024
-        yield other, f"{other:,} tokens"
-
-
-def rounded_early(bytes_per_token: float) -> Iterator[tuple[float, str]]:
-    """What the size of a token becomes when it is rounded before it is multiplied."""
-    if not bytes_per_token:
-        return
-    for step, units in ((1000, ("kB", "MB")), (1024, ("KiB", "MiB"))):
-        for power, unit in enumerate(units, 1):
-            number = bytes_per_token / step**power
-            for digits in (2, 3):
-                place = Decimal(1).scaleb(Decimal(number).adjusted() - digits + 1)
-                early = float(Decimal(number).quantize(place, ROUND_HALF_UP))
-                if early != number and early >= 0.1:
-                    yield early * step**power, f"a token rounded to {early:g} {unit} before multiplying"
+        yield Unit(f"{prefix} = {_power(1000, power)} B", 1000.0**power, is_as_written=True)
+    yield Unit(f"{prefix} = {_power(1024, power)} B", 1024.0**power, is_as_written=figure.is_binary)
+    for binary in range(1, 1 if figure.is_binary else power):
+        name = f"units mixed: {prefix} = {_power(1024, binary)} x {_power(1000, power - binary)} B"
+        yield Unit(name, 1024.0**binary * 1000.0 ** (power - binary), is_mixed=True)
 
 
 def _power(base: int, power: int) -> str:
     return f"{base:,}" if power == 1 else f"{base:,}^{power}"
 
 
+def _token_readings(tokens: int) -> Iterator[tuple[int, str]]:
+    """Other readings of the same number of tokens: 4,096 and 4,000, 131,072 and 128,000."""
+    for unit, other_unit in ((1024, 1000), (1000, 1024)):
+        if tokens % unit == 0:
+            other = tokens // unit * other_unit
+            yield other, f"{other:,} tokens"
+
+
+def _rounded_early(bytes_per_token: float) -> Iterator[tuple[float, str]]:
+    """Sizes of a token that was rounded before multiplying."""
+    if not bytes_per_token:
+        return
+    for step, units in ((1000, ("kB", "MB")), (1024, ("KiB", "MiB"))):
+        for power, unit in enumerate(units, 1):
+            number = bytes_per_token / step**power
+            for digits in (2, 3):
+                last = Decimal(1).scaleb(Decimal(number).adjusted() - digits + 1)
+                early = float(Decimal(number).quantize(last, ROUND_HALF_UP))
+                if early != number and early >= 0.1:
+                    yield early * step**power, f"a token rounded to {early:g} {unit} before multiplying"
+
+
 def _own(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
-    """Our own figures, and for sessions those of other numbers of tokens that go by the same name."""
+    """Our own sizes, and those of sessions with other readings of their tokens."""
     is_mixed = kv.bytes_per_token_growing not in {0, kv.bytes_per_token}
     for what, size in (
         ("a token, all layers" if is_mixed else "a token", kv.bytes_per_token),
@@ -207,20 +236,16 @@ def _own(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Candidate]
             yield Candidate(what, size)
     for tokens, users in sessions:
         name = _session(tokens, users)
-        yield from _totals(kv, name, tokens, users, ())
-        for other, told in token_readings(tokens):
-            yield from _totals(kv, name, other, users, (told,))
-        for early, told in rounded_early(kv.bytes_per_token_stored):
-            yield Candidate(name, early * tokens * users, (told,))
-
-
-def _totals(kv: KvSize, name: str, tokens: int, users: int, steps: tuple[str, ...]) -> Iterator[Candidate]:
-    total = kv.total(tokens, users)
-    if total.bytes == total.bytes_minimum:
-        yield Candidate(name, total.bytes, steps)
-        return
-    yield Candidate(f"{name}, all layers and ranks", total.bytes, steps)
-    yield Candidate(f"{name}, what is needed", total.bytes_minimum, steps)
+        readings = ((other, (step,)) for other, step in _token_readings(tokens))
+        for count, steps in ((tokens, ()), *readings):
+            total = kv.total(count, users)
+            if total.bytes == total.bytes_minimum:
+                yield Candidate(name, total.bytes, steps)
+            else:
+                yield Candidate(f"{name}, all layers and ranks", total.bytes, steps)
+                yield Candidate(f"{name}, minimum", total.bytes_minimum, steps)
+        for early, step in _rounded_early(kv.bytes_per_token_stored):
+            yield Candidate(name, early * tokens * users, (step,))
 
 
 def _session(tokens: int, users: int) -> str:
@@ -228,19 +253,21 @@ def _session(tokens: int, users: int) -> str:
 
 
 def _recounted(kv: KvSize, sessions: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
+    """Sizes by other ways to count the bytes of a token."""
     for per_token, steps in _countings(kv):
         yield Candidate("a token", per_token, steps)
         for tokens, users in sessions:
             name = _session(tokens, users)
             yield Candidate(name, per_token * tokens * users, steps)
-            if len(steps) < COST_MAX:
-                for other, told in token_readings(tokens):
-                    yield Candidate(name, per_token * other * users, (*steps, told))
+            if len(steps) < _COST_MAX:
+                for other, step in _token_readings(tokens):
+                    yield Candidate(name, per_token * other * users, (*steps, step))
 
 
 def _countings(kv: KvSize) -> Iterator[tuple[float, tuple[str, ...]]]:
-    """Bytes a token as others count them."""
-    heads, hidden, usual = kv.model.attention_heads, kv.model.hidden_size, kv.bytes_per_token
+    """Bytes a token by other conventions."""
+    model, usual = kv.model, kv.bytes_per_token
+    heads, hidden = model.attention_heads, model.hidden_size
     by_heads = f"{heads} attention heads as KV heads"
     if heads:
         yield _counted(kv, lambda part: replace(part, count=heads)), (by_heads,)
@@ -251,22 +278,75 @@ def _countings(kv: KvSize) -> Iterator[tuple[float, tuple[str, ...]]]:
         yield _counted(kv, lambda part: replace(part, count=heads, size=dim)), (by_heads, by_hidden)
     yield usual / 2, ("half as many bytes (8-bit elements, or keys without values)",)
     yield usual * 2, ("twice as many bytes (32-bit elements)",)
-    spread = kv.model.spread_elements
-    latents = sum(run.count for run in kv.model.runs if run.kind == "mla")
-    if spread and latents:
-        yield latents * kv.form.vector_bytes("kv", spread), ("every head's keys and values instead of the latent",)
+    latents = sum(count for cache, count in model.runs if cache.kind == "mla")
+    if model.expanded_elements and latents:
+        expanded = latents * kv.form.vector_bytes("kv", model.expanded_elements)
+        yield expanded, ("every head's keys and values instead of the latent",)
     for tp in _COPIES_AT:
-        runs = kv.model.runs
-        if kv.tp == 1 and all(run.cache.can_be_cut(tp) for run in runs):
-            stored = tp * sum(run.count * run.cache.rank_token_bytes(kv.form, tp) for run in runs)
+        if kv.tp == 1 and all(cache.can_be_split(tp) for cache, _ in model.runs):
+            stored = tp * sum(count * cache.rank_token_bytes(kv.form, tp) for cache, count in model.runs)
             if stored > usual:
                 yield stored, (f"the copies that {tp} tensor-parallel ranks keep",)
 
 
-def _counted(kv: KvSize, recount: Callable[[Part], Part]) -> float:
-    """Bytes a token when the parts of plain attention are counted by `recount`."""
+def _counted(kv: KvSize, recount: Callable[[TokenPart], TokenPart]) -> float:
+    """Bytes a token with the parts of plain attention changed by `recount`."""
 
-    def changed(cache: Cache) -> Cache:
+    def changed(cache: LayerCache) -> LayerCache:
         return replace(cache, parts=tuple(recount(part) if part.role == "kv" else part for part in cache.parts))
 
-    return sum(run.count * changed(run.cache).token_bytes(kv.form) for run in kv.model.runs)
+    return sum(count * changed(cache).token_bytes(kv.form) for cache, count in kv.model.runs)
+
+
+@cache
+def published_cells() -> tuple[PublishedCell, ...]:
+    """Every cell of every published table, in the order printed."""
+    tables = tomllib.loads(files("kvtier.size").joinpath("published.toml").read_text(encoding="utf-8"))["table"]
+    return tuple(
+        _cell(table, row, column, printed)
+        for table in tables
+        for row in table["row"]
+        for column, printed in enumerate(row["cells"])
+    )
+
+
+def _cell(table: dict[str, Any], row: dict[str, Any], column: int, printed: str) -> PublishedCell:
+    tokens = row.get("tokens", 1) * (table["tokens"][column] if "tokens" in table else 1)
+    users = table["users"][column] if "users" in table else 1
+    kv = of(row["model"])
+    total = kv.total(tokens, users)
+    verdict, because = _judged(kv, printed, tokens, users)
+    return PublishedCell(
+        document=table["document"],
+        row=row["printed"],
+        column=table["columns"][column],
+        printed=printed,
+        model=row["model"],
+        tokens=tokens,
+        users=users,
+        bytes=total.bytes,
+        bytes_minimum=total.bytes_minimum,
+        verdict=verdict,
+        because=(row["because"][column] if "because" in row else "") or because,
+    )
+
+
+def _judged(kv: KvSize, printed: str, tokens: int, users: int) -> tuple[Judgement, str]:
+    figure = parse_figure(printed)
+    candidates = [Candidate("", kv.total(tokens, users).bytes)]
+    candidates += [Candidate("", kv.total(other, users).bytes, (step,)) for other, step in _token_readings(tokens)]
+    if tokens > 1:
+        early = _rounded_early(kv.bytes_per_token)
+        candidates += [Candidate("", size * tokens * users, (step,)) for size, step in early]
+    matches = [match for each in candidates for match in _matches(each, figure, _PUBLISHED_COST_MAX)]
+    if not matches:
+        return "wrong", "in no convention known here"
+    best = min(matches, key=lambda match: (match.cost, not match.unit.is_as_written, match.agreement == "coarse"))
+    steps, is_other = best.candidate.steps, not best.unit.is_as_written
+    is_early = any("rounded to" in step for step in steps)
+    because = "; ".join((*steps, best.unit.name) if is_other else steps)
+    if best.unit.is_mixed or (is_early and is_other):
+        return "wrong", because
+    if is_other or (steps and not is_early):
+        return "other unit", because
+    return ("exact" if best.agreement == "exact" and not steps else "rounded"), because

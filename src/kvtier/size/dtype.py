@@ -1,6 +1,6 @@
-"""How many bytes an element takes, scales and zero points included.
+"""Bytes of an element in each format, scales and zero points included.
 
-A quantised format keeps a scale (and perhaps a zero point) for every group of elements. A group never crosses a vector
+A quantised format stores a scale (and perhaps a zero point) for every group of elements. A group never crosses a vector
 (one head of K or V, or one latent), so a vector of 64 elements with groups of 128 has one group of 64.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 from kvtier.errors import ConfigError
 
 Role = Literal["kv", "latent", "compressed", "rope", "index"]
-"""What a vector is: a head of K or V; MLA's latent; a compressed latent; the rotary part beside a latent; an
+"""Kinds of vectors: a head of K or V; MLA's latent; a compressed latent; the rotary part beside a latent; an
 indexer's key. Engines pack some formats differently for each."""
 
 GROUP_MAX = 4096
@@ -21,15 +21,15 @@ GROUP_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How one vector is stored."""
+    """Storage of one vector."""
 
     bits: int
     group: int = 0
-    """Elements that share a scale; 0 when there is none in the cache (16-bit types, a scale per tensor)."""
+    """Elements that share a scale; 0 without scales in the cache (16-bit types, a scale per tensor)."""
     group_bytes: int = 0
     """Scale and zero point of a group."""
     padding: int = 0
-    """Bytes that a vector is padded with."""
+    """Bytes of padding of a vector."""
 
     def vector_bytes(self, size: int) -> float:
         """Bytes of a vector of `size` elements."""
@@ -39,31 +39,26 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way to store KV."""
+    """A storage format of KV."""
 
     name: str
-    told: str
-    """What it is, for people."""
+    description: str
     default: Encoding
     by_role: Mapping[Role, Encoding] = field(default_factory=lambda: MappingProxyType({}))
 
-    @property
-    def is_packed_for_latents(self) -> bool:
-        """Whether it is a layout of MLA latents, which says nothing of plain K and V."""
-        return "latent" in self.by_role
-
     def encoding(self, role: Role) -> Encoding:
-        """How vectors that play `role` are stored."""
+        """Storage of vectors of kind `role`."""
         return self.by_role.get(role, self.default)
 
     def vector_bytes(self, role: Role, size: int) -> float:
-        """Bytes of one vector of `size` elements that plays `role`."""
+        """Bytes of one vector of `size` elements and kind `role`."""
         return self.encoding(role).vector_bytes(size)
 
     def with_index(self, index: "Format") -> "Format":
-        """This format, with the keys of indexers as `index` stores them."""
-        name, told = f"{self.name}, index {index.name}", f"{self.told}; index keys: {index.told}"
-        return Format(name, told, self.default, MappingProxyType({**self.by_role, "index": index.encoding("index")}))
+        """This format, with the keys of indexers in the format `index`."""
+        name, description = f"{self.name}, index {index.name}", f"{self.description}; index keys: {index.description}"
+        by_role: dict[Role, Encoding] = {**self.by_role, "index": index.encoding("index")}
+        return Format(name, description, self.default, MappingProxyType(by_role))
 
 
 _SIXTEEN, _EIGHT = Encoding(16), Encoding(8)
@@ -122,13 +117,13 @@ _GROUPED = re.compile(r"int(4|8):g([0-9]{1,5})(?::(sym|asym))?", re.ASCII)
 
 
 def parse_dtype(name: str, origin: str = "dtype") -> Format:
-    """The format that `name` means.
+    """The format `name`.
 
-    ``int4:g64`` has a 16-bit scale and a 16-bit zero point per 64 elements and ``int8:g64`` a scale alone, as is usual;
-    ``:sym`` (scale alone) and ``:asym`` (both) say it.
+    By default ``int4:g64`` has a 16-bit scale and a 16-bit zero point per 64 elements, and ``int8:g64`` a scale alone.
+    ``:sym`` (scale alone) and ``:asym`` (both) override the default.
 
     Raises:
-        ConfigError: there is no such format; `origin` says where the name came from.
+        ConfigError: there is no such format; the message names `origin`.
     """
     plain = name.strip().lower()
     plain = ALIASES.get(plain, plain)
@@ -139,5 +134,5 @@ def parse_dtype(name: str, origin: str = "dtype") -> Format:
         raise ConfigError(f"{origin}: unknown format {name!r}; known are {ALLOWED}, N from 1 to {GROUP_MAX}")
     bits, group = int(found[1]), int(found[2])
     is_symmetric = (found[3] or ("asym" if bits == 4 else "sym")) == "sym"
-    told = f"{bits} bits, a 16-bit scale{'' if is_symmetric else ' and zero point'} per {group}"
-    return Format(plain, told, Encoding(bits, group, 2 if is_symmetric else 4))
+    description = f"{bits} bits, a 16-bit scale{'' if is_symmetric else ' and zero point'} per {group}"
+    return Format(plain, description, Encoding(bits, group, 2 if is_symmetric else 4))

@@ -1,4 +1,4 @@
-"""Models that are known by name: plain data beside this file, in the words of each model's config.json."""
+"""Models known by name: plain data beside this file, in the words of each model's config.json."""
 
 import tomllib
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ COPIES = "copies.toml"
 _SUFFIXES = ("-instruct", "-chat", "-it", "-hf", "-base", "-bf16", "-fp8")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
     """One model of the catalogue."""
 
     name: str
     repository: str
-    """Whose config.json it is: organisation/name."""
+    """Repository of the config.json: organisation/name."""
     via: str
     """Where the copy was read."""
     date: str
@@ -31,36 +31,37 @@ class Entry:
 
 
 @cache
-def entries() -> Mapping[str, Entry]:
+def entries() -> Mapping[str, ModelEntry]:
     """Every model, by name, in alphabetical order."""
-    folder = files(__name__)
-    copies = tomllib.loads(folder.joinpath(COPIES).read_text(encoding="utf-8"))
-    found: dict[str, Entry] = {}
-    for file in folder.iterdir():
-        if not file.name.endswith(".toml") or file.name == COPIES:
-            continue
-        for name, told in tomllib.loads(file.read_text(encoding="utf-8")).items():
-            found[name] = _entry(name, told, copies[told["via"]])
-    return dict(sorted(found.items()))
+    tables = {
+        file.name: tomllib.loads(file.read_text(encoding="utf-8"))
+        for file in files(__name__).iterdir()
+        if file.name.endswith(".toml")
+    }
+    copies = tables.pop(COPIES)
+    return {
+        name: _entry(name, table, copies[table["via"]])
+        for name, table in sorted((name, table) for models in tables.values() for name, table in models.items())
+    }
 
 
-def find(name: str) -> Entry | None:
-    """The model that `name` means: its name, an alias, or its repository; case and ``-instruct`` do not matter."""
+def find(name: str) -> ModelEntry | None:
+    """The model with this name, alias or repository; case and suffixes such as ``-instruct`` are ignored."""
     return _by_any_name().get(_plain(name))
 
 
 def all_names() -> list[str]:
-    """Names and aliases, for guessing what was meant."""
+    """Names and aliases, for suggestions."""
     return sorted(_by_any_name())
 
 
 @cache
-def _by_any_name() -> Mapping[str, Entry]:
-    named: dict[str, Entry] = {}
+def _by_any_name() -> Mapping[str, ModelEntry]:
+    by_name: dict[str, ModelEntry] = {}
     for entry in entries().values():
         for name in (entry.name, entry.repository, *entry.aliases):
-            named.setdefault(_plain(name), entry)
-    return named
+            by_name.setdefault(_plain(name), entry)
+    return by_name
 
 
 def _plain(name: str) -> str:
@@ -70,22 +71,21 @@ def _plain(name: str) -> str:
     return plain
 
 
-def _entry(name: str, told: dict[str, Any], copy: dict[str, Any]) -> Entry:
-    layers = told["config"].get("num_hidden_layers", 0)
-    return Entry(
+def _entry(name: str, table: dict[str, Any], copy: dict[str, Any]) -> ModelEntry:
+    return ModelEntry(
         name=name,
-        repository=told["repository"],
+        repository=table["repository"],
         via=copy["text"],
         date=str(copy["read"]),
-        aliases=tuple(told.get("aliases", ())),
-        parameters_billion=told.get("parameters_billion"),
-        active_billion=told.get("active_billion"),
-        config=cast("dict[str, object]", _expanded(told["config"], layers)),
+        aliases=tuple(table.get("aliases", ())),
+        parameters_billion=table.get("parameters_billion"),
+        active_billion=table.get("active_billion"),
+        config=cast("dict[str, object]", _expanded(table["config"], table["config"].get("num_hidden_layers", 0))),
     )
 
 
 def _expanded(value: object, layers: int) -> object:
-    """`value` with every ``{ repeat = [...] }`` as the list it stands for."""
+    """`value` with each ``{ repeat = [...] }`` replaced by the list for all layers."""
     if not isinstance(value, dict):
         return value
     inner = cast("dict[str, object]", value)

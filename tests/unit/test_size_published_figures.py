@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kvtier.size.sources import cells
+from kvtier.size.check import published_cells as cells
 from kvtier.size.units import parse_figure
 
 EXACT, ROUNDED, OTHER, WRONG = "exact", "rounded", "other unit", "wrong"
