@@ -1,7 +1,7 @@
-"""Everything that needs a GPU, from the source tree, without a package index: ``python bench/gpu.py [slice …]``.
+"""The GPU tests and benchmarks, from the source tree: ``python bench/gpu.py [slice …]``.
 
-Each slice is a process of its own with a time limit, writes its records as it goes, and leaves the others alone when it
-fails. Without arguments all run, the tests first. ``--list`` names them, ``--out DIR`` says where the records go;
+Each slice is a process with a time limit and writes its record while it runs; a failed slice does not stop the others.
+Without arguments all slices run, the tests first. ``--list`` names them. Records go to bench/records, or to ``--out``.
 ``--quick`` runs the same programs on the CPU with a tiny model, in a minute.
 """
 
@@ -18,9 +18,8 @@ NEEDED = ("torch", "transformers", "triton", "numpy", "xxhash", "click", "rich")
 WANTED = ("pytest", "matplotlib")
 SECONDS = 570
 
-PROGRAM = ("-m", "kvtier.cli.main", "bench")
-TTFT = (*PROGRAM, "ttft")
-TURNS = (*PROGRAM, "multiturn")
+TTFT = ("bench/ttft.py",)
+TURNS = ("bench/multiturn.py",)
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=", "tests/gpu")
 SLICES: dict[str, tuple[str, ...]] = {
     "tests": TESTS,
@@ -29,12 +28,12 @@ SLICES: dict[str, tuple[str, ...]] = {
     # 5,500 tokens of each user, 0.7 GB, as in LMBenchmark; nine fit on the device, a few more in host memory.
     "turns-8b-4k": (
         *TURNS, "--users", "2,6,12,20", "--rounds", "4", "--history", "4000", "--rate", "0.2", "--kv-budget", "6GiB",
-        "--tier", "host=8GiB", "--tier", "dir=24GiB",
+        "--host", "8GiB", "--disk", "24GiB",
     ),
     # 21,000 tokens of each user, 2.8 GB, as Samsung's; six fit on the device, and six in host memory.
     "turns-8b-20k": (
         *TURNS, "--users", "2,4,8,12", "--rounds", "3", "--history", "20000", "--rate", "0.1", "--kv-budget", "17GiB",
-        "--tier", "host=18GiB", "--tier", "dir=40GiB",
+        "--host", "18GiB", "--disk", "40GiB",
     ),
     "ttft-8b-64k": (*TTFT, "--contexts", "65536", "--disk", "30GiB", "--host", "48GiB", "--no-decode"),
     "ttft-8b-128k": (*TTFT, "--contexts", "131072", "--disk", "40GiB", "--host", "64GiB", "--no-decode"),
@@ -48,20 +47,20 @@ QUICK: dict[str, tuple[str, ...]] = {
         "--chunk-tokens", "16", "--host", "16MiB", "--disk", "64MiB",
     ),
     "turns": (
-        *TURNS, "--quick", "--model", "tiny", "--users", "1,3", "--rounds", "2", "--system", "32", "--history", "96",
-        "--question", "8", "--answer", "4", "--rate", "0", "--kv-budget", "260KiB", "--tier", "host=1MiB",
-        "--tier", "dir=16MiB", "--chunk-tokens", "16",
+        *TURNS, "--quick", "--shape", "tiny", "--users", "1,3", "--rounds", "2", "--system", "32", "--history", "96",
+        "--question", "8", "--answer", "4", "--rate", "0", "--kv-budget", "260KiB", "--host", "1MiB",
+        "--disk", "16MiB", "--chunk-tokens", "16",
     ),
 }  # fmt: skip
-"""The same programs on the CPU with a tiny model, to see that everything is there; their figures mean nothing."""
+"""The same programs on the CPU with a tiny model, as a smoke test."""
 
 
 def main() -> int:
-    """Run the slices that were asked for; 0 when all went well."""
+    """Run the chosen slices; 0 if all succeeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("slices", nargs="*", metavar="SLICE", help=f"of {', '.join(SLICES)}; quick: {', '.join(QUICK)}")
     parser.add_argument("--quick", action="store_true", help="on the CPU with a tiny model; records to bench/quick-out")
-    parser.add_argument("--list", action="store_true", help="name the slices with their commands, and end")
+    parser.add_argument("--list", action="store_true", help="print the slices with their commands")
     parser.add_argument("--out", type=Path, help="where records and pictures go [bench/records]")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one slice")
     given = parser.parse_args()
@@ -75,14 +74,14 @@ def main() -> int:
         return 0
     lacking = missing(tuple(name for name in NEEDED if name != "triton") if given.quick else NEEDED)
     if lacking:
-        print(f"missing here: {', '.join(lacking)}. Bring them, or a folder with them on PYTHONPATH.", file=sys.stderr)
+        print(f"missing: {', '.join(lacking)}. Install them, or add their folder to PYTHONPATH.", file=sys.stderr)
         return 2
     for name in missing(WANTED):
-        print(f"missing here: {name}; what needs it is left out", file=sys.stderr)
+        print(f"missing: {name}; its part is left out", file=sys.stderr)
     out: Path = given.out or TOP / "bench" / ("quick-out" if given.quick else "records")
     out.mkdir(parents=True, exist_ok=True)
     failed = [name for name in given.slices or slices if not run(name, slices[name], out, given.seconds)]
-    print(f"failed: {', '.join(failed)}" if failed else "all went well")
+    print(f"failed: {', '.join(failed)}" if failed else "all slices succeeded")
     return 1 if failed else 0
 
 
@@ -92,18 +91,16 @@ def missing(names: tuple[str, ...]) -> list[str]:
 
 
 def command_of(name: str, program: tuple[str, ...], out: Path) -> list[str]:
-    """The program of one slice, with where its results go."""
+    """The command of one slice, with its output files."""
     command = [sys.executable, *program]
-    if program[: len(PROGRAM)] == PROGRAM:
-        has_plots = not missing(("matplotlib",))
+    if program != TESTS:
         command += ["--record", str(out / f"gpu-{name}.json")]
-        command += ["--picture", str(out / f"gpu-{name}.svg")] if has_plots else []
-        command += ["--report", str(out / f"gpu-{name}.html")] if has_plots and "multiturn" in program else []
+        command += [] if missing(("matplotlib",)) else ["--picture", str(out / f"gpu-{name}.svg")]
     return command
 
 
 def run(name: str, program: tuple[str, ...], out: Path, seconds: int) -> bool:
-    """Run one slice; whether it went well. What it had written when it was stopped stays."""
+    """Run one slice; True if it succeeded. A stopped slice keeps what it has written."""
     if name == "tests" and missing(("pytest",)):
         print("== tests: left out, no pytest", flush=True)
         return False
@@ -116,12 +113,12 @@ def run(name: str, program: tuple[str, ...], out: Path, seconds: int) -> bool:
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
     if "cpu" in program or "--quick" in program:
-        environment["OMP_NUM_THREADS"] = "1"  # more of them wait for each other on a busy machine
+        environment["OMP_NUM_THREADS"] = "1"  # more threads contend on a busy machine
     began = time.monotonic()
     try:
         done = subprocess.run(command, cwd=TOP, env=environment, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        print(f"== {name}: stopped after {seconds} s; its record has what was measured until then", flush=True)
+        print(f"== {name}: stopped after {seconds} s; its record has the results so far", flush=True)
         return False
     print(f"== {name}: ended with {done.returncode} after {time.monotonic() - began:.0f} s", flush=True)
     return done.returncode == 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench import multiturn_record
+from kvtier.config.kinds import size_text
 
 TOP = Path(__file__).parents[1]
 RECORDS = TOP / "bench" / "records"
@@ -16,12 +16,13 @@ README = TOP / "README.md"
 DOCUMENTS = (
     README,
     TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md",
-    TOP / "docs" / "probing.md",
-    TOP / "docs" / "gpu.md",
+    TOP / "docs" / "benchmarks.md",
 )
-"""Those with tables."""
-CEILINGS = """The ceiling is memcpy with as many threads, or fio with its buffers in huge pages, writing over its files
-as a full store does. CPU is that of all threads; small objects are where Python's cost for each shows."""
+"""Documents with tables."""
+CEILINGS = """The ceiling is memcpy with as many threads, or fio with buffers in huge pages, which overwrites its files
+like a full store. CPU is that of all threads; with small objects Python's cost per object dominates."""
+UP = "{up}"
+"""In a link: the way from a document to the top."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -66,63 +67,63 @@ def io(record: dict[str, Any]) -> str:
     lines += [f"| tier | chunk | {' | '.join(heads)} |", f"| --- | ---: |{' ---: |' * 3 * len(ops)}"]
     for tier, size in dict.fromkeys((tier, size) for tier, size, _ in rows):
         cells = [_shares(rows.get((tier, size, op))) for op in ops]
-        lines.append(f"| {tier} | {_size(size)} | {' | '.join(cells)} |")
+        lines.append(f"| {tier} | {size_text(size)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", CEILINGS])
 
 
-ASKED = {
+TARGETS = {
     "load": {32 << 20: 0.95, 4 << 20: 0.9, 512 << 10: 0.8, 64 << 10: 0.5},
     "store": {32 << 20: 0.9, 4 << 20: 0.9, 512 << 10: 0.8, 64 << 10: 0.5},
 }
-"""What the disk tier should reach, of fio."""
+"""Shares of fio that the disk tier should reach, by chunk size."""
 
 
 def disk(record: dict[str, Any]) -> str:
     """The disk tier beside fio and the directory tier, from `kvtier bench io --record`."""
     lines = [
-        f"Medians of {record['results']['repeats']}, {_conditions(record)}. {_link('io', up=2)}",
+        f"Medians of {record['results']['repeats']}, {_conditions(record)}. {_link('io')}",
         "",
-        "| chunk | | threads | GB/s | of fio | asked | CPU s/GB | p99 | fio's p99 | directory of fio | its CPU s/GB |",
+        "| chunk | | threads | GB/s | of fio | target | CPU s/GB | p99 | fio's p99 | directory of fio | its CPU s/GB |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     rows = {(row["tier"], row["chunk_bytes"], row["op"]): row for row in record["results"]["results"]}
     for (tier, size, op), row in rows.items():
         if tier != "disk":
             continue
-        asked = ASKED.get(op, {}).get(size)
+        target = TARGETS.get(op, {}).get(size)
         other = rows.get(("directory", size, op))
         beside = f"{other['ratio']:.2f} | {other['cpu_s_per_gb']:.3f}" if other else "- | -"
         lines.append(
-            f"| {_size(size)} | {op if op != 'mix' else row['mix']} | {row['threads']} | {row['gb_per_s']:.2f} "
-            f"| {row['ratio']:.2f} | {asked or '-'} | {row['cpu_s_per_gb']:.3f} | {_ms(row['latency_us'])} "
+            f"| {size_text(size)} | {op if op != 'mix' else row['mix']} | {row['threads']} | {row['gb_per_s']:.2f} "
+            f"| {row['ratio']:.2f} | {target or '-'} | {row['cpu_s_per_gb']:.3f} | {_ms(row['latency_us'])} "
             f"| {_ms(row['ceiling_latency_us'])} | {beside} |"
         )
     return "\n".join(lines)
 
 
 def peer(record: dict[str, Any]) -> str:
-    """LMCache's file backends beside ours, from `kvtier bench peer --record`."""
+    """LMCache's file backends beside kvtier's tiers, from `bench/peer.py --record`."""
     settings = {name: it["value"] for name, it in record["settings"].items()}
     rows = {(row["system"], row["chunk_bytes"], row["op"]): row for row in record["results"]["results"]}
     sizes = list(dict.fromkeys(size for _, size, _ in rows))
     lines = [
         (
             f"GB/s and share of fio, medians of {settings['repeats']}, {settings['threads']} threads or workers, "
-            f"{_machine(record)}. {_link('peer', up=1)}"
+            f"{_machine(record)}. {_link('peer')}"
         ),
         "",
-        f"| | {' | '.join(f'{_size(size)} store | load' for size in sizes)} |",
+        f"| | {' | '.join(f'{size_text(size)} store | load' for size in sizes)} |",
         f"| --- |{' ---: |' * 2 * len(sizes)}",
     ]
     for system in dict.fromkeys(system for system, _, _ in rows):
         cells = [rows[system, size, op] for size in sizes for op in ("store", "load")]
-        told = " | ".join(f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for row in cells)
-        lines.append(f"| {system} | {told} |")
+        joined = " | ".join(f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for row in cells)
+        lines.append(f"| {system} | {joined} |")
     return "\n".join(lines)
 
 
 def core(record: dict[str, Any]) -> str:
-    """What a long prompt costs before a byte moves, from `kvtier bench core --record`."""
+    """CPU time of a long prompt before a byte moves, from `kvtier bench core --record`."""
     results = record["results"]
     return (
         f"A prompt of {results['prompt_tokens']:,} tokens, {results['chunks']} chunks: "
@@ -142,8 +143,8 @@ def vllm(record: dict[str, Any]) -> str:
         return [f"{ttft[arm][kind]['median_s']:.2f} s" if kind in ttft[arm] else "-" for arm in arms]
 
     def cost(arm: str) -> str:
-        told = {name: 100 * (value - 1) for name, value in misses[arm]["ttft"].items()}
-        return f"{told['ratio']:+.1f} % ({told['low']:+.1f} to {told['high']:+.1f})"
+        percent = {name: 100 * (value - 1) for name, value in misses[arm]["ttft"].items()}
+        return f"{percent['ratio']:+.1f} % ({percent['low']:+.1f} to {percent['high']:+.1f})"
 
     def rate(arm: str) -> str:
         low, high = talk[arm]["requests_per_s_min"], talk[arm]["requests_per_s_max"]
@@ -166,7 +167,7 @@ def vllm(record: dict[str, Any]) -> str:
             f"{own['ratio']:.2f} % ({own['low']:.2f} to {own['high']:.2f})",
         ],
         [
-            f"restored with {_size(host)} of host memory",
+            f"restored with {size_text(host)} of host memory",
             "-",
             *(f"{large[arm]['restored']:,} of {large[arm]['of']:,}" for arm in arms[1:]),
         ],
@@ -205,6 +206,34 @@ def vllm(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def multiturn_cpu(record: dict[str, Any]) -> str:
+    """Conversations whose KV does not fit on the device, from `bench/multiturn.py --record`."""
+    results, settings = record["results"], {name: it["value"] for name, it in record["settings"].items()}
+    points = {(point["users"], point["arm"]): point for point in results["points"]}
+    arms = list(dict.fromkeys(arm for _, arm in points))
+    heads = [f"{what}, {arm}" for what in ("TTFT", "tokens/s", "computed") for arm in arms]
+    before = settings["system_tokens"] + settings["history_tokens"]
+    lines = [
+        (
+            f"Shape {results['shape']} in {settings['dtype']} on {results['device']}; each user has "
+            f"{settings['rounds']} turns, {before:,} tokens before the first. The device holds "
+            f"{results['budget_tokens']:,} tokens of KV, host memory {settings['host_bytes'] >> 20} MiB. Median time "
+            "to first token of the later turns, output tokens/s, share of prompt tokens computed; over "
+            f"{settings['repeats']} runs. All arms gave the same tokens: {'yes' if results['same_tokens'] else 'NO'}."
+        ),
+        "",
+        f"| users | {' | '.join(heads)} |",
+        f"| ---: |{' ---: |' * len(heads)}",
+    ]
+    for users in dict.fromkeys(users for users, _ in points):
+        row = [points[users, arm] for arm in arms]
+        cells = [f"{it['ttft_ms']['p50']:,.0f} ms" for it in row]
+        cells += [f"{it['output_tokens_per_s']:.1f}" for it in row]
+        cells += [f"{it['computed_tokens'] / it['prompt_tokens']:.0%}" for it in row]
+        lines.append(f"| {users} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "vllm": vllm,
@@ -212,27 +241,28 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "core": core,
     "disk": disk,
     "peer": peer,
-    "multiturn_cpu": multiturn_record.markdown,
+    "multiturn_cpu": multiturn_cpu,
 }
 
 
 RECORD_OF = {"disk": "io"}
-"""Of tables that are not called like their record."""
+"""Table to record, where the names differ."""
 
 
-def rendered(text: str) -> str:
-    """`text` with every marked table made anew from its record."""
+def rendered(document: Path, text: str) -> str:
+    """`text` of `document` with every marked table made from its record."""
+    up = "../" * (len(document.relative_to(TOP).parts) - 1)
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
         record = json.loads((RECORDS / f"{RECORD_OF.get(name, name)}.json").read_text(encoding="utf-8"))
-        return f"{match[1]}{TABLES[name](record)}\n{match[3]}"
+        return f"{match[1]}{TABLES[name](record).replace(UP, up)}\n{match[3]}"
 
     return MARKED.sub(fill, text)
 
 
-def _link(name: str, up: int = 0) -> str:
-    return f"Record: [bench/records/{name}.json]({'../' * up}bench/records/{name}.json)."
+def _link(name: str) -> str:
+    return f"Record: [bench/records/{name}.json]({UP}bench/records/{name}.json)."
 
 
 def _machine(record: dict[str, Any]) -> str:
@@ -252,14 +282,10 @@ def _ms(latency: dict[str, float] | None) -> str:
     return "-" if latency is None else f"{latency['p99'] / 1e3:,.1f} ms"
 
 
-def _size(count: int) -> str:
-    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
-
-
 if __name__ == "__main__":
     for document in DOCUMENTS:
         before = document.read_text(encoding="utf-8")
-        after = rendered(before)
+        after = rendered(document, before)
         if "--check" in sys.argv and before != after:
             sys.exit(f"{document.name}: a table differs from its record; run python bench/tables.py")
         document.write_text(after, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`kvtier bench multiturn` measures what it says: the same answers in every arm, and a wrong byte does not pass."""
+"""`bench/multiturn.py`: the same answers in every arm, and a wrong byte shows."""
 
 import importlib.util
 import json
@@ -9,30 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from bench import multiturn as benchmark
+from bench.multiturn import ARMS, MultiturnSettings
+from bench.parts.server import GrowingKv, Server, attending, step
+from bench.parts.turns import ArmSummary, MultiturnResult
+from bench.parts.workload import WorkloadSpec
 from click.testing import CliRunner
 from tiny_transformers import llama
 from transformers import DynamicCache
 
-from kvtier.bench import multiturn as benchmark
-from kvtier.bench.multiturn import ARMS, Settings
-from kvtier.bench.multiturn_decode import Row, attending, step
-from kvtier.bench.multiturn_load import Workload
-from kvtier.bench.multiturn_record import markdown
-from kvtier.bench.multiturn_result import MultiturnResult, Summary
-from kvtier.bench.multiturn_server import Server
-from kvtier.cli.bench import bench
 from kvtier.connect.transformers.copier import CacheCopier
 
 pytestmark = pytest.mark.engine
 
-TOP = Path(__file__).parents[2]
-
 TOKEN_BYTES = 4 * 2 * 2 * 16 * 8
 """Of the tiny shape in float64: so exact that not even the last bit's order of additions decides about a token."""
 
-SMALL = Settings(
+SMALL = MultiturnSettings(
     shape="tiny", device="cpu", dtype="float64", users=(3,), chunk_tokens=16, threads=1,
-    workload=Workload(
+    workload=WorkloadSpec(
         rounds=2, system_tokens=32, history_tokens=96, question_tokens=8, answer_tokens=4, rate_per_user=0.0,
         real_lengths=False,
     ),
@@ -48,7 +43,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def by_arm(result: MultiturnResult) -> dict[str, Summary]:
+def by_arm(result: MultiturnResult) -> dict[str, ArmSummary]:
     return {it.arm: it for it in result.summaries()}
 
 
@@ -65,7 +60,7 @@ def test_a_step_gives_each_row_the_token_that_it_would_have_alone() -> None:
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
             model(input_ids=prompt[:, :-1], past_key_values=cache, use_cache=True)
-        rows.append(Row(model.config, cache, 10))
+        rows.append(GrowingKv(model.config, cache, 10))
     tokens = [int(prompt[0, -1]) for prompt in prompts]
     found: list[list[int]] = []
     with attending():
@@ -84,15 +79,15 @@ def test_a_step_gives_each_row_the_token_that_it_would_have_alone() -> None:
 
 
 def test_the_command_measures_every_arm(tmp_path: Path) -> None:
-    record, report, picture = tmp_path / "turns.json", tmp_path / "turns.html", tmp_path / "turns.svg"
+    record, picture = tmp_path / "turns.json", tmp_path / "turns.svg"
     has_plots = importlib.util.find_spec("matplotlib") is not None
-    drawn = ("--report", str(report), "--picture", str(picture)) if has_plots else ()
+    drawn = ("--picture", str(picture)) if has_plots else ()
     flags = (
-        "--quick", "--model", "tiny", "--dtype", "float64", "--users", "1,3", "--rounds", "2", "--system", "32",
+        "--quick", "--shape", "tiny", "--dtype", "float64", "--users", "1,3", "--rounds", "2", "--system", "32",
         "--history", "96", "--question", "8", "--answer", "4", "--rate", "0", "--kv-budget", str(SMALL.budget_bytes),
-        "--tier", "host=1MiB", "--tier", "dir=16MiB", "--chunk-tokens", "16", "--dir", str(tmp_path),
+        "--host", "1MiB", "--disk", "16MiB", "--chunk-tokens", "16", "--dir", str(tmp_path),
     )  # fmt: skip
-    done = CliRunner().invoke(bench, ["multiturn", *flags, "--record", str(record), *drawn], catch_exceptions=False)
+    done = CliRunner().invoke(benchmark.multiturn, [*flags, "--record", str(record), *drawn], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     told = json.loads(record.read_text())
     points = {(it["users"], it["arm"]): it for it in told["results"]["points"]}
@@ -118,16 +113,7 @@ def test_the_command_measures_every_arm(tmp_path: Path) -> None:
     assert list(tmp_path.glob("kvtier-turns-*")) == []
     assert "host+disk" in done.output
     if has_plots:
-        assert "Where the KV of prompts came from" in report.read_text()
         assert picture.stat().st_size > 1000
-
-
-def test_the_documents_table_is_made_from_the_record() -> None:
-    record = json.loads((TOP / "bench" / "records" / "multiturn_cpu.json").read_text())
-    text = (TOP / "docs" / "gpu.md").read_text()
-    assert f"<!-- table: multiturn_cpu -->\n{markdown(record)}\n<!-- end -->" in text
-    record["results"]["points"][0]["ttft_ms"]["p50"] += 1  # the negative control
-    assert markdown(record) not in text
 
 
 def test_a_budget_that_fits_everything_shows_no_reloads(tmp_path: Path) -> None:
@@ -194,15 +180,14 @@ def test_a_wrong_byte_behind_the_checks_is_told(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--model", "llama-9"), "unknown; allowed: tiny"),
-        (("--users", "2,x"), "--users = 2,x: not a list of numbers"),
-        (("--users", "0"), "allowed: at least one of each"),
-        (("--tier", "tape=1GiB"), "--tier tape=1GiB: unknown; allowed: host=SIZE, dir=SIZE"),
-        (("--kv-budget", "much"), "--kv-budget much: not a size"),
-        (("--model", "tiny", "--kv-budget", "4KiB"), "allowed: a larger --kv-budget"),
+        (("--shape", "llama-9"), "unknown; allowed: tiny"),
+        (("--users", "2,x"), "2,x: not a list of numbers"),
+        (("--users", "0"), "allowed: one user or more"),
+        (("--kv-budget", "much"), "much: not a size"),
+        (("--shape", "tiny", "--kv-budget", "4KiB"), "allowed: a larger --kv-budget"),
     ],
 )
 def test_impossible_settings_are_named(flags: tuple[str, ...], told: str) -> None:
-    done = CliRunner().invoke(bench, ["multiturn", "--quick", *flags])
+    done = CliRunner().invoke(benchmark.multiturn, ["--quick", *flags])
     assert done.exit_code != 0
-    assert told in str(done.exception)
+    assert told in f"{done.exception} {done.output}"

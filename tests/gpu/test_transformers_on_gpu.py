@@ -8,7 +8,8 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kvtier.bench.ttft_shapes import SHAPES, build  # noqa: E402 - after the check for torch
+from bench.parts.models import SHAPES, build  # noqa: E402 - after the check for torch
+
 from kvtier.connect.transformers import attach  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -1,8 +1,8 @@
-"""The measure of interference: a mover beside the steps, told to end, and figures that fit each other."""
+"""`bench/interference.py`: samples beside the tier alternate, and preempted steps are excluded."""
 
 import threading
 
-from kvtier.bench.interference import Steps, _at, _medians, _sample, measure
+from bench.interference import Steps, _at, _medians, _sample, measure
 
 
 def test_it_moves_beside_every_second_sample_and_stops():
@@ -21,10 +21,10 @@ def test_it_moves_beside_every_second_sample_and_stops():
 
 
 def test_steps_that_the_system_interrupted_are_left_out(monkeypatch):
-    told = iter([(0.001, False)] * 50 + [(0.002, False)] * 10 + [(0.9, True)] * 40)
-    monkeypatch.setattr("kvtier.bench.interference._step", lambda _loops: next(told))
+    steps = iter([(0.001, False)] * 50 + [(0.002, False)] * 10 + [(0.9, True)] * 40)
+    monkeypatch.setattr("bench.interference._step", lambda _loops: next(steps))
     assert _sample(1, 100) == Steps(2.0, 900.0, 2.0, 0.6)
-    told = iter([(0.5, True)] * 10)
+    steps = iter([(0.5, True)] * 10)
     assert _sample(1, 10) == Steps(500.0, 500.0, 500.0, 0.0)
 
 

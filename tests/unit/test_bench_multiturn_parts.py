@@ -1,15 +1,17 @@
-"""The parts of `kvtier bench multiturn` that need no engine: its load, its arithmetic, its power meter."""
+"""The parts of `bench/multiturn.py` that need no engine: workload, summaries, power meter."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from bench.parts.power import Nvml, PowerMeter, find_sensor
+from bench.parts.turns import ArmRun, MultiturnResult, TurnSample, percentiles_ms, users_within
+from bench.parts.workload import MOST, WorkloadSpec, draw, sharegpt
 
-from kvtier.bench.multiturn_load import MOST, Workload, draw, sharegpt
-from kvtier.bench.multiturn_power import Meter, Nvml, find_sensor
-from kvtier.bench.multiturn_result import MultiturnResult, Run, TurnSample, percentiles_ms, users_within
-
-WORK = Workload(rounds=5, system_tokens=10, history_tokens=50, question_tokens=20, answer_tokens=30, rate_per_user=0.5)
+WORK = WorkloadSpec(
+    rounds=5, system_tokens=10, history_tokens=50, question_tokens=20, answer_tokens=30, rate_per_user=0.5,
+    real_lengths=True,
+)  # fmt: skip
 
 
 def test_the_same_seed_gives_the_same_load_and_another_run_shares_nothing() -> None:
@@ -40,7 +42,7 @@ def test_lengths_and_gaps_have_the_means_that_were_asked_for() -> None:
     assert {(len(turn.question), turn.answer_tokens, turn.gap_s) for turn in same.conversations[0].turns[1:]} == {
         (20, 30, 0.0)
     }
-    assert same.most_tokens == 10 + 2 * (50 + 5 * 50)
+    assert same.tokens == 10 + 2 * (50 + 5 * 50)
 
 
 def test_the_sample_of_lengths_is_the_one_that_is_named() -> None:
@@ -56,8 +58,8 @@ def _turn(user: int, turn: int, ttft_s: float, equal: int | None) -> TurnSample:
     )  # fmt: skip
 
 
-def _run(arm: str, turns: list[TurnSample], joules: float | None = None) -> Run:
-    return Run(
+def _run(arm: str, turns: list[TurnSample], joules: float | None = None) -> ArmRun:
+    return ArmRun(
         arm=arm, users=2, repeat=0, working_set_tokens=400, evictions=1, seconds=2.0, joules=joules,
         energy_source="a sensor", turns=turns,
     )  # fmt: skip
@@ -134,24 +136,24 @@ class FakeNvml:
 
 def test_the_energy_counter_is_read_at_both_ends() -> None:
     nvml = FakeNvml()
-    with Meter(Nvml("GPU-1", nvml), "NVML") as meter:
+    with PowerMeter(Nvml("GPU-1", nvml), "NVML") as meter:
         nvml.millijoules += 5000
-    assert meter.energy.joules == 5.0
-    assert meter.energy.source == "NVML, energy counter"
+    assert meter.joules == 5.0
+    assert meter.source == "NVML, energy counter"
 
 
 def test_without_a_counter_the_power_is_sampled() -> None:
-    with Meter(Nvml("GPU-1", FakeNvml(has_counter=False)), "NVML") as meter:
+    with PowerMeter(Nvml("GPU-1", FakeNvml(has_counter=False)), "NVML") as meter:
         assert meter.sampled.wait(60)
-    assert meter.energy.watts == pytest.approx(250.0)
-    assert "samples of the power" in meter.energy.source
+    assert meter.joules > 0
+    assert "samples of the power" in meter.source
 
 
 def test_without_a_sensor_there_is_no_figure() -> None:
-    with Meter(Nvml("GPU-1", FakeNvml(has_counter=False, has_power=False)), "NVML") as meter:
+    with PowerMeter(Nvml("GPU-1", FakeNvml(has_counter=False, has_power=False)), "NVML") as meter:
         pass
-    assert (meter.energy.joules, meter.energy.watts) == (None, None)
-    assert find_sensor("cpu") == (None, "cpu has no power sensor that we read")
-    with Meter(*find_sensor("cpu")) as meter:
+    assert meter.joules is None
+    assert find_sensor("cpu") == (None, "cpu has no supported power sensor")
+    with PowerMeter(*find_sensor("cpu")) as meter:
         pass
-    assert (meter.energy.joules, meter.energy.source) == (None, "cpu has no power sensor that we read")
+    assert (meter.joules, meter.source) == (None, "cpu has no supported power sensor")

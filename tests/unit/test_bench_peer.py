@@ -1,17 +1,17 @@
-"""The side-by-side with LMCache understands what its command writes, and refuses what it does not."""
+"""`bench/peer.py` reads the output of LMCache's command, and refuses an unknown format."""
 
 import json
 import stat
 
 import pytest
+from bench.peer import peer, rates
+from click.testing import CliRunner
 
 from kvtier.bench.fio import has_fio
-from kvtier.bench.peer_lmcache import rates
-from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 
 
-def told(store_ms=64.0, load_ms=32.0, found=8):
+def output(store_ms=64.0, load_ms=32.0, found=8):
     def op(name, duration_ms):
         counts = {"keys_per_round": 8, "total_keys": 8, "total_success": found}
         return {"operation": name, "duration_p50_ms": duration_ms, **counts}
@@ -21,17 +21,17 @@ def told(store_ms=64.0, load_ms=32.0, found=8):
 
 
 def test_rates_are_objects_over_time():
-    assert rates(told(), 1_000_000) == pytest.approx({"store": 0.125, "load": 0.25})
+    assert rates(output(), 1_000_000) == pytest.approx({"store": 0.125, "load": 0.25})
 
 
 def test_a_run_that_lost_objects_is_no_figure():
-    with pytest.raises(ConfigError, match="did not do them all"):
-        rates(told(found=7), 1_000_000)
+    with pytest.raises(ConfigError, match="failed for some"):
+        rates(output(found=7), 1_000_000)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"metrics": {}}', '{"metrics": {"a": {"operation": "Store"}}}'])
 def test_anything_else_is_refused(text):
-    with pytest.raises(ConfigError, match="not known here"):
+    with pytest.raises(ConfigError, match="unknown format"):
         rates(text, 1)
 
 
@@ -40,21 +40,22 @@ import json, pathlib, sys
 at = lambda name: sys.argv[sys.argv.index(name) + 1]
 adapter = json.loads(at("--l2-adapter"))
 pathlib.Path(adapter["base_path"]).mkdir()
-pathlib.Path(at("--output")).write_text('''TOLD''')
+pathlib.Path(at("--output")).write_text('''OUTPUT''')
 sys.exit(0 if adapter["type"] in {"fs", "fs_native"} else 1)
 """
 
 
 @pytest.mark.skipif(not has_fio(), reason="fio is not installed")
-def test_all_systems_are_measured_in_one_run_and_nothing_is_left(tmp_path, capsys):
+def test_all_systems_are_measured_in_one_run_and_nothing_is_left(tmp_path):
     command = tmp_path / "lmcache"
-    command.write_text(PEER.replace("TOLD", told()))
+    command.write_text(PEER.replace("OUTPUT", output()))
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     place = tmp_path / "place"
     place.mkdir()
     arguments = ["--size", "256KiB", "--threads", "1", "--repeats", "2", "--sample", "2MiB", "--json"]
-    assert run(["bench", "peer", "--lmcache", str(command), "--dir", str(place), *arguments]) == 0
-    rows = json.loads(capsys.readouterr().out)["results"]
+    done = CliRunner().invoke(peer, ["--lmcache", str(command), "--dir", str(place), *arguments])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.output)["results"]
     systems = ("fio", "kvtier directory", "kvtier disk", "lmcache fs", "lmcache fs_native")
     assert {(row["system"], row["op"]) for row in rows} == {(it, op) for it in systems for op in ("store", "load")}
     assert all(len(row["samples"]) == 2 for row in rows)
@@ -63,11 +64,12 @@ def test_all_systems_are_measured_in_one_run_and_nothing_is_left(tmp_path, capsy
 
 
 @pytest.mark.skipif(not has_fio(), reason="fio is not installed")
-def test_a_command_that_fails_ends_the_run_with_its_words(tmp_path, capsys):
+def test_a_command_that_fails_ends_the_run_with_its_words(tmp_path):
     command = tmp_path / "lmcache"
     command.write_text("#!/bin/sh\necho it is broken >&2\nexit 3\n")
     command.chmod(0o700)
     arguments = ["--size", "64KiB", "--threads", "1", "--repeats", "1", "--sample", "128KiB"]
-    assert run(["bench", "peer", "--lmcache", str(command), "--dir", str(tmp_path), *arguments]) == 2
-    assert "it is broken" in capsys.readouterr().err
+    done = CliRunner().invoke(peer, ["--lmcache", str(command), "--dir", str(tmp_path), *arguments])
+    assert isinstance(done.exception, ConfigError)
+    assert "it is broken" in str(done.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["lmcache"]

@@ -1,4 +1,4 @@
-"""`kvtier bench ttft` measures what it says, on a tiny model; its arithmetic and the GPU script's parts are right."""
+"""`bench/ttft.py` on a tiny model; the planner's regret; the GPU script."""
 
 import importlib.util
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 import pytest
+from bench import gpu
+from bench.parts import planner
+from bench.parts.planner import between, choices, choose, every_split
 from click.testing import CliRunner
-
-from kvtier.bench.ttft_plan import between, choose, every_split
-from kvtier.cli.bench import bench
 
 TOP = Path(__file__).parents[2]
 ENGINE = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
@@ -33,11 +33,13 @@ def _one_thread() -> None:
 @needs_engine
 @pytest.mark.engine
 def test_every_arm_is_measured_and_recorded(tmp_path: Path) -> None:
+    from bench import ttft
+
     record, picture = tmp_path / "ttft.json", tmp_path / "ttft.svg"
     sizes = ("--contexts", "64", "--host", "16MiB", "--disk", "64MiB", "--dir", str(tmp_path))
     has_plots = importlib.util.find_spec("matplotlib") is not None
     drawn = ("--picture", str(picture)) if has_plots else ()
-    done = CliRunner().invoke(bench, ["ttft", *TINY, *sizes, "--record", str(record), *drawn], catch_exceptions=False)
+    done = CliRunner().invoke(ttft.ttft, [*TINY, *sizes, "--record", str(record), *drawn], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     told = json.loads(record.read_text())
     arms = {arm["name"]: arm for arm in told["samples"]}
@@ -58,7 +60,7 @@ def test_every_arm_is_measured_and_recorded(tmp_path: Path) -> None:
     assert set(splits) == {("host", True), ("host", False), ("disk", False)}
     assert min(it["regret"] for it in splits.values()) >= 0
     assert told["results"]["planner_regret"]["disk, every split"] == {"64": splits["disk", False]["regret"]}
-    assert "the best split of all, by measured loads and prefills, is" in done.output
+    assert "the best interpolated split is" in done.output
     assert told["results"]["decoding"][0]["context"] == 64
     assert told["settings"]["shape"] == {"value": "tiny", "origin": "flag"}
     assert list(tmp_path.glob("kvtier-ttft-*")) == []
@@ -69,15 +71,15 @@ def test_every_arm_is_measured_and_recorded(tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_a_wrong_token_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The negative control of `same tokens`."""
-    from kvtier.bench import ttft
+    from bench import ttft
 
-    monkeypatch.setattr(ttft._Bench, "_first", lambda self, prompt: prompt[:, : ttft.FIRST_TOKENS])
-    settings = ttft.Settings(
+    monkeypatch.setattr(ttft.TtftBenchmark, "_first", lambda self, prompt: prompt[:, : ttft.FIRST_TOKENS])
+    settings = ttft.TtftSettings(
         shape="tiny", device="cpu", dtype="float32", contexts=(32,), repeats=1, chunk_tokens=16,
         host_bytes=1 << 24, disk_bytes=1 << 20, directory=tmp_path, with_decode=False,
     )  # fmt: skip
     result = ttft.run(settings)
-    assert ttft.summary(result)["same_tokens"] is False
+    assert result.summary()["same_tokens"] is False
     assert any("from disk" in told for told in result.skipped), "what does not fit is left out, and said"
 
 
@@ -87,34 +89,35 @@ def test_a_wrong_token_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     [
         (("--shape", "llama-9", "--device", "cpu"), "unknown; allowed: tiny, small, llama-3.1-8b"),
         (("--shape", "tiny", "--device", "cpu", "--dtype", "int8"), "dtype = int8: unknown; allowed: bfloat16"),
-        (("--contexts", "1k"), "--contexts = 1k: not a list of numbers"),
+        (("--contexts", "1k"), "1k: not a list of numbers"),
         (("--contexts", "100"), "contexts of at least two chunks"),
     ],
 )
 def test_impossible_settings_are_named(flags: tuple[str, ...], told: str) -> None:
-    done = CliRunner().invoke(bench, ["ttft", *flags])
+    from bench import ttft
+
+    done = CliRunner().invoke(ttft.ttft, flags)
     assert done.exit_code != 0
-    assert told in str(done.exception)
+    assert told in f"{done.exception} {done.output}"
 
 
-@needs_engine
 @needs_engine
 @pytest.mark.engine
 def test_only_what_the_device_has_no_memory_for_is_left_out() -> None:
     import torch
-
-    from kvtier.bench.ttft_shapes import if_it_fits
+    from bench.parts.models import skip_out_of_memory
 
     skipped: list[str] = []
-    with if_it_fits("64 tokens", skipped):
+    with skip_out_of_memory("64 tokens", skipped):
         raise torch.OutOfMemoryError("no room for 2 GiB\nand what else torch says")
-    with pytest.raises(ValueError, match="ours"), if_it_fits("128 tokens", skipped):
+    with pytest.raises(ValueError, match="ours"), skip_out_of_memory("128 tokens", skipped):
         raise ValueError("ours")
     assert skipped == ["64 tokens: no room for 2 GiB"]
 
 
+@needs_engine
 def test_the_crossover_is_where_it_stays_faster() -> None:
-    from kvtier.bench.ttft import Arm, TtftResult
+    from bench.ttft import Arm, TtftResult
 
     def arm(name: str, context: int, seconds: float) -> Arm:
         return Arm(name, context, 0, (seconds,), (0.0,), 0, same_tokens=True)
@@ -146,39 +149,24 @@ def test_every_split_is_put_together_from_what_was_measured() -> None:
     assert min(kinked, key=lambda tokens: kinked[tokens]) == 150
 
 
-@needs_engine
 @pytest.mark.parametrize("slope", [1e-6, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2], ids=lambda it: f"{it:g} s a token")
 def test_the_planner_is_close_to_the_best_of_all_splits(slope: float) -> None:
     """Links from far faster than computing to far slower; computing grows with the square of the length."""
-    from kvtier.bench.ttft import Arm, TtftResult, chosen_splits
-
-    result = TtftResult("tiny", "cpu", 1)
-    for context in (1024, 4096, 16384):
-        computed_s = 2e-4 * context + 1e-9 * context**2 / 2
-        result.arms += [
-            Arm("recompute", context, 0, (computed_s,), (0.0,), 0, same_tokens=True),
-            Arm("host", context, context, (slope * context,), (slope * context,), 0, same_tokens=True),
-        ]
-    for context in (1024, 4096, 16384):
-        (split,) = chosen_splits(result, context, {}, 256)
-        assert (split.place, split.is_tried) == ("host", False)
-        assert 0 <= split.regret <= 0.06, split
+    contexts = (1024, 4096, 16384)
+    computed = [(context, 2e-4 * context + 1e-9 * context**2 / 2) for context in contexts]
+    loaded = {"host": [(context, slope * context) for context in contexts]}
+    for context in contexts:
+        (choice,) = choices(context, 256, computed=computed, loaded=loaded, splits={})
+        assert (choice.place, choice.is_tried) == ("host", False)
+        assert 0 <= choice.regret <= 0.06, choice
 
 
-@needs_engine
 def test_a_choice_that_is_not_the_best_has_a_regret(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of it."""
-    from kvtier.bench import ttft
-
-    result = ttft.TtftResult("tiny", "cpu", 1)
-    result.arms += [
-        ttft.Arm("recompute", 1024, 0, (1.0,), (0.0,), 0, same_tokens=True),
-        ttft.Arm("host", 1024, 1024, (0.1,), (0.1,), 0, same_tokens=True),
-    ]
-    monkeypatch.setattr(ttft, "choose", lambda *_args, **_more: 0)
-    (split,) = ttft.chosen_splits(result, 1024, {}, 256)
-    assert (split.best_tokens, split.chosen_tokens) == (1024, 0)
-    assert split.regret == pytest.approx(9.0)
+    monkeypatch.setattr(planner, "choose", lambda *_args, **_more: 0)
+    (choice,) = choices(1024, 256, computed=[(1024, 1.0)], loaded={"host": [(1024, 0.1)]}, splits={})
+    assert (choice.best_tokens, choice.chosen_tokens) == (1024, 0)
+    assert choice.regret == pytest.approx(9.0)
 
 
 def test_the_gpu_script_names_its_slices_and_what_it_lacks(tmp_path: Path) -> None:
@@ -194,24 +182,22 @@ def test_the_gpu_script_names_its_slices_and_what_it_lacks(tmp_path: Path) -> No
         [sys.executable, "-S", "-I", *script[1:]], capture_output=True, text=True, timeout=120, check=False
     )
     assert bare.returncode == 2
-    assert "missing here: torch, transformers, triton, numpy, xxhash, click, rich" in bare.stderr
+    assert "missing: torch, transformers, triton, numpy, xxhash, click, rich" in bare.stderr
 
 
+@needs_engine
 def test_the_commands_of_the_gpu_script_take_their_options(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("gpu", TOP / "bench" / "gpu.py")
-    gpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu)
-    seen = set()
+    from bench import multiturn, ttft
+
+    commands = {"bench/ttft.py": ttft.ttft, "bench/multiturn.py": multiturn.multiturn}
     for name, program in {**gpu.SLICES, **{f"quick {name}": it for name, it in gpu.QUICK.items()}}.items():
-        if name == "tests":
+        if program == gpu.TESTS:
             continue
-        words = gpu.command_of(name, program, tmp_path)[len(gpu.PROGRAM) + 1 :]
-        context = bench.commands[words[0]].make_context(words[0], words[1:])
+        script, *words = gpu.command_of(name, program, tmp_path)[1:]
+        context = commands[script].make_context(script, words)
         assert context.params["record"] == tmp_path / f"gpu-{name}.json"
-        seen.add(words[0])
-    assert seen == {"ttft", "multiturn"}
     with pytest.raises(click.NoSuchOption):  # the negative control
-        bench.commands["multiturn"].make_context("multiturn", ["--user", "1"])
+        multiturn.multiturn.make_context("multiturn", ["--user", "1"])
 
 
 @needs_engine

@@ -1,12 +1,10 @@
-"""`kvtier bench core`, `io` and `peer`: this machine's figures, next to what its hardware allows."""
+"""`kvtier bench core` and `kvtier bench io`."""
 
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from kvtier.cli.bench_multiturn import multiturn
-from kvtier.cli.bench_ttft import ttft
 from kvtier.cli.paths import OutputFile, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.render import emit_json, emit_table, progress
@@ -19,10 +17,6 @@ RECORD_HELP = "Also write the JSON record (commit, machine, settings, samples) t
 @click.group()
 def bench() -> None:
     """Measure the core and the I/O path; every figure stands next to what the hardware allows in the same run."""
-
-
-bench.add_command(ttft)
-bench.add_command(multiturn)
 
 
 @bench.command()
@@ -184,68 +178,6 @@ def io(
         click.echo(note, err=True)
     if is_quick:
         click.echo("--thorough also tries 1 and 2 threads, with samples of 1 GiB and medians of 5.", err=True)
-
-
-@bench.command()
-@click.option(
-    "--lmcache",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    required=True,
-    help="The `lmcache` command of an environment that has it (docs/probing.md).",
-)
-@click.option(
-    "--dir",
-    "directory",
-    type=WorkDirectory(),
-    default=Path(),
-    help="A directory on the drive in question; a temporary one is made in it and removed. [default: here]",
-)
-@click.option("--size", "sizes", multiple=True, metavar="SIZE", help="Bytes of an object. [default: 32, 4, 1/2 MiB]")
-@click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True, help="Threads, workers, jobs.")
-@click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Samples behind a row.")
-@click.option("--sample", default="512MiB", show_default=True, metavar="SIZE", help="Bytes that one sample moves.")
-@click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def peer(
-    lmcache: Path,
-    directory: Path,
-    sizes: tuple[str, ...],
-    threads: int,
-    repeats: int,
-    sample: str,
-    record: Path | None,
-    as_json: bool,
-) -> None:
-    """LMCache's file backends, the directory and disk tiers and fio, in turn in one run."""
-    from kvtier.bench import peer_lmcache
-    from kvtier.bench.record import Setting, make_record, write_record
-    from kvtier.config.kinds import size_text
-
-    chosen = tuple(_read_size("--size", size) for size in sizes) or (32 << 20, 4 << 20, 512 << 10)
-    sample_bytes = _read_size("--sample", sample)
-    with ended_by_signals(), progress("peer", len(chosen) * repeats) as advance:
-        rows = peer_lmcache.run(
-            lmcache,
-            directory,
-            sizes=chosen,
-            threads=threads,
-            repeats=repeats,
-            sample_bytes=sample_bytes,
-            tick=lambda _what: advance(1),
-        )
-    told = {"results": [asdict(row) for row in rows]}
-    if record is not None:
-        values = {"sizes": list(chosen), "threads": threads, "repeats": repeats, "sample_bytes": sample_bytes}
-        settings = {name: Setting(value, "flag") for name, value in values.items()}
-        write_record(record, make_record("peer", settings=settings, seed=1, results=told, directory=directory))
-        tell_written(record)
-    if as_json:
-        emit_json(told)
-        return
-    lines = [
-        (row.system, row.op, size_text(row.chunk_bytes), f"{row.gb_per_s:.2f}", f"{row.ratio:.2f}") for row in rows
-    ]
-    emit_table(("system", "op", "object", "GB/s", "of fio"), lines, f"Medians of {repeats}", numeric=3)
 
 
 def _read_size(option: str, text: str) -> int:

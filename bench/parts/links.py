@@ -1,4 +1,4 @@
-"""What each link gives, beside the plainest copy of the same bytes in the same run. Imports torch."""
+"""Bandwidth of each link, next to a plain copy of the same bytes in the same run. Imports torch."""
 
 import contextlib
 import mmap
@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kvtier.bench.record import processor
 from kvtier.device.belt import Belt, Part
 from kvtier.device.pieces import table
 from kvtier.device.streams import Event
@@ -24,7 +23,7 @@ CHUNK_BYTES = 32 << 20
 CHUNKS = 16
 CPU_CHUNKS = 2
 PIECE_BYTES = 64 << 10
-"""A head's share of a layer of a chunk: 256 tokens of 128 numbers."""
+"""One head in one layer of a chunk: 256 tokens of 128 two-byte values."""
 _READ_THREADS = 4
 _WAIT_S = 60.0
 
@@ -35,22 +34,17 @@ class LinkSpeed:
 
     name: str
     gb_per_s: float
-    """Through our copier; for the disk the plain read itself."""
+    """Through kvtier's staged copy; for the disk the plain read itself."""
     plain_gb_per_s: float
     note: str
 
     @property
     def ratio(self) -> float:
-        """Of the plain copy."""
+        """Share of the plain copy's bandwidth."""
         return self.gb_per_s / self.plain_gb_per_s if self.plain_gb_per_s else 0.0
 
 
-def device_name(device: str) -> str:
-    """What the device calls itself."""
-    return cast("Any", torch.cuda).get_device_name(device) if device.startswith("cuda") else processor()
-
-
-def measure(device: str, place: Path, repeats: int) -> list[LinkSpeed]:
+def measure_links(device: str, place: Path, repeats: int) -> list[LinkSpeed]:
     """The links between a device, host memory and the drive at `place`."""
     read = plain_read(place, CHUNK_BYTES * (CHUNKS if device.startswith("cuda") else CPU_CHUNKS), repeats)
     found = [read]
@@ -60,7 +54,7 @@ def measure(device: str, place: Path, repeats: int) -> list[LinkSpeed]:
 
 
 def plain_read(place: Path, size_bytes: int, repeats: int) -> LinkSpeed:
-    """Read a file from the drive, past the page cache where the file system lets us."""
+    """Read a file from the drive, with direct I/O where the file system supports it."""
     path = place / "plain"
     region = page_aligned(size_bytes)
     region[:] = np.random.default_rng(1).integers(0, 256, region.size, np.uint8)

@@ -1,22 +1,39 @@
-"""The same objects through LMCache's file backends, in turn with ours and fio in one run.
+"""LMCache's file backends, kvtier's tiers and fio, in turn in one run.
 
-LMCache is measured by its own command, `lmcache bench l2`, from an environment of its own, in its best configuration:
-direct I/O, aligned buffers, as many workers as we have threads. It does not verify what it loads; our loads are
-verified inside the timed part all the same.
+    python3 -m venv peer && peer/bin/pip install lmcache==0.5.6 torch
+    python bench/peer.py --lmcache peer/bin/lmcache --dir DIR --record bench/records/peer.json
+
+LMCache runs its own command, `lmcache bench l2`, from an environment of its own, in its best configuration: direct I/O,
+aligned buffers, as many workers as kvtier has threads. It does not verify what it loads; kvtier does, inside the timed
+part. kvtier's tiers are full and replace victims; LMCache writes new files without a cap. `python bench/tables.py`
+makes the table of docs/benchmarks.md from the record.
 """
 
 import json
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import click
+from bench.parts.command import Size, record_option, recorded_settings
+from bench.parts.command import run as run_script
+
 from kvtier.bench.fio import Fio, has_fio
 from kvtier.bench.io_disk import Disk
+from kvtier.bench.record import make_record, write_record
+from kvtier.cli.paths import WorkDirectory, tell_written
+from kvtier.cli.probe import ended_by_signals
+from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.config.kinds import size_text
 from kvtier.errors import ConfigError
 from kvtier.tier.direct import can_direct
 
@@ -35,12 +52,12 @@ class PeerRow:
     chunk_bytes: int
     gb_per_s: float
     ratio: float
-    """Median of the ratios to fio in the same repeat."""
+    """Median of the ratios to fio, each within one repeat."""
     samples: tuple[float, ...]
     """GB/s of each repeat."""
 
 
-def run(
+def measure(
     lmcache: Path,
     directory: Path,
     *,
@@ -53,19 +70,19 @@ def run(
     """Measure every size.
 
     Args:
-        lmcache: the command of the environment that has LMCache.
-        directory: on the drive in question; a temporary one is made in it and removed.
+        lmcache: the `lmcache` command.
+        directory: on the drive in question; all files go to a temporary directory in it.
         sizes: bytes of an object.
-        threads: of ours, and LMCache's workers, and fio's jobs.
-        repeats: samples behind each row.
+        threads: kvtier's threads, LMCache's workers, fio's jobs.
+        repeats: samples per row.
         sample_bytes: bytes moved by one sample.
-        tick: told before each repeat.
+        tick: called before each repeat.
 
     Raises:
         ConfigError: fio or LMCache is missing or fails.
     """
     if not has_fio():
-        raise ConfigError("fio is not installed, and without it there is no ceiling; allowed: install the package fio")
+        raise ConfigError("fio is not installed, and its rate is the reference; allowed: install the package fio")
     rows: list[PeerRow] = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as place:
         root = Path(place)
@@ -96,8 +113,8 @@ def _rows(
                     spent = disk.store() if op == "store" else disk.load()
                     found.setdefault((f"kvtier {disk.name}", op), []).append(gigabytes / spent.seconds)
             for backend in BACKENDS:
-                told = _lmcache(lmcache, backend, root / "peer", size, count, threads, is_direct=is_direct)
-                for op, rate in told.items():
+                taken = _lmcache(lmcache, backend, root / "peer", size, count, threads, is_direct=is_direct)
+                for op, rate in taken.items():
                     found.setdefault((f"lmcache {backend}", op), []).append(rate)
     finally:
         ceiling.close()
@@ -120,7 +137,7 @@ def _rows(
 def _lmcache(
     lmcache: Path, backend: str, place: Path, size: int, count: int, threads: int, *, is_direct: bool
 ) -> dict[str, float]:
-    """GB/s of one store and one load, after one of each that does not count."""
+    """GB/s of one store and one load, after one round of warm-up."""
     adapter: dict[str, object] = {"type": backend, "base_path": str(place), "use_odirect": is_direct}
     if backend == "fs_native":
         adapter["num_workers"] = threads
@@ -143,23 +160,57 @@ def _lmcache(
     finally:
         shutil.rmtree(place, ignore_errors=True)
     if done.returncode or not output.exists():
-        told = " ".join((done.stderr or done.stdout).split())[-300:]
-        raise ConfigError(f"{lmcache} bench l2 failed: {told}")
+        output_end = " ".join((done.stderr or done.stdout).split())[-300:]
+        raise ConfigError(f"{lmcache} bench l2 failed: {output_end}")
     return rates(output.read_text(encoding="utf-8"), size)
 
 
 def rates(text: str, size: int) -> dict[str, float]:
-    """GB/s by ``store`` and ``load``, of what `lmcache bench l2 --format json` wrote.
+    """GB/s of ``store`` and ``load`` in the output of `lmcache bench l2 --format json`.
 
     Raises:
-        ConfigError: it is something else, or not every object was stored and found.
+        ConfigError: the format is unknown, or an object was not stored or not found.
     """
     try:
-        told: Any = json.loads(text)
-        found = {it["operation"].lower(): it for it in told["metrics"].values() if it.get("operation")}
+        output: Any = json.loads(text)
+        found = {it["operation"].lower(): it for it in output["metrics"].values() if it.get("operation")}
         for op in ("store", "load"):
             if found[op]["total_success"] != found[op]["total_keys"]:
-                raise ConfigError(f"lmcache: {op} of {found[op]['total_keys']} objects did not do them all")
+                raise ConfigError(f"lmcache: {op} of {found[op]['total_keys']} objects failed for some of them")
         return {op: found[op]["keys_per_round"] * size / found[op]["duration_p50_ms"] / 1e6 for op in ("store", "load")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"lmcache bench l2 wrote something that is not known here: {error!r}") from error
+        raise ConfigError(f"the output of lmcache bench l2 has an unknown format: {error!r}") from error
+
+
+@click.command()
+@click.option("--lmcache", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True,
+              help="The `lmcache` command.")  # fmt: skip
+@click.option("--dir", "directory", type=WorkDirectory(), default=Path(), help="On the drive to measure.  [here]")
+@click.option("--size", "sizes", type=Size(), multiple=True, default=("32MiB", "4MiB", "512KiB"), show_default=True,
+              help="Bytes of an object, repeatable.")  # fmt: skip
+@click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True, help="Threads, workers, jobs.")
+@click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Samples per row.")
+@click.option("--sample", "sample_bytes", type=Size(), default="512MiB", show_default=True, help="Bytes per sample.")
+@record_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def peer(context: click.Context, directory: Path, record: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
+    """LMCache's file backends, the directory and disk tiers and fio, in turn in one run."""
+    with ended_by_signals(), progress("peer", len(given["sizes"]) * given["repeats"]) as advance:
+        rows = measure(directory=directory, tick=lambda _what: advance(1), **given)
+    results = {"results": [asdict(row) for row in rows]}
+    if record is not None:
+        made = make_record("peer", settings=recorded_settings(context), seed=1, results=results, directory=directory)
+        write_record(record, made)
+        tell_written(record)
+    if as_json:
+        emit_json(results)
+        return
+    lines = [
+        (row.system, row.op, size_text(row.chunk_bytes), f"{row.gb_per_s:.2f}", f"{row.ratio:.2f}") for row in rows
+    ]
+    emit_table(("system", "op", "object", "GB/s", "of fio"), lines, f"Medians of {given['repeats']}", numeric=3)
+
+
+if __name__ == "__main__":
+    run_script(peer)

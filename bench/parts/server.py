@@ -1,31 +1,38 @@
-"""A small server around one model, so that conversations can be measured as they come. Imports torch.
+"""A small server around one Transformers model. Imports torch.
 
-What it is: one loop in one thread. Prompts wait in the order of their arrival. Between two steps of decoding one prompt
-is computed, whole, and then decodes with the others, a token each in every step. KV of finished turns stays on the
-device as long as the budget lets it; who has been silent longest leaves first, whole conversations at a time. The
-system prompt is always there. With kvtier, a prompt whose KV has left goes through `Attachment.generate`; what the
-device still has is used from there, in every arm. What a turn has added is handed to kvtier when it ends.
+One loop in one thread. Prompts wait in order of arrival. Between two decode steps one prompt is prefilled whole; then
+it decodes with the others, one token each per step. KV of finished turns stays on the device while the budget allows.
+Eviction is LRU, by whole conversations; the system prompt is never evicted. With kvtier, a prompt whose KV was evicted
+goes through `Attachment.generate`. In every arm KV on the device is reused, and the tokens of a finished turn are
+stored.
 
-What it is not: vLLM. There are no pages, no prefill in pieces beside decoding, no CUDA graphs, and no sharing of KV
-between conversations on the device but the system prompt. Its figures compare arms; they are no engine's figures.
+This is not vLLM: no pages, no chunked prefill beside decoding, no CUDA graphs, and no prefix sharing on the device
+except the system prompt. Its figures compare arms only.
+
+A decode step runs all rows as one batch, except attention. Transformers pads a batch to one length and would copy all
+KV at every token; here each row has room for its answer, and a step writes one column. `attending` replaces
+Transformers' attention function for these steps and passes every other call on.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
+from bench.parts.turns import TurnSample
+from bench.parts.workload import Conversation, Turn, Workload
 from transformers.cache_utils import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvtier.bench.multiturn_decode import ATTENTION, Row, attending, step
-from kvtier.bench.multiturn_load import Conversation, Load, Turn
-from kvtier.bench.multiturn_result import TurnSample
 from kvtier.connect.transformers import Attachment
 from kvtier.connect.transformers.call import FirstToken
 from kvtier.errors import ConfigError
 
+ATTENTION = "sdpa"
+"""The attention implementation that `attending` replaces."""
 _IDLE_S = 0.002
 _FLUSH_S = 300.0
 
@@ -33,22 +40,132 @@ Answers = dict[tuple[int, int], list[int]]
 """(user, turn) to the tokens of the answer."""
 
 
+class GrowingKv:
+    """The KV of one conversation on the device, with room for more columns.
+
+    Args:
+        config: the model's.
+        cache: Transformers' cache of one row, which is copied.
+        room: columns that may be added.
+    """
+
+    def __init__(self, config: Any, cache: DynamicCache, room: int) -> None:  # noqa: ANN401 - depends on the model
+        self._config = config
+        self.length = cache.get_seq_length()
+        """Columns that hold KV."""
+        self.capacity = self.length + room
+        layers = cast("Sequence[Any]", cache.layers)
+        self.layers = [(self._longer(layer.keys), self._longer(layer.values)) for layer in layers]
+
+    def _longer(self, states: torch.Tensor) -> torch.Tensor:
+        rows, heads, _, dim = states.shape
+        longer = torch.empty((rows, heads, self.capacity, dim), dtype=states.dtype, device=states.device)
+        longer[:, :, : self.length] = states
+        return longer
+
+    def view(self) -> DynamicCache:
+        """Transformers' cache over the same memory; appending to it makes new tensors."""
+        cache = DynamicCache(config=self._config)
+        layers = cast("Sequence[Any]", cache.layers)
+        for layer, (keys, values) in zip(layers, self.layers, strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys[:, :, : self.length], values[:, :, : self.length]
+        return cache
+
+
+@dataclass(frozen=True, slots=True)
+class _RowStates:
+    """K or V of all rows of a step, each [1, heads, columns, dim]."""
+
+    rows: list[torch.Tensor]
+
+
+class _StepCache(DynamicCache):
+    """The cache argument of a step: writes the new column of each row and returns all rows."""
+
+    def __init__(self, rows: Sequence[GrowingKv]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:  # noqa: ANN401 - Transformers'
+        """Write the new column of each row."""
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for number, row in enumerate(self._rows):
+            row_keys, row_values = row.layers[layer_idx]
+            row_keys[0, :, row.length] = key_states[number, :, 0]
+            row_values[0, :, row.length] = value_states[number, :, 0]
+            keys.append(row_keys[:, :, : row.length + 1])
+            values.append(row_values[:, :, : row.length + 1])
+        return _RowStates(keys), _RowStates(values)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - Transformers'
+        """The longest row; positions are passed explicitly, so no length is derived from it."""
+        return max(row.length for row in self._rows)
+
+
+@contextmanager
+def attending() -> Generator[None]:
+    """Replace Transformers' attention function for the rows of a step."""
+    functions = cast("Any", ALL_ATTENTION_FUNCTIONS)
+    own: Callable[..., Any] = functions[ATTENTION]
+
+    def attention(module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:  # noqa: ANN401
+        if not isinstance(key, _RowStates):
+            return own(module, query, key, value, mask, **more)
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(
+                query[number : number + 1],
+                keys,
+                values,
+                scale=more.get("scaling"),
+                enable_gqa=keys.shape[1] != query.shape[1],
+            )
+            for number, (keys, values) in enumerate(zip(key.rows, value.rows, strict=True))
+        ]
+        return torch.cat(parts).transpose(1, 2).contiguous(), None
+
+    functions[ATTENTION] = attention
+    try:
+        yield
+    finally:
+        del functions[ATTENTION]
+
+
+def step(model: Any, rows: Sequence[GrowingKv], tokens: Sequence[int]) -> list[int]:  # noqa: ANN401 - depends on its class
+    """Feed each row its last token; returns the next token of each, greedily. Within `attending`."""
+    device = model.device
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.tensor(tokens, device=device)[:, None],
+            position_ids=torch.tensor([row.length for row in rows], device=device)[:, None],
+            # Passed on unchanged; every row attends to all of its own columns.
+            attention_mask=torch.ones((len(rows), 1, 1, 1), dtype=torch.bool, device=device),
+            past_key_values=_StepCache(rows),
+            use_cache=True,
+        )
+        following: list[int] = output.logits[:, -1].argmax(-1).tolist()
+    for row in rows:
+        row.length += 1
+    return following
+
+
 @dataclass(slots=True)
 class _Talk:
-    """One conversation as the server sees it."""
+    """State of one conversation."""
 
     user: int
-    asked: Conversation
+    conversation: Conversation
     tokens: list[int]
-    """All prompts and answers so far."""
+    """Prompts and answers so far."""
     place: int = 0
-    """Number of its turn."""
-    row: Row | None = None
-    """Its KV, while it is on the device."""
+    """Number of the current turn."""
+    row: GrowingKv | None = None
+    """Its KV, while on the device."""
     stored_tokens: int = 0
-    """Leading ones that were handed to kvtier."""
+    """Leading tokens passed to kvtier."""
     used: int = 0
-    """When it last spoke; a counter."""
+    """Counter value at the end of its last turn, for LRU."""
     arrived_s: float = 0.0
     started_s: float = 0.0
     first_s: float = 0.0
@@ -61,25 +178,25 @@ class _Talk:
 
     @property
     def turn(self) -> Turn:
-        """What it asks now."""
-        return self.asked.turns[self.place]
+        """The current turn."""
+        return self.conversation.turns[self.place]
 
     @property
     def is_over(self) -> bool:
-        """Whether it has asked everything."""
-        return self.place == len(self.asked.turns)
+        """Whether all turns have ended."""
+        return self.place == len(self.conversation.turns)
 
 
 class Server:
-    """Serves one load with one arm.
+    """Serves one workload with one arm.
 
     Args:
-        model: of the library, with its SDPA attention.
-        budget_tokens: KV that the device may hold, counted in tokens.
-        kv: the attachment of the arm; None computes what the device does not have.
-        at_once: conversations that decode together at most.
-        expected: answers of the arm that went first. Where one differs that is noted, and the conversation goes on with
-            the expected one, so that all arms are asked the same. None: this is that arm.
+        model: of Transformers, with SDPA attention.
+        budget_tokens: KV budget of the device, in tokens.
+        kv: the attachment of the arm; None recomputes evicted KV.
+        at_once: most conversations that decode together.
+        expected: answers of the first arm. A different answer is counted, and the conversation continues with the
+            expected one, so that all arms get the same prompts. None: this is the first arm.
     """
 
     def __init__(
@@ -108,17 +225,17 @@ class Server:
         self.evictions = 0
         self.seconds = 0.0
 
-    def serve(self, load: Load) -> None:
-        """Answer everything.
+    def serve(self, load: Workload) -> None:
+        """Serve all turns.
 
         Raises:
-            ConfigError: a conversation alone has more KV than the device may hold.
+            ConfigError: one conversation exceeds the budget.
         """
-        most = len(load.system) + max(it.most_tokens for it in load.conversations)
+        most = len(load.system) + max(it.tokens for it in load.conversations)
         if len(load.system) + most > self._budget_tokens:
             raise ConfigError(
-                f"a conversation grows to {most} tokens, and the device may hold {self._budget_tokens} with the system "
-                "prompt beside it; allowed: a larger --kv-budget, or shorter conversations"
+                f"a conversation grows to {most} tokens, and the device holds {self._budget_tokens} including the "
+                "system prompt; allowed: a larger --kv-budget, or shorter conversations"
             )
         with attending():
             self._begin(load)
@@ -130,21 +247,21 @@ class Server:
                 self._talks.clear()
 
     def settle(self) -> None:
-        """Wait until kvtier has what it was handed; not a part of the measured time."""
+        """Wait until kvtier has stored everything; not part of the measured time."""
         if self._kv is not None:
             self._kv.flush(_FLUSH_S)
 
-    def _begin(self, load: Load) -> None:
+    def _begin(self, load: Workload) -> None:
         system: list[int] = load.system.tolist()
-        # One token more, which is thrown away: a prompt is at least one token longer than what is known of it.
+        # One extra token, discarded: `generate` needs at least one token without KV.
         prompt = torch.tensor([[*system, 1]], device=self._model.device)
         output = self._model.generate(prompt, **_arguments(prompt))
-        self._system = Row(self._model.config, output.past_key_values, 0)
+        self._system = GrowingKv(self._model.config, output.past_key_values, 0)
         self._system.length = len(system)
         if self._kv is not None:
             self._kv.store(torch.tensor([system]), self._system.view())
             self._kv.flush(_FLUSH_S)
-        self._talks = [_Talk(user, asked, list(system)) for user, asked in enumerate(load.conversations)]
+        self._talks = [_Talk(user, it, list(system)) for user, it in enumerate(load.conversations)]
         self._began = time.perf_counter()
         for talk in self._talks:
             talk.arrived_s = talk.turn.gap_s
@@ -156,20 +273,20 @@ class Server:
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Take in who has come, compute one prompt, decode one token of each."""
+        """Queue arrivals, prefill one prompt, decode one token of each."""
         now = self._now()
-        come = sorted((talk for talk in self._coming if talk.arrived_s <= now), key=lambda it: it.arrived_s)
-        self._coming = [talk for talk in self._coming if talk.arrived_s > now]
-        self._waiting.extend(come)
+        self._coming.sort(key=lambda it: it.arrived_s)
+        while self._coming and self._coming[0].arrived_s <= now:
+            self._waiting.append(self._coming.pop(0))
         if self._waiting and len(self._running) < self._at_once and self._make_room(self._waiting[0]):
             self._prefill(self._waiting.popleft())
         if self._running:
             self._decode()
         elif not self._waiting and self._coming:
-            time.sleep(min(_IDLE_S, max(0.0, min(talk.arrived_s for talk in self._coming) - self._now())))
+            time.sleep(min(_IDLE_S, max(0.0, self._coming[0].arrived_s - self._now())))
 
     def _make_room(self, talk: _Talk) -> bool:
-        """Evict until the KV of this turn fits; whether it does."""
+        """Evict until the KV of this turn fits; False if it does not."""
         needed = len(talk.tokens) + len(talk.turn.question) + talk.turn.answer_tokens
         others = [it for it in self._talks if it.row is not None and it is not talk]
         used = self._system.length + sum(it.row.capacity for it in others if it.row is not None)
@@ -180,8 +297,7 @@ class Server:
             assert other.row is not None
             used -= other.row.capacity
             other.row = None
-            # Who will never speak again is no loss.
-            self.evictions += not other.is_over
+            self.evictions += not other.is_over  # a finished conversation is never needed again
         return used + needed <= self._budget_tokens
 
     def _prefill(self, talk: _Talk) -> None:
@@ -198,8 +314,8 @@ class Server:
             talk.resident_tokens, talk.row = row.length, None
             output, ttft_s = self._computed(prompt, row.view())
         talk.first_s = began - self._began + ttft_s
-        # Of one token the library has no KV yet: the first of the answer.
-        talk.row = Row(self._model.config, output.past_key_values, talk.turn.answer_tokens)
+        # The first token of the answer has no KV yet.
+        talk.row = GrowingKv(self._model.config, output.past_key_values, talk.turn.answer_tokens)
         talk.answer = output.sequences[0, -1:].tolist()
         self._running.append(talk)
         self._end([talk])
@@ -230,7 +346,7 @@ class Server:
     # ---- the end of a turn -----------------------------------------------------------------------------------------
 
     def _end(self, talks: Sequence[_Talk]) -> None:
-        """Of those that have their whole answer."""
+        """End the turn of each conversation that has its whole answer."""
         now = self._now()
         for talk in list(talks):
             if len(talk.answer) < talk.turn.answer_tokens:
@@ -245,13 +361,12 @@ class Server:
             self._note(talk, now, equal)
             talk.place += 1
             if talk.is_over:
-                # Its KV stays until others need the room, as an engine that knows of no conversations would have it.
-                continue
+                continue  # its KV stays until evicted: an engine does not know that a conversation is over
             talk.arrived_s = max(talk.arrived_s + talk.turn.gap_s, now)
             self._coming.append(talk)
 
     def _compare(self, talk: _Talk) -> int | None:
-        """How many leading tokens are as expected; the conversation goes on with the expected ones."""
+        """The number of leading tokens that are as expected; the conversation continues with the expected answer."""
         if self._expected is None:
             self.answers[talk.user, talk.place] = list(talk.answer)
             return None

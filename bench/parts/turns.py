@@ -1,4 +1,4 @@
-"""What a run of `kvtier bench multiturn` has measured, and what is said of it. No torch."""
+"""Samples and summaries of `bench/multiturn.py`. No torch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +7,9 @@ from itertools import pairwise
 import numpy as np
 
 PERCENTILES = (50, 95, 99)
+LIMITS_MS = (200.0, 500.0, 1000.0, 2000.0)
+"""Times to first token for which `MultiturnResult.users_within_ms` gives the number of users."""
+RECOMPUTE, HOST, DISK = ARMS = ("recompute", "host", "host+disk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,27 +20,27 @@ class TurnSample:
     turn: int
     arrived_s: float
     started_s: float
-    """When its prompt's turn came."""
+    """When its prefill started."""
     first_s: float
-    """When the first token of the answer was there."""
+    """When the first token of the answer was ready."""
     ended_s: float
     prompt_tokens: int
     resident_tokens: int
-    """Of the prompt: KV was on the device still."""
+    """Prompt tokens whose KV was still on the device."""
     restored: dict[str, int]
-    """Of the prompt: KV came from there."""
+    """Prompt tokens restored, by tier."""
     computed_tokens: int
-    """Of the prompt: the rest."""
+    """The other prompt tokens."""
     answer_tokens: int
     load_s: float
-    """Seconds in which nothing could be computed because KV had not come."""
+    """Time in which the model waited for KV."""
     stored_chunks: int
     equal_tokens: int | None
-    """Leading tokens of the answer that are those of the arm that went first; None for that arm itself."""
+    """Leading tokens of the answer equal to the first arm's; None in the first arm."""
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token, with the time it waited for its turn."""
+        """Time to first token, from the arrival on."""
         return self.first_s - self.arrived_s
 
     @property
@@ -47,7 +50,7 @@ class TurnSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ArmRun:
     """One arm with one number of users, once."""
 
     arm: str
@@ -56,7 +59,7 @@ class Run:
     working_set_tokens: int
     """All conversations at their end."""
     evictions: int
-    """Conversations whose KV had to leave the device between two turns."""
+    """Conversations evicted from the device between two turns."""
     seconds: float
     joules: float | None
     energy_source: str
@@ -64,20 +67,20 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class ArmSummary:
     """All runs of one arm with one number of users."""
 
     arm: str
     users: int
     turns: int
     ttft_ms: dict[str, float]
-    """Percentiles over all turns but the first of each conversation, which is computed in every arm."""
+    """Percentiles over later turns; every arm computes the first turn of a conversation."""
     first_turn_ttft_ms: float
     """Median."""
     queue_ms: float
-    """Of the later turns' time to first token, waiting for their turn; median."""
+    """Time in the queue of later turns; median."""
     load_ms: float
-    """Of it, waiting for KV; mean."""
+    """Wait for KV of later turns; mean."""
     per_token_ms: dict[str, float]
     output_tokens_per_s: float
     requests_per_s: float
@@ -93,19 +96,19 @@ class Summary:
     joules_per_output_token: float | None
     energy_source: str
     equal_first_tokens: tuple[int, int] | None
-    """(equal to those of the arm that went first, compared); None where nothing was compared."""
+    """(equal to the first arm's, compared); None where nothing was compared."""
     equal_tokens: tuple[int, int] | None
-    """Likewise of all tokens up to the first that differs, of each answer."""
+    """The same for all tokens up to the first difference in each answer."""
 
     @property
     def is_same(self) -> bool:
-        """Whether every token of every answer was that of the arm that went first."""
+        """Whether all answers equal the first arm's."""
         return self.equal_tokens is None or self.equal_tokens[0] == self.equal_tokens[1]
 
 
 @dataclass(slots=True)
 class MultiturnResult:
-    """All of a benchmark; it grows as it goes on."""
+    """The result; it grows while the benchmark runs."""
 
     shape: str
     device: str
@@ -113,17 +116,26 @@ class MultiturnResult:
     chunk_bytes: int
     budget_tokens: int
     """Tokens whose KV the device may hold."""
-    runs: list[Run] = field(default_factory=list[Run])
+    runs: list[ArmRun] = field(default_factory=list[ArmRun])
     skipped: list[str] = field(default_factory=list[str])
 
-    def summaries(self) -> list[Summary]:
-        """One for each number of users and arm, in the order in which they were run."""
-        keys = dict.fromkeys((run.users, run.arm) for run in self.runs)
+    def summaries(self) -> list[ArmSummary]:
+        """One for each number of users and arm."""
+        keys = sorted({(run.users, ARMS.index(run.arm)) for run in self.runs})
         return [
-            self._summary([run for run in self.runs if (run.users, run.arm) == key]) for key in sorted(keys, key=_order)
+            self._summary([run for run in self.runs if (run.users, run.arm) == (users, ARMS[arm])])
+            for users, arm in keys
         ]
 
-    def _summary(self, runs: Sequence[Run]) -> Summary:
+    def users_within_ms(self) -> dict[float, dict[str, float | None]]:
+        """By limit and arm, the number of users whose median time to first token is within it."""
+        points = {
+            arm: [(it.users, it.ttft_ms["p50"]) for it in self.summaries() if it.arm == arm]
+            for arm in dict.fromkeys(it.arm for it in self.summaries())
+        }
+        return {limit: {arm: users_within(points[arm], limit) for arm in points} for limit in LIMITS_MS}
+
+    def _summary(self, runs: Sequence[ArmRun]) -> ArmSummary:
         turns = [turn for run in runs for turn in run.turns]
         later = [turn for turn in turns if turn.turn] or turns
         seconds = sum(run.seconds for run in runs)
@@ -135,7 +147,7 @@ class MultiturnResult:
         joules = [run.joules for run in runs if run.joules is not None]
         is_measured = len(joules) == len(runs)
         compared = [(turn.equal_tokens, turn.answer_tokens) for turn in turns if turn.equal_tokens is not None]
-        return Summary(
+        return ArmSummary(
             arm=runs[0].arm,
             users=runs[0].users,
             turns=len(turns),
@@ -162,27 +174,23 @@ class MultiturnResult:
         )
 
 
-def _order(key: tuple[int, str]) -> tuple[int, int]:
-    return key[0], ("recompute", "host", "host+disk").index(key[1])
-
-
 def percentiles_ms(seconds: Iterable[float]) -> dict[str, float]:
-    """``p50`` and so on with ``mean``, in milliseconds; NaN-free: zeros where there is nothing."""
+    """``p50``, ``p95``, ``p99`` and ``mean`` in milliseconds; zeros where there is nothing."""
     found = np.asarray(list(seconds), np.float64)
     if not found.size:
         return dict.fromkeys([*(f"p{percent}" for percent in PERCENTILES), "mean"], 0.0)
-    told = np.percentile(found, PERCENTILES)
-    values = {f"p{percent}": 1e3 * float(value) for percent, value in zip(PERCENTILES, told, strict=True)}
+    points = np.percentile(found, PERCENTILES)
+    values = {f"p{percent}": 1e3 * float(value) for percent, value in zip(PERCENTILES, points, strict=True)}
     return {**values, "mean": 1e3 * float(found.mean())}
 
 
 def users_within(points: Sequence[tuple[int, float]], limit_ms: float) -> float | None:
-    """How many users have at most `limit_ms`, by straight lines between points; None when even the fewest have more.
+    """The number of users with at most `limit_ms`, interpolated; None if the fewest users exceed it.
 
-    Where all have less it is the most that were tried: at least so many.
+    If no point exceeds the limit, the result is the most users that were measured: a lower bound.
 
     Args:
-        points: (users, milliseconds), from the fewest users on.
+        points: (users, milliseconds), in ascending order.
         limit_ms: the limit.
     """
     if not points or points[0][1] > limit_ms:

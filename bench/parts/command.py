@@ -1,0 +1,74 @@
+"""What the command lines of the scripts share."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from kvtier.bench.record import Setting
+from kvtier.cli.paths import OutputFile, WorkDirectory
+from kvtier.config.kinds import parse_size
+from kvtier.errors import KvError
+
+_Settings = TypeVar("_Settings")
+
+
+class Size(click.ParamType):
+    """Bytes, such as ``64GiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ANN401
+        """See `click.ParamType`."""
+        try:
+            return value if isinstance(value, int) else parse_size(value)
+        except ValueError as error:
+            self.fail(f"{value}: {error}; allowed: bytes, or a number with KiB, MiB, GiB", param, ctx)
+
+
+class Counts(click.ParamType):
+    """Whole numbers with commas between them."""
+
+    name = "n,n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:  # noqa: ANN401
+        """See `click.ParamType`."""
+        try:
+            return value if isinstance(value, tuple) else tuple(int(text) for text in value.split(","))
+        except ValueError:
+            self.fail(f"{value}: not a list of numbers; allowed: like 1,2,4", param, ctx)
+
+
+dir_option = click.option(
+    "--dir", "directory", type=WorkDirectory(), help="A directory on the drive to measure. [default: the temporary one]"
+)
+record_option = click.option("--record", type=OutputFile(), metavar="FILE", help="Write the JSON record to FILE.")
+picture_option = click.option("--picture", type=OutputFile(), metavar="FILE", help="Draw a PNG or SVG.")
+
+
+def taken(kind: type[_Settings], given: Mapping[str, Any]) -> _Settings:
+    """A dataclass of the options that are named like its fields."""
+    return kind(**{spec.name: given[spec.name] for spec in fields(kind) if spec.name in given})  # pyright: ignore[reportArgumentType]
+
+
+def recorded_settings(context: click.Context) -> dict[str, Setting]:
+    """Every option of the running command except its files, with the origin of its value."""
+    left_out = {"directory", "record", "picture", "quick", "as_json"}
+    return {
+        name: Setting(value, "flag" if context.get_parameter_source(name) is ParameterSource.COMMANDLINE else "default")
+        for name, value in context.params.items()
+        if name not in left_out and not isinstance(value, Path)
+    }
+
+
+def run(command: click.Command) -> None:
+    """Run a script; an error of kvtier is one line and exit code 2."""
+    try:
+        command()
+    except KvError as error:
+        click.echo(f"{command.name}: {error}", err=True)
+        sys.exit(2)
