@@ -52,12 +52,12 @@ lint: setup
 
 # More seeds of the simulator than `make test` runs.
 simulate: setup
-	$(BIN)/python -m kvtier.sim --seeds 2000:7000
+	$(BIN)/python -m tests.sim --seeds 2000:7000
 
 # What takes too long for every change.
 nightly: setup
 	$(BIN)/python -m pytest -m nightly
-	$(BIN)/python -m kvtier.sim --seeds 10000:40000
+	$(BIN)/python -m tests.sim --seeds 10000:40000
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) demo-out

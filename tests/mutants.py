@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import pytest
+from tests import sim
 
-from kvtier import sim
 from kvtier.core import cache
 
 SEEDS = 400

@@ -341,7 +341,7 @@ def _entries(root: Path, modules: dict[str, str]) -> set[str]:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     groups = [project.get("scripts", {}), *project.get("entry-points", {}).values()]
     named = {target.partition(":")[0] for group in groups for target in group.values()}
-    public = {name for name in modules if name.startswith(("kvtier.testing", "kvtier.connect", "kvtier.sim"))}
+    public = {name for name in modules if name.startswith(("kvtier.testing", "kvtier.connect"))}
     return named | public | {name for name in modules if name.endswith("__main__")}
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.sim import oracle
 
 from kvtier.core.boundary import longest_boundary, needed_chunks
 from kvtier.layout import GroupLayout, History, State, Validity, Window
-from kvtier.sim import oracle
 from kvtier.types import ChunkKey, Prefix
 
 VALIDITIES = st.one_of(st.just(History()), st.just(State()), st.builds(Window, st.integers(1, 20)))

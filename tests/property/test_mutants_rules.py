@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from tests.mutants import Mutant, Patch, assert_found, blind_checks
+from tests.sim import engine
 
 from kvtier.core import asking, boundary, cache, debts, health, host, lower, patience, traffic, work
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import State, Window
-from kvtier.sim import engine
 from kvtier.types import Link
 
 MUTANTS: list[Mutant] = []

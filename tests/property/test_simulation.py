@@ -1,6 +1,6 @@
 """Thousands of seeded worlds around the real core: no wrong byte, no stall, no leak, whatever goes wrong below.
 
-`python -m kvtier.sim --seeds FIRST:END` runs more of them; a seed that fails is named, and reproduces exactly.
+`python -m tests.sim --seeds FIRST:END` runs more of them; a seed that fails is named, and reproduces exactly.
 """
 
 import os
@@ -9,11 +9,11 @@ import sys
 from collections import Counter
 
 import pytest
+from tests import sim
+from tests.sim.__main__ import main
+from tests.sim.scenario import Mode, draw
 
-from kvtier import sim
 from kvtier.core import traffic
-from kvtier.sim.__main__ import main
-from kvtier.sim.scenario import Mode, draw
 from kvtier.types import Outcome
 
 BLOCK = 100
@@ -72,7 +72,7 @@ def test_the_seeds_reach_every_kind_of_trouble() -> None:
 def test_a_seed_reproduces_exactly_even_in_another_process() -> None:
     here = [sim.run(seed).digest for seed in range(8)]
     assert here == [sim.run(seed).digest for seed in range(8)]
-    told = "from kvtier import sim; print(*[sim.run(seed).digest for seed in range(8)])"
+    told = "from tests import sim; print(*[sim.run(seed).digest for seed in range(8)])"
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
@@ -112,7 +112,7 @@ def test_the_runner_names_the_seed_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(traffic, "SEVERITY", dict.fromkeys(Outcome, 0))
-    monkeypatch.setattr("kvtier.sim.__main__.PROGRESS_S", 0.0)
+    monkeypatch.setattr("tests.sim.__main__.PROGRESS_S", 0.0)
     assert run_main(monkeypatch, "--seeds", "0:50", "--failures", "1", "--trace") == 1
     told = capsys.readouterr()
     assert "seed " in told.out.splitlines()[0]

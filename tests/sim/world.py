@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from hashlib import blake2b
 from heapq import heappop, heappush
 from random import Random
 
-from kvtier.sim.scenario import Scenario
+from tests.sim.scenario import Scenario
+from tests.sim.trace import Kind, Trace
+
 from kvtier.types import ChunkKey
 
 Item = tuple[ChunkKey, int]
@@ -74,8 +75,9 @@ class Blocks:
 class World:
     """Clock, agenda, places and the trace."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, trace: Trace) -> None:
         self.scenario = scenario
+        self.trace = trace
         self.dice = Random(f"world {scenario.seed}")
         self.now_s = 0.0
         self.is_draining = False
@@ -86,8 +88,6 @@ class World:
         self.shelves = {name: Shelf(name, scenario.ranks) for name in scenario.tiers}
         self.parked: list[Callable[[], None]] = []
         """What hangs until the end of the run."""
-        self.tail: list[str] = []
-        self._digest = blake2b(digest_size=16)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._garbage = 0
@@ -115,17 +115,9 @@ class World:
         for act in parked:
             self.later(self.dice.uniform(0, 0.1), act)
 
-    def note(self, line: str) -> None:
-        """Add a line to the trace."""
-        line = f"{self.now_s:.6f} {line}"
-        self._digest.update(line.encode())
-        self.tail.append(line)
-        if len(self.tail) > 400:
-            del self.tail[:200]
-
-    def digest(self) -> str:
-        """Digest of the whole trace."""
-        return self._digest.hexdigest()
+    def note(self, kind: Kind, *values: object) -> None:
+        """Add a record to the trace."""
+        self.trace.add(self.now_s, kind, *values)
 
     # ---- content ---------------------------------------------------------------------------------------------------
 

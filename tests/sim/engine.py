@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
+from tests.sim.oracle import boundaries
+from tests.sim.scenario import Mode
+from tests.sim.trace import Kind
+from tests.sim.world import Condition, Item, World
+
 from kvtier.core.boundary import needed_chunks
 from kvtier.core.cache import Cache
 from kvtier.core.patience import Patience
-from kvtier.sim.oracle import boundaries
-from kvtier.sim.scenario import Mode
-from kvtier.sim.world import Condition, Item, World
 from kvtier.types import ChunkKey, Hint, LoadDone, Lookup, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
 
 LOOKUPS_MAX = 8
@@ -140,7 +142,7 @@ class Engine:
             self._count += 1
             request = RequestId(f"r{self._count}")
         job = self.jobs[request] = Job(request, self._prompt(), self._chatter.choice(SESSIONS))
-        self._world.note(f"arrive {request} {len(job.prefix.keys)}")
+        self._world.note(Kind.ARRIVE, request, len(job.prefix.keys))
         self._ask(job)
 
     def abort_some(self) -> None:
@@ -164,7 +166,7 @@ class Engine:
         self._settle()
         self._judge.asking(job)
         lookup = self._cache.lookup(job.request, job.prefix, now_s)
-        self._world.note(f"lookup {job.request} {lookup.tokens} {lookup.ready_tokens} {lookup.presence.value}")
+        self._world.note(Kind.LOOKUP, job.request, lookup)
         self._settle()
         self._judge.looked_up(job, lookup)
         if self._dice.random() < 0.1:
@@ -199,7 +201,7 @@ class Engine:
             patience = Patience(dice.uniform(0, 0.1), dice.uniform(0, 0.01), dice.uniform(0, 0.001), free_s)
         now_s = self._world.now_s
         ticket = job.load = Ticket(job.prefix, now_s, blocks, tokens, resident, patience)
-        self._world.note(f"load {job.request} {tokens} past {resident} {patience}: {sorted(blocks)}")
+        self._world.note(Kind.LOAD, job.request, tokens, resident, patience is not None, sorted(blocks))
         self._judge.load_begun(job, ticket)
         self._cache.load(
             job.request,
@@ -235,7 +237,7 @@ class Engine:
             self._world.close_block(blocks.popitem()[1])  # so that their StoreDones can be told apart
         ticket = Ticket(job.prefix, self._world.now_s, blocks)
         job.stores.append(ticket)
-        self._world.note(f"store {job.request} {sorted(blocks)}")
+        self._world.note(Kind.STORE, job.request, sorted(blocks))
         self._cache.store(job.request, job.prefix, _places(blocks), self._world.now_s, Hint(job.session))
         self._conversations.append(job.prefix.keys)
         if len(self._conversations) > CONVERSATIONS_MAX:
@@ -249,7 +251,7 @@ class Engine:
         if job.released_s is not None:
             return
         self._settle()
-        self._world.note(f"release {job.request}")
+        self._world.note(Kind.RELEASE, job.request)
         job.released_s = self._world.now_s
         self._cache.release(job.request, self._world.now_s)
         self._settle()
@@ -261,7 +263,7 @@ class Engine:
         """Sessions say who goes on, now and then, and not always what is true."""
         if job.session is not None and self._chatter.random() < TELLS:
             next_turn = self._chatter.choice((*NextTurn, None))
-            self._world.note(f"expects {job.session} {next_turn}")
+            self._world.note(Kind.EXPECTS, job.session, next_turn)
             self._expected(job.session, next_turn)
             self._cache.expects(job.session, next_turn)
             self._settle()

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.sim.engine import Job, Ticket
+from tests.sim.explain import Log
+from tests.sim.oracle import boundaries, longest, needed
+from tests.sim.scenario import Mode
+from tests.sim.world import Item, Violation, World
+
 from kvtier.core.cache import Cache
 from kvtier.core.limits import WritePolicy
 from kvtier.core.residency import READABLE
-from kvtier.sim.engine import Job, Ticket
-from kvtier.sim.explain import Log
-from kvtier.sim.oracle import boundaries, longest, needed
-from kvtier.sim.scenario import Mode
-from kvtier.sim.world import Item, Violation, World
 from kvtier.types import ChunkKey, LoadDone, Lookup, Presence, StoreDone
 
 SLACK_S = 0.05
@@ -237,6 +238,6 @@ class WorldJudge:
             _expect(cache.host.used(group) == len(entries), "slots free or readable", group)
 
 
-def _expect(holds: bool, what: str, seen: object) -> None:  # noqa: FBT001  a condition, read as a sentence
+def _expect(holds: bool, what: str, seen: object) -> None:
     if not holds:
         raise Violation(f"{what}: {seen}")

@@ -1,7 +1,7 @@
 """A seeded world around the real core: virtual clock, links, faults.
 
-    report = kvtier.sim.run(17)
-    python -m kvtier.sim --seeds 0:5000
+    report = tests.sim.run(17)
+    python -m tests.sim --seeds 0:5000
 
 One seed draws everything: the model's KV groups, slots, budgets, deadlines, write policy, ranks, tiers, latencies,
 faults and what the engine asks for. The core is the real one; only time, bytes and places are made up. After each step
@@ -17,7 +17,7 @@ and `others` (who moves bytes, and who meddles), `world` (the places and the clo
 hold), `oracle` (what is restorable, said a second time).
 """
 
-from kvtier.sim.run import Report, run
-from kvtier.sim.scenario import Mode, Scenario, draw
+from tests.sim.run import Report, run
+from tests.sim.scenario import Mode, Scenario, draw
 
 __all__ = ["Mode", "Report", "Scenario", "draw", "run"]

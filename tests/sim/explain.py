@@ -4,13 +4,15 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from math import inf
 
+from tests.sim.engine import Job, Ticket
+from tests.sim.scenario import OBJECT_BYTES, Mode
+from tests.sim.trace import Kind
+from tests.sim.world import Item, Violation, World
+
 from kvtier.core.cache import Cache
 from kvtier.core.lower import WAYS
 from kvtier.core.residency import Residency
 from kvtier.layout import History
-from kvtier.sim.engine import Job, Ticket
-from kvtier.sim.scenario import OBJECT_BYTES, Mode
-from kvtier.sim.world import Item, Violation, World
 from kvtier.types import (
     Cancel,
     ChunkKey,
@@ -137,6 +139,7 @@ class Log:
     def evicted(self, key: bytes, group: int) -> None:
         """The core evicted an object from host memory."""
         self.incident_counts["evicted"] += 1
+        self._world.note(Kind.EVICTED, key, group)
         self._evictions[ChunkKey(key), group] = self._world.now_s
 
     def evicted_s(self, key: bytes, group: int) -> float:
@@ -250,7 +253,7 @@ class Log:
         if transfer.tier and not flight.ranks_left and flight.worst is not Outcome.CANCELLED:
             self._count_fault(transfer.tier, WAYS[transfer.link], flight.is_fault, transfer.deadline_s)
 
-    def _count_fault(self, tier: str, way: Way, is_fault: bool, deadline_s: float) -> None:  # noqa: FBT001
+    def _count_fault(self, tier: str, way: Way, is_fault: bool, deadline_s: float) -> None:
         is_in_time = self._world.now_s < deadline_s
         which: tuple[str, Way] = (tier, way)
         if is_fault or not is_in_time:

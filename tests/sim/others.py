@@ -1,7 +1,8 @@
 """Processes that the core knows nothing of: they add, remove and damage objects in the tiers."""
 
-from kvtier.sim.mover import DAMAGE, Mover
-from kvtier.sim.world import Condition, Copy, Shelf, World
+from tests.sim.mover import DAMAGE, Mover
+from tests.sim.world import Condition, Copy, Shelf, World
+
 from kvtier.types import ChunkKey
 
 

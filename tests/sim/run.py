@@ -5,18 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from tests.sim.engine import Engine
+from tests.sim.explain import TICK_LATENESS_S_MAX, Log
+from tests.sim.judge import Counts, WorldJudge
+from tests.sim.mover import Mover
+from tests.sim.others import OtherWriters
+from tests.sim.scenario import Mode, Scenario, draw
+from tests.sim.trace import Kind, Trace
+from tests.sim.world import Violation, World
+
 from kvtier.core.cache import Cache
 from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.policy.fifo import Fifo
 from kvtier.policy.lru import Lru
-from kvtier.sim.engine import Engine
-from kvtier.sim.explain import TICK_LATENESS_S_MAX, Log
-from kvtier.sim.judge import Counts, WorldJudge
-from kvtier.sim.mover import Mover
-from kvtier.sim.others import OtherWriters
-from kvtier.sim.scenario import Mode, Scenario, draw
-from kvtier.sim.world import Violation, World
 from kvtier.types import Command, Event, LoadDone, NextTurn, Outcome, Probe, TierNotice, Transfer
 
 POLL_S = 0.002
@@ -32,7 +34,7 @@ class Report:
     seed: int
     steps: int
     digest: str
-    """Of the whole trace: equal for equal runs, in any process."""
+    """Of the whole trace, when asked for: equal for equal runs, in any process."""
     failure: str | None
     """The promise that was broken, or None."""
     where: str = ""
@@ -48,18 +50,19 @@ class Report:
         return self.failure is None
 
 
-def run(seed: int, steps: int | None = None, **overrides: object) -> Report:
+def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **overrides: object) -> Report:
     """Run one seed; any mistake of the core ends in the report, never as an exception.
 
     Args:
         seed: draws everything.
         steps: steps before no new request arrives; drawn when None.
+        has_digest: digest the trace, which takes a third of the time.
         overrides: fields of `Scenario` to set by hand.
 
     Raises:
         TypeError: an override is not a field of `Scenario`.
     """
-    simulation = _Simulation(draw(seed, steps, **overrides))
+    simulation = _Simulation(draw(seed, steps, **overrides), has_digest=has_digest)
     failure: str | None = None
     where = ""
     try:
@@ -71,10 +74,10 @@ def run(seed: int, steps: int | None = None, **overrides: object) -> Report:
     return Report(
         seed,
         simulation.steps,
-        world.digest(),
+        world.trace.digest(),
         failure,
         where,
-        tuple(world.tail) if failure else (),
+        world.trace.lines() if failure else (),
         simulation.judge.counts,
         dict(simulation.log.incident_counts),
     )
@@ -135,14 +138,14 @@ class _Admits:
     def __init__(self, share_refused: float) -> None:
         self._share_refused = share_refused
 
-    def admit(self, held: Held, place: str) -> bool:  # noqa: ARG002  the interface's arguments
+    def admit(self, held: Held, place: str) -> bool:
         return Random(held.name).random() >= self._share_refused if self._share_refused else True
 
 
 class _Simulation:
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, *, has_digest: bool) -> None:
         self.scenario = scenario
-        self.world = World(scenario)
+        self.world = World(scenario, Trace(has_digest=has_digest))
         self.log = Log(self.world)
         self.steps = 0
         self._groups_made = 0
@@ -172,7 +175,7 @@ class _Simulation:
         self.world.later(0.0, self.engine.arrive)
         while self.steps < self.scenario.steps and self._step():
             self._disturb()
-        self.world.note("drain")
+        self.world.note(Kind.DRAIN)
         self.world.is_draining = True
         if self.scenario.mode is Mode.STORM:
             self.engine.end_all()
@@ -200,7 +203,7 @@ class _Simulation:
         self.steps += 1
         if deadline_s is not None and (next_s is None or deadline_s <= next_s):
             self.world.now_s = deadline_s
-            self.world.note("tick")
+            self.world.note(Kind.TICK)
             self.cache.tick(deadline_s)
             again_s = self.cache.next_deadline()
             if again_s is not None and again_s <= deadline_s:
@@ -248,7 +251,7 @@ class _Simulation:
                 return handed_over
             handed_over += [*commands, *events]
             for event in events:
-                self.world.note(str(event))
+                self.world.trace.event(self.world.now_s, event)
                 if isinstance(event, TierNotice):
                     self.log.notice(event)
                 elif isinstance(event, LoadDone):
@@ -256,7 +259,7 @@ class _Simulation:
                 else:
                     self.engine.store_done(event)
             for command in commands:
-                self.world.note(_line(command))
+                self.world.trace.event(self.world.now_s, command)
                 self.log.ordered(command, self.engine.jobs)
             self.mover.execute(commands)
 
@@ -268,15 +271,15 @@ class _Simulation:
             self.others.act()
         self._settle()
 
-    def _complete(self, transfer: Transfer, rank: int, outcome: Outcome, is_fault: bool) -> None:  # noqa: FBT001
+    def _complete(self, transfer: Transfer, rank: int, outcome: Outcome, is_fault: bool) -> None:
         self._is_answer = True
-        self.world.note(f"answer {transfer.id} rank {rank} {outcome.value} {is_fault}")
+        self.world.note(Kind.ANSWER, transfer.id, rank, outcome, is_fault)
         self.log.answered(transfer, outcome, is_fault=is_fault)
         self.cache.complete(transfer.id, outcome, self.world.now_s, is_fault=is_fault)
 
     def _probed(self, probe: Probe, present: list[bool] | None) -> None:
         self._is_answer = True
-        self.world.note(f"probed {probe.id} {present}")
+        self.world.note(Kind.PROBE_ANSWER, probe.id, present)
         self.log.probed(probe, present)
         self.cache.probed(probe.id, present, self.world.now_s)
 
@@ -292,10 +295,3 @@ class _Simulation:
             inner = _AnyVictim(Random(f"evictor {self.scenario.seed}"))
         self._groups_made += 1
         return _Watched(inner, self._groups_made - 1, self.log)
-
-
-def _line(command: object) -> str:
-    if isinstance(command, Transfer):
-        place = f"group {command.group} slot {command.slot} {command.tier or command.blocks}"
-        return f"{command.link.value} {command.id} {command.key.decode()} {place}"
-    return str(command)

@@ -6,8 +6,9 @@ A slot that is written holds garbage from the first moment to the last; what is 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvtier.sim.scenario import Outage
-from kvtier.sim.world import Condition, Content, Copy, Item, Shelf, Use, Violation, World
+from tests.sim.scenario import Outage
+from tests.sim.world import Condition, Content, Copy, Item, Shelf, Use, Violation, World
+
 from kvtier.types import Cancel, Command, Drop, Link, Outcome, Probe, Transfer
 
 DAMAGE = (Condition.FLIPPED, Condition.TRUNCATED, Condition.OTHER_KEY)

@@ -1,4 +1,4 @@
-"""Runs many seeds: `python -m kvtier.sim --seeds 0:5000`. Exits 1 when a seed fails, and names it."""
+"""Runs many seeds: `python -m tests.sim --seeds 0:5000`. Exits 1 when a seed fails, and names it."""
 
 import argparse
 import sys
@@ -6,14 +6,14 @@ import time
 from collections import Counter
 from dataclasses import asdict
 
-from kvtier.sim.run import Report, run
+from tests.sim.run import Report, run
 
 PROGRESS_S = 2.0
 
 
 def main() -> int:
     """Run the seeds that the arguments name."""
-    parser = argparse.ArgumentParser(prog="python -m kvtier.sim", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seeds", default="0:1000", help="FIRST:END, END not included, or one seed (default 0:1000)")
     parser.add_argument("--steps", type=int, default=None, help="steps of each seed; drawn per seed by default")
     parser.add_argument("--failures", type=int, default=10, help="stop after this many failed seeds (default 10)")

@@ -1,0 +1,149 @@
+"""The trace of a run, and a digest of it that no rename changes.
+
+The digest covers numbers alone. Each kind of record and each enum member has a fixed number in this file. Keys,
+requests, tiers and sessions count by order of first appearance. Whoever renames a class, field or member in the core
+renames it here too; the numbers stay. Fields of no consequence for behaviour (texts, hints) are left out.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import Enum, IntEnum
+from hashlib import blake2b
+from typing import Any
+
+from kvtier.types import (
+    Cancel,
+    Drop,
+    Link,
+    LoadDone,
+    Lookup,
+    NextTurn,
+    Offer,
+    Outcome,
+    Presence,
+    Probe,
+    StoreDone,
+    Tell,
+    TierNotice,
+    Transfer,
+)
+
+TAIL = 400
+"""Records that are kept for the report of a failure."""
+
+
+class Kind(IntEnum):
+    """What a record is about. The numbers are part of the recorded digests: never change or reuse one."""
+
+    DRAIN = 1
+    TICK = 2
+    ARRIVE = 3
+    LOOKUP = 4
+    LOAD = 5
+    STORE = 6
+    RELEASE = 7
+    EXPECTS = 8
+    ANSWER = 9
+    PROBE_ANSWER = 10
+    LOAD_DONE = 11
+    STORE_DONE = 12
+    TIER_NOTICE = 13
+    TRANSFER = 14
+    PROBE = 15
+    CANCEL = 16
+    DROP = 17
+    TELL = 18
+    EVICTED = 19
+
+
+MEMBERS: dict[Enum, int] = {
+    Outcome.DONE: 0,
+    Outcome.FAILED: 1,
+    Outcome.ABSENT: 2,
+    Outcome.CORRUPT: 3,
+    Outcome.CANCELLED: 4,
+    Presence.READY: 10,
+    Presence.ARRIVING: 11,
+    Presence.PROBING: 12,
+    Presence.ABSENT: 13,
+    Link.GATHER: 20,
+    Link.SCATTER: 21,
+    Link.DEMOTE: 22,
+    Link.PROMOTE: 23,
+    NextTurn.TOOL: 30,
+    NextTurn.USER: 31,
+    NextTurn.NOBODY: 32,
+}
+
+FIELDS: dict[type, tuple[Kind | None, Callable[[Any], tuple[object, ...]]]] = {
+    Lookup: (None, lambda a: (a.tokens, a.ready_tokens, a.presence, a.sources, a.offers, a.history_tokens)),
+    Offer: (None, lambda a: (a.tokens, a.place, a.seconds)),
+    LoadDone: (Kind.LOAD_DONE, lambda a: (a.request, a.tokens, a.failed, a.sources, a.was_cut)),
+    StoreDone: (Kind.STORE_DONE, lambda a: (a.request, a.held, a.dropped)),
+    TierNotice: (Kind.TIER_NOTICE, lambda a: (a.tier, a.way, a.is_up)),
+    Transfer: (
+        Kind.TRANSFER,
+        lambda a: (a.id, a.link, a.key, a.group, a.slot, a.tier, a.request, a.blocks, a.depth, a.deadline_s),
+    ),
+    Probe: (Kind.PROBE, lambda a: (a.id, a.tier, a.objects, a.deadline_s)),
+    Cancel: (Kind.CANCEL, lambda a: (a.ids,)),
+    Drop: (Kind.DROP, lambda a: (a.tier, a.key, a.group)),
+    Tell: (Kind.TELL, lambda a: (a.tier, a.session, a.next_turn)),
+}
+
+
+class Trace:
+    """What passes between engine, core and mover.
+
+    Args:
+        has_digest: digest every record; without it only the last records are kept.
+    """
+
+    def __init__(self, *, has_digest: bool) -> None:
+        self._tail: deque[tuple[float, Kind, tuple[object, ...]]] = deque(maxlen=TAIL)
+        self._digest = blake2b(digest_size=16) if has_digest else None
+        self._numbers: dict[str | bytes, int] = {}
+
+    def event(self, now_s: float, event: Any) -> None:
+        """Add an event or a command of the core."""
+        kind, _ = FIELDS[type(event)]
+        assert kind is not None
+        self.add(now_s, kind, event)
+
+    def add(self, now_s: float, kind: Kind, *values: object) -> None:
+        """Add a record."""
+        self._tail.append((now_s, kind, values))
+        if self._digest is not None:
+            words = [f"{now_s:.6f}", str(int(kind))]
+            self._encode(values, words)
+            self._digest.update(" ".join(words).encode() + b"\n")
+
+    def lines(self) -> tuple[str, ...]:
+        """The last records, to be read."""
+        return tuple(
+            f"{now_s:.6f} {kind.name.lower()} {' '.join(map(str, values))}" for now_s, kind, values in self._tail
+        )
+
+    def digest(self) -> str:
+        """Digest of all records; empty without one."""
+        return self._digest.hexdigest() if self._digest is not None else ""
+
+    def _encode(self, values: Iterable[object], words: list[str]) -> None:
+        for value in values:
+            if type(value) in FIELDS:
+                self._encode(FIELDS[type(value)][1](value), words)
+            elif value is None:
+                words.append("-")
+            elif isinstance(value, Enum):
+                words.append(str(MEMBERS[value]))
+            elif isinstance(value, float):
+                words.append(f"{value:.6f}")
+            elif isinstance(value, int):  # a bool, too
+                words.append(str(int(value)))
+            elif isinstance(value, str | bytes):
+                words.append(f"#{self._numbers.setdefault(value, len(self._numbers))}")
+            elif isinstance(value, list | tuple):
+                words.append(f"({len(value)}")
+                self._encode(value, words)
+            else:
+                raise TypeError(f"{value!r} has no number")
