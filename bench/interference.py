@@ -29,7 +29,7 @@ import click
 from bench.parts.command import run as run_script
 
 from kvtier.bench.io_disk import Disk
-from kvtier.cli.paths import WorkDirectory
+from kvtier.cli.options import WorkDirectory
 
 STEP_S = 0.5e-3
 STEPS = 2000

@@ -27,7 +27,7 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 
 import click
 import torch
-from bench.parts.command import Counts, Size, dir_option, picture_option, record_option, recorded_settings, taken
+from bench.parts.command import Counts, dir_option, picture_option, record_option, recorded_settings, taken
 from bench.parts.command import run as run_script
 from bench.parts.models import build, device_name, skip_out_of_memory
 from bench.parts.power import PowerMeter, find_sensor
@@ -36,7 +36,7 @@ from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmRun, ArmSummary, M
 from bench.parts.workload import Workload, WorkloadSpec, draw
 
 from kvtier.bench.record import make_record, write_record
-from kvtier.cli.paths import tell_written
+from kvtier.cli.options import Size, tell_written
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.support import inspect_cache
@@ -253,8 +253,7 @@ def _use_quick_defaults(context: click.Context, _option: click.Parameter, is_qui
 @record_option
 @picture_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.pass_context
-def multiturn(context: click.Context, record: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
+def multiturn(record: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
     """Conversations whose KV does not fit on the device: time to first token and tokens/s, with and without kvtier."""
     if picture is not None:
         check_picture("--picture", picture)
@@ -265,7 +264,7 @@ def multiturn(context: click.Context, record: Path | None, picture: Path | None,
             return
         made = make_record(
             "multiturn",
-            settings=recorded_settings(context),
+            settings=recorded_settings(given),
             seed=settings.seed,
             results=summary(result),
             samples=[asdict(run) for run in result.runs],

@@ -24,13 +24,13 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import click
-from bench.parts.command import Size, record_option, recorded_settings
+from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 
 from kvtier.bench.fio import Fio, has_fio
 from kvtier.bench.io_disk import Disk
 from kvtier.bench.record import make_record, write_record
-from kvtier.cli.paths import WorkDirectory, tell_written
+from kvtier.cli.options import Size, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.config.kinds import size_text
@@ -193,14 +193,13 @@ def rates(text: str, size: int) -> dict[str, float]:
 @click.option("--sample", "sample_bytes", type=Size(), default="512MiB", show_default=True, help="Bytes per sample.")
 @record_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.pass_context
-def peer(context: click.Context, directory: Path, record: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
+def peer(directory: Path, record: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
     """LMCache's file backends, the directory and disk tiers and fio, in turn in one run."""
     with ended_by_signals(), progress("peer", len(given["sizes"]) * given["repeats"]) as advance:
         rows = measure(directory=directory, tick=lambda _what: advance(1), **given)
     results = {"results": [asdict(row) for row in rows]}
     if record is not None:
-        made = make_record("peer", settings=recorded_settings(context), seed=1, results=results, directory=directory)
+        made = make_record("peer", settings=recorded_settings(given), seed=1, results=results, directory=directory)
         write_record(record, made)
         tell_written(record)
     if as_json:

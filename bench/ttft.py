@@ -31,7 +31,7 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 
 import click
 import torch
-from bench.parts.command import Counts, Size, dir_option, picture_option, record_option, recorded_settings, taken
+from bench.parts.command import Counts, dir_option, picture_option, record_option, recorded_settings, taken
 from bench.parts.command import run as run_script
 from bench.parts.links import LinkSpeed, measure_links
 from bench.parts.models import build, device_name, skip_out_of_memory
@@ -39,7 +39,7 @@ from bench.parts.planner import PlannerChoice, choices
 from transformers import StoppingCriteria
 
 from kvtier.bench.record import make_record, write_record
-from kvtier.cli.paths import tell_written
+from kvtier.cli.options import Size, tell_written
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.call import FirstToken
@@ -447,8 +447,7 @@ class _TokenClock(StoppingCriteria):
 @record_option
 @picture_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.pass_context
-def ttft(context: click.Context, record: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
+def ttft(record: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
     """Time to first token by context length: computed, restored from host memory, restored from disk."""
     if picture is not None:
         check_picture("--picture", picture)
@@ -465,7 +464,7 @@ def ttft(context: click.Context, record: Path | None, picture: Path | None, as_j
         }
         made = make_record(
             "ttft",
-            settings=recorded_settings(context),
+            settings=recorded_settings(given),
             seed=settings.seed,
             results=results,
             samples=[asdict(arm) for arm in result.arms],

@@ -7,27 +7,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from kvtier.bench.record import Setting
-from kvtier.cli.paths import OutputFile, WorkDirectory
-from kvtier.config.kinds import parse_size
+from kvtier.cli.options import OutputFile, WorkDirectory, origin
 from kvtier.errors import KvError
 
 _Settings = TypeVar("_Settings")
-
-
-class Size(click.ParamType):
-    """Bytes, such as ``64GiB``."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ANN401
-        """See `click.ParamType`."""
-        try:
-            return value if isinstance(value, int) else parse_size(value)
-        except ValueError as error:
-            self.fail(f"{value}: {error}; allowed: bytes, or a number with KiB, MiB, GiB", param, ctx)
 
 
 class Counts(click.ParamType):
@@ -55,14 +40,9 @@ def taken(kind: type[_Settings], given: Mapping[str, Any]) -> _Settings:
     return kind(**{spec.name: given[spec.name] for spec in fields(kind) if spec.name in given})  # pyright: ignore[reportArgumentType]
 
 
-def recorded_settings(context: click.Context) -> dict[str, Setting]:
+def recorded_settings(given: Mapping[str, Any]) -> dict[str, Setting]:
     """Every option of the running command except its files, with the origin of its value."""
-    left_out = {"directory", "record", "picture", "quick", "as_json"}
-    return {
-        name: Setting(value, "flag" if context.get_parameter_source(name) is ParameterSource.COMMANDLINE else "default")
-        for name, value in context.params.items()
-        if name not in left_out and not isinstance(value, Path)
-    }
+    return {name: Setting(value, origin(name)) for name, value in given.items() if not isinstance(value, Path | None)}
 
 
 def run(command: click.Command) -> None:

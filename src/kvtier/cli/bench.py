@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from kvtier.cli.paths import OutputFile, WorkDirectory, tell_written
+from kvtier.cli.options import OutputFile, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.config.kinds import parse_size

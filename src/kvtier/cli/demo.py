@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvtier.cli.paths import OutputFile, tell_written
+from kvtier.cli.options import OutputFile, tell_written
 from kvtier.cli.render import emit_json, emit_table
 
 if TYPE_CHECKING:

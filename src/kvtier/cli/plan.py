@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.paths import OutputFile, tell_written
+from kvtier.cli.options import OutputFile, tell_written
 from kvtier.cli.render import emit_json, emit_table
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from kvtier.cli.paths import OutputFile, WorkDirectory, tell_written
+from kvtier.cli.options import OutputFile, WorkDirectory, tell_written
 from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.config.kinds import parse_seconds, parse_size
 from kvtier.errors import ConfigError

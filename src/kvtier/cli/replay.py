@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvtier.cli.paths import OutputFile
+from kvtier.cli.options import OutputFile
 from kvtier.cli.render import emit_json, emit_table
 from kvtier.cli.replay_ending import Ending
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from kvtier.cli.paths import tell_written
+from kvtier.cli.options import tell_written
 from kvtier.cli.render import emit_json, progress
 
 INTERRUPTED = 128 + signal.SIGINT

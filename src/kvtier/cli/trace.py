@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvtier.cli.paths import OutputFile
+from kvtier.cli.options import OutputFile
 from kvtier.cli.render import progress
 from kvtier.cli.replay import packed_trace, reading_options
 

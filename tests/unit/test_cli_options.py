@@ -1,4 +1,4 @@
-"""Paths that commands are given: what is missing is named, what cannot be written is refused before any work."""
+"""Options that are paths: a missing directory is named, an unwritable file is refused before any work."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from kvtier.plan.files import write_whole
 from kvtier.trace.write import write_lines
 
 LINE = {"timestamp": 0, "input_length": 512, "output_length": 3, "hash_ids": [1]}
-MEASURING = [["probe", "--quick"], ["bench", "io"], ["bench", "ttft"], ["bench", "multiturn"]]
+MEASURING = [["probe", "--quick"], ["bench", "io"]]
 WRITING = [
     ["probe", "--record"],
     ["probe", "--report"],
@@ -23,11 +23,6 @@ WRITING = [
     ["bench", "core", "--record"],
     ["bench", "io", "--record"],
     ["bench", "io", "--report"],
-    ["bench", "ttft", "--record"],
-    ["bench", "ttft", "--picture"],
-    ["bench", "multiturn", "--record"],
-    ["bench", "multiturn", "--report"],
-    ["bench", "multiturn", "--picture"],
     ["plan", "llama-3.1-8b", "--report"],
     ["plan", "llama-3.1-8b", "--plot"],
     ["demo", "--record"],
