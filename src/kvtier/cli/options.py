@@ -40,7 +40,7 @@ class OutputFile(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
     """Bytes, such as ``64GiB``."""
 
     name = "size"
