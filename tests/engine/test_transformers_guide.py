@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_transformers import batch, llama, tokens
 
-from kvtier.config import Config
+from kvtier.config.sections import Config
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ import pytest
 from disk_world import CAPACITY_BYTES, SEGMENT_BYTES, abandon, check_accounts, look, open_tier, sealed
 
 from kvtier.cli.main import run
-from kvtier.config import load
+from kvtier.config.loader import load
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.runtime.rank import _disk

@@ -276,7 +276,8 @@ TOML_VALUES = [
 
 @pytest.mark.parametrize("command", ["config show", "config check", "plan"])
 def test_settings_with_anything_in_them_are_read_or_refused(tmp_path, command):
-    from kvtier.config.sections import SECTIONS, settings
+    from kvtier.config.schema import settings
+    from kvtier.config.sections import SECTIONS
     from kvtier.plan.inputs import SETTINGS
 
     def run_with(name, text):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import Config, DirectoryConfig, HostConfig, StoreConfig, check, load
-from kvtier.config.machine import memory_bytes
+from kvtier.config.loader import load
+from kvtier.config.machine import check, memory_bytes
+from kvtier.config.sections import Config, DirectoryConfig, HostConfig, StoreConfig
 from kvtier.tier.marker import MARKER_NAME, open_store
 
 SMALL = HostConfig(capacity_bytes=2**20)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtier.config import load
+from kvtier.config.loader import load
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.runtime.rank import _disk

@@ -14,7 +14,8 @@ from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
-from kvtier.config import Config, DirectoryConfig, machine
+from kvtier.config import machine
+from kvtier.config.sections import Config, DirectoryConfig
 from kvtier.connect.vllm import versions
 from kvtier.connect.vllm.identity import note_fingerprint
 from kvtier.connect.vllm.settings import settings_from

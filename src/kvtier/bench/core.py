@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvtier.config import Config
+from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.keys.chain import chunk_keys
 from kvtier.layout import GroupLayout, History, KvLayout

@@ -25,8 +25,9 @@ from kvtier.bench.demo_process import pass_events
 from kvtier.bench.demo_result import DemoResult, Pass, Sample
 from kvtier.bench.demo_trace import Plan, build_prompt, make_plan, read_trace
 from kvtier.bench.record import cores, machine, software
-from kvtier.config import SECTIONS, load, value_of
-from kvtier.config import settings as settings_of
+from kvtier.config.loader import load
+from kvtier.config.schema import settings as settings_of
+from kvtier.config.sections import SECTIONS, value_of
 from kvtier.errors import ConfigError
 from kvtier.tier.marker import ALLOWED, open_store, read_marker
 from kvtier.tier.store_root import opening

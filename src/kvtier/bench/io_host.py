@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.bench.io_row import CHUNK_TOKENS, DEADLINE_S, FINGERPRINT, Row, Sample, Tick, chunk_key, layout_of, timed
-from kvtier.config import Config
+from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
 from kvtier.device.cpu import CpuCopier

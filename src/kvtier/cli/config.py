@@ -8,8 +8,11 @@ from typing import Any
 import click
 
 from kvtier.cli.render import emit_json, emit_table
-from kvtier.config import SECTIONS, Finding, Loaded, Setting, check, load, settings, value_of
 from kvtier.config.kinds import Hidden
+from kvtier.config.loader import Loaded, load
+from kvtier.config.machine import Finding, check
+from kvtier.config.schema import Setting, settings
+from kvtier.config.sections import SECTIONS, value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

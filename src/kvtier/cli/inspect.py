@@ -11,8 +11,8 @@ from kvtier.cli.render import emit_json, emit_table, progress
 from kvtier.cli.store_purge import Purge, purge
 from kvtier.cli.store_verify import Verification, census, repair, verify
 from kvtier.cli.store_view import Listing, ObjectRow, ObjectView, StoreStat, find, listing, marker_of, statistics, view
-from kvtier.config import load
 from kvtier.config.kinds import size_text
+from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.tier.disk_status import DiskStatus
 

@@ -143,7 +143,8 @@ def _read(option: str, text: str, parse: Callable[[str], _Value]) -> _Value:
 def _settings(loaded: "Loaded", directory: Path | None) -> "dict[str, Setting]":
     """What of the settings decides what is measured."""
     from kvtier.bench.record import Setting
-    from kvtier.config import SECTIONS, settings, value_of
+    from kvtier.config.schema import settings
+    from kvtier.config.sections import SECTIONS, value_of
 
     names = {"host.capacity_bytes", "host.page_lock", "directory.direct_io", "disk.direct_io"}
     told = {

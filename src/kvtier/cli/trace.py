@@ -86,7 +86,7 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
     """
     import os
 
-    from kvtier.config import load
+    from kvtier.config.loader import load
     from kvtier.errors import ConfigError
 
     command = program[1:] if program[0] == "--" else program

@@ -8,9 +8,11 @@ from typing import cast
 import click
 
 from kvtier.cli.render import emit_json, emit_table
-from kvtier.config import SECTIONS, Config, Loaded, check, load, settings, value_of
 from kvtier.config.kinds import Hidden
-from kvtier.config.sections import Setting
+from kvtier.config.loader import Loaded, load
+from kvtier.config.machine import check
+from kvtier.config.schema import Setting, settings
+from kvtier.config.sections import SECTIONS, Config, value_of
 from kvtier.connect.vllm.installed import CONNECTOR
 from kvtier.connect.vllm.internals import check_transfer_config
 from kvtier.connect.vllm.versions import check_engine, installed, is_tried

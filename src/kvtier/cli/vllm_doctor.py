@@ -17,8 +17,10 @@ from kvtier.cli import store_disk
 from kvtier.cli.render import progress
 from kvtier.cli.store_verify import census
 from kvtier.cli.store_view import FINGERPRINT_DIGITS, StoreStat, statistics
-from kvtier.config import Config, Loaded, Origin, check, load
 from kvtier.config.kinds import size_text
+from kvtier.config.loader import Loaded, Origin, load
+from kvtier.config.machine import check
+from kvtier.config.sections import Config
 from kvtier.connect.vllm import support, trial, versions
 from kvtier.connect.vllm.identity import identify, local_folder
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config

@@ -1,21 +1,18 @@
 """Settings come in here, once. Later wins: defaults, TOML file, environment, flags; every value knows its origin."""
 
 import os
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from kvtier.config.sections import SECTIONS, Config, Setting, find, find_section, read, settings
+from kvtier.config.schema import Setting, read, read_toml, settings
+from kvtier.config.sections import SECTIONS, Config, find, find_section
 from kvtier.errors import ConfigError
 
 PREFIX = "KVTIER_"
 FILE_VARIABLE = "KVTIER_CONFIG"
-FILE_BYTES_MAX = 1 << 20
-LINE_DOTS_MAX = 256
-"""The parser's time grows with the square of a dotted key's parts."""
 
 
 class Origin(NamedTuple):
@@ -81,28 +78,6 @@ def _from_file(path: Path | None) -> Iterator[_Entry]:
             raise ConfigError(f"{section} (from {origin}): not a section; write its settings below a line [{section}]")
         for key, raw in cast("dict[str, object]", table).items():
             yield _Entry(find(known, key, str(origin)), raw, origin, is_text=False)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Raises:
-        ConfigError: it cannot be read, is longer than `FILE_BYTES_MAX`, no TOML, or nested too deep.
-    """
-    try:
-        with path.open("rb") as stream:
-            content = stream.read(FILE_BYTES_MAX + 1)
-        if len(content) > FILE_BYTES_MAX:
-            raise ConfigError(f"file {path}: longer than {FILE_BYTES_MAX} bytes; allowed: at most that")
-        if any(line.count(b".") > LINE_DOTS_MAX for line in content.splitlines()):
-            raise ConfigError(f"file {path}: more than {LINE_DOTS_MAX} dots in a line; allowed: at most that")
-        return tomllib.loads(content.decode())
-    except OSError as error:
-        raise ConfigError(f"file {path}: {error.strerror}; allowed: a readable TOML file") from error
-    except RecursionError:
-        raise ConfigError(f"file {path}: nested too deep; allowed: tables of plain values") from None
-    except ValueError as error:  # a UnicodeDecodeError, or a TOMLDecodeError, which names line and column
-        raise ConfigError(f"file {path}: not TOML: {error}") from error
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:

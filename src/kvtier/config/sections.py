@@ -2,17 +2,17 @@
 
 To add one: a line here, nothing else. The loader, the environment, `--set`, `config show` and the messages follow.
 """
-# ruff: noqa: RUF009 - _setting is dataclasses.field with our metadata
+# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import ClassVar, Literal
 
 from kvtier.codec import registry as codecs
-from kvtier.config.kinds import Choice, Count, Hidden, Kind, Location, Named, Seconds, Size, Switch
+from kvtier.config.kinds import Choice, Count, Hidden, Location, Named, Seconds, Size, Switch
+from kvtier.config.schema import Section, Setting, setting, settings
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
 from kvtier.policy.registry import EVICTORS
@@ -21,43 +21,10 @@ Mode = Literal["auto", "on", "off"]
 
 _MODE = Choice(("auto", "on", "off"))
 _REQUIRED = "Refuse to start when its place fails; false: start without it, and take it in when it can be opened."
-_Value = TypeVar("_Value")
-
-
-class Setting(NamedTuple):
-    """What is known of one setting besides its value."""
-
-    section: str
-    key: str
-    kind: Kind
-    default: object
-    help: str
-
-    @property
-    def name(self) -> str:
-        """``section.key``."""
-        return f"{self.section}.{self.key}"
-
-
-def _setting(default: _Value, kind: Kind, help: str) -> _Value:  # noqa: A002 - the word that click uses
-    return field(default=default, metadata={"kind": kind, "help": help})
 
 
 def _evictors() -> list[str]:
     return [*EVICTORS, *sorted(entry_points(group="kvtier.evictors").names - EVICTORS.keys())]
-
-
-class Section:
-    """Checks each value when it is made, so that no part of kvtier ever sees an impossible one."""
-
-    __slots__ = ()
-    section: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        for setting in settings(type(self)):
-            value = getattr(self, setting.key)
-            if value is not setting.default:
-                object.__setattr__(self, setting.key, read(setting, value, "Python", is_text=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +33,10 @@ class HostConfig(Section):
 
     section: ClassVar[str] = "host"
 
-    capacity_bytes: int = _setting(4 * 2**30, Size(2**20), "Host memory for chunks, of each engine; taken at start.")
-    evictor: str = _setting("adaptive", Named(_evictors), "Who leaves host memory when it is full.")
-    page_lock: Mode = _setting("auto", _MODE, "Page-lock host memory for fast copies to the GPU; auto: where CUDA is.")
-    populate: bool = _setting(
+    capacity_bytes: int = setting(4 * 2**30, Size(2**20), "Host memory for chunks, of each engine; taken at start.")
+    evictor: str = setting("adaptive", Named(_evictors), "Who leaves host memory when it is full.")
+    page_lock: Mode = setting("auto", _MODE, "Page-lock host memory for fast copies to the GPU; auto: where CUDA is.")
+    populate: bool = setting(
         default=False, kind=Switch(), help="Touch all host memory at start: a slower start, no page fault later."
     )
 
@@ -80,18 +47,18 @@ class DirectoryConfig(Section):
 
     section: ClassVar[str] = "directory"
 
-    path: Path | None = _setting(None, Location(), "Where chunks are kept; none: no directory tier.")
-    capacity_bytes: int = _setting(64 * 2**30, Size(2**20), "Most bytes on disk, of all processes together.")
-    direct_io: Mode = _setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
-    evictor: str = _setting("adaptive", Named(_evictors), "Who leaves the directory when it is full.")
-    shared: bool = _setting(
+    path: Path | None = setting(None, Location(), "Where chunks are kept; none: no directory tier.")
+    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Most bytes on disk, of all processes together.")
+    direct_io: Mode = setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
+    evictor: str = setting("adaptive", Named(_evictors), "Who leaves the directory when it is full.")
+    shared: bool = setting(
         default=True,
         kind=Switch(),
         help="Other processes write here too; false: believe our own index, so a miss costs nothing.",
     )
-    read_threads: int = _setting(4, Count(1, 256), "Threads that read chunks from the directory.")
-    write_threads: int = _setting(2, Count(1, 256), "Threads that write chunks to the directory.")
-    required: bool = _setting(default=False, kind=Switch(), help=_REQUIRED)
+    read_threads: int = setting(4, Count(1, 256), "Threads that read chunks from the directory.")
+    write_threads: int = setting(2, Count(1, 256), "Threads that write chunks to the directory.")
+    required: bool = setting(default=False, kind=Switch(), help=_REQUIRED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +67,17 @@ class DiskConfig(Section):
 
     section: ClassVar[str] = "disk"
 
-    path: Path | None = _setting(None, Location(), "Where segments are kept, on a local drive; none: no disk tier.")
-    capacity_bytes: int = _setting(64 * 2**30, Size(2**20), "Most bytes on the drive, of all ranks together.")
-    direct_io: Mode = _setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
-    reserve_bytes: int = _setting(2**30, Size(0), "Free space of the file system that is left to others.")
-    sync_interval_s: float = _setting(1.0, Seconds(1e-2, 3600), "About how much time of writes a crash may forget.")
-    write_bytes_per_day: int = _setting(
+    path: Path | None = setting(None, Location(), "Where segments are kept, on a local drive; none: no disk tier.")
+    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Most bytes on the drive, of all ranks together.")
+    direct_io: Mode = setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
+    reserve_bytes: int = setting(2**30, Size(0), "Free space of the file system that is left to others.")
+    sync_interval_s: float = setting(1.0, Seconds(1e-2, 3600), "About how much time of writes a crash may forget.")
+    write_bytes_per_day: int = setting(
         0, Size(0), "What the drive's endurance allows each rank to write in a day; 0: no limit."
     )
-    read_threads: int = _setting(4, Count(1, 256), "Threads that read chunks from the disk.")
-    write_threads: int = _setting(2, Count(1, 256), "Threads that write chunks to the disk.")
-    required: bool = _setting(default=False, kind=Switch(), help=_REQUIRED)
+    read_threads: int = setting(4, Count(1, 256), "Threads that read chunks from the disk.")
+    write_threads: int = setting(2, Count(1, 256), "Threads that write chunks to the disk.")
+    required: bool = setting(default=False, kind=Switch(), help=_REQUIRED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,20 +86,20 @@ class StoreConfig(Section):
 
     section: ClassVar[str] = "store"
 
-    chunk_tokens: int = _setting(
+    chunk_tokens: int = setting(
         0, Count(0, 2**20), "Tokens of a chunk; 0: the smallest multiple of the engine's alignment from 256 on."
     )
-    write_policy: Literal["through", "back", "selective"] = _setting(
+    write_policy: Literal["through", "back", "selective"] = setting(
         "through",
         Choice(("through", "back", "selective")),
         "When a chunk goes below host memory: as soon as it is ready, when it is evicted, or at its n-th use.",
     )
-    selective_uses: int = _setting(2, Count(1, 1000), "The n of write_policy = selective.")
-    codec: str = _setting("raw", Named(codecs.names), "What happens to the bytes on their way out of host memory.")
-    secret_file: Path | None = _setting(
+    selective_uses: int = setting(2, Count(1, 1000), "The n of write_policy = selective.")
+    codec: str = setting("raw", Named(codecs.names), "What happens to the bytes on their way out of host memory.")
+    secret_file: Path | None = setting(
         None, Location(), "File with the secret that keys all names; none: made beside what a tier keeps (mode 0600)."
     )
-    secret: Secret | None = _setting(
+    secret: Secret | None = setting(
         None, Hidden(), "The secret itself, for stores that share one; better in a file or the environment than a flag."
     )
 
@@ -148,31 +115,29 @@ class LimitsConfig(Section):
 
     section: ClassVar[str] = "limits"
 
-    loads_in_flight: int = _setting(16, Count(1, 1024), "Promotes (lower tier to host) at once, for each tier.")
-    stores_in_flight: int = _setting(16, Count(1, 1024), "Gathers (engine to host) at once.")
-    demotes_in_flight: int = _setting(8, Count(1, 1024), "Demotes (host to lower tier) at once, for each tier.")
-    small_bytes_in_flight: int = _setting(
+    loads_in_flight: int = setting(16, Count(1, 1024), "Promotes (lower tier to host) at once, for each tier.")
+    stores_in_flight: int = setting(16, Count(1, 1024), "Gathers (engine to host) at once.")
+    demotes_in_flight: int = setting(8, Count(1, 1024), "Demotes (host to lower tier) at once, for each tier.")
+    small_bytes_in_flight: int = setting(
         16 * 2**20,
         Size(0),
         "Small objects may be more than these loads and demotes at once: so many bytes of each, for each tier.",
     )
-    scatters_in_flight: int = _setting(16, Count(1, 1024), "Scatters (host to engine) at once.")
-    waiting_chunks: int = _setting(4096, Count(0, 10**6), "Objects of stores that may wait for room; more are dropped.")
-    requests: int = _setting(4096, Count(1, 10**6), "Requests tracked; more are looked up in host memory only.")
-    probe_deadline_s: float = _setting(
+    scatters_in_flight: int = setting(16, Count(1, 1024), "Scatters (host to engine) at once.")
+    waiting_chunks: int = setting(4096, Count(0, 10**6), "Objects of stores that may wait for room; more are dropped.")
+    requests: int = setting(4096, Count(1, 10**6), "Requests tracked; more are looked up in host memory only.")
+    probe_deadline_s: float = setting(
         0.5, Seconds(1e-3, 60), "How long a lower tier may take to say what it holds; after it, absent."
     )
-    load_deadline_s: float = _setting(30.0, Seconds(1e-2, 3600), "How long a load may take; after it, recomputed.")
-    transfer_deadline_s: float = _setting(10.0, Seconds(1e-2, 3600), "How long one transfer may take; then it failed.")
-    store_patience_s: float = _setting(10.0, Seconds(0, 3600), "How long a store waits for room before it is dropped.")
-    open_deadline_s: float = _setting(
+    load_deadline_s: float = setting(30.0, Seconds(1e-2, 3600), "How long a load may take; after it, recomputed.")
+    transfer_deadline_s: float = setting(10.0, Seconds(1e-2, 3600), "How long one transfer may take; then it failed.")
+    store_patience_s: float = setting(10.0, Seconds(0, 3600), "How long a store waits for room before it is dropped.")
+    open_deadline_s: float = setting(
         30.0, Seconds(1e-2, 3600), "How long start waits for a tier to open; it may come in later."
     )
-    close_deadline_s: float = _setting(30.0, Seconds(0, 3600), "How long closing may take to flush what was stored.")
-    tier_failures: int = _setting(3, Count(1, 1000), "Failures in a row after which a tier is left alone.")
-    tier_retry_s: float = _setting(
-        5.0, Seconds(1e-2, 3600), "After how long a tier that was left alone is tried again."
-    )
+    close_deadline_s: float = setting(30.0, Seconds(0, 3600), "How long closing may take to flush what was stored.")
+    tier_failures: int = setting(3, Count(1, 1000), "Failures in a row after which a tier is left alone.")
+    tier_retry_s: float = setting(5.0, Seconds(1e-2, 3600), "After how long a tier that was left alone is tried again.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,10 +146,10 @@ class PlannerConfig(Section):
 
     section: ClassVar[str] = "planner"
 
-    enabled: bool = _setting(
+    enabled: bool = setting(
         default=True, kind=Switch(), help="Load only what is there sooner than computed; false: load whatever there is."
     )
-    probe_file: Path | None = _setting(
+    probe_file: Path | None = setting(
         None, Location(), "Record of `kvtier probe`: how fast links are believed to be until they are seen; none: fast."
     )
 
@@ -195,8 +160,8 @@ class TraceConfig(Section):
 
     section: ClassVar[str] = "trace"
 
-    path: Path | None = _setting(None, Location(), "Directory for recordings of requests; none: nothing is recorded.")
-    capacity_bytes: int = _setting(2**30, Size(2**12), "Most bytes of recordings in it; then recording stops.")
+    path: Path | None = setting(None, Location(), "Directory for recordings of requests; none: nothing is recorded.")
+    capacity_bytes: int = setting(2**30, Size(2**12), "Most bytes of recordings in it; then recording stops.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,12 +170,12 @@ class VllmConfig(Section):
 
     section: ClassVar[str] = "vllm"
 
-    prefix_protection: bool = _setting(
+    prefix_protection: bool = setting(
         default=True,
         kind=Switch(),
         help="Reorder vLLM's free blocks so that those of waiting prompts are handed out last; false: vLLM's order.",
     )
-    unsupported: Literal["refuse", "allow", "selftest"] = _setting(
+    unsupported: Literal["refuse", "allow", "selftest"] = setting(
         "refuse",
         Choice(("refuse", "allow", "selftest")),
         "A vLLM that was never tried; allow: where `doctor --selftest` has passed; selftest: for that test alone.",
@@ -223,7 +188,7 @@ class LogConfig(Section):
 
     section: ClassVar[str] = "log"
 
-    level: Literal["engine", "debug", "info", "warning", "error"] = _setting(
+    level: Literal["engine", "debug", "info", "warning", "error"] = setting(
         "engine",
         Choice(("engine", "debug", "info", "warning", "error")),
         "Least level of kvtier's lines in vLLM's log; engine: that of vLLM's own (VLLM_LOGGING_LEVEL).",
@@ -261,12 +226,6 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
-def settings(section: type[Section]) -> Iterator[Setting]:
-    """The settings of `section`, in the order they are written."""
-    for spec in fields(cast("Any", section)):
-        yield Setting(section.section, spec.name, spec.metadata["kind"], spec.default, spec.metadata["help"])
-
-
 def find_section(section: str, origin: str) -> type[Section]:
     """The section of that name.
 
@@ -290,20 +249,6 @@ def find(section: type[Section], key: str, origin: str) -> Setting:
     return known[key]
 
 
-def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object:
-    """The value of `setting` that `raw` stands for.
-
-    Raises:
-        ConfigError: `raw` is not allowed; the message names it (but never a secret), its origin and what is allowed.
-    """
-    try:
-        return setting.kind.read(raw, is_text=is_text)
-    except (ValueError, OverflowError) as error:
-        shown = "(hidden)" if isinstance(setting.kind, Hidden) else _short(raw)
-        message = f"{setting.name} = {shown} (from {origin}): {error}; allowed: {setting.kind.allowed}"
-        raise ConfigError(message) from None
-
-
 def value_of(config: Config, setting: Setting) -> object:
     """What `config` says for `setting`."""
     return getattr(getattr(config, setting.section), setting.key)
@@ -312,8 +257,3 @@ def value_of(config: Config, setting: Setting) -> object:
 def _known(word: str, words: list[str]) -> str:
     near = get_close_matches(word, words, n=1)
     return (f"; did you mean {near[0]}?" if near else ";") + f" known here: {', '.join(words)}"
-
-
-def _short(raw: object) -> str:
-    text = repr(raw)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from kvtier.config.links import fastest, read_links
-from kvtier.config.loader import read_toml
-from kvtier.config.sections import Setting, read
+from kvtier.config.schema import Setting, read, read_toml
 from kvtier.errors import ConfigError
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvtier.config.sections import Setting
+from kvtier.config.schema import Setting
 from kvtier.errors import ConfigError
 from kvtier.plan.inputs import SETTINGS, Inputs
 from kvtier.plan.limits import TTFT, highest_load, in_users

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import cast
 
 from kvtier.config.loader import load
-from kvtier.config.sections import Config, find, find_section, read
+from kvtier.config.schema import read
+from kvtier.config.sections import Config, find, find_section
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError
 

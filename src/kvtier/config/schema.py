@@ -1,0 +1,99 @@
+"""Sections and settings in general: typed fields with a kind, checked when made; TOML files of such sections."""
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+
+from kvtier.config.kinds import Hidden, Kind
+from kvtier.errors import ConfigError
+
+FILE_BYTES_MAX = 1 << 20
+LINE_DOTS_MAX = 256
+"""The parser's time grows with the square of a dotted key's parts."""
+
+_Value = TypeVar("_Value")
+
+
+class Setting(NamedTuple):
+    """One setting, without its value."""
+
+    section: str
+    key: str
+    kind: Kind
+    default: object
+    help: str
+    source: str
+    """Publication from which the default is, where there is one."""
+
+    @property
+    def name(self) -> str:
+        """``section.key``."""
+        return f"{self.section}.{self.key}"
+
+
+def setting(default: _Value, kind: Kind, help: str, source: str = "") -> _Value:  # noqa: A002 - the word that click uses
+    """A field of a `Section`."""
+    return field(default=default, metadata={"kind": kind, "help": help, "source": source})
+
+
+class Section:
+    """A group of settings. Each value is checked when the section is made."""
+
+    __slots__ = ()
+    section: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for each in settings(type(self)):
+            value = getattr(self, each.key)
+            if value is not each.default:
+                object.__setattr__(self, each.key, read(each, value, "Python", is_text=False))
+
+
+def settings(section: type[Section]) -> Iterator[Setting]:
+    """The settings of `section`, in the order they are written."""
+    for spec in fields(cast("Any", section)):
+        meta = spec.metadata
+        yield Setting(section.section, spec.name, meta["kind"], spec.default, meta["help"], meta["source"])
+
+
+def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object:
+    """The value of `setting` for `raw`.
+
+    Raises:
+        ConfigError: `raw` is not allowed; the message names it (but never a secret), its origin and what is allowed.
+    """
+    try:
+        return setting.kind.read(raw, is_text=is_text)
+    except (ValueError, OverflowError) as error:
+        shown = "(hidden)" if isinstance(setting.kind, Hidden) else _short(raw)
+        message = f"{setting.name} = {shown} (from {origin}): {error}; allowed: {setting.kind.allowed}"
+        raise ConfigError(message) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, is longer than `FILE_BYTES_MAX`, not TOML, or nested too deep.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise ConfigError(f"file {path}: longer than {FILE_BYTES_MAX} bytes; allowed: at most that")
+        if any(line.count(b".") > LINE_DOTS_MAX for line in content.splitlines()):
+            raise ConfigError(f"file {path}: more than {LINE_DOTS_MAX} dots in a line; allowed: at most that")
+        return tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigError(f"file {path}: {error.strerror}; allowed: a readable TOML file") from error
+    except RecursionError:
+        raise ConfigError(f"file {path}: nested too deep; allowed: tables of plain values") from None
+    except ValueError as error:  # a UnicodeDecodeError, or a TOMLDecodeError, which names line and column
+        raise ConfigError(f"file {path}: not TOML: {error}") from error
+
+
+def _short(raw: object) -> str:
+    text = repr(raw)
+    return text if len(text) <= 80 else f"{text[:77]}..."
