@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
 from kvtier.layout import GroupLayout, History, KvLayout, Validity
-from kvtier.policy.admission import AdmitAll
-from kvtier.policy.base import Admitter, Evictor
+from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
 from kvtier.types import (
     Cancel,
@@ -57,7 +56,6 @@ class Driver:
         slots: int | Sequence[int] = 8,
         tiers: Sequence[str] = ("disk",),
         ranks: int = 1,
-        admitter: Admitter | None = None,
         evictor: Callable[[], Evictor] = Lru,
         **limits: object,
     ) -> None:
@@ -76,7 +74,6 @@ class Driver:
             slots=[slots] * len(groups) if isinstance(slots, int) else slots,
             tiers=tiers,
             evictor=evictor,
-            admitter=admitter or AdmitAll(),
             limits=Limits(**{**settings, **limits}),
             ranks=ranks,
         )

@@ -17,7 +17,6 @@ from kvtier.core.limits import Limits
 from kvtier.core.planner import Piece, Plan, Planner
 from kvtier.core.prefill import Costs
 from kvtier.layout import GroupLayout, History, KvLayout, Validity
-from kvtier.policy.admission import AdmitAll
 from kvtier.policy.lru import Lru
 from kvtier.types import Cancel, ChunkKey, Link, LoadDone, Outcome, Place, Prefix, Presence, Probe, RequestId, Transfer
 
@@ -110,7 +109,6 @@ class World:
             slots=[slots] * len(groups),
             tiers=("disk",),
             evictor=Lru,
-            admitter=AdmitAll(),
             limits=Limits(load_deadline_s=AGES_S, transfer_deadline_s=AGES_S, probe_deadline_s=AGES_S),
         )
         self.now_s = 0.0

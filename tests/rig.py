@@ -19,7 +19,7 @@ from kvtier.device.base import Copier
 from kvtier.device.cpu import CpuCopier
 from kvtier.keys.chain import Chain
 from kvtier.layout import GroupLayout, History, KvLayout, Window
-from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena, chunk_bytes
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.open import OpenedSession, open_session
@@ -125,7 +125,6 @@ def local(
         slots=(slots, slots),
         tiers=list(tiers),
         evictor=lambda: make_evictor("lru"),
-        admitter=make_admitter("all"),
         limits=limits,
     )
     return LocalSession(cache, mover), cache, mover

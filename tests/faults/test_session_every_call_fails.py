@@ -15,7 +15,7 @@ from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
 from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.observe.metrics import Metrics
-from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.policy.registry import make_evictor
 from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.jobs import Completion
 from kvtier.runtime.session import LocalSession
@@ -138,7 +138,6 @@ class Recording:
             slots=(8, 8),
             tiers=["disk"],
             evictor=lambda: make_evictor("adaptive"),
-            admitter=make_admitter("all"),
             limits=Limits(load_deadline_s=1.0, store_patience_s=0.5, waiting_chunks=12),
         )
         self.closed_below: list[float] = []

@@ -132,16 +132,6 @@ class _AnyVictim:
         return self._dice.choice(free) if free else None
 
 
-class _Admits:
-    """Turns away a fixed share of the objects."""
-
-    def __init__(self, share_refused: float) -> None:
-        self._share_refused = share_refused
-
-    def admit(self, held: Held, place: str) -> bool:
-        return Random(held.name).random() >= self._share_refused if self._share_refused else True
-
-
 class _Simulation:
     def __init__(self, scenario: Scenario, *, has_digest: bool) -> None:
         self.scenario = scenario
@@ -154,7 +144,6 @@ class _Simulation:
             slots=scenario.slots,
             tiers=scenario.tiers,
             evictor=self._make_evictor,
-            admitter=_Admits(scenario.faults.refused),
             limits=scenario.limits,
             ranks=scenario.ranks,
         )

@@ -50,8 +50,6 @@ class Faults:
     """Chance at each step that somebody else adds, removes or damages an object in a tier."""
     aborts: float = 0.0
     """Chance at each engine step that some request is dropped."""
-    refused: float = 0.0
-    """Share of the objects that the admitter turns away."""
     outages: tuple[Outage, ...] = ()
 
 
@@ -194,6 +192,5 @@ def _draw_faults(dice: Random, mode: Mode, tiers: tuple[str, ...], more: Random)
         probe_late=some(0.3, 0.3),
         other_writers=some(0.5, 0.4),
         aborts=some(0.5, 0.4),
-        refused=some(0.2, 0.3),
         outages=tuple(outages),
     )

@@ -5,7 +5,6 @@ from tests.core_driver import CHUNK, Driver, key, prefix_of
 
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.layout import History, Window
-from kvtier.policy.base import Held
 from kvtier.types import Hint, Link, Outcome, Place, Presence, RequestId, StoreDone
 
 
@@ -191,29 +190,6 @@ def test_only_so_much_may_wait() -> None:
     core.store("a", prefix_of("abcdef"))
     core.run()
     assert core.stored() == [StoreDone(RequestId("a"), 3, 3)]
-
-
-class NoZ:
-    """Turns away what ends in z, and remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.seen: list[Held] = []
-
-    def admit(self, held: Held, place: str) -> bool:
-        self.seen.append(held)
-        return not held.name.endswith(b"z") and place == "host"
-
-
-def test_what_is_not_admitted_is_dropped() -> None:
-    admitter = NoZ()
-    core = Driver(admitter=admitter, tiers=())
-    core.store("a", prefix_of("xyz"), hint=Hint("chat", 3, 0.5))
-    core.run()
-    assert core.stored() == [StoreDone(RequestId("a"), 2, 1)]
-    last = admitter.seen[-1]
-    assert (last.name, last.parent, last.depth) == (b"xyz", b"xy", 2)
-    assert (last.session, last.turn, last.seconds_saved) == ("chat", 3, 2.0)
-    assert last.size_bytes == 4096
 
 
 def test_a_hint_reaches_the_transfer() -> None:

@@ -14,7 +14,7 @@ from kvtier.core.work import HOST
 from kvtier.device.cpu import CpuCopier
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.policy.registry import make_evictor
 from kvtier.runtime.link_priors import link_priors
 from kvtier.runtime.open import open_session
 from kvtier.runtime.session_thread import wait_for
@@ -112,7 +112,6 @@ def test_the_core_starts_with_them():
         slots=(4,),
         tiers=["disk", "other"],
         evictor=lambda: make_evictor("lru"),
-        admitter=make_admitter("all"),
         limits=Limits(),
         beliefs={"disk": SLOW},
     )

@@ -25,7 +25,7 @@ from kvtier.core.cache import Cache
 from kvtier.core.work import SEVERITY
 from kvtier.errors import ConfigError
 from kvtier.keys.names import object_name
-from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.policy.registry import make_evictor
 from kvtier.runtime import rank_group as module
 from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.jobs import Completion, Threads
@@ -81,7 +81,6 @@ def session_of(engines, tiers, broken=((), ())):
         slots=(SLOTS, SLOTS),
         tiers=["below"],
         evictor=lambda: make_evictor("lru"),
-        admitter=make_admitter("all"),
     )
     return LocalSession(cache, group)
 

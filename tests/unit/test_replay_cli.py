@@ -94,7 +94,7 @@ def test_a_report_holds_the_pictures_and_every_row(capsys, tmp_path):
         ((MINISWE, "--tier", "host=1GiB", "--nodes", "1,x"), "--nodes '1,x': allowed: whole numbers"),
         (
             (MINISWE, "--tier", "host=1GiB", "--policy", "lru,min"),
-            "unknown eviction policy 'min'; known here: adaptive, ",
+            "unknown eviction policy 'min'; allowed: adaptive, ",
         ),
     ],
 )

@@ -154,8 +154,6 @@ def kept(path, packed, tasks):
     ("policy", "capacity", "message"),
     [
         ("lfru", 10_000, "unknown policy 'lfru'; allowed: default, "),
-        ("lru+nobody", 10_000, "unknown admission policy 'nobody'"),
-        ("arc+second-sight", 10_000, "arc takes no admission"),
         ("arc:3", 10_000, "unknown policy 'arc:3'"),
         ("lru", 63, "less than a block of 64 tokens"),
     ],
@@ -169,7 +167,7 @@ def test_a_wrong_task_is_refused_before_anything_runs(policy, capacity, message)
 
 def test_policies_keep_their_capacity():
     packed = trace("lmcache_magagent_b64")
-    for name in [*REFERENCES, "lru", "fifo", "lru+second-sight"]:
+    for name in [*REFERENCES, "lru", "fifo"]:
         if name == "infinite":
             continue
         policy = make_policy(name, 40, packed)

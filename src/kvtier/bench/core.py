@@ -10,7 +10,7 @@ from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.keys.chain import chunk_keys
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.policy.registry import make_evictor
 from kvtier.types import ChunkKey, Outcome, Place, Prefix, Presence, Probe, RequestId, Transfer
 
 PROMPT_TOKENS = 131_072
@@ -78,7 +78,6 @@ def _cache(slots: int, tiers: Iterable[str] = ()) -> Cache:
         slots=(slots,),
         tiers=list(tiers),
         evictor=lambda: make_evictor(Config().host.evictor),
-        admitter=make_admitter("all"),
     )
 
 

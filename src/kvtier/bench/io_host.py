@@ -15,7 +15,7 @@ from kvtier.core.limits import Limits
 from kvtier.device.cpu import CpuCopier
 from kvtier.errors import KvError
 from kvtier.layout import KvLayout
-from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.session import LocalSession
@@ -78,7 +78,6 @@ def _host_sample(
         slots=slots,
         tiers=[],
         evictor=lambda: make_evictor(Config().host.evictor),
-        admitter=make_admitter("all"),
         limits=Limits(waiting_chunks=count),
     )
     session = LocalSession(cache, mover)

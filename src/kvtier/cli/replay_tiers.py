@@ -29,7 +29,7 @@ def run_tiers(
     Args:
         traces: the files.
         tiers: as `--tier` has them, host memory first.
-        policies: eviction policies of the product, with an admission if wanted.
+        policies: names of eviction policies.
         options: of `tier_options` and `reading_options`, jobs and keep.
         ending: how all this is told.
     """
@@ -90,7 +90,7 @@ def _as_dict(
         "trace": packed.name,
         "model": model,
         "token_bytes": setup.token_bytes,
-        "policy": setup.policy,
+        "policy": setup.evictor,
         "router": setup.router,
         "write_policy": setup.write_policy.value,
         "stated": [it._asdict() for it in stated(setup)],
@@ -123,9 +123,8 @@ def _setups(tiers: tuple[str, ...], policies: list[str], options: dict[str, Any]
     setups: list[Setup] = []
     routers = _words(options["router"])
     for policy, nodes, router in product(policies, _counts(options["nodes"]), routers):
-        evictor, _, admitter = policy.partition("+")
-        evictor = HostConfig().evictor if evictor == "default" else evictor
-        setup = replace(base, nodes=nodes, router=router, evictor=evictor, admitter=admitter or "all")
+        evictor = HostConfig().evictor if policy == "default" else policy
+        setup = replace(base, nodes=nodes, router=router, evictor=evictor)
         if nodes > 1 or router == routers[0]:  # one node has nothing to choose between: all routers are alike
             setups.append(setup)
     return list(dict.fromkeys(setups))

@@ -34,8 +34,7 @@ from kvtier.core.waiting import Waiting
 from kvtier.core.work import HOST, Known, Load, Store
 from kvtier.errors import BadCallError
 from kvtier.layout import History, KvLayout
-from kvtier.policy.admission import AdmitAll
-from kvtier.policy.base import Admitter, Evictor, Held
+from kvtier.policy.base import Evictor
 from kvtier.types import (
     ChunkKey,
     Command,
@@ -65,7 +64,6 @@ class Cache:
         slots: host slots of each group, at least two each.
         tiers: names of the lower tiers, fastest first.
         evictor: makes one host evictor for each group.
-        admitter: decides what may enter host memory.
         ranks: how many ranks answer each command.
         down: those of the tiers that do not work yet.
         beliefs: how fast places are believed to be before they are seen; by name, host memory's too.
@@ -78,7 +76,6 @@ class Cache:
         slots: Sequence[int],
         tiers: Sequence[str],
         evictor: Callable[[], Evictor],
-        admitter: Admitter,
         limits: Limits | None = None,
         ranks: int = 1,
         down: Collection[str] = (),
@@ -88,8 +85,6 @@ class Cache:
             raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
         self._layout = layout
         self._limits = limits or Limits()
-        self._admitter = admitter
-        self._admits_all = type(admitter) is AdmitAll  # nothing to tell of each object to who does not listen
         self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
         self._has_history = any(isinstance(group.validity, History) for group in layout.groups)
         self._unsaid: dict[str, NextTurn | None] = {}
@@ -270,11 +265,7 @@ class Cache:
         self.tick(now_s)
         self._check_places(prefix, places)
         store = Store(request, prefix, hint, now_s + self._limits.store_patience_s, deque(), len(places))
-        admitted = [
-            (place, prefix.keys[place.chunk], self._admits_all or self._is_admitted(prefix, place, hint, now_s))
-            for place in places
-        ]
-        self._waiting.begin_store(store, admitted, now_s)
+        self._waiting.begin_store(store, [(place, prefix.keys[place.chunk]) for place in places], now_s)
         self._traffic.advance(now_s)
         self._waiting.end_store_if_settled(store)
 
@@ -388,15 +379,6 @@ class Cache:
                 if self._lowers[tier].health[Link.PROMOTE].is_up():
                     return tier
         return None
-
-    def _is_admitted(self, prefix: Prefix, place: Place, hint: Hint, now_s: float) -> bool:
-        depth = place.chunk
-        parent = prefix.keys[depth - 1] if depth else None
-        session, turn, token_s = hint
-        size_bytes, saved_s = self._host.object_bytes[place.group], token_s * self._layout.chunk_tokens
-        key = prefix.keys[place.chunk]
-        held = Held(key, parent, depth, size_bytes, place.group, now_s, session, turn, saved_s)
-        return self._admitter.admit(held, HOST)
 
     def _check_places(self, prefix: Prefix, places: Sequence[Place]) -> None:
         chunks = len(prefix.keys)

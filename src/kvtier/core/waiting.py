@@ -71,20 +71,20 @@ class Waiting:
             self._debts.use(entry, now_s, load.hint)
         self._end_load_if_settled(load)
 
-    def begin_store(self, store: Store, places: list[tuple[Place, ChunkKey, bool]], now_s: float) -> None:
-        """Gather what is not here, as far as it `is_admitted`."""
+    def begin_store(self, store: Store, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
+        """Gather what is not in host memory, as far as the queue has room."""
         self.stores[store] = None
         found: list[Entry] = []
-        for place, key, is_admitted in places:
+        for place, key in places:
             entry = self._host.find(key, place.group)
             if entry is not None:
                 found.append(entry)
                 self.join(store, place, key, entry)
-            elif is_admitted and self.chunks < self._limits.waiting_chunks:
+            elif self.chunks < self._limits.waiting_chunks:
                 store.todo.append((place, key))
                 self.chunks += 1
             else:
-                self._tally.unqueued += is_admitted
+                self._tally.unqueued += 1
                 self.settle_store(store, is_held=False)
         for entry in reversed(found):
             self._debts.use(entry, now_s, store.hint)

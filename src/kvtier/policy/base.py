@@ -59,11 +59,3 @@ class Hinted(Protocol):
         None takes back what was said before. A session that nobody knows is ignored.
         """
         ...
-
-
-class Admitter(Protocol):
-    """Chooses who may enter a place."""
-
-    def admit(self, held: Held, place: str) -> bool:
-        """Whether `held` may enter `place` ("host" or a lower tier's name)."""
-        ...

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvtier.plan.tables import Table
-from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.policy.registry import make_evictor
 from kvtier.replay.journal import Journal
 from kvtier.replay.outcome import Tiered
 from kvtier.replay.parallel import nobody, replay_all
@@ -39,7 +39,6 @@ def sweep_tiers(
     """
     for setup in setups:
         make_evictor(setup.evictor)
-        make_admitter(setup.admitter)
     return replay_all(
         packed,
         setups,
@@ -57,7 +56,7 @@ def comparison_table(done: Mapping[Setup, Tiered]) -> Table:
     names = [it.name for it in next(iter(done)).tiers]
     rows = tuple(
         (
-            setup.policy.removesuffix("+all"),
+            setup.evictor,
             f"{setup.nodes:,}",
             setup.router if setup.nodes > 1 else "-",
             f"{it.requests:,}",

@@ -15,7 +15,7 @@ from kvtier.core.limits import Limits, WritePolicy
 from kvtier.core.planner import Planner
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.policy.registry import make_evictor
 from kvtier.replay.cost import Prefill
 from kvtier.replay.links import Agenda, Gauge, Link, Shelf, TierSpec, link_use
 from kvtier.replay.node import Job, Node, NodeTally, key_of
@@ -46,15 +46,9 @@ class Setup:
     router: str = "round-robin"
     seed: int = 1
     evictor: str = "lru"
-    admitter: str = "all"
     write_policy: WritePolicy = WritePolicy.THROUGH
     is_planned: bool = True
     """False: whatever is there is loaded, however long that takes."""
-
-    @property
-    def policy(self) -> str:
-        """Eviction and admission."""
-        return f"{self.evictor}+{self.admitter}"
 
     def __post_init__(self) -> None:
         if not self.tiers or self.tiers[0].name != HOST:
@@ -229,7 +223,6 @@ class _Run:
             slots=(slots,),
             tiers=[it.name for it in setup.tiers[1:]],
             evictor=lambda: make_evictor(setup.evictor),
-            admitter=make_admitter(setup.admitter),
             limits=Limits(write_policy=setup.write_policy, small_bytes=LimitsConfig().small_bytes_in_flight),
         )
         up, down = self._gauges[HOST]

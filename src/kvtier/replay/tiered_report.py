@@ -77,7 +77,7 @@ def _circumstances(replayed: TieredReplay) -> str:
     cut = "" if told.is_complete else " Broken off: only the requests until then."
     return (
         f"{nodes}, {told.servers} prompts at a time on each; {replayed.model}, {setup.token_bytes:,.0f} bytes a token; "
-        f"eviction {setup.evictor}, admission {setup.admitter}, write policy {setup.write_policy.value}.{cut}"
+        f"eviction {setup.evictor}, write policy {setup.write_policy.value}.{cut}"
     )
 
 

@@ -20,7 +20,7 @@ from kvtier.keys.secret import SECRET_BYTES, Secret, load_or_create
 from kvtier.layout import KvLayout
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
-from kvtier.policy.registry import make_admitter, make_evictor
+from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import PageLock
 from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.jobs import Observer
@@ -148,7 +148,6 @@ def open_core(
         slots=below.slots,
         tiers=below.tiers,
         evictor=lambda: make_evictor(config.host.evictor),
-        admitter=make_admitter("all"),
         limits=_limits(config),
         down=below.down,
         beliefs=link_priors(config, max(group.payload_bytes for group in layout.groups)),

@@ -1,4 +1,4 @@
-"""Policies by name: the shipped ones, optionally with an admission policy, and those to compare with."""
+"""Policies by name: the shipped ones, and those to compare with."""
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -7,8 +7,7 @@ from typing import NamedTuple
 from kvtier.config.sections import HostConfig
 from kvtier.errors import ConfigError
 from kvtier.policy.adaptive import Adaptive
-from kvtier.policy.admission import AdmitAll
-from kvtier.policy.registry import ADMITTERS, EVICTORS, make_admitter, make_evictor
+from kvtier.policy.registry import EVICTORS, make_evictor
 from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.bounds import Infinite, Min, OracleLru
 from kvtier.replay.policies.queues import Arc, PlainLru, S3Fifo
@@ -27,7 +26,7 @@ class Reference(NamedTuple):
 
 
 def _hinted(*, turns: bool, ends: bool) -> Callable[[int, Packed], Policy]:
-    return lambda capacity, packed: Shipped(capacity, packed, Adaptive(), AdmitAll(), turns=turns, ends=ends)
+    return lambda capacity, packed: Shipped(capacity, packed, Adaptive(), turns=turns, ends=ends)
 
 
 REFERENCES: dict[str, Reference] = {
@@ -53,23 +52,15 @@ def make_policy(name: str, capacity: int, packed: Packed) -> Policy:
     """The policy `name` for a cache of `capacity` blocks.
 
     Args:
-        name: "default", an evictor, an evictor and an admitter joined by "+", or one of `REFERENCES`.
+        name: "default", an evictor, or one of `REFERENCES`.
         capacity: blocks that fit.
         packed: the trace that is replayed.
 
     Raises:
         ConfigError: there is no such policy.
     """
-    evictor, _, admitter = name.partition("+")
-    if evictor == DEFAULT:
-        evictor = HostConfig().evictor
-    elif evictor in REFERENCES and evictor not in EVICTORS:
-        if admitter:
-            raise ConfigError(f"policy {name!r}: {evictor} takes no admission; allowed: {', '.join(EVICTORS)}")
-        return REFERENCES[evictor].make(capacity, packed)
-    elif evictor not in policy_names():
-        raise ConfigError(
-            f"unknown policy {evictor!r}; allowed: {', '.join(policy_names())}; a shipped one also with an "
-            f"admission, such as lru+second-sight ({', '.join(ADMITTERS)})"
-        )
-    return Shipped(capacity, packed, make_evictor(evictor), make_admitter(admitter or "all"))
+    if name in REFERENCES and name not in EVICTORS:
+        return REFERENCES[name].make(capacity, packed)
+    if name not in policy_names():
+        raise ConfigError(f"unknown policy {name!r}; allowed: {', '.join(policy_names())}")
+    return Shipped(capacity, packed, make_evictor(HostConfig().evictor if name == DEFAULT else name))

@@ -2,23 +2,19 @@
 
 from collections.abc import Sequence
 
-from kvtier.policy.admission import AdmitAll
-from kvtier.policy.base import Admitter, Evictor, Held, Hinted
+from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.replay.policies.base import Policy
 from kvtier.trace.arrays import NEXT_TURNS, Packed
 from kvtier.types import NextTurn
 
-PLACE = "host"
-
 
 class Shipped(Policy):
-    """A cache with an `Evictor` and an `Admitter`.
+    """A cache with an `Evictor`.
 
     Args:
         capacity: blocks that fit.
         packed: the trace.
         evictor: chooses victims.
-        admitter: chooses which blocks are cached.
         turns: after each request, pass the evictor the trace's `next_turn`.
         ends: after the last request of a session, pass the evictor the end of the session.
     """
@@ -28,7 +24,6 @@ class Shipped(Policy):
         capacity: int,
         packed: Packed,
         evictor: Evictor,
-        admitter: Admitter,
         *,
         turns: bool = False,
         ends: bool = False,
@@ -38,8 +33,6 @@ class Shipped(Policy):
         self._next_turns = _next_turns(packed, turns=turns, ends=ends) if self._hinted is not None else ()
         self._packed = packed
         self._evictor = evictor
-        self._admitter = admitter
-        self._admits_all = type(admitter) is AdmitAll  # saves a call for each block
         self._names: list[bytes | None] = [block.to_bytes(8, "big") for block in range(packed.block_count)]
         self._names.append(None)  # parent -1: a first block
         self._parent_names: list[bytes | None] = [self._names[parent] for parent in packed.parents.tolist()]
@@ -57,11 +50,11 @@ class Shipped(Policy):
         self._turn = None if session < 0 else int(self._packed.turn[request])
 
     def access(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """Touch the hits; cache a miss if the admitter allows it and the evictor has a victim where one is needed."""
+        """Touch the hits; cache a miss if there is room or the evictor has a victim."""
         names, parent_names, size = self._names, self._parent_names, self._packed.block_tokens
         time_s, session, turn = self._time_s, self._session, self._turn
         present, capacity = self.present, self.capacity
-        admits_all, admit, added = self._admits_all, self._admitter.admit, self._evictor.added
+        added = self._evictor.added
         hits = inserted = 0
         for place in range(len(blocks) - 1, -1, -1):
             block = blocks[place]
@@ -72,7 +65,7 @@ class Shipped(Policy):
             if present[block]:
                 hits += 1
                 self._evictor.touched(held)
-            elif (admits_all or admit(held, PLACE)) and (self.held < capacity or self._make_room()):
+            elif self.held < capacity or self._make_room():
                 added(held)
                 present[block] = 1
                 self.held += 1
