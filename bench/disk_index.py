@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.bench.record import Setting, make_record, write_record
+from kvtier.bench.record import Setting, make_record
+from kvtier.report.output import write_json
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import BLOCK_BYTES, ENTRY, Header, pack_blocks, pack_header
 from kvtier.types import ObjectName
@@ -101,7 +102,8 @@ def main() -> None:
     print(results)
     if given.record is not None:
         settings = {"objects": Setting(given.objects, "flag"), "names": Setting(NAMES, "default")}
-        write_record(
+        write_json(
+            "--record",
             given.record,
             make_record("index", settings=settings, seed=given.seed, results=results, directory=given.dir),
         )

@@ -35,13 +35,14 @@ from bench.parts.server import Answers, Server
 from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmRun, ArmSummary, MultiturnResult
 from bench.parts.workload import Workload, WorkloadSpec, draw
 
-from kvtier.bench.record import make_record, write_record
+from kvtier.bench.record import make_record
 from kvtier.cli.options import Size, tell_written
-from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.cli.progress import progress
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.errors import ConfigError
-from kvtier.plan.files import check_picture
+from kvtier.report.output import check_chart, print_json, write_json
+from kvtier.report.table import Table, print_table
 
 QUICK = {
     "shape": "small", "device": "cpu", "dtype": "float32", "users": "1,2,4,6", "rounds": 3, "system_tokens": 64,
@@ -256,7 +257,7 @@ def _use_quick_defaults(context: click.Context, _option: click.Parameter, is_qui
 def multiturn(record: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
     """Conversations whose KV does not fit on the device: time to first token and tokens/s, with and without kvtier."""
     if picture is not None:
-        check_picture("--picture", picture)
+        check_chart("--picture", picture)
     settings = taken(MultiturnSettings, given | {"workload": taken(WorkloadSpec, given)})
 
     def keep(result: MultiturnResult) -> None:
@@ -270,7 +271,7 @@ def multiturn(record: Path | None, picture: Path | None, as_json: bool, **given:
             samples=[asdict(run) for run in result.runs],
             directory=settings.directory,
         )
-        write_record(record, made)
+        write_json("--record", record, made)
 
     with progress("multiturn", len(settings.users) * settings.repeats * len(ARMS) + 2) as advance:
         result = run(settings, lambda _what: advance(1), keep)
@@ -280,7 +281,7 @@ def multiturn(record: Path | None, picture: Path | None, as_json: bool, **given:
         draw_multiturn(result, picture)
     tell_written(picture, record)
     if as_json:
-        emit_json(summary(result))
+        print_json(summary(result))
     else:
         show(result)
 
@@ -320,7 +321,7 @@ def show(result: MultiturnResult) -> None:
     """Print a row for each number of users and arm; TTFT is that of later turns, shares are of prompt tokens."""
     found = result.summaries()
     title = f"{result.shape}, {result.device}: {result.budget_tokens:,} tokens of KV fit on the device"
-    emit_table(COLUMNS, [_row(it) for it in found], title, numeric=13)
+    print_table(Table(COLUMNS, [_row(it) for it in found], title=title, numeric=13))
     most = max((it.users for it in found), default=0)
     for limit, counts in result.users_within_ms().items():
         if any(users is not None and users < most for users in counts.values()):

@@ -29,12 +29,14 @@ from bench.parts.command import run as run_script
 
 from kvtier.bench.fio import Fio, has_fio
 from kvtier.bench.io_disk import Disk
-from kvtier.bench.record import make_record, write_record
+from kvtier.bench.record import make_record
 from kvtier.cli.options import Size, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
-from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.cli.progress import progress
 from kvtier.config.kinds import size_text
 from kvtier.errors import ConfigError
+from kvtier.report.output import print_json, write_json
+from kvtier.report.table import Table, print_table
 from kvtier.tier.direct import can_direct
 
 BACKENDS = ("fs", "fs_native")
@@ -200,15 +202,17 @@ def peer(directory: Path, record: Path | None, as_json: bool, **given: Any) -> N
     results = {"results": [asdict(row) for row in rows]}
     if record is not None:
         made = make_record("peer", settings=recorded_settings(given), seed=1, results=results, directory=directory)
-        write_record(record, made)
+        write_json("--record", record, made)
         tell_written(record)
     if as_json:
-        emit_json(results)
+        print_json(results)
         return
     lines = [
         (row.system, row.op, size_text(row.chunk_bytes), f"{row.gb_per_s:.2f}", f"{row.ratio:.2f}") for row in rows
     ]
-    emit_table(("system", "op", "object", "GB/s", "of fio"), lines, f"Medians of {given['repeats']}", numeric=3)
+    print_table(
+        Table(("system", "op", "object", "GB/s", "of fio"), lines, title=f"Medians of {given['repeats']}", numeric=3)
+    )
 
 
 if __name__ == "__main__":

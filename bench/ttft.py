@@ -38,14 +38,15 @@ from bench.parts.models import build, device_name, skip_out_of_memory
 from bench.parts.planner import PlannerChoice, choices
 from transformers import StoppingCriteria
 
-from kvtier.bench.record import make_record, write_record
+from kvtier.bench.record import make_record
 from kvtier.cli.options import Size, tell_written
-from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.cli.progress import progress
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.call import FirstToken
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.errors import ConfigError
-from kvtier.plan.files import check_picture
+from kvtier.report.output import check_chart, print_json, write_json
+from kvtier.report.table import Table, print_table
 from kvtier.runtime.arena import chunk_bytes
 
 logger = logging.getLogger(__name__)
@@ -450,7 +451,7 @@ class _TokenClock(StoppingCriteria):
 def ttft(record: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags
     """Time to first token by context length: computed, restored from host memory, restored from disk."""
     if picture is not None:
-        check_picture("--picture", picture)
+        check_chart("--picture", picture)
     settings = taken(TtftSettings, given)
 
     def keep(result: TtftResult) -> None:
@@ -470,7 +471,7 @@ def ttft(record: Path | None, picture: Path | None, as_json: bool, **given: Any)
             samples=[asdict(arm) for arm in result.arms],
             directory=settings.directory,
         )
-        write_record(record, made)
+        write_json("--record", record, made)
 
     with progress("ttft", len(settings.contexts) + 2) as advance:
         result = run(settings, lambda _what: advance(1), keep)
@@ -480,7 +481,7 @@ def ttft(record: Path | None, picture: Path | None, as_json: bool, **given: Any)
         draw_ttft(result.summary(), picture)
     tell_written(picture, record)
     if as_json:
-        emit_json({**result.summary(), "arms": [asdict(arm) for arm in result.arms]})
+        print_json({**result.summary(), "arms": [asdict(arm) for arm in result.arms]})
     else:
         show(result)
 
@@ -499,7 +500,7 @@ def show(result: TtftResult) -> None:
         for arm in result.arms
     ]
     title = f"{result.shape}, {result.device}"
-    emit_table(("context", "arm", "TTFT ms", "speed-up", "GB/s", "same tokens"), rows, title, numeric=4)
+    print_table(Table(("context", "arm", "TTFT ms", "speed-up", "GB/s", "same tokens"), rows, title=title, numeric=4))
     for link in result.links:
         click.echo(f"{link.name}: {link.gb_per_s:.2f} GB/s, {link.ratio:.2f} of a plain copy ({link.note})")
     for it in result.decoding:

@@ -31,7 +31,8 @@ from harness import Ask, Engine, in_process  # noqa: E402
 from judge import prompt  # noqa: E402
 from models import make_checkpoint  # noqa: E402
 
-from kvtier.bench.record import Setting, make_record, write_record  # noqa: E402
+from kvtier.bench.record import Setting, make_record  # noqa: E402
+from kvtier.report.output import write_json  # noqa: E402
 
 FACTORS = (0.1, 0.8, 1.25, 2.0, 10.0)
 """How long the slowed directory would take for a prompt, as a share of computing it."""
@@ -319,7 +320,7 @@ def main() -> None:
                 "vllm", settings=settings, seed=given.seed, results=results, samples=samples, directory=given.dir
             )
             results["made"][part] = {"time": record["time"], "commit": record["commit"], "sizes": asdict(sizes)}
-            write_record(given.record, record)
+            write_json("--record", given.record, record)
 
 
 def _kept(path: Path | None) -> tuple[dict[str, Any], Samples]:

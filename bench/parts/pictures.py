@@ -1,28 +1,24 @@
-"""Pictures of the benchmarks that run an engine. Needs matplotlib."""
+"""Charts of the benchmarks that run an engine. Needs matplotlib."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import matplotlib as mpl
 from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmSummary, MultiturnResult
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from kvtier.plan.drawing import LIGHT, RC, Colours, dress, figure_bytes
-from kvtier.plan.files import write_whole
+from kvtier.report.chart import Chart, Colours, write_charts
 
 COLOURS = {RECOMPUTE: "computed", HOST: "host", DISK: "disk"}
 NAMES = {RECOMPUTE: "recompute", HOST: "kvtier, host memory", DISK: "kvtier, host memory and disk"}
 SOURCES = (("resident", "gpu"), ("host", "host"), ("disk", "disk"), ("computed", "computed"))
 TTFT_ARMS = {
-    "recompute": ("computed", "#666666"),
-    "host": ("from host memory", "#1f77b4"),
-    "disk": ("from disk", "#d62728"),
-    "store": ("computed and stored", "#bbbbbb"),
+    "recompute": ("computed", "computed"),
+    "host": ("from host memory", "host"),
+    "disk": ("from disk", "disk"),
+    "store": ("computed and stored", "tiered"),
 }
-
-Draw = Callable[[Axes, Sequence[ArmSummary], Colours], None]
+"""Label and colour of each arm."""
 
 
 def draw_ttft(summary: Mapping[str, Any], path: Path) -> None:
@@ -31,45 +27,35 @@ def draw_ttft(summary: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    figure = cast("Any", Figure(figsize=(7.0, 4.5), layout="constrained"))
-    axes = figure.subplots()
-    for name, (label, colour) in TTFT_ARMS.items():
-        points = sorted((int(context), ms) for context, ms in summary["ttft_ms"].get(name, {}).items())
-        if points:
-            axes.plot(*zip(*points, strict=True), "o-", label=label, color=colour)
-    axes.set_xscale("log", base=2)
-    axes.set(yscale="log", xlabel="tokens of the prompt", ylabel="time to first token, ms (median)")
-    axes.set_title(f"{summary['shape']}, {summary['device']}")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    _write(path, figure)
+    chart = Chart(f"{summary['shape']}, {summary['device']}", _draw_contexts)
+    write_charts("--picture", path, {"ttft": chart}, summary["ttft_ms"])
 
 
 def draw_multiturn(result: MultiturnResult, path: Path) -> None:
-    """All curves of a multi-turn run in one file, on a light ground.
+    """All curves of a multi-turn run in one file.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    drawn: dict[str, Draw] = {
-        "Time to first token by users": _draw_ttft,
-        "Output tokens per second by users": _draw_rate,
-        "Source of the KV of prompts": _draw_sources,
+    charts = {
+        "ttft": Chart("Time to first token by users", _draw_ttft),
+        "rate": Chart("Output tokens per second by users", _draw_rate),
+        "sources": Chart("Source of the KV of prompts", _draw_sources),
     }
     found = result.summaries()
     if any(it.joules_per_output_token is not None for it in found):
-        drawn["Energy per output token"] = _draw_energy
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(5.5 * len(drawn), 4.4), layout="constrained", facecolor=LIGHT["ground"])
-        for axes, (title, draw) in zip(figure.subplots(1, len(drawn)), drawn.items(), strict=True):
-            draw(axes, found, LIGHT)
-            axes.set_title(title)
-            dress(axes, LIGHT)
-        _write(path, figure)
+        charts["energy"] = Chart("Energy per output token", _draw_energy)
+    write_charts("--picture", path, charts, found)
 
 
-def _write(path: Path, figure: Figure) -> None:
-    write_whole("--picture", path, figure_bytes(figure, path.suffix.lower().removeprefix("."), dpi=100))
+def _draw_contexts(axes: Axes, ttft_ms: Mapping[str, Mapping[str, float]], colours: Colours) -> None:
+    for arm, (label, colour) in TTFT_ARMS.items():
+        points = sorted((int(context), ms) for context, ms in ttft_ms.get(arm, {}).items())
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", label=label, color=colours[colour])
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel="tokens of the prompt", ylabel="time to first token, ms (median)")
+    axes.legend()
 
 
 def _draw_ttft(axes: Axes, found: Sequence[ArmSummary], colours: Colours) -> None:

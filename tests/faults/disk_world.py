@@ -105,7 +105,7 @@ class Recorder:
 
     def __init__(self, monkeypatch) -> None:
         self.log: list[tuple[str, int, bytes | None]] = []
-        write, write_run, flush = Segment._write_whole, Segment.write_run, Segment.flush
+        write, write_run, flush = Segment._write_file, Segment.write_run, Segment.flush
 
         def recorded_write(segment, frame, offset):
             write(segment, frame, offset)
@@ -120,7 +120,7 @@ class Recorder:
             flush(segment)
             self.log.append((segment.name, 0, None))
 
-        monkeypatch.setattr(Segment, "_write_whole", recorded_write)
+        monkeypatch.setattr(Segment, "_write_file", recorded_write)
         monkeypatch.setattr(Segment, "write_run", recorded_run)
         monkeypatch.setattr(Segment, "flush", recorded_flush)
 

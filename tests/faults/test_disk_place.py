@@ -284,7 +284,7 @@ def test_a_write_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch):
     tier = open_tier(tmp_path / "s")
     write_many(tier, range(3))
     begun, go_on = threading.Event(), threading.Event()
-    write = Segment._write_whole
+    write = Segment._write_file
 
     def slow(segment, frame, offset):
         if threading.current_thread() is not threading.main_thread():
@@ -292,7 +292,7 @@ def test_a_write_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch):
             assert go_on.wait(DEADLINE_S)
         write(segment, frame, offset)
 
-    monkeypatch.setattr(Segment, "_write_whole", slow)
+    monkeypatch.setattr(Segment, "_write_file", slow)
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(tier.write, object_name(50), sealed(50))
         assert begun.wait(DEADLINE_S)

@@ -10,8 +10,8 @@ import pytest
 from kvtier.bench import core, io, io_disk
 from kvtier.bench.fio import Fio, Told, has_fio
 from kvtier.bench.io_disk import Mix, Spent
+from kvtier.bench.io_report import notes
 from kvtier.bench.io_row import Latency, Row, layout_of
-from kvtier.bench.io_tables import notes
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError, KvError
 from kvtier.runtime.jobs import Completion

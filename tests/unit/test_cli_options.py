@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.record import write_record
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
-from kvtier.plan.files import write_whole
+from kvtier.report.output import write_file, write_json
 from kvtier.trace.write import write_lines
 
 LINE = {"timestamp": 0, "input_length": 512, "output_length": 3, "hash_ids": [1]}
@@ -92,8 +91,8 @@ def test_a_file_keeps_what_it_had_until_the_new_one_is_whole(tmp_path: Path, mon
     real, link = tmp_path / "real", tmp_path / "link"
     link.symlink_to(real)
     for write in (
-        lambda text: write_whole("--report", link, text.encode()),
-        lambda text: write_record(link, {"text": text}),
+        lambda text: write_file("--report", link, text.encode()),
+        lambda text: write_json("--record", link, {"text": text}),
         lambda text: write_lines(link, [text]),
     ):
         write("first")
@@ -107,7 +106,7 @@ def test_a_file_keeps_what_it_had_until_the_new_one_is_whole(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(ConfigError, match="No space left"):
-        write_whole("--report", link, b"second")
+        write_file("--report", link, b"second")
     assert "first" in real.read_text()
     assert {it.name for it in tmp_path.iterdir()} == {"real", "link"}
 
@@ -128,7 +127,7 @@ def test_an_option_that_a_trace_has_no_use_for_is_told(
 
 
 @pytest.mark.parametrize(
-    "write", [lambda path: write_whole("--report", path, b"new"), lambda path: write_lines(path, ["new"])]
+    "write", [lambda path: write_file("--report", path, b"new"), lambda path: write_lines(path, ["new"])]
 )
 def test_nothing_planted_beside_an_output_is_written_to_or_removed(tmp_path, write):
     """In a directory of several users the name of a draft could be foreseen, and a link with that name was followed."""

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.cli import render
 from kvtier.cli.main import run
+from kvtier.report import table as report_table
 from kvtier.tier.directory import DirectoryTier
 
 FIGURE = re.compile(r"[^\s()]*\d[^\s()]*")
@@ -19,32 +19,31 @@ LINE = {"timestamp": 0, "input_length": 1 << 15, "output_length": 3, "hash_runs"
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Of each table and width what it was asked to show and what it printed."""
-    terminal, pipe = SimpleNamespace(isatty=lambda: True), SimpleNamespace(isatty=lambda: False)
-    monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=terminal, stderr=pipe))
+    monkeypatch.setattr(report_table, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
     tables: list[tuple] = []
-    draw = render._draw
+    draw = report_table._draw
 
-    def watched(columns, rows, title, right):
+    def watched(table):
         for width in (80, 60):
             with monkeypatch.context() as inner:
-                inner.setattr(render, "_draw", draw)
+                inner.setattr(report_table, "_draw", draw)
                 inner.setenv("COLUMNS", str(width))
                 capsys.readouterr()
-                draw(columns, rows, title, right)
-            tables.append((width, columns, rows, right, capsys.readouterr().out.splitlines()))
+                draw(table)
+            tables.append((width, table, capsys.readouterr().out.splitlines()))
 
-    monkeypatch.setattr(render, "_draw", watched)
+    monkeypatch.setattr(report_table, "_draw", watched)
     return tables
 
 
 def check(tables: list) -> None:
     assert tables
-    for width, columns, rows, right, lines in tables:
+    for width, table, lines in tables:
         assert max(map(len, lines)) <= width, lines
-        for row in rows:
+        for row in table.rows:
             for place, cell in enumerate(row):
-                for it in [cell] if place in right else [it for it in FIGURE.findall(cell) if len(it) <= 24]:
-                    assert any(it in line for line in lines), (columns, row, it, "\n".join(lines))
+                for it in [cell] if place in table.right else [it for it in FIGURE.findall(cell) if len(it) <= 24]:
+                    assert any(it in line for line in lines), (table.columns, row, it, "\n".join(lines))
 
 
 @pytest.fixture
@@ -101,5 +100,5 @@ def test_no_table_breaks_a_figure(drawn):
             chance.choice(("tier", "hit rate", "of what is possible", "GB/s", "written tokens")) for _ in rows[0]
         ]
         drawn.clear()
-        render.emit_table(headings, rows, "A title", numeric=numeric)
+        report_table.print_table(report_table.Table(headings, rows, numeric))
         check(drawn)

@@ -3,18 +3,16 @@
 import json
 import platform
 
-import pytest
-
 from kvtier.bench import record
-from kvtier.bench.record import Setting, file_system, make_record, write_record
-from kvtier.errors import ConfigError
+from kvtier.bench.record import Setting, file_system, make_record
+from kvtier.report.output import write_json
 
 
 def test_a_record_carries_the_conditions_and_is_plain_json(tmp_path):
     made = make_record(
         "io", settings={"size": Setting(4, "flag")}, seed=7, results={"speed": 1.5}, samples=[1, 2], directory=tmp_path
     )
-    write_record(tmp_path / "io.json", made)
+    write_json("--record", tmp_path / "io.json", made)
     read = json.loads((tmp_path / "io.json").read_text(encoding="utf-8"))
     assert read == made
     assert read["version"] == record.VERSION
@@ -32,12 +30,6 @@ def test_a_record_names_no_host():
     assert platform.node() not in json.dumps(make_record("io", settings={}, seed=None, results=None)["machine"]).split(
         '"'
     )
-
-
-def test_a_record_that_cannot_be_written_is_a_setting_that_is_wrong(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"record .*file/below.json' cannot be written"):
-        write_record(tmp_path / "file" / "below.json", {})
 
 
 def test_the_file_system_of_a_directory_that_is_not_there_yet_is_that_of_its_parent(tmp_path):

@@ -67,7 +67,9 @@ def test_a_mistake_ends_with_2_and_one_line_that_names_it(capsys, monkeypatch, t
 @pytest.mark.parametrize("option", ["--report", "--plot"])
 def test_pictures_without_matplotlib_are_refused_before_anything_is_computed(capsys, monkeypatch, tmp_path, option):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("kvtier.plan.files.find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    monkeypatch.setattr(
+        "kvtier.report.output.find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+    )
     assert run(["plan", MODEL, option, str(tmp_path / "plan.svg")]) == 2
     assert "needs matplotlib, which is not installed; allowed: pip install 'kvtier[plots]'" in capsys.readouterr().err
 

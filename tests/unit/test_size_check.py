@@ -4,8 +4,9 @@ import pytest
 
 from kvtier import size
 from kvtier.errors import ConfigError
+from kvtier.report.format import binary, both, decimal, exact
 from kvtier.size.check import check
-from kvtier.size.units import binary, both, decimal, exact, parse_count, parse_figure
+from kvtier.size.units import parse_count, parse_figure
 
 SESSION, LONG = (4096, 1), (131_072, 1)
 

@@ -48,7 +48,7 @@ BAD = [
 GOOD = [
     ("src/kvtier/runtime/mover.py", "import time\nnow = time.monotonic()\n"),
     ("src/kvtier/config/loader.py", "import os\nx = os.environ\n"),
-    ("src/kvtier/cli/render.py", "import sys\nsys.stdout.write('x')\n"),
+    ("src/kvtier/cli/main.py", "import sys\nsys.stdout.write('x')\n"),
     ("src/kvtier/core/cache.py", "def f(x):\n    assert x, 'our own mistake'\n"),
     ("src/kvtier/layout.py", "class A:\n    def __hash__(self):\n        return hash(1)\n"),
     ("src/kvtier/runtime/mover.py", "def f(t, q):\n    t.join(1)\n    q.get(timeout=1)\n    return ','.join(['a'])\n"),

@@ -15,7 +15,7 @@ from kvtier.bench.demo_summary import (
     problems,
     table,
 )
-from kvtier.plan.files import write_whole
+from kvtier.report.output import write_file
 
 STYLE = """
 :root{color-scheme:light dark;--ground:#ffffff;--panel:#f6f7f9;--ink:#1c2128;--soft:#5b6470;--line:#dfe3e8;
@@ -84,7 +84,7 @@ def write_report(path: Path, result: DemoResult) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_whole("--report", path, render_report(result, datetime.now(UTC)).encode())
+    write_file("--report", path, render_report(result, datetime.now(UTC)).encode())
 
 
 def render_report(result: DemoResult, made: datetime) -> str:

@@ -1,89 +1,133 @@
-"""`kvtier bench io` as one HTML file that needs nothing else."""
+"""The table, charts and HTML report of `kvtier bench io`."""
 # matplotlib's own stubs leave keyword arguments without a type:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
-from datetime import UTC, datetime
-from html import escape
+from collections.abc import Iterator
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from kvtier.bench.io import IoResult
 from kvtier.bench.io_row import Row
-from kvtier.bench.io_tables import notes, table
 from kvtier.bench.record import machine
 from kvtier.config.kinds import size_text
-from kvtier.plan.drawing import MARKED, RC, dress, figure_bytes, for_page
-from kvtier.plan.files import write_whole
-from kvtier.plan.page import page, table_html
+from kvtier.report.chart import Chart, Colours, figures_html
+from kvtier.report.format import NONE, time_text
+from kvtier.report.output import write_file
+from kvtier.report.page import list_html, page_html, table_html
+from kvtier.report.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 OPS = {"store": "Store", "load": "Cold load, verified", "mix": "Reads and writes mixed"}
 CAPTION = "Share of the ceiling; dots are single repeats, lines their medians."
 COLOURS = {"host": "host", "directory": "shared", "disk": "disk"}
+FROM_DEVICE = 0.9
+"""When the device delivers less than this share of the loaded bytes, a note says that a cache delivered the rest."""
 
 
 def write_report(path: Path, result: IoResult) -> None:
-    """Write the report, whole or not at all.
+    """Write the HTML report.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_whole("--report", path, render_report(result, datetime.now(UTC)).encode())
+    write_file("--report", path, render_report(result))
 
 
-def render_report(result: IoResult, made: datetime) -> str:
-    """The whole page."""
+def render_report(result: IoResult, made: datetime | None = None) -> str:
+    """The HTML of the report."""
     facts = machine()
-    drawn = "".join(
-        f"<figure><h3>{title}</h3>{_picture(result, op)}<figcaption>{CAPTION}</figcaption></figure>"
+    charts = {
+        op: Chart(title, partial(_draw, op=op), CAPTION)
         for op, title in OPS.items()
         if any(row.op == op for row in result.results)
+    }
+    return page_html(
+        "kvtier bench io",
+        "Store and cold load, next to what the hardware allows",
+        figures_html(charts, result),
+        list_html(notes(result)),
+        table_html(table(result)),
+        remark=f"{facts['processor']}, {facts['cores']} cores; samples of {size_text(result.bytes_per_sample)}, "
+        f"medians of {result.repeats}.",
+        made=made,
     )
-    said = "".join(f"<li>{escape(text)}</li>" for text in notes(result))
-    body = (
-        f"<header><h1>Store and cold load, next to what the hardware allows</h1>"
-        f'<p class="soft">Made by <code>kvtier bench io</code>, {made:%Y-%m-%d %H:%M} UTC; '
-        f"{escape(str(facts['processor']))}, {facts['cores']} cores; samples of {size_text(result.bytes_per_sample)}, "
-        f"medians of {result.repeats}.</p></header>"
-        f'<div class="pictures">{drawn}</div>{f"<ul>{said}</ul>" if said else ""}{table_html(table(result))}'
+
+
+def table(result: IoResult) -> Table:
+    """One line for each row."""
+    return Table(
+        title=f"Medians of {result.repeats}; ceilings: memcpy for host, {result.ceiling} for the others",
+        columns=(
+            "tier", "op", "mix", "chunk", "threads", "GB/s", "ceiling", "ratio", "plain fio", "CPU s/GB", "p50", "p99",
+        ),
+        rows=tuple(_cells(row) for row in result.results),
+        numeric=8,
+        note=(
+            "GB are 10^9 bytes. Every load is verified inside the timed part. p50 and p99 are times of one object in "
+            "the thread that seals and writes, or reads and verifies it; in a mix, of loads."
+        ),
+    )  # fmt: skip
+
+
+def notes(result: IoResult) -> Iterator[str]:
+    """Conditions that limit what the figures mean."""
+    if result.cut_after_s is not None:
+        yield (
+            f"Cut after {result.cut_after_s:g} s: sizes or repeats are missing. --thorough takes as long as they need."
+        )
+    disk = [row for row in result.results if row.tier != "host"]
+    if not all(row.direct_io for row in disk):
+        yield "The file system there has no direct I/O: reads and writes go through the page cache."
+    cached = [row for row in disk if row.device_share is not None and row.device_share < FROM_DEVICE]
+    for row in cached:
+        yield (
+            f"{row.tier} {row.op} {size_text(row.chunk_bytes)}: only {row.device_share:.0%} of the bytes came from the "
+            "device, the rest from a cache or from memory that is mounted as a disk."
+        )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.tier,
+        row.op,
+        row.mix,
+        size_text(row.chunk_bytes),
+        str(row.threads),
+        f"{row.gb_per_s:.2f}",
+        f"{row.ceiling_gb_per_s:.2f}",
+        f"{row.ratio:.2f}",
+        f"{row.plain_gb_per_s:.2f}",
+        f"{row.cpu_s_per_gb:.3f}",
+        NONE if row.latency_us is None else time_text(row.latency_us.p50 / 1e6),
+        NONE if row.latency_us is None else time_text(row.latency_us.p99 / 1e6),
     )
-    return page("kvtier bench io", body)
 
 
-def _picture(result: IoResult, op: str) -> str:
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(6.6, 4.0), layout="constrained")
-        axes = figure.subplots()
-        rows = [row for row in result.results if row.op == op]
-        for tier, mix, threads in dict.fromkeys((row.tier, row.mix, _fixed(rows, row)) for row in rows):
-            chosen = [row for row in rows if (row.tier, row.mix, _fixed(rows, row)) == (tier, mix, threads)]
-            _draw(axes, sorted(chosen, key=lambda row: row.chunk_bytes), tier, f"{tier}{_suffix(op, mix, threads)}")
-        sizes = sorted({row.chunk_bytes for row in rows})
-        axes.axhline(1.0, color=MARKED["soft"], linewidth=1.2, linestyle=(0, (5, 3)))
-        axes.set(xscale="log", ylim=(0, None), xlabel="chunk", ylabel="of the ceiling")
-        axes.set_xticks(sizes, [size_text(size) for size in sizes])
-        axes.minorticks_off()
-        axes.legend(loc="best")
-        dress(axes, MARKED)
-        return for_page(figure_bytes(figure, "svg").decode(), op)
+def _draw(axes: "Axes", result: IoResult, colours: Colours, *, op: str) -> None:
+    rows = [row for row in result.results if row.op == op]
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda it: it.chunk_bytes):
+        lines.setdefault(_line_name(rows, row), []).append(row)
+    for name, chosen in lines.items():
+        colour = colours[COLOURS[chosen[0].tier]]
+        axes.plot([row.chunk_bytes for row in chosen], [row.ratio for row in chosen], color=colour, label=name)
+        for row in chosen:
+            shares = [ours / ceiling for ours, ceiling, _ in row.samples]
+            axes.plot([row.chunk_bytes] * len(shares), shares, "o", color=colour, markersize=3, alpha=0.5)
+    sizes = sorted({row.chunk_bytes for row in rows})
+    axes.axhline(1.0, color=colours["soft"], linewidth=1.2, linestyle=(0, (5, 3)))
+    axes.set(xscale="log", ylim=(0, None), xlabel="chunk", ylabel="of the ceiling")
+    axes.set_xticks(sizes, [size_text(size) for size in sizes])
+    axes.minorticks_off()
+    axes.legend(loc="best")
 
 
-def _fixed(rows: list[Row], row: Row) -> int:
-    """Its threads, where rows differ in nothing else; otherwise 0: each has its own best."""
+def _line_name(rows: list[Row], row: Row) -> str:
+    """Tier and mix; the threads, too, where rows differ in nothing else."""
     alike = [it for it in rows if (it.tier, it.mix, it.chunk_bytes) == (row.tier, row.mix, row.chunk_bytes)]
-    return row.threads if len(alike) > 1 else 0
-
-
-def _suffix(op: str, mix: str, threads: int) -> str:
-    parts = [mix] if op == "mix" else []
-    return " ".join(["", *parts, *([f"{threads} threads"] if threads else [])])
-
-
-def _draw(axes: Axes, rows: list[Row], tier: str, name: str) -> None:
-    colour = MARKED[COLOURS[tier]]
-    axes.plot([row.chunk_bytes for row in rows], [row.ratio for row in rows], color=colour, label=name)
-    for row in rows:
-        shares = [ours / ceiling for ours, ceiling, _ in row.samples]
-        axes.plot([row.chunk_bytes] * len(shares), shares, "o", color=colour, markersize=3, alpha=0.5)
+    threads = f" {row.threads} threads" if len(alike) > 1 else ""
+    return f"{row.tier}{f' {row.mix}' if row.op == 'mix' else ''}{threads}"

@@ -4,7 +4,6 @@ Tables in the documents are made from records only, so a record carries the cond
 something. `VERSION` rises when a field changes its meaning; adding a field does not count.
 """
 
-import json
 import os
 import platform
 import subprocess
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-
-from kvtier.plan.files import write_whole
 
 VERSION = 1
 
@@ -63,15 +60,6 @@ def make_record(
         "results": results,
         "samples": list(samples),
     }
-
-
-def write_record(path: Path, record: Mapping[str, object]) -> None:
-    """Write `record` to `path`, whole or not at all.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_whole("record", path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def machine(directory: Path | None = None) -> dict[str, object]:

@@ -7,9 +7,11 @@ import click
 
 from kvtier.cli.options import OutputFile, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
-from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.cli.progress import progress
 from kvtier.config.kinds import parse_size
 from kvtier.errors import ConfigError
+from kvtier.report.output import print_json
+from kvtier.report.table import Table, print_table
 
 RECORD_HELP = "Also write the JSON record (commit, machine, settings, samples) to FILE."
 
@@ -27,7 +29,8 @@ def bench() -> None:
 def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     """What a prompt of 131,072 tokens costs before a byte moves: hashing, lookup, decisions."""
     from kvtier.bench import core as benchmark
-    from kvtier.bench.record import Setting, make_record, write_record
+    from kvtier.bench.record import Setting, make_record
+    from kvtier.report.output import write_json
 
     with progress("core", repeats) as advance:
         result = benchmark.run(repeats, seed, advance)
@@ -36,10 +39,12 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
         settings = {"repeats": Setting(repeats, "flag"), "chunk_tokens": Setting(benchmark.CHUNK_TOKENS, "default")}
         samples = [told["samples"]]
         summary = {name: value for name, value in told.items() if name != "samples"}
-        write_record(record, make_record("core", settings=settings, seed=seed, results=summary, samples=samples))
+        write_json(
+            "--record", record, make_record("core", settings=settings, seed=seed, results=summary, samples=samples)
+        )
         tell_written(record)
     if as_json:
-        emit_json(told)
+        print_json(told)
         return
     rows = [
         ("hashing, from a list of integers", f"{result.hash_ms:.3f}"),
@@ -49,7 +54,7 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
         ("decisions of writing it through to one tier", f"{result.demote_ms:.3f}"),
     ]
     title = f"{result.prompt_tokens:,} tokens, {result.chunks} chunks, medians of {result.repeats}"
-    emit_table(("what", "ms"), rows, title, numeric=1)
+    print_table(Table(("what", "ms"), rows, title=title, numeric=1))
 
 
 @bench.command()
@@ -117,12 +122,13 @@ def io(
 ) -> None:
     """Store and cold load through the whole path, next to memcpy and fio in the same run."""
     from kvtier.bench import io as benchmark
-    from kvtier.bench.record import Setting, make_record, write_record
+    from kvtier.bench.record import Setting, make_record
+    from kvtier.report.output import write_json
 
     if report is not None:
-        from kvtier.plan.files import check_library
+        from kvtier.report.output import check_matplotlib
 
-        check_library("--report")
+        check_matplotlib("--report")
     chosen = tuple(_read_size("--size", size) for size in sizes) or benchmark.SIZES
     counts = threads or ((1, 2, 4) if thorough else (4,))
     sample_bytes = _read_size("--sample", sample or ("1GiB" if thorough else "256MiB"))
@@ -144,7 +150,9 @@ def io(
     def keep(result: benchmark.IoResult) -> None:
         if record is not None:
             told = asdict(result)
-            write_record(record, make_record("io", settings=settings, seed=1, results=told, directory=directory))
+            write_json(
+                "--record", record, make_record("io", settings=settings, seed=1, results=told, directory=directory)
+            )
 
     with ended_by_signals(), progress("io", len(chosen) * (2 + len(counts)) * repeats) as advance:
         result = benchmark.run(
@@ -168,12 +176,12 @@ def io(
         write_report(report, result)
     tell_written(report, record)
     if as_json:
-        emit_json(result)
+        print_json(result)
         return
-    from kvtier.bench.io_tables import notes, table
+    from kvtier.bench.io_report import notes, table
 
     shown = table(result)
-    emit_table(shown.columns, shown.rows, shown.title, numeric=shown.numeric)
+    print_table(shown)
     for note in notes(result):
         click.echo(note, err=True)
     if is_quick:

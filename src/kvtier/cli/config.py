@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
-from kvtier.cli.render import emit_json, emit_table
 from kvtier.config.kinds import Hidden
 from kvtier.config.loader import Loaded, load
 from kvtier.config.machine import Finding, check
 from kvtier.config.schema import Setting, settings
 from kvtier.config.sections import SECTIONS, value_of
+from kvtier.report.output import print_json
+from kvtier.report.table import Table, print_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,14 @@ def show(file: Path | None, flags: tuple[str, ...], as_json: bool) -> int:
     loaded = load(file, flags=flags)
     rows = shown(loaded)
     if as_json:
-        emit_json({"file": loaded.file, "settings": rows_by_name(rows)})
+        print_json({"file": loaded.file, "settings": rows_by_name(rows)})
         return 0
     title = f"Settings (file: {loaded.file or 'none'})"
-    emit_table(("setting", "value", "from", "what it is"), [(r.name, r.text, r.origin, r.help) for r in rows], title)
+    print_table(
+        Table(
+            ("setting", "value", "from", "what it is"), [(r.name, r.text, r.origin, r.help) for r in rows], title=title
+        )
+    )
     return 0
 
 
@@ -110,7 +115,7 @@ def check_command(file: Path | None, flags: tuple[str, ...], as_json: bool) -> i
     findings = check(loaded.config, loaded.origins, loaded.file)
     is_bad = any(finding.level == "error" for finding in findings)
     if as_json:
-        emit_json({"ok": not is_bad, "findings": [_finding(finding) for finding in findings]})
+        print_json({"ok": not is_bad, "findings": [_finding(finding) for finding in findings]})
     else:
         for finding in findings:
             click.echo(f"{finding.level}: {finding}")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from kvtier.cli.options import OutputFile, tell_written
-from kvtier.cli.render import emit_json, emit_table
+from kvtier.report.output import print_json
+from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -48,7 +49,7 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
     from kvtier.bench.demo import DemoSettings, check_libraries, run_demo
     from kvtier.bench.demo_process import DemoError
     from kvtier.bench.demo_summary import problems
-    from kvtier.plan.files import check_writable
+    from kvtier.report.output import check_writable
 
     settings = DemoSettings(**cast("dict[str, Any]", {name: it for name, it in given.items() if it is not None}))
     check_libraries()
@@ -69,7 +70,7 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
 
         write_report(report, result)
     if as_json:
-        emit_json(result.as_dict())
+        print_json(result.as_dict())
     else:
         _print(result)
     tell_written(report, record)
@@ -81,13 +82,15 @@ def demo(context: click.Context, as_json: bool, report: Path | None, record: Pat
 def _write_record(path: Path, result: "DemoResult", settings: "DemoSettings", given: dict[str, object]) -> None:
     from dataclasses import asdict
 
-    from kvtier.bench.record import Setting, make_record, write_record
+    from kvtier.bench.record import Setting, make_record
+    from kvtier.report.output import write_json
 
     values = {**asdict(settings), "directory": None if settings.directory is None else "given"}
     named = {name: Setting(value, "default" if given.get(name) is None else "flag") for name, value in values.items()}
     named["threads"] = Setting(result.threads, named["threads"].origin)
     named |= {name: Setting(value, origin) for name, (value, origin) in result.cache_settings.items()}
-    write_record(
+    write_json(
+        "--record",
         path,
         make_record(
             "demo",
@@ -106,7 +109,7 @@ def _print(result: "DemoResult") -> None:
     click.echo(f"Model: {result.model}\n  ({result.why})")
     click.echo(f"Requests: {result.conversations}\n")
     headings, rows = table(result)
-    emit_table(headings, rows, numeric=len(result.passes))
+    print_table(Table(headings, rows, numeric=len(result.passes)))
     click.echo(f"\n{headline(result)}\n{conditions_in_short(result)}")
     if result.directory is not None:
         click.echo(f"Store: {result.directory}")

@@ -7,13 +7,15 @@ from pathlib import Path
 import click
 
 from kvtier.cli import store_disk
-from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.cli.progress import progress
 from kvtier.cli.store_purge import Purge, purge
 from kvtier.cli.store_verify import Verification, census, repair, verify
 from kvtier.cli.store_view import Listing, ObjectRow, ObjectView, StoreStat, find, listing, marker_of, statistics, view
 from kvtier.config.kinds import size_text
 from kvtier.config.loader import load
 from kvtier.errors import ConfigError
+from kvtier.report.output import print_json
+from kvtier.report.table import Table, print_table
 from kvtier.tier.disk_status import DiskStatus
 
 NAME_DIGITS = 16
@@ -47,7 +49,7 @@ def ls(directory: Path, limit: int, after: str, as_json: bool) -> int:
     look = store_disk.listing if store_disk.is_disk(directory) else listing
     result = look(directory, limit=limit, after=after)
     if as_json:
-        emit_json(result)
+        print_json(result)
     else:
         _draw_listing(result)
     return 0
@@ -65,7 +67,7 @@ def stat(directory: Path, as_json: bool) -> int:
         with progress("reading heads", len(census(directory))) as advance:
             result = statistics(directory, _capacity_bytes(directory), advance)
     if as_json:
-        emit_json(result)
+        print_json(result)
     else:
         _draw_stat(result)
     return 0
@@ -81,7 +83,7 @@ def health(directory: Path, as_json: bool) -> int:
     """
     result = store_disk.health(directory)
     if as_json:
-        emit_json(result)
+        print_json(result)
     else:
         _draw_health(result)
     return 0 if result.is_well else 1
@@ -101,7 +103,7 @@ def show(directory: Path, name: str, as_json: bool) -> int:
     else:
         result = view(directory, find(directory, name))
     if as_json:
-        emit_json(result)
+        print_json(result)
     else:
         _draw_object(result)
     return 0 if result.object.problem is None else 1
@@ -129,7 +131,7 @@ def verify_command(directory: Path, is_repair: bool, as_json: bool) -> int:
         if is_repair:
             repair(directory, result)
     if as_json:
-        emit_json(result)
+        print_json(result)
     else:
         _draw_verification(result, is_repair=is_repair)
     return 1 if result.bad else 0
@@ -155,7 +157,7 @@ def purge_command(directory: Path, yes: bool, force: bool, as_json: bool) -> int
         return 2
     result = store_disk.purge(directory) if is_disk else purge(directory, force=force)
     if as_json:
-        emit_json(result)
+        print_json(result)
     else:
         _draw_purge(result)
     return 0
@@ -172,7 +174,7 @@ def compact(directory: Path, as_json: bool) -> int:
     store_disk.check_disk(directory)
     result = store_disk.compact(directory)
     if as_json:
-        emit_json(result)
+        print_json(result)
     else:
         given = size_text(result.bytes_before - result.bytes_after)
         click.echo(f"{result.objects} objects; {given} given back, {size_text(result.copied_bytes)} written for it")
@@ -204,7 +206,7 @@ def _capacity_bytes(directory: Path) -> int | None:
 
 def _draw_listing(result: Listing) -> None:
     columns = ("name", "fingerprint", "group", "rank", "depth", "tokens", "used", "size")
-    emit_table(columns, [_listed(row) for row in result.objects], numeric=6)
+    print_table(Table(columns, [_listed(row) for row in result.objects], numeric=6))
     shown = f"{len(result.objects)} of {result.total} objects"
     click.echo(shown if result.next is None else f"{shown}; more with --after {result.next}", err=True)
 
@@ -231,7 +233,7 @@ def _draw_stat(result: StoreStat) -> None:
     ]
     if result.oldest_age_s is not None and result.newest_age_s is not None:
         rows.append(("last used", f"{_age(result.oldest_age_s)} to {_age(result.newest_age_s)}"))
-    emit_table(("what", "value"), rows, title=result.directory)
+    print_table(Table(("what", "value"), rows, title=result.directory))
     shares = [
         (
             name,
@@ -244,13 +246,15 @@ def _draw_stat(result: StoreStat) -> None:
         for name, share in result.fingerprints.items()
     ]
     if shares:
-        emit_table(("fingerprint", "groups", "ranks", "objects", "tokens", "size"), shares, numeric=3)
+        print_table(Table(("fingerprint", "groups", "ranks", "objects", "tokens", "size"), shares, numeric=3))
 
 
 def _draw_health(result: store_disk.StoreHealth) -> None:
     status = result.status
     if status is None or result.age_s is None:
-        emit_table(("what", "value"), [("state", f"{result.state}; nothing was ever told")], title=result.directory)
+        print_table(
+            Table(("what", "value"), [("state", f"{result.state}; nothing was ever told")], title=result.directory)
+        )
         return
     use = {True: "", False: "", None: "; whether its session leaves it alone is in the metric kvtier_tier_up"}
     rows = [
@@ -265,7 +269,7 @@ def _draw_health(result: store_disk.StoreHealth) -> None:
         ("not written to spare the drive", f"{size_text(status.avoided_bytes)}{_per_day(status.write_bytes_per_day)}"),
         ("direct I/O", "yes" if status.direct_io else "no"),
     ]
-    emit_table(("what", "value"), rows, title=result.directory)
+    print_table(Table(("what", "value"), rows, title=result.directory))
 
 
 def _limit(status: DiskStatus) -> str:
@@ -288,7 +292,7 @@ def _draw_object(result: ObjectView) -> None:
     row = result.object
     rows = [("name", row.name), ("file", result.path), ("size", _bytes(row.size_bytes)), ("used", _date(row.used))]
     if row.problem is not None:
-        emit_table(("what", "value"), [*rows, ("bad", row.problem)])
+        print_table(Table(("what", "value"), [*rows, ("bad", row.problem)]))
         return
     rows += [
         ("fingerprint", row.fingerprint or ""),
@@ -299,7 +303,7 @@ def _draw_object(result: ObjectView) -> None:
         ("frame", f"version {result.version}, codec {result.codec}, header of {_bytes(result.header_bytes or 0)}"),
         ("payload", f"{_bytes(result.raw_bytes or 0)} in {result.layers} layers, {len(result.sections)} sections"),
     ]
-    emit_table(("what", "value"), rows)
+    print_table(Table(("what", "value"), rows))
     columns = ("codec", "checksum", "layer", "in payload at", "raw bytes", "in frame at", "stored bytes")
     sections = [
         (
@@ -318,7 +322,7 @@ def _draw_object(result: ObjectView) -> None:
         )
         for section in result.sections[:SECTIONS_SHOWN]
     ]
-    emit_table(columns, sections, numeric=5)
+    print_table(Table(columns, sections, numeric=5))
     if len(result.sections) > SECTIONS_SHOWN:
         click.echo(f"{SECTIONS_SHOWN} of {len(result.sections)} sections; all of them with --json", err=True)
 
@@ -326,7 +330,7 @@ def _draw_object(result: ObjectView) -> None:
 def _draw_verification(result: Verification, *, is_repair: bool) -> None:
     if result.bad_objects:
         rows = [(bad.name[:NAME_DIGITS], bad.reason, size_text(bad.size_bytes)) for bad in result.bad_objects]
-        emit_table(("name", "what is wrong", "size"), rows, numeric=1)
+        print_table(Table(("name", "what is wrong", "size"), rows, numeric=1))
     dropped = f", {result.dropped} dropped" if is_repair else ""
     click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {result.bad} bad{dropped}")
 

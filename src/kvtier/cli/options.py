@@ -34,7 +34,7 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
         """See `click.ParamType`."""
-        from kvtier.plan.files import check_writable
+        from kvtier.report.output import check_writable
 
         check_writable(param.opts[0] if param is not None else "file", Path(value))
         return super().convert(value, param, ctx)

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvtier.cli.options import OutputFile, tell_written
-from kvtier.cli.render import emit_json, emit_table
+from kvtier.report.output import print_json
+from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
     from kvtier.plan import Plan
     from kvtier.plan.stated import Stated
-    from kvtier.plan.tables import Table
+    from kvtier.report.table import Table
 
 COLUMN = 48
 """Assumptions are shown in two columns of this width, where they fit."""
@@ -91,14 +92,14 @@ def plan(
 
         write_report(report, result, stated)
     if plot is not None:
-        from kvtier.plan.pictures import write_plot
+        from kvtier.plan.report import write_plot
 
         write_plot(plot, result)
     tell_written(report, plot)
     if as_json:
         from kvtier.plan import as_dict
 
-        emit_json(as_dict(result, stated))
+        print_json(as_dict(result, stated))
         return
     _print(result, stated)
 
@@ -107,12 +108,12 @@ def _check_outputs(report: Path | None, plot: Path | None) -> None:
     """Refuse what cannot be written before anything is computed."""
     if report is None and plot is None:
         return
-    from kvtier.plan.files import check_library, check_picture
+    from kvtier.report.output import check_chart, check_matplotlib
 
     if report is not None:
-        check_library("--report")
+        check_matplotlib("--report")
     if plot is not None:
-        check_picture("--plot", plot)
+        check_chart("--plot", plot)
 
 
 def _print(result: "Plan", stated: "list[Stated] | None") -> None:
@@ -126,10 +127,7 @@ def _print(result: "Plan", stated: "list[Stated] | None") -> None:
         _wrapped(f"  source of {name}: {source}; read {date}", 4)
     for table in tables(result, stated):
         click.echo()
-        click.secho(table.title, bold=True)
-        emit_table(table.columns, table.rows, numeric=table.numeric)
-        if table.note:
-            _wrapped(table.note, 0)
+        print_table(table)
     click.echo()
     for sentence in verdict(result):
         _wrapped(sentence, 2)
@@ -179,13 +177,12 @@ def _list_hardware(as_json: bool) -> None:
 
     items = [it for kind in catalogue().values() for it in kind.values()]
     if as_json:
-        emit_json(
+        print_json(
             [{"kind": it.kind, "name": it.name, **it.values, "source": it.source, "date": it.date} for it in items]
         )
         return
     for table in hardware():
-        click.secho(table.title, bold=True)
-        emit_table(table.columns, table.rows, numeric=table.numeric)
+        print_table(table)
         click.echo()
     click.echo("Sources, and when they were read:")
     for source, date in dict.fromkeys((it.source, it.date) for it in items):

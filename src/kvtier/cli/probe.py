@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from kvtier.cli.options import OutputFile, WorkDirectory, tell_written
-from kvtier.cli.render import emit_json, emit_table, progress
+from kvtier.cli.progress import progress
 from kvtier.config.kinds import parse_seconds, parse_size
 from kvtier.errors import ConfigError
+from kvtier.report.output import print_json
+from kvtier.report.table import print_table
 
 if TYPE_CHECKING:
     from kvtier.bench.record import Setting
@@ -74,15 +76,15 @@ def probe(
     """
     from dataclasses import asdict
 
-    from kvtier.bench.record import make_record, write_record
+    from kvtier.bench.record import make_record
     from kvtier.config.loader import load
-    from kvtier.plan.files import check_library, check_picture
     from kvtier.probe.run import Probe, where_text
+    from kvtier.report.output import check_chart, check_matplotlib, write_json
 
     if report is not None:
-        check_library("--report")
+        check_matplotlib("--report")
     if plot is not None:
-        check_picture("--plot", plot)
+        check_chart("--plot", plot)
     loaded = load(file, flags=flags)
     effort, origins = _effort(quick, sizes, depths, seconds, write_bytes)
     it = Probe(loaded, directory, effort)
@@ -92,17 +94,17 @@ def probe(
     if record is not None:
         settings = {**origins, **_settings(loaded, directory)}
         made = make_record("probe", settings=settings, seed=None, results=asdict(result), directory=directory)
-        write_record(record, made)
+        write_json("--record", record, made)
     if report is not None:
         from kvtier.probe.report import write_report
 
         write_report(report, result)
     if plot is not None:
-        from kvtier.probe.pictures import write_plot
+        from kvtier.probe.report import write_plot
 
         write_plot(plot, result)
     if as_json:
-        emit_json(asdict(result))
+        print_json(asdict(result))
     else:
         _print(result)
     tell_written(report, plot, record)
@@ -172,10 +174,10 @@ def ended_by_signals() -> Generator[None]:
 
 
 def _print(result: "ProbeResult") -> None:
-    from kvtier.probe.tables import place_lines, table
+    from kvtier.probe.report import place_lines, table
 
     shown = table(result)
-    emit_table(shown.columns, shown.rows, shown.title, numeric=shown.numeric)
+    print_table(shown)
     for line in place_lines(result):
         click.echo(line)
     for text in result.skipped:

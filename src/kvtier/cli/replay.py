@@ -8,8 +8,9 @@ import click
 from click.core import ParameterSource
 
 from kvtier.cli.options import OutputFile
-from kvtier.cli.render import emit_json, emit_table
 from kvtier.cli.replay_ending import Ending
+from kvtier.report.output import print_json
+from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
     from kvtier.replay.hits import Outcome
@@ -127,9 +128,9 @@ def run(
     names = _names(policies)
     _check_given(has_tiers=bool(tiers))
     if report is not None:
-        from kvtier.plan.files import check_library
+        from kvtier.report.output import check_matplotlib
 
-        check_library("--report")
+        check_matplotlib("--report")
     if tiers:
         from kvtier.cli.replay_tiers import run_tiers
 
@@ -207,10 +208,10 @@ def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN40
 
     told = measure(packed_trace(trace, reading))
     if as_json:
-        emit_json(_plain(told))
+        print_json(_plain(told))
         return
     table = description_table(told)
-    emit_table(table.columns, table.rows, numeric=table.numeric)
+    print_table(table)
     for note in told.notes:
         click.echo(f"Note: {note}.")
 
@@ -248,7 +249,7 @@ def _names(text: str) -> list[str]:
     if names == ["help"]:
         known = {name: REFERENCES.get(name) for name in policy_names()}
         rows = [(name, it.help if it else "shipped with kvtier, or installed") for name, it in known.items()]
-        emit_table(("policy", "what it is"), rows)
+        print_table(Table(("policy", "what it is"), rows))
         raise click.exceptions.Exit(0)
     if not names:
         raise click.UsageError("--policy is empty; allowed: names, with commas between them")
@@ -292,7 +293,7 @@ def _print(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> None:
     for note in packed.notes:
         click.echo(f"  {note}")
     table = outcomes_table(bound, outcomes)
-    emit_table(table.columns, table.rows, numeric=table.numeric)
+    print_table(table)
 
 
 def _plain(told: "Description") -> dict[str, object]:

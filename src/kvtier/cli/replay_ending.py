@@ -7,7 +7,8 @@ from pathlib import Path
 from types import FrameType
 
 from kvtier.cli.options import tell_written
-from kvtier.cli.render import emit_json, progress
+from kvtier.cli.progress import progress
+from kvtier.report.output import print_json
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell would report it."""
@@ -65,5 +66,5 @@ class Ending:
             write_report(self.report)
             tell_written(self.report)
         if self.as_json:
-            emit_json(self._told if is_list or not self._told else self._told[0])
+            print_json(self._told if is_list or not self._told else self._told[0])
         return INTERRUPTED if self.was_stopped else 0

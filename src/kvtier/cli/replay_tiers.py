@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.render import emit_table
 from kvtier.cli.replay_ending import Ending
+from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
-    from kvtier.plan.tables import Table
     from kvtier.replay.outcome import Tiered
     from kvtier.replay.tiered import Setup
     from kvtier.trace.arrays import Packed
@@ -169,4 +168,4 @@ def _print_one(packed: "Packed", setup: "Setup", told: "Tiered", unplanned: "Tie
 
 
 def _emit(table: "Table") -> None:
-    emit_table(table.columns, table.rows, numeric=table.numeric)
+    print_table(table)

@@ -10,12 +10,14 @@ from typing import cast
 
 import click
 
-from kvtier.cli.render import emit_json, emit_table
+from kvtier.report.format import binary, decimal, exact
+from kvtier.report.output import print_json
+from kvtier.report.table import Table, print_table
 from kvtier.size import CHUNK_TOKENS, KvSize, Total, of
 from kvtier.size.catalogue import entries
 from kvtier.size.check import Verdict, check, published_cells
 from kvtier.size.sizes import reasons
-from kvtier.size.units import binary, decimal, exact, parse_count
+from kvtier.size.units import parse_count
 
 TOKENS = (4096, 131_072)
 """Session lengths shown without --tokens."""
@@ -89,7 +91,7 @@ def size(
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
     verdicts = [check(kv, figure, [(total.tokens, total.users) for total in totals]) for figure in figures]
     if as_json:
-        emit_json(_whole(_as_json(kv, totals, verdicts)))
+        print_json(_whole(_as_json(kv, totals, verdicts)))
     else:
         _print(kv, totals, verdicts)
     return 0
@@ -151,41 +153,47 @@ def _print(kv: KvSize, totals: list[Total], verdicts: list[Verdict]) -> None:
     _wrap(f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}", bold=True)
     _wrap(f"{model.source}{f', read {model.date}' if model.date else ''}")
     _gap()
-    emit_table(
-        ("layers", "kind", "KV heads", "head dim", "window", "bytes a token", "constant"),
-        [
-            (
-                str(layer.count),
-                layer.cache.kind,
-                *(_count(value) for value in (layer.cache.kv_heads, layer.cache.head_dim, layer.cache.window)),
-                exact(layer.bytes_per_token) if layer.bytes_per_token else "-",
-                binary(layer.bytes_per_session) if layer.bytes_per_session else "-",
-            )
-            for layer in kv.layers
-        ],
-        numeric=5,
+    print_table(
+        Table(
+            ("layers", "kind", "KV heads", "head dim", "window", "bytes a token", "constant"),
+            [
+                (
+                    str(layer.count),
+                    layer.cache.kind,
+                    *(_count(value) for value in (layer.cache.kv_heads, layer.cache.head_dim, layer.cache.window)),
+                    exact(layer.bytes_per_token) if layer.bytes_per_token else "-",
+                    binary(layer.bytes_per_session) if layer.bytes_per_session else "-",
+                )
+                for layer in kv.layers
+            ],
+            numeric=5,
+        )
     )
     _gap()
-    emit_table(
-        ("what", "bytes", "decimal", "binary"),
-        [(what, exact(count), decimal(count), binary(count)) for what, count in _sizes(kv)],
-        numeric=3,
+    print_table(
+        Table(
+            ("what", "bytes", "decimal", "binary"),
+            [(what, exact(count), decimal(count), binary(count)) for what, count in _sizes(kv)],
+            numeric=3,
+        )
     )
     _gap()
-    emit_table(
-        ("tokens", "users", "minimum", "", "all layers, all ranks", ""),
-        [
-            (
-                _count(total.tokens),
-                _count(total.users),
-                decimal(total.bytes_minimum),
-                binary(total.bytes_minimum),
-                decimal(total.bytes),
-                binary(total.bytes),
-            )
-            for total in totals
-        ],
-        numeric=6,
+    print_table(
+        Table(
+            ("tokens", "users", "minimum", "", "all layers, all ranks", ""),
+            [
+                (
+                    _count(total.tokens),
+                    _count(total.users),
+                    decimal(total.bytes_minimum),
+                    binary(total.bytes_minimum),
+                    decimal(total.bytes),
+                    binary(total.bytes),
+                )
+                for total in totals
+            ],
+            numeric=6,
+        )
     )
     _gap()
     for verdict in verdicts:
@@ -221,7 +229,7 @@ def _sizes(kv: KvSize) -> list[tuple[str, float]]:
 def _emit_published(*, as_json: bool) -> None:
     cells = published_cells()
     if as_json:
-        emit_json(_whole({"cells": [asdict(cell) for cell in cells]}))
+        print_json(_whole({"cells": [asdict(cell) for cell in cells]}))
         return
     for document in dict.fromkeys(cell.document for cell in cells):
         _wrap(document, bold=True)
@@ -229,7 +237,7 @@ def _emit_published(*, as_json: bool) -> None:
         rows = [
             (cell.row, cell.column, cell.printed, decimal(cell.bytes), binary(cell.bytes), cell.verdict) for cell in own
         ]
-        emit_table(("row", "column", "printed", "exact", "", "verdict"), rows)
+        print_table(Table(("row", "column", "printed", "exact", "", "verdict"), rows))
         _wrap_all(f"- {cell.row}, {cell.column}, {cell.printed}: {cell.because}" for cell in own if cell.because)
         click.echo()
     _wrap(
@@ -254,7 +262,7 @@ def _emit_list(*, as_json: bool) -> None:
             }
             for entry, kv in models
         ]
-        emit_json(_whole({"models": documents}))
+        print_json(_whole({"models": documents}))
         return
     rows = [
         (
@@ -266,7 +274,7 @@ def _emit_list(*, as_json: bool) -> None:
         )
         for entry, kv in models
     ]
-    emit_table(("model", "layers", "bytes a token", "growing", "constant"), rows, numeric=3)
+    print_table(Table(("model", "layers", "bytes a token", "growing", "constant"), rows, numeric=3))
 
 
 def _whole(value: object) -> object:

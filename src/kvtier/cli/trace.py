@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvtier.cli.options import OutputFile
-from kvtier.cli.render import progress
+from kvtier.cli.progress import progress
 from kvtier.cli.replay import packed_trace, reading_options
 
 _TOLD_EVERY = 4096

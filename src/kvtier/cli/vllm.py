@@ -7,7 +7,6 @@ from typing import cast
 
 import click
 
-from kvtier.cli.render import emit_json, emit_table
 from kvtier.config.kinds import Hidden
 from kvtier.config.loader import Loaded, load
 from kvtier.config.machine import check
@@ -17,6 +16,8 @@ from kvtier.connect.vllm.installed import CONNECTOR
 from kvtier.connect.vllm.internals import check_transfer_config
 from kvtier.connect.vllm.versions import check_engine, installed, is_tried
 from kvtier.errors import ConfigError
+from kvtier.report.output import print_json
+from kvtier.report.table import Table, print_table
 
 directory_option = click.option(
     "--dir", "directory", type=click.Path(path_type=Path), help="The store's directory: the setting directory.path."
@@ -158,7 +159,7 @@ def doctor(
     )
     is_bad = any(finding.level in {"error", "warning"} for finding in findings)
     if as_json:
-        emit_json({"ok": not is_bad, "findings": cast("object", [finding.plain() for finding in findings])})
+        print_json({"ok": not is_bad, "findings": cast("object", [finding.plain() for finding in findings])})
     else:
-        emit_table(("", "about", "what was found", "what to do"), [finding.row() for finding in findings])
+        print_table(Table(("", "about", "what was found", "what to do"), [finding.row() for finding in findings]))
     return 1 if is_bad else 0

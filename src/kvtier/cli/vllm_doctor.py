@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Literal, cast
 
 from kvtier.cli import store_disk
-from kvtier.cli.render import progress
+from kvtier.cli.progress import progress
 from kvtier.cli.store_verify import census
 from kvtier.cli.store_view import FINGERPRINT_DIGITS, StoreStat, statistics
 from kvtier.config.kinds import size_text

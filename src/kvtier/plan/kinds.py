@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from kvtier.config.kinds import Size, parse_size, size_text
-from kvtier.plan.words import bytes_text, power_text
+from kvtier.report.format import bytes_text, power_text
 
 
 @dataclass(frozen=True, slots=True)

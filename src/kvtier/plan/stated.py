@@ -7,7 +7,7 @@ from typing import Any
 from kvtier.plan.limits import in_users
 from kvtier.plan.planning import Plan, Side, make_plan
 from kvtier.plan.reading import STATED, example_tables
-from kvtier.plan.words import bytes_text, rate_text, share_text
+from kvtier.report.format import bytes_text, rate_text, share_text
 
 HOW = {
     "arithmetic": "follows from the set-up or from other figures here, by arithmetic",

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from kvtier.config.kinds import seconds_text
@@ -12,35 +11,22 @@ from kvtier.plan.limits import TTFT
 from kvtier.plan.planning import Plan, Side
 from kvtier.plan.sensitivity import STEP, Users
 from kvtier.plan.stated import HOW, Stated
-from kvtier.plan.words import (
-    NEVER,
+from kvtier.report.format import (
+    NONE,
     bytes_text,
     count_text,
     digits,
-    load_text,
-    price_text,
     rate_text,
     ratio_text,
     share_text,
     time_text,
 )
+from kvtier.report.table import Table
 
 LEVERS = 12
 """How many inputs the table of what matters most has."""
 _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 _PLACES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A table with its title and what to know about it."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numeric: int
-    """Columns, counted from the last, that are aligned right."""
-    note: str = ""
 
 
 def heading(plan: Plan) -> str:
@@ -103,7 +89,7 @@ def verdict(plan: Plan) -> list[str]:
     alone, tiered, unit = plan.alone, plan.tiered, _unit(plan)
     limit_s = plan.inputs.target.ttft_s
     ratio = ratio_text(tiered.users_at_ttft, alone.users_at_ttft)
-    gain = f" ({ratio})" if ratio != NEVER else ""
+    gain = f" ({ratio})" if ratio != NONE else ""
     told = [
         (
             f"Within {limit_s:g} s to the first token: {_load(plan, alone.users_at_ttft)} {unit} with GPU memory "
@@ -154,6 +140,11 @@ def _load(plan: Plan, load: float) -> str:
     return load_text(load, is_users=plan.setup.demand.has_users)
 
 
+def load_text(load: float, *, is_users: bool) -> str:
+    """A load in whole users, or in queries a second."""
+    return count_text(load) if is_users or math.isinf(load) else digits(load)
+
+
 def tables(plan: Plan, stated: list[Stated] | None = None) -> Iterator[Table]:
     """Every table of a plan, in the order in which they are read."""
     yield _buys(plan)
@@ -167,7 +158,7 @@ def tables(plan: Plan, stated: list[Stated] | None = None) -> Iterator[Table]:
     if plan.levers:
         yield _levers(plan)
     if stated:
-        yield _stated(stated)
+        yield stated_table(stated)
 
 
 def _buys(plan: Plan) -> Table:
@@ -189,20 +180,18 @@ def _buys(plan: Plan) -> Table:
         _row(plan, f"output tokens/s at {asked}", lambda it: it.output_tokens_per_s, digits),
         _row(plan, f"GPUs for {asked}", lambda it: it.gpus_needed, lambda it: f"{it:,.0f}"),
         _row(plan, f"power at {asked}", lambda it: it.cost.watts, lambda it: f"{it / 1000:,.2f} kW"),
-        _row(plan, "output tokens/s per watt", lambda it: it.cost.tokens_per_s_per_watt, price_text),
+        _row(plan, "output tokens/s per watt", lambda it: it.cost.tokens_per_s_per_watt, digits),
     ]
     if plan.tiered.cost.per_hour is not None:
         rows += [
-            _row(plan, f"per hour, {currency}", lambda it: it.cost.per_hour, price_text),
-            _row(
-                plan, f"per million output tokens, {currency}", lambda it: it.cost.per_million_output_tokens, price_text
-            ),
-            _row(plan, f"per million tokens in and out, {currency}", lambda it: it.cost.per_million_tokens, price_text),
+            _row(plan, f"per hour, {currency}", lambda it: it.cost.per_hour, digits),
+            _row(plan, f"per million output tokens, {currency}", lambda it: it.cost.per_million_output_tokens, digits),
+            _row(plan, f"per million tokens in and out, {currency}", lambda it: it.cost.per_million_tokens, digits),
             _row(
                 plan,
                 f"output tokens/s for 1,000 {currency}",
                 lambda it: None if it.cost.tokens_per_s_per_price is None else it.cost.tokens_per_s_per_price * 1000,
-                price_text,
+                digits,
             ),
         ]
     missing = plan.tiered.cost.missing
@@ -222,8 +211,8 @@ def _row(
     before, after = of(plan.alone), of(plan.tiered)
     return (
         name,
-        NEVER if before is None else text(before),
-        NEVER if after is None else text(after),
+        NONE if before is None else text(before),
+        NONE if after is None else text(after),
         ratio_text(after, before),
     )
 
@@ -237,8 +226,8 @@ def _tiers(plan: Plan) -> Table:
             count_text(it.sessions),
             time_text(it.residence_s),
             share_text(it.found),
-            rate_text(it.read_bytes_per_s) if it.provided_bytes_per_s else NEVER,
-            rate_text(it.write_bytes_per_s) if it.provided_bytes_per_s else NEVER,
+            rate_text(it.read_bytes_per_s) if it.provided_bytes_per_s else NONE,
+            rate_text(it.write_bytes_per_s) if it.provided_bytes_per_s else NONE,
         )
         for it in plan.tiers
     ]
@@ -346,7 +335,7 @@ def _break_evens(plan: Plan) -> Table:
             _PLACES[it.place],
             it.instead_of,
             f"{time_text(it.per_price_ratio_s)} x price of a {it.saved_unit} / {it.unit}",
-            NEVER if it.residence_s is None else time_text(it.residence_s),
+            NONE if it.residence_s is None else time_text(it.residence_s),
         )
         for it in plan.break_evens
     ]
@@ -384,18 +373,18 @@ def _levers(plan: Plan) -> Table:
 
 
 def _users_text(plan: Plan, users: Users | None, of: Callable[[Users], float]) -> str:
-    return NEVER if users is None else _load(plan, of(users))
+    return NONE if users is None else _load(plan, of(users))
 
 
-def _stated(stated: list[Stated]) -> Table:
-    rows = [(it.text, it.show(it.stated), it.show(it.computed), f"{it.off:+.0%}", it.how) for it in stated]
-    return Table(
-        title="What the source states, and what the plan says",
-        columns=("stated", "there", "here", "off", ""),
-        rows=tuple(rows),
-        numeric=0,
-        note="; ".join(f"{word}: {meaning}" for word, meaning in HOW.items()) + ".",
-    )
+def stated_table(stated: list[Stated], *, with_notes: bool = False) -> Table:
+    """What the example's source states against what the plan computes."""
+    columns = ("stated", "there", "here", "off", "", *(("why",) if with_notes else ()))
+    rows = [
+        (it.text, it.show(it.stated), it.show(it.computed), f"{it.off:+.0%}", it.how, it.note)[: len(columns)]
+        for it in stated
+    ]
+    note = "; ".join(f"{word}: {meaning}" for word, meaning in HOW.items())
+    return Table(columns, rows, title="What the source states, and what the plan computes", note=f"{note}.")
 
 
 def assumptions(plan: Plan) -> Table:
@@ -444,7 +433,7 @@ def hardware() -> Iterator[Table]:
 def _figures(item: Item) -> Iterator[str]:
     for key, value in item.values.items():
         if key == "flops":
-            yield from (digits(value[form] / 1e12) if form in value else NEVER for form in ("bf16", "fp8"))
+            yield from (digits(value[form] / 1e12) if form in value else NONE for form in ("bf16", "fp8"))
         elif key.endswith("bytes_per_s"):
             yield f"{bytes_text(value)}/s"
         else:

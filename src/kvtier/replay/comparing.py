@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kvtier.plan.tables import Table
 from kvtier.policy.registry import make_evictor
 from kvtier.replay.journal import Journal
 from kvtier.replay.outcome import Tiered
 from kvtier.replay.parallel import nobody, replay_all
 from kvtier.replay.tiered import Setup, replay_tiers
+from kvtier.report.table import Table
 from kvtier.trace.arrays import Packed
 
 

@@ -1,59 +1,154 @@
-"""Replays as one HTML file that needs nothing else."""
+"""The HTML report of replays through one cache, and parts that the report of tiers uses too."""
+# matplotlib's own stubs leave keyword arguments without a type:
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvtier.plan.files import write_whole
-from kvtier.replay.pictures import PICTURES
-from kvtier.replay.sheet import figures_html, notes_html, section, sheet
-from kvtier.replay.tables import CONVENTION, Replayed, description_table, outcomes_table, tokens_text
+import numpy as np
 
-CAPTIONS = {
-    "capacity": "Dashed is Belady's bound for whole prefixes, dotted a cache without end.",
-    "intervals": "Accesses to blocks that were used before, by the time since.",
-    "working-set": "Distinct blocks since the start, and those that are used within one part of the time.",
-    "demand": "What no cache could have had is what must be computed at least.",
-}
+from kvtier.replay.tables import CONVENTION, Replayed, description_table, outcomes_table
+from kvtier.report.chart import Chart, Charts, Colours, figures_html
+from kvtier.report.format import short_count
+from kvtier.report.output import write_file
+from kvtier.report.page import list_html, page_html, paragraphs_html, section_html, table_html, tiles_html
+from kvtier.trace.stats import Description
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_HUES = ("gpu", "disk", "shared", "host", "ink")
+_DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+_INTERVAL_LEAST_S = 0.1
+_OWN = {"default": "tiered", "lru": "alone"}
 
 
 def write_report(path: Path, replayed: Sequence[Replayed]) -> None:
-    """Write the report, whole or not at all.
+    """Write the HTML report.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_whole("--report", path, render_report(replayed, datetime.now(UTC)).encode())
+    write_file("--report", path, render_report(replayed))
 
 
-def render_report(replayed: Sequence[Replayed], made: datetime) -> str:
-    """The whole page."""
-    return sheet(
-        [it.description for it in replayed],
-        [_trace(it, number) for number, it in enumerate(replayed)],
-        heading="Replay of {}",
-        command="kvtier replay",
-        intro=CONVENTION,
+def render_report(replayed: Sequence[Replayed], made: datetime | None = None) -> str:
+    """The HTML of the report."""
+    return page_html(
+        "kvtier replay",
+        f"Replay of {trace_names([it.description for it in replayed])}",
+        paragraphs_html([CONVENTION]),
+        *(_replay_html(it, f"t{number}-") for number, it in enumerate(replayed)),
         made=made,
     )
 
 
-def _trace(replayed: Replayed, number: int) -> str:
-    told = replayed.description
-    told_of = section(
-        told.name,
-        tiles=_tiles(replayed),
-        figures=figures_html(PICTURES, CAPTIONS, replayed, f"t{number}-"),
-        tables=(outcomes_table(replayed.bound, replayed.outcomes), description_table(told)),
-    )
-    return told_of + notes_html(told)
-
-
-def _tiles(replayed: Replayed) -> list[tuple[str, str]]:
-    told = replayed.description
-    return [
-        (f"{told.requests:,}", f"requests in {told.duration_s:,.0f} s"),
-        (tokens_text(told.input_tokens), "input tokens"),
-        (f"{replayed.bound:.1%}", "of them seen before: what a cache without end hits"),
-        (tokens_text(told.unique_tokens), "tokens in distinct blocks"),
+def _replay_html(replayed: Replayed, prefix: str) -> str:
+    trace = replayed.description
+    tiles = [
+        (f"{trace.requests:,}", f"requests in {trace.duration_s:,.0f} s"),
+        (short_count(trace.input_tokens), "input tokens"),
+        (f"{replayed.bound:.1%}", "of them seen before: the hit rate of an infinite cache"),
+        (short_count(trace.unique_tokens), "tokens in distinct blocks"),
     ]
+    return (
+        section_html(trace.name, tiles_html(tiles), figures_html(CHARTS, replayed, prefix))
+        + table_html(outcomes_table(replayed.bound, replayed.outcomes))
+        + trace_html(trace)
+    )
+
+
+def trace_names(descriptions: Sequence[Description]) -> str:
+    """The files' names, each once."""
+    return ", ".join(dict.fromkeys(Path(it.name).name for it in descriptions))
+
+
+def trace_html(trace: Description) -> str:
+    """The statistics of a trace, its warnings and notes."""
+    return table_html(description_table(trace)) + list_html([*trace.warnings, *trace.notes])
+
+
+def _draw_capacity(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
+    by_policy: dict[str, list[tuple[float, float]]] = {}
+    for it in replayed.outcomes:
+        if it.capacity_tokens is not None:
+            by_policy.setdefault(it.policy, []).append((it.capacity_tokens, it.hit_rate))
+    others = 0
+    for policy, points in by_policy.items():
+        x, y = zip(*sorted(points), strict=True)
+        if policy == "min":
+            axes.plot(x, y, color=colours["soft"], linestyle=(0, (5, 3)), marker="o", markersize=3, label="min (bound)")
+            continue
+        if policy in _OWN:
+            colour, dash = colours[_OWN[policy]], "-"
+        else:
+            colour, dash = colours[_HUES[others % len(_HUES)]], _DASHES[others // len(_HUES) % len(_DASHES)]
+            others += 1
+        axes.plot(x, y, color=colour, linestyle=dash, marker="o", markersize=4, label=policy)
+    axes.axhline(replayed.bound, color=colours["soft"], linewidth=1.2, linestyle=":", label="infinite cache")
+    axes.set(xscale="log", xlabel="tokens of capacity", ylabel="hit rate of tokens", ylim=(0, None))
+    axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
+    axes.legend(loc="best")
+
+
+def _draw_intervals(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
+    draw_intervals(axes, replayed.description, colours)
+
+
+def draw_intervals(axes: "Axes", description: Description, colours: Colours) -> None:
+    """The distribution of reuse intervals; also used by the report of tiers."""
+    it = description.intervals
+    total = it.counts.sum()
+    if not total:
+        axes.text(0.5, 0.5, "nothing is reused", transform=axes.transAxes, ha="center", color=colours["soft"])
+        return
+    share = np.cumsum(it.counts) / total
+    shown = (it.seconds >= _INTERVAL_LEAST_S) & (share > 0.001) & (share < 0.9999)
+    if not shown.any():
+        shown = it.counts > 0
+    axes.plot(it.seconds[shown], share[shown], color=colours["tiered"])
+    axes.set(xscale="log", xlabel="seconds since the last use", ylabel="share of reuse within", ylim=(0, 1))
+
+
+def _draw_working_set(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
+    it = replayed.description.over_time
+    minutes = (np.arange(len(it.unique_tokens)) + 1) * it.bin_s / 60
+    axes.plot(minutes, it.unique_tokens, color=colours["disk"], label="distinct so far")
+    axes.plot(minutes, it.used_tokens, color=colours["tiered"], label=f"used within {it.bin_s:,.0f} s")
+    axes.set(xlabel="minutes", ylabel="tokens", ylim=(0, None))
+    axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
+    axes.legend(loc="upper left")
+
+
+def _draw_demand(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
+    it = replayed.description.over_time
+    minutes = (np.arange(len(it.input_tokens)) + 0.5) * it.bin_s / 60
+    per_s = max(it.bin_s, 1e-9)
+    axes.plot(minutes, it.input_tokens / per_s, color=colours["gpu"], label="asked for")
+    axes.plot(minutes, it.new_tokens / per_s, color=colours["tiered"], label="never seen before")
+    axes.set(xlabel="minutes", ylabel="input tokens a second", ylim=(0, 1.25 * float(it.input_tokens.max()) / per_s))
+    axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
+    axes.legend(loc="upper right")
+
+
+INTERVALS_CAPTION = "Accesses to blocks that were used before, by the time since the last use."
+CHARTS: Charts[Replayed] = {
+    "capacity": Chart(
+        "Hit rate against capacity",
+        _draw_capacity,
+        "Dashed: Belady's bound for whole prefixes. Dotted: an infinite cache.",
+    ),
+    "intervals": Chart("Reuse intervals", _draw_intervals, INTERVALS_CAPTION),
+    "working-set": Chart(
+        "Working set over time",
+        _draw_working_set,
+        "Distinct blocks since the start, and blocks that are used within one interval.",
+    ),
+    "demand": Chart(
+        "Demand over time",
+        _draw_demand,
+        "Tokens that were never seen before must be computed with any cache.",
+    ),
+}

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.plan.tables import Table
 from kvtier.replay.links import TierSpec
 from kvtier.replay.outcome import Latency, Tiered
 from kvtier.replay.speeds import DEFAULTS, OTHERS, UNKNOWN, Part, Probed, Speeds, find_part
-from kvtier.replay.tables import tokens_text
 from kvtier.replay.tiered import HOST, Setup
-from kvtier.size.units import binary, decimal, parse_figure
+from kvtier.report.format import binary, decimal, short_count
+from kvtier.report.table import Table
+from kvtier.size.units import parse_figure
 from kvtier.trace.stats import Description
 
 _TIME = re.compile(r"([0-9.]{1,12}) ?(us|ms|s)", re.ASCII)
@@ -159,7 +159,7 @@ def tiers_table(told: Tiered) -> Table:
             it.name,
             binary(it.capacity_bytes),
             f"{it.hit_rate:.4f}",
-            tokens_text(it.hit_tokens),
+            short_count(it.hit_tokens),
             decimal(it.reads.total_bytes),
             f"{_rate(it.reads.mean_bytes_per_s)} / {_rate(it.reads.peak_together_bytes_per_s)}",
             f"{it.reads.used_share:.0%}",
@@ -190,7 +190,7 @@ def planning_table(told: Tiered) -> Table:
     it = told.planning
 
     def tokens(count: int) -> str:
-        return f"{tokens_text(count)} ({count / told.input_tokens:.1%} of the input)"
+        return f"{short_count(count)} ({count / told.input_tokens:.1%} of the input)"
 
     rows = (
         ("requests that found something", f"{it.requests:,}"),

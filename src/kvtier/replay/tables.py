@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.plan.tables import Table
 from kvtier.replay.hits import Outcome
+from kvtier.report.format import share_text, short_count
+from kvtier.report.table import Table
 from kvtier.trace.stats import Description
 
 CONVENTION = (
@@ -29,11 +30,11 @@ def outcomes_table(bound: float, outcomes: Sequence[Outcome]) -> Table:
     rows = tuple(
         (
             it.policy,
-            tokens_text(it.capacity_tokens),
+            short_count(it.capacity_tokens),
             f"{it.hit_rate:.4f}",
             f"{it.hit_rate / bound:.1%}" if bound else "-",
-            tokens_text(it.hit_tokens),
-            tokens_text(it.written_tokens),
+            short_count(it.hit_tokens),
+            short_count(it.written_tokens),
             f"{it.evictions:,}",
         )
         for it in outcomes
@@ -58,12 +59,12 @@ def description_table(told: Description) -> Table:
         ("unique tokens", "-" if told.unique_tokens is None else f"{told.unique_tokens:,}"),
         ("hit rate without end", "-" if told.infinite_hit_rate is None else f"{told.infinite_hit_rate:.4f}"),
         ("the same, second half of the requests", "-" if late is None else f"{late:.4f}"),
-        ("blocks used once", _share(told.used_once)),
-        ("reuse that the top 1 % of blocks have", _share(told.top_reuse)),
+        ("blocks used once", share_text(told.used_once)),
+        ("reuse that the top 1 % of blocks have", share_text(told.top_reuse)),
         ("reuse interval, median", _seconds(told.interval_p50_s)),
         ("reuse interval, 90 %", _seconds(told.interval_p90_s)),
         ("reuse interval, 99 %", _seconds(told.interval_p99_s)),
-        ("first turns", _share(told.first_turns)),
+        ("first turns", share_text(told.first_turns)),
         ("written for each token read, without end", _ratio(told.written_per_read)),
     ]
     rows += [
@@ -72,20 +73,6 @@ def description_table(told: Description) -> Table:
     ]
     rows += [("blocks that follow another than before", f"{told.prefix_violations:,}")] * bool(told.prefix_violations)
     return Table(title="The trace", columns=("", "value"), rows=tuple(rows), numeric=1)
-
-
-def tokens_text(count: float | None) -> str:
-    """A number of tokens, short; None is without limit."""
-    if count is None:
-        return "inf"
-    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= factor:
-            return f"{count / factor:,.4g}{unit}"
-    return f"{count:,.0f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def _seconds(value: float | None) -> str:

@@ -1,101 +1,273 @@
-"""Tiered replays as one HTML file that needs nothing else."""
+"""The HTML report of replays through tiers."""
+# matplotlib's own stubs leave keyword arguments without a type:
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvtier.plan.files import write_whole
-from kvtier.plan.page import table_html
+import numpy as np
+
 from kvtier.replay.comparing import comparison_table
-from kvtier.replay.outcome import Tiered
-from kvtier.replay.sheet import figures_html, notes_html, section, sheet
+from kvtier.replay.outcome import QUANTILES, OverTime, Tiered
+from kvtier.replay.report import INTERVALS_CAPTION, draw_intervals, trace_html, trace_names
 from kvtier.replay.stating import TieredReplay, planning_table, stated_table, tiers_table, ttft_table
-from kvtier.replay.tables import description_table
-from kvtier.replay.tiered_pictures import PICTURES
-from kvtier.size.units import decimal
+from kvtier.replay.tiered import HOST
+from kvtier.report.chart import Chart, Charts, Colours, figures_html
+from kvtier.report.format import decimal, short_count
+from kvtier.report.output import write_file
+from kvtier.report.page import page_html, paragraphs_html, section_html, table_html, tiles_html
 
-CAPTIONS = {
-    "stack": "By the arrival of the requests. What is stored and computed all the same was expected to be sooner so.",
-    "total": "Tokens of prompts by the place where their KV lay; light is what had to be computed.",
-    "ttft": "The same requests on the same nodes, with tiers and with everything computed.",
-    "demand": "All nodes together. A link that is always busy shows its own speed: to see what would be asked of it, "
-    "give it more.",
-    "depth": "Transfers on all links of a tier together, mean of each part of the time.",
-    "working-set": "Dotted: all blocks that were used so far.",
-    "intervals": "Accesses to blocks that were used before, by the time since.",
-}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INTRO = (
+    "The product's own core and planner on each node, in virtual time. The engine's own prefix cache is not modelled: "
+    "every hit is a load."
+)
+_OTHERS = ("shared", "gpu", "tiered")
+"""Colours of tiers that are neither host memory nor disk."""
+_MINUTE_S = 60.0
 
 
 def write_tiered_report(path: Path, replayed: Sequence[TieredReplay]) -> None:
-    """Write the report, whole or not at all.
+    """Write the HTML report.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_whole("--report", path, render_tiered_report(replayed, datetime.now(UTC)).encode())
+    write_file("--report", path, render_tiered_report(replayed))
 
 
-def render_tiered_report(replayed: Sequence[TieredReplay], made: datetime) -> str:
-    """The whole page."""
-    by_trace = [list(those) for _, those in groupby(replayed, key=lambda it: id(it.description))]
-    return sheet(
-        [those[0].description for those in by_trace],
-        [_trace(those, f"t{number}") for number, those in enumerate(by_trace)],
-        heading="{} through tiers",
-        command="kvtier replay --tier",
-        intro="The product's own core and planner on each node, in virtual time. The engine's own prefix cache is not "
-        "modelled: every hit is a load.",
+def render_tiered_report(replayed: Sequence[TieredReplay], made: datetime | None = None) -> str:
+    """The HTML of the report."""
+    traces = [list(group) for _, group in groupby(replayed, lambda it: id(it.description))]
+    return page_html(
+        "kvtier replay --tier",
+        f"{trace_names([it.description for it in replayed])} through tiers",
+        paragraphs_html([INTRO]),
+        *(_trace_html(group, f"t{number}-") for number, group in enumerate(traces)),
         made=made,
     )
 
 
-def _trace(replayed: Sequence[TieredReplay], prefix: str) -> str:
-    told = replayed[0].description
-    beside = table_html(comparison_table({it.setup: it.outcome for it in replayed})) if len(replayed) > 1 else ""
-    sections = [
-        section(
-            told.name,
-            circumstances=_circumstances(it),
-            tiles=_tiles(it.outcome),
-            figures=figures_html(PICTURES, CAPTIONS, it, f"{prefix}s{number}-"),
-            tables=(
-                ttft_table(it.outcome),
-                tiers_table(it.outcome),
-                planning_table(it.outcome),
-                stated_table(it.setup),
+def _trace_html(replayed: Sequence[TieredReplay], prefix: str) -> str:
+    parts: list[str] = []
+    if len(replayed) > 1:
+        parts.append(table_html(comparison_table({it.setup: it.outcome for it in replayed})))
+    for number, it in enumerate(replayed):
+        parts += [
+            section_html(
+                it.description.name,
+                paragraphs_html([_circumstances(it)]),
+                tiles_html(_tiles(it.outcome)),
+                figures_html(CHARTS, it, f"{prefix}s{number}-"),
             ),
-        )
-        for number, it in enumerate(replayed)
-    ]
-    return "\n".join([beside, *sections, table_html(description_table(told)), notes_html(told)])
+            table_html(ttft_table(it.outcome)),
+            table_html(tiers_table(it.outcome)),
+            table_html(planning_table(it.outcome)),
+            table_html(stated_table(it.setup)),
+        ]
+    return "\n".join([*parts, trace_html(replayed[0].description)])
 
 
 def _circumstances(replayed: TieredReplay) -> str:
-    setup, told = replayed.setup, replayed.outcome
-    nodes = f"{told.nodes:,} nodes, router {setup.router}" if told.nodes > 1 else "One node"
-    cut = "" if told.is_complete else " Broken off: only the requests until then."
+    setup, outcome = replayed.setup, replayed.outcome
+    nodes = f"{outcome.nodes:,} nodes, router {setup.router}" if outcome.nodes > 1 else "One node"
+    cut = "" if outcome.is_complete else " Interrupted: only the requests until then."
     return (
-        f"{nodes}, {told.servers} prompts at a time on each; {replayed.model}, {setup.token_bytes:,.0f} bytes a token; "
-        f"eviction {setup.evictor}, write policy {setup.write_policy.value}.{cut}"
+        f"{nodes}, {outcome.servers} prompts at a time on each; {replayed.model}, {setup.token_bytes:,.0f} bytes a "
+        f"token; eviction {setup.evictor}, write policy {setup.write_policy.value}.{cut}"
     )
 
 
-def _tiles(told: Tiered) -> list[tuple[str, str]]:
-    without_s = told.ttft_without.mean_s
-    gain = without_s / max(told.ttft.mean_s, 1e-9)
-    lowest = told.tiers[-1]
+def _tiles(outcome: Tiered) -> list[tuple[str, str]]:
+    without_s = outcome.ttft_without.mean_s
+    gain = without_s / max(outcome.ttft.mean_s, 1e-9)
+    lowest = outcome.tiers[-1]
     rated = "" if lowest.rated_writes_per_day is None else f"; rated for {lowest.rated_writes_per_day:g}"
     return [
-        (f"{told.hit_rate:.1%}", f"of {told.requests:,} requests' input tokens loaded"),
+        (f"{outcome.hit_rate:.1%}", f"of {outcome.requests:,} requests' input tokens loaded"),
         (
-            f"{told.ttft.mean_s:.3g} s",
-            f"mean time to first token; {told.ttft_without.mean_s:.3g} s without ({gain:.2g}x)",
+            f"{outcome.ttft.mean_s:.3g} s",
+            f"mean time to first token; {outcome.ttft_without.mean_s:.3g} s without ({gain:.2g}x)",
         ),
-        (f"{told.busy_share:.0%}", f"of the time prefill is busy; {told.busy_share_without:.0%} without"),
+        (f"{outcome.busy_share:.0%}", f"of the time prefill is busy; {outcome.busy_share_without:.0%} without"),
         (
             f"{lowest.drive_writes_per_day:,.2f}",
             f"drive writes a day of {lowest.name}, {decimal(lowest.writes.total_bytes)} in the trace{rated}",
         ),
-        (f"{told.planning.regret_s:,.1f} s", "regret of all plans together, against each request's best split"),
+        (f"{outcome.planning.regret_s:,.1f} s", "regret of all plans together, against each request's best split"),
     ]
+
+
+def _minutes(over_time: OverTime, *, at: float) -> list[float]:
+    """The times of all parts: 0.5 is a part's middle, 1 its end."""
+    count = len(over_time.input_tokens_per_s)
+    return [(place + at) * over_time.part_s / _MINUTE_S for place in range(count)]
+
+
+def _hues(replayed: TieredReplay, colours: Colours) -> dict[str, str]:
+    names = [it.name for it in replayed.setup.tiers]
+    others = [name for name in names if name not in (HOST, "disk")]
+    picked = {name: _OTHERS[place % len(_OTHERS)] for place, name in enumerate(others)}
+    return {name: colours[picked.get(name, name)] for name in names}
+
+
+def _sources(replayed: TieredReplay) -> list[tuple[str, Sequence[float]]]:
+    """Name and tokens a second of each source of prompt tokens; computed tokens come last."""
+    over_time = replayed.outcome.over_time
+    parts: list[tuple[str, Sequence[float]]] = [(name, it.hit_tokens_per_s) for name, it in over_time.tiers.items()]
+    loaded = np.sum([it for _, it in parts], axis=0)
+    skipped = np.asarray(over_time.skipped_tokens_per_s)
+    computed = np.maximum(np.asarray(over_time.input_tokens_per_s) - loaded - skipped, 0.0)
+    return [*parts, ("cached, but computed", skipped.tolist()), ("computed", computed.tolist())]
+
+
+def _source_colours(replayed: TieredReplay, colours: Colours) -> list[str]:
+    return [*_hues(replayed, colours).values(), colours["soft"], colours["line"]]
+
+
+def _draw_stack(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
+    sources = _sources(replayed)
+    minutes = _minutes(replayed.outcome.over_time, at=0.5)
+    names = [name for name, _ in sources]
+    values = [list(it) for _, it in sources]
+    axes.stackplot(minutes, values, labels=names, colors=_source_colours(replayed, colours), linewidth=0)
+    most = max(replayed.outcome.over_time.input_tokens_per_s)
+    axes.set(xlabel="minutes", ylabel="input tokens a second", ylim=(0, 1.35 * most), xlim=(0, None))
+    axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
+    axes.legend(loc="upper right", ncols=2)
+
+
+def _draw_total(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
+    part_s = replayed.outcome.over_time.part_s
+    sources = _sources(replayed)
+    tokens = [sum(it) * part_s for _, it in sources]
+    names = [name for name, _ in sources]
+    axes.barh(names, tokens, color=_source_colours(replayed, colours))
+    total = max(sum(tokens), 1.0)
+    for place, count in enumerate(tokens):
+        axes.annotate(
+            f"{count / total:.1%}",
+            (count, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            color=colours["ink"],
+        )
+    axes.invert_yaxis()
+    axes.set(xlabel="input tokens", xlim=(0, 1.15 * max(*tokens, 1.0)))
+    axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
+
+
+def _draw_demand(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
+    outcome = replayed.outcome
+    minutes = _minutes(outcome.over_time, at=0.5)
+    most = 0.0
+    for tier, colour in zip(outcome.tiers, _hues(replayed, colours).values(), strict=True):
+        over_time = outcome.over_time.tiers[tier.name]
+        for what, series, use, dash in (
+            ("to the engine" if tier.name == HOST else "reads", over_time.read_bytes_per_s, tier.reads, "-"),
+            (
+                "from the engine" if tier.name == HOST else "writes",
+                over_time.written_bytes_per_s,
+                tier.writes,
+                (0, (4, 2)),
+            ),
+        ):
+            name = (
+                f"{tier.name} {what}: {decimal(use.mean_bytes_per_s)}/s mean, "
+                f"{decimal(use.peak_together_bytes_per_s)}/s peak"
+            )
+            axes.plot(minutes, series, color=colour, linestyle=dash, linewidth=1.5, label=name)
+            most = max(most, *series)
+    axes.set(
+        xlabel="minutes", ylabel="bytes a second", ylim=(0, (1.2 + 0.16 * len(outcome.tiers)) * most), xlim=(0, None)
+    )
+    axes.yaxis.set_major_formatter(lambda value, _: decimal(value))
+    axes.legend(loc="upper right")
+
+
+def _draw_depth(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
+    outcome = replayed.outcome
+    minutes = _minutes(outcome.over_time, at=0.5)
+    for tier, colour in zip(outcome.tiers, _hues(replayed, colours).values(), strict=True):
+        over_time = outcome.over_time.tiers[tier.name]
+        reads, writes = ("to the engine", "from the engine") if tier.name == HOST else ("reads", "writes")
+        axes.plot(minutes, over_time.read_depth, color=colour, linewidth=1.5, label=f"{tier.name} {reads}")
+        axes.plot(
+            minutes,
+            over_time.write_depth,
+            color=colour,
+            linewidth=1.5,
+            linestyle=(0, (4, 2)),
+            label=f"{tier.name} {writes}",
+        )
+    axes.set(xlabel="minutes", ylabel="transfers under way or waiting", ylim=(0, None), xlim=(0, None))
+    axes.set_ylim(top=1.3 * axes.get_ylim()[1])
+    axes.legend(loc="upper right", ncols=2)
+
+
+def _draw_working_set(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
+    over_time, trace = replayed.outcome.over_time, replayed.description.over_time
+    token_bytes = replayed.setup.token_bytes
+    minutes = (np.arange(len(trace.unique_tokens)) + 1) * trace.bin_s / _MINUTE_S
+    axes.plot(minutes, trace.unique_tokens * token_bytes, color=colours["soft"], linestyle=":", label="distinct so far")
+    used = f"used within {trace.bin_s:,.0f} s"
+    axes.plot(minutes, trace.used_tokens * token_bytes, color=colours["tiered"], linewidth=1.5, label=used)
+    for (name, it), colour in zip(over_time.tiers.items(), _hues(replayed, colours).values(), strict=True):
+        axes.plot(_minutes(over_time, at=1.0), it.held_bytes, color=colour, label=f"held by {name}")
+    axes.set(xlabel="minutes", ylabel="KV", ylim=(0, None), xlim=(0, None))
+    axes.yaxis.set_major_formatter(lambda value, _: decimal(value))
+    axes.legend(loc="upper left")
+
+
+def _draw_ttft(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
+    outcome = replayed.outcome
+    share = np.linspace(0, 1, QUANTILES + 1)
+    for name, it, colour in (
+        ("everything computed", outcome.ttft_without, colours["alone"]),
+        ("with tiers", outcome.ttft, colours["tiered"]),
+    ):
+        label = f"{name}: {it.p50_s:.3g} s median, {it.p99_s:.3g} s p99"
+        axes.plot(np.maximum(it.quantiles_s, 1e-4), share, color=colour, label=label)
+    axes.set(xscale="log", xlabel="seconds to the first token", ylabel="share of requests within", ylim=(0, 1.2))
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.legend(loc="upper left")
+
+
+def _draw_intervals(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
+    draw_intervals(axes, replayed.description, colours)
+
+
+CHARTS: Charts[TieredReplay] = {
+    "stack": Chart(
+        "Where prompts came from, over time",
+        _draw_stack,
+        "By the arrival of the requests. Cached, but computed: computing was expected to be faster.",
+    ),
+    "total": Chart(
+        "Where prompts came from, in total",
+        _draw_total,
+        "Prompt tokens by the tier that held their KV; light: computed.",
+    ),
+    "ttft": Chart(
+        "Time to first token",
+        _draw_ttft,
+        "The same requests on the same nodes, with tiers and with everything computed.",
+    ),
+    "demand": Chart(
+        "Bandwidth used on each link",
+        _draw_demand,
+        "All nodes together. A link that is always busy shows its own limit; give it more bandwidth to see demand.",
+    ),
+    "depth": Chart(
+        "Queue depth", _draw_depth, "Transfers on all links of a tier together, mean of each part of the time."
+    ),
+    "working-set": Chart("Working set, and bytes held", _draw_working_set, "Dotted: all blocks used so far."),
+    "intervals": Chart("Reuse intervals", _draw_intervals, INTERVALS_CAPTION),
+}

@@ -15,9 +15,10 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from kvtier.errors import ConfigError
+from kvtier.report.format import both, exact
 from kvtier.size.caches import LayerCache, TokenPart
 from kvtier.size.sizes import KvSize, of
-from kvtier.size.units import Figure, both, exact, parse_figure
+from kvtier.size.units import Figure, parse_figure
 
 Agreement = Literal["exact", "rounded", "coarse"]
 """Digits agree to the last one, to the last one of very few, or when cut off or rounded to fewer."""

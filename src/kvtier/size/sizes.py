@@ -15,10 +15,10 @@ from pathlib import Path
 from kvtier.codec.frame import frame_bytes
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, State, Validity, Window
+from kvtier.report.format import both, decimal, exact
 from kvtier.size.caches import LayerCache, TokenPart
 from kvtier.size.dtype import Format, parse_dtype
 from kvtier.size.model import Model, model
-from kvtier.size.units import both, decimal, exact
 
 CHUNK_TOKENS = 256
 CHUNK_TOKENS_MAX = 1 << 20

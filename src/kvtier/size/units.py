@@ -1,45 +1,12 @@
-"""Bytes as text and text as counts. A kB is 1,000 bytes and a KiB is 1,024; we never write KB without saying which."""
+"""Sizes and counts read from text. KB may mean 1,000 bytes or 1,024: the caller decides."""
 
 import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
-BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-
 _COUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(|k|ki|m|mi|g|gi)", re.ASCII | re.IGNORECASE)
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _FIGURE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kmgtpe]?i?)b", re.ASCII | re.IGNORECASE)
-
-
-def decimal(count: float) -> str:
-    """`count` bytes in steps of 1,000, four digits: ``147.5 kB``."""
-    return _scaled(count, 1000, DECIMAL)
-
-
-def binary(count: float) -> str:
-    """`count` bytes in steps of 1,024, four digits: ``144 KiB``."""
-    return _scaled(count, 1024, BINARY)
-
-
-def both(count: float) -> str:
-    """`count` bytes in both units: ``147.5 kB = 144 KiB``."""
-    return f"{decimal(count)} = {binary(count)}"
-
-
-def exact(count: float) -> str:
-    """`count` with thousands separated; a fraction only where there is one: ``147,456``, ``4,444.25``."""
-    return f"{round(count):,}" if float(count).is_integer() else f"{count:,.4f}".rstrip("0").rstrip(".")
-
-
-def _scaled(count: float, step: int, units: tuple[str, ...]) -> str:
-    power = 0
-    # 999.96 would be shown as 1000, so it belongs to the next unit already.
-    while abs(count) >= step * (1 - 5e-5) and power + 1 < len(units):
-        count, power = count / step, power + 1
-    digits = max(0, 3 - max(0, len(str(int(abs(count)))) - 1)) if power else 3
-    text = f"{count:,.{digits}f}"
-    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {units[power]}"
 
 
 def parse_count(text: str) -> int:
@@ -57,7 +24,7 @@ def parse_count(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A size as somebody printed it, such as ``150 KB``."""
+    """A size as printed in a document, such as ``150 KB``."""
 
     text: str
     number: float

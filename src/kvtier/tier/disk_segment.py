@@ -170,7 +170,7 @@ class Segment:
         """
         if frame.nbytes % ALIGNMENT == 0:
             try:
-                self._write_whole(frame, offset)
+                self._write_file(frame, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -178,7 +178,7 @@ class Segment:
                 return
         padded = aligned_buffer(align_up(frame.nbytes))
         padded[: frame.nbytes] = frame
-        self._write_whole(padded, offset)
+        self._write_file(padded, offset)
 
     def run(self, views: Sequence[memoryview], offset: int) -> Run:
         """What to ask for, to fill `views` with the bytes from `offset` on.
@@ -221,7 +221,7 @@ class Segment:
         # The last block lies foremost.
         packed = aligned_buffer(len(blocks) * BLOCK_BYTES)
         packed[:] = b"".join(reversed(blocks))
-        self._write_whole(packed, self.size_bytes - stop_number * BLOCK_BYTES)
+        self._write_file(packed, self.size_bytes - stop_number * BLOCK_BYTES)
         self.flush()
 
     def flush(self) -> None:
@@ -333,7 +333,7 @@ class Segment:
     def _write_block(self, packed: bytes, offset: int) -> None:
         block = aligned_buffer(BLOCK_BYTES)
         block[:] = packed
-        self._write_whole(block, offset)
+        self._write_file(block, offset)
 
     def _read_whole(self, into: memoryview, offset: int) -> int:
         done = 0
@@ -344,7 +344,7 @@ class Segment:
                 break
         return done
 
-    def _write_whole(self, frame: memoryview, offset: int) -> None:
+    def _write_file(self, frame: memoryview, offset: int) -> None:
         done = 0
         while done < frame.nbytes:
             count = os.pwritev(self._live(), [frame[done:]], offset + done)

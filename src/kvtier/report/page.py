@@ -1,9 +1,13 @@
-"""What the HTML reports share: one file that needs nothing else, readable on light and dark screens and on paper."""
+"""HTML pages: self-contained files without scripts or links, readable on light and dark screens and on paper.
+
+Every function takes plain text and escapes it, except for arguments that are named `html`.
+"""
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from html import escape
 
-from kvtier.plan.tables import Table
+from kvtier.report.table import Table
 
 STYLE = """
 :root{color-scheme:light dark;--ground:#ffffff;--panel:#f6f7f9;--ink:#1c2128;--soft:#5b6470;--line:#dfe3e8;
@@ -21,6 +25,7 @@ h2{font-size:20px;margin:44px 0 4px;font-weight:650}
 h3{font-size:16px;margin:0 0 6px;font-weight:650}
 p{margin:6px 0 12px;max-width:85ch}
 .soft,figcaption{color:var(--soft)}
+.bad{color:var(--bad);font-weight:600}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(215px,1fr));gap:14px;margin:26px 0 8px}
 .tile{background:var(--panel);border:1px solid var(--line);border-radius:10px;padding:14px 18px}
 .tile b{display:block;font-size:21px;line-height:1.25;font-weight:650;font-variant-numeric:tabular-nums}
@@ -47,55 +52,81 @@ summary{cursor:pointer;margin:34px 0 6px;font-weight:600}
 @media print{main{padding:0}figure,.tile,tr{break-inside:avoid}}
 """
 
-SHORT = 16
-"""Cells of so many characters are not broken into lines."""
+SHORT_CHARACTERS = 16
+"""Cells of up to this length are not wrapped."""
 
 
-def page(title: str, body: str) -> str:
-    """The whole file.
+def page_html(command: str, heading: str, *html: str, remark: str = "", made: datetime | None = None) -> str:
+    """A whole page.
 
     Args:
-        title: plain text.
-        body: HTML.
+        command: the command that made it.
+        heading: the title.
+        html: the parts below the header.
+        remark: follows the date.
+        made: when; None is now.
     """
+    made = made or datetime.now(UTC)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"{body}\n</main>\n</body>\n</html>\n"
+        f"<title>{escape(f'{command}: {heading}')}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<header><h1>{escape(heading)}</h1>"
+        f'<p class="soft">Made by <code>{escape(command)}</code>, {made:%Y-%m-%d %H:%M} UTC. {escape(remark)}</p>'
+        "</header>\n" + "\n".join(html) + "\n</main>\n</body>\n</html>\n"
     )
 
 
-def tiles_html(shown: Iterable[tuple[str, str]]) -> str:
-    """Figures that stand out, each with what it is."""
-    drawn = "".join(f'<div class="tile"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in shown)
-    return f'<div class="tiles">{drawn}</div>'
+def section_html(title: str, *html: str) -> str:
+    """A part of the page under its title."""
+    return f"<section><h2>{escape(title)}</h2>{''.join(html)}</section>"
+
+
+def paragraphs_html(texts: Iterable[str], kind: str = "") -> str:
+    """Each text as a paragraph; `kind` is a class of the style sheet."""
+    return "".join(f'<p class="{kind}">{escape(it)}</p>' for it in texts)
+
+
+def list_html(texts: Iterable[str]) -> str:
+    """A bulleted list; empty without texts."""
+    items = "".join(f"<li>{escape(it)}</li>" for it in texts)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def definitions_html(pairs: Iterable[tuple[str, str]]) -> str:
+    """Names with their values."""
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in pairs)}</dl>"
+
+
+def tiles_html(tiles: Iterable[tuple[str, str]]) -> str:
+    """The page's main figures, each with what it means."""
+    shown = "".join(f'<div class="tile"><b>{escape(it)}</b><span>{escape(name)}</span></div>' for it, name in tiles)
+    return f'<div class="tiles">{shown}</div>'
 
 
 def table_html(table: Table) -> str:
-    """A table with its title and note, as a section."""
-    first_number = len(table.columns) - table.numeric
+    """A table as a section with its title and note."""
     head = "".join(
-        f"<th{' class=number' if place >= first_number else ''}>{escape(it)}</th>"
+        f"<th{' class=number' if place in table.right else ''}>{escape(it)}</th>"
         for place, it in enumerate(table.columns)
     )
     body = "".join(
         "<tr>"
         + "".join(
-            f'<td class="{_cell_class(cell, place, first_number)}">{escape(cell)}</td>'
-            for place, cell in enumerate(row)
+            f'<td class="{_cell_class(table, place, cell)}">{escape(cell)}</td>' for place, cell in enumerate(row)
         )
         + "</tr>"
         for row in table.rows
     )
+    title = f"<h2>{escape(table.title)}</h2>" if table.title else ""
     note = f'<p class="soft">{escape(table.note)}</p>' if table.note else ""
     return (
-        f"<section><h2>{escape(table.title)}</h2>"
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}</section>'
+        f'<section>{title}<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f"{note}</section>"
     )
 
 
-def _cell_class(cell: str, place: int, first_number: int) -> str:
-    if place >= first_number:
+def _cell_class(table: Table, place: int, cell: str) -> str:
+    if place in table.right:
         return "number"
-    return "name" if place == 0 or len(cell) <= SHORT else ""
+    return "name" if place == 0 or len(cell) <= SHORT_CHARACTERS else ""

@@ -1,0 +1,110 @@
+"""JSON and files: an output path is checked before any work, and a file is replaced as a whole."""
+
+import json
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from kvtier.errors import ConfigError
+
+CHART_SUFFIXES = (".svg", ".png")
+
+
+def print_json(result: object) -> None:
+    """Print `result`, a dataclass or plain values, to stdout."""
+    click.echo(json.dumps(result, indent=2, default=_plain))
+
+
+def write_json(option: str, path: Path, result: object) -> None:
+    """Write `result`, a dataclass or plain values, to `path`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_file(option, path, json.dumps(result, indent=1, ensure_ascii=False, default=_plain) + "\n")
+
+
+def write_file(option: str, path: Path, content: str | bytes) -> None:
+    """Write a file atomically: until it is complete, the path keeps its old content.
+
+    Args:
+        option: the command line's option, for the error message.
+        path: the file; a symbolic link is kept and its target replaced.
+        content: text is encoded as UTF-8.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    target = path.resolve()
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        with draft.open("xb") as file:  # "x" follows no link that is planted under this name
+            file.write(content.encode() if isinstance(content, str) else content)
+        draft.replace(target)
+    except OSError as error:
+        raise ConfigError(f"{option} {str(path)!r} cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a path that cannot be written.
+
+    Raises:
+        ConfigError: it is a directory or a device, its directory is missing, or no file can be made there.
+    """
+    parent = path.absolute().parent
+    if path.is_dir():
+        raise ConfigError(f"{option} {str(path)!r} is a directory; allowed: a file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{option} {str(path)!r} is no regular file; allowed: a file, which is replaced as a whole")
+    if not parent.is_dir():
+        raise ConfigError(f"{option} {str(path)!r} cannot be written: there is no directory {str(parent)!r}")
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(f"{option} {str(path)!r} cannot be written: no writing in {str(parent)!r}")
+
+
+def check_matplotlib(option: str) -> None:
+    """Refuse to draw charts without matplotlib.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if not has_matplotlib():
+        raise ConfigError(f"{option} needs matplotlib, which is not installed; allowed: pip install 'kvtier[plots]'")
+
+
+def has_matplotlib() -> bool:
+    """Whether charts can be drawn; matplotlib is not imported."""
+    return find_spec("matplotlib") is not None
+
+
+def check_chart(option: str, path: Path) -> None:
+    """Refuse a chart file that cannot be written.
+
+    Raises:
+        ConfigError: the suffix is unknown, matplotlib is missing, or `path` cannot be written.
+    """
+    if path.suffix.lower() not in CHART_SUFFIXES:
+        raise ConfigError(f"{option} {str(path)!r}: unknown kind of picture; allowed: {' or '.join(CHART_SUFFIXES)}")
+    check_matplotlib(option)
+    check_writable(option, path)
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"no JSON form for {type(value).__name__}")

@@ -1,0 +1,92 @@
+"""A table of text, for the terminal and for HTML pages alike, and how it is printed."""
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import click
+
+NOTE_WIDTH = 100
+_TEXT_LEAST = 12
+"""Characters to which a column of text may be narrowed."""
+_WORD_MOST = 24
+"""A longer word, such as a path, may be folded; a figure never is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under headings."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: int = 0
+    """Columns, counted from the last, that are aligned right."""
+    title: str = ""
+    note: str = ""
+    """Printed below the table."""
+
+    @property
+    def right(self) -> range:
+        """Positions of the columns that are aligned right."""
+        return range(len(self.columns) - self.numeric, len(self.columns))
+
+
+def print_table(table: Table) -> None:
+    """Print to stdout: drawn to the width of a terminal; aligned and never cut in a pipe."""
+    if table.title:
+        click.secho(table.title, bold=True)
+    if sys.stdout.isatty():
+        _draw(table)
+    else:
+        lines = [table.columns, *table.rows] if any(table.columns) else table.rows
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        for line in lines:
+            padded = (
+                cell.rjust(width) if place in table.right else cell.ljust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            click.echo("  ".join(padded).rstrip())
+    if table.note:
+        click.echo(textwrap.fill(table.note, NOTE_WIDTH))
+
+
+def _draw(table: Table) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console()
+    drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False, show_header=any(table.columns))
+    for place, heading in enumerate(table.columns):
+        drawn.add_column(heading, justify="right" if place in table.right else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(cell) for cell in row))  # Text: a path with [brackets] is not markup
+    natural = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
+    wide = console.options.update(max_width=sum(natural) + 10 * len(table.columns))
+    frame = Measurement.get(console, wide, drawn).maximum - sum(natural)
+    widths = _least_widths(table, natural)
+    spare = console.width - frame - sum(widths)
+    if spare < 0 and len(table.columns) > 2:
+        # Not even single words fit: print each row as lines of heading and value.
+        for row in table.rows:
+            _draw(Table(("", ""), [pair for pair in zip(table.columns, row, strict=True) if pair[1]]))
+        return
+    for _ in range(min(spare, sum(natural) - sum(widths))):
+        widths[max(range(len(widths)), key=lambda place: natural[place] - widths[place])] += 1
+    for column, width in zip(drawn.columns, widths, strict=True):
+        column.width = width
+    console.print(drawn)
+
+
+def _least_widths(table: Table, natural: Sequence[int]) -> list[int]:
+    """The narrowest each column may be: a number stays on one line with its unit, text wraps between words."""
+    out: list[int] = []
+    for place, heading in enumerate(table.columns):
+        cells = [row[place] for row in table.rows]
+        words = (min(len(word), _WORD_MOST) for cell in cells for word in cell.split())
+        kept = map(len, cells) if place in table.right else (min(natural[place], _TEXT_LEAST), *words)
+        out.append(max(0, *map(len, heading.split()), *kept))
+    return out

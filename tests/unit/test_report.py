@@ -1,0 +1,162 @@
+"""The report kit: pages are self-contained and escape hostile text, files are replaced whole, figures keep units."""
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.report import page
+from kvtier.report.format import (
+    binary,
+    both,
+    bytes_text,
+    count_text,
+    decimal,
+    digits,
+    exact,
+    rate_text,
+    short_count,
+    time_text,
+)
+from kvtier.report.output import check_chart, write_file, write_json
+from kvtier.report.table import Table
+
+WHEN = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+VOID = {"meta", "br", "link", "img", "path", "use", "rect"}
+HOSTILE = "<script>alert('&')</script>"
+
+
+class PageChecker(HTMLParser):
+    """Collects tags that do not match, and what a browser would fetch or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.problems: list[object] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.problems += [
+            (name, value)
+            for name, value in attrs
+            if name.startswith("on") or (name in {"src", "href", "xlink:href", "srcset"} and value[:1] != "#")
+        ]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID and (not self.open or self.open.pop() != tag):
+            self.problems.append((tag, self.getpos()))
+
+
+def check_page(text: str) -> None:
+    """Well-formed, self-contained, without scripts, and every id is used once."""
+    checker = PageChecker()
+    checker.feed(text)
+    assert (checker.problems, checker.open) == ([], [])
+    assert not {"script", "link", "img", "iframe", "object", "embed"} & checker.tags
+    assert not re.search(r"@import|url\((?!#)|https?://(?!www\.w3\.org)", text)
+    ids = re.findall(r' id="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_every_part_of_a_page_escapes_its_text():
+    text = page.page_html(
+        HOSTILE,
+        HOSTILE,
+        page.section_html(HOSTILE, page.list_html([HOSTILE]), page.paragraphs_html([HOSTILE], "bad")),
+        page.definitions_html([(HOSTILE, HOSTILE)]),
+        page.tiles_html([(HOSTILE, HOSTILE)]),
+        page.table_html(Table((HOSTILE,), [(HOSTILE,)], title=HOSTILE, note=HOSTILE)),
+        remark=HOSTILE,
+        made=WHEN,
+    )
+    check_page(text)
+    assert "script>" not in text
+    assert text.count("&lt;script&gt;alert") == 16
+
+
+def test_charts_take_the_colours_of_the_page():
+    pytest.importorskip("matplotlib")
+    from kvtier.report.chart import LIGHT, Chart, figures_html
+
+    def draw(axes, values, colours):
+        for colour in colours:
+            axes.plot(values, color=colours[colour])
+
+    text = page.page_html("c", "h", figures_html({"a": Chart(HOSTILE, draw, HOSTILE), "b": Chart("B", draw)}, [1, 2]))
+    check_page(text)
+    assert set(re.findall(r"var\(--(\w+)\)", text.partition("<main>")[2])) == set(LIGHT)
+    assert "#0a0b" not in text
+    dark = page.STYLE.partition("prefers-color-scheme:dark")[2]
+    for colour in LIGHT:
+        assert f"--{colour}:" in page.STYLE
+        assert f"--{colour}:" in dark
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_a_chart_file_is_the_same_from_run_to_run(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    from kvtier.report.chart import Chart, write_charts
+
+    charts = {"a": Chart("A", lambda axes, values, colours: axes.plot(values, color=colours["host"]))}
+    for name in ("one", "two"):
+        write_charts("--plot", tmp_path / f"{name}{suffix}", charts, [1, 2])
+    first, second = sorted(tmp_path.iterdir())
+    assert first.read_bytes() == second.read_bytes()
+    assert first.read_bytes()[:5] in {b"<?xml", b"\x89PNG\r"}
+
+
+def test_a_chart_file_with_an_unknown_suffix_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"\.svg or \.png"):
+        check_chart("--plot", tmp_path / "x.gif")
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass
+class Row:
+    name: bytes
+    path: Path
+    colour: Colour
+
+
+def test_json_of_dataclasses_bytes_paths_and_enums(tmp_path):
+    write_json("--record", tmp_path / "x.json", {"rows": [Row(b"\x01", Path("a"), Colour.RED)]})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"rows": [{"name": "01", "path": "a", "colour": "red"}]}
+    with pytest.raises(ConfigError, match=r"--record .* cannot be written"):
+        write_json("--record", tmp_path / "x.json" / "y.json", {})
+    with pytest.raises(TypeError):
+        write_json("--record", tmp_path / "y.json", {"x": object()})
+    write_file("--report", tmp_path / "z", "é")
+    assert (tmp_path / "z").read_bytes() == "é".encode()
+
+
+def test_numbers_have_units_and_as_many_digits_as_they_are_worth():
+    assert [digits(it) for it in (0.00123, 9.876, 98.76, 987.6, 98765.4)] == [
+        "0.00123",
+        "9.88",
+        "98.8",
+        "988",
+        "98,765",
+    ]
+    assert [decimal(it) for it in (0, 999, 147_456, 999_960, 1e21)] == ["0 B", "999 B", "147.5 kB", "1 MB", "1,000 EB"]
+    assert [binary(it) for it in (1023, 147_456, 1 << 40)] == ["1,023 B", "144 KiB", "1 TiB"]
+    assert both(147_456) == "147.5 kB = 144 KiB"
+    assert [exact(it) for it in (147_456, 4444.25)] == ["147,456", "4,444.25"]
+    assert [bytes_text(it) for it in (999_600, 147_456)] == ["1 MB", "147 kB"]
+    assert [time_text(it) for it in (2e-6, 0.0123, 1.5, 119, 7200, float("inf"))] == [
+        *("2 us", "12.3 ms", "1.5 s", "119 s", "2 h", "unbounded")
+    ]
+    assert [rate_text(it) for it in (0, 5e6, 12.5e9, 5e11)] == ["-", "5 MB/s", "12.50 GB/s", "500 GB/s"]
+    assert [short_count(it) for it in (None, 999, 131_072, 2.5e9)] == ["inf", "999", "131.1k", "2.5G"]
+    assert count_text(140.999999999) == "141"
