@@ -183,7 +183,7 @@ class SmallEngine:
         return told >= loads.union(self.scheduler._stores._read) and self.heard >= loads
 
     def _hear(self, note: Note) -> None:
-        self.worker.hear(note)
+        self.worker.receive(note)
         self.heard.add(note.request)
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.config import machine
 from kvtier.config.sections import Config, DirectoryConfig
-from kvtier.connect.vllm import versions
+from kvtier.connect.vllm import installed
 from kvtier.connect.vllm.identity import note_fingerprint
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.errors import ConfigError
@@ -60,7 +60,7 @@ def engine(monkeypatch) -> SimpleNamespace:
         if told.problem:
             raise ConfigError(told.problem)
 
-    monkeypatch.setattr(versions, "installed", lambda: told.version)
+    monkeypatch.setattr(installed, "installed", lambda: told.version)
     monkeypatch.setattr(vllm, "installed", lambda: told.version)
     monkeypatch.setattr(vllm, "check_transfer_config", take)
     return told

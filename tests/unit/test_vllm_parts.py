@@ -14,11 +14,11 @@ from kvtier.connect.vllm.completions import CompletionInbox
 from kvtier.connect.vllm.events import CPU, STORAGE, Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, _shared
-from kvtier.connect.vllm.meta import Ended
+from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.connect.vllm.step_timer import StepTimer
-from kvtier.connect.vllm.tracked import Match, Tracked
-from kvtier.connect.vllm.worth import Worth
+from kvtier.connect.vllm.stores import StoreSelection
+from kvtier.connect.vllm.worker import LoadReport
 from kvtier.core.planner import Plan, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
@@ -41,7 +41,7 @@ from kvtier.types import (
 )
 
 
-def tracked(name: str = "r0", tokens: int = 1000, **fields) -> Tracked:
+def tracked(name: str = "r0", tokens: int = 1000, **fields) -> TrackedRequest:
     known = {
         "request_id": name,
         "num_tokens": tokens,
@@ -52,7 +52,7 @@ def tracked(name: str = "r0", tokens: int = 1000, **fields) -> Tracked:
         "lora_request": None,
         "status": "RUNNING",
     }
-    return Tracked(SimpleNamespace(**known | fields), 0, None)
+    return TrackedRequest(SimpleNamespace(**known | fields), 0, None)
 
 
 def prefix_of(tokens: list[int], chunk_tokens: int = 256) -> Prefix:
@@ -77,8 +77,8 @@ def chunks(places: list[Place], geometry: Geometry, kind: type) -> set[int]:
 
 def test_of_windows_only_the_last_boundary_of_a_step_is_stored():
     geometry, tables = tables_of("swa_win100", 1300)
-    request, worth = tracked(), Worth(geometry)
-    places = worth.hand_over(request, 1280, tables)
+    request, selection = tracked(), StoreSelection(geometry)
+    places = selection.take(request, 1280, tables)
     assert chunks(places, geometry, History) == {0, 1, 2, 3, 4}
     assert chunks(places, geometry, Window) == {4}
 
@@ -87,43 +87,43 @@ def test_a_wide_window_needs_several_chunks_and_none_twice():
     geometry, tables = tables_of("swa32", 2000)  # the 255 tokens before a boundary: one chunk of 256
     wide = next(group for group in geometry.groups if isinstance(group.validity, Window))
     object.__setattr__(wide, "validity", Window(600))
-    request, worth = tracked(), Worth(geometry)
-    assert chunks(worth.hand_over(request, 1280, tables), geometry, Window) == {2, 3, 4}
-    assert chunks(worth.hand_over(request, 1536, tables), geometry, Window) == {5}
-    assert chunks(worth.hand_over(request, 1792, tables), geometry, Window) == {6}
+    request, selection = tracked(), StoreSelection(geometry)
+    assert chunks(selection.take(request, 1280, tables), geometry, Window) == {2, 3, 4}
+    assert chunks(selection.take(request, 1536, tables), geometry, Window) == {5}
+    assert chunks(selection.take(request, 1792, tables), geometry, Window) == {6}
 
 
 def test_where_another_prompt_was_alike_is_a_boundary_too():
     geometry, tables = tables_of("swa_win100", 1300)
-    request, worth = tracked(shared_prefix_boundary=600), Worth(geometry)
-    assert chunks(worth.hand_over(request, 1280, tables), geometry, Window) == {1, 4}
+    request, selection = tracked(shared_prefix_boundary=600), StoreSelection(geometry)
+    assert chunks(selection.take(request, 1280, tables), geometry, Window) == {1, 4}
 
 
 def test_where_a_request_parted_whose_history_we_have_is_a_boundary_too():
     geometry, tables = tables_of("swa_win100", 1300)
-    request, worth = tracked(shared_prefix_boundary=300), Worth(geometry)
-    worth.parted(request, 768)
-    assert chunks(worth.hand_over(request, 1280, tables), geometry, Window) == {0, 2, 4}
+    request, selection = tracked(shared_prefix_boundary=300), StoreSelection(geometry)
+    request.junction_tokens = 768
+    assert chunks(selection.take(request, 1280, tables), geometry, Window) == {0, 2, 4}
 
 
 def test_what_the_cache_can_give_is_not_stored():
     geometry, tables = tables_of("swa_win100", 1300)
-    request, worth = tracked(), Worth(geometry)
-    worth.known(request, 1024)
-    places = worth.hand_over(request, 1280, tables)
+    request, selection = tracked(), StoreSelection(geometry)
+    selection.mark_cached(request, 1024)
+    places = selection.take(request, 1280, tables)
     assert chunks(places, geometry, History) == {4}
     assert chunks(places, geometry, Window) == {4}
-    assert worth.hand_over(request, 1280, tables) == []
+    assert selection.take(request, 1280, tables) == []
 
 
 def test_states_are_stored_where_vllm_offers_them():
     geometry, tables = tables_of("gdn", 1300)
-    request, worth = tracked(), Worth(geometry)
+    request, selection = tracked(), StoreSelection(geometry)
     states = [table.number for group in geometry.groups if isinstance(group.validity, State) for table in group.tables]
     offers = [(number, 900 + number, boundary) for boundary in (512, 768, 800) for number in states]
-    request.offers = worth.offers(offers, request)
+    request.offers = selection.usable(offers, request)
     assert {boundary for _, _, boundary in request.offers} == {512, 768}
-    places = worth.hand_over(request, 1280, tables)
+    places = selection.take(request, 1280, tables)
     assert chunks(places, geometry, State) == {1, 2}
     assert {block for place in places for block in place.blocks} >= {900 + number for number in states}
 
@@ -149,10 +149,10 @@ class NoSession:
         self.released.append(request)
 
 
-def loading(loads: Loads, request: Tracked, prefix: Prefix, *, resident: int = 0, is_async: bool = True):
+def loading(loads: Loads, request: TrackedRequest, prefix: Prefix, *, resident: int = 0, is_async: bool = True):
     tokens = len(prefix.keys) * prefix.chunk_tokens
     plan = Plan(tokens + 1, resident, tokens, 1.0)
-    match = Match(plan, prefix, Lookup(tokens, tokens, Presence.READY), is_async)
+    match = PrefixMatch(plan, prefix, Lookup(tokens, tokens, Presence.READY), is_async)
     _, tables = tables_of("llama32", tokens)
     return loads.register(request, match, tables)
 
@@ -165,25 +165,27 @@ def test_a_load_brings_what_its_request_has_in_common_with_another():
     loads = open_loads()
     text = list(range(1100))
     loading(loads, tracked("a"), prefix_of(text[:1024]))
-    assert loads.brings(prefix_of(text), 0) == 1024
-    assert loads.brings(prefix_of(text), 512) == 1024
-    assert loads.brings(prefix_of([*text[:600], *range(600)]), 0) == 512
-    assert loads.brings(prefix_of([7, *text]), 0) == 0
-    assert loads.brings(prefix_of(text), 1024) <= 1024
+    assert loads.covered_tokens(prefix_of(text), 0) == 1024
+    assert loads.covered_tokens(prefix_of(text), 512) == 1024
+    assert loads.covered_tokens(prefix_of([*text[:600], *range(600)]), 0) == 512
+    assert loads.covered_tokens(prefix_of([7, *text]), 0) == 0
+    assert loads.covered_tokens(prefix_of(text), 1024) <= 1024
 
 
 def test_a_load_that_is_given_up_brings_nothing():
     loads = open_loads()
     load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
     loads.drop(load.name)
-    assert loads.brings(load.match.prefix, 0) == 0
+    assert loads.covered_tokens(load.match.prefix, 0) == 0
 
 
 def test_part_of_a_load_counts_where_vllm_can_use_it():
     loads = open_loads()
     load = loading(loads, tracked("a"), prefix_of(list(range(1024))), resident=64)
     blocks = load.tables[0]
-    assert loads.report(LoadDone(load.name, 1024, 1024, ())) == Ended(load.name, (), is_failed=False, is_async=True)
+    assert loads.report(LoadDone(load.name, 1024, 1024, ())) == LoadReport(
+        load.name, (), is_failed=False, is_async=True
+    )
     told = loads.report(LoadDone(load.name, 512, 1024, ((0, 2),)))
     assert told.bad_blocks == tuple(blocks[16:32])
     assert not told.is_failed
@@ -196,16 +198,16 @@ def test_with_windows_a_load_counts_whole_or_not_at_all():
     loads = open_loads("swa32")
     load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
     told = loads.report(LoadDone(load.name, 512, 1024, ((1, 2),)))
-    assert told == Ended(load.name, (), is_failed=True, is_async=True)
+    assert told == LoadReport(load.name, (), is_failed=True, is_async=True)
 
 
 def test_where_loaded_tokens_come_from_leaves_out_what_vllm_has():
     lookup = Lookup(1024, 512, Presence.ARRIVING, (("host", 512), ("directory", 512)))
-    match = Match(Plan(1100, 256, 1024, 1.0), prefix_of(list(range(1024))), lookup, is_async=True)
+    match = PrefixMatch(Plan(1100, 256, 1024, 1.0), prefix_of(list(range(1024))), lookup, is_async=True)
     assert match.sources == [("directory", 512), ("host", 256)]
 
 
-# ---- the courier -----------------------------------------------------------------------------------------------------
+# ---- the inbox -----------------------------------------------------------------------------------------------------
 
 
 class Talking:
@@ -237,10 +239,10 @@ def wait_until(is_so) -> None:
         time.sleep(0.002)
 
 
-def test_the_courier_tells_of_loads_at_once_and_keeps_everything():
+def test_the_inbox_reports_loads_at_once_and_keeps_all_events():
     session, told = Talking(), []
-    end = Ended(RequestId("L0/a"), (), is_failed=False, is_async=True)
-    courier = CompletionInbox(session, lambda done: end if done.request == "L0/a" else None, told.append)
+    end = LoadReport(RequestId("L0/a"), (), is_failed=False, is_async=True)
+    inbox = CompletionInbox(session, lambda done: end if done.request == "L0/a" else None, told.append)
     events = [
         LoadDone(RequestId("L0/a"), 1, 1, ()),
         StoreDone(RequestId("S0/a"), 1, 0),
@@ -249,19 +251,19 @@ def test_the_courier_tells_of_loads_at_once_and_keeps_everything():
     for event in events:
         session.say(event)
     seen = []
-    wait_until(lambda: seen.extend(courier.take_events()) or len(seen) == 3)
+    wait_until(lambda: seen.extend(inbox.take_events()) or len(seen) == 3)
     assert seen == events
-    assert told == courier.take_ended() == [end]
-    courier.close()
+    assert told == inbox.take_reports() == [end]
+    inbox.close()
 
 
-def test_a_courier_that_has_died_says_so():
+def test_an_inbox_whose_thread_has_died_raises():
     session = Talking()
-    courier = CompletionInbox(session, lambda _done: None, lambda _ended: None)
+    inbox = CompletionInbox(session, lambda _done: None, lambda _ended: None)
     session.say("die")
-    wait_until(lambda: not courier._thread.is_alive())
-    with pytest.raises(RuntimeError, match="takes the session's events has ended"):
-        courier.take_events()
+    wait_until(lambda: not inbox._thread.is_alive())
+    with pytest.raises(RuntimeError, match="polls the session has ended"):
+        inbox.take_events()
 
 
 # ---- the pace --------------------------------------------------------------------------------------------------------
@@ -269,54 +271,54 @@ def test_a_courier_that_has_died_says_so():
 
 def test_what_is_ahead_of_a_prompt():
     planner = Planner()
-    pace = StepTimer(planner)
+    timer = StepTimer(planner)
     first, second = tracked("a", 1000), tracked("b", 600)
-    pace.will_compute(first)
-    pace.will_compute(second)
-    assert pace.ahead_s("b") == planner.seconds(1000, 0)
-    pace.scheduled(first, 400)
+    timer.will_compute(first)
+    timer.will_compute(second)
+    assert timer.ahead_s("b") == planner.seconds(1000, 0)
+    timer.scheduled(first, 400)
     first.request.num_computed_tokens = 400
-    assert pace.ahead_s("b") == planner.seconds(600, 400)
-    pace.scheduled(first, 600)
-    assert pace.ahead_s("b") == 0
-    pace.forget("b")
-    assert pace.ahead_s("c") == 0
+    assert timer.ahead_s("b") == planner.seconds(600, 400)
+    timer.scheduled(first, 600)
+    assert timer.ahead_s("b") == 0
+    timer.forget("b")
+    assert timer.ahead_s("c") == 0
 
 
 def test_overlapped_steps_are_timed_one_after_the_other():
     seen = []
     planner = Planner()
     planner.prefilled = lambda pieces, seconds: seen.append((len(pieces), seconds))
-    pace = StepTimer(planner)
-    piece = pace.scheduled(tracked(), 100)
-    pace.went(1, [piece], 10.0, is_plain=True)
-    pace.went(2, [piece, piece], 11.0, is_plain=True)
-    pace.came_back(1, 12.0)
-    pace.came_back(2, 15.0)
-    pace.went(3, [], 16.0, is_plain=True)
-    pace.came_back(3, 17.0)
+    timer = StepTimer(planner)
+    piece = timer.scheduled(tracked(), 100)
+    timer.step_began(1, [piece], 10.0, is_plain=True)
+    timer.step_began(2, [piece, piece], 11.0, is_plain=True)
+    timer.step_ended(1, 12.0)
+    timer.step_ended(2, 15.0)
+    timer.step_began(3, [], 16.0, is_plain=True)
+    timer.step_ended(3, 17.0)
     assert seen == [(1, 2.0), (2, 3.0)]
 
 
 def test_a_clock_that_stands_still_while_the_engine_computes():
-    pace = StepTimer(Planner())
-    piece = pace.scheduled(tracked(), 100)
-    assert pace.computed_s(9.0) == 0
-    pace.went(1, [piece], 10.0, is_plain=False)
-    assert pace.computed_s(10.5) == 0.5  # while it is under way
-    pace.came_back(1, 12.0)
-    assert pace.computed_s(11.5) == 1.5  # of what had ended during it
-    assert pace.computed_s(14.0) == 2.0
-    pace.went(2, [], 14.0, is_plain=True)  # nothing to compute: that is waiting
-    pace.came_back(2, 15.0)
-    assert pace.computed_s(15.0) == 2.0
-    pace.went(3, [piece], 15.0, is_plain=True)
-    pace.went(4, [piece], 16.0, is_plain=True)  # before the third has come back
-    assert pace.computed_s(17.0) == 4.0
-    pace.came_back(3, 18.0)
-    pace.came_back(4, 19.0)
-    assert pace.computed_s(18.5) == 5.5
-    assert pace.computed_s(20.0) == 6.0
+    timer = StepTimer(Planner())
+    piece = timer.scheduled(tracked(), 100)
+    assert timer.computed_s(9.0) == 0
+    timer.step_began(1, [piece], 10.0, is_plain=False)
+    assert timer.computed_s(10.5) == 0.5  # while it is under way
+    timer.step_ended(1, 12.0)
+    assert timer.computed_s(11.5) == 1.5  # of what had ended during it
+    assert timer.computed_s(14.0) == 2.0
+    timer.step_began(2, [], 14.0, is_plain=True)  # nothing to compute: that is waiting
+    timer.step_ended(2, 15.0)
+    assert timer.computed_s(15.0) == 2.0
+    timer.step_began(3, [piece], 15.0, is_plain=True)
+    timer.step_began(4, [piece], 16.0, is_plain=True)  # before the third has come back
+    assert timer.computed_s(17.0) == 4.0
+    timer.step_ended(3, 18.0)
+    timer.step_ended(4, 19.0)
+    assert timer.computed_s(18.5) == 5.5
+    assert timer.computed_s(20.0) == 6.0
 
 
 # ---- events ----------------------------------------------------------------------------------------------------------
@@ -332,14 +334,14 @@ def moves(movements: Movements, *commands) -> None:
         movements.completed(Completion(command, Outcome.DONE))
 
 
-def test_what_routers_are_not_told_is_logged_once(monkeypatch, caplog):
+def test_dropped_events_are_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(events_module, "CHUNKS_MAX", 2)
     movements = Movements(0)
     for number in range(5):
         moves(movements, transfer(Link.GATHER, bytes([number]), number))
     assert [moved.key for moved in movements.take()] == [b"\x03", b"\x04"]
     logged = [record.getMessage() for record in caplog.records if record.name == events_module.__name__]
-    assert logged == ["2 KV events wait for a step; the oldest are dropped and reach no router"]
+    assert len(logged) == 1
 
 
 def test_routers_hear_what_came_and_what_left():

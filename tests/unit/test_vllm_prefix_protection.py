@@ -1,4 +1,4 @@
-"""Who waits for vLLM finds its blocks, as far as there is room for them: those that nobody waits for go first."""
+"""Waiting requests keep their cached prefixes: blocks that no waiting request needs are handed out first."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,10 +6,10 @@ import pytest
 from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Pool, Request
 
-from kvtier.connect.vllm import prefix_protection as lines
-from kvtier.connect.vllm.block_pool import BlockPins, Held
+from kvtier.connect.vllm import prefix_protection as module
+from kvtier.connect.vllm.block_pool import BlockContent, BlockPins
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
-from kvtier.connect.vllm.tracked import Tracked
+from kvtier.connect.vllm.requests import TrackedRequest
 
 TOKENS, BLOCK, USERS, ROOM = 640, 32, 8, 5
 """Of each prompt, of a block; how many there are, and for how many there is room."""
@@ -70,7 +70,7 @@ def test_without_the_setting_vllm_hands_out_blocks_in_its_own_order(start):
     assert sum(in_turn(start(is_protected=False))) < TOKENS
 
 
-def test_blocks_that_nobody_waits_for_go_first(start):
+def test_blocks_that_no_request_waits_for_go_first(start):
     engine = start()
     first, *others, new = prompts(engine, ROOM + 1)
     for prompt in (first, *others):
@@ -81,7 +81,7 @@ def test_blocks_that_nobody_waits_for_go_first(start):
 
 
 def test_the_control_the_oldest_go_first(start):
-    test = test_blocks_that_nobody_waits_for_go_first
+    test = test_blocks_that_no_request_waits_for_go_first
     with pytest.raises(AssertionError):
         test(lambda: start(is_protected=False))
 
@@ -95,10 +95,10 @@ def test_what_two_share_goes_last(start):
     tails = [[engine.draw.randrange(1000) for _ in range(BLOCK)] for _ in range(2)]
     asked = [prompts(engine, 1)[0], [*common, *tails[0]], *others, [*common, *tails[1]]]
     tokens = found(engine, asked)
-    assert tokens[1] == TOKENS  # although the last one in the line wants it, too
+    assert tokens[1] == TOKENS  # although the last request in the queue needs it, too
 
 
-def test_a_line_that_has_gone_leaves_nothing_behind(start):
+def test_a_queue_that_has_emptied_leaves_nothing_behind(start):
     engine = start()
     in_turn(engine)
     gone = [engine.add(prompt, 40) for prompt in prompts(engine)]
@@ -107,36 +107,36 @@ def test_a_line_that_has_gone_leaves_nothing_behind(start):
     for request in gone:
         engine.abort(request)
     engine.run()
-    line = engine.scheduler._line
+    line = engine.scheduler._protection
     assert not line._waiting
-    assert not line._held
-    assert not line._wanted
+    assert not line._needed
+    assert not line._need_counts
 
 
 class Watched(BlockPins):
-    """Counts the free blocks that somebody looks at, and those of which somebody asks whether they are free."""
+    """Counts the blocks that are examined."""
 
     looks = 0
 
-    def free(self) -> Iterator[Held]:
-        for held in super().free():
+    def free(self) -> Iterator[BlockContent]:
+        for content in super().free():
             self.looks += 1
-            yield held
+            yield content
 
-    def is_free(self, held: Held) -> bool:
+    def is_free(self, content: BlockContent) -> bool:
         self.looks += 1
-        return super().is_free(held)
+        return super().is_free(content)
 
 
 class Blocks:
-    """The only part of a geometry that a line asks."""
+    """The part of a geometry that prefix protection uses."""
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // BLOCK)
 
 
-def long_line(count: int, blocks: int) -> tuple[PrefixProtection, Watched, list[Tracked]]:
-    """So many requests wait, and each wants `blocks` blocks of its own, which are all that is free."""
+def long_line(count: int, blocks: int) -> tuple[PrefixProtection, Watched, list[TrackedRequest]]:
+    """`count` waiting requests that need `blocks` blocks each. All blocks are free."""
     pool = Pool(1 + count * blocks, has_caching=True)
     for block in pool.get_new_blocks(count * blocks):
         pool.cache(block, (block.block_id,))
@@ -144,14 +144,14 @@ def long_line(count: int, blocks: int) -> tuple[PrefixProtection, Watched, list[
     pins = Watched(pool, lambda _block: None)  # type: ignore[arg-type]
     mine = {f"r{it}": list(range(1 + it * blocks, 1 + (it + 1) * blocks)) for it in range(count)}
     line = PrefixProtection(Blocks(), pins, lambda request: [mine[request.request_id]])  # type: ignore[arg-type]
-    tracked = [Tracked(Request(name, [0] * blocks * BLOCK, blocks * BLOCK, 0), 0, None) for name in mine]
+    tracked = [TrackedRequest(Request(name, [0] * blocks * BLOCK, blocks * BLOCK, 0), 0, None) for name in mine]
     for each in tracked:
         line.joined(each)
     return line, pins, tracked
 
 
 def most_looks(count: int = 200, blocks: int = 10) -> tuple[int, int]:
-    """The most blocks looked at in a step in which half of the line asks, and the most that were remembered."""
+    """Most blocks examined in a step in which half of the queue is allocated, and most blocks remembered."""
     line, pins, tracked = long_line(count, blocks)
     most = held = 0
     for _ in range(20):
@@ -160,33 +160,33 @@ def most_looks(count: int = 200, blocks: int = 10) -> tuple[int, int]:
             line.make_room(each, blocks * BLOCK)
         line.step_ends()
         most = max(most, pins.looks)
-        held = max(held, sum(map(len, line._held.values())))
+        held = max(held, sum(map(len, line._needed.values())))
     assert len(list(pins.free())) == count * blocks
     return most, held
 
 
-def test_however_long_the_line_is_a_step_looks_at_so_many_blocks(monkeypatch):
+def test_a_step_examines_a_limited_number_of_blocks_however_long_the_queue_is(monkeypatch):
     unlimited, all_held = most_looks()
-    monkeypatch.setattr(lines, "LOOKED_AT_MAX", 500)
-    monkeypatch.setattr(lines, "LOOKED_UP_MAX", 100)
-    monkeypatch.setattr(lines, "HELD_MAX", 600)
+    monkeypatch.setattr(module, "LOOKED_AT_MAX", 500)
+    monkeypatch.setattr(module, "LOOKED_UP_MAX", 100)
+    monkeypatch.setattr(module, "NEEDED_MAX", 600)
     most, held = most_looks()
-    # An iterator that is cut off has been given one more.
+    # An iterator that is cut off has read one more.
     assert most <= 500 + 200 < 2000 < unlimited
     assert held == 600 < all_held
 
 
-def test_who_is_looked_up_comes_in_the_order_of_the_line_and_a_little_in_each_step(monkeypatch):
-    monkeypatch.setattr(lines, "LOOKED_UP_MAX", 20)
+def test_lookups_follow_the_queue_a_few_in_each_step(monkeypatch):
+    monkeypatch.setattr(module, "LOOKED_UP_MAX", 20)
     line, _, tracked = long_line(10, 10)
     for step in range(1, 4):
         line.make_room(tracked[0], 3 * BLOCK)
         line.make_room(tracked[1], 3 * BLOCK)
-        assert list(line._held) == [each.id for each in tracked[: 2 * step]]
+        assert list(line._needed) == [each.id for each in tracked[: 2 * step]]
         line.step_ends()
 
 
-def test_nobody_takes_what_the_next_one_wants_while_the_last_one_has_some():
+def test_the_last_requests_blocks_are_handed_out_first():
     line, pins, tracked = long_line(10, 10)
     line.make_room(tracked[0], 3 * BLOCK)
     assert [it.block for it in pins.free()][:4] == [100, 99, 98, 1]

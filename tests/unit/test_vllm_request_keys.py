@@ -11,7 +11,7 @@ import torch
 from tests.vllm_config import request, vllm_config
 
 from kvtier.connect.vllm import request_keys as module
-from kvtier.connect.vllm.request_keys import Requests
+from kvtier.connect.vllm.request_keys import KeyMaker
 from kvtier.keys.chain import Extra, chunk_keys
 from kvtier.types import ChunkKey
 
@@ -24,14 +24,14 @@ def own_home(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
 
-def keys(made: Any, requests: Requests | None = None) -> tuple[ChunkKey, ...]:
-    found = (requests or Requests(ROOT, 256, vllm_config())).begin(made)
+def keys(made: Any, requests: KeyMaker | None = None) -> tuple[ChunkKey, ...]:
+    found = (requests or KeyMaker(ROOT, 256, vllm_config())).begin(made)
     assert found is not None
     found.extend(made.all_token_ids)
     return found.prefix().keys
 
 
-def shared(first: Any, second: Any, requests: Requests | None = None) -> int:
+def shared(first: Any, second: Any, requests: KeyMaker | None = None) -> int:
     """Leading chunks that two requests have in common."""
     pairs = zip(keys(first, requests), keys(second, requests), strict=False)
     return next((number for number, (a, b) in enumerate(pairs) if a != b), 3)
@@ -51,7 +51,7 @@ def test_requests_share_up_to_the_first_other_token():
 
 
 def test_a_growing_request_has_the_keys_of_its_tokens_so_far():
-    found = Requests(ROOT, 256, vllm_config()).begin(request(TOKENS))
+    found = KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS))
     assert found is not None
     for count in (0, 255, 256, 700, 700, 701, 768, 1000):
         found.extend(TOKENS[:count])
@@ -59,7 +59,7 @@ def test_a_growing_request_has_the_keys_of_its_tokens_so_far():
 
 
 def test_a_prefix_ends_where_it_is_asked_to():
-    found = Requests(ROOT, 256, vllm_config()).begin(request(TOKENS))
+    found = KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS))
     assert found is not None
     found.extend(TOKENS)
     assert found.prefix(767).keys == chunk_keys(ROOT, TOKENS, 256)[:2]
@@ -69,7 +69,7 @@ def test_a_prefix_ends_where_it_is_asked_to():
 
 
 def test_tokens_that_were_taken_back_leave_no_key():
-    found = Requests(ROOT, 256, vllm_config()).begin(request(TOKENS))
+    found = KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS))
     assert found is not None
     found.extend(TOKENS)
     other = [*TOKENS[:300], *range(5000, 5300)]
@@ -86,7 +86,7 @@ def test_extending_costs_time_for_the_new_tokens_only():
             read.append(at)
             return super().__getitem__(at)
 
-    found = Requests(ROOT, 256, vllm_config()).begin(request(TOKENS))
+    found = KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS))
     assert found is not None
     found.extend(Watched(TOKENS[:900]))
     found.extend(Watched(TOKENS))
@@ -102,7 +102,7 @@ def test_a_salt_counts_from_the_first_token_on():
 
 
 def test_after_a_reset_nothing_from_before_is_found():
-    requests = Requests(ROOT, 256, vllm_config())
+    requests = KeyMaker(ROOT, 256, vllm_config())
     before = keys(request(TOKENS), requests)
     requests.new_epoch()
     after = keys(request(TOKENS), requests)
@@ -144,12 +144,12 @@ def test_images_that_vllm_only_numbers_are_not_cached(caplog):
     config = vllm_config(
         cache__enable_prefix_caching=False, model__multimodal_config=SimpleNamespace(mm_processor_cache_gb=0)
     )
-    requests = Requests(ROOT, 256, config)
+    requests = KeyMaker(ROOT, 256, config)
     assert requests.begin(request(TOKENS, mm_features=[item("renderer0-mm-1-image-0", 3)])) is None
     assert requests.begin(request(TOKENS, mm_features=[item("renderer0-mm-2-image-0", 3)])) is None
     assert requests.begin(request(TOKENS)) is not None
     (told,) = caplog.records
-    assert told.message.startswith("requests like r are not cached: its images or other items are numbered")
+    assert "request r is not cached" in told.message
     config.model_config.multimodal_config.mm_processor_cache_gb = 4
     assert requests.begin(request(TOKENS, mm_features=[item("a1b2", 3)])) is not None
 
@@ -204,8 +204,8 @@ def lora(path: Path | str, name: str = "sql", number: int = 1, *, again: bool = 
     )
 
 
-def lora_requests() -> Requests:
-    return Requests(ROOT, 256, vllm_config(lora_config=SimpleNamespace(lora_dtype="bfloat16", target_modules=None)))
+def lora_requests() -> KeyMaker:
+    return KeyMaker(ROOT, 256, vllm_config(lora_config=SimpleNamespace(lora_dtype="bfloat16", target_modules=None)))
 
 
 def test_an_adapter_counts_from_the_first_token_on(adapter):
@@ -278,7 +278,7 @@ def test_as_many_adapters_are_remembered_as_there_is_room_for(adapter, monkeypat
 
 def test_reasons_are_told_once_and_not_without_end(monkeypatch, caplog):
     monkeypatch.setattr(module, "REASONS_MAX", 2)
-    requests = Requests(ROOT, 256, vllm_config())
+    requests = KeyMaker(ROOT, 256, vllm_config())
     for path in ("/a", "/a", "/b", "/c"):
         assert requests.begin(request(TOKENS, lora_request=lora(path))) is None
     assert len(caplog.records) == 2
@@ -286,7 +286,7 @@ def test_reasons_are_told_once_and_not_without_end(monkeypatch, caplog):
 
 @pytest.mark.parametrize(("field", "value"), [("pooling_params", object()), ("resumable", True)])
 def test_requests_that_are_no_plain_prompts_are_not_cached(field, value):
-    assert Requests(ROOT, 256, vllm_config()).begin(request(TOKENS, **{field: value})) is None
+    assert KeyMaker(ROOT, 256, vllm_config()).begin(request(TOKENS, **{field: value})) is None
 
 
 def test_extras_of_one_kind_do_not_pass_for_another():

@@ -1,6 +1,5 @@
-"""What requests say of their sessions: read leniently, scoped by tenant, and passed on when they end."""
+"""Session hints of requests: invalid ones are ignored, names are scoped by tenant, the session gets them at the end."""
 
-import logging
 from typing import ClassVar
 
 import pytest
@@ -8,7 +7,7 @@ from tests.vllm_engine import SmallEngine
 from tests.vllm_engine_parts import Request
 
 from kvtier.config.sections import Config, HostConfig
-from kvtier.connect.vllm.sessions import Said, Sessions
+from kvtier.connect.vllm.requests import SessionHint, session_hint
 from kvtier.policy.base import Held
 from kvtier.policy.lru import Lru
 from kvtier.policy.registry import EVICTORS
@@ -21,30 +20,30 @@ def request(params: object = None, session_id: object = None, salt: str | None =
     return made
 
 
-def said(*args: object, **more: object) -> Said:
-    return Sessions().said(request(*args, **more))
+def hint_of(*args: object, **more: object) -> SessionHint:
+    return session_hint(request(*args, **more))[0]
 
 
 def test_a_session_may_be_named_in_two_ways():
-    named = said({"session": "chat"})
-    assert named == said(session_id="chat") == said({"session": "chat"}, session_id="other")
+    named = hint_of({"session": "chat"})
+    assert named == hint_of(session_id="chat") == hint_of({"session": "chat"}, session_id="other")
     assert named.session not in (None, "chat")
     assert named.next_turn is None
-    assert said() == said({}) == Said()
+    assert hint_of() == hint_of({}) == SessionHint()
 
 
 @pytest.mark.parametrize("next_turn", list(NextTurn))
-def test_who_goes_on_is_told_with_it(next_turn):
-    assert said({"session": "chat", "next_turn": next_turn.value}).next_turn is next_turn
-    assert said({"next_turn": next_turn.value}, session_id="chat").next_turn is next_turn
+def test_the_next_turn_is_read(next_turn):
+    assert hint_of({"session": "chat", "next_turn": next_turn.value}).next_turn is next_turn
+    assert hint_of({"next_turn": next_turn.value}, session_id="chat").next_turn is next_turn
 
 
-def test_tenants_cannot_speak_of_each_others_sessions():
-    names = [said({"session": "chat"}, salt=salt).session for salt in (None, "alice", "bob")]
+def test_tenants_cannot_name_each_others_sessions():
+    names = [hint_of({"session": "chat"}, salt=salt).session for salt in (None, "alice", "bob")]
     assert len(set(names)) == 3
-    assert said({"session": "chat"}, salt="alice").session == names[1]
-    # Nor by a name that says who they are.
-    assert said({"session": "bc"}, salt="a").session != said({"session": "c"}, salt="ab").session
+    assert hint_of({"session": "chat"}, salt="alice").session == names[1]
+    # Nor by moving characters between salt and name.
+    assert hint_of({"session": "bc"}, salt="a").session != hint_of({"session": "c"}, salt="ab").session
 
 
 @pytest.mark.parametrize(
@@ -52,24 +51,21 @@ def test_tenants_cannot_speak_of_each_others_sessions():
     [
         ({"session": "a", "next_turn": "me"}, None, "next_turn = 'me'; allowed: 'tool', 'user', 'nobody'"),
         ({"session": "a", "next_turn": ["user"]}, None, "next_turn = ['user']; allowed"),
-        ({"session": 7}, None, "session = 7; allowed: a text"),
-        ({"session": ""}, None, "session = ''; allowed: a text"),
-        ({"next_turn": "user"}, None, "next_turn = 'user'; allowed: with session or session_id"),
-        (None, 7, "session = 7; allowed: a text"),
+        ({"session": 7}, None, "session = 7; allowed: a non-empty string"),
+        ({"session": ""}, None, "session = ''; allowed: a non-empty string"),
+        ({"next_turn": "user"}, None, "next_turn = 'user'; allowed: only together with session or session_id"),
+        (None, 7, "session = 7; allowed: a non-empty string"),
     ],
 )
-def test_what_makes_no_sense_is_ignored_with_one_warning(caplog, params, session_id, what):
-    sessions = Sessions()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert sessions.said(request(params, session_id)).next_turn is None
-    assert len(caplog.records) == 1
-    assert what in caplog.text
+def test_an_invalid_hint_is_ignored_and_named(params, session_id, what):
+    hint, problem = session_hint(request(params, session_id))
+    assert hint.next_turn is None
+    assert what in problem
 
 
-class Untold:
+class Unprintable:
     def __repr__(self) -> str:
-        raise ValueError("nobody can show it")
+        raise ValueError("cannot be shown")
 
 
 def deep() -> list[object]:
@@ -80,27 +76,25 @@ def deep() -> list[object]:
     return made
 
 
-@pytest.mark.parametrize("make", [deep, Untold, lambda: 10**10_000, lambda: ["x" * 1000] * 1000, lambda: "x" * 100_000])
+@pytest.mark.parametrize(
+    "make", [deep, Unprintable, lambda: 10**10_000, lambda: ["x" * 1000] * 1000, lambda: "x" * 100_000]
+)
 @pytest.mark.parametrize("field", ["session", "next_turn"])
-def test_what_nobody_can_show_breaks_nothing_and_does_not_fill_the_log(caplog, field, make):
+def test_a_value_that_cannot_be_printed_is_ignored_with_a_short_message(field, make):
     strange = make()
-    named = said({"session": "a", field: strange})
-    assert named.next_turn is None
-    assert len(caplog.text) < 1000
-    if field == "session" and not isinstance(strange, str):
-        assert named == Said()
-    else:
-        assert named.session is not None
+    hint, problem = session_hint(request({"session": "a", field: strange}))
+    assert hint.next_turn is None
+    assert len(problem) < 1000
+    assert (hint == SessionHint()) == (field == "session" and not isinstance(strange, str))
 
 
 @pytest.mark.parametrize("params", [[], "user", 5, {"do_remote_prefill": True}])
-def test_what_is_meant_for_others_is_none_of_our_business(caplog, params):
-    assert said(params) == Said()
-    assert not caplog.records
+def test_parameters_of_other_connectors_are_ignored(params):
+    assert session_hint(request(params)) == (SessionHint(), "")
 
 
 class Heard(Lru):
-    """An evictor that notes whose names it is told of, and what sessions say."""
+    """An evictor that records sessions and hints."""
 
     owners: ClassVar[list[str | None]] = []
     said: ClassVar[list[tuple[str, NextTurn | None]]] = []
@@ -115,7 +109,7 @@ class Heard(Lru):
         self.said.append((session, next_turn))
 
 
-def test_an_engine_passes_on_whose_chunks_they_are_and_who_goes_on(monkeypatch):
+def test_an_engine_passes_on_the_session_of_its_chunks_and_the_next_turn(monkeypatch):
     monkeypatch.setitem(EVICTORS, "heard", Heard)
     engine = SmallEngine(config=Config(host=HostConfig(capacity_bytes="64MiB", evictor="heard")))
     try:
@@ -127,7 +121,7 @@ def test_an_engine_passes_on_whose_chunks_they_are_and_who_goes_on(monkeypatch):
             engine.forget()
     finally:
         engine.close()
-    a, b = (said({"session": name}).session for name in "ab")
+    a, b = (hint_of({"session": name}).session for name in "ab")
     assert Heard.said == [(a, NextTurn.USER)]
     # The first computes and stores it, the others load it.
     assert Heard.owners == [owner for owner in (a, b, None, None) for _ in range(3)]

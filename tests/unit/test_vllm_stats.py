@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.connect.vllm import stats
-from kvtier.connect.vllm.stats import Meters, PromMetrics, Stats, observations
+from kvtier.connect.vllm.stats import PromMetrics, Stats, StatsReader, observations
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 
@@ -47,7 +47,7 @@ class Histogram(Shown): ...
 @pytest.fixture
 def meters(monkeypatch):
     monkeypatch.setattr(stats, "INTERVAL_S", 0.0)
-    return Meters(Metrics())
+    return StatsReader(Metrics())
 
 
 def shown():
@@ -61,8 +61,8 @@ def test_each_count_arrives_once(meters):
     metrics.add(table.LOADS, 3, result="whole")
     prom.observe(meters.take().to_dict())
     assert meters.take() is None
-    assert prom._shown["kvtier_loads_total"].name == "vllm:kvtier_loads"
-    assert prom._shown["kvtier_loads_total"].series["0", "whole"].value == 5
+    assert prom._exported["kvtier_loads_total"].name == "vllm:kvtier_loads"
+    assert prom._exported["kvtier_loads_total"].series["0", "whole"].value == 5
 
 
 def test_a_gauge_shows_how_it_stands(meters):
@@ -70,7 +70,7 @@ def test_a_gauge_shows_how_it_stands(meters):
     for value in (7.0, 4.0):
         meters._metrics.set(table.HELD_BYTES, value, place="host")
         prom.observe(meters.take().to_dict())
-    assert prom._shown["kvtier_held_bytes"].series["0", "host"].value == 4
+    assert prom._exported["kvtier_held_bytes"].series["0", "host"].value == 4
 
 
 def test_a_gauge_at_zero_is_shown_once(meters):
@@ -115,7 +115,7 @@ def test_two_intervals_add_up(meters):
 
 
 def test_counts_travel_at_most_once_an_interval():
-    meters = Meters(Metrics())
+    meters = StatsReader(Metrics())
     meters._metrics.add(table.STORES)
     assert meters.take() is not None
     meters._metrics.add(table.STORES)
@@ -123,7 +123,7 @@ def test_counts_travel_at_most_once_an_interval():
 
 
 def test_an_idle_engine_takes_one_step_for_counts_and_not_hundreds():
-    meters = Meters(Metrics())
+    meters = StatsReader(Metrics())
     meters._metrics.set(table.CAPACITY_BYTES, 1, place="host")
     assert meters.take() is not None
     assert not meters.hurry()
@@ -135,7 +135,7 @@ def test_an_idle_engine_takes_one_step_for_counts_and_not_hundreds():
 
 
 def test_an_engine_that_has_started_takes_steps_until_its_gauges_are_there(monkeypatch):
-    meters = Meters(Metrics())
+    meters = StatsReader(Metrics())
     assert meters.hurry()
     assert "kvtier_capacity_bytes" not in meters.take().data
     assert meters.hurry(), "the session has not set them yet"
@@ -143,4 +143,4 @@ def test_an_engine_that_has_started_takes_steps_until_its_gauges_are_there(monke
     assert meters.take().data["kvtier_capacity_bytes"] == {"host": [7]}
     assert not meters.hurry()
     monkeypatch.setattr(stats, "FIRST_S", -1.0)
-    assert not Meters(Metrics()).hurry(), "not for ever"
+    assert not StatsReader(Metrics()).hurry(), "not for ever"

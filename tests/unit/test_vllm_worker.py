@@ -5,8 +5,16 @@ import threading
 import pytest
 
 from kvtier.connect.vllm import worker as module
-from kvtier.connect.vllm.meta import ASYNC_NOTE, SYNC_NOTE, Awaited, Ended, StepDone, StepOrders
-from kvtier.connect.vllm.worker import Results, Worker
+from kvtier.connect.vllm.worker import (
+    ASYNC_NOTE,
+    SYNC_NOTE,
+    AwaitedLoad,
+    LoadReport,
+    Results,
+    StepDone,
+    StepOrders,
+    Worker,
+)
 from kvtier.runtime.rank_group import Note
 from kvtier.types import RequestId
 
@@ -29,12 +37,12 @@ def note(blocks=(), *, is_failed=False, subject=ASYNC_NOTE) -> Note:
     return Note(subject, LOAD, tuple(blocks), is_failed)
 
 
-def ended(blocks=(), *, is_failed=False, is_async=True) -> Ended:
-    return Ended(LOAD, tuple(blocks), is_failed, is_async)
+def ended(blocks=(), *, is_failed=False, is_async=True) -> LoadReport:
+    return LoadReport(LOAD, tuple(blocks), is_failed, is_async)
 
 
 def test_the_name_of_a_request_may_have_slashes():
-    assert Ended(RequestId("L3/cmpl/0/x"), (), is_failed=False, is_async=True).request == "cmpl/0/x"
+    assert LoadReport(RequestId("L3/cmpl/0/x"), (), is_failed=False, is_async=True).request == "cmpl/0/x"
 
 
 @pytest.mark.parametrize("order", ["note first", "orders first", "note alone", "orders alone"])
@@ -44,17 +52,17 @@ def test_a_load_is_reported_once(order):
     reported = []
     for number, what in enumerate(steps):
         if what == "note":
-            worker.hear(note([4, 5]))
+            worker.receive(note([4, 5]))
         worker.begin(StepOrders(number, ended=(ended([4, 5]),) if what == "orders" else ()))
         reported += worker.results().received
         assert worker.take_bad_blocks() == ({4, 5} if not number else set())
     assert reported == ["r7"]
-    assert len(worker._heard_once) == len(steps) % 2
+    assert len(worker._received_once) == len(steps) % 2
 
 
 def test_a_failed_load_is_reported_as_received_and_failed():
     worker = Worker(Copier())
-    worker.hear(note(is_failed=True))
+    worker.receive(note(is_failed=True))
     assert worker.results() == Results({"r7"}, {"r7"})
 
 
@@ -79,14 +87,14 @@ LONG_S = 60.0
 
 def heard_while_it_waits(worker: Worker, name: str, told: Note) -> list[bool]:
     """As soon as the worker waits, it is told something; what its wait has returned, once it has."""
-    wait, returned = getattr(worker._news, name), []
+    wait, returned = getattr(worker._changed, name), []
 
     def waiting(*args):
-        threading.Thread(target=worker.hear, args=[told]).start()
+        threading.Thread(target=worker.receive, args=[told]).start()
         returned.append(wait(*args))
         return returned[-1]
 
-    setattr(worker._news, name, waiting)
+    setattr(worker._changed, name, waiting)
     return returned
 
 
@@ -106,13 +114,13 @@ def test_a_copy_that_does_not_end_stops_the_engine_rather_than_spoil_it():
 # ---- loads that the forward needs ----------------------------------------------------------------------------------
 
 
-def awaiting(worker: Worker, *more: Ended) -> None:
-    worker.begin(StepOrders(1, awaited=(Awaited(LOAD, (8, 9)),), ended=more))
+def awaiting(worker: Worker, *more: LoadReport) -> None:
+    worker.begin(StepOrders(1, awaited=(AwaitedLoad(LOAD, (8, 9)),), ended=more))
 
 
 def test_a_load_that_is_waited_for_is_not_reported():
     worker = Worker(Copier())
-    worker.hear(note(subject=SYNC_NOTE))
+    worker.receive(note(subject=SYNC_NOTE))
     awaiting(worker)
     worker.wait_for_loads()
     assert worker.results() == Results(set(), set())
@@ -145,9 +153,9 @@ def test_a_late_one_is_fenced_and_all_its_blocks_are_bad(monkeypatch):
     assert copier.revoked == [((LOAD,), module.FENCE_WAIT_S)]
     assert worker.take_bad_blocks() == {8, 9}
     # What comes after all is nobody's any more.
-    worker.hear(note(subject=SYNC_NOTE))
+    worker.receive(note(subject=SYNC_NOTE))
     worker.begin(StepOrders(2, ended=(ended(is_async=False),)))
     assert worker.results() == Results(set(), set())
     assert not worker._ready
-    assert not worker._heard_once
+    assert not worker._received_once
     assert not worker._late

@@ -11,7 +11,7 @@ from judge import TOLERANCE, apart, prompt
 from settings import CHUNK, connector, whole
 from storage import heads, remove
 
-from kvtier.connect.vllm.trial import roll
+from kvtier.connect.vllm.selftest import corrupt
 
 pytestmark = [
     pytest.mark.engine,
@@ -51,7 +51,7 @@ def test_two_ranks_store_restart_hit_and_miss_together(start: Start, expected: E
     second.close()
 
     # The control: numbers of other tokens would show.
-    assert roll(directory)
+    assert corrupt(directory)
     third = start("llama", connector(directory), **TWO)
     assert apart(third.ask(LONG)[0], plain) > 100 * TOLERANCE
     assert third.external_hits() == whole(len(LONG)), "the second engine has completed what was missing"

@@ -12,7 +12,7 @@ from models import SMALL
 from settings import CHUNK, connector, whole
 from storage import heads, objects
 
-from kvtier.connect.vllm.trial import roll
+from kvtier.connect.vllm.selftest import corrupt
 
 pytestmark = pytest.mark.engine
 
@@ -55,7 +55,7 @@ def test_every_kind_of_model_answers_the_same_cold_warm_and_from_disk(
     assert furthest(warm, disk) == 0, "the same KV gives the same bits, wherever it was"
 
     # The control of all tests here: KV of other tokens, under checksums that hold, would be noticed.
-    assert roll(tmp_path / "kv")
+    assert corrupt(tmp_path / "kv")
     third = start(model, connector(tmp_path / "kv"))
     wrong = third.ask(LONG)[0]
     assert third.external_hits() == both[0]

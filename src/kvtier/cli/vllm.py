@@ -12,9 +12,8 @@ from kvtier.config.loader import Loaded, load
 from kvtier.config.machine import check
 from kvtier.config.schema import Setting, settings
 from kvtier.config.sections import SECTIONS, Config, value_of
-from kvtier.connect.vllm.installed import CONNECTOR
+from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed, is_supported
 from kvtier.connect.vllm.internals import check_transfer_config
-from kvtier.connect.vllm.versions import check_engine, installed, is_tried
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
@@ -101,7 +100,7 @@ def _checked(transfer: dict[str, object], config: Config) -> list[str]:
         return ["vLLM is not installed here, so only kvtier has checked this"]
     version = check_engine(config.vllm.unsupported)
     check_transfer_config(transfer)
-    if is_tried(version):
+    if is_supported(version):
         return []
     return [f"vLLM {version} was never tried: the server starts where `kvtier vllm doctor --selftest` has passed"]
 

@@ -21,7 +21,7 @@ from kvtier.config.kinds import size_text
 from kvtier.config.loader import Loaded, Origin, load
 from kvtier.config.machine import check
 from kvtier.config.sections import Config
-from kvtier.connect.vllm import support, trial, versions
+from kvtier.connect.vllm import installed, selftest, support
 from kvtier.connect.vllm.identity import identify, local_folder
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.settings import settings_from
@@ -133,11 +133,11 @@ def _sorted(findings: list[Finding]) -> list[Finding]:
 
 def _version(unsupported: str) -> Finding:
     try:
-        version = versions.check_engine(unsupported)
+        version = installed.check_engine(unsupported)
     except ConfigError as error:
         advice = "install a release that is supported into the environment of this command, which must be the server's"
         return Finding("error", "vLLM", str(error), advice)
-    if versions.is_tried(version):
+    if installed.is_supported(version):
         return Finding("fine", "vLLM", f"{version} is supported")
     advice = "kvtier vllm doctor --selftest, with --model and --engine-args"
     return Finding("note", "vLLM", f"{version} was never tried; a server needs the result of its test", advice)
@@ -146,10 +146,10 @@ def _version(unsupported: str) -> Finding:
 def _selftest(config: Config, patient: Patient) -> Finding:
     if patient.model is None:
         return Finding("error", "selftest", "is of a model, and none was given", "give --model and --engine-args")
-    if versions.installed() is None:
+    if installed.installed() is None:
         return Finding("error", "selftest", "vLLM is not installed here", "run it in the server's environment")
     try:
-        told = trial.run(config, _arguments(patient))
+        told = selftest.run(config, _arguments(patient))
     except (KvError, OSError) as error:
         advice = "do not use this vLLM with this model; report what was seen"
         return Finding("error", "selftest", str(error), advice)
@@ -251,7 +251,7 @@ def _engine(patient: Patient, config: Config) -> tuple[VllmConfig | None, list[F
     model = patient.model
     if model is None:
         return None, []
-    if versions.installed() is None:
+    if installed.installed() is None:
         return None, list(_weights(model))
     transfer = {**CONNECTOR, "kv_connector_extra_config": {"vllm.unsupported": config.vllm.unsupported}}
     told = [*_arguments(patient), "--kv-transfer-config", json.dumps(transfer)]
@@ -284,7 +284,7 @@ def _weights(model: str) -> Iterator[Finding]:
 
 def _fingerprint(engine: VllmConfig) -> Fingerprint | Finding:
     """The fingerprint of an engine; or why its KV is shared with no other engine."""
-    identity = identify(engine, versions.build_of(versions.installed() or ""))
+    identity = identify(engine, installed.build_of(installed.installed() or ""))
     if identity.is_private:
         found = f"nothing is kept below host memory, and nothing survives the server: {identity.detail}"
         return Finding("error", "model", found, "serve real weights from a folder on this machine")

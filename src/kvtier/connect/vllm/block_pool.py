@@ -1,9 +1,9 @@
-"""vLLM's block pool, as far as stores need it: blocks that are read stay readable as long as possible, at no cost.
+"""Access to vLLM's block pool: pins on source blocks of stores, and the free list.
 
-A block that vLLM frees keeps its bytes until it is handed out again. But blocks without a hash are handed out first:
-those that slid out of a window, or all of them without prefix caching. So each block of a store is pinned while its
-owner has it; when it is ours alone it goes to the very end of the queue, where it counts as free, and the pool says
-when it hands it out after all (`BlockPool.unpin_blocks`, which vLLM's HiSparse uses in the same way).
+A freed block keeps its bytes until it is handed out again. But the pool hands out blocks without a hash first: blocks
+that slid out of a window, or all blocks without prefix caching. So each source block of a store is pinned while the
+request uses it. When only the pin is left, the block goes to the end of the free list, where it counts as free, and the
+pool calls back when it hands the block out (`BlockPool.unpin_blocks`, which vLLM's HiSparse uses in the same way).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -12,63 +12,63 @@ from typing import Any, NamedTuple, Protocol
 from kvtier.connect.vllm.vllm_types import Block, BlockPool
 
 
-class Held(NamedTuple):
-    """A block, and what it held when somebody looked."""
+class BlockContent(NamedTuple):
+    """A block, and its hash at the time it was looked up."""
 
     block: int
     hash: Any
-    """VLLM's; None: nothing that its prefix cache could find."""
+    """VLLM's; None: the prefix cache cannot find the block."""
 
 
 class Pins(Protocol):
-    """What stores ask of the pool."""
+    """The pool operations that stores and prefix protection use."""
 
     def pin(self, blocks: Collection[int]) -> None:
         """Keep `blocks`, which are in use."""
         ...
 
     def yield_idle(self, blocks: Sequence[int], *, is_thorough: bool) -> list[int]:
-        """Give up those of the pinned `blocks` that only the pin keeps; returns which. From now on they are watched.
+        """Free the pinned `blocks` that nothing else uses, and watch them for reuse; returns these.
 
         Args:
-            blocks: of one request and one group, the deepest first.
-            is_thorough: look at every block. Otherwise the two ends decide: a request gives its blocks back together,
-                and a window slides off the shallowest. What the ends do not show waits for a thorough call.
+            blocks: of one request and one group, deepest first.
+            is_thorough: check every block. Otherwise only the first and the last are checked: a request frees its
+                blocks together, and a window frees the shallowest.
         """
         ...
 
     def unpin(self, blocks: Collection[int]) -> None:
-        """Give up pinned `blocks`."""
+        """Release pinned `blocks`."""
         ...
 
     def hide(self, blocks: Collection[int]) -> None:
-        """Let the prefix cache find `blocks` no more; whoever has them keeps them."""
+        """Remove `blocks` from vLLM's prefix cache. Requests that use them keep them."""
         ...
 
-    def free(self) -> Iterator[Held]:
-        """The free blocks, in the order in which they will be handed out. Not to be gone on with after a change."""
+    def free(self) -> Iterator[BlockContent]:
+        """The free blocks in allocation order. The iterator is invalid after any change of the pool."""
         ...
 
-    def held(self, blocks: Iterable[int]) -> list[Held]:
-        """What `blocks` hold now."""
+    def contents(self, blocks: Iterable[int]) -> list[BlockContent]:
+        """`blocks` with their current hashes."""
         ...
 
-    def is_free(self, held: Held) -> bool:
-        """Whether a block is free and still holds that."""
+    def is_free(self, content: BlockContent) -> bool:
+        """Whether the block is free and its hash is unchanged."""
         ...
 
-    def hand_out_first(self, blocks: Sequence[Held]) -> None:
-        """Hand out these free blocks before all others, in this order."""
+    def hand_out_first(self, blocks: Sequence[BlockContent]) -> None:
+        """Move these free blocks to the front of the free list, in this order."""
         ...
 
 
 class BlockPins:
-    """The pins of one engine. Belongs to the scheduler's thread.
+    """`Pins` on vLLM's pool. Used by the scheduler's thread only.
 
     Args:
         pool: vLLM's.
-        on_reuse: told of a watched block that is handed out again, before anything is written to it.
-        guarded: makes a callback that does not raise into vLLM's pool.
+        on_reuse: called when a watched block is handed out, before anything is written to it.
+        guarded: wraps a callback so that it cannot raise into vLLM's pool.
     """
 
     def __init__(
@@ -103,22 +103,22 @@ class BlockPins:
         """See `Pins`."""
         self._pool.evict_blocks(set(blocks))
 
-    def free(self) -> Iterator[Held]:
+    def free(self) -> Iterator[BlockContent]:
         """See `Pins`."""
-        return map(_held, self._pool.free_block_queue.iter_blocks_after(None))
+        return map(_content, self._pool.free_block_queue.iter_blocks_after(None))
 
-    def held(self, blocks: Iterable[int]) -> list[Held]:
+    def contents(self, blocks: Iterable[int]) -> list[BlockContent]:
         """See `Pins`."""
-        return list(map(_held, self._blocks(blocks)))
+        return list(map(_content, self._blocks(blocks)))
 
-    def is_free(self, held: Held) -> bool:
+    def is_free(self, content: BlockContent) -> bool:
         """See `Pins`."""
-        block = self._pool.blocks[held.block]
-        return block.next_free_block is not None and block.block_hash == held.hash
+        block = self._pool.blocks[content.block]
+        return block.next_free_block is not None and block.block_hash == content.hash
 
-    def hand_out_first(self, blocks: Sequence[Held]) -> None:
+    def hand_out_first(self, blocks: Sequence[BlockContent]) -> None:
         """See `Pins`."""
-        free = self._blocks(held.block for held in blocks)
+        free = self._blocks(content.block for content in blocks)
         for block in free:
             self._pool.free_block_queue.remove(block)
         self._pool.free_block_queue.prepend_n(free)
@@ -130,10 +130,10 @@ class BlockPins:
         if block.next_free_block is None:
             self._on_reuse(block.block_id)
             return
-        # Still in the queue: only the prefix cache was reset, which leaves the bytes alone. Watch on.
+        # The block is still free: vLLM only reset its prefix cache, and the bytes are intact. Keep watching.
         self._pool.touch([block])
         self._pool.unpin_blocks([block], self._watched)
 
 
-def _held(block: Block) -> Held:
-    return Held(block.block_id, block.block_hash)
+def _content(block: Block) -> BlockContent:
+    return BlockContent(block.block_id, block.block_hash)

@@ -1,8 +1,8 @@
-"""Takes what the session says at the moment it says it, also in the middle of a step.
+"""The thread that polls the session, so that the end of a load is reported even in the middle of a step.
 
-A step of a busy engine takes tens of milliseconds. A worker that hears during a step that a load has ended reports it
-at that step's end, and vLLM schedules the request in the next one; by way of the next step's orders it would be one
-step later. (The orders repeat it all the same: a note that is lost then costs a step, and never a request.)
+A step of a busy engine takes tens of milliseconds. A worker that receives the end of a load during a step reports it at
+the end of that step, and vLLM schedules the request in the next one. Without this thread that would be one step later.
+The next step's orders repeat each report, so a lost note costs one step and never a request.
 """
 
 import threading
@@ -10,76 +10,79 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvtier.connect.vllm.meta import Ended
+from kvtier.connect.vllm.worker import LoadReport
 from kvtier.runtime.base import Session
 from kvtier.types import Event, LoadDone
 
-WAIT_S = 0.2
-"""After this long it looks whether it is to end."""
+POLL_S = 0.2
+"""Longest poll; the thread then checks whether it should end."""
 
 _Item = TypeVar("_Item")
 
 
 class CompletionInbox:
-    """A thread between the session and the scheduler's thread.
+    """Ended loads and stores, collected by a thread for the scheduler's thread.
 
     Args:
-        session: polled by nobody else from now on.
-        report: what a worker has to say about a load that has ended; called in the courier's thread.
-        tell: carries it to the workers; called in the courier's thread.
+        session: must not be polled by anything else.
+        report: makes a worker's report of an ended load; called in the inbox's thread.
+        notify: sends a report to the workers; called in the inbox's thread.
     """
 
     def __init__(
-        self, session: Session, report: Callable[[LoadDone], Ended | None], tell: Callable[[Ended], None]
+        self,
+        session: Session,
+        report: Callable[[LoadDone], LoadReport | None],
+        notify: Callable[[LoadReport], None],
     ) -> None:
         self._session = session
         self._report = report
-        self._tell = tell
-        # What is in them is limited by what is open in the session.
+        self._notify = notify
+        # Both are bounded by the number of open loads and stores.
         self._events: deque[Event] = deque()
-        self._ended: deque[Ended] = deque()
+        self._reports: deque[LoadReport] = deque()
         self._is_closing = False
-        self._mistake: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="kvtier courier", daemon=True)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kvtier completions", daemon=True)
         self._thread.start()
 
     def take_events(self) -> list[Event]:
-        """What has ended since the last call.
+        """Events since the last call.
 
         Raises:
             RuntimeError: an exception has ended the thread.
         """
-        if self._mistake is not None:
-            raise RuntimeError("the thread that takes the session's events has ended") from self._mistake
+        if self._error is not None:
+            raise RuntimeError("the thread that polls the session has ended") from self._error
         return _drained(self._events)
 
-    def take_ended(self) -> list[Ended]:
-        """What the next step's orders have to repeat."""
-        return _drained(self._ended)
+    def take_reports(self) -> list[LoadReport]:
+        """Reports since the last call; the next step's orders repeat them."""
+        return _drained(self._reports)
 
     def deliver(self, done: LoadDone) -> None:
-        """Pass on that a load has ended."""
-        ended = self._report(done)
+        """Report an ended load."""
+        report = self._report(done)
         self._events.append(done)
-        if ended is not None:
-            self._ended.append(ended)
-            self._tell(ended)
+        if report is not None:
+            self._reports.append(report)
+            self._notify(report)
 
-    def close(self, deadline_s: float = 2 * WAIT_S) -> None:
-        """End the thread."""
+    def close(self, deadline_s: float = 2 * POLL_S) -> None:
+        """Stop the thread."""
         self._is_closing = True
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                for event in self._session.poll(WAIT_S):
+                for event in self._session.poll(POLL_S):
                     if isinstance(event, LoadDone):
                         self.deliver(event)
                     else:
                         self._events.append(event)
-        except BaseException as mistake:  # noqa: BLE001 - the scheduler's thread raises it
-            self._mistake = mistake
+        except BaseException as error:  # noqa: BLE001 - the scheduler's thread raises it
+            self._error = error
 
 
 def _drained(queue: deque[_Item]) -> list[_Item]:

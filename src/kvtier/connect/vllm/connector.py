@@ -1,8 +1,8 @@
-"""`KvtierConnector`: what vLLM calls, passed on to the half that lives in this process.
+"""`KvtierConnector`: implements vLLM's connector interface on top of the scheduler side and the worker side.
 
-vLLM makes one connector in the scheduler's process and one in every worker; with one worker and no multiprocessing all
-of them live in one process. This file is the only one that knows vLLM's interface, and the one place where mishaps of
-ours end: a guest never makes the engine fail.
+vLLM makes one connector in the scheduler's process and one in every worker. With one worker and no multiprocessing both
+live in one process. This file alone knows vLLM's interface. It also catches kvtier's internal errors, which must never
+make the engine fail.
 """
 
 import logging
@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from kvtier.connect.vllm.block_pool import BlockPins, Pins
 from kvtier.connect.vllm.events import Events, Movements
-from kvtier.connect.vllm.meta import StepDone, StepOrders
 from kvtier.connect.vllm.scheduler import Scheduler
-from kvtier.connect.vllm.sides import Opening, SchedulerSide, WorkerSide
+from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
 from kvtier.connect.vllm.stats import PromMetrics, Stats
 from kvtier.connect.vllm.vllm_imports import (
     BlockRemoved,
@@ -26,27 +25,28 @@ from kvtier.connect.vllm.vllm_imports import (
     external_hash,
 )
 from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, Request, VllmConfig
+from kvtier.connect.vllm.worker import StepDone, StepOrders
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 _SOURCES = {"host": CacheHitSource.HOST, "directory": CacheHitSource.DISK, "disk": CacheHitSource.DISK}
 _OTHER_SOURCE = CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 class KvtierConnector(ConnectorBase, SupportsHMA):
-    """KV that outlives the GPU's memory and the process. What a method is for stands at vLLM's `KVConnectorBase_V1`."""
+    """vLLM's KV connector for kvtier. vLLM's `KVConnectorBase_V1` documents each method."""
 
     def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KvCacheConfig) -> None:  # noqa: ANN401
         ConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._is_broken = False
-        opening = Opening.of(vllm_config, kv_cache_config)
+        setup = EngineSetup.of(vllm_config, kv_cache_config)
         is_scheduler = role is ConnectorRole.SCHEDULER
         self._upper = (
-            SchedulerSide(opening, self._tables, self._resident, self._open_pins, _events) if is_scheduler else None
+            SchedulerSide(setup, self._tables, self._resident, self._open_pins, _events) if is_scheduler else None
         )
-        self._lower = None if is_scheduler else WorkerSide(opening)
+        self._lower = None if is_scheduler else WorkerSide(setup)
 
     def _tables(self, request: str) -> BlockTables:
         return self._kv_cache_manager.get_block_ids(request)
@@ -60,29 +60,29 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
 
         return BlockPins(self._kv_cache_manager.block_pool, on_reuse, guarded)
 
-    def _guarded(self, act: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """What `act` gives; once it has raised, for good `otherwise`."""
+    def _guarded(self, act: Callable[[], T], otherwise: T) -> T:
+        """The result of `act`. After the first exception always `otherwise`: kvtier stays off until a restart."""
         if not self._is_broken:
             try:
                 return act()
             except Exception:
                 self._is_broken = True
-                logger.exception("kvtier has failed and is not used any more; requests are computed from now on")
+                logger.exception("kvtier has failed and is off until a restart; requests are computed without it")
         return otherwise
 
-    def _asked(self, act: Callable[[Scheduler], Answer], otherwise: Answer) -> Answer:
-        """What `act` gives for our half of the scheduler; `otherwise` until all workers are up."""
+    def _ask(self, act: Callable[[Scheduler], T], otherwise: T) -> T:
+        """Guarded call of the scheduler side; `otherwise` until all workers are up."""
         scheduler = self._scheduler
         return otherwise if scheduler is None else self._guarded(lambda: act(scheduler), otherwise)
 
     @property
     def _scheduler(self) -> Scheduler | None:
-        """Our half of the scheduler; None in a worker, and until all workers are up."""
+        """None in a worker, and until all workers are up."""
         return None if self._upper is None else self._upper.scheduler
 
     @property
     def _rank(self) -> WorkerSide:
-        assert self._lower is not None, "vLLM has called the scheduler's connector as a worker's"
+        assert self._lower is not None, "vLLM called a worker's method of the scheduler's connector"
         return self._lower
 
     # ---- scheduler: requests ---------------------------------------------------------------------------------------
@@ -93,41 +93,41 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self._upper.connect(list(metadata.values()))
 
     def on_new_request(self, request: Request) -> None:
-        """A request has arrived."""
-        self._asked(lambda scheduler: scheduler.arrived(request), None)
+        """Track a new request."""
+        self._ask(lambda scheduler: scheduler.arrived(request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How much can be loaded."""
+        """How many tokens can be loaded."""
         nothing: tuple[int | None, bool] = (0, False)
-        return self._asked(lambda scheduler: scheduler.matched(request, num_computed_tokens), nothing)
+        return self._ask(lambda scheduler: scheduler.matched(request, num_computed_tokens), nothing)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
-        """There is room for it."""
+        """Begin the load into the allocated blocks."""
         if num_external_tokens > 0:
             tables = blocks.get_block_ids()
-            self._asked(lambda scheduler: scheduler.allocated(request, tables, num_external_tokens), None)
+            self._ask(lambda scheduler: scheduler.allocated(request, tables, num_external_tokens), None)
             if self._is_broken and (scheduler := self._scheduler) is not None:
-                # It was promised before, perhaps, and from now on vLLM waits for it.
-                scheduler.allocated_in_vain(request, tables)
+                # The match may have been made before the error, and vLLM waits for its load from now on.
+                scheduler.allocated_after_error(request, tables)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Where it comes from."""
+        """Tokens of a request's load, by source."""
         nothing: list[tuple[str, int]] = []
         found: dict[Any, int] = {}
-        for place, tokens in self._asked(lambda scheduler: scheduler.sources(request), nothing):
+        for place, tokens in self._ask(lambda scheduler: scheduler.sources(request), nothing):
             source = _SOURCES.get(place, _OTHER_SOURCE)
             found[source] = found.get(source, 0) + tokens
         return found if sum(found.values()) == num_external_tokens else {_OTHER_SOURCE: num_external_tokens}
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended."""
+        """End a request of a model with one KV group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended; vLLM may have its blocks, because nothing waits for a store."""
-        self._asked(lambda scheduler: scheduler.finished(request, block_ids), None)
+        """End a request. vLLM may free its blocks at once: pins protect the sources of stores."""
+        self._ask(lambda scheduler: scheduler.finished(request, block_ids), None)
         if self._is_broken and (scheduler := self._scheduler) is not None:
             scheduler.forget(request)
         return False, None
@@ -135,7 +135,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     # ---- scheduler: steps ------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:  # noqa: ANN401
-        """A step goes out."""
+        """Metadata for the workers of a step."""
         scheduler = self._scheduler
         if scheduler is None:
             return StepOrders(0)
@@ -146,15 +146,15 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         orders = StepOrders(0)
         try:
             orders = scheduler.last_orders()
-            scheduler.let_go()
+            scheduler.unpin_all()
         except Exception:
             if scheduler.is_awaited:
-                raise  # the forward would read blocks that nothing has filled
-            logger.exception("kvtier has failed again; loads that have not ended are reported with the next step")
+                raise  # the forward would read blocks that no load has filled
+            logger.exception("kvtier has failed again; open loads are reported with the next step")
         return orders
 
     def update_connector_output(self, connector_output: Any) -> None:  # noqa: ANN401
-        """A step has come back."""
+        """Process a step's results."""
         done = connector_output.kv_connector_worker_meta
         bad_blocks = connector_output.invalid_block_ids
         scheduler = self._scheduler
@@ -162,88 +162,88 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             if bad_blocks:
                 self._guarded(lambda: scheduler.hide(bad_blocks), None)
                 if self._is_broken:
-                    scheduler.hide(bad_blocks)  # not guarded: where they could be found, the engine must not go on
+                    scheduler.hide(bad_blocks)  # not guarded: a request could find unfilled blocks
             self._guarded(lambda: scheduler.stepped(done), None)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether vLLM can have blocks in the next step without preempting anybody."""
-        return self._asked(lambda scheduler: scheduler.has_freed_blocks(), otherwise=False)
+        """Whether blocks come free in the next step without a preemption."""
+        return self._ask(lambda scheduler: scheduler.has_freed_blocks(), otherwise=False)
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine has to take a step for us."""
+        """Whether an idle engine should take a step."""
         upper = self._upper
         return upper is not None and self._guarded(lambda: upper.has_news, otherwise=False)
 
     def take_events(self) -> list[Any]:
-        """What routers are to be told."""
+        """KV events for routers."""
         nothing: list[Any] = []
-        return self._asked(lambda scheduler: scheduler.take_events(), nothing)
+        return self._ask(lambda scheduler: scheduler.take_events(), nothing)
 
     def get_kv_connector_stats(self) -> Stats | None:
-        """What was counted; by the scheduler's half for all."""
+        """Metrics since the last call; the scheduler side counts for all ranks."""
         return None if self._upper is None else self._guarded(self._upper.stats, None)
 
     def reset_cache(self) -> bool:
-        """Nothing from before is found any more."""
+        """Make everything cached before now unreachable."""
         return self._upper is not None and self._guarded(self._upper.reset, otherwise=False)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is dropped is a miss later on, and nothing worse."""
+        """A dropped store is only a later miss."""
         return False
 
     # ---- worker ----------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The worker's KV is there."""
+        """Open the rank on the worker's KV memory."""
         self._rank.open(kv_caches)
 
     def get_handshake_metadata(self) -> Any:  # noqa: ANN401
-        """How the scheduler's half reaches this rank."""
+        """The address at which the scheduler side reaches this rank."""
         return self._rank.handshake
 
     def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
-        """A step begins. Not guarded: where copies cannot be kept off blocks, the engine must not go on."""
+        """Begin a step. Not guarded: if copies cannot be kept off reused blocks, the engine must not go on."""
         self._rank.worker.begin(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """The forward needs what is waited for here; before it, or in a step that waits for nothing behind it."""
+        """Wait for the loads that the forward needs."""
         self._rank.worker.wait_for_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are waited for as a whole."""
+        """No-op: `start_load_kv` waits for whole loads."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Nothing: stores begin when the step has come back."""
+        """No-op: stores begin when the step has returned."""
 
     def wait_for_save(self) -> None:
-        """Nothing: no store needs the engine to wait."""
+        """No-op: the engine never waits for a store."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401, ARG002
-        """Which loads have ended."""
+        """The ended loads."""
         received, failed = self._rank.worker.results()
         return TransferResults(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that vLLM believes filled and that are not."""
+        """Blocks that vLLM takes for filled, but that no load filled."""
         return self._rank.worker.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> StepDone:
-        """The step has run."""
+        """Metadata for the scheduler after a step."""
         return self._rank.worker.done
 
     # ---- both ------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """The engine ends."""
-        self._is_broken = False  # what is open has to be closed, whatever went wrong before
+        """Close the side of this process."""
+        self._is_broken = False  # close even after an internal error
         self._guarded(self._rank.close if self._upper is None else self._upper.close, None)
 
-    # ---- the process with the server: there is no instance ---------------------------------------------------------
+    # ---- the server's process, which has no connector --------------------------------------------------------------
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """Counts that have travelled."""
+        """Unpack metrics of another process."""
         return Stats(data)
 
     @classmethod
@@ -254,7 +254,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
-        """Shows them in `/metrics`."""
+        """Metrics for `/metrics`."""
         return PromMetrics(metric_types, labelnames, per_engine_labelvalues)
 
 

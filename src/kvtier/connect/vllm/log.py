@@ -1,7 +1,7 @@
-"""Where kvtier's log lines go in vLLM's processes: where vLLM's own lines go.
+"""Sends kvtier's log records to vLLM's log handlers.
 
-vLLM configures the logger ``vllm`` alone. Without this a line of kvtier at INFO is lost. A warning
-reaches Python's last resort, which shows neither time nor name.
+vLLM configures only the logger ``vllm``. By default Python would drop kvtier's INFO records, and print warnings without
+time or name.
 """
 
 import logging
@@ -10,16 +10,16 @@ from pathlib import PurePath
 import kvtier
 
 ENGINE_LEVEL = "engine"
-"""The setting `log.level` that takes vLLM's own level."""
+"""Value of the setting `log.level` that follows vLLM's level."""
 
 _PACKAGE = PurePath(kvtier.__file__).parent.parent
 
 
 def follow_engine(level: str = ENGINE_LEVEL) -> None:
-    """Hand kvtier's lines to vLLM's handlers. A second call changes the level only.
+    """Pass kvtier's records to vLLM's handlers. A second call changes the level only.
 
-    `VLLM_CONFIGURE_LOGGING`, `VLLM_LOGGING_LEVEL` and the user's own configuration of ``vllm`` or the root are so
-    followed as well. A user who gives ``kvtier`` handlers of its own keeps them.
+    So `VLLM_CONFIGURE_LOGGING`, `VLLM_LOGGING_LEVEL` and a user's configuration of ``vllm`` or the root logger apply to
+    kvtier, too. Handlers that a user has set on ``kvtier`` stay.
 
     Args:
         level: the setting `log.level`.
@@ -30,7 +30,7 @@ def follow_engine(level: str = ENGINE_LEVEL) -> None:
     followers = [handler for handler in ours.handlers if isinstance(handler, _Follower)]
     if not ours.handlers:
         followers = [_Follower(theirs)]
-        ours.parent = theirs  # the level, where ours has none
+        ours.parent = theirs  # inherit its level
         ours.propagate = False
         ours.addHandler(followers[0])
     for follower in followers:
@@ -38,7 +38,7 @@ def follow_engine(level: str = ENGINE_LEVEL) -> None:
 
 
 class _Follower(logging.Handler):
-    """Passes a record to the handlers that a record of `engine` would reach.
+    """Passes a record to the handlers of the logger `engine`.
 
     Args:
         engine: vLLM's logger.
@@ -48,10 +48,10 @@ class _Follower(logging.Handler):
         super().__init__()
         self._engine = engine
         self.has_own_level = False
-        """vLLM's handlers have its level, too, and would drop what is below it."""
+        """`log.level` is set. VLLM's handlers filter by its own level, so they are called directly."""
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Pass `record` on, under no lock of our own. vLLM shows the name of its file, which is then ours."""
+        """Pass `record` on, without a lock, and with its file name relative to the package."""
         path = PurePath(record.pathname)
         if path.is_relative_to(_PACKAGE):
             record.filename = path.relative_to(_PACKAGE).as_posix()

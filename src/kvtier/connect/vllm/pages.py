@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.connect.vllm.geometry import Geometry, Table
+from kvtier.connect.vllm.geometry import Geometry, TableLayout
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Layer, plain_name
 from kvtier.errors import UnsupportedModelError
 from kvtier.layout import KvLayout
@@ -131,7 +131,7 @@ def _starts(config: KvCacheConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def _pages(name: str, tensor: object, table: Table, start: tuple[int, int], block_count: int) -> _Pages:
+def _pages(name: str, tensor: object, table: TableLayout, start: tuple[int, int], block_count: int) -> _Pages:
     if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
         told = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise UnsupportedModelError(f"layer {name}: KV is {told}; allowed: a tensor [blocks, heads, tokens, content]")

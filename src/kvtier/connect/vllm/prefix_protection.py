@@ -1,119 +1,117 @@
-"""The requests that wait for vLLM, and the blocks that it still has of their prompts.
+"""Prefix protection: allocation does not evict the cached prefixes of requests that are waiting.
 
-VLLM hands out free blocks in the order in which they were used last. When users come back in turn that is the worst
-there is: the head of the line takes the blocks of the next one, who takes those of the one behind, and nobody finds its
-own although there was room for most. But who comes next is known here. So before a request gets its blocks, those that
-it may take are put to the front: first what nobody in the line wants, in vLLM's order, then what the last one wants,
-the deepest first. Nobody's turn changes, and all blocks stay free.
+VLLM hands out free blocks in LRU order. When users return in turn that order is the worst possible: LRU reuse evicts
+the next waiting request's prefix, then the one after it, and every request misses although most prefixes would fit. But
+the scheduler knows the waiting queue. So before a request is given blocks, the least valuable free blocks move to the
+front of the free list: first the blocks that no waiting request needs, in vLLM's order, then those of the last request
+in the queue, deepest first. The order of requests does not change, and no block is kept from being allocated.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from kvtier.connect.vllm.block_pool import Held, Pins
+from kvtier.connect.vllm.block_pool import BlockContent, Pins
 from kvtier.connect.vllm.geometry import NULL_BLOCK, Geometry
-from kvtier.connect.vllm.tracked import Tracked
+from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables, Request
 
 LOOKED_AT_MAX = 1 << 14
-"""Blocks that are looked at in one step, for all requests together; about 0.5 microseconds each. After these vLLM's
-order holds: no step waits long for an order that saves others time."""
+"""Blocks examined in one step, for all requests together; about 0.5 microseconds each. Beyond it vLLM's order holds."""
 FREE_MAX = 4096
-"""Free blocks among which those are sought that nobody wants."""
+"""Free blocks searched for blocks that no waiting request needs."""
 LOOKED_UP_MAX = 1024
-"""Blocks of prompts that are looked up in one step, about 4 microseconds each; a longer prompt is looked up alone."""
-HELD_MAX = 1 << 16
-"""Blocks that are remembered, as often as somebody wants them; who is farther behind counts as wanting nothing."""
+"""Prompt blocks looked up in one step, about 4 microseconds each. A longer prompt is looked up alone."""
+NEEDED_MAX = 1 << 16
+"""Blocks remembered, counted once per request. Requests beyond it count as needing nothing."""
 
 
 class PrefixProtection:
-    """The line of one engine. Belongs to the scheduler's thread.
+    """The waiting queue of one engine. Used by the scheduler's thread only.
 
     Args:
-        geometry: where chunks lie in block tables.
+        geometry: location of chunks in block tables.
         pins: vLLM's block pool.
-        resident: the block ids in vLLM's own cache that a request would be given now; None: vLLM's order stays.
+        resident: the block ids in vLLM's own cache that match a request; None: off, vLLM's order stays.
     """
 
     def __init__(self, geometry: Geometry, pins: Pins, resident: Callable[[Request], BlockTables] | None) -> None:
         self._geometry = geometry
         self._pins = pins
         self._resident = resident
-        self._waiting: OrderedDict[str, Tracked] = OrderedDict()
-        self._held: dict[str, list[Held]] = {}
-        """What vLLM has of those who wait, the deepest first; looked up once, when something is in danger."""
-        self._wanted: Counter[Held] = Counter()
-        """By how many of them."""
-        self._made_for: str | None = None
-        """For whom there is room, as far as nothing has changed since."""
-        self._held_count = 0
+        self._waiting: OrderedDict[str, TrackedRequest] = OrderedDict()
+        self._needed: dict[str, list[BlockContent]] = {}
+        """Per waiting request: its cached blocks, deepest first. Looked up once, when an allocation might evict one."""
+        self._need_counts: Counter[BlockContent] = Counter()
+        """Per block: the number of waiting requests that need it."""
+        self._done_for: str | None = None
+        """The request that the free list was last ordered for, if nothing has changed since."""
+        self._needed_total = 0
         self._looked_at = self._looked_up = 0
-        """In this step."""
-        self._has_unwanted = True
-        """As far as is known in this step."""
+        """Blocks examined and looked up in this step."""
+        self._has_unneeded = True
+        """Whether free blocks that no request needs may be left in this step."""
 
     def step_ends(self) -> None:
-        """Those who came in this step have got their blocks."""
+        """Reset the budgets of a step."""
         self._looked_at = self._looked_up = 0
-        self._has_unwanted = True
+        self._has_unneeded = True
 
-    def joined(self, tracked: Tracked) -> None:
-        """A request has arrived."""
+    def joined(self, tracked: TrackedRequest) -> None:
+        """Append a new request to the queue."""
         self._waiting[tracked.id] = tracked
-        self._made_for = None
+        self._done_for = None
 
-    def rejoined(self, tracked: Tracked) -> None:
-        """A request had to give back its blocks; it is the next."""
+    def rejoined(self, tracked: TrackedRequest) -> None:
+        """Put a preempted request at the head of the queue."""
         self.left(tracked.id)
         self.joined(tracked)
         self._waiting.move_to_end(tracked.id, last=False)
 
     def left(self, name: str) -> None:
-        """A request has got its blocks, has given them back, or is gone."""
+        """Remove a request that began, was preempted, or ended."""
         self._waiting.pop(name, None)
-        blocks = self._held.pop(name, ())
-        self._held_count -= len(blocks)
-        for held in blocks:
-            self._wanted[held] -= 1
-            if not self._wanted[held]:
-                del self._wanted[held]
-        self._made_for = None
+        blocks = self._needed.pop(name, ())
+        self._needed_total -= len(blocks)
+        for content in blocks:
+            self._need_counts[content] -= 1
+            if not self._need_counts[content]:
+                del self._need_counts[content]
+        self._done_for = None
 
-    def make_room(self, tracked: Tracked, tokens: int) -> None:
-        """A request may be given blocks for `tokens` now: let them be those that the others want least."""
-        if self._resident is None or self._made_for == tracked.id or len(self._waiting) < 2:
+    def make_room(self, tracked: TrackedRequest, tokens: int) -> None:
+        """Order the free list before vLLM allocates blocks for `tokens` of a request."""
+        if self._resident is None or self._done_for == tracked.id or len(self._waiting) < 2:
             return
         count = self._geometry.blocks(tokens)
-        first = list(islice(self._some(self._pins.free()), count))
-        if not any(held.hash for held in first):
+        first = list(islice(self._within_budget(self._pins.free()), count))
+        if not any(content.hash for content in first):
             return
         self._look_up(self._resident)
-        victims: list[Held] = []
-        if self._has_unwanted:
-            free = islice(self._some(self._pins.free()), FREE_MAX)
-            victims += islice((held for held in free if held not in self._wanted), len(first))
-            self._has_unwanted = len(victims) == len(first)
-        victims += islice(self._wanted_last(tracked.id), len(first) - len(victims))
+        victims: list[BlockContent] = []
+        if self._has_unneeded:
+            free = islice(self._within_budget(self._pins.free()), FREE_MAX)
+            victims += islice((content for content in free if content not in self._need_counts), len(first))
+            self._has_unneeded = len(victims) == len(first)
+        victims += islice(self._needed_last(tracked.id), len(first) - len(victims))
         if victims != first:
             self._pins.hand_out_first(victims)
-        self._made_for = tracked.id
+        self._done_for = tracked.id
 
-    def _some(self, blocks: Iterable[Held]) -> Iterator[Held]:
-        """Those of `blocks` that may still be looked at in this step."""
-        for held in blocks:
+    def _within_budget(self, blocks: Iterable[BlockContent]) -> Iterator[BlockContent]:
+        for content in blocks:
             if self._looked_at >= LOOKED_AT_MAX:
                 return
             self._looked_at += 1
-            yield held
+            yield content
 
     def _look_up(self, resident: Callable[[Request], BlockTables]) -> None:
-        if len(self._held) == len(self._waiting):
+        if len(self._needed) == len(self._waiting):
             return
         for name, tracked in self._waiting.items():
-            if name in self._held:
+            if name in self._needed:
                 continue
-            if self._looked_up >= LOOKED_UP_MAX or self._held_count >= HELD_MAX:
+            if self._looked_up >= LOOKED_UP_MAX or self._needed_total >= NEEDED_MAX:
                 break
             self._looked_up += self._geometry.blocks(tracked.request.num_tokens)
             blocks: dict[int, None] = {}
@@ -121,17 +119,17 @@ class PrefixProtection:
             for number in range(max(map(len, tables), default=0)):
                 blocks.update((table[number], None) for table in tables if number < len(table))
             blocks.pop(NULL_BLOCK, None)
-            self._held[name] = self._pins.held(reversed(blocks))
-            self._held_count += len(blocks)
-            self._wanted.update(self._held[name])
+            self._needed[name] = self._pins.contents(reversed(blocks))
+            self._needed_total += len(blocks)
+            self._need_counts.update(self._needed[name])
 
-    def _wanted_last(self, asking: str) -> Iterator[Held]:
-        """What only the last one wants, then what only the last two want, and so on."""
-        seen: Counter[Held] = Counter()
+    def _needed_last(self, asking: str) -> Iterator[BlockContent]:
+        """Free blocks that only the last request needs, then those that only the last two need, and so on."""
+        seen: Counter[BlockContent] = Counter()
         for name in reversed(self._waiting):
             if name == asking:
                 continue
-            for held in self._some(self._held.get(name, ())):
-                seen[held] += 1
-                if seen[held] == self._wanted[held] and self._pins.is_free(held):
-                    yield held
+            for content in self._within_budget(self._needed.get(name, ())):
+                seen[content] += 1
+                if seen[content] == self._need_counts[content] and self._pins.is_free(content):
+                    yield content

@@ -1,10 +1,10 @@
-"""Who the chunks of a request are: its key chain, with everything besides tokens that determines the numbers.
+"""Chunk keys of requests: the key chain over tokens, plus everything else that determines a request's KV.
 
-salt        from the first token on: tenants who must not share say so with it
-adapter     from the first token on: its name, and a digest of its files as they were when it was first used
-item        an image or another item, by the identifier that vLLM gives its content, where it begins
-embeddings  of a prompt without tokens: a digest for each chunk
-epoch       from the first token on, once the cache was reset: nothing from before is found again
+salt        from the first token: tenants with different `cache_salt` share nothing
+adapter     from the first token: its name, and a digest of its files at first use
+item        an image or other item: vLLM's identifier of its content, at its position
+embeddings  of a prompt without tokens: a digest per chunk
+epoch       from the first token, after a cache reset: KV from before is not found
 """
 
 import hashlib
@@ -29,20 +29,20 @@ from kvtier.types import Prefix
 logger = logging.getLogger(__name__)
 
 ADAPTERS_MAX = 4096
-"""Adapters that are remembered, far more than vLLM keeps in memory."""
+"""Adapters remembered, far more than vLLM keeps in memory."""
 
 EPOCH_BYTES = 16
 
 REASONS_MAX = 100
-"""Reasons that are logged; they may name adapters, of which there is no end."""
+"""Different reasons logged. Reasons may name adapters, whose number is unbounded."""
 
 
 class NotCacheableError(KvError):
-    """Something determines a request's numbers that we cannot identify."""
+    """A request's KV depends on something that cannot be identified."""
 
 
 class RequestKeys:
-    """The keys of one growing request; each token is hashed once. Not thread-safe.
+    """The key chain of one growing request; hashes each token once. Not thread-safe.
 
     Args:
         root: 32-byte keyed root.
@@ -57,13 +57,9 @@ class RequestKeys:
         self._chain = Chain(root, chunk_tokens, extras)
 
     def extend(self, all_token_ids: Sequence[int]) -> None:
-        """Take note of the request's tokens so far; costs time for the new ones only.
-
-        Args:
-            all_token_ids: prompt and output, `Request.all_token_ids`.
-        """
+        """Hash the new tokens of `Request.all_token_ids`, which holds prompt and output."""
         if len(all_token_ids) < self._chain.tokens:
-            # Never seen, and not allowed for: but keys of tokens that are no longer there would be lies.
+            # vLLM does not remove tokens; if it did, keys that cover them would be wrong.
             self._chain = Chain(self._root, self._chunk_tokens, self._extras)
         self._chain.extend(list(all_token_ids[self._chain.tokens :]))
 
@@ -71,18 +67,18 @@ class RequestKeys:
         """The full chunks within the leading `tokens`, by default all.
 
         Raises:
-            ValueError: more tokens than were given.
+            ValueError: more tokens than were hashed.
         """
         return self._chain.prefix(tokens)
 
 
-class Requests:
+class KeyMaker:
     """Makes the keys of an engine's requests. Not thread-safe.
 
     Args:
         root: 32-byte keyed root of the engine (`kvtier.keys.fingerprint.root_key`).
         chunk_tokens: tokens of a chunk.
-        config: what the engine was started with.
+        config: the engine's.
     """
 
     def __init__(self, root: bytes, chunk_tokens: int, config: VllmConfig) -> None:
@@ -91,21 +87,21 @@ class Requests:
         self._config = config
         self._adapters = Adapters(config.lora_config)
         self._epoch = b""
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def begin(self, request: Request) -> RequestKeys | None:
-        """The keys of a request; None: it is neither looked up nor stored, for a reason that is logged once."""
+        """The keys of a request; None if it cannot be cached. Logs each reason once."""
         try:
             extras = self._extras(request)
         except NotCacheableError as error:
-            if str(error) not in self._told and len(self._told) < REASONS_MAX:
-                self._told.add(str(error))
-                logger.warning("requests like %s are not cached: %s", request.request_id, error)
+            if str(error) not in self._logged and len(self._logged) < REASONS_MAX:
+                self._logged.add(str(error))
+                logger.warning("request %s is not cached: %s (logged once)", request.request_id, error)
             return None
         return RequestKeys(self._root, self._chunk_tokens, extras)
 
     def new_epoch(self) -> None:
-        """Share nothing with any request that began before."""
+        """Separate all later requests from all earlier ones."""
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
 
     def _extras(self, request: Request) -> list[Extra]:
@@ -119,7 +115,9 @@ class Requests:
             extras.append(Extra("salt", request.cache_salt.encode()))
         if self._epoch:
             extras.append(Extra("epoch", self._epoch))
-        extras += _items(request)
+        for item in request.mm_features:
+            identified = [item.modality, item.identifier, item.mm_position.length]
+            extras.append(Extra("item", json.dumps(identified).encode(), item.mm_position.offset))
         extras += self._embeddings(request)
         return extras
 
@@ -127,7 +125,7 @@ class Requests:
         embeddings: torch.Tensor | None = request.prompt_embeds
         if embeddings is None:
             return
-        # In a mixed prompt this says which positions are tokens; the others' tokens are placeholders.
+        # In a mixed prompt this marks the positions that are tokens; the other positions have placeholder tokens.
         is_token: Sequence[bool] = request.prompt_is_token_ids or ()
         for start in range(0, embeddings.shape[0], self._chunk_tokens):
             stop = start + self._chunk_tokens
@@ -137,34 +135,28 @@ class Requests:
             yield Extra("embeddings", digest.digest(), start)
 
 
-def _items(request: Request) -> Iterator[Extra]:
-    for item in request.mm_features:
-        told = [item.modality, item.identifier, item.mm_position.length]
-        yield Extra("item", json.dumps(told).encode(), item.mm_position.offset)
-
-
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast("bytes", tensor.detach().cpu().contiguous().view(torch.uint8).numpy())).cast("B")
 
 
-_Stamp = tuple[tuple[str, int, int, int, int], ...]
-"""For each file its name and what tells its contents from others, as far as the file system says without reading it."""
+_FileStamps = tuple[tuple[str, int, int, int, int], ...]
+"""Per file: name, inode, size, modification time, change time."""
 
 
 class _Adapter(NamedTuple):
     name: str
     path: str
     folder: Path
-    stamp: _Stamp
+    stamps: _FileStamps
     identity: bytes
 
 
 class Adapters:
-    """What the adapters in vLLM's memory hold.
+    """Identities of the adapters in vLLM's memory.
 
-    vLLM reads an adapter's files when it is first used, and perhaps again later. So their digest is taken once, and an
-    adapter whose files have changed since is not cached any more: nobody can say which of the two vLLM holds. One that
-    is loaded again on purpose (`load_inplace`) is looked at again.
+    VLLM reads an adapter's files at first use, and perhaps again later. So their digest is taken once. After its files
+    change an adapter is no longer cached, because vLLM may hold either version. An adapter that is reloaded on purpose
+    (`load_inplace`) is digested again.
 
     Args:
         settings: `LoRAConfig`, or None.
@@ -175,10 +167,10 @@ class Adapters:
         self._known: OrderedDict[int, _Adapter] = OrderedDict()
 
     def identify(self, adapter: LoraRequest) -> bytes:
-        """What determines an adapter's numbers.
+        """Everything that determines an adapter's effect on KV.
 
         Raises:
-            NotCacheableError: nobody can say; the message tells why.
+            NotCacheableError: the adapter cannot be identified; the message says why.
         """
         name, path = adapter.lora_name, adapter.lora_path
         known = self._known.get(adapter.lora_int_id)
@@ -187,28 +179,25 @@ class Adapters:
         if folder is None or not folder.is_dir():
             raise NotCacheableError(f"the files of adapter {name!r} are not at {path}")
         try:
-            stamp = _stamp(folder)
-            if known is not None and is_same and known.stamp == stamp:
+            stamps = _stamps(folder)
+            if known is not None and is_same and known.stamps == stamps:
                 return known.identity
             if known is not None and not adapter.load_inplace:
                 raise NotCacheableError(f"the files of adapter {name!r} have changed since vLLM loaded it")
-            identity = self._identity(adapter, folder)
+            digest = digest_files(adapter_files(folder), home_cache()).digest
         except (OSError, ConfigError) as error:
             raise NotCacheableError(f"the files of adapter {name!r} cannot be read: {error}") from error
-        self._known[adapter.lora_int_id] = _Adapter(name, path, folder, stamp, identity)
+        dtype = plain_name(getattr(self._settings, "lora_dtype", None))
+        modules = getattr(self._settings, "target_modules", None)
+        identity = json.dumps([name, digest.hex(), dtype, modules, adapter.is_3d_lora_weight]).encode()
+        self._known[adapter.lora_int_id] = _Adapter(name, path, folder, stamps, identity)
         if len(self._known) > ADAPTERS_MAX:
             self._known.popitem(last=False)
         return identity
 
-    def _identity(self, adapter: LoraRequest, folder: Path) -> bytes:
-        digest = digest_files(adapter_files(folder), home_cache()).digest
-        dtype = plain_name(getattr(self._settings, "lora_dtype", None))
-        modules = getattr(self._settings, "target_modules", None)
-        return json.dumps([adapter.lora_name, digest.hex(), dtype, modules, adapter.is_3d_lora_weight]).encode()
 
-
-def _stamp(folder: Path) -> _Stamp:
-    told = [(file.name, file.stat()) for file in adapter_files(folder)]
-    if "adapter_config.json" not in {name for name, _ in told}:
+def _stamps(folder: Path) -> _FileStamps:
+    found = [(file.name, file.stat()) for file in adapter_files(folder)]
+    if "adapter_config.json" not in {name for name, _ in found}:
         raise ConfigError(f"{folder} holds no adapter_config.json")
-    return tuple((name, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in told)
+    return tuple((name, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in found)

@@ -1,4 +1,4 @@
-"""Our settings as vLLM carries them: `kv_connector_extra_config`, on top of the file and the environment."""
+"""kvtier's settings in vLLM: `kv_connector_extra_config` overrides the settings file and the environment."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,20 +14,20 @@ _ORIGIN = "kv_connector_extra_config"
 
 
 def settings_of(vllm_config: VllmConfig) -> Config:
-    """The settings of this engine; the same in every process of it that has the same environment.
+    """The engine's settings; equal in all its processes that have the same environment.
 
     Raises:
-        ConfigError: an unknown setting or a value that is not allowed; the message names it and where it came from.
+        ConfigError: an unknown setting or an invalid value; the message names the setting and its origin.
     """
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     return settings_from(extra or {}, load().config)
 
 
 def settings_from(extra: Mapping[str, object], base: Config) -> Config:
-    """`base` with what `extra` says, in sections (``{"host": {"evictor": "lru"}}``) or flat (``{"host.evictor": …}``).
+    """Override `base` with `extra`, by section (``{"host": {"evictor": "lru"}}``) or flat (``{"host.evictor": …}``).
 
     Raises:
-        ConfigError: see `settings_of`; also a setting that is given in both forms.
+        ConfigError: see `settings_of`; also a setting given in both forms.
     """
     sections: dict[str, dict[str, object]] = {}
     for section, key, raw in _entries(extra):

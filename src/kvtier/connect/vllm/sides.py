@@ -1,4 +1,4 @@
-"""Opening and closing: what the connector holds in the scheduler's process, and what in a worker's."""
+"""The scheduler side and the worker side of the connector: what each process opens at start and closes at the end."""
 
 import logging
 import threading
@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtier.config.sections import Config
-from kvtier.connect.vllm import identity, request_keys, selftest, support, versions
+from kvtier.connect.vllm import identity, installed, selftest, support
 from kvtier.connect.vllm.block_pool import Pins
 from kvtier.connect.vllm.events import Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
-from kvtier.connect.vllm.identity import note_fingerprint
 from kvtier.connect.vllm.log import follow_engine
+from kvtier.connect.vllm.request_keys import KeyMaker
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.settings import settings_of
-from kvtier.connect.vllm.stats import Meters, Stats
+from kvtier.connect.vllm.stats import Stats, StatsReader
 from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
@@ -27,38 +27,38 @@ from kvtier.runtime.rank_server import RankServer, connect
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 4.0
-"""How long a worker that is to end waits until what was stored has come to its tiers. VLLM gives it 5 s altogether
+"""How long a worker that shuts down waits for its pending writes. VLLM grants it 5 s in all
 (`VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS`)."""
 
 
 def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
-    """The settings, and vLLM's version, of an engine that is started; all that can be refused without its KV.
+    """Check everything that does not depend on the KV cache; returns the settings and vLLM's version.
 
     Raises:
         ConfigError: a setting is wrong, or this release of vLLM is not supported.
         UnsupportedModelError: the engine cannot be served correctly.
     """
     config = settings_of(vllm_config)
-    version = versions.check_engine(config.vllm.unsupported)
+    version = installed.check_engine(config.vllm.unsupported)
     support.check_engine(vllm_config)
     return config, version
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """What both halves are made of; it comes out the same in every process of an engine."""
+class EngineSetup:
+    """Settings and identity of an engine; equal in all its processes."""
 
     vllm_config: VllmConfig
     kv_cache_config: KvCacheConfig
     config: Config
     geometry: Geometry
-    identity: identity.Identity
+    identity: identity.EngineIdentity
     build: str
-    """Of vLLM."""
+    """VLLM's; see `installed.build_of`."""
 
     @staticmethod
-    def of(vllm_config: VllmConfig, kv_cache_config: KvCacheConfig) -> "Opening":
-        """Look at an engine.
+    def of(vllm_config: VllmConfig, kv_cache_config: KvCacheConfig) -> "EngineSetup":
+        """Check and identify an engine.
 
         Raises:
             ConfigError: a setting is wrong, or this release of vLLM is not supported.
@@ -67,14 +67,14 @@ class Opening:
         config, version = check_start(vllm_config)
         follow_engine(config.log.level)
         geometry = Geometry.of(kv_cache_config, config.store.chunk_tokens)
-        build = versions.build_of(version)
+        build = installed.build_of(version)
         identified = identity.identify(vllm_config, build)
         if identified.is_private:
-            # Nobody can tell later what these bytes belong to.
+            # No later engine could identify the stored bytes.
             config = replace(
                 config, directory=replace(config.directory, path=None), disk=replace(config.disk, path=None)
             )
-        return Opening(vllm_config, kv_cache_config, config, geometry, identified, build)
+        return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, build)
 
     @property
     def ranks(self) -> int:
@@ -83,69 +83,68 @@ class Opening:
 
 
 class SchedulerSide:
-    """What lives in the scheduler's process: the core, and what decides over it.
+    """The core and the scheduler, in the scheduler's process.
 
     Args:
-        opening: what it is made of.
-        tables: the block ids of a request, as vLLM has them now.
-        resident: the block ids in vLLM's own cache that a request would be given now.
-        open_pins: vLLM's block pool, once it is there.
-        open_events: turns movements into vLLM's events, given the tokens of its hashes and a KV group.
+        setup: of the engine.
+        tables: the current block ids of a request.
+        resident: the block ids in vLLM's own cache that match a request.
+        open_pins: opens vLLM's block pool, once it exists.
+        open_events: makes the KV events, given the movements, the tokens per block hash, and the vLLM group.
     """
 
     def __init__(
         self,
-        opening: Opening,
+        setup: EngineSetup,
         tables: Callable[[str], BlockTables],
         resident: Callable[[Request], BlockTables],
         open_pins: Callable[[Callable[[int], None]], Pins],
         open_events: Callable[[Movements, int, int], Events],
     ) -> None:
         self.scheduler: Scheduler | None = None
-        """None until all workers are up: before that everything is a miss."""
-        self._opening = opening
+        """None until all workers are up; until then every lookup is a miss."""
+        self._setup = setup
         self._tables = tables
         self._resident = resident
         self._open_pins = open_pins
         self._open_events = open_events
         self._opened: OpenedSession | None = None
-        self._requests: request_keys.Requests | None = None
-        self._meters: Meters | None = None
+        self._keys: KeyMaker | None = None
+        self._stats: StatsReader | None = None
         self._lock = threading.Lock()
-        for warning in support.warnings(opening.vllm_config):
+        for warning in support.warnings(setup.vllm_config):
             logger.warning("%s", warning)
-        if opening.identity.is_private:
-            logger.warning("nothing is kept below host memory: %s", opening.identity.detail)
+        if setup.identity.is_private:
+            logger.warning("KV is kept in host memory only: %s", setup.identity.detail)
 
     def connect(self, handshakes: Sequence[Mapping[str, Any]]) -> None:
-        """All workers are up.
+        """Connect to the workers, and open the core.
 
         Raises:
-            ProtocolError: one of them cannot be reached.
-            ConfigError: the store's secret cannot be had.
+            ProtocolError: a worker cannot be reached.
+            ConfigError: the store's secret cannot be read.
         """
-        opening = self._opening
-        vllm_config, geometry = opening.vllm_config, opening.geometry
-        limits = opening.config.limits
-        below = connect(handshakes, limits.transfer_deadline_s)
+        setup = self._setup
+        vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
+        below = connect(handshakes, config.limits.transfer_deadline_s)
         movements, events = self._events()
-        digest = opening.identity.fingerprint.digest
-        opened = open_core(opening.config, geometry.layout, digest, below, observer=movements)
+        digest = setup.identity.fingerprint.digest
+        opened = open_core(config, geometry.layout, digest, below, observer=movements)
         self._opened = opened
-        self._requests = request_keys.Requests(opened.root, geometry.chunk_tokens, vllm_config)
-        self._meters = Meters(opened.metrics)
+        self._keys = KeyMaker(opened.root, geometry.chunk_tokens, vllm_config)
+        self._stats = StatsReader(opened.metrics)
         self.scheduler = Scheduler(
             session=opened.session,
             ranks=below.mover,
             geometry=geometry,
-            begin_keys=self._requests.begin,
+            begin_keys=self._keys.begin,
             planner=Planner(
-                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens, is_on=opening.config.planner.enabled
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens, is_on=config.planner.enabled
             ),
             tables=self._tables,
-            resident=self._resident if opening.config.vllm.prefix_protection else None,
+            resident=self._resident if config.vllm.prefix_protection else None,
             open_pins=self._open_pins,
-            bytes_per_token=geometry.layout.bytes_per_token * opening.ranks,
+            bytes_per_token=geometry.layout.bytes_per_token * setup.ranks,
             can_wait=_can_wait(vllm_config),
             has_prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             events=events,
@@ -154,117 +153,117 @@ class SchedulerSide:
         below.mover.when_leaving(self._leave)
         logger.info(
             "kvtier is ready: chunks of %d tokens, %d KV groups, %d ranks, %s",
-            *(geometry.chunk_tokens, len(geometry.groups), opening.ranks),
-            f"directory {opening.config.directory.path}" if below.tiers else "host memory only",
+            *(geometry.chunk_tokens, len(geometry.groups), setup.ranks),
+            f"directory {config.directory.path}" if below.tiers else "host memory only",
         )
 
     def _events(self) -> tuple[Movements, Events] | tuple[None, None]:
-        """What routers are told, if somebody wants it and there is history to tell of."""
-        opening = self._opening
-        wanted = opening.vllm_config.kv_events_config
-        for number, group in enumerate(opening.geometry.groups):
+        """KV events of the first history group, if vLLM's configuration enables them."""
+        setup = self._setup
+        wanted = setup.vllm_config.kv_events_config
+        for number, group in enumerate(setup.geometry.groups):
             if isinstance(group.validity, History) and wanted is not None and wanted.enable_kv_cache_events:
                 movements = Movements(number)
-                hash_tokens = opening.kv_cache_config.hash_block_size
+                hash_tokens = setup.kv_cache_config.hash_block_size
                 return movements, self._open_events(movements, hash_tokens, group.tables[0].number)
         return None, None
 
     @property
     def has_news(self) -> bool:
-        """Whether a step is due although there is nothing to compute, so that something of ours gets to vLLM."""
-        has_counts = self._meters is not None and self._meters.hurry()
+        """Whether an idle engine should take a step, for metrics, events or pinned blocks."""
+        has_counts = self._stats is not None and self._stats.hurry()
         return has_counts or (self.scheduler is not None and self.scheduler.has_news)
 
     def stats(self) -> Stats | None:
-        """What has been counted since the last call; None when it is too soon."""
-        return None if self._meters is None else self._meters.take()
+        """Metrics since the last call; None if there are none, or the interval is not over."""
+        return None if self._stats is None else self._stats.take()
 
     def reset(self) -> bool:
-        """Nothing that was cached before is found any more."""
-        if self.scheduler is None or self._requests is None:
+        """Make everything cached before now unreachable for this engine."""
+        if self.scheduler is None or self._keys is None:
             return False
-        self._requests.new_epoch()
-        self.scheduler.forget_all()
+        self._keys.new_epoch()
+        self.scheduler.reset()
         logger.info(
-            "the cache was reset: until this engine ends nothing from before is found. After its end what was stored "
-            "before is found again, and what is stored from now on is not"
+            "the cache was reset: this engine does not find KV stored before. After a restart it finds that KV again, "
+            "and not the KV stored since the reset. To delete KV for good, run `kvtier inspect purge`"
         )
         return True
 
     def close(self) -> None:
-        """Bring what was stored to the lower tiers, within the deadline of the settings. Twice is fine."""
+        """Write stored chunks to the lower tiers, within `limits.close_deadline_s`. A second call does nothing."""
         with self._lock:
             opened, self._opened = self._opened, None
             if opened is None:
                 return
-            opened.session.close(self._opening.config.limits.close_deadline_s)
+            opened.session.close(self._setup.config.limits.close_deadline_s)
             if self.scheduler is not None:
                 self.scheduler.close()
 
     def _leave(self) -> None:
-        """A worker's process is about to end: vLLM ends its workers before its scheduler."""
+        """Close when a worker's process is about to end: vLLM ends its workers before its scheduler."""
         threading.Thread(target=self.close, name="kvtier close", daemon=True).start()
 
 
 class WorkerSide:
-    """What lives in a worker's process: its rank, and its reports to vLLM.
+    """A rank and its worker, in a worker's process.
 
     Args:
-        opening: what it is made of.
+        setup: of the engine.
     """
 
-    def __init__(self, opening: Opening) -> None:
-        self._opening = opening
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
         self._worker: Worker | None = None
         self._rank: Rank | None = None
         self._server: RankServer | None = None
 
     @property
     def worker(self) -> Worker:
-        """Reports to vLLM; there is one once KV has been registered."""
+        """Exists once KV memory is registered."""
         assert self._worker is not None
         return self._worker
 
     @property
     def handshake(self) -> Mapping[str, Any] | None:
-        """What the scheduler's half needs to reach this rank."""
+        """The address at which the scheduler side reaches this rank."""
         return None if self._server is None else self._server.handshake
 
     def open(self, kv_caches: Mapping[str, Any]) -> None:
-        """VLLM has allocated its KV.
+        """Open the rank on vLLM's KV memory.
 
         Raises:
-            UnsupportedModelError: it does not lie as its configuration says.
-            ConfigError: a setting is wrong or a place cannot be used.
+            UnsupportedModelError: the KV memory does not match its configuration.
+            ConfigError: a setting is wrong, or a tier's path cannot be used.
         """
-        from kvtier.connect.vllm.copier import open_copier  # noqa: PLC0415 - torch, which the other half does without
+        from kvtier.connect.vllm.copier import open_copier  # noqa: PLC0415 - imports torch, for the worker only
         from kvtier.device.page_lock import cuda_page_lock  # noqa: PLC0415
 
-        opening = self._opening
-        config = opening.config
-        layers = opening.vllm_config.compilation_config.static_forward_context
-        copier, layout, device = open_copier(opening.geometry, opening.kv_cache_config, kv_caches, layers)
-        selftest.check(config, opening.build, opening.identity.fingerprint.digest, layout)
-        number = opening.vllm_config.parallel_config.rank % opening.ranks
+        setup = self._setup
+        config = setup.config
+        layers = setup.vllm_config.compilation_config.static_forward_context
+        copier, layout, device = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
+        selftest.check(config, setup.build, setup.identity.fingerprint.digest, layout)
+        number = setup.vllm_config.parallel_config.rank % setup.ranks
         self._rank = open_rank(
             config,
             layout,
-            opening.identity.fingerprint.digest,
+            setup.identity.fingerprint.digest,
             copier,
             rank=number,
-            ranks=opening.ranks,
+            ranks=setup.ranks,
             page_lock=cuda_page_lock(config.host.page_lock) if device.type == "cuda" else None,
         )
         if number == 0:
-            note_fingerprint(config, opening.identity.fingerprint)
+            identity.note_fingerprint(config, setup.identity.fingerprint)
         self._worker = worker = Worker(copier)
-        self._server = RankServer(self._rank, worker.hear)
+        self._server = RankServer(self._rank, worker.receive)
 
     def close(self) -> None:
-        """End this rank, as soon as the core needs it no more."""
+        """Close the rank once the core no longer needs it."""
         if self._rank is None or self._server is None:
             return
-        deadline_s = self._opening.config.limits.close_deadline_s
+        deadline_s = self._setup.config.limits.close_deadline_s
         if not self._server.is_here:
             deadline_s = min(deadline_s, LEAVE_S)
         self._server.leave(deadline_s)
@@ -273,9 +272,9 @@ class WorkerSide:
 
 
 def _can_wait(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM takes it well when a load that a step has waited for has failed.
+    """Whether vLLM handles the failure of a load that a step waited for.
 
-    It takes no report of blocks from steps that overlap. And where prompts are cut short, a request that shares such
-    blocks could be computed before the one that is to fill them.
+    It takes no report of blocks from overlapping steps. With a prefill threshold, a request that shares such blocks
+    could be computed before the request that must fill them.
     """
     return vllm_config.max_concurrent_batches == 1 and not vllm_config.scheduler_config.long_prefill_token_threshold

@@ -1,47 +1,48 @@
-"""How fast the engine computes, for the planner: what each step took, and what is to be computed first."""
+"""Measures the engine's compute speed for the planner: the time of each step and the prefill work that is queued."""
 
-from kvtier.connect.vllm.tracked import Tracked
+from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.core.planner import Piece, Planner
 
 
 class StepTimer:
-    """Watches the steps of one engine. Belongs to the scheduler's thread.
+    """Times the steps of one engine. Used by the scheduler's thread only.
 
     Args:
-        planner: told of every step.
+        planner: receives the time of every step that computed only prefill pieces.
     """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._steps: dict[int, tuple[float, list[Piece]]] = {}
-        """Those that are under way: when they went out, and what they compute, if nothing else is in their time."""
+        """Steps in flight: start time, and prefill pieces; no pieces if the step also waits for a load."""
         self._computed_s = 0.0
-        """All steps together, up to the end of the last one that computed something."""
+        """Total time of all steps that computed something."""
         self._began_s = 0.0
+        """Start of the last such step."""
         self._ended_s = 0.0
-        """Of that one."""
+        """End of the last such step."""
         self._last_done_s = 0.0
-        self._computing: dict[str, Tracked] = {}
-        """Requests whose prompts are being computed, or will be."""
+        self._computing: dict[str, TrackedRequest] = {}
+        """Requests with prompt tokens left to compute and no open load."""
 
-    def will_compute(self, tracked: Tracked) -> None:
-        """Nothing, or nothing more, is loaded for a request."""
+    def will_compute(self, tracked: TrackedRequest) -> None:
+        """Queue a request's prompt: it loads nothing, or its load has ended."""
         self._computing[tracked.id] = tracked
 
     def forget(self, name: str) -> None:
-        """A request is gone, or back in the queue."""
+        """Remove a request that ended or was preempted."""
         self._computing.pop(name, None)
 
     def ahead_s(self, name: str) -> float:
-        """Expected time of all prompts that are computed before the one of request `name`."""
+        """Expected compute time of all prompts queued before request `name`."""
         return sum(
             self._planner.seconds(tracked.request.num_tokens - done, done)
             for other, tracked in self._computing.items()
             if other != name and (done := tracked.request.num_computed_tokens) < tracked.request.num_tokens
         )
 
-    def scheduled(self, tracked: Tracked, tokens: int) -> Piece:
-        """A request's share of the step that goes out."""
+    def scheduled(self, tracked: TrackedRequest, tokens: int) -> Piece:
+        """A request's share of the step that is being scheduled."""
         done = tracked.request.num_computed_tokens
         if done + tokens < tracked.request.num_prompt_tokens:
             self._computing[tracked.id] = tracked
@@ -49,16 +50,16 @@ class StepTimer:
             self._computing.pop(tracked.id, None)
         return Piece(tokens, done)
 
-    def went(self, step: int, pieces: list[Piece], now_s: float, *, is_plain: bool) -> None:
-        """A step goes out that computes `pieces`, and does nothing else if it `is_plain`."""
+    def step_began(self, step: int, pieces: list[Piece], now_s: float, *, is_plain: bool) -> None:
+        """Record a step's start. `is_plain`: the step does nothing but compute `pieces`."""
         if pieces:
             self._steps[step] = (now_s, pieces if is_plain else [])
 
-    def came_back(self, step: int, now_s: float) -> None:
-        """The step has come back. One that overlaps the one before it began with that one's end."""
-        went = self._steps.pop(step, None)
-        if went is not None:
-            began_s, pieces = max(went[0], self._last_done_s), went[1]
+    def step_ended(self, step: int, now_s: float) -> None:
+        """Record a step's end. A step that overlaps its predecessor is timed from the predecessor's end."""
+        started = self._steps.pop(step, None)
+        if started is not None:
+            began_s, pieces = max(started[0], self._last_done_s), started[1]
             if pieces:
                 self._planner.prefilled(pieces, now_s - began_s)
             self._computed_s += now_s - began_s
@@ -66,7 +67,7 @@ class StepTimer:
         self._last_done_s = now_s
 
     def computed_s(self, at_s: float) -> float:
-        """How long the engine has computed up to `at_s`, which is not before the last step that came back began."""
-        since_s = min((went_s for went_s, _ in self._steps.values()), default=at_s)
+        """Total compute time up to `at_s`, which must not precede the start of the last step that ended."""
+        since_s = min((began_s for began_s, _ in self._steps.values()), default=at_s)
         not_yet_s = max(0.0, self._ended_s - max(at_s, self._began_s))
         return self._computed_s - not_yet_s + max(0.0, at_s - max(since_s, self._last_done_s))

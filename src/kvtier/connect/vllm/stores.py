@@ -1,79 +1,129 @@
-"""The stores that are open, and the fence around the blocks that they read.
+"""Open stores and the vLLM blocks that they read; and the selection of the objects to store.
 
-Nothing that vLLM does waits for a store. Its blocks may be freed meanwhile: the request ends, is preempted, or slides
-its window on. They keep their bytes until the pool hands them out again (`pool`). A store of which that happens to one
-block has lost: what has not been copied never will be, and what is being copied does not count.
+vLLM never waits for a store. It may free a store's blocks meanwhile: the request ends, is preempted, or its window
+slides on. A freed block keeps its bytes until the pool hands it out again (`block_pool`). Reusing any source block
+cancels the store: pending copies are not made, and running copies are discarded.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.connect.vllm.block_pool import Pins
+from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.requests import TrackedRequest
+from kvtier.connect.vllm.vllm_types import BlockTables, StateOffer
+from kvtier.layout import History, Window
 from kvtier.runtime.base import Session
 from kvtier.types import Hint, Place, Prefix, RequestId, StoreDone
 
 
-class Stores:
-    """All open stores of one engine. Belongs to the scheduler's thread.
+class StoreSelection:
+    """Selects the objects of a request that are worth storing.
+
+    History groups: every chunk. Window groups: the chunks that a resumption at a likely boundary needs. Likely
+    boundaries are the end of each step, and the point where another prompt diverged, in vLLM's own cache or in kvtier.
+    Serving every boundary would mean storing the whole text, in models where five of six layers have a window. So of a
+    shared system prompt the first request stores the history. The second finds it without a window at its end, and
+    stores that window. The third can load both. State groups: the states that vLLM offers, chosen by the same reasoning
+    (`CacheConfig.prefix_cache_retention_interval`).
 
     Args:
-        session: where they go.
-        open_pins: vLLM's block pool, given who is to be told of blocks that are handed out again.
+        geometry: location of chunks in block tables.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        groups = list(enumerate(geometry.groups))
+        self._histories = [number for number, group in groups if isinstance(group.validity, History)]
+        self._windows = {
+            number: group.validity.tokens for number, group in groups if isinstance(group.validity, Window)
+        }
+
+    def mark_cached(self, tracked: TrackedRequest, tokens: int) -> None:
+        """Record that the leading `tokens` can be loaded, so they need not be stored."""
+        tracked.handed_tokens = tokens
+        tracked.windows = {number: self._needed(window, tokens) for number, window in self._windows.items()}
+
+    def usable(self, offers: Iterable[StateOffer], tracked: TrackedRequest) -> list[StateOffer]:
+        """The offered states at chunk boundaries that are not stored yet."""
+        size = self._geometry.chunk_tokens
+        return [offer for offer in offers if offer[2] % size == 0 and offer[2] > tracked.handed_tokens and offer[1] > 0]
+
+    def take(self, tracked: TrackedRequest, tokens: int, tables: BlockTables) -> list[Place]:
+        """The places to store now that the leading `tokens` are computed. Marks them as cached."""
+        size = self._geometry.chunk_tokens
+        before = tracked.handed_tokens
+        wanted = {number: set(range(before // size, tokens // size)) for number in self._histories}
+        junctions = {getattr(tracked.request, "shared_prefix_boundary", 0) // size * size, tracked.junction_tokens}
+        for number, window in self._windows.items():
+            needed = self._needed(window, tokens)
+            for junction in junctions:
+                if before < junction < tokens:
+                    needed |= self._needed(window, junction)
+            known = tracked.windows.setdefault(number, set())
+            wanted[number] = needed - known
+            known |= needed
+        chunks = sorted({*range(before // size, tokens // size)}.union(*wanted.values()))
+        places = self._geometry.sources(chunks, tables, tracked.offers)
+        tracked.handed_tokens = tokens
+        return [place for place in places if place.group not in wanted or place.chunk in wanted[place.group]]
+
+    def _needed(self, window: int, boundary: int) -> set[int]:
+        """The chunks that overlap the last `window` tokens before `boundary`."""
+        size = self._geometry.chunk_tokens
+        return set(range(max(0, boundary - window) // size, boundary // size))
+
+
+class Stores:
+    """All open stores of one engine. Used by the scheduler's thread only.
+
+    Args:
+        session: receives the stores.
+        open_pins: opens vLLM's block pool, given the callback for reused blocks.
     """
 
     def __init__(self, session: Session, open_pins: Callable[[Callable[[int], None]], Pins]) -> None:
         self._session = session
         self.pins = open_pins(self._reused)
         self._read: dict[RequestId, frozenset[int]] = {}
-        """The blocks that each open store reads."""
+        """Source blocks of each open store."""
         self._pinned: dict[RequestId, list[list[int]]] = {}
-        """Those of them that are pinned, by group, deepest first. The pool hands out again what it got first, and a
-        prefix without its beginning is of no use."""
+        """Pinned source blocks, per group, deepest first: the pool reuses the block that was freed first, and a prefix
+        without its beginning is useless."""
         self._lost: dict[RequestId, None] = {}
+        """Stores with a reused block, until `cancel_lost`."""
         self._numbers = itertools.count()
         self.lost_count = 0
-        """Stores that lost a block before they had ended."""
+        """Canceled stores."""
 
     def __len__(self) -> int:
         return len(self._read)
 
     @property
     def has_pins(self) -> bool:
-        """Whether some block is kept from being freed."""
+        """Whether any block is pinned."""
         return any(map(any, self._pinned.values()))
 
-    def pin(self, blocks: Collection[int]) -> None:
-        """Keep blocks that may soon be stored."""
-        self.pins.pin(blocks)
-
-    def unpin(self, blocks: Collection[int]) -> None:
-        """They were not."""
-        self.pins.unpin(blocks)
-
-    def hide(self, blocks: Collection[int]) -> None:
-        """VLLM's prefix cache is not to find `blocks`."""
-        self.pins.hide(blocks)
-
     def begin(self, request: str, prefix: Prefix, places: Sequence[Place], hint: Hint) -> None:
-        """Store the chunks at `places`, whose blocks hold their final bytes and are in use."""
+        """Store the chunks at `places`, whose blocks hold final bytes and are in use."""
         name = RequestId(f"S{next(self._numbers)}/{request}")
         deepest_first = sorted(places, key=lambda place: place.chunk, reverse=True)
         groups: dict[int, dict[int, None]] = {}
         for place in deepest_first:
             groups.setdefault(place.group, {}).update((block, None) for block in reversed(place.blocks) if block > 0)
         pinned = [list(blocks) for blocks in groups.values()]
-        self.pins.pin(list(itertools.chain.from_iterable(pinned)))  # all or none, whatever raises
+        self.pins.pin(list(itertools.chain.from_iterable(pinned)))  # one call: an exception leaves none pinned
         self._read[name], self._pinned[name] = frozenset().union(*pinned), pinned
         try:
             self._session.store(name, prefix, places, hint)
         except BaseException:
-            self._forget(name)  # no StoreDone will
+            self._forget(name)  # no StoreDone will come
             raise
 
     def yield_idle(self, *, is_thorough: bool = False) -> bool:
-        """Let vLLM have the blocks that only stores still need; whether there were any. See `Pins.yield_idle`."""
+        """Release the blocks that only stores hold; whether there were any. See `Pins.yield_idle`."""
         has_yielded = False
-        for pinned in reversed(self._pinned.values()):  # what a request stored last is its deepest
+        for pinned in reversed(self._pinned.values()):  # a request's last store has its deepest blocks
             for number, blocks in enumerate(pinned):
                 idle = set(self.pins.yield_idle(blocks, is_thorough=is_thorough))
                 if idle:
@@ -82,11 +132,11 @@ class Stores:
         return has_yielded
 
     def reading(self, blocks: Collection[int]) -> set[RequestId]:
-        """Open stores that read one of `blocks`, lost or not."""
+        """Open stores that read any of `blocks`, canceled ones included."""
         return {name for name, read in self._read.items() if not read.isdisjoint(blocks)}
 
-    def give_up_lost(self) -> list[RequestId]:
-        """Give up the stores that have lost a block since the last call."""
+    def cancel_lost(self) -> list[RequestId]:
+        """Cancel the stores that lost a block since the last call, and return them."""
         lost = [name for name in self._lost if name in self._read]
         self._lost.clear()
         self.lost_count += len(lost)
@@ -95,26 +145,26 @@ class Stores:
         return lost
 
     def ended(self, done: StoreDone) -> None:
-        """A store has ended."""
+        """Close a store, and unpin its blocks."""
         self._forget(done.request)
 
     @property
     def open(self) -> list[RequestId]:
-        """The stores that read blocks."""
+        """The open stores."""
         return list(self._read)
 
     def abandon(self) -> None:
-        """Give every block back. The open stores have been revoked."""
+        """Unpin all blocks. The open stores must have been revoked."""
         for name in self.open:
             self._forget(name)
 
     def _reused(self, block: int) -> None:
-        # In the middle of vLLM's allocation: only take note.
+        # Called inside vLLM's block allocation: only record it.
         self._lost.update(dict.fromkeys(self.reading((block,))))
 
     def _forget(self, name: RequestId) -> None:
         pinned = self._pinned.get(name, [])
-        while pinned:  # once each, also when this raises and is called again
+        while pinned:  # unpins each block once, even if this raises and is called again
             self.pins.unpin(pinned[-1])
             pinned.pop()
         self._pinned.pop(name, None)

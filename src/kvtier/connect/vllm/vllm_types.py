@@ -1,19 +1,19 @@
-"""Names for what comes from vLLM and cannot be typed here: it need not be installed where this is checked."""
+"""Type aliases for vLLM's objects. They are `Any`: vLLM is not installed where this package is type-checked."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 VllmConfig: TypeAlias = Any
-"""`vllm.config.VllmConfig`: everything an engine was started with."""
+"""`vllm.config.VllmConfig`"""
 
 KvCacheConfig: TypeAlias = Any
-"""`vllm.v1.kv_cache_interface.KVCacheConfig`: groups of layers, and where their pages lie."""
+"""`vllm.v1.kv_cache_interface.KVCacheConfig`: layer groups and the location of their pages."""
 
 KvCacheSpec: TypeAlias = Any
-"""`vllm.v1.kv_cache_interface.KVCacheSpec`: what one page of a layer is."""
+"""`vllm.v1.kv_cache_interface.KVCacheSpec`: contents of one page of a layer."""
 
 Request: TypeAlias = Any
-"""`vllm.v1.request.Request`, as the scheduler knows it."""
+"""`vllm.v1.request.Request`, the scheduler's view of a request."""
 
 LoraRequest: TypeAlias = Any
 """`vllm.lora.request.LoRARequest`: the adapter of a request."""
@@ -25,19 +25,19 @@ Block: TypeAlias = Any
 """`vllm.v1.core.kv_cache_utils.KVCacheBlock`: one block of the pool, in use or free."""
 
 BlockPool: TypeAlias = Any
-"""`vllm.v1.core.block_pool.BlockPool`: who has which block."""
+"""`vllm.v1.core.block_pool.BlockPool`: owner of all blocks."""
 
 SchedulerOutput: TypeAlias = Any
-"""`vllm.v1.core.sched.output.SchedulerOutput`: one step, as it goes out."""
+"""`vllm.v1.core.sched.output.SchedulerOutput`: one scheduled step."""
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
-"""For each vLLM group the ids of one request's blocks, in token order."""
+"""Per vLLM group: the block ids of one request, in token order."""
 
-Offer: TypeAlias = tuple[int, int, int]
-"""(vLLM group, block, tokens): that block holds the recurrent state after so many tokens."""
+StateOffer: TypeAlias = tuple[int, int, int]
+"""(vLLM group, block, tokens): the block holds the recurrent state after that number of tokens."""
 
 
 def plain_name(value: object) -> str:
-    """The name of an enum's member, or what `str` gives, without the module of a torch dtype."""
+    """Name of an enum member; otherwise `str` without the module of a torch dtype."""
     name = getattr(value, "name", None)
     return name if isinstance(name, str) else str(value).removeprefix("torch.")

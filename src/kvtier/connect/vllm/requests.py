@@ -1,0 +1,181 @@
+"""State of one vLLM request on the scheduler side, and the session hint that a request carries.
+
+A session's name is scoped to its `cache_salt`, so one tenant cannot name another tenant's session. Hints never affect
+correctness. An invalid hint is ignored.
+"""
+
+import time
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from reprlib import repr as short
+from typing import Any, NamedTuple, cast
+
+from kvtier.connect.vllm.request_keys import RequestKeys
+from kvtier.connect.vllm.vllm_types import Request, StateOffer
+from kvtier.core.planner import Plan
+from kvtier.runtime.recorder import Served
+from kvtier.types import Lookup, NextTurn, Prefix, RequestId
+
+_ENDED_BY_OUTPUT = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+"""Statuses that the output of a step sets, which proves that the step has run."""
+
+_SESSION_NAME_BYTES = 16
+_NEXT_TURNS = {turn.value: turn for turn in NextTurn}
+
+
+class SessionHint(NamedTuple):
+    """A request's session, and the expected source of its next turn."""
+
+    session: str | None = None
+    """Digest of `cache_salt` and the client's name."""
+    next_turn: NextTurn | None = None
+    """Always None without a session."""
+
+
+def session_hint(request: Request) -> tuple[SessionHint, str]:
+    """Read `session_id`, or `session` and `next_turn` in `kv_transfer_params`; also what is invalid, or ``""``."""
+    params: Any = request.kv_transfer_params
+    fields = cast("dict[str, object]", params) if isinstance(params, dict) else {}
+    next_turn, session = fields.get("next_turn"), fields.get("session")
+    if session is None:
+        session = cast("object", getattr(request, "session_id", None))
+    if session is None:
+        allowed = "only together with session or session_id"
+        return SessionHint(), "" if next_turn is None else _problem("next_turn", next_turn, allowed)
+    if not isinstance(session, str) or not session:
+        return SessionHint(), _problem("session", session, "a non-empty string")
+    name = _scoped_name(request.cache_salt or "", session)
+    known = _NEXT_TURNS.get(next_turn) if isinstance(next_turn, str) else None
+    if known is None and next_turn is not None:
+        return SessionHint(name), _problem("next_turn", next_turn, ", ".join(map(repr, _NEXT_TURNS)))
+    return SessionHint(name, known), ""
+
+
+def _problem(field_name: str, value: object, allowed: str) -> str:
+    try:
+        shown = short(value)
+    except (ValueError, RecursionError):  # an integer with too many digits, or lists nested too deeply
+        shown = f"a value of type {type(value).__name__}"
+    return f"{field_name} = {shown}; allowed: {allowed}"
+
+
+def _scoped_name(salt: str, session: str) -> str:
+    digest = blake2b(digest_size=_SESSION_NAME_BYTES)
+    for text in (salt, session):
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()
+
+
+class LookupAnswer(NamedTuple):
+    """A lookup's result, and the arguments that it is valid for."""
+
+    prefix: Prefix
+    resident_tokens: int
+    time_s: float
+    lookup: Lookup
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The load that was offered to vLLM for a request."""
+
+    plan: Plan
+    prefix: Prefix
+    lookup: Lookup
+    is_async: bool
+    """The load runs between steps; otherwise the step's forward waits for it."""
+
+    @property
+    def external_tokens(self) -> int:
+        """Tokens to load, beyond vLLM's own cache."""
+        return self.plan.tokens - self.plan.resident_tokens
+
+    @property
+    def sources(self) -> list[tuple[str, int]]:
+        """(place, tokens) of the loaded tokens."""
+        remaining = self.external_tokens
+        found: list[tuple[str, int]] = []
+        # Slowest place first: tokens that vLLM has itself are most likely in host memory, too.
+        for place, tokens in reversed(self.lookup.sources):
+            found.append((place, min(tokens, remaining)))
+            remaining -= found[-1][1]
+        return [source for source in found if source[1]]
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """One request. All token counts are measured from the start of its prompt."""
+
+    request: Request
+    number: int
+    """Unique; two requests may have the same id, one after the other."""
+    keys: RequestKeys | None
+    """None: the request is neither looked up nor stored."""
+    hint: SessionHint = SessionHint()  # noqa: RUF009  immutable
+    began_step: int | None = None
+    """First step that computed into the request's current blocks."""
+    handed_tokens: int = 0
+    """Leading tokens that are cached or were handed to the session. (Of windows and states it has fewer.)"""
+    windows: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    """Per window group: chunks that are cached or were handed to the session."""
+    junction_tokens: int = 0
+    """Length of the cached history that another request shares with this one; 0: none."""
+    offers: list[StateOffer] = field(default_factory=list[StateOffer])
+    """States past `handed_tokens` that vLLM offers. Their blocks are pinned."""
+    cap_tokens: int | None = None
+    """A load found a hole behind these tokens. A tier may list a bad object for a while after it was read."""
+    attempts: int = 0
+    """Loads that delivered less than planned."""
+    answer: LookupAnswer | None = None
+    match: PrefixMatch | None = None
+    outdated: PrefixMatch | None = None
+    """A match made before a cache reset. Its load is void."""
+    load: RequestId | None = None
+    """The open load."""
+    loaded_s: float | None = None
+    """End of its load, on a clock that stops while the engine computes."""
+    arrived_s: float = field(default_factory=time.monotonic)
+    _prefix: tuple[int, Prefix] | None = None
+
+    @property
+    def id(self) -> str:
+        """VLLM's request id."""
+        return self.request.request_id
+
+    @property
+    def question(self) -> RequestId:
+        """Request id of its lookups. Probe answers are kept per id, so each attempt has a new one."""
+        return RequestId(f"Q{self.number}.{self.attempts}/{self.id}")
+
+    def renew(self, keys: RequestKeys | None) -> None:
+        """Replace the keys after a cache reset."""
+        self.keys, self.outdated = keys, self.match
+        self.answer = self._prefix = None
+
+    def prefix(self, tokens: int) -> Prefix:
+        """The full chunks within the leading `tokens`; the same object each time, since lookups compare by identity."""
+        assert self.keys is not None
+        if self._prefix is None or self._prefix[0] != tokens:
+            self.keys.extend(self.request.all_token_ids)
+            self._prefix = (tokens, self.keys.prefix(tokens))
+        return self._prefix[1]
+
+    def served(self) -> Served:
+        """Trace entry of the finished request."""
+        prompt = self.request.num_prompt_tokens
+        keys = () if self.keys is None else self.prefix(prompt).keys
+        return Served(self.arrived_s, keys, prompt, self.request.num_tokens - prompt, *self.hint)
+
+    def computed_tokens(self, confirmed_step: int) -> int:
+        """Leading tokens whose KV in the request's blocks is final: computed by steps whose output has returned.
+
+        A request may share blocks that another request computes in a step still in flight. So nothing counts until the
+        request's own first step has returned.
+        """
+        request = self.request
+        if self.began_step is None:
+            return 0
+        if self.began_step > confirmed_step and str(request.status) not in _ENDED_BY_OUTPUT:
+            return 0
+        return min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
