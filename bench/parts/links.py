@@ -14,8 +14,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kvtier.device.belt import Belt, Part
 from kvtier.device.pieces import table
+from kvtier.device.staged_copy import PayloadPart, StagedCopy
 from kvtier.device.streams import Event
 from kvtier.runtime.arena import page_aligned
 
@@ -108,7 +108,7 @@ def _device_links(device: torch.device, repeats: int) -> list[LinkSpeed]:
         engine = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         order = torch.randperm(size // PIECE_BYTES, generator=torch.Generator().manual_seed(1)).numpy()
         parts = [_parts(region.data, tensor.data_ptr(), order) for region, tensor in zip(host, engine, strict=True)]
-        belt = Belt(CudaStreams(device))
+        staged = StagedCopy(CudaStreams(device))
         tensors: list[Any] = [cast("Any", torch).from_numpy(region) for region in host]
         second: Any = torch.cuda.Stream(device)
 
@@ -124,9 +124,9 @@ def _device_links(device: torch.device, repeats: int) -> list[LinkSpeed]:
                 plain_out()
 
         arms: list[tuple[str, int, Callable[[], None], Callable[[], Sequence[Event]]]] = [
-            ("host to device", 1, plain_in, lambda: [belt.scatter(parts[0])]),
-            ("device to host", 1, plain_out, lambda: [belt.gather(parts[1])]),
-            ("both ways at once", 2, plain_both, lambda: [belt.scatter(parts[0]), belt.gather(parts[1])]),
+            ("host to device", 1, plain_in, lambda: [staged.scatter(parts[0])]),
+            ("device to host", 1, plain_out, lambda: [staged.gather(parts[1])]),
+            ("both ways at once", 2, plain_both, lambda: [staged.scatter(parts[0]), staged.gather(parts[1])]),
         ]
         found: list[LinkSpeed] = []
         for name, ways, plain, ours in arms:
@@ -149,11 +149,11 @@ def _device_links(device: torch.device, repeats: int) -> list[LinkSpeed]:
             unlock()
 
 
-def _parts(payload: memoryview, address: int, order: Any) -> list[Part]:  # noqa: ANN401 - an array of whole numbers
+def _parts(payload: memoryview, address: int, order: Any) -> list[PayloadPart]:  # noqa: ANN401 - an array of whole numbers
     per_part = (1 << 20) // PIECE_BYTES
     offsets = np.arange(per_part) * PIECE_BYTES
     return [
-        Part(
+        PayloadPart(
             payload[start : start + (1 << 20)],
             table(offsets, address + order[start // PIECE_BYTES :][:per_part] * PIECE_BYTES, PIECE_BYTES),
         )

@@ -23,10 +23,10 @@ from kvtier.connect.transformers.caches import (
     restoration,
     restored_cache,
 )
-from kvtier.connect.transformers.copier import BeltOf, CacheCopier, host_page_lock
+from kvtier.connect.transformers.copier import CacheCopier, StagedCopyOf, host_page_lock
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.device.arrivals import Arrivals
-from kvtier.device.belt import Belt
+from kvtier.device.staged_copy import StagedCopy
 from kvtier.layout import History, Window
 from kvtier.testing.copier import CopierContract, CopierWorld
 from kvtier.testing.streams import ThreadStreams
@@ -64,7 +64,9 @@ def noise(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
 class World(CopierWorld):
     """Tensors of 60 columns: whole in the first group, in runs of several sizes in the others, and strange strides."""
 
-    def __init__(self, dtype: torch.dtype, belt_of: BeltOf | None = None, arrivals: Arrivals | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, staged_copy_of: StagedCopyOf | None = None, arrivals: Arrivals | None = None
+    ) -> None:
         torch.manual_seed(5)
         self.shape = shape(dtype)
         cuts = [(0, 60), (0, 7, 40, 60), (0, 60)]
@@ -83,7 +85,7 @@ class World(CopierWorld):
             )
             for group, cut in zip(self.shape.groups, cuts, strict=True)
         )
-        copier = CacheCopier(self.shape, self.shape.layout(CHUNK), belt_of)
+        copier = CacheCopier(self.shape, self.shape.layout(CHUNK), staged_copy_of)
         copier.expose(REQUEST, ROW, PAD, self.spans, arrivals)
         super().__init__(copier, self.shape.layout(CHUNK), REQUEST)
 
@@ -146,7 +148,7 @@ class TestFloat8(CopierContract):
 
 
 class OnADevice(CopierContract):
-    """The way over a belt, on a device in threads whose queues run at their own pace."""
+    """The way over a stage, on a device in threads whose queues run at their own pace."""
 
     dtype = torch.float32
     arrivals: Arrivals | None = None
@@ -162,11 +164,11 @@ class OnADevice(CopierContract):
             streams.close()
 
     def make(self) -> World:
-        def belt_of(_device: torch.device) -> Belt:
+        def staged_copy_of(_device: torch.device) -> StagedCopy:
             self.made.append(ThreadStreams(self.pause))
-            return Belt(self.made[-1])
+            return StagedCopy(self.made[-1])
 
-        return World(self.dtype, belt_of, self.arrivals)
+        return World(self.dtype, staged_copy_of, self.arrivals)
 
 
 class TestOnADevice(OnADevice):
@@ -186,7 +188,7 @@ def test_a_layers_event_comes_after_all_chunks_of_it() -> None:
     """What the engine's thread is told to wait for; the negative control is that nothing comes while a queue stands."""
     streams = ThreadStreams()
     arrivals = Arrivals(dict.fromkeys(range(4), 3))
-    world = World(torch.float32, lambda _device: Belt(streams), arrivals)
+    world = World(torch.float32, lambda _device: StagedCopy(streams), arrivals)
     wanted = world.read(0, (0, 30))
     payloads = [payload_of(world, 0) for _ in range(3)]
     for number, payload in enumerate(payloads):

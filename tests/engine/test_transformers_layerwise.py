@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvtier.connect.transformers import copier as module
 from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.connect.transformers.support import is_compiled
-from kvtier.device.belt import Belt
+from kvtier.device.staged_copy import StagedCopy
 from kvtier.testing.streams import ThreadStreams
 
 pytestmark = pytest.mark.engine
@@ -202,11 +202,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadStreams]]:
     made: list[ThreadStreams] = []
     rng = random.Random(8)
 
-    def belt(_device: torch.device) -> Belt:
+    def staged(_device: torch.device) -> StagedCopy:
         made.append(ThreadStreams(lambda: rng.choice([0.0] * 199 + [1e-3])))
-        return Belt(made[-1])
+        return StagedCopy(made[-1])
 
-    monkeypatch.setattr(module, "_belt", belt)
+    monkeypatch.setattr(module, "_staged_copy", staged)
     yield made
     for streams in made:
         assert all(stream.error is None for stream in streams.streams)

@@ -10,11 +10,11 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from kvtier.device import belt as belt_module  # noqa: E402 - after the check for torch
-from kvtier.device.belt import Belt, Part  # noqa: E402
+from kvtier.device import staged_copy as module  # noqa: E402 - after the check for torch
 from kvtier.device.cuda import CudaStreams  # noqa: E402
 from kvtier.device.page_lock import cuda_page_lock  # noqa: E402
 from kvtier.device.pieces import table  # noqa: E402
+from kvtier.device.staged_copy import PayloadPart, StagedCopy  # noqa: E402
 from kvtier.runtime.arena import page_aligned  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +53,9 @@ class World:
         address = self.device.data_ptr()
         offsets = np.arange(count) * piece
         self.parts = [
-            Part(self.host.data[n * PART : (n + 1) * PART], table(offsets, address + self.order[n] * piece, piece))
+            PayloadPart(
+                self.host.data[n * PART : (n + 1) * PART], table(offsets, address + self.order[n] * piece, piece)
+            )
             for n in range(parts)
         ]
 
@@ -69,37 +71,37 @@ def test_there_and_back(piece: int, is_locked: bool) -> None:
     if PART % piece:
         piece = 1 << 7
     world = World(40, piece, is_locked=is_locked)
-    belt = Belt(CudaStreams(torch.device("cuda")))
-    finish(belt.scatter(world.parts))
+    staged = StagedCopy(CudaStreams(torch.device("cuda")))
+    finish(staged.scatter(world.parts))
     assert (world.held() == world.host).all()
     wanted = world.host.copy()
     world.host[:] = 0xDB  # poisoned: whoever still reads it is found out
     torch.cuda.synchronize()
     assert (world.held() == wanted).all()
-    finish(belt.gather(world.parts))
+    finish(staged.gather(world.parts))
     assert (world.host == wanted).all()
     world.unlock()
 
 
 def test_a_gather_waits_for_what_the_engine_has_queued() -> None:
-    world, belt = World(8, 1 << 16), Belt(CudaStreams(torch.device("cuda")))
+    world, staged = World(8, 1 << 16), StagedCopy(CudaStreams(torch.device("cuda")))
     delayed()
     world.device.fill_(7)
-    event = belt.gather(world.parts, belt.now())
+    event = staged.gather(world.parts, staged.now())
     assert not event.query(), "nothing waits for the device"
     finish(event)
     assert (world.host == 7).all()
     # The negative control: without the event it reads too early.
     delayed()
     world.device.fill_(9)
-    finish(belt.gather(world.parts))
+    finish(staged.gather(world.parts))
     assert (world.host == 7).all()
     world.unlock()
 
 
 def test_what_the_engine_does_after_the_event_sees_the_bytes() -> None:
-    world, belt = World(32, 4096), Belt(CudaStreams(torch.device("cuda")))
-    event = belt.scatter(world.parts, belt.now())
+    world, staged = World(32, 4096), StagedCopy(CudaStreams(torch.device("cuda")))
+    event = staged.scatter(world.parts, staged.now())
     event.hold()
     seen = world.device.clone()
     finish(event)
@@ -111,29 +113,29 @@ def test_what_the_engine_does_after_the_event_sees_the_bytes() -> None:
 
 def test_stages_are_not_used_again_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring of two small stages, while the kernels' stream stands still."""
-    monkeypatch.setattr(belt_module, "STAGE_BYTES", 2 * PART)
-    world, belt = World(24, 1 << 16), Belt(CudaStreams(torch.device("cuda")))
-    with torch.cuda.stream(belt._in.kernel.stream):  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "STAGE_BYTES", 2 * PART)
+    world, staged = World(24, 1 << 16), StagedCopy(CudaStreams(torch.device("cuda")))
+    with torch.cuda.stream(staged._in.kernel.stream):  # type: ignore[attr-defined]
         delayed()
-    for event in [belt.scatter([part]) for part in world.parts]:
+    for event in [staged.scatter([part]) for part in world.parts]:
         finish(event)
     assert (world.held() == world.host).all()
-    with torch.cuda.stream(belt._out.bus.stream):  # type: ignore[attr-defined]
+    with torch.cuda.stream(staged._out.bus.stream):  # type: ignore[attr-defined]
         delayed()
     wanted = world.host.copy()
     world.host[:] = 0
-    for event in [belt.gather([part]) for part in world.parts]:
+    for event in [staged.gather([part]) for part in world.parts]:
         finish(event)
     assert (world.host == wanted).all()
     world.unlock()
 
 
 def test_the_default_stream_is_not_waited_for() -> None:
-    world, belt = World(8, 1 << 16), Belt(CudaStreams(torch.device("cuda")))
-    finish(belt.scatter(world.parts))  # compiles the kernel
+    world, staged = World(8, 1 << 16), StagedCopy(CudaStreams(torch.device("cuda")))
+    finish(staged.scatter(world.parts))  # compiles the kernel
     delayed(2000)
     busy = torch.cuda.current_stream().record_event()
-    finish(belt.scatter(world.parts))
+    finish(staged.scatter(world.parts))
     assert not busy.query()
     torch.cuda.synchronize()
     world.unlock()

@@ -4,8 +4,8 @@
 `expose` until `forget`, and keeps its tensors alive for that time.
 
 On the CPU a copy is complete on return. It is made with numpy, because torch would start a team of threads in every
-mover thread and take the processor from the model. On a device it goes over a `Belt`, which first waits for what the
-engine had queued when the request was exposed, and the fence is an event behind the copy.
+mover thread and take the processor from the model. On a device a `StagedCopy` makes it: it first waits for
+what the engine had queued when the request was exposed. The fence is an event behind the copy.
 
 A load whose layers are waited for one by one (`Arrivals`) goes over a `Conveyor`, lowest layer first.
 """
@@ -24,10 +24,10 @@ from kvtier.connect.transformers.caches import CachedLayer, CacheShape, Span, Sp
 from kvtier.connect.transformers.parts import SpanPlan, Step, chunk_pieces, extents, span_plan, steps_of
 from kvtier.device.arrivals import Arrivals
 from kvtier.device.base import Fence
-from kvtier.device.belt import Belt, Part
 from kvtier.device.conveyor import Conveyor, Job
 from kvtier.device.page_lock import cuda_page_lock
 from kvtier.device.pieces import joined
+from kvtier.device.staged_copy import PayloadPart, StagedCopy
 from kvtier.device.streams import Event
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import PageLock
@@ -46,7 +46,7 @@ Plans: TypeAlias = dict[tuple[int, int], tuple[SpanPlan, ...]]
 
 _SETTLE_S = 1e-3
 
-BeltOf: TypeAlias = Callable[[torch.device], Belt | None]
+StagedCopyOf: TypeAlias = Callable[[torch.device], StagedCopy | None]
 """What moves bytes to and from a device; None where a thread can do it itself."""
 
 
@@ -61,7 +61,7 @@ class Row:
     arrivals: Arrivals | None
     """Who waits for single layers; None when nobody does."""
     ready: dict[torch.device, Event]
-    """For each device with a belt, an event behind all that the engine had queued on these tensors."""
+    """For each device with stages, an event behind all that the engine had queued on these tensors."""
     plans: dict[tuple[int, int], tuple[SpanPlan, ...]] = field(
         default_factory=dict[tuple[int, int], "tuple[SpanPlan, ...]"]
     )
@@ -91,20 +91,22 @@ class CacheCopier:
     Args:
         shape: the model's KV groups.
         layout: their layout, made of `shape`.
-        belt_of: what moves bytes on a device; tests give a device in threads.
+        staged_copy_of: what moves bytes on a device; tests give a device in threads.
     """
 
-    def __init__(self, shape: CacheShape, layout: KvLayout, belt_of: BeltOf | None = None) -> None:
+    def __init__(self, shape: CacheShape, layout: KvLayout, staged_copy_of: StagedCopyOf | None = None) -> None:
         self._shape = shape
         self._layout = layout
         self._rows: dict[RequestId, Row] = {}
         self._lock = threading.Lock()
         self._gathers = threading.BoundedSemaphore(CPU_WORKERS)
         devices = dict.fromkeys(layer.device for layer in shape.layers)
-        found = {device: (belt_of or _belt)(device) for device in devices}
-        self._belts: dict[torch.device, Belt] = {device: belt for device, belt in found.items() if belt is not None}
+        found = {device: (staged_copy_of or _staged_copy)(device) for device in devices}
+        self._staged_copies: dict[torch.device, StagedCopy] = {
+            device: staged for device, staged in found.items() if staged is not None
+        }
         self._steps = [steps_of(layers, told) for layers, told in zip(shape.groups, layout.groups, strict=True)]
-        on_device = bool(self._belts)
+        on_device = bool(self._staged_copies)
         # One thread gives work to a device, so that an event behind the last copy is behind all before it.
         self._conveyor = Conveyor(
             self._carry, at_once=MOVED_AT_ONCE if on_device else 1, workers=1 if on_device else CPU_WORKERS
@@ -120,7 +122,7 @@ class CacheCopier:
             spans: the tensors.
             arrivals: told of each layer that a scatter has brought, or is about to.
         """
-        ready = {device: belt.now() for device, belt in self._belts.items()}
+        ready = {device: staged.now() for device, staged in self._staged_copies.items()}
         with self._lock:
             self._rows[request] = Row(row, pad, spans, arrivals, ready)
 
@@ -144,7 +146,7 @@ class CacheCopier:
         """
         row, chunk = self._chunk(request, group, blocks, is_gather=True)
         with self._gathers:
-            return self._at_once(row, chunk, group, payload, lambda belt, parts, after: belt.gather(parts, after))
+            return self._at_once(row, chunk, group, payload, lambda staged, parts, after: staged.gather(parts, after))
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
         """Copy `payload` into the tokens `blocks` of a row, as far as its tensors have room for them.
@@ -155,7 +157,7 @@ class CacheCopier:
         """
         row, chunk = self._chunk(request, group, blocks, is_gather=False)
         if row.arrivals is None:
-            return self._at_once(row, chunk, group, payload, lambda belt, parts, after: belt.scatter(parts, after))
+            return self._at_once(row, chunk, group, payload, lambda staged, parts, after: staged.scatter(parts, after))
         job = _Carried(chunk, row, group, payload, self._steps[group])
         try:
             self._conveyor.carry(job)
@@ -189,19 +191,19 @@ class CacheCopier:
         chunk: "_Chunk",
         group: int,
         payload: memoryview,
-        begin: Callable[[Belt, Sequence[Part], Event], Event],
+        begin: Callable[[StagedCopy, Sequence[PayloadPart], Event], Event],
     ) -> Fence | None:
         """Copy all layers, in as few calls as there are devices."""
-        parts: dict[torch.device, list[Part]] = {}
+        parts: dict[torch.device, list[PayloadPart]] = {}
         for step in self._steps[group]:
-            if step.device not in self._belts:
+            if step.device not in self._staged_copies:
                 self._copy(chunk, row, group, step, payload)
             else:
                 parts.setdefault(step.device, []).extend(self._parts(chunk, row, group, step, payload))
         events: list[Event] = []
         try:
             for device, told in parts.items():
-                events.append(begin(self._belts[device], told, row.ready[device]))
+                events.append(begin(self._staged_copies[device], told, row.ready[device]))
         except BaseException:
             _settle(events)
             raise
@@ -211,15 +213,15 @@ class CacheCopier:
         """Scatter the next step of jobs that are at the same one."""
         carried = [job for job in jobs if isinstance(job, _Carried)]
         group, step = carried[0].group, self._steps[carried[0].group][carried[0].step]
-        belt = self._belts.get(step.device)
+        staged = self._staged_copies.get(step.device)
         events: list[Event] = []
-        if belt is None:
+        if staged is None:
             for job in carried:
                 self._copy(job.chunk, job.row, group, step, job.payload)
         else:
             # The tensors of all rows of a load were there before the first was exposed.
             parts = [part for job in carried for part in self._parts(job.chunk, job.row, group, step, job.payload)]
-            events = [belt.scatter(parts, carried[-1].row.ready[step.device])]
+            events = [staged.scatter(parts, carried[-1].row.ready[step.device])]
             for job in carried:
                 job.events[step.device] = events[0]
         arrivals = carried[0].row.arrivals
@@ -231,7 +233,7 @@ class CacheCopier:
         for number in range(step.first, step.stop):
             chunk.copy(self._shape.groups[group][number], row.spans[group][number], payload, offsets[number])
 
-    def _parts(self, chunk: "_Chunk", row: Row, group: int, step: Step, payload: memoryview) -> Iterator[Part]:
+    def _parts(self, chunk: "_Chunk", row: Row, group: int, step: Step, payload: memoryview) -> Iterator[PayloadPart]:
         layout = self._layout.groups[group]
         for first, stop, begin, end in extents(layout, step.first, step.stop):
             offsets = [offset - begin for offset in layout.layer_offsets[first:stop]]
@@ -239,7 +241,7 @@ class CacheCopier:
                 chunk_pieces(self._plans(row, group, number), chunk.start, chunk.stop, at)
                 for number, at in zip(range(first, stop), offsets, strict=True)
             ]
-            yield Part(payload[begin:end], pieces[0] if len(pieces) == 1 else joined(pieces))
+            yield PayloadPart(payload[begin:end], pieces[0] if len(pieces) == 1 else joined(pieces))
 
     def _plans(self, row: Row, group: int, number: int) -> tuple[SpanPlan, ...]:
         # Two threads may make the same plan; either is right.
@@ -293,12 +295,12 @@ def _settle(events: Iterable[Event]) -> None:
             time.sleep(_SETTLE_S)
 
 
-def _belt(device: torch.device) -> Belt | None:
+def _staged_copy(device: torch.device) -> StagedCopy | None:
     if device.type == "cpu":
         return None
     from kvtier.device.cuda import CudaStreams  # noqa: PLC0415 - needs a driver
 
-    return Belt(CudaStreams(device))
+    return StagedCopy(CudaStreams(device))
 
 
 def host_page_lock(shape: CacheShape, mode: str) -> PageLock | None:

@@ -27,7 +27,7 @@ DIRECT_BYTES_MIN = 256 << 10
 _STAGE_ALIGNMENT = 256
 
 
-class Part(NamedTuple):
+class PayloadPart(NamedTuple):
     """A run of a payload's bytes, and where each of them is in the engine."""
 
     payload: memoryview
@@ -42,7 +42,7 @@ class _Stage:
         """Behind its last use."""
 
 
-class _Way:
+class _Direction:
     """One direction: its queues and its stages. The lock makes one thread at a time fill them."""
 
     def __init__(self, streams: Streams) -> None:
@@ -75,7 +75,7 @@ class _Way:
         self.kernel.settle()
 
 
-class Belt:
+class StagedCopy:
     """Moves parts of one device. Thread-safe.
 
     Args:
@@ -84,13 +84,13 @@ class Belt:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._in, self._out = _Way(streams), _Way(streams)
+        self._in, self._out = _Direction(streams), _Direction(streams)
 
     def now(self) -> Event:
         """See `Streams.now`."""
         return self._streams.now()
 
-    def scatter(self, parts: Sequence[Part], after: Event | None = None) -> Event:
+    def scatter(self, parts: Sequence[PayloadPart], after: Event | None = None) -> Event:
         """Begin to copy payloads to the engine.
 
         Args:
@@ -100,16 +100,16 @@ class Belt:
         Returns:
             An event behind the last byte.
         """
-        way = self._in
-        with way.lock:
+        direction = self._in
+        with direction.lock:
             try:
-                return self._scatter(way, parts, after)
+                return self._scatter(direction, parts, after)
             except BaseException:
                 # What was begun must have ended before anybody hears that the copy failed.
-                way.settle()
+                direction.settle()
                 raise
 
-    def gather(self, parts: Sequence[Part], after: Event | None = None) -> Event:
+    def gather(self, parts: Sequence[PayloadPart], after: Event | None = None) -> Event:
         """Begin to copy from the engine to payloads.
 
         Args:
@@ -119,68 +119,68 @@ class Belt:
         Raises:
             ValueError: some byte of a payload has no piece, or several; it would hold what was there before.
         """
-        way = self._out
-        with way.lock:
+        direction = self._out
+        with direction.lock:
             try:
-                return self._gather(way, parts, after)
+                return self._gather(direction, parts, after)
             except BaseException:
-                way.settle()
+                direction.settle()
                 raise
 
     @staticmethod
-    def _scatter(way: _Way, parts: Sequence[Part], after: Event | None) -> Event:
+    def _scatter(direction: _Direction, parts: Sequence[PayloadPart], after: Event | None) -> Event:
         direct, staged = _sorted(parts)
         if after is not None:
-            way.kernel.wait(after)
+            direction.kernel.wait(after)
         if direct:
             if after is not None:
-                way.bus.wait(after)
-            way.bus.to_device([crossing for part in direct for crossing in _pieces(part)])
-            way.kernel.wait(way.bus.record())
+                direction.bus.wait(after)
+            direction.bus.to_device([crossing for part in direct for crossing in _pieces(part)])
+            direction.kernel.wait(direction.bus.record())
         for batch in _batches(staged):
-            stage = way.stage(batch[-1].stop)
+            stage = direction.stage(batch[-1].stop)
             if stage.free is not None:
-                way.bus.wait(stage.free)
-            way.bus.to_device([Crossing(part.payload, stage.address + start) for part, start, _ in batch])
-            way.kernel.wait(way.bus.record())
-            way.kernel.copy(_on_device(batch, stage))
-            stage.free = way.kernel.record()
-        return way.kernel.record()
+                direction.bus.wait(stage.free)
+            direction.bus.to_device([Crossing(part.payload, stage.address + start) for part, start, _ in batch])
+            direction.kernel.wait(direction.bus.record())
+            direction.kernel.copy(_on_device(batch, stage))
+            stage.free = direction.kernel.record()
+        return direction.kernel.record()
 
     @staticmethod
-    def _gather(way: _Way, parts: Sequence[Part], after: Event | None) -> Event:
+    def _gather(direction: _Direction, parts: Sequence[PayloadPart], after: Event | None) -> Event:
         direct, staged = _sorted(parts)
         for part in (*direct, *staged):
             if not is_whole(part.pieces, part.payload.nbytes):
                 raise ValueError(f"the pieces of a part do not make up its {part.payload.nbytes} bytes")
         if after is not None:
-            way.kernel.wait(after)
+            direction.kernel.wait(after)
         if direct:
             if after is not None:
-                way.bus.wait(after)
-            way.bus.to_host([crossing for part in direct for crossing in _pieces(part)])
+                direction.bus.wait(after)
+            direction.bus.to_host([crossing for part in direct for crossing in _pieces(part)])
         for batch in _batches(staged):
-            stage = way.stage(batch[-1].stop)
+            stage = direction.stage(batch[-1].stop)
             if stage.free is not None:
-                way.kernel.wait(stage.free)
-            way.kernel.copy(_on_device(batch, stage)[:, (ADDRESS, OFFSET, BYTES)])
-            way.bus.wait(way.kernel.record())
-            way.bus.to_host([Crossing(part.payload, stage.address + start) for part, start, _ in batch])
-            stage.free = way.bus.record()
-        return way.bus.record()
+                direction.kernel.wait(stage.free)
+            direction.kernel.copy(_on_device(batch, stage)[:, (ADDRESS, OFFSET, BYTES)])
+            direction.bus.wait(direction.kernel.record())
+            direction.bus.to_host([Crossing(part.payload, stage.address + start) for part, start, _ in batch])
+            stage.free = direction.bus.record()
+        return direction.bus.record()
 
 
 class _Placed(NamedTuple):
-    part: Part
+    part: PayloadPart
     start: int
     """Of the part in its stage."""
     stop: int
 
 
-def _sorted(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
+def _sorted(parts: Sequence[PayloadPart]) -> tuple[list[PayloadPart], list[PayloadPart]]:
     """(those whose pieces cross the bus by themselves, those that go over a stage)."""
-    direct: list[Part] = []
-    staged: list[Part] = []
+    direct: list[PayloadPart] = []
+    staged: list[PayloadPart] = []
     for part in parts:
         if len(part.pieces):
             is_large = int(part.pieces[:, BYTES].sum()) >= DIRECT_BYTES_MIN * len(part.pieces)
@@ -188,14 +188,14 @@ def _sorted(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
     return direct, staged
 
 
-def _pieces(part: Part) -> Iterator[Crossing]:
+def _pieces(part: PayloadPart) -> Iterator[Crossing]:
     flat = part.payload.cast("B")
     rows: list[tuple[int, int, int]] = cast("Any", part.pieces).tolist()
     for offset, address, size in rows:
         yield Crossing(flat[offset : offset + size], address)
 
 
-def _batches(parts: Sequence[Part]) -> Iterator[list[_Placed]]:
+def _batches(parts: Sequence[PayloadPart]) -> Iterator[list[_Placed]]:
     """Parts that fit in one stage together."""
     batch: list[_Placed] = []
     for part in parts:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtier.device import belt as module
-from kvtier.device.belt import Belt, Part
+from kvtier.device import staged_copy as module
 from kvtier.device.pieces import table
+from kvtier.device.staged_copy import PayloadPart, StagedCopy
 from kvtier.device.streams import Event
 from kvtier.testing.streams import ThreadStreams
 
@@ -42,10 +42,10 @@ class Engine:
         self.places = rng.permutation(parts * 8).reshape(parts, 8) * 2 * piece
         self.slots = [bytearray(rng.integers(1, 255, 8 * piece, np.uint8).tobytes()) for _ in range(parts)]
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PayloadPart]:
         address = int(self.memory.ctypes.data)
         return [
-            Part(memoryview(slot), table(np.arange(8) * self.piece, address + places, self.piece))
+            PayloadPart(memoryview(slot), table(np.arange(8) * self.piece, address + places, self.piece))
             for slot, places in zip(self.slots, self.places, strict=True)
         ]
 
@@ -64,24 +64,24 @@ def finish(event: Event) -> None:
 def test_what_crosses_arrives_and_comes_back_at_any_pace(seed: int) -> None:
     rng = random.Random(seed)
     streams = ThreadStreams(lambda: rng.choice([0.0, 0.0, 0.0, 3e-4]))
-    belt, engine = Belt(streams), Engine(seed)
-    finish(belt.scatter(engine.parts()))
+    staged, engine = StagedCopy(streams), Engine(seed)
+    finish(staged.scatter(engine.parts()))
     assert [engine.holds(part) for part in range(PARTS)] == [bytes(slot) for slot in engine.slots]
     stored = [bytes(slot) for slot in engine.slots]
     gathered = Engine(seed + 9)
     gathered.memory[:] = engine.memory
     gathered.places = engine.places
-    finish(belt.gather(gathered.parts()))
+    finish(staged.gather(gathered.parts()))
     assert [bytes(slot) for slot in gathered.slots] == stored
     streams.close()
 
 
 def test_both_ways_at_once(streams: ThreadStreams) -> None:
-    belt, loaded, stored = Belt(streams), Engine(1), Engine(2)
+    staged, loaded, stored = StagedCopy(streams), Engine(1), Engine(2)
     events = [
         event
         for there, back in zip(loaded.parts(), stored.parts(), strict=True)
-        for event in (belt.scatter([there]), belt.gather([back]))
+        for event in (staged.scatter([there]), staged.gather([back]))
     ]
     for event in events:
         finish(event)
@@ -92,24 +92,24 @@ def test_both_ways_at_once(streams: ThreadStreams) -> None:
 
 def test_neighbours_in_the_engine_cross_without_a_stage(streams: ThreadStreams) -> None:
     """Large pieces cross the bus by themselves; the negative control: small ones do not."""
-    for piece, staged in ((module.DIRECT_BYTES_MIN, False), (PIECE, True)):
+    for piece, is_staged in ((module.DIRECT_BYTES_MIN, False), (PIECE, True)):
         engine = Engine(3, parts=2, piece=piece)
-        belt = Belt(streams)
-        finish(belt.scatter(engine.parts()))
+        staged = StagedCopy(streams)
+        finish(staged.scatter(engine.parts()))
         assert all(engine.holds(part) == bytes(engine.slots[part]) for part in range(2))
         engine.memory[:] = engine.memory[::-1].copy()
-        finish(belt.gather(engine.parts()))
+        finish(staged.gather(engine.parts()))
         assert all(engine.holds(part) == bytes(engine.slots[part]) for part in range(2))
-        assert bool(streams._stages) is staged
+        assert bool(streams._stages) is is_staged
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_stage_is_not_used_again_before_it_is_free(number: int) -> None:
     """Any queue may stand still for as long as it likes."""
     streams = ThreadStreams()
-    belt, engine, back = Belt(streams), Engine(5), Engine(6)
+    staged, engine, back = StagedCopy(streams), Engine(5), Engine(6)
     streams.streams[number].may_run.clear()
-    events = [belt.scatter([part]) for part in engine.parts()] + [belt.gather([part]) for part in back.parts()]
+    events = [staged.scatter([part]) for part in engine.parts()] + [staged.gather([part]) for part in back.parts()]
     time.sleep(0.02)
     assert not all(event.query() for event in events)
     streams.streams[number].may_run.set()
@@ -135,9 +135,9 @@ def test_without_the_events_of_the_ring_bytes_are_lost(way: str, held: int, monk
 
     monkeypatch.setattr(module, "_Stage", Careless)
     streams = ThreadStreams()
-    belt, engine = Belt(streams), Engine(5)
+    staged, engine = StagedCopy(streams), Engine(5)
     streams.streams[held].may_run.clear()
-    begin = belt.scatter if way == "in" else belt.gather
+    begin = staged.scatter if way == "in" else staged.gather
     events = [begin([part]) for part in engine.parts()]
     until = time.monotonic() + WAIT_S
     while streams.streams[held ^ 1].moved_bytes < PARTS * 8 * PIECE:  # the other queue runs ahead
@@ -152,11 +152,11 @@ def test_without_the_events_of_the_ring_bytes_are_lost(way: str, held: int, monk
 
 @pytest.mark.parametrize("piece", [PIECE, module.DIRECT_BYTES_MIN])
 def test_nothing_is_touched_before_the_engine_is_ready(streams: ThreadStreams, piece: int) -> None:
-    belt, engine = Belt(streams), Engine(7, parts=3, piece=piece)
+    staged, engine = StagedCopy(streams), Engine(7, parts=3, piece=piece)
     old, slots = engine.memory.copy(), [bytes(slot) for slot in engine.slots]
     streams.engine.may_run.clear()
-    scattered = belt.scatter(engine.parts(), streams.now())
-    gathered = belt.gather(Engine(8, parts=3).parts(), streams.now())
+    scattered = staged.scatter(engine.parts(), streams.now())
+    gathered = staged.gather(Engine(8, parts=3).parts(), streams.now())
     time.sleep(0.02)
     assert not scattered.query()
     assert not gathered.query()
@@ -168,9 +168,9 @@ def test_nothing_is_touched_before_the_engine_is_ready(streams: ThreadStreams, p
 
 def test_a_slot_is_free_once_the_event_has_come(streams: ThreadStreams) -> None:
     """Whoever gets it next may write to it at once."""
-    belt, engine = Belt(streams), Engine(9)
+    staged, engine = StagedCopy(streams), Engine(9)
     slots = [bytes(slot) for slot in engine.slots]
-    events = [belt.scatter([part]) for part in engine.parts()]
+    events = [staged.scatter([part]) for part in engine.parts()]
     for slot, event in zip(engine.slots, events, strict=True):
         finish(event)
         slot[:] = bytes([0xDB]) * len(slot)
@@ -178,24 +178,24 @@ def test_a_slot_is_free_once_the_event_has_come(streams: ThreadStreams) -> None:
 
 
 def test_a_part_that_is_not_whole_is_not_gathered(streams: ThreadStreams) -> None:
-    belt, engine = Belt(streams), Engine(10)
+    staged, engine = StagedCopy(streams), Engine(10)
     whole = engine.parts()[0]
     slot = bytes(engine.slots[0])
     for pieces in (whole.pieces[:-1], whole.pieces[1:], np.concatenate([whole.pieces, whole.pieces[:1]])):
         with pytest.raises(ValueError, match="do not make up its 768 bytes"):
-            belt.gather([Part(whole.payload, pieces)])
+            staged.gather([PayloadPart(whole.payload, pieces)])
     assert bytes(engine.slots[0]) == slot
-    finish(belt.scatter([Part(whole.payload, whole.pieces[::2])]))
+    finish(staged.scatter([PayloadPart(whole.payload, whole.pieces[::2])]))
     pairs = list(itertools.batched(engine.holds(0), PIECE)) if hasattr(itertools, "batched") else []
     assert all((bytes(pair) == slot[n * PIECE : (n + 1) * PIECE]) is (n % 2 == 0) for n, pair in enumerate(pairs))
-    finish(belt.scatter([]))
+    finish(staged.scatter([]))
 
 
 def test_what_was_begun_has_ended_when_an_error_is_told(
     streams: ThreadStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    belt, engine = Belt(streams), Engine(11)
-    kernel = belt._in.kernel
+    staged, engine = StagedCopy(streams), Engine(11)
+    kernel = staged._in.kernel
     calls = itertools.count()
 
     def failing(pieces: np.ndarray) -> None:
@@ -205,9 +205,9 @@ def test_what_was_begun_has_ended_when_an_error_is_told(
 
     monkeypatch.setattr(kernel, "copy", failing)
     with pytest.raises(RuntimeError, match="planned"):
-        belt.scatter(engine.parts())
+        staged.scatter(engine.parts())
     assert all(stream._jobs.empty() for stream in streams.streams)
     monkeypatch.undo()
     monkeypatch.setattr(module, "STAGE_BYTES", 2 * 8 * PIECE + 256)
-    finish(belt.scatter(engine.parts()))
+    finish(staged.scatter(engine.parts()))
     assert all(engine.holds(part) == bytes(engine.slots[part]) for part in range(PARTS))
