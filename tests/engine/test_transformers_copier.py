@@ -25,7 +25,7 @@ from kvtier.connect.transformers.caches import (
 )
 from kvtier.connect.transformers.copier import CacheCopier, StagedCopyOf, host_page_lock
 from kvtier.connect.transformers.support import inspect_cache
-from kvtier.device.arrivals import Arrivals
+from kvtier.device.layers import LayerReadiness
 from kvtier.device.staged_copy import StagedCopy
 from kvtier.layout import History, Window
 from kvtier.testing.copier import CopierContract, CopierWorld
@@ -65,7 +65,7 @@ class World(CopierWorld):
     """Tensors of 60 columns: whole in the first group, in runs of several sizes in the others, and strange strides."""
 
     def __init__(
-        self, dtype: torch.dtype, staged_copy_of: StagedCopyOf | None = None, arrivals: Arrivals | None = None
+        self, dtype: torch.dtype, staged_copy_of: StagedCopyOf | None = None, readiness: LayerReadiness | None = None
     ) -> None:
         torch.manual_seed(5)
         self.shape = shape(dtype)
@@ -86,7 +86,7 @@ class World(CopierWorld):
             for group, cut in zip(self.shape.groups, cuts, strict=True)
         )
         copier = CacheCopier(self.shape, self.shape.layout(CHUNK), staged_copy_of)
-        copier.expose(REQUEST, ROW, PAD, self.spans, arrivals)
+        copier.expose(REQUEST, ROW, PAD, self.spans, readiness)
         super().__init__(copier, self.shape.layout(CHUNK), REQUEST)
 
     def chunks(self, group: int) -> list[tuple[int, ...]]:
@@ -151,7 +151,7 @@ class OnADevice(CopierContract):
     """The way over a stage, on a device in threads whose queues run at their own pace."""
 
     dtype = torch.float32
-    arrivals: Arrivals | None = None
+    readiness: LayerReadiness | None = None
 
     @pytest.fixture(autouse=True)
     def _device(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class OnADevice(CopierContract):
             self.made.append(ThreadStreams(self.pause))
             return StagedCopy(self.made[-1])
 
-        return World(self.dtype, staged_copy_of, self.arrivals)
+        return World(self.dtype, staged_copy_of, self.readiness)
 
 
 class TestOnADevice(OnADevice):
@@ -177,18 +177,18 @@ class TestOnADevice(OnADevice):
 
 class TestLayerByLayer(CopierContract):
     def make(self) -> World:
-        return World(torch.float32, None, Arrivals(dict.fromkeys(range(4), 10**6)))
+        return World(torch.float32, None, LayerReadiness(dict.fromkeys(range(4), 10**6)))
 
 
 class TestLayerByLayerOnADevice(OnADevice):
-    arrivals = Arrivals(dict.fromkeys(range(4), 10**6))
+    readiness = LayerReadiness(dict.fromkeys(range(4), 10**6))
 
 
 def test_a_layers_event_comes_after_all_chunks_of_it() -> None:
     """What the engine's thread is told to wait for; the negative control is that nothing comes while a queue stands."""
     streams = ThreadStreams()
-    arrivals = Arrivals(dict.fromkeys(range(4), 3))
-    world = World(torch.float32, lambda _device: StagedCopy(streams), arrivals)
+    readiness = LayerReadiness(dict.fromkeys(range(4), 3))
+    world = World(torch.float32, lambda _device: StagedCopy(streams), readiness)
     wanted = world.read(0, (0, 30))
     payloads = [payload_of(world, 0) for _ in range(3)]
     for number, payload in enumerate(payloads):
@@ -198,15 +198,15 @@ def test_a_layers_event_comes_after_all_chunks_of_it() -> None:
         stream.may_run.clear()
     fences = []
     for number, payload in enumerate(payloads):
-        assert not arrivals.wait(1, 0.0)
+        assert not readiness.wait(1, 0.0)
         fences.append(world.copier.scatter(REQUEST, 0, (10 * number, 10 * number + 10), payload))
     assert not any(any(layer) for layer in world.read(0, (0, 30)))
     assert not any(world.copier.done(fence) for fence in fences)
     for stream in streams.streams:
         stream.may_run.set()
-    assert arrivals.wait(1, 30.0)
-    assert arrivals.wait(2, 30.0)
-    assert not arrivals.wait(0, 0.0), "another group's"
+    assert readiness.wait(1, 30.0)
+    assert readiness.wait(2, 30.0)
+    assert not readiness.wait(0, 0.0), "another group's"
     assert world.read(0, (0, 30)) == wanted
     streams.close()
 

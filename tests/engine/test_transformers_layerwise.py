@@ -55,7 +55,7 @@ def held_until(monkeypatch: pytest.MonkeyPatch, reached: Reached) -> list[int]:
     monkeypatch.setattr("kvtier.connect.transformers.parts.STEP_BYTES_MIN", 1)
 
     def late(self: CacheCopier, jobs: Any) -> None:
-        rank = jobs[0].ranks[jobs[0].step]
+        rank = jobs[0].layers[jobs[0].step]
         with lock:
             came.append(rank)
             is_last = rank == reached.layer and came.count(rank) == CHUNKS
@@ -70,7 +70,7 @@ def held_until(monkeypatch: pytest.MonkeyPatch, reached: Reached) -> list[int]:
 def carried_by(carry: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let something else move the layers of an attachment that is open."""
     copier = kv._current().restorer._copier
-    monkeypatch.setattr(copier._conveyor, "_move", lambda jobs: carry(copier, jobs))
+    monkeypatch.setattr(copier._layer_order, "_move", lambda jobs: carry(copier, jobs))
 
 
 @pytest.mark.parametrize("layer", [1, 2])

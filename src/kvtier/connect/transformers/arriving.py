@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 from kvtier.connect.transformers.waiting import Waiting
-from kvtier.device.arrivals import Arrivals
+from kvtier.device.layers import LayerReadiness
 from kvtier.errors import KvError
 from kvtier.types import LoadDone, RequestId
 
@@ -28,16 +28,16 @@ class Arriving:
 
     Args:
         waiting: which polls the session.
-        arrivals: told of each layer by the copier.
+        readiness: told of each layer by the copier.
         requests: the loads, by the number of their row; none has ended.
         deadline: on the monotonic clock; what has not come then is missing.
     """
 
     def __init__(
-        self, waiting: Waiting, arrivals: Arrivals, requests: Mapping[int, RequestId], deadline: float
+        self, waiting: Waiting, readiness: LayerReadiness, requests: Mapping[int, RequestId], deadline: float
     ) -> None:
         self._waiting = waiting
-        self._arrivals = arrivals
+        self._readiness = readiness
         self._requests = dict(requests)
         self.deadline = deadline
         self.waited_s = 0.0
@@ -63,7 +63,7 @@ class Arriving:
         """
         started = time.perf_counter()
         try:
-            while not self._arrivals.wait(layer, _LOOK_S):
+            while not self._readiness.wait(layer, _LOOK_S):
                 self._waiting.take()
                 if any(event.failed for event in self.done.values()):
                     raise MissingLayerError(f"a chunk of layer {layer} could not be had")

@@ -7,7 +7,7 @@ On the CPU a copy is complete on return. It is made with numpy, because torch wo
 mover thread and take the processor from the model. On a device a `StagedCopy` makes it: it first waits for
 what the engine had queued when the request was exposed. The fence is an event behind the copy.
 
-A load whose layers are waited for one by one (`Arrivals`) goes over a `Conveyor`, lowest layer first.
+A load whose layers are waited for one by one (`LayerReadiness`) goes over a `LayerOrder`, lowest layer first.
 """
 
 import threading
@@ -22,9 +22,8 @@ import torch
 
 from kvtier.connect.transformers.caches import CachedLayer, CacheShape, Span, Spans
 from kvtier.connect.transformers.parts import SpanPlan, Step, chunk_pieces, extents, span_plan, steps_of
-from kvtier.device.arrivals import Arrivals
 from kvtier.device.base import Fence
-from kvtier.device.conveyor import Conveyor, Job
+from kvtier.device.layers import ChunkScatter, LayerOrder, LayerReadiness
 from kvtier.device.page_lock import cuda_page_lock
 from kvtier.device.pieces import joined
 from kvtier.device.staged_copy import PayloadPart, StagedCopy
@@ -58,7 +57,7 @@ class Row:
     pad: int
     spans: Spans
     """For each group, for each of its layers, the runs of columns that there are."""
-    arrivals: Arrivals | None
+    readiness: LayerReadiness | None
     """Who waits for single layers; None when nobody does."""
     ready: dict[torch.device, Event]
     """For each device with stages, an event behind all that the engine had queued on these tensors."""
@@ -75,12 +74,12 @@ class Fences:
         self.events = events
 
 
-class _Carried(Job):
-    """A chunk on the conveyor."""
+class _Carried(ChunkScatter):
+    """A chunk that is scattered in layer order."""
 
     def __init__(self, chunk: "_Chunk", row: Row, group: int, payload: memoryview, steps: Sequence[Step]) -> None:
         # Not beside chunks of another load: its tensors may be younger than what this one's are ready after.
-        super().__init__((group, row.arrivals), [step.rank for step in steps])
+        super().__init__((group, row.readiness), [step.rank for step in steps])
         self.chunk, self.row, self.group, self.payload = chunk, row, group, payload
         self.events: dict[torch.device, Event] = {}
 
@@ -108,11 +107,13 @@ class CacheCopier:
         self._steps = [steps_of(layers, told) for layers, told in zip(shape.groups, layout.groups, strict=True)]
         on_device = bool(self._staged_copies)
         # One thread gives work to a device, so that an event behind the last copy is behind all before it.
-        self._conveyor = Conveyor(
+        self._layer_order = LayerOrder(
             self._carry, at_once=MOVED_AT_ONCE if on_device else 1, workers=1 if on_device else CPU_WORKERS
         )
 
-    def expose(self, request: RequestId, row: int, pad: int, spans: Spans, arrivals: Arrivals | None = None) -> None:
+    def expose(
+        self, request: RequestId, row: int, pad: int, spans: Spans, readiness: LayerReadiness | None = None
+    ) -> None:
         """Let `request` be copied from and to these tensors until `forget`.
 
         Args:
@@ -120,11 +121,11 @@ class CacheCopier:
             row: its number in the tensors.
             pad: columns of padding before its first token.
             spans: the tensors.
-            arrivals: told of each layer that a scatter has brought, or is about to.
+            readiness: told of each layer that a scatter has brought, or is about to.
         """
         ready = {device: staged.now() for device, staged in self._staged_copies.items()}
         with self._lock:
-            self._rows[request] = Row(row, pad, spans, arrivals, ready)
+            self._rows[request] = Row(row, pad, spans, readiness, ready)
 
     def forget(self, request: RequestId) -> None:
         """Let go of the tensors of `request`; unknown is fine."""
@@ -156,11 +157,11 @@ class CacheCopier:
             ValueError: `blocks` is no run of at most a chunk's tokens.
         """
         row, chunk = self._chunk(request, group, blocks, is_gather=False)
-        if row.arrivals is None:
+        if row.readiness is None:
             return self._at_once(row, chunk, group, payload, lambda staged, parts, after: staged.scatter(parts, after))
         job = _Carried(chunk, row, group, payload, self._steps[group])
         try:
-            self._conveyor.carry(job)
+            self._layer_order.run(job)
         except BaseException:
             _settle(job.events.values())
             raise
@@ -209,7 +210,7 @@ class CacheCopier:
             raise
         return Fences(events) if events else None
 
-    def _carry(self, jobs: Sequence[Job]) -> None:
+    def _carry(self, jobs: Sequence[ChunkScatter]) -> None:
         """Scatter the next step of jobs that are at the same one."""
         carried = [job for job in jobs if isinstance(job, _Carried)]
         group, step = carried[0].group, self._steps[carried[0].group][carried[0].step]
@@ -224,9 +225,9 @@ class CacheCopier:
             events = [staged.scatter(parts, carried[-1].row.ready[step.device])]
             for job in carried:
                 job.events[step.device] = events[0]
-        arrivals = carried[0].row.arrivals
-        if arrivals is not None:
-            arrivals.landed(step.layers, len(carried), events)
+        readiness = carried[0].row.readiness
+        if readiness is not None:
+            readiness.arrived(step.layers, len(carried), events)
 
     def _copy(self, chunk: "_Chunk", row: Row, group: int, step: Step, payload: memoryview) -> None:
         offsets = self._layout.groups[group].layer_offsets

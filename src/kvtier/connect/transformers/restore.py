@@ -19,7 +19,7 @@ from kvtier.connect.transformers.caches import CacheShape, Restoration, restorat
 from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.connect.transformers.rows import common_column, row_tokens
 from kvtier.connect.transformers.waiting import Waiting
-from kvtier.device.arrivals import Arrivals
+from kvtier.device.layers import LayerReadiness
 from kvtier.runtime.base import Session
 from kvtier.types import Hint, LoadDone, Lookup, Place, Prefix, Presence, RequestId
 
@@ -252,12 +252,12 @@ class Restorer:
                 wanted[number] = tokens
         requests = {number: rows[number].request for number in wanted}
         places = {number: self._places(rows[number], tokens) for number, tokens in wanted.items()}
-        arrivals = Arrivals(self._expected(places.values())) if is_layerwise and _has_room(tensors) else None
+        readiness = LayerReadiness(self._expected(places.values())) if is_layerwise and _has_room(tensors) else None
         self._waiting.begin(list(requests.values()))
         try:
             for number in wanted:
-                self._begin(rows[number], number, places[number], tensors, arrivals)
-            arriving = None if arrivals is None else Arriving(self._waiting, arrivals, requests, deadline)
+                self._begin(rows[number], number, places[number], tensors, readiness)
+            arriving = None if readiness is None else Arriving(self._waiting, readiness, requests, deadline)
         except BaseException:
             self._waiting.leave(list(requests.values()))
             raise
@@ -277,10 +277,10 @@ class Restorer:
         return self._fill(rows, wanted, tensors, {number: done[requests[number]] for number in wanted}, restored)
 
     def _begin(
-        self, row: Asked, number: int, places: Sequence[Place], tensors: Restoration, arrivals: Arrivals | None
+        self, row: Asked, number: int, places: Sequence[Place], tensors: Restoration, readiness: LayerReadiness | None
     ) -> None:
         boundary = max(place.chunk for place in places) + 1
-        self._copier.expose(row.request, number, row.pad, tensors.spans, arrivals)
+        self._copier.expose(row.request, number, row.pad, tensors.spans, readiness)
         try:
             self._session.load(
                 row.request, row.prefix, boundary * row.prefix.chunk_tokens, places, hint=Hint(row.session)
