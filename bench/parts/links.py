@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kvtier.device.pieces import table
+from kvtier.device.copy_descriptors import table
 from kvtier.device.staged_copy import PayloadPart, StagedCopy
 from kvtier.device.streams import Event
 from kvtier.runtime.arena import page_aligned

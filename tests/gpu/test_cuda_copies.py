@@ -11,9 +11,9 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from kvtier.device import staged_copy as module  # noqa: E402 - after the check for torch
+from kvtier.device.copy_descriptors import table  # noqa: E402
 from kvtier.device.cuda import CudaStreams  # noqa: E402
 from kvtier.device.page_lock import cuda_page_lock  # noqa: E402
-from kvtier.device.pieces import table  # noqa: E402
 from kvtier.device.staged_copy import PayloadPart, StagedCopy  # noqa: E402
 from kvtier.runtime.arena import page_aligned  # noqa: E402
 

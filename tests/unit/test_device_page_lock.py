@@ -26,12 +26,12 @@ class Registrar:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.locked: dict[int, int] = {}
-        self.told: list[tuple[int, int]] = []
+        self.registered: list[tuple[int, int]] = []
 
     def register(self, address: int, size_bytes: int) -> int:
         assert self.may_go_on.wait(WAIT_S)
-        self.told.append((address, size_bytes))
-        if len(self.told) > self.parts:
+        self.registered.append((address, size_bytes))
+        if len(self.registered) > self.parts:
             return 2
         self.locked[address] = size_bytes
         return 0
@@ -57,7 +57,7 @@ def test_parts_are_whole_slots_and_cover_everything() -> None:
     lock = cuda_page_lock("on", registrar)
     assert lock is not None
     unlock = lock(70_000, 10 * UNIT, UNIT)
-    assert registrar.told == [(70_000, 3000), (73_000, 3000), (76_000, 3000), (79_000, 1000)]
+    assert registrar.registered == [(70_000, 3000), (73_000, 3000), (76_000, 3000), (79_000, 1000)]
     unlock()
     assert not registrar.locked
     unlock()
@@ -69,7 +69,7 @@ def test_without_slots_or_with_large_ones(unit: int, parts: list[tuple[int, int]
     lock = cuda_page_lock("on", registrar)
     assert lock is not None
     lock(0, 10_000, unit)
-    assert registrar.told == parts
+    assert registrar.registered == parts
 
 
 def test_the_start_does_not_wait_and_the_end_stops_it() -> None:
@@ -78,14 +78,14 @@ def test_the_start_does_not_wait_and_the_end_stops_it() -> None:
     lock = cuda_page_lock("auto", registrar)
     assert lock is not None
     unlock = lock(0, 10 * UNIT, UNIT)
-    assert not registrar.told
+    assert not registrar.registered
     ended = threading.Thread(target=unlock)
     ended.start()
     registrar.may_go_on.set()
     ended.join(WAIT_S)
     assert not ended.is_alive()
     assert not registrar.locked
-    assert len(registrar.told) <= 1, "what has not begun does not begin any more"
+    assert len(registrar.registered) <= 1, "what has not begun does not begin any more"
 
 
 def test_a_refusal_is_explained_once_and_the_rest_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,8 +96,8 @@ def test_a_refusal_is_explained_once_and_the_rest_is_used_as_it_is(caplog: pytes
         unlock = lock(0, 10 << 20, 1 << 20)
         until(lambda: caplog.records)
     (record,) = caplog.records
-    for told in ("2 of 10 MiB", "CUDA error 2 (out of memory)", "ulimit -l", "memlock=-1", "they stay correct"):
-        assert told in record.message
+    for registered in ("2 of 10 MiB", "CUDA error 2 (out of memory)", "ulimit -l", "memlock=-1", "they stay correct"):
+        assert registered in record.message
     unlock()
     assert not registrar.locked
 
@@ -117,7 +117,7 @@ def test_an_arena_locks_whole_slots() -> None:
     size = frame_bytes(layout.groups[0])
     registrar = Registrar()
     arena = Arena(layout, (5,), page_lock=cuda_page_lock("on", registrar))
-    assert [length for _, length in registrar.told] == [size] * 5, "a slot is larger than a part here"
+    assert [length for _, length in registrar.registered] == [size] * 5, "a slot is larger than a part here"
     arena.close()
     gc.collect()
     assert not registrar.locked

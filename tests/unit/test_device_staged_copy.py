@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.device import staged_copy as module
-from kvtier.device.pieces import table
+from kvtier.device.copy_descriptors import table
 from kvtier.device.staged_copy import PayloadPart, StagedCopy
 from kvtier.device.streams import Event
 from kvtier.testing.streams import ThreadStreams
@@ -33,7 +33,7 @@ def streams() -> Iterator[ThreadStreams]:
 
 
 class Engine:
-    """Memory in which the pieces of each part lie scattered."""
+    """Memory in which the descriptors of each part lie scattered."""
 
     def __init__(self, seed: int = 1, parts: int = PARTS, piece: int = PIECE) -> None:
         rng = np.random.default_rng(seed)
@@ -91,7 +91,7 @@ def test_both_ways_at_once(streams: ThreadStreams) -> None:
 
 
 def test_neighbours_in_the_engine_cross_without_a_stage(streams: ThreadStreams) -> None:
-    """Large pieces cross the bus by themselves; the negative control: small ones do not."""
+    """Large descriptors cross the bus by themselves; the negative control: small ones do not."""
     for piece, is_staged in ((module.DIRECT_BYTES_MIN, False), (PIECE, True)):
         engine = Engine(3, parts=2, piece=piece)
         staged = StagedCopy(streams)
@@ -181,11 +181,15 @@ def test_a_part_that_is_not_whole_is_not_gathered(streams: ThreadStreams) -> Non
     staged, engine = StagedCopy(streams), Engine(10)
     whole = engine.parts()[0]
     slot = bytes(engine.slots[0])
-    for pieces in (whole.pieces[:-1], whole.pieces[1:], np.concatenate([whole.pieces, whole.pieces[:1]])):
-        with pytest.raises(ValueError, match="do not make up its 768 bytes"):
-            staged.gather([PayloadPart(whole.payload, pieces)])
+    for descriptors in (
+        whole.descriptors[:-1],
+        whole.descriptors[1:],
+        np.concatenate([whole.descriptors, whole.descriptors[:1]]),
+    ):
+        with pytest.raises(ValueError, match="do not cover its 768 bytes"):
+            staged.gather([PayloadPart(whole.payload, descriptors)])
     assert bytes(engine.slots[0]) == slot
-    finish(staged.scatter([PayloadPart(whole.payload, whole.pieces[::2])]))
+    finish(staged.scatter([PayloadPart(whole.payload, whole.descriptors[::2])]))
     pairs = list(itertools.batched(engine.holds(0), PIECE)) if hasattr(itertools, "batched") else []
     assert all((bytes(pair) == slot[n * PIECE : (n + 1) * PIECE]) is (n % 2 == 0) for n, pair in enumerate(pairs))
     finish(staged.scatter([]))
@@ -198,10 +202,10 @@ def test_what_was_begun_has_ended_when_an_error_is_told(
     kernel = staged._in.kernel
     calls = itertools.count()
 
-    def failing(pieces: np.ndarray) -> None:
+    def failing(descriptors: np.ndarray) -> None:
         if next(calls) == 1:
             raise RuntimeError("planned")
-        type(kernel).copy(kernel, pieces)  # type: ignore[arg-type]
+        type(kernel).copy(kernel, descriptors)  # type: ignore[arg-type]
 
     monkeypatch.setattr(kernel, "copy", failing)
     with pytest.raises(RuntimeError, match="planned"):

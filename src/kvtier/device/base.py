@@ -6,15 +6,15 @@ from kvtier.types import RequestId
 
 
 class Fence(Protocol):
-    """A copy that was started. Copiers that copy at once return None instead."""
+    """A copy in progress."""
 
 
 class Copier(Protocol):
-    """Moves the bytes of one chunk of one group. Called from mover threads, several at once for different slots.
+    """Copies one chunk of one KV group. Mover threads call it concurrently for different slots.
 
-    `payload` is the slot's payload: a writable, page-aligned view of `GroupLayout.payload_bytes` bytes, of which each
-    layer fills its own part and padding stays as it is. `blocks` is an address that only the copier understands.
-    Errors are exceptions of any kind; the mover turns them into a failed transfer.
+    `payload` is the slot's payload: a writable, page-aligned view of `GroupLayout.payload_bytes` bytes. A copier fills
+    each layer's part and leaves padding alone. `blocks` is an address that only the copier interprets. It may raise any
+    exception; the mover turns it into a failed transfer.
     """
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
@@ -26,5 +26,5 @@ class Copier(Protocol):
         ...
 
     def done(self, fence: Fence) -> bool:
-        """Whether the copy behind `fence` is complete. Never blocks."""
+        """Whether the copy of `fence` is complete. Never blocks."""
         ...

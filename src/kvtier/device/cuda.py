@@ -1,6 +1,7 @@
-"""A CUDA device as `Streams`. Imports torch; the copies go straight to the driver, a microsecond each.
+"""A CUDA device as `Streams`. Imports torch.
 
-torch would make temporaries, and look at every pointer, for each of the thousands of copies of a long prefix.
+Copies call the driver directly, at one microsecond each. A long prefix has thousands, and for each torch would create
+temporary tensors and inspect both pointers.
 """
 
 import ctypes
@@ -12,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kvtier.device.pieces import Pieces
-from kvtier.device.streams import Crossing, Event, Stream
+from kvtier.device.copy_descriptors import CopyDescriptors
+from kvtier.device.streams import BusCopy, Event, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +27,11 @@ _CALLS = {
     "cuStreamGetCtx": (ctypes.c_void_p, ctypes.c_void_p),
     "cuCtxSetCurrent": (ctypes.c_void_p,),
 }
-"""Names in the driver with the types of their arguments: copies take target, source, bytes and stream."""
+"""Argument types of the driver's functions. Copies take target, source, bytes and stream."""
 
 
 class CudaEvent:
-    """An event of torch."""
+    """A torch event."""
 
     def __init__(self, event: Any, device: torch.device) -> None:  # noqa: ANN401 - torch has two types for it
         self.event = event
@@ -46,44 +47,44 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A stream beside torch's own."""
+    """A CUDA stream of its own, so that copies overlap with the engine's work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream = torch.cuda.Stream(device)
 
-    def to_device(self, crossings: Sequence[Crossing]) -> None:
+    def to_device(self, copies: Sequence[BusCopy]) -> None:
         """See `Stream`."""
         copy, stream = self._copying("cuMemcpyHtoDAsync_v2")
-        for payload, address in crossings:
+        for payload, address in copies:
             _checked(copy(address, _address(payload), payload.nbytes, stream), payload.nbytes)
 
-    def to_host(self, crossings: Sequence[Crossing]) -> None:
+    def to_host(self, copies: Sequence[BusCopy]) -> None:
         """See `Stream`."""
         copy, stream = self._copying("cuMemcpyDtoHAsync_v2")
-        for payload, address in crossings:
+        for payload, address in copies:
             _checked(copy(_address(payload), address, payload.nbytes, stream), payload.nbytes)
 
-    def copy(self, pieces: Pieces) -> None:
+    def copy(self, descriptors: CopyDescriptors) -> None:
         """See `Stream`."""
-        if not len(pieces):
+        if not len(descriptors):
             return
         kernel = _kernel(self._device)
         if kernel is None:
             copy, stream = self._copying("cuMemcpyDtoDAsync_v2")
-            rows: list[list[int]] = cast("Any", pieces).tolist()
-            for source, target, size in rows:
+            for source, target, size in cast("list[list[int]]", cast("Any", descriptors).tolist()):
                 _checked(copy(target, source, size, stream), size)
             return
         with torch.cuda.stream(self.stream):
-            # Through torch's own page-locked memory, which it gives to nobody else before the copy has ended.
-            told = torch.from_numpy(np.ascontiguousarray(pieces)).pin_memory()  # pyright: ignore[reportUnknownMemberType]
-            kernel(pieces, told.to(self._device, non_blocking=True))
+            # torch does not reuse its page-locked memory before the copy from it is complete.
+            rows = torch.from_numpy(np.ascontiguousarray(descriptors)).pin_memory()  # pyright: ignore[reportUnknownMemberType]
+            kernel(descriptors, rows.to(self._device, non_blocking=True))
 
     def _copying(self, name: str) -> tuple[Callable[..., int], int]:
-        """A copy of the driver's, and the stream to give it; the stream's context is the calling thread's from now on.
+        """A copy function of the driver, and the stream handle to call it with.
 
-        A thread that has not yet spoken to the device has none, and the driver, unlike torch, takes no other.
+        Makes the stream's context current in the calling thread: a new thread has none, and unlike torch the driver
+        does not set one.
         """
         handle: int = self.stream.cuda_stream
         context = ctypes.c_void_p()
@@ -112,7 +113,7 @@ class CudaStreams:
         index: int | None = cast("Any", device).index
         self._device = torch.device(device.type, torch.cuda.current_device() if index is None else index)
         self._stages: list[torch.Tensor] = []
-        _kernel(self._device)  # compiled now, and not while somebody waits for a first copy
+        _kernel(self._device)  # compile now, so that the first copy does not wait for it
 
     def stream(self) -> Stream:
         """See `Streams`."""
@@ -121,7 +122,7 @@ class CudaStreams:
     def stage(self, size_bytes: int, stream: Stream) -> int:
         """See `Streams`."""
         assert isinstance(stream, CudaStream)
-        # On that stream: torch gives out memory that work queued on the stream of the allocation may still use.
+        # On that stream, because torch may return memory that queued work of the allocating stream still uses.
         with torch.cuda.stream(stream.stream):
             self._stages.append(torch.empty(size_bytes, dtype=torch.uint8, device=self._device))
         return self._stages[-1].data_ptr()
@@ -140,22 +141,26 @@ def _driver(name: str) -> Callable[..., int]:
 
 
 @cache
-def _kernel(device: torch.device) -> Callable[[Pieces, torch.Tensor], None] | None:
+def _kernel(device: torch.device) -> Callable[[CopyDescriptors, torch.Tensor], None] | None:
     try:
-        from kvtier.device.kernel import check, copy_pieces  # noqa: PLC0415 - Triton is optional
+        from kvtier.device.kernel import check, copy_kernel  # noqa: PLC0415 - Triton is optional
     except ImportError as error:
         reason = f"no Triton: {error}"
     else:
         reason = check(device)
         if not reason:
-            return copy_pieces
-    logger.warning("pieces are copied one by one, which is slow (%s)", reason)
+            return copy_kernel
+    logger.warning(
+        "the copy kernel is not available on %s (%s); kvtier copies run by run with cuMemcpyDtoDAsync, which is slower",
+        device,
+        reason,
+    )
     return None
 
 
 def _checked(code: int, size_bytes: int = 0) -> None:
     if code:
-        raise RuntimeError(f"the CUDA driver answered {code} when a copy of {size_bytes} bytes was to begin")
+        raise RuntimeError(f"CUDA error {code} when a copy of {size_bytes} bytes was queued")
 
 
 def _address(payload: memoryview) -> int:

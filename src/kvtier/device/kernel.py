@@ -1,10 +1,11 @@
-"""The kernel that copies pieces between addresses of one device. Imports Triton.
+"""The kernel that executes copy descriptors within one device. Imports Triton.
 
-One program copies one tile of one piece. The table says where, so the same compiled kernel serves gather and scatter of
-every engine; only the width of a word is compiled in. With ``TRITON_INTERPRET=1`` it runs on host memory.
+One program copies one tile of one descriptor. Addresses come from the table, so one compiled kernel serves gather and
+scatter of every engine; only the word size is a compile-time constant. With ``TRITON_INTERPRET=1`` it runs on host
+memory.
 
-Triton compiles when a kernel is first launched, with a C compiler and Python's headers, which a machine may not have;
-`check` finds that out before anything depends on it.
+Triton compiles at the first launch, which needs a C compiler and Python's headers. `check` tests that before any
+transfer depends on it.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -19,17 +20,17 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from kvtier.device.pieces import BYTES, Pieces, table, word_bytes
+from kvtier.device.copy_descriptors import BYTES, CopyDescriptors, table, word_bytes
 
 TILE_WORDS = 1024
 ALIGNMENT = 16
-"""Bytes that one thread can move at once, where every number of the table is a multiple of them."""
+"""Bytes of a thread's widest load. It needs a table in which every number is a multiple of this."""
 _CHECKED_BYTES = 4096
 _launching = threading.Lock()
-"""Triton does not promise that several threads may compile at once, and a launch takes microseconds."""
+"""Triton does not document that threads may compile concurrently. A launch takes microseconds."""
 
 
-def _copy_pieces(rows, word: tl.constexpr, is_aligned: tl.constexpr, tile_words: tl.constexpr) -> None:  # noqa: ANN001 - a kernel may name no type
+def _copy_kernel(rows, word: tl.constexpr, is_aligned: tl.constexpr, tile_words: tl.constexpr) -> None:  # noqa: ANN001 - a kernel may name no type
     """Copy row `program_id(0)` of a table of (source, target, bytes), its tile `program_id(1)`."""
     if word == 8:
         kind: tl.constexpr = tl.int64
@@ -44,7 +45,7 @@ def _copy_pieces(rows, word: tl.constexpr, is_aligned: tl.constexpr, tile_words:
     target = tl.load(row + 1).to(tl.pointer_type(kind))
     size = tl.load(row + 2) // word
     if is_aligned:
-        # Not to be seen in an address that comes from a table; without it each thread moves one word at a time.
+        # The compiler cannot infer alignment of addresses from a table; without it each thread moves single words.
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
         size = tl.multiple_of(size, 2)
@@ -53,30 +54,30 @@ def _copy_pieces(rows, word: tl.constexpr, is_aligned: tl.constexpr, tile_words:
     tl.store(target + at, tl.load(source + at, mask=mask), mask=mask)
 
 
-kernel = cast("Any", triton.jit(_copy_pieces))
+kernel = cast("Any", triton.jit(_copy_kernel))
 
 
-def copy_pieces(pieces: Pieces, on_device: torch.Tensor) -> None:
-    """Begin to copy each row of `pieces` on the current stream.
+def copy_kernel(descriptors: CopyDescriptors, on_device: torch.Tensor) -> None:
+    """Queue the copies of `descriptors` on the current stream.
 
     Args:
-        pieces: (source, target, bytes), addresses of one device; not empty.
-        on_device: the same table in that device's memory, int64 [pieces, 3].
+        descriptors: (source, target, bytes), addresses of one device; not empty.
+        on_device: the same table in device memory, int64 [descriptors, 3].
     """
-    word = word_bytes(pieces)
-    tiles = -(-int(pieces[:, BYTES].max()) // (word * TILE_WORDS))
-    is_aligned = word == 8 and not bool((pieces % ALIGNMENT).any())
+    word = word_bytes(descriptors)
+    tiles = -(-int(descriptors[:, BYTES].max()) // (word * TILE_WORDS))
+    is_aligned = word == 8 and not bool((descriptors % ALIGNMENT).any())
     with _launching:
-        kernel[len(pieces), tiles](on_device, word, is_aligned, TILE_WORDS)
+        kernel[len(descriptors), tiles](on_device, word, is_aligned, TILE_WORDS)
 
 
 def check(device: torch.device) -> str:
-    """Copy a little; why the kernel is of no use here, or nothing. Waits for the device."""
+    """Why the kernel cannot be used here; empty if it works. Makes one small copy and waits for it."""
     try:
         source = torch.arange(_CHECKED_BYTES, device=device).to(torch.uint8)
         target = torch.zeros_like(source)
         rows = table([source.data_ptr()], [target.data_ptr()], [_CHECKED_BYTES])
-        copy_pieces(rows, torch.from_numpy(rows).to(device))
-        return "" if torch.equal(source, target) else "it copies wrongly"
+        copy_kernel(rows, torch.from_numpy(rows).to(device))
+        return "" if torch.equal(source, target) else "it copied wrong bytes"
     except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
 """Page-locks host memory for copies to and from a CUDA device. Imports torch.
 
-Locking takes a second for some GB, because the system must find each page. So it goes on behind the start: whatever is
-not locked yet is copied all the same, at the speed of pageable memory. It is done in parts, each a whole number of
-slots, because the driver refuses copies across the edge of what is locked, and makes others wait while it locks.
+Locking some GB takes about a second, because the kernel must fault in each page. So a thread does it after the start;
+until then copies run at the speed of pageable memory. It locks parts of whole slots: the driver rejects a copy that
+crosses the edge of a locked range, and blocks its other calls while it locks.
 """
 
 import logging
@@ -17,26 +17,26 @@ from kvtier.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 256 << 20
-"""About so much is locked at a time; the driver keeps other calls waiting for some 50 ms meanwhile."""
+"""Approximate size of one call; the driver blocks other calls for about 50 ms meanwhile."""
 STOP_DEADLINE_S = 30.0
 
 _MEANINGS = {1: "invalid value", 2: "out of memory", 304: "the system refused", 801: "not supported here"}
 
 
 class Registrar(Protocol):
-    """The two calls of the driver; each returns 0 or the number of an error."""
+    """The two driver calls. Each returns 0 or an error code."""
 
     def register(self, address: int, size_bytes: int) -> int:
-        """Page-lock so many bytes, for all devices."""
+        """Page-lock `size_bytes` from `address` on, for all devices."""
         ...
 
     def unregister(self, address: int) -> int:
-        """Undo it, by the address that was locked."""
+        """Unlock the range that was registered at `address`."""
         ...
 
 
 class CudaRegistrar:
-    """CUDA's own."""
+    """The CUDA runtime."""
 
     _PORTABLE = 1
 
@@ -50,7 +50,7 @@ class CudaRegistrar:
 
     @staticmethod
     def _runtime() -> Any:  # noqa: ANN401 - torch gives the runtime as a module of its own making
-        import torch  # noqa: PLC0415 - so that the rest is tested without it
+        import torch  # noqa: PLC0415 - the rest of the module is tested without torch
 
         return cast("Any", torch.cuda.cudart())
 
@@ -59,10 +59,10 @@ class Lock:
     """The page lock of one mapping.
 
     Args:
-        registrar: locks.
+        registrar: makes the driver calls.
         address: of the mapping.
         size_bytes: its length.
-        unit_bytes: no copy crosses a multiple of so many bytes; 0: it is locked in one piece.
+        unit_bytes: a slot; no copy crosses a multiple of it. 0 locks the mapping in one call.
     """
 
     def __init__(self, registrar: Registrar, address: int, size_bytes: int, unit_bytes: int) -> None:
@@ -73,21 +73,25 @@ class Lock:
         self.size_bytes = size_bytes
         self.locked_bytes = 0
         self.error = 0
-        """Number of the error that ended it."""
+        """CUDA error code that ended it."""
         self.ended = threading.Event()
-        # A thread of its own in any case: a refusal stays in the thread's error state, for torch to stumble over.
+        # In its own thread even if the start waits: CUDA keeps an error in the calling thread, where torch would raise.
         threading.Thread(target=self._run, name="kvtier page lock", daemon=True).start()
 
     def unlock(self) -> None:
-        """Undo what was done, and do no more."""
+        """Stop locking, and unlock all locked parts."""
         self._stop.set()
         if not self.ended.wait(STOP_DEADLINE_S):
-            logger.warning("page-locked memory stays locked: the driver has not answered for %g s", STOP_DEADLINE_S)
+            logger.warning(
+                "%d MiB of host memory stay page-locked: the CUDA driver did not return within %g s",
+                self.locked_bytes >> 20,
+                STOP_DEADLINE_S,
+            )
             return
         for address in self._locked:
             code = self._registrar.unregister(address)
             if code:
-                logger.warning("page-locked memory could not be unlocked: CUDA error %d", code)
+                logger.warning("host memory at %#x stays page-locked: CUDA error %d", address, code)
         self._locked.clear()
 
     def _run(self) -> None:
@@ -102,20 +106,19 @@ class Lock:
                 self.locked_bytes += size_bytes
         finally:
             if self.error and not self._stop.is_set():
-                logger.warning("%s Copies of the rest are slower; they stay correct.", explained(self))
+                logger.warning("%s Copies of the remaining memory are slower, but correct.", explained(self))
             self.ended.set()
 
 
 def cuda_page_lock(mode: str, registrar: Registrar | None = None) -> Callable[..., Callable[[], None]] | None:
-    """What page-locks memory, as an arena wants it; None where `mode` is ``off``.
+    """The page-locking function for an `Arena`; None if `mode` is ``off``.
 
     Args:
-        mode: the setting `host.page_lock`. With ``auto`` memory is locked behind the start, and used as it is where
-            it cannot be locked; with ``on`` the start waits for it.
-        registrar: locks; CUDA's own unless a test brings another.
+        mode: the setting `host.page_lock`. ``auto`` locks after the start and accepts failure; with ``on`` the start
+            waits for it.
+        registrar: makes the driver calls; default: the CUDA runtime.
 
-    Raises (from what is returned):
-        ConfigError: the mode is ``on`` and the memory cannot be locked.
+    The returned function raises `ConfigError` if the mode is ``on`` and the memory cannot be locked.
     """
     if mode == "off":
         return None
@@ -124,7 +127,7 @@ def cuda_page_lock(mode: str, registrar: Registrar | None = None) -> Callable[..
     def lock(address: int, size_bytes: int, unit_bytes: int = 0) -> Callable[[], None]:
         made = Lock(locks, address, size_bytes, unit_bytes)
         if mode == "on":
-            # As long as the system takes to find the pages: whoever says "on" wants to wait.
+            # Without a deadline: "on" asks to wait for as long as the kernel faults in pages.
             made.ended.wait(timeout=None)
             if made.error:
                 made.unlock()
@@ -137,23 +140,23 @@ def cuda_page_lock(mode: str, registrar: Registrar | None = None) -> Callable[..
 
 
 def explained(lock: Lock) -> str:
-    """What was refused, and what limits the host has that may be why."""
+    """How much is locked, the driver's error, and the limits of this host."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    told = [f"locked memory {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'} (ulimit -l)"]
-    for name, place in (("memory", "memory.max"), ("memory", "memory/memory.limit_in_bytes")):
+    limits = [f"locked memory {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit >> 10} KiB'} (ulimit -l)"]
+    for place in ("memory.max", "memory/memory.limit_in_bytes"):
         bound = _read(Path("/sys/fs/cgroup") / place)
         if bound.isdigit():
-            told.append(f"{name} {int(bound) >> 20} MiB ({place} of the control group)")
+            limits.append(f"memory {int(bound) >> 20} MiB ({place} of the control group)")
     available = next(
         (line.split()[1] for line in _read(Path("/proc/meminfo")).splitlines() if line.startswith("MemAvailable")), ""
     )
     if available.isdigit():
-        told.append(f"available now {int(available) >> 10} MiB")
-    meaning = _MEANINGS.get(lock.error, "see the driver's list")
+        limits.append(f"available now {int(available) >> 10} MiB")
+    meaning = _MEANINGS.get(lock.error, "see the CUDA documentation")
     return (
-        f"{lock.locked_bytes >> 20} of {lock.size_bytes >> 20} MiB of host memory are page-locked; the driver refused "
-        f"more with CUDA error {lock.error} ({meaning}). Limits of this host: {', '.join(told)}; in a container they "
-        "are raised with --ulimit memlock=-1 and its memory limit."
+        f"{lock.locked_bytes >> 20} of {lock.size_bytes >> 20} MiB of host memory are page-locked; CUDA error "
+        f"{lock.error} ({meaning}) stopped it. Limits of this host: {', '.join(limits)}. In a container, raise them "
+        "with --ulimit memlock=-1 and the memory limit."
     )
 
 

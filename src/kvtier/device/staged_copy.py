@@ -1,49 +1,50 @@
-"""Moves parts of payloads between host memory and an engine's scattered memory, at the speed of the bus.
+"""Copies between payloads in host memory and an engine's scattered blocks on a device, at the speed of the bus.
 
     scatter   payload --bus--> stage --kernel--> engine
     gather    engine --kernel--> stage --bus--> payload
 
-A chunk lies in the engine in pieces of some KiB, too small for the bus. So a part crosses in one piece, to a stage laid
-out like the payload, and a kernel takes the stage apart. Bus and kernel are queues of their own with a ring of stages
-between them, so that one part crosses while the one before it is taken apart; each direction has its own, so that they
-run both ways at once. Where the pieces are large they cross by themselves, without stage and kernel.
+In the engine a chunk consists of runs of a few KiB, too short for efficient bus transfers. So each part of a payload
+crosses the bus in one transfer, to a staging buffer of the same layout, and a kernel scatters the buffer. Bus and
+kernel have separate streams with a ring of stages between them: one part crosses while the kernel scatters the one
+before. Each direction has its own streams and stages. Long runs cross the bus directly, without stage and kernel.
 
-Nothing here waits for the device, nor for what the engine has queued, but for the event that it is given.
+Nothing here blocks on the device. Copies are ordered behind the event that the caller passes, and behind no other work
+of the engine.
 """
 
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-from kvtier.device.pieces import ADDRESS, BYTES, OFFSET, Pieces, is_whole, joined, table
-from kvtier.device.streams import Crossing, Event, Stream, Streams
+from kvtier.device.copy_descriptors import ADDRESS, BYTES, OFFSET, CopyDescriptors, is_whole, joined, table
+from kvtier.device.streams import BusCopy, Event, Stream, Streams
 
 STAGE_BYTES = 16 << 20
-"""Of one stage; larger where a single part is. Four of them lie on the device."""
+"""Of one stage; more for a larger part. The device holds four."""
 RING = 2
 """Stages in each direction."""
 DIRECT_BYTES_MIN = 256 << 10
-"""Mean size of pieces from which on each crosses the bus by itself."""
+"""Mean run length from which on runs cross the bus directly."""
 _STAGE_ALIGNMENT = 256
 
 
 class PayloadPart(NamedTuple):
-    """A run of a payload's bytes, and where each of them is in the engine."""
+    """Consecutive bytes of a payload, and their addresses in the engine."""
 
     payload: memoryview
-    pieces: Pieces
-    """(offset in `payload`, address, bytes), by offset, none of them empty (see `pieces.merged`)."""
+    descriptors: CopyDescriptors
+    """Rows of (offset in `payload`, address, bytes), ordered by offset, none empty (`merged`)."""
 
 
 class _Stage:
     def __init__(self, address: int, size_bytes: int) -> None:
         self.address, self.size_bytes = address, size_bytes
         self.free: Event | None = None
-        """Behind its last use."""
+        """Event behind the last use."""
 
 
 class _Direction:
-    """One direction: its queues and its stages. The lock makes one thread at a time fill them."""
+    """Streams and stages of one direction. One thread at a time queues work, under `lock`."""
 
     def __init__(self, streams: Streams) -> None:
         self.lock = threading.Lock()
@@ -54,14 +55,14 @@ class _Direction:
         self._next = 0
 
     def stage(self, size_bytes: int) -> _Stage:
-        """The next of the ring, with room for so many bytes."""
+        """The next stage of the ring, of at least `size_bytes`."""
         if len(self._ring) < RING:
             self._ring.append(self._made(size_bytes))
             self._next = 0
             return self._ring[-1]
         number, self._next = self._next, (self._next + 1) % RING
         if self._ring[number].size_bytes < size_bytes:
-            # Rare: the old one stays where it is, since copies may still be under way in it.
+            # Rare: the old buffer is not reused, because copies may still run in it.
             self._ring[number] = self._made(size_bytes)
         return self._ring[number]
 
@@ -70,13 +71,13 @@ class _Direction:
         return _Stage(self._streams.stage(size_bytes, self.bus), size_bytes)
 
     def settle(self) -> None:
-        """Wait for all that was begun."""
+        """Wait for all queued work."""
         self.bus.settle()
         self.kernel.settle()
 
 
 class StagedCopy:
-    """Moves parts of one device. Thread-safe.
+    """Copies parts to and from one device. Thread-safe.
 
     Args:
         streams: the device.
@@ -91,11 +92,11 @@ class StagedCopy:
         return self._streams.now()
 
     def scatter(self, parts: Sequence[PayloadPart], after: Event | None = None) -> Event:
-        """Begin to copy payloads to the engine.
+        """Queue copies from payloads to the engine.
 
         Args:
-            parts: each with the pieces that are wanted; bytes without a piece stay where they are.
-            after: what must have happened before the engine's memory is written.
+            parts: bytes of a payload without a descriptor are not copied.
+            after: precedes the first write to the engine's memory.
 
         Returns:
             An event behind the last byte.
@@ -105,19 +106,19 @@ class StagedCopy:
             try:
                 return self._scatter(direction, parts, after)
             except BaseException:
-                # What was begun must have ended before anybody hears that the copy failed.
+                # The caller may reuse the memory after a failure, so queued copies must end first.
                 direction.settle()
                 raise
 
     def gather(self, parts: Sequence[PayloadPart], after: Event | None = None) -> Event:
-        """Begin to copy from the engine to payloads.
+        """Queue copies from the engine to payloads.
 
         Args:
-            parts: their pieces cover the whole payload.
-            after: what must have happened before the engine's memory is read.
+            parts: their descriptors cover the whole payload.
+            after: precedes the first read of the engine's memory.
 
         Raises:
-            ValueError: some byte of a payload has no piece, or several; it would hold what was there before.
+            ValueError: a byte of a payload has no descriptor, or several; it could keep bytes of another chunk.
         """
         direction = self._out
         with direction.lock:
@@ -135,13 +136,13 @@ class StagedCopy:
         if direct:
             if after is not None:
                 direction.bus.wait(after)
-            direction.bus.to_device([crossing for part in direct for crossing in _pieces(part)])
+            direction.bus.to_device([copy for part in direct for copy in _bus_copies(part)])
             direction.kernel.wait(direction.bus.record())
         for batch in _batches(staged):
             stage = direction.stage(batch[-1].stop)
             if stage.free is not None:
                 direction.bus.wait(stage.free)
-            direction.bus.to_device([Crossing(part.payload, stage.address + start) for part, start, _ in batch])
+            direction.bus.to_device([BusCopy(part.payload, stage.address + start) for part, start, _ in batch])
             direction.kernel.wait(direction.bus.record())
             direction.kernel.copy(_on_device(batch, stage))
             stage.free = direction.kernel.record()
@@ -151,21 +152,21 @@ class StagedCopy:
     def _gather(direction: _Direction, parts: Sequence[PayloadPart], after: Event | None) -> Event:
         direct, staged = _sorted(parts)
         for part in (*direct, *staged):
-            if not is_whole(part.pieces, part.payload.nbytes):
-                raise ValueError(f"the pieces of a part do not make up its {part.payload.nbytes} bytes")
+            if not is_whole(part.descriptors, part.payload.nbytes):
+                raise ValueError(f"the descriptors of a part do not cover its {part.payload.nbytes} bytes once each")
         if after is not None:
             direction.kernel.wait(after)
         if direct:
             if after is not None:
                 direction.bus.wait(after)
-            direction.bus.to_host([crossing for part in direct for crossing in _pieces(part)])
+            direction.bus.to_host([copy for part in direct for copy in _bus_copies(part)])
         for batch in _batches(staged):
             stage = direction.stage(batch[-1].stop)
             if stage.free is not None:
                 direction.kernel.wait(stage.free)
             direction.kernel.copy(_on_device(batch, stage)[:, (ADDRESS, OFFSET, BYTES)])
             direction.bus.wait(direction.kernel.record())
-            direction.bus.to_host([Crossing(part.payload, stage.address + start) for part, start, _ in batch])
+            direction.bus.to_host([BusCopy(part.payload, stage.address + start) for part, start, _ in batch])
             stage.free = direction.bus.record()
         return direction.bus.record()
 
@@ -178,25 +179,25 @@ class _Placed(NamedTuple):
 
 
 def _sorted(parts: Sequence[PayloadPart]) -> tuple[list[PayloadPart], list[PayloadPart]]:
-    """(those whose pieces cross the bus by themselves, those that go over a stage)."""
+    """(parts whose runs cross the bus directly, parts that are staged)."""
     direct: list[PayloadPart] = []
     staged: list[PayloadPart] = []
     for part in parts:
-        if len(part.pieces):
-            is_large = int(part.pieces[:, BYTES].sum()) >= DIRECT_BYTES_MIN * len(part.pieces)
+        if len(part.descriptors):
+            is_large = int(part.descriptors[:, BYTES].sum()) >= DIRECT_BYTES_MIN * len(part.descriptors)
             (direct if is_large else staged).append(part)
     return direct, staged
 
 
-def _pieces(part: PayloadPart) -> Iterator[Crossing]:
+def _bus_copies(part: PayloadPart) -> Iterator[BusCopy]:
     flat = part.payload.cast("B")
-    rows: list[tuple[int, int, int]] = cast("Any", part.pieces).tolist()
+    rows: list[tuple[int, int, int]] = cast("Any", part.descriptors).tolist()
     for offset, address, size in rows:
-        yield Crossing(flat[offset : offset + size], address)
+        yield BusCopy(flat[offset : offset + size], address)
 
 
 def _batches(parts: Sequence[PayloadPart]) -> Iterator[list[_Placed]]:
-    """Parts that fit in one stage together."""
+    """Parts grouped so that each group fits in one stage."""
     batch: list[_Placed] = []
     for part in parts:
         start = -(-batch[-1].stop // _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT if batch else 0
@@ -208,9 +209,13 @@ def _batches(parts: Sequence[PayloadPart]) -> Iterator[list[_Placed]]:
         yield batch
 
 
-def _on_device(batch: Sequence[_Placed], stage: _Stage) -> Pieces:
-    """(address in the stage, address in the engine, bytes) of all pieces of a batch."""
+def _on_device(batch: Sequence[_Placed], stage: _Stage) -> CopyDescriptors:
+    """Rows of (address in the stage, address in the engine, bytes) of a batch."""
     return joined(
-        table(part.pieces[:, OFFSET] + stage.address + start, part.pieces[:, ADDRESS], part.pieces[:, BYTES])
+        table(
+            part.descriptors[:, OFFSET] + stage.address + start,
+            part.descriptors[:, ADDRESS],
+            part.descriptors[:, BYTES],
+        )
         for part, start, _ in batch
     )

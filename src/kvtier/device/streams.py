@@ -1,60 +1,60 @@
-"""What a copier needs of a device: queues of copies that run in order, each at its own pace, and events between them.
+"""Interface of a device: streams of copies, and events that order them.
 
-`device.cuda` is a GPU. `kvtier.testing.streams` is a twin in threads, whose queues can be held up on purpose, so that
-everything above this line is tested, races too, where there is no GPU.
+`device.cuda` implements it for a GPU. `kvtier.testing.streams` implements it with threads that tests can pause, so that
+races of the code above are tested without a GPU.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvtier.device.pieces import Pieces
+from kvtier.device.copy_descriptors import CopyDescriptors
 
 
 class Event(Protocol):
-    """A place in a queue."""
+    """A position in a stream."""
 
     def query(self) -> bool:
-        """Whether everything before it has ended. Never blocks."""
+        """Whether all work before it is complete. Never blocks."""
         ...
 
     def hold(self) -> None:
-        """Let what the calling thread gives the device from now on run after it. On a GPU this does not block."""
+        """Order later device work of the calling thread behind this event. On a GPU this does not block."""
         ...
 
 
-class Crossing(NamedTuple):
-    """Bytes that cross the bus in one piece."""
+class BusCopy(NamedTuple):
+    """One transfer over the bus."""
 
     payload: memoryview
     address: int
-    """In the device's memory."""
+    """In device memory."""
 
 
 class Stream(Protocol):
-    """A queue of a device. Its methods return before the work is done; one thread at a time calls them."""
+    """Work that a device does in order. Methods return before the work is done. One thread at a time calls them."""
 
-    def to_device(self, crossings: Sequence[Crossing]) -> None:
+    def to_device(self, copies: Sequence[BusCopy]) -> None:
         """Copy each payload to its address."""
         ...
 
-    def to_host(self, crossings: Sequence[Crossing]) -> None:
+    def to_host(self, copies: Sequence[BusCopy]) -> None:
         """Copy to each payload from its address."""
         ...
 
-    def copy(self, pieces: Pieces) -> None:
+    def copy(self, descriptors: CopyDescriptors) -> None:
         """Copy rows of (source, target, bytes) between addresses of the device."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Let what comes after run after `event`, which may belong to another queue."""
+        """Order later work of this stream behind `event`, of any stream."""
         ...
 
     def record(self) -> Event:
-        """An event behind everything so far."""
+        """An event behind all work queued so far."""
         ...
 
     def settle(self) -> None:
-        """Wait until everything so far has ended; for the case that something failed."""
+        """Block until all work queued so far is complete. Used after an error."""
         ...
 
 
@@ -62,13 +62,13 @@ class Streams(Protocol):
     """One device."""
 
     def stream(self) -> Stream:
-        """A new queue."""
+        """A new stream."""
         ...
 
     def stage(self, size_bytes: int, stream: Stream) -> int:
-        """Address of so much memory of the device, aligned to 256 bytes, first used by `stream`. Kept for ever."""
+        """Address of `size_bytes` of device memory, aligned to 256 bytes, first used by `stream`. Never freed."""
         ...
 
     def now(self) -> Event:
-        """An event behind all that the calling thread has given the device so far."""
+        """An event behind all device work that the calling thread has queued."""
         ...

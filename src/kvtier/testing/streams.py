@@ -15,8 +15,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.device.pieces import Pieces
-from kvtier.device.streams import Crossing, Event, Stream
+from kvtier.device.copy_descriptors import CopyDescriptors
+from kvtier.device.streams import BusCopy, Event, Stream
 
 _WAIT_S_MAX = 60.0
 """A queue that waits longer for an event has been forgotten by a test."""
@@ -61,21 +61,21 @@ class ThreadStream:
         self.error: BaseException | None = None
         threading.Thread(target=self._run, name="kvtier twin of a stream", daemon=True).start()
 
-    def to_device(self, crossings: Sequence[Crossing]) -> None:
+    def to_device(self, copies: Sequence[BusCopy]) -> None:
         """See `Stream`."""
-        self._cross([(crossing.address, _address(crossing.payload), crossing.payload) for crossing in crossings])
+        self._cross([(copy.address, _address(copy.payload), copy.payload) for copy in copies])
 
-    def to_host(self, crossings: Sequence[Crossing]) -> None:
+    def to_host(self, copies: Sequence[BusCopy]) -> None:
         """See `Stream`."""
-        self._cross([(_address(crossing.payload), crossing.address, crossing.payload) for crossing in crossings])
+        self._cross([(_address(copy.payload), copy.address, copy.payload) for copy in copies])
 
     def _cross(self, moves: list[tuple[int, int, memoryview]]) -> None:
         for target, source, payload in moves:
             self._add(lambda target=target, source=source, payload=payload: self._move(target, source, payload.nbytes))
 
-    def copy(self, pieces: Pieces) -> None:
+    def copy(self, descriptors: CopyDescriptors) -> None:
         """See `Stream`."""
-        rows: list[list[int]] = cast("Any", pieces).tolist()
+        rows: list[list[int]] = cast("Any", descriptors).tolist()
         for source, target, size in rows:
             self._add(lambda source=source, target=target, size=size: self._move(target, source, size))
 

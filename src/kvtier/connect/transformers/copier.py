@@ -23,9 +23,9 @@ import torch
 from kvtier.connect.transformers.caches import CachedLayer, CacheShape, Span, Spans
 from kvtier.connect.transformers.parts import SpanPlan, Step, chunk_pieces, extents, span_plan, steps_of
 from kvtier.device.base import Fence
+from kvtier.device.copy_descriptors import joined
 from kvtier.device.layers import ChunkScatter, LayerOrder, LayerReadiness
 from kvtier.device.page_lock import cuda_page_lock
-from kvtier.device.pieces import joined
 from kvtier.device.staged_copy import PayloadPart, StagedCopy
 from kvtier.device.streams import Event
 from kvtier.layout import KvLayout

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.connect.transformers.caches import CachedLayer, Span
-from kvtier.device.pieces import Pieces, joined, table
+from kvtier.device.copy_descriptors import CopyDescriptors, joined, table
 from kvtier.layout import GroupLayout
 
 Numbers = npt.NDArray[np.int64]
@@ -78,7 +78,7 @@ class SpanPlan:
     is_dense: bool
     """Whether these are the same."""
 
-    def pieces(self, begin: int, end: int, at: int) -> Pieces | None:
+    def pieces(self, begin: int, end: int, at: int) -> CopyDescriptors | None:
         """The pieces of a chunk of columns [begin, end) whose layer lies at `at` in its part; None when it has none."""
         first, last = max(begin, self.start), min(end, self.stop)
         if first >= last:
@@ -128,7 +128,7 @@ def span_plan(layer: CachedLayer, span: Span, row: int, chunk_tokens: int) -> Sp
     return SpanPlan(span.start, span.stop, offsets, addresses, token_bytes, column_bytes, is_dense)
 
 
-def chunk_pieces(plans: Sequence[SpanPlan], begin: int, end: int, at: int) -> Pieces:
+def chunk_pieces(plans: Sequence[SpanPlan], begin: int, end: int, at: int) -> CopyDescriptors:
     """The pieces of one layer of a chunk of columns [begin, end), by their offsets in a part where it lies at `at`."""
     found = [pieces for plan in plans if (pieces := plan.pieces(begin, end, at)) is not None]
     if len(found) == 1:

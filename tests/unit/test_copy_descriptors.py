@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.device.pieces import BYTES, is_whole, joined, merged, table, word_bytes
+from kvtier.device.copy_descriptors import BYTES, is_whole, joined, merged, table, word_bytes
 
 CUTS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
@@ -28,7 +28,7 @@ def moved(pieces: np.ndarray, target: int = 200) -> dict[int, int]:
 
 @st.composite
 def tables(draw: st.DrawFn) -> np.ndarray:
-    """Pieces of a part, in any order, some of which follow each other in the engine, too."""
+    """Descriptors of a part, in any order, some of which follow each other in the engine, too."""
     sizes = draw(CUTS)
     gaps = draw(st.lists(st.integers(0, 2), min_size=len(sizes), max_size=len(sizes)))
     rows, offset, address = [], 0, 1000
@@ -76,7 +76,7 @@ def test_the_widest_word_that_fits_is_taken(row: tuple[int, int, int], word: int
 
 KERNEL = """
 import numpy as np, torch
-from kvtier.device.kernel import TILE_WORDS, check, copy_pieces
+from kvtier.device.kernel import TILE_WORDS, check, copy_kernel
 assert check(torch.device("cpu")) == ""
 rng = np.random.default_rng(4)
 for word in (16, 8, 4, 2, 1):
@@ -93,12 +93,12 @@ for word in (16, 8, 4, 2, 1):
         here, there = bases[0] - source.ctypes.data + start, bases[1] - target.ctypes.data + 500_000 + place
         expected[there : there + size] = source[here : here + size]
     table = np.array(rows, np.int64)
-    copy_pieces(table, torch.from_numpy(table))
+    copy_kernel(table, torch.from_numpy(table))
     assert (target == expected).all(), word
     assert (target != source).any()
     # The negative control: a table that is off by one word moves something else.
     table[2, 0] += word
-    copy_pieces(table, torch.from_numpy(table))
+    copy_kernel(table, torch.from_numpy(table))
     assert (target != expected).any(), word
 print("right")
 """
@@ -111,9 +111,9 @@ def test_a_kernel_that_does_not_compile_or_copies_wrongly_is_not_used(
     pytest.importorskip("torch")
     from kvtier.device import cuda
 
-    def answers(told: str) -> object:
+    def answers(reason: str) -> object:
         cuda._kernel.cache_clear()
-        twin = SimpleNamespace(check=lambda _device: told, copy_pieces=lambda *_: None)
+        twin = SimpleNamespace(check=lambda _device: reason, copy_kernel=lambda *_: None)
         monkeypatch.setitem(sys.modules, "kvtier.device.kernel", twin)
         found = cuda._kernel("a device")
         cuda._kernel.cache_clear()
@@ -122,7 +122,7 @@ def test_a_kernel_that_does_not_compile_or_copies_wrongly_is_not_used(
     assert answers("") is not None
     assert caplog.text == ""
     assert answers("RuntimeError: Failed to find C compiler") is None
-    assert "copied one by one, which is slow (RuntimeError: Failed to find C compiler)" in caplog.text
+    assert "(RuntimeError: Failed to find C compiler)" in caplog.text
 
 
 def test_the_kernel_moves_what_its_table_says_in_tritons_interpreter() -> None:
