@@ -1,4 +1,4 @@
-"""Host memory is page-locked behind the start, in whole slots, and unlocked at the end; a refusal is explained."""
+"""Host memory is page-locked after the start, in whole slots, and unlocked at the end; an error is logged once."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ UNIT = 1000
 
 
 class Registrar:
-    """A driver that locks when it is let, and refuses after so many parts."""
+    """A driver that can be paused, and fails after `parts` calls."""
 
     def __init__(self, parts: int = 10**6) -> None:
         self.parts = parts
@@ -85,10 +85,10 @@ def test_the_start_does_not_wait_and_the_end_stops_it() -> None:
     ended.join(WAIT_S)
     assert not ended.is_alive()
     assert not registrar.locked
-    assert len(registrar.registered) <= 1, "what has not begun does not begin any more"
+    assert len(registrar.registered) <= 1, "a lock that has not begun must not begin"
 
 
-def test_a_refusal_is_explained_once_and_the_rest_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_logged_once_and_the_rest_is_used_unlocked(caplog: pytest.LogCaptureFixture) -> None:
     registrar = Registrar(parts=2)
     lock = cuda_page_lock("auto", registrar)
     assert lock is not None
@@ -96,13 +96,13 @@ def test_a_refusal_is_explained_once_and_the_rest_is_used_as_it_is(caplog: pytes
         unlock = lock(0, 10 << 20, 1 << 20)
         until(lambda: caplog.records)
     (record,) = caplog.records
-    for registered in ("2 of 10 MiB", "CUDA error 2 (out of memory)", "ulimit -l", "memlock=-1", "they stay correct"):
-        assert registered in record.message
+    assert "2 of 10 MiB" in record.message
+    assert "CUDA error 2 (out of memory)" in record.message
     unlock()
     assert not registrar.locked
 
 
-def test_whoever_says_on_gets_an_error_and_nothing_stays_locked() -> None:
+def test_with_mode_on_an_error_is_raised_and_nothing_stays_locked() -> None:
     registrar = Registrar(parts=1)
     lock = cuda_page_lock("on", registrar)
     assert lock is not None
