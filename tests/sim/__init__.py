@@ -1,23 +1,22 @@
-"""A seeded world around the real core: virtual clock, links, faults.
+"""A simulator around the real core: one seed draws a scenario, a virtual clock runs it, invariants check it.
 
     report = tests.sim.run(17)
     python -m tests.sim --seeds 0:5000
 
-One seed draws everything: the model's KV groups, slots, budgets, deadlines, write policy, ranks, tiers, latencies,
-faults and what the engine asks for. The core is the real one; only time, bytes and places are made up. After each step
-the `judge` compares what the core says with what the world holds. A seed reproduces exactly, in any process.
+A seed draws the model's KV groups, slots, budgets, deadlines, write policy, ranks, tiers, latencies, faults and
+requests. The core is the real one; time, bytes, tiers and engine are simulated. A seed reproduces exactly.
 
-Faults that must be survived: a copy or a tier's read or write fails; a tier is full, goes down, hangs until the end of
-the run, or answers long after the deadline; a stored object flips a bit, is cut short or belongs to another key; an
-object is gone although a probe saw it; other writers add and remove objects; the engine drops requests at any moment
-and uses its blocks again as soon as it may. One thing never happens: an answer that never comes.
+Faults that the core must survive: a copy or a tier's read or write fails; a tier is full, goes down, hangs until the
+end of the run, or answers long after the deadline; a stored object has a flipped bit, is truncated or belongs to
+another key; an object disappears after a probe; other writers add and remove objects; the engine aborts requests at any
+time and reuses their blocks at once. Every operation is answered in the end.
 
-Files, from the outside in: `run` (one seed from start to end), `scenario` (what it draws), `engine` (who asks), `mover`
-and `others` (who moves bytes, and who meddles), `world` (the places and the clock), `judge` and `explain` (what must
-hold), `oracle` (what is restorable, said a second time).
+`run` runs one seed, `scenario` draws it, `engine` makes requests, `executor` moves bytes, `world` holds memory, tiers
+and clock. `invariants` and `event_log` check every step, `oracle` computes restorable prefixes independently. `trace`
+and `golden` compare runs with recorded ones.
 """
 
-from tests.sim.run import Report, run
+from tests.sim.run import SeedReport, run
 from tests.sim.scenario import Mode, Scenario, draw
 
-__all__ = ["Mode", "Report", "Scenario", "draw", "run"]
+__all__ = ["Mode", "Scenario", "SeedReport", "draw", "run"]

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 
-from tests.sim.run import Report, run
+from tests.sim.run import SeedReport, run
 
 PROGRESS_S = 2.0
 
@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def _run_all(seeds: range, steps: int | None, failures_max: int, *, is_traced: bool) -> int:
-    began_s = told_s = time.monotonic()
+    began_s = printed_s = time.monotonic()
     totals: Counter[str] = Counter()
     failed = 0
     for done, seed in enumerate(seeds, 1):
@@ -37,22 +37,22 @@ def _run_all(seeds: range, steps: int | None, failures_max: int, *, is_traced: b
             if failed >= failures_max:
                 break
         now_s = time.monotonic()
-        if now_s - told_s > PROGRESS_S:
-            told_s = now_s
+        if now_s - printed_s > PROGRESS_S:
+            printed_s = now_s
             sys.stderr.write(f"{done}/{len(seeds)} seeds, {done / (now_s - began_s):.0f} a second, {failed} failed\n")
-    rest = ", ".join(f"{name} {count}" for name, count in sorted(totals.items()))
-    sys.stdout.write(f"{totals['seeds']} seeds in {time.monotonic() - began_s:.1f} s, {failed} failed: {rest}\n")
+    counts = ", ".join(f"{name} {count}" for name, count in sorted(totals.items()))
+    sys.stdout.write(f"{totals['seeds']} seeds in {time.monotonic() - began_s:.1f} s, {failed} failed: {counts}\n")
     return 1 if failed else 0
 
 
-def _count(totals: "Counter[str]", report: Report) -> None:
+def _count(totals: "Counter[str]", report: SeedReport) -> None:
     totals["seeds"] += 1
     totals["steps"] += report.steps
     totals.update(asdict(report.counts))
     totals.update(report.incidents)
 
 
-def _print_failure(report: Report, *, is_traced: bool) -> None:
+def _print_failure(report: SeedReport, *, is_traced: bool) -> None:
     sys.stdout.write(f"seed {report.seed} step {report.steps}: {report.failure}\n")
     if is_traced:
         sys.stdout.write("\n".join(report.trace) + "\n" + report.where + "\n")

@@ -1,4 +1,4 @@
-"""An engine that keeps asking: shared prefixes, growing turns, loads, stores, and changes of mind."""
+"""A simulated engine: shared prefixes, growing conversations, loads, stores and aborts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tests.sim.oracle import boundaries
 from tests.sim.scenario import Mode
-from tests.sim.trace import Kind
+from tests.sim.trace import RecordKind
 from tests.sim.world import Condition, Item, World
 
 from kvtier.core.boundary import needed_chunks
@@ -17,14 +17,14 @@ from kvtier.types import ChunkKey, Hint, LoadDone, Lookup, NextTurn, Place, Pref
 
 LOOKUPS_MAX = 8
 SESSIONS = (None, "s1", "s2", "s3", "s4", "s5")
-TELLS = 0.5
-"""Share of the responses after which a session says who goes on."""
+HINTS = 0.5
+"""Share of released requests after which the engine gives a next-turn hint."""
 CONVERSATIONS_MAX = 10
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """One load or store, until its Done event. `blocks` maps (group, chunk) to the engine's block."""
+class Operation:
+    """One load or store, until its done event. `blocks` maps (group, chunk) to the engine's block."""
 
     prefix: Prefix
     start_s: float
@@ -34,102 +34,102 @@ class Ticket:
     patience: Patience | None = None
 
     def item(self, place: tuple[int, int]) -> Item:
-        """The object at (group, chunk)."""
+        """Object at (group, chunk)."""
         return self.prefix.keys[place[1]], place[0]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """One request."""
+class SimJob:
+    """One request of the engine."""
 
     request: RequestId
     prefix: Prefix
     session: str | None = None
     lookups: int = 0
-    load: Ticket | None = None
-    stores: list[Ticket] = field(default_factory=list[Ticket])
-    answered: list[Ticket] = field(default_factory=list[Ticket])
-    """Stores whose StoreDone came while another one was open: which of them it was cannot be told."""
+    load: Operation | None = None
+    stores: list[Operation] = field(default_factory=list[Operation])
+    answered: list[Operation] = field(default_factory=list[Operation])
+    """Stores that ended while an indistinguishable one was open; their blocks stay open until all have ended."""
     released_s: float | None = None
 
 
-class Judge(Protocol):
-    """What the engine tells whoever judges the core."""
+class EngineObserver(Protocol):
+    """Callbacks of the engine for the checks."""
 
-    def asking(self, job: Job) -> None:
-        """A lookup is about to be made: the probes that follow are this job's."""
+    def asking(self, job: SimJob) -> None:
+        """Called before a lookup; the probes that follow belong to this job."""
         ...
 
-    def looked_up(self, job: Job, lookup: Lookup) -> None:
-        """A lookup was answered."""
+    def looked_up(self, job: SimJob, lookup: Lookup) -> None:
+        """Called with the answer of a lookup."""
         ...
 
-    def load_begun(self, job: Job, ticket: Ticket) -> None:
-        """A load is about to begin."""
+    def load_begun(self, job: SimJob, operation: Operation) -> None:
+        """Called before a load begins."""
         ...
 
-    def load_done(self, job: Job, ticket: Ticket, done: LoadDone) -> None:
-        """A load has ended; its blocks are as it left them."""
+    def load_done(self, job: SimJob, operation: Operation, done: LoadDone) -> None:
+        """Called when a load has ended, before its blocks are reused."""
         ...
 
-    def store_done(self, job: Job, ticket: Ticket, done: StoreDone) -> None:
-        """A store has ended."""
+    def store_done(self, job: SimJob, operation: Operation, done: StoreDone) -> None:
+        """Called when a store has ended."""
         ...
 
-    def released(self, job: Job) -> None:
-        """The request was released."""
+    def released(self, job: SimJob) -> None:
+        """Called after a request was released."""
         ...
 
 
-class Engine:
+class SimEngine:
     """Requests from arrival to release.
 
     Args:
-        settle: hands over the core's commands and events at once.
-        expected: hears what the core is about to hear of a session.
+        settle: executes the core's commands and delivers its events.
+        expected: called with each next-turn hint before the core gets it.
     """
 
     def __init__(
         self,
         world: World,
         cache: Cache,
-        judge: Judge,
+        observer: EngineObserver,
         settle: Callable[[], object],
         expected: Callable[[str, NextTurn | None], None],
     ) -> None:
         self._expected = expected
-        # Dice of its own: what sessions say changes nothing else in a seed.
-        self._chatter = Random(f"sessions {world.scenario.seed}")
+        # A generator of its own: hints change nothing else in a seed.
+        self._session_dice = Random(f"sessions {world.scenario.seed}")
         self._settle = settle
         self._world = world
         self._dice = world.dice
         self._scenario = world.scenario
         self._cache = cache
-        self._judge = judge
-        self.jobs: dict[RequestId, Job] = {}
+        self._observer = observer
+        self.jobs: dict[RequestId, SimJob] = {}
         self._conversations: list[tuple[ChunkKey, ...]] = [()]
         for _ in range(self._scenario.prefilled):
-            self._remember_in_a_tier(self._grown(()))
+            self._fill_a_tier(self._grown(()))
         self._idle_names: list[RequestId] = []
         self._count = 0
 
-    def _remember_in_a_tier(self, prefix: Prefix) -> None:
-        shelf = self._dice.choice(list(self._world.shelves.values()))
+    def _fill_a_tier(self, prefix: Prefix) -> None:
+        tier = self._dice.choice(list(self._world.tiers.values()))
         for chunk in range(len(prefix.keys)):
             for group in range(len(self._scenario.slots)):
                 is_flipped = self._dice.random() < self._scenario.faults.flipped * 0.5
-                shelf.fill((prefix.keys[chunk], group), Condition.FLIPPED if is_flipped else Condition.GOOD)
+                tier.fill((prefix.keys[chunk], group), Condition.FLIPPED if is_flipped else Condition.GOOD)
         self._conversations.append(prefix.keys)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some load or store is open."""
+        """Whether a load or store is open."""
         return any(job.load or job.stores for job in self.jobs.values())
 
-    # ---- a request's life ------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """A request arrives, and plans the next arrival."""
+        """Start a request, and schedule the next arrival."""
         if self._world.is_draining:
             return
         if self._scenario.mode is Mode.QUIET and (self.jobs or self._cache.in_flight):
@@ -141,52 +141,52 @@ class Engine:
         else:
             self._count += 1
             request = RequestId(f"r{self._count}")
-        job = self.jobs[request] = Job(request, self._prompt(), self._chatter.choice(SESSIONS))
-        self._world.note(Kind.ARRIVE, request, len(job.prefix.keys))
-        self._ask(job)
+        job = self.jobs[request] = SimJob(request, self._prompt(), self._session_dice.choice(SESSIONS))
+        self._world.note(RecordKind.ARRIVE, request, len(job.prefix.keys))
+        self._look_up(job)
 
     def abort_some(self) -> None:
-        """The engine loses interest in one of its requests, whatever that is doing."""
+        """Abort one request in any state."""
         jobs = [job for job in self.jobs.values() if job.released_s is None]
         if jobs:
             self._release(self._dice.choice(jobs))
 
     def end_all(self) -> None:
-        """Release whatever is left."""
+        """Release all requests."""
         for job in list(self.jobs.values()):
             if job.released_s is None:
                 self._release(job)
 
-    def _ask(self, job: Job) -> None:
+    def _look_up(self, job: SimJob) -> None:
         if job.released_s is not None:
             return
         now_s = self._world.now_s
         job.lookups += 1
         self._cache.tick(now_s)
         self._settle()
-        self._judge.asking(job)
+        self._observer.asking(job)
         lookup = self._cache.lookup(job.request, job.prefix, now_s)
-        self._world.note(Kind.LOOKUP, job.request, lookup)
+        self._world.note(RecordKind.LOOKUP, job.request, lookup)
         self._settle()
-        self._judge.looked_up(job, lookup)
+        self._observer.looked_up(job, lookup)
         if self._dice.random() < 0.1:
             again = self._cache.lookup(job.request, job.prefix, now_s)
             assert again == lookup, f"the same lookup at the same moment: {lookup}, then {again}"
         is_patient = self._scenario.mode is not Mode.STORM or job.lookups < LOOKUPS_MAX
         if lookup.presence is Presence.PROBING and is_patient:
-            self._world.later(self._dice.uniform(0.005, 0.08), lambda: self._ask(job))
+            self._world.later(self._dice.uniform(0.005, 0.08), lambda: self._look_up(job))
         elif lookup.tokens and self._dice.random() < 0.95:
             wait_s = 0.0 if self._dice.random() < 0.6 else self._dice.uniform(0, 0.1)
             self._world.later(wait_s, lambda: self._load(job, lookup.tokens))
         else:
             self._compute(job)
 
-    def _load(self, job: Job, tokens: int) -> None:
+    def _load(self, job: SimJob, tokens: int) -> None:
         if job.released_s is not None:
             return
         dice = self._dice
         if dice.random() < 0.15:
-            # A shorter load may be one of things that nobody has: without faults only where less is never more.
+            # With windows or states a shorter prefix may need chunks that no tier holds.
             is_safe = self._scenario.mode is Mode.STORM or self._scenario.has_history_only
             tokens = dice.choice(list(boundaries(job.prefix, tokens))) if is_safe else tokens
         resident = dice.randint(0, tokens) if dice.random() < 0.3 else 0
@@ -200,9 +200,9 @@ class Engine:
             free_s = max(0.0, dice.uniform(-0.05, 0.05))
             patience = Patience(dice.uniform(0, 0.1), dice.uniform(0, 0.01), dice.uniform(0, 0.001), free_s)
         now_s = self._world.now_s
-        ticket = job.load = Ticket(job.prefix, now_s, blocks, tokens, resident, patience)
-        self._world.note(Kind.LOAD, job.request, tokens, resident, patience is not None, sorted(blocks))
-        self._judge.load_begun(job, ticket)
+        operation = job.load = Operation(job.prefix, now_s, blocks, tokens, resident, patience)
+        self._world.note(RecordKind.LOAD, job.request, tokens, resident, patience is not None, sorted(blocks))
+        self._observer.load_begun(job, operation)
         self._cache.load(
             job.request,
             job.prefix,
@@ -214,14 +214,14 @@ class Engine:
             hint=Hint(job.session),
         )
 
-    def _compute(self, job: Job) -> None:
-        """The engine computes the rest of the prompt, and stores it; perhaps an answer as well."""
+    def _compute(self, job: SimJob) -> None:
+        """Compute the rest of the prompt and store it."""
         if self._dice.random() < self._scenario.readers and len(self._conversations) > 3:
             self._world.later(self._dice.uniform(0, 0.05), lambda: self._release(job))
             return
         self._world.later(self._dice.uniform(0, 0.05), lambda: self._store(job, is_answer=False))
 
-    def _store(self, job: Job, *, is_answer: bool) -> None:
+    def _store(self, job: SimJob, *, is_answer: bool) -> None:
         if job.released_s is not None:
             return
         dice, scenario = self._dice, self._scenario
@@ -234,10 +234,10 @@ class Engine:
                 if dice.random() < share:
                     blocks[group, chunk] = self._world.new_block((job.prefix.keys[chunk], group))
         if blocks and any(len(other.blocks) == len(blocks) for other in job.stores):
-            self._world.close_block(blocks.popitem()[1])  # so that their StoreDones can be told apart
-        ticket = Ticket(job.prefix, self._world.now_s, blocks)
-        job.stores.append(ticket)
-        self._world.note(Kind.STORE, job.request, sorted(blocks))
+            self._world.close_block(blocks.popitem()[1])  # so that the sizes tell their StoreDones apart
+        operation = Operation(job.prefix, self._world.now_s, blocks)
+        job.stores.append(operation)
+        self._world.note(RecordKind.STORE, job.request, sorted(blocks))
         self._cache.store(job.request, job.prefix, _places(blocks), self._world.now_s, Hint(job.session))
         self._conversations.append(job.prefix.keys)
         if len(self._conversations) > CONVERSATIONS_MAX:
@@ -247,73 +247,73 @@ class Engine:
         elif scenario.mode is not Mode.QUIET and dice.random() < 0.2:
             self._world.later(dice.uniform(0, 0.05), lambda: self._release(job))
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: SimJob) -> None:
         if job.released_s is not None:
             return
         self._settle()
-        self._world.note(Kind.RELEASE, job.request)
+        self._world.note(RecordKind.RELEASE, job.request)
         job.released_s = self._world.now_s
         self._cache.release(job.request, self._world.now_s)
         self._settle()
-        self._judge.released(job)
+        self._observer.released(job)
         self._expect(job)
         self._forget_if_over(job)
 
-    def _expect(self, job: Job) -> None:
-        """Sessions say who goes on, now and then, and not always what is true."""
-        if job.session is not None and self._chatter.random() < TELLS:
-            next_turn = self._chatter.choice((*NextTurn, None))
-            self._world.note(Kind.EXPECTS, job.session, next_turn)
+    def _expect(self, job: SimJob) -> None:
+        """Sometimes give a next-turn hint, true or not."""
+        if job.session is not None and self._session_dice.random() < HINTS:
+            next_turn = self._session_dice.choice((*NextTurn, None))
+            self._world.note(RecordKind.EXPECTS, job.session, next_turn)
             self._expected(job.session, next_turn)
             self._cache.expects(job.session, next_turn)
             self._settle()
 
-    def _forget_if_over(self, job: Job) -> None:
+    def _forget_if_over(self, job: SimJob) -> None:
         is_known = self.jobs.get(job.request) is job
         if is_known and job.released_s is not None and not job.load and not job.stores:
             del self.jobs[job.request]
             self._idle_names.append(job.request)
 
-    # ---- what the core says ----------------------------------------------------------------------------------------
+    # ---- events of the core ----------------------------------------------------------------------------------------
 
     def load_done(self, done: LoadDone) -> None:
-        """A load has ended: its blocks are the engine's again."""
+        """A load has ended: the engine may reuse its blocks."""
         job = self.jobs.get(done.request)
         assert job is not None, f"{done} for a request that waits for nothing"
         assert job.load is not None, f"{done} for a request that loads nothing"
-        ticket, job.load = job.load, None
-        self._judge.load_done(job, ticket, done)
-        self._close(ticket)
+        operation, job.load = job.load, None
+        self._observer.load_done(job, operation, done)
+        self._close(operation)
         if job.released_s is None:
             self._compute(job)
         self._forget_if_over(job)
 
     def store_done(self, done: StoreDone) -> None:
-        """A store has ended: its blocks are the engine's again."""
+        """A store has ended: the engine may reuse its blocks."""
         job = self.jobs.get(done.request)
         assert job is not None, f"{done} for a request that waits for nothing"
-        fitting = [ticket for ticket in job.stores if len(ticket.blocks) == done.held + done.dropped]
+        fitting = [operation for operation in job.stores if len(operation.blocks) == done.held + done.dropped]
         assert fitting, f"{done} fits no store of the request"
-        ticket = fitting[0]
-        job.stores.remove(ticket)
-        job.answered.append(ticket)
+        operation = fitting[0]
+        job.stores.remove(operation)
+        job.answered.append(operation)
         if len(fitting) == 1 or not job.stores:
             for over in job.answered:
                 self._close(over)
             job.answered.clear()
-        self._judge.store_done(job, ticket, done)
+        self._observer.store_done(job, operation, done)
         if (not job.stores and self._dice.random() < 0.9) or self._scenario.mode is Mode.QUIET:
             self._world.later(self._dice.uniform(0, 0.3), lambda: self._release_if_idle(job))
         self._forget_if_over(job)
 
-    def _release_if_idle(self, job: Job) -> None:
+    def _release_if_idle(self, job: SimJob) -> None:
         if not job.stores and not job.load:
             self._release(job)
         elif job.released_s is None:
             self._world.later(0.1, lambda: self._release_if_idle(job))
 
-    def _close(self, ticket: Ticket) -> None:
-        for block in ticket.blocks.values():
+    def _close(self, operation: Operation) -> None:
+        for block in operation.blocks.values():
             self._world.close_block(block)
 
     # ---- prompts ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is restorable, said in the most direct way: token by token, without the core's arithmetic."""
+"""Which prefix is restorable, computed token by token, without the core's arithmetic."""
 
 from collections.abc import Callable, Sequence
 

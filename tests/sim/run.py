@@ -1,17 +1,16 @@
-"""One seed, from the first request to the last answer."""
+"""Runs one seed, from the first request to the last answer."""
 
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.sim.engine import Engine
-from tests.sim.explain import TICK_LATENESS_S_MAX, Log
-from tests.sim.judge import Counts, WorldJudge
-from tests.sim.mover import Mover
-from tests.sim.others import OtherWriters
+from tests.sim.engine import SimEngine
+from tests.sim.event_log import TICK_LATENESS_S_MAX, EventLog
+from tests.sim.executor import OtherWriters, SimExecutor
+from tests.sim.invariants import Counts, Invariants
 from tests.sim.scenario import Mode, Scenario, draw
-from tests.sim.trace import Kind, Trace
+from tests.sim.trace import RecordKind, RunTrace
 from tests.sim.world import Violation, World
 
 from kvtier.core.cache import Cache
@@ -22,41 +21,41 @@ from kvtier.policy.lru import Lru
 from kvtier.types import Command, Event, LoadDone, NextTurn, Outcome, Probe, TierNotice, Transfer
 
 POLL_S = 0.002
-"""What happens within so much of each other may be heard of at once."""
+"""Answers within this time may reach the core together."""
 STEPS_MAX_FACTOR = 60
-"""A run that takes this many times its steps to come to rest never will."""
+"""A run that takes this many times its steps to drain counts as stalled."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What one seed showed."""
+class SeedReport:
+    """Result of one seed."""
 
     seed: int
     steps: int
     digest: str
-    """Of the whole trace, when asked for: equal for equal runs, in any process."""
+    """Digest of the trace, if requested: equal for equal runs, in any process."""
     failure: str | None
-    """The promise that was broken, or None."""
+    """The broken invariant, or None."""
     where: str = ""
-    """Where it was seen, for whoever mends it."""
+    """Stack trace of the failure."""
     trace: tuple[str, ...] = ()
-    """The last lines of the trace of a failed run."""
+    """Last lines of the trace of a failed run."""
     counts: Counts = field(default_factory=Counts)
     incidents: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def is_good(self) -> bool:
-        """Whether every promise was kept."""
+        """Whether all invariants held."""
         return self.failure is None
 
 
-def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **overrides: object) -> Report:
-    """Run one seed; any mistake of the core ends in the report, never as an exception.
+def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **overrides: object) -> SeedReport:
+    """Run one seed; every failure ends in the report, never in an exception.
 
     Args:
         seed: draws everything.
         steps: steps before no new request arrives; drawn when None.
-        has_digest: digest the trace, which takes a third of the time.
+        has_digest: compute the digest of the trace, which is slower.
         overrides: fields of `Scenario` to set by hand.
 
     Raises:
@@ -71,22 +70,22 @@ def run(seed: int, steps: int | None = None, *, has_digest: bool = False, **over
         failure = f"{type(error).__name__}: {error}"
         where = traceback.format_exc()
     world = simulation.world
-    return Report(
+    return SeedReport(
         seed,
         simulation.steps,
         world.trace.digest(),
         failure,
         where,
         world.trace.lines() if failure else (),
-        simulation.judge.counts,
+        simulation.invariants.counts,
         dict(simulation.log.incident_counts),
     )
 
 
-class _Watched:
-    """An evictor that tells who left."""
+class _ObservedEvictor:
+    """An evictor that logs evictions and hints."""
 
-    def __init__(self, inner: Evictor, group: int, log: Log) -> None:
+    def __init__(self, inner: Evictor, group: int, log: EventLog) -> None:
         self._inner = inner
         self._group = group
         self._log = log
@@ -103,7 +102,7 @@ class _Watched:
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
         if not self._group:
-            self._log.told_host(session, next_turn)
+            self._log.hint_to_host(session, next_turn)
         if isinstance(self._inner, Hinted):
             self._inner.expects(session, next_turn)
 
@@ -111,8 +110,8 @@ class _Watched:
         return self._inner.victim(is_pinned)
 
 
-class _AnyVictim:
-    """Evicts whomever; no policy may be needed for correctness."""
+class _RandomEvictor:
+    """Evicts at random: correctness may depend on no policy."""
 
     def __init__(self, dice: Random) -> None:
         self._dice = dice
@@ -122,7 +121,7 @@ class _AnyVictim:
         self._names[held.name] = None
 
     def touched(self, held: Held) -> None:
-        """Of no interest."""
+        """Ignored."""
 
     def removed(self, name: bytes) -> None:
         self._names.pop(name, None)
@@ -135,8 +134,8 @@ class _AnyVictim:
 class _Simulation:
     def __init__(self, scenario: Scenario, *, has_digest: bool) -> None:
         self.scenario = scenario
-        self.world = World(scenario, Trace(has_digest=has_digest))
-        self.log = Log(self.world)
+        self.world = World(scenario, RunTrace(has_digest=has_digest))
+        self.log = EventLog(self.world)
         self.steps = 0
         self._groups_made = 0
         self.cache = Cache(
@@ -148,11 +147,11 @@ class _Simulation:
             ranks=scenario.ranks,
         )
         self.log.cache = self.cache
-        self.judge = WorldJudge(self.world, self.cache, self.log)
-        self.engine = Engine(self.world, self.cache, self.judge, self._settle, self.log.expected)
-        self.judge.begin()
-        self.mover = Mover(self.world, self._complete, self._probed, self.log.incident)
-        self.others = OtherWriters(self.world, self.mover)
+        self.invariants = Invariants(self.world, self.cache, self.log)
+        self.engine = SimEngine(self.world, self.cache, self.invariants, self._settle, self.log.expected)
+        self.invariants.begin()
+        self.executor = SimExecutor(self.world, self._complete, self._probed, self.log.incident)
+        self.others = OtherWriters(self.world, self.executor)
         self._polls = Random(f"polls {scenario.seed}")
         self._late_share = self._polls.choice((0.0, 0.0, 0.5, 0.9))
         self._is_answer = False
@@ -164,26 +163,26 @@ class _Simulation:
         self.world.later(0.0, self.engine.arrive)
         while self.steps < self.scenario.steps and self._step():
             self._disturb()
-        self.world.note(Kind.DRAIN)
+        self.world.note(RecordKind.DRAIN)
         self.world.is_draining = True
         if self.scenario.mode is Mode.STORM:
             self.engine.end_all()
         self.cache.flush(self.world.now_s)
         self.world.release_parked()
-        self._come_to_rest()
+        self._drain()
         self.engine.end_all()
-        self._come_to_rest()
-        self.judge.at_end()
+        self._drain()
+        self.invariants.at_end()
         self.log.at_end()
 
-    def _come_to_rest(self) -> None:
+    def _drain(self) -> None:
         self._settle()
         while self._step():
             if self.steps > self.scenario.steps * STEPS_MAX_FACTOR:
-                raise Violation("the run does not come to rest")
+                raise Violation("the run does not drain")
 
     def _step(self) -> bool:
-        """The next thing happens; returns whether there was one."""
+        """Process the next event or deadline; returns whether there was one."""
         next_s, deadline_s = self.world.next_s(), self.cache.next_deadline()
         if deadline_s is not None:
             deadline_s = max(self.world.now_s, deadline_s + self._tick_lateness_s)
@@ -192,19 +191,19 @@ class _Simulation:
         self.steps += 1
         if deadline_s is not None and (next_s is None or deadline_s <= next_s):
             self.world.now_s = deadline_s
-            self.world.note(Kind.TICK)
+            self.world.note(RecordKind.TICK)
             self.cache.tick(deadline_s)
             again_s = self.cache.next_deadline()
             if again_s is not None and again_s <= deadline_s:
                 raise Violation(f"a deadline at {again_s} does not pass at {deadline_s}")
         else:
             self._happens()
-            while self._is_heard_late(deadline_s):
+            while self._comes_together(deadline_s):
                 self._happens()
         self._settle()
-        self.judge.after_step(is_waiting=self.engine.is_waiting)
-        # A stray answer makes the core look again. What could go out has gone out, so there must be nothing to do (but
-        # to give up on a tier: a question that is its trial leaves it to nobody else).
+        self.invariants.after_step(is_waiting=self.engine.is_waiting)
+        # An unknown answer makes the core advance again. It must have nothing left to do, except to stop using a tier
+        # whose trial this probe would have been.
         self.cache.probed(-1, None, self.world.now_s)
         more = self._settle()
         if more and not self.log.down:
@@ -215,10 +214,10 @@ class _Simulation:
         self._is_answer = False
         self.world.take()()
 
-    def _is_heard_late(self, deadline_s: float | None) -> bool:
-        """Whether the answer just given is heard of together with what happens next, as by who polls now and then.
+    def _comes_together(self, deadline_s: float | None) -> bool:
+        """Whether the last answer and the next event reach the core together, as with polling.
 
-        Only an answer: what the engine asks for is passed on at once.
+        Only answers wait; calls of the engine are passed on at once.
         """
         next_s = self.world.next_s()
         if (
@@ -231,7 +230,7 @@ class _Simulation:
         return self._polls.random() < self._late_share
 
     def _settle(self) -> list[Command | Event]:
-        """Hand over commands and events until there are none; returns what there was."""
+        """Deliver commands and events until there are none; returns them."""
         self.cache.advance(self.world.now_s)
         handed_over: list[Command | Event] = []
         while True:
@@ -250,7 +249,7 @@ class _Simulation:
             for command in commands:
                 self.world.trace.event(self.world.now_s, command)
                 self.log.ordered(command, self.engine.jobs)
-            self.mover.execute(commands)
+            self.executor.execute(commands)
 
     def _disturb(self) -> None:
         faults, dice = self.scenario.faults, self.world.dice
@@ -262,13 +261,13 @@ class _Simulation:
 
     def _complete(self, transfer: Transfer, rank: int, outcome: Outcome, is_fault: bool) -> None:
         self._is_answer = True
-        self.world.note(Kind.ANSWER, transfer.id, rank, outcome, is_fault)
+        self.world.note(RecordKind.ANSWER, transfer.id, rank, outcome, is_fault)
         self.log.answered(transfer, outcome, is_fault=is_fault)
         self.cache.complete(transfer.id, outcome, self.world.now_s, is_fault=is_fault)
 
     def _probed(self, probe: Probe, present: list[bool] | None) -> None:
         self._is_answer = True
-        self.world.note(Kind.PROBE_ANSWER, probe.id, present)
+        self.world.note(RecordKind.PROBE_ANSWER, probe.id, present)
         self.log.probed(probe, present)
         self.cache.probed(probe.id, present, self.world.now_s)
 
@@ -281,6 +280,6 @@ class _Simulation:
         elif self.scenario.evictor == "fifo":
             inner = Fifo()
         else:
-            inner = _AnyVictim(Random(f"evictor {self.scenario.seed}"))
+            inner = _RandomEvictor(Random(f"evictor {self.scenario.seed}"))
         self._groups_made += 1
-        return _Watched(inner, self._groups_made - 1, self.log)
+        return _ObservedEvictor(inner, self._groups_made - 1, self.log)

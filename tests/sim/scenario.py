@@ -1,4 +1,4 @@
-"""What one seed draws: sizes, budgets, delays and faults."""
+"""Sizes, budgets, delays and faults, all drawn from one seed."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -9,22 +9,22 @@ from kvtier.layout import GroupLayout, History, KvLayout, State, Validity, Windo
 
 EVICTORS = ("lru", "adaptive", "fifo", "random")
 OBJECT_BYTES = 4096
-"""Of every group."""
+"""Object size in every group."""
 AGES_S = 10_000.0
-"""A deadline that a run without faults never reaches."""
+"""A deadline that no run without faults reaches."""
 
 
 class Mode(Enum):
-    """How much goes on at once, and so how exact the judge can be."""
+    """Concurrency and faults, which decide how exact the checks can be."""
 
-    QUIET = "quiet"  # no faults, one request at a time: what was stored is what is restored
-    CALM = "calm"  # no faults, many requests at once, deadlines far away: what is present is delivered
-    STORM = "storm"  # everything
+    QUIET = "quiet"  # no faults, one request at a time: everything stored is restored
+    CALM = "calm"  # no faults, many requests, long deadlines: everything present is delivered
+    STORM = "storm"  # faults, aborts and short deadlines
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A stretch of time in which a tier fails at once, or hangs. Or only its writes do, as on a full disk."""
+    """A period in which a tier fails at once or hangs. With `spares_reads` only writes do, as on a full disk."""
 
     tier: str
     start_s: float
@@ -41,33 +41,33 @@ class Faults:
     read_fails: float = 0.0
     write_fails: float = 0.0
     flipped: float = 0.0
-    """A write that leaves a copy that fails its check."""
+    """Writes whose copy fails verification."""
     late: float = 0.0
-    """A tier answers long after the deadline."""
+    """Answers long after the deadline."""
     probe_fails: float = 0.0
     probe_late: float = 0.0
     other_writers: float = 0.0
-    """Chance at each step that somebody else adds, removes or damages an object in a tier."""
+    """Per step: another process adds, removes or damages an object in a tier."""
     aborts: float = 0.0
-    """Chance at each engine step that some request is dropped."""
+    """Per engine step: a request is aborted."""
     outages: tuple[Outage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that a run is made of besides its dice."""
+    """Everything that defines a run except its random generators."""
 
     seed: int
     mode: Mode
     steps: int
-    """Steps after which no new request arrives; the run then goes on until everything has ended."""
+    """Steps before arrivals stop; the run then continues until everything has ended."""
     layout: KvLayout
     slots: tuple[int, ...]
     tiers: tuple[str, ...]
     tier_objects: int | None
-    """Objects of one rank that each tier has room for; None for no bound."""
+    """Capacity of each tier, in objects of one rank; None: unlimited."""
     tier_evicts: bool
-    """A full tier makes room, or else refuses."""
+    """A full tier evicts; otherwise it refuses."""
     ranks: int
     limits: Limits
     evictor: str
@@ -78,29 +78,29 @@ class Scenario:
     """Mean time between requests."""
     chunks_max: int
     branches: int
-    """Ways on from each chunk; few of them make many shared prefixes."""
+    """Possible next chunks after each chunk; few make many shared prefixes."""
     prefilled: int
-    """Conversations that the tiers hold from before."""
+    """Conversations that the tiers hold at the start."""
     readers: float
     """Share of the requests that store nothing."""
     faults: Faults
 
     @property
     def has_history_only(self) -> bool:
-        """Whether every leading chunk counts by itself."""
+        """Whether every group is of history."""
         return all(isinstance(group.validity, History) for group in self.layout.groups)
 
 
 def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
-    """The scenario of `seed`; `overrides` replace fields of `Scenario` after the dice have fallen.
+    """The scenario of `seed`; `overrides` replace fields of `Scenario` after the draw.
 
     Raises:
         TypeError: an override is not a field of `Scenario`.
     """
     dice = Random(f"scenario {seed}")
-    asked = overrides.pop("mode", None)
+    given = overrides.pop("mode", None)
     drawn = dice.choices(list(Mode), (12, 15, 73))[0]
-    mode = asked if isinstance(asked, Mode) else drawn
+    mode = given if isinstance(given, Mode) else drawn
     chunk_tokens = dice.choice((4, 8))
     groups = _draw_groups(dice, chunk_tokens)
     tiers = ("disk", "shared", "far")[: dice.choices((0, 1, 2, 3), (5, 45, 35, 15))[0]]

@@ -1,8 +1,8 @@
 """The trace of a run, and a digest of it that no rename changes.
 
 The digest covers numbers alone. Each kind of record and each enum member has a fixed number in this file. Keys,
-requests, tiers and sessions count by order of first appearance. Whoever renames a class, field or member in the core
-renames it here too; the numbers stay. Fields of no consequence for behaviour (texts, hints) are left out.
+requests, tiers and sessions count by order of first appearance. A rename of a class, field or member in the core
+is made here too; the numbers stay. Fields without effect on behaviour (texts, hints) are left out.
 """
 
 from collections import deque
@@ -32,8 +32,8 @@ TAIL = 400
 """Records that are kept for the report of a failure."""
 
 
-class Kind(IntEnum):
-    """What a record is about. The numbers are part of the recorded digests: never change or reuse one."""
+class RecordKind(IntEnum):
+    """Kinds of records. The numbers are part of the recorded digests: never change or reuse one."""
 
     DRAIN = 1
     TICK = 2
@@ -75,32 +75,32 @@ MEMBERS: dict[Enum, int] = {
     NextTurn.NOBODY: 32,
 }
 
-FIELDS: dict[type, tuple[Kind | None, Callable[[Any], tuple[object, ...]]]] = {
+FIELDS: dict[type, tuple[RecordKind | None, Callable[[Any], tuple[object, ...]]]] = {
     Lookup: (None, lambda a: (a.tokens, a.ready_tokens, a.presence, a.sources, a.offers, a.history_tokens)),
     Offer: (None, lambda a: (a.tokens, a.place, a.seconds)),
-    LoadDone: (Kind.LOAD_DONE, lambda a: (a.request, a.tokens, a.failed, a.sources, a.was_cut)),
-    StoreDone: (Kind.STORE_DONE, lambda a: (a.request, a.held, a.dropped)),
-    TierNotice: (Kind.TIER_NOTICE, lambda a: (a.tier, a.way, a.is_up)),
+    LoadDone: (RecordKind.LOAD_DONE, lambda a: (a.request, a.tokens, a.failed, a.sources, a.was_cut)),
+    StoreDone: (RecordKind.STORE_DONE, lambda a: (a.request, a.held, a.dropped)),
+    TierNotice: (RecordKind.TIER_NOTICE, lambda a: (a.tier, a.way, a.is_up)),
     Transfer: (
-        Kind.TRANSFER,
+        RecordKind.TRANSFER,
         lambda a: (a.id, a.link, a.key, a.group, a.slot, a.tier, a.request, a.blocks, a.depth, a.deadline_s),
     ),
-    Probe: (Kind.PROBE, lambda a: (a.id, a.tier, a.objects, a.deadline_s)),
-    Cancel: (Kind.CANCEL, lambda a: (a.ids,)),
-    Drop: (Kind.DROP, lambda a: (a.tier, a.key, a.group)),
-    Tell: (Kind.TELL, lambda a: (a.tier, a.session, a.next_turn)),
+    Probe: (RecordKind.PROBE, lambda a: (a.id, a.tier, a.objects, a.deadline_s)),
+    Cancel: (RecordKind.CANCEL, lambda a: (a.ids,)),
+    Drop: (RecordKind.DROP, lambda a: (a.tier, a.key, a.group)),
+    Tell: (RecordKind.TELL, lambda a: (a.tier, a.session, a.next_turn)),
 }
 
 
-class Trace:
-    """What passes between engine, core and mover.
+class RunTrace:
+    """Records of what passes between engine, core and executor.
 
     Args:
         has_digest: digest every record; without it only the last records are kept.
     """
 
     def __init__(self, *, has_digest: bool) -> None:
-        self._tail: deque[tuple[float, Kind, tuple[object, ...]]] = deque(maxlen=TAIL)
+        self._tail: deque[tuple[float, RecordKind, tuple[object, ...]]] = deque(maxlen=TAIL)
         self._digest = blake2b(digest_size=16) if has_digest else None
         self._numbers: dict[str | bytes, int] = {}
 
@@ -110,7 +110,7 @@ class Trace:
         assert kind is not None
         self.add(now_s, kind, event)
 
-    def add(self, now_s: float, kind: Kind, *values: object) -> None:
+    def add(self, now_s: float, kind: RecordKind, *values: object) -> None:
         """Add a record."""
         self._tail.append((now_s, kind, values))
         if self._digest is not None:

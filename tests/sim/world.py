@@ -1,4 +1,4 @@
-"""The places, what they hold, and the clock. Content is a token: (key, group, rank), or garbage that equals nothing."""
+"""Simulated memory, tiers, clock and event queue. Content is (key, group, rank), or garbage that equals nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,22 +7,22 @@ from heapq import heappop, heappush
 from random import Random
 
 from tests.sim.scenario import Scenario
-from tests.sim.trace import Kind, Trace
+from tests.sim.trace import RecordKind, RunTrace
 
 from kvtier.types import ChunkKey
 
 Item = tuple[ChunkKey, int]
 """(key, group): one object on all ranks."""
 Content = tuple[ChunkKey, int, int] | int
-"""(key, group, rank), or the number of a piece of garbage."""
+"""(key, group, rank), or a number for garbage."""
 
 
-class Violation(AssertionError):  # noqa: N818  an assertion of the simulator's, not an error of its own
+class Violation(AssertionError):  # noqa: N818
     """The core broke one of its promises."""
 
 
 class Condition(Enum):
-    """What verification finds in a stored copy."""
+    """Result of verifying a stored copy."""
 
     GOOD = "good"
     FLIPPED = "flipped"
@@ -31,24 +31,24 @@ class Condition(Enum):
 
 
 @dataclass(slots=True)
-class Copy:
-    """One stored object of one rank. `content` is what its checksums vouch for: what the slot held when it was read."""
+class StoredCopy:
+    """One stored object of one rank. `content` is what the slot held when it was written."""
 
     content: Content
     condition: Condition = Condition.GOOD
 
 
-class Shelf:
-    """What one tier holds, by rank."""
+class SimTier:
+    """Copies in one tier, by rank."""
 
     def __init__(self, name: str, ranks: int) -> None:
         self.name = name
-        self.copies: list[dict[Item, Copy]] = [{} for _ in range(ranks)]
+        self.copies: list[dict[Item, StoredCopy]] = [{} for _ in range(ranks)]
 
     def fill(self, item: Item, condition: Condition) -> None:
-        """Give every rank a copy; that of the first is in `condition`."""
+        """Store a copy for every rank; the first rank's copy is in `condition`."""
         for rank, copies in enumerate(self.copies):
-            copies[item] = Copy((*item, rank), condition if rank == 0 else Condition.GOOD)
+            copies[item] = StoredCopy((*item, rank), condition if rank == 0 else Condition.GOOD)
 
     def holds(self, item: Item) -> bool:
         """Whether every rank has a good copy."""
@@ -56,16 +56,16 @@ class Shelf:
 
 
 @dataclass(slots=True)
-class Use:
-    """Who touches one slot of one rank at the moment."""
+class SlotUse:
+    """Current readers and writers of one slot of one rank."""
 
     readers: int = 0
     writers: int = 0
 
 
 @dataclass(slots=True)
-class Blocks:
-    """The engine's memory: content of each block on each rank, and which blocks a load or store may touch."""
+class BlockMemory:
+    """Engine memory: content of each block by rank, and the blocks that transfers may touch."""
 
     content: list[dict[int, Content]]
     open: set[int] = field(default_factory=set[int])
@@ -73,9 +73,9 @@ class Blocks:
 
 
 class World:
-    """Clock, agenda, places and the trace."""
+    """Clock, event queue, memory, tiers and trace."""
 
-    def __init__(self, scenario: Scenario, trace: Trace) -> None:
+    def __init__(self, scenario: Scenario, trace: RunTrace) -> None:
         self.scenario = scenario
         self.trace = trace
         self.dice = Random(f"world {scenario.seed}")
@@ -83,39 +83,39 @@ class World:
         self.is_draining = False
         ranks = range(scenario.ranks)
         self.slots: list[list[list[Content]]] = [[[0] * count for count in scenario.slots] for _ in ranks]
-        self.uses = [[[Use() for _ in range(count)] for count in scenario.slots] for _ in ranks]
-        self.blocks = Blocks([{} for _ in ranks])
-        self.shelves = {name: Shelf(name, scenario.ranks) for name in scenario.tiers}
+        self.uses = [[[SlotUse() for _ in range(count)] for count in scenario.slots] for _ in ranks]
+        self.blocks = BlockMemory([{} for _ in ranks])
+        self.tiers = {name: SimTier(name, scenario.ranks) for name in scenario.tiers}
         self.parked: list[Callable[[], None]] = []
-        """What hangs until the end of the run."""
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        """Events that wait for the end of the run: operations that hang."""
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._garbage = 0
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Let `act` happen after `delay_s` seconds."""
+        """Schedule `act` in `delay_s` seconds."""
         self._count += 1
-        heappush(self._agenda, (self.now_s + delay_s, self._count, act))
+        heappush(self._queue, (self.now_s + delay_s, self._count, act))
 
     def next_s(self) -> float | None:
-        """When the next thing happens."""
-        return self._agenda[0][0] if self._agenda else None
+        """Time of the next event."""
+        return self._queue[0][0] if self._queue else None
 
     def take(self) -> Callable[[], None]:
-        """Move the clock to the next thing, and give it."""
-        time_s, _, act = heappop(self._agenda)
+        """Advance the clock to the next event and return it."""
+        time_s, _, act = heappop(self._queue)
         self.now_s = max(self.now_s, time_s)
         return act
 
     def release_parked(self) -> None:
-        """What hung answers at last, in any order."""
+        """Schedule everything that hangs, in any order."""
         parked, self.parked = self.parked, []
         for act in parked:
             self.later(self.dice.uniform(0, 0.1), act)
 
-    def note(self, kind: Kind, *values: object) -> None:
+    def note(self, kind: RecordKind, *values: object) -> None:
         """Add a record to the trace."""
         self.trace.add(self.now_s, kind, *values)
 
@@ -127,7 +127,7 @@ class World:
         return self._garbage
 
     def new_block(self, item: Item | None) -> int:
-        """A block that is open for transfers, with an object's content, or with garbage to be overwritten."""
+        """Allocate a block for a transfer, holding an object's content, or garbage."""
         blocks = self.blocks
         blocks.last += 1
         blocks.open.add(blocks.last)
@@ -136,15 +136,15 @@ class World:
         return blocks.last
 
     def close_block(self, block: int) -> None:
-        """The engine uses the block for something else from now on."""
+        """Let the engine overwrite the block."""
         self.blocks.open.discard(block)
         for content in self.blocks.content:
             content[block] = self.garbage()
 
     def holds_right(self, block: int, item: Item) -> bool:
-        """Whether a block has an object's content on every rank."""
+        """Whether a block holds the object on every rank."""
         return all(content[block] == (*item, rank) for rank, content in enumerate(self.blocks.content))
 
     def is_in_a_tier(self, item: Item) -> bool:
         """Whether some tier has a good copy on every rank."""
-        return any(shelf.holds(item) for shelf in self.shelves.values())
+        return any(tier.holds(item) for tier in self.tiers.values())

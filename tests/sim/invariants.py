@@ -1,10 +1,10 @@
-"""Compares what the core says with what the world holds; every rule is a promise of DESIGN principles 1 and 3."""
+"""Compares the core's answers with the simulated memory and tiers: nothing wrong, nothing late, nothing lost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.sim.engine import Job, Ticket
-from tests.sim.explain import Log
+from tests.sim.engine import Operation, SimJob
+from tests.sim.event_log import EventLog
 from tests.sim.oracle import boundaries, longest, needed
 from tests.sim.scenario import Mode
 from tests.sim.world import Item, Violation, World
@@ -15,15 +15,15 @@ from kvtier.core.residency import READABLE
 from kvtier.types import ChunkKey, LoadDone, Lookup, Presence, StoreDone
 
 SLACK_S = 0.05
-"""What virtual time a prompt answer may take besides the copies it waits for; covers late ticks."""
+"""Virtual time that an answer may take besides the copies in flight; covers late ticks."""
 
 ROUNDING_S = 1e-9
-"""What sums of times may differ by."""
+"""Tolerance of sums of times."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What happened in one run; for the report, and to see that the seeds reach everything."""
+    """Counters of one run."""
 
     lookups: int = 0
     loads: int = 0
@@ -35,48 +35,48 @@ class Counts:
     dropped: int = 0
 
 
-class WorldJudge:
-    """The rules about lookups, loads and stores."""
+class Invariants:
+    """Checks of lookups, loads and stores."""
 
-    def __init__(self, world: World, cache: Cache, log: Log) -> None:
+    def __init__(self, world: World, cache: Cache, log: EventLog) -> None:
         self._world = world
         self._cache = cache
         self._log = log
         self._scenario = world.scenario
         self._groups = world.scenario.layout.groups
         self._acknowledged: set[Item] = set()
-        self._first_seen: dict[Job, set[Item]] = {}
+        self._first_seen: dict[SimJob, set[Item]] = {}
         self.counts = Counts()
 
     def begin(self) -> None:
-        """What the tiers hold now counts as stored."""
-        self._acknowledged.update(item for shelf in self._world.shelves.values() for item in shelf.copies[0])
+        """Count everything in the tiers as stored."""
+        self._acknowledged.update(item for tier in self._world.tiers.values() for item in tier.copies[0])
 
-    def released(self, job: Job) -> None:
-        """The request was released: what tiers said for it is forgotten."""
+    def released(self, job: SimJob) -> None:
+        """Forget the probe answers of the request."""
         self._log.forgotten(job.request)
 
     # ---- lookups ---------------------------------------------------------------------------------------------------
 
-    def asking(self, job: Job) -> None:
-        """The probes that follow are this job's."""
+    def asking(self, job: SimJob) -> None:
+        """Attribute the probes that follow to this job."""
         self._log.asking(job.request)
 
-    def looked_up(self, job: Job, lookup: Lookup) -> None:
-        """Neither more nor less than what is here or was said to be below."""
+    def looked_up(self, job: SimJob, lookup: Lookup) -> None:
+        """A lookup reports exactly what host memory holds and the tiers answered."""
         self.counts.lookups += 1
         log, host, prefix = self._log, self._cache.host, job.prefix
 
         def is_ready(group: int, chunk: int) -> bool:
             return prefix.keys[chunk] in host.readable[group]
 
-        def is_said(group: int, chunk: int) -> bool:
+        def is_held(group: int, chunk: int) -> bool:
             key = prefix.keys[chunk]
-            said = log.said(job.request, (key, group))
-            return key in host.entries[group] or any(map(log.is_read, said))
+            tiers = log.holders(job.request, (key, group))
+            return key in host.entries[group] or any(map(log.is_read, tiers))
 
         _expect(lookup.ready_tokens == longest(self._groups, prefix, is_ready), "ready tokens", lookup)
-        tokens = longest(self._groups, prefix, is_said)
+        tokens = longest(self._groups, prefix, is_held)
         if log.is_unsure(job.request):
             _expect(lookup.tokens in [0, *boundaries(prefix)], "tokens of a lookup", lookup)
         else:
@@ -90,7 +90,7 @@ class WorldJudge:
         _expect(lookup.presence is presence or (is_open and lookup.presence is Presence.PROBING), "presence", lookup)
         self._compare_with_history(job, lookup)
 
-    def _compare_with_history(self, job: Job, lookup: Lookup) -> None:
+    def _compare_with_history(self, job: SimJob, lookup: Lookup) -> None:
         if self._scenario.mode is Mode.STORM:
             return
         items = [(key, group) for key in job.prefix.keys for group in range(len(self._groups))]
@@ -98,62 +98,64 @@ class WorldJudge:
         if lookup.presence is Presence.PROBING:
             return
         least = longest(self._groups, job.prefix, lambda group, chunk: (job.prefix.keys[chunk], group) in seen)
-        _expect(lookup.tokens >= least, f"a lookup without faults, at least {least} were in a tier", lookup)
+        _expect(lookup.tokens >= least, f"a lookup without faults, at least {least} are in a tier", lookup)
         is_exact = self._scenario.limits.write_policy is not WritePolicy.SELECTIVE and self._scenario.tiers
         if self._scenario.mode is Mode.QUIET and is_exact:
             tokens = self._restorable(job)
             _expect(lookup.tokens == tokens, f"a quiet lookup, {tokens} were stored", lookup)
 
-    def _restorable(self, job: Job) -> int:
+    def _restorable(self, job: SimJob) -> int:
         stored = self._acknowledged
         return longest(self._groups, job.prefix, lambda group, chunk: (job.prefix.keys[chunk], group) in stored)
 
     # ---- loads -----------------------------------------------------------------------------------------------------
 
-    def load_begun(self, job: Job, ticket: Ticket) -> None:
-        """Note what can be had, so that what does not come can be explained."""
+    def load_begun(self, job: SimJob, operation: Operation) -> None:
+        """Record what is available, to explain what does not arrive."""
         self.counts.loads += 1
-        self._log.load_begun(job, ticket)
+        self._log.load_begun(job, operation)
 
-    def load_done(self, job: Job, ticket: Ticket, done: LoadDone) -> None:
-        """What is claimed is in the blocks; what is missing has a reason; nobody waited too long."""
+    def load_done(self, job: SimJob, operation: Operation, done: LoadDone) -> None:
+        """Delivered chunks are in the blocks, missing chunks have a reason, and the load ended in time."""
         prefix, world = job.prefix, self._world
         failed = set(done.failed)
-        _expect(done.wanted_tokens == ticket.tokens, "wanted tokens", done)
-        _expect(len(failed) == len(done.failed) and failed <= set(ticket.blocks), "failed chunks", done)
+        _expect(done.wanted_tokens == operation.tokens, "wanted tokens", done)
+        _expect(len(failed) == len(done.failed) and failed <= set(operation.blocks), "failed chunks", done)
 
         def is_there(group: int, chunk: int) -> bool:
             return (group, chunk) not in failed and (
-                (group, chunk) in ticket.blocks or (chunk + 1) * prefix.chunk_tokens <= ticket.resident_tokens
+                (group, chunk) in operation.blocks or (chunk + 1) * prefix.chunk_tokens <= operation.resident_tokens
             )
 
         for group, chunk in needed(self._groups, prefix, done.tokens):
-            block = ticket.blocks.get((group, chunk))
+            block = operation.blocks.get((group, chunk))
             if block is None:
                 _expect(
-                    (chunk + 1) * prefix.chunk_tokens <= ticket.resident_tokens,
-                    f"chunk {chunk} was not asked for",
+                    (chunk + 1) * prefix.chunk_tokens <= operation.resident_tokens,
+                    f"chunk {chunk} was not requested",
                     done,
                 )
-            elif not world.holds_right(block, ticket.item((group, chunk))):
+            elif not world.holds_right(block, operation.item((group, chunk))):
                 raise Violation(f"wrong bytes in the engine: group {group} chunk {chunk} of {done}")
-        tokens = max(min(ticket.resident_tokens, ticket.tokens), self._longest_up_to(job, is_there, ticket.tokens))
+        tokens = max(
+            min(operation.resident_tokens, operation.tokens), self._longest_up_to(job, is_there, operation.tokens)
+        )
         _expect(done.tokens == tokens, f"tokens of a load, {tokens} expected", done)
         _expect(
-            sum(count for _, count in done.sources) == max(0, tokens - ticket.resident_tokens),
+            sum(count for _, count in done.sources) == max(0, tokens - operation.resident_tokens),
             "sources of a load",
             done,
         )
-        self._log.explain(job, ticket, done)
-        self._expect_patience(job, ticket, done)
-        self._in_time(job, ticket.start_s + self._scenario.limits.load_deadline_s, done)
+        self._log.explain(job, operation, done)
+        self._expect_patience(job, operation, done)
+        self._in_time(job, operation.start_s + self._scenario.limits.load_deadline_s, done)
         self.counts.loads_cut += done.was_cut
         self.counts.tokens_loaded += done.tokens
         self.counts.loads_short += done.tokens < done.wanted_tokens
 
-    def _expect_patience(self, job: Job, ticket: Ticket, done: LoadDone) -> None:
-        """Cut when, and only when, its regret has risen by the allowance; said step by step from what came when."""
-        arrivals, patience = self._log.arrivals.pop(ticket), ticket.patience
+    def _expect_patience(self, job: SimJob, operation: Operation, done: LoadDone) -> None:
+        """A load is cut exactly when its regret has risen by the allowance, computed from the arrival times."""
+        arrivals, patience = self._log.arrivals.pop(operation), operation.patience
         if patience is None:
             _expect(not done.was_cut, "a load without patience to go on", done)
             return
@@ -161,49 +163,49 @@ class WorldJudge:
         lowest_s = end_s = 0.0
         is_over_due = False
         for time_s, (key, group) in [*arrivals, (self._world.now_s, (ChunkKey(b""), 0))]:
-            end_s = ticket.start_s + patience.free_s + lowest_s + patience.allowance_s + self._worth(ticket, here)
+            end_s = operation.start_s + patience.free_s + lowest_s + patience.allowance_s + self._worth(operation, here)
             if time_s >= end_s - ROUNDING_S:
                 is_over_due = True
                 break
             here[group].add(key)
-            costly_s = max(0.0, time_s - ticket.start_s - patience.free_s)
-            lowest_s = min(lowest_s, costly_s - self._worth(ticket, here))
+            costly_s = max(0.0, time_s - operation.start_s - patience.free_s)
+            lowest_s = min(lowest_s, costly_s - self._worth(operation, here))
         _expect(is_over_due or not done.was_cut, "not to be cut while it pays", done)
         latest_s = end_s + self._scenario.device_s[1] + SLACK_S
         _expect(job.released_s is not None or self._world.now_s <= latest_s or not is_over_due, "to be cut", done)
 
-    def _worth(self, ticket: Ticket, here: list[set[ChunkKey]]) -> float:
-        """Seconds that the leading tokens of which everything is `here` spare."""
-        if ticket.patience is None or not self._scenario.has_history_only:
+    def _worth(self, operation: Operation, here: list[set[ChunkKey]]) -> float:
+        """Compute time saved by the leading chunks that have arrived."""
+        if operation.patience is None or not self._scenario.has_history_only:
             return 0.0
-        size, keys = ticket.prefix.chunk_tokens, ticket.prefix.keys
-        chunks = ticket.resident_tokens // size
+        size, keys = operation.prefix.chunk_tokens, operation.prefix.keys
+        chunks = operation.resident_tokens // size
         while chunks < len(keys) and all(keys[chunks] in of_group for of_group in here):
             chunks += 1
-        return ticket.patience.saved_s(ticket.resident_tokens, chunks * size)
+        return operation.patience.saved_s(operation.resident_tokens, chunks * size)
 
-    def _longest_up_to(self, job: Job, is_there: Callable[[int, int], bool], tokens: int) -> int:
+    def _longest_up_to(self, job: SimJob, is_there: Callable[[int, int], bool], tokens: int) -> int:
         return longest(self._groups, job.prefix, is_there, tokens)
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
-    def store_done(self, job: Job, ticket: Ticket, done: StoreDone) -> None:
-        """What is acknowledged is readable, or has been and was evicted since."""
+    def store_done(self, job: SimJob, operation: Operation, done: StoreDone) -> None:
+        """Acknowledged chunks are readable, or were evicted since."""
         self.counts.stores += 1
         self.counts.held += done.held
         self.counts.dropped += done.dropped
-        items = [ticket.item(place) for place in ticket.blocks]
+        items = [operation.item(place) for place in operation.blocks]
         kept = sum(
-            key in self._cache.host.readable[group] or self._log.evicted_s(key, group) >= ticket.start_s
+            key in self._cache.host.readable[group] or self._log.evicted_s(key, group) >= operation.start_s
             for key, group in items
         )
         _expect(done.held <= kept, f"an acknowledged store, {kept} are readable", done)
         if self._scenario.mode is Mode.QUIET:
             _expect(done.dropped == 0, "a quiet store drops nothing", done)
             self._acknowledged.update(items)
-        self._in_time(job, ticket.start_s + self._scenario.limits.store_patience_s, done)
+        self._in_time(job, operation.start_s + self._scenario.limits.store_patience_s, done)
 
-    def _in_time(self, job: Job, end_s: float, done: LoadDone | StoreDone) -> None:
+    def _in_time(self, job: SimJob, end_s: float, done: LoadDone | StoreDone) -> None:
         if job.released_s is not None:
             end_s = min(end_s, job.released_s)
         latest_s = end_s + self._scenario.device_s[1] + SLACK_S
@@ -212,12 +214,12 @@ class WorldJudge:
     # ---- after each step -------------------------------------------------------------------------------------------
 
     def after_step(self, *, is_waiting: bool) -> None:
-        """What must hold at any moment."""
+        """Check what must hold at any time."""
         self._cache.check()
         self._log.check_budgets()
         self._check_readable()
-        if is_waiting and not self._log.flights and not self._log.questions:
-            raise Violation("somebody waits and nothing is in flight")
+        if is_waiting and not self._log.transfers and not self._log.probes:
+            raise Violation("a load or store is open and nothing is in flight")
 
     def _check_readable(self) -> None:
         for group, entries in enumerate(self._cache.host.entries):
@@ -228,9 +230,9 @@ class WorldJudge:
                         raise Violation(f"slot {entry.slot} of group {group} is readable and holds something else")
 
     def at_end(self) -> None:
-        """Everything has ended: nothing is in flight, tied or owed an answer."""
+        """Check that nothing is in flight, pinned or unanswered."""
         cache = self._cache
-        _expect(cache.in_flight == 0 and not self._log.flights, "nothing in flight at the end", cache.in_flight)
+        _expect(cache.in_flight == 0 and not self._log.transfers, "nothing in flight at the end", cache.in_flight)
         _expect(not cache.host.lost, "no slot lost at the end", cache.host.lost)
         _expect(cache.next_deadline() is None, "no deadline at the end", cache.next_deadline())
         for group, entries in enumerate(cache.host.entries):

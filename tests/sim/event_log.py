@@ -1,0 +1,441 @@
+"""An independent record of commands, answers and faults: it checks budgets and explains every missing chunk."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import inf
+
+from tests.sim.engine import Operation, SimJob
+from tests.sim.scenario import OBJECT_BYTES, Mode
+from tests.sim.trace import RecordKind
+from tests.sim.world import Item, Violation, World
+
+from kvtier.core.cache import Cache
+from kvtier.core.lower import WAYS
+from kvtier.core.residency import Residency
+from kvtier.layout import History
+from kvtier.types import (
+    Cancel,
+    ChunkKey,
+    Command,
+    Drop,
+    Link,
+    LoadDone,
+    NextTurn,
+    Outcome,
+    Probe,
+    RequestId,
+    Tell,
+    TierNotice,
+    Transfer,
+    Way,
+)
+
+
+@dataclass(slots=True, eq=False)
+class OpenTransfer:
+    """One transfer in flight."""
+
+    transfer: Transfer
+    ranks_left: int
+    worst: Outcome = Outcome.DONE
+    is_fault: bool = False
+    is_cancelled: bool = False
+    only_load: Operation | None = None
+    """The load that needs this promotion, if exactly one does."""
+    operation: Operation | None = None
+    """The load whose blocks a scatter writes."""
+    replaces_since_s: float | None = None
+    """For a demotion that follows the drop of a bad copy: the time of the drop."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenProbe:
+    """One probe in flight."""
+
+    probe: Probe
+    request: RequestId
+    ranks_left: int
+    present: list[bool]
+    is_troubled: bool = False
+
+
+@dataclass(slots=True)
+class TierAnswers:
+    """Answers of the tiers to one request's probes."""
+
+    probed: set[Item] = field(default_factory=set[Item])
+    holders: dict[Item, list[str]] = field(default_factory=dict[Item, list[str]])
+    open: int = 0
+    is_unsure: bool = False
+    """An answer arrived at its deadline; the core may or may not have counted it."""
+
+
+@dataclass(slots=True)
+class OpenLoad:
+    """One open load, with the objects that were available when it began."""
+
+    job: SimJob
+    operation: Operation
+    present: dict[Item, bool]
+
+
+TICK_LATENESS_S_MAX = 0.01
+"""Longest delay of a tick after its deadline."""
+
+_HOST = "host memory"
+_NO_HINT = object()
+SEVERITY = (Outcome.DONE, Outcome.CANCELLED, Outcome.ABSENT, Outcome.FAILED, Outcome.CORRUPT)
+
+
+class EventLog:
+    """State reconstructed from commands and answers alone, compared with the core's decisions."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._scenario = world.scenario
+        self.cache: Cache
+        self.transfers: dict[int, OpenTransfer] = {}
+        self.down: set[tuple[str, Way]] = set()
+        self._unusable_s: dict[str, float] = {}
+        """Tier -> time at which its reads were last late or stopped."""
+        self._incidents: dict[Item, float] = {}
+        self._evictions: dict[Item, float] = {}
+        self.probes: dict[int, OpenProbe] = {}
+        self._answers: dict[RequestId, TierAnswers] = {}
+        self._wanted: dict[Operation, OpenLoad] = {}
+        self._refused: set[tuple[Operation, str, Item]] = set()
+        self.arrivals: dict[Operation, list[tuple[float, Item]]] = {}
+        """Open load -> arrival times of its objects."""
+        self._drops_due: list[tuple[str, Item]] = []
+        self._dropped: dict[tuple[str, Item], float] = {}
+        """Dropped and not yet replaced copies -> time of the drop."""
+        self._doubted: set[tuple[str, Item]] = set()
+        """Copies that the core may replace: a read failed, or the tier gave an open load a corrupt object."""
+        self._replacing: tuple[str, Item] | None = None
+        """A doubted copy that was just dropped: the next command must be the demotion that replaces it."""
+        self._harmed: dict[Item, float] = {}
+        """Object -> time at which a tier's copy was last removed or damaged, other than by the core."""
+        self._hints_due: dict[tuple[str, str], NextTurn | None] = {}
+        """(host or tier, session) -> hint that its evictor has not received yet."""
+        self._back_due: set[tuple[str, Way]] = set()
+        self._faults_in_a_row: defaultdict[tuple[str, Way], int] = defaultdict(int)
+        self._troubled_s: dict[tuple[str, Way], float] = {}
+        """Time of the last failure or late answer."""
+        self._noticed_s: dict[tuple[str, Way], float] = {}
+        """Time of the last notice. Notices for several answers come together."""
+        self.incident_counts: defaultdict[str, int] = defaultdict(int)
+        slots = min(world.scenario.slots)
+        self._tier_most = max(1, slots // (4 * max(1, len(world.scenario.tiers))))
+
+    # ---- faults ----------------------------------------------------------------------------------------------------
+
+    def incident(self, item: Item, what: str) -> None:
+        """Record a fault that may lose an object."""
+        self.incident_counts[what] += 1
+        self._incidents[item] = self._world.now_s
+        if what in {"flipped", "removed", "damaged"}:
+            self._harmed[item] = self._world.now_s
+
+    def evicted(self, key: bytes, group: int) -> None:
+        """The core evicted an object from host memory."""
+        self.incident_counts["evicted"] += 1
+        self._world.note(RecordKind.EVICTED, key, group)
+        self._evictions[ChunkKey(key), group] = self._world.now_s
+
+    def evicted_s(self, key: bytes, group: int) -> float:
+        """Time of the last eviction."""
+        return self._evictions.get((ChunkKey(key), group), -inf)
+
+    # ---- commands --------------------------------------------------------------------------------------------------
+
+    def ordered(self, command: Command, jobs: dict[RequestId, SimJob]) -> None:
+        """Record and check one command of the core."""
+        replacing, self._replacing = self._replacing, None
+        if replacing is not None and not (isinstance(command, Transfer) and replacing == _demoted(command)):
+            raise Violation(f"a doubted copy was dropped and not replaced: {replacing}")
+        if isinstance(command, Transfer):
+            self._sent(command, jobs)
+        elif isinstance(command, Probe):
+            self._asked(command)
+        elif isinstance(command, Cancel):
+            for number in command.ids:
+                if number in self.transfers:
+                    self.transfers[number].is_cancelled = True
+        elif isinstance(command, Tell):
+            self._hint_to_tier(command, jobs)
+        else:
+            self._drop_ordered(command)
+
+    def _drop_ordered(self, drop: Drop) -> None:
+        which = (drop.tier, (drop.key, drop.group))
+        if which in self._drops_due:
+            self._drops_due.remove(which)
+        elif which in self._doubted:
+            self._doubted.remove(which)
+            self._replacing = which
+        else:
+            raise Violation(f"{drop} of a copy that is neither bad nor doubted")
+        self._dropped[which] = self._world.now_s
+        for sent in self.transfers.values():
+            if _demoted(sent.transfer) == which:
+                sent.replaces_since_s = None
+
+    def expected(self, session: str, next_turn: NextTurn | None) -> None:
+        """The engine gives a next-turn hint for a session."""
+        for place in (_HOST, *self._scenario.tiers):
+            self._hints_due[place, session] = next_turn
+
+    def hint_to_host(self, session: str, next_turn: NextTurn | None) -> None:
+        """The evictor of host memory's first group received a hint."""
+        self._hinted(_HOST, session, next_turn)
+
+    def _hint_to_tier(self, tell: Tell, jobs: dict[RequestId, SimJob]) -> None:
+        self._hinted(tell.tier, tell.session, tell.next_turn)
+        # A store that begins at this moment may have come after the hint.
+        stores = [store for job in jobs.values() if job.session == tell.session for store in job.stores]
+        if any(store.start_s < self._world.now_s for store in stores):
+            raise Violation(f"{tell} while the session still stores")
+
+    def _hinted(self, place: str, session: str, next_turn: NextTurn | None) -> None:
+        if self._hints_due.pop((place, session), _NO_HINT) is not next_turn:
+            raise Violation(f"{place} got the hint {next_turn} for {session}, which is not the last one given")
+
+    def at_end(self) -> None:
+        """Every hint has been delivered."""
+        if self._hints_due:
+            raise Violation(f"hints not delivered: {self._hints_due}")
+
+    def _sent(self, transfer: Transfer, jobs: dict[RequestId, SimJob]) -> None:
+        sent = self.transfers[transfer.id] = OpenTransfer(transfer, self._scenario.ranks)
+        sent.replaces_since_s = self._dropped.get(_demoted(transfer))
+        if transfer.request is not None:
+            job = jobs.get(transfer.request)
+            sent.operation = job.load if job is not None else None
+            if job is None or job.released_s is not None:
+                raise Violation(f"{transfer.link.value} {transfer.id} begins after its request was released")
+        if transfer.link is Link.PROMOTE:
+            item = (transfer.key, transfer.group)
+            wanting = [wanted.operation for wanted in self._wanted.values() if item in wanted.present]
+            if not wanting:
+                raise Violation(f"promote {transfer.id} that no load needs")
+            if len(wanting) == 1:
+                sent.only_load = wanting[0]
+                if (wanting[0], transfer.tier, item) in self._refused:
+                    raise Violation(f"promote {transfer.id} from {transfer.tier!r}, which failed to give it already")
+
+    def answered(self, transfer: Transfer, outcome: Outcome, *, is_fault: bool) -> None:
+        """Record the answer of one rank, before the core gets it."""
+        sent = self.transfers[transfer.id]
+        sent.worst = max(sent.worst, outcome, key=SEVERITY.index)
+        sent.ranks_left -= 1
+        if not sent.ranks_left:
+            del self.transfers[transfer.id]
+            item = (transfer.key, transfer.group)
+            if sent.worst is Outcome.CORRUPT and transfer.link is Link.PROMOTE:
+                self._drops_due.append((transfer.tier, item))
+                wanting = [wanted.present for wanted in self._wanted.values() if item in wanted.present]
+                self._doubted.update((transfer.tier, other) for present in wanting for other in present)
+            elif transfer.link is Link.PROMOTE and sent.worst is not Outcome.DONE and (is_fault or sent.is_fault):
+                self._doubted.add((transfer.tier, item))
+            if sent.replaces_since_s is not None and sent.worst is Outcome.DONE:
+                is_harmed = self._harmed.get(item, -inf) >= sent.replaces_since_s
+                if not is_harmed and not self._world.tiers[transfer.tier].holds(item):
+                    raise Violation(f"demote {transfer.id} was to replace a bad copy in {transfer.tier!r} and did not")
+                self._dropped.pop((transfer.tier, item), None)
+            if transfer.link is Link.SCATTER and sent.worst is Outcome.DONE and sent.operation in self.arrivals:
+                self.arrivals[sent.operation].append((self._world.now_s, item))
+            if sent.worst is not Outcome.DONE:
+                self._incidents[item] = self._world.now_s  # one rank may have failed long before
+            is_blamed = sent.worst not in (Outcome.DONE, Outcome.CANCELLED)
+            if sent.only_load is not None and is_blamed:
+                self._refused.add((sent.only_load, transfer.tier, item))
+        sent.is_fault |= is_fault
+        if transfer.tier and not sent.ranks_left and sent.worst is not Outcome.CANCELLED:
+            self._count_fault(transfer.tier, WAYS[transfer.link], sent.is_fault, transfer.deadline_s)
+
+    def _count_fault(self, tier: str, way: Way, is_fault: bool, deadline_s: float) -> None:
+        is_in_time = self._world.now_s < deadline_s
+        which: tuple[str, Way] = (tier, way)
+        if is_fault or not is_in_time:
+            self._troubled_s[which] = self._world.now_s
+        if not is_fault:
+            self._faults_in_a_row[which] = 0
+            if is_in_time and which in self.down:
+                self._back_due.add(which)
+        elif is_in_time:
+            self._faults_in_a_row[which] += 1
+
+    def is_read(self, tier: str) -> bool:
+        """Whether reads of the tier are up."""
+        return (tier, "read") not in self.down
+
+    def notice(self, notice: TierNotice) -> None:
+        """Check that a tier's reads or writes had a reason to stop or resume."""
+        self._note_late()
+        which = (notice.tier, notice.way)
+        self.incident_counts[f"{notice.way} {'up' if notice.is_up else 'down'}"] += 1
+        if notice.is_up == (which not in self.down):
+            raise Violation(f"{notice} repeats the current state")
+        self._faults_in_a_row[which] = 0
+        if notice.is_up:
+            if notice.way == "read":
+                self._unusable_s[notice.tier] = self._world.now_s
+            self.down.discard(which)
+            self._back_due.discard(which)
+        elif self._troubled_s.get(which, -inf) < self._noticed_s.get(which, 0.0):
+            raise Violation(f"{notice}, without a failed or late operation")
+        else:
+            self.down.add(which)
+        self._noticed_s[which] = self._world.now_s
+
+    # ---- probes -------------------------------------------------------------------------------------------------
+
+    def asking(self, request: RequestId) -> None:
+        """Attribute the probes that follow to `request`."""
+        self._asker = request
+
+    def _asked(self, probe: Probe) -> None:
+        answers = self._answers.setdefault(self._asker, TierAnswers())
+        answers.open += 1
+        answers.probed.update(probe.objects)
+        self.probes[probe.id] = OpenProbe(probe, self._asker, self._scenario.ranks, [True] * len(probe.objects))
+
+    def probed(self, probe: Probe, present: list[bool] | None) -> None:
+        """Record the answer of one rank, before the core gets it."""
+        pending = self.probes[probe.id]
+        pending.ranks_left -= 1
+        if self._world.now_s >= probe.deadline_s or present is None:
+            pending.is_troubled = True
+        else:
+            pending.present = [a and b for a, b in zip(pending.present, present, strict=True)]
+        if pending.ranks_left:
+            return
+        del self.probes[probe.id]
+        self._count_fault(probe.tier, "read", pending.is_troubled, probe.deadline_s)
+        if self._world.now_s >= probe.deadline_s:
+            # Answer or failure: that depends on whether the core has ticked since.
+            self._faults_in_a_row[probe.tier, "read"] = 0
+        answers = self._answers.get(pending.request)
+        if answers is None or answers.open == 0:
+            return
+        answers.open -= 1
+        if pending.is_troubled:
+            answers.is_unsure = True
+            return
+        for item, is_there in zip(probe.objects, pending.present, strict=True):
+            if is_there:
+                answers.holders.setdefault(item, []).append(probe.tier)
+
+    def forgotten(self, request: RequestId) -> None:
+        """Forget the answers of a released request."""
+        self._answers.pop(request, None)
+        for pending in self.probes.values():
+            if pending.request == request:
+                pending.request = RequestId(f"{request} before")
+
+    def holders(self, request: RequestId, item: Item) -> list[str]:
+        """Tiers that answered that they hold an object."""
+        answers = self._answers.get(request)
+        return answers.holders.get(item, []) if answers is not None else []
+
+    def is_asking(self, request: RequestId) -> bool:
+        """Whether a probe of `request` is open."""
+        answers = self._answers.get(request)
+        return answers is not None and answers.open > 0
+
+    def is_unsure(self, request: RequestId) -> bool:
+        """Whether an answer arrived at its deadline and may or may not count."""
+        answers = self._answers.get(request)
+        return answers is not None and answers.is_unsure
+
+    # ---- loads -----------------------------------------------------------------------------------------------------
+
+    def load_begun(self, job: SimJob, operation: Operation) -> None:
+        """Record which objects are available in host memory or in a tier that the core may try."""
+        present: dict[Item, bool] = {}
+        answers = self._answers.get(job.request)
+        for place in operation.blocks:
+            item = operation.item(place)
+            tiers = list(self._scenario.tiers)
+            if answers is not None and item in answers.probed and answers.holders.get(item):
+                tiers = answers.holders[item]
+            in_tier = any(self._world.tiers[tier].holds(item) for tier in tiers)
+            entry = self.cache.host.find(*item)
+            present[item] = in_tier or (entry is not None and entry.residency is not Residency.PROMOTING)
+        self._wanted[operation] = OpenLoad(job, operation, present)
+        self.arrivals[operation] = []
+
+    def explain(self, job: SimJob, operation: Operation, done: LoadDone) -> None:
+        """Check that each missing chunk has a reason."""
+        self._note_late()
+        wanted = self._wanted.pop(operation)
+        self._refused = {refused for refused in self._refused if refused[0] is not operation}
+        now_s, storm = self._world.now_s, self._scenario.mode is Mode.STORM
+        is_too_late = now_s >= operation.start_s + self._scenario.limits.load_deadline_s
+        if job.released_s is not None or (is_too_late and storm):
+            return
+        groups = self._scenario.layout.groups
+        holes = [chunk for group, chunk in done.failed if isinstance(groups[group].validity, History)]
+        held_up = any(since_s >= operation.start_s for since_s in self._unusable_s.values())
+        tiers_in_trouble = held_up or not all(map(self.is_read, self._scenario.tiers))
+        for group, chunk in done.failed:
+            item = operation.item((group, chunk))
+            reasons = (
+                not wanted.present[item],
+                bool(holes) and min(holes) < chunk,
+                storm and self._incidents.get(item, -inf) >= operation.start_s,
+                storm and tiers_in_trouble,
+                done.was_cut,  # `Invariants` checks the cut itself
+            )
+            if not any(reasons):
+                raise Violation(f"group {group} chunk {chunk} did not arrive without a reason: {done}")
+
+    def _note_late(self) -> None:
+        now_s = self._world.now_s
+        for sent in self.transfers.values():
+            transfer = sent.transfer
+            if transfer.tier and now_s >= transfer.deadline_s:
+                self._troubled_s[transfer.tier, WAYS[transfer.link]] = now_s
+                if transfer.link is Link.PROMOTE:
+                    self._unusable_s[transfer.tier] = now_s
+                self._incidents[transfer.key, transfer.group] = now_s
+        overdue = [pending.probe for pending in self.probes.values() if now_s >= pending.probe.deadline_s]
+        self._troubled_s.update(((probe.tier, "read"), now_s) for probe in overdue)
+
+    # ---- after each step -------------------------------------------------------------------------------------------
+
+    def check_budgets(self) -> None:
+        """Check budgets by an own count, and that bad copies are dropped at once."""
+        self._note_late()
+        now_s, limits = self._world.now_s, self._scenario.limits
+        out: defaultdict[tuple[Link, str], int] = defaultdict(int)
+        for sent in self.transfers.values():
+            transfer = sent.transfer
+            out[transfer.link, transfer.tier] += 1
+            is_late = transfer.tier and now_s > transfer.deadline_s + TICK_LATENESS_S_MAX
+            if is_late and not sent.is_cancelled:
+                raise Violation(f"{transfer.link.value} {transfer.id} is past its deadline and was not cancelled")
+        small = limits.small_bytes // OBJECT_BYTES
+        for (link, tier), count in out.items():
+            most = {
+                Link.GATHER: limits.gathers,
+                Link.SCATTER: limits.scatters,
+                Link.PROMOTE: min(max(limits.promotes, small), self._tier_most),
+                Link.DEMOTE: min(max(limits.demotes, small), self._tier_most),
+            }[link]
+            if count > most:
+                raise Violation(f"{count} {link.value}s {tier} in sent, {most} allowed")
+        if len(self._answers) > limits.requests:
+            raise Violation(f"the answers of {len(self._answers)} requests are kept, {limits.requests} allowed")
+        if self._back_due:
+            raise Violation(f"{self._back_due} have succeeded and still count as down")
+        if self._drops_due:
+            raise Violation(f"a corrupt copy was not dropped: {self._drops_due}")
+        for which, count in self._faults_in_a_row.items():
+            if count >= limits.tier_failures and which not in self.down:
+                raise Violation(f"{which} failed {count} times in a row and still counts as healthy")
+
+
+def _demoted(transfer: Transfer) -> tuple[str, Item]:
+    """(tier, object) of a demotion; the tier is empty for other transfers."""
+    return transfer.tier if transfer.link is Link.DEMOTE else "", (transfer.key, transfer.group)

@@ -1,0 +1,313 @@
+"""Executes commands: each rank at its own pace, in any order, with the faults of the seed; and other writers.
+
+A slot holds garbage from the start to the end of a write. A read returns the content at the time of the read.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tests.sim.scenario import Outage
+from tests.sim.world import Condition, Content, Item, SimTier, SlotUse, StoredCopy, Violation, World
+
+from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Transfer
+
+DAMAGE = (Condition.FLIPPED, Condition.TRUNCATED, Condition.OTHER_KEY)
+WRITES_SLOT = (Link.GATHER, Link.PROMOTE)
+CANCELLED_IN_TIME = 0.7
+
+
+@dataclass(slots=True, eq=False)
+class RankTransfer:
+    """One rank's share of a transfer."""
+
+    transfer: Transfer
+    rank: int
+    has_begun: bool = False
+    is_cancelled: bool = False
+    seen: Content = 0
+    copy: StoredCopy | None = None
+
+
+class SimExecutor:
+    """The threads of all ranks.
+
+    Args:
+        complete: called with each rank's outcome of a transfer, and whether the tier is at fault.
+        probed: called with each rank's answer to a probe.
+        incident: called with each fault that may lose an object.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        complete: Callable[[Transfer, int, Outcome, bool], None],
+        probed: Callable[[Probe, list[bool] | None], None],
+        incident: Callable[[Item, str], None],
+    ) -> None:
+        self._world = world
+        self._faults = world.scenario.faults
+        self._complete = complete
+        self._probed = probed
+        self._incident = incident
+        self._tasks: dict[int, list[RankTransfer]] = {}
+        self._dropping: set[tuple[str, Item]] = set()
+        self._tier_s = dict(zip(world.scenario.tiers, world.scenario.tier_s, strict=True))
+
+    def execute(self, commands: Iterable[Command]) -> None:
+        """Schedule commands."""
+        for command in commands:
+            if isinstance(command, Transfer):
+                self._tasks[command.id] = [RankTransfer(command, rank) for rank in range(self._world.scenario.ranks)]
+                for task in self._tasks[command.id]:
+                    self._world.later(self._delay(command) * 0.3, lambda task=task: self._begin(task))
+            elif isinstance(command, Probe):
+                for rank in range(self._world.scenario.ranks):
+                    self._probe(command, rank)
+            elif isinstance(command, Cancel):
+                self._cancel(command)
+            elif isinstance(command, Drop):
+                self._dropping.add((command.tier, (command.key, command.group)))
+                delay_s = self._world.dice.uniform(0, 0.05)
+                self._world.later(delay_s, lambda drop=command: self._drop(drop))
+
+    # ---- transfers -------------------------------------------------------------------------------------------------
+
+    def _begin(self, task: RankTransfer) -> None:
+        if task.is_cancelled:
+            return
+        transfer = task.transfer
+        if transfer.link is Link.DEMOTE and (transfer.tier, (transfer.key, transfer.group)) in self._dropping:
+            self._world.later(0.001, lambda: self._begin(task))
+            return
+        task.has_begun = True
+        self._claim(task)
+        duration_s = self._delay(transfer) * 0.7
+        if transfer.link in WRITES_SLOT:
+            self._write_slot(task, self._world.garbage())
+        if transfer.link is Link.GATHER:
+            task.seen = self._world.blocks.content[task.rank][transfer.blocks[0]]
+        elif transfer.link is Link.SCATTER:
+            task.seen = self._read_slot(task)
+            self._world.blocks.content[task.rank][transfer.blocks[0]] = self._world.garbage()
+        elif transfer.link is Link.PROMOTE:
+            task.copy = self._world.tiers[transfer.tier].copies[task.rank].get((transfer.key, transfer.group))
+        if transfer.tier:
+            outage = self._outage(transfer.tier, is_read=transfer.link is Link.PROMOTE)
+            if outage is not None:
+                self._fail_or_hang(task, outage)
+                return
+            if self._world.dice.random() < self._faults.late:
+                self._incident((transfer.key, transfer.group), "late")
+                duration_s += (transfer.deadline_s - self._world.now_s) * self._world.dice.uniform(1.0, 4.0)
+        self._world.later(max(0.0, duration_s), lambda: self._end(task))
+
+    def _fail_or_hang(self, task: RankTransfer, outage: Outage) -> None:
+        transfer = task.transfer
+        item = (transfer.key, transfer.group)
+        if not outage.hangs:
+            self._world.later(0.001, lambda: self._answer(task, Outcome.FAILED, is_fault=True))
+        elif self._world.is_draining:
+            self._world.later(0.1, lambda: self._end(task))
+        else:
+            self._incident(item, "hangs")
+            self._world.parked.append(lambda: self._end(task))
+
+    def _end(self, task: RankTransfer) -> None:
+        transfer = task.transfer
+        chance = {Link.PROMOTE: self._faults.read_fails, Link.DEMOTE: self._faults.write_fails}
+        if self._world.dice.random() < chance.get(transfer.link, self._faults.copy_fails):
+            self._answer(task, Outcome.FAILED, is_fault=bool(transfer.tier))
+        elif transfer.link is Link.PROMOTE:
+            self._end_promote(task)
+        elif transfer.link is Link.DEMOTE:
+            self._end_demote(task)
+        elif transfer.link is Link.GATHER:
+            now = self._world.blocks.content[task.rank][transfer.blocks[0]]
+            self._write_slot(task, self._world.dice.choice((task.seen, now)))
+            self._answer(task, Outcome.DONE)
+        else:
+            now = self._read_slot(task)
+            content = self._world.dice.choice((task.seen, now))
+            self._world.blocks.content[task.rank][transfer.blocks[0]] = content
+            self._answer(task, Outcome.DONE)
+
+    def _end_promote(self, task: RankTransfer) -> None:
+        transfer = task.transfer
+        tier = self._world.tiers[transfer.tier]
+        now = tier.copies[task.rank].get((transfer.key, transfer.group))
+        copy = self._world.dice.choice((task.copy, now))  # the file was opened at the beginning, or at the end
+        if copy is None:
+            self._answer(task, Outcome.ABSENT)
+        elif copy.condition is not Condition.GOOD:
+            self._answer(task, Outcome.CORRUPT)
+        else:
+            self._write_slot(task, copy.content)
+            self._answer(task, Outcome.DONE)
+
+    def _end_demote(self, task: RankTransfer) -> None:
+        transfer = task.transfer
+        item = (transfer.key, transfer.group)
+        tier = self._world.tiers[transfer.tier]
+        copies = tier.copies[task.rank]
+        room = self._world.scenario.tier_objects
+        if item in copies:
+            self._answer(task, Outcome.DONE)  # an existing copy stays, good or bad
+            return
+        if room is not None and len(copies) >= room:
+            if not self._world.scenario.tier_evicts:
+                self._answer(task, Outcome.FAILED)  # a refusal is no fault
+                return
+            victim = next(iter(copies))
+            self.remove(tier, task.rank, victim)
+        is_flipped = self._world.dice.random() < self._faults.flipped
+        condition = self._world.dice.choice(DAMAGE) if is_flipped else Condition.GOOD
+        if is_flipped:
+            self._incident(item, "flipped")
+        copies[item] = StoredCopy(self._read_slot(task), condition)
+        self._answer(task, Outcome.DONE)
+
+    def _answer(self, task: RankTransfer, outcome: Outcome, *, is_fault: bool = False) -> None:
+        transfer = task.transfer
+        if task.has_begun:
+            self._unclaim(task)
+        if outcome is not Outcome.DONE:
+            self._incident((transfer.key, transfer.group), outcome.value)
+        left = self._tasks[transfer.id]
+        left.remove(task)
+        if not left:
+            del self._tasks[transfer.id]
+        self._complete(transfer, task.rank, outcome, is_fault)
+
+    def _cancel(self, cancel: Cancel) -> None:
+        for number in cancel.ids:
+            for task in self._tasks.get(number, ()):
+                is_in_time = self._world.dice.random() < CANCELLED_IN_TIME
+                if not task.has_begun and not task.is_cancelled and is_in_time:
+                    task.is_cancelled = True
+                    self._world.later(0.0005, lambda task=task: self._answer(task, Outcome.CANCELLED))
+
+    # ---- probes and drops ---------------------------------------------------------------------------------------
+
+    def _probe(self, probe: Probe, rank: int) -> None:
+        dice, faults = self._world.dice, self._faults
+        low, high = self._tier_s[probe.tier]
+        outage = self._outage(probe.tier, is_read=True)
+        delay_s = dice.uniform(low, high)
+        fails = dice.random() < faults.probe_fails
+        if outage is not None and not outage.hangs:
+            fails = True
+        elif outage is not None and not self._world.is_draining:
+            self._world.parked.append(lambda: self._probed(probe, self._contains(probe, rank)))
+            return
+        elif dice.random() < faults.probe_late:
+            delay_s += (probe.deadline_s - self._world.now_s) * dice.uniform(0.9, 3.0)
+        self._world.later(delay_s, lambda: self._probed(probe, None if fails else self._contains(probe, rank)))
+
+    def _contains(self, probe: Probe, rank: int) -> list[bool]:
+        copies = self._world.tiers[probe.tier].copies[rank]
+        return [item in copies for item in probe.objects]
+
+    def _drop(self, drop: Drop) -> None:
+        tier, item = self._world.tiers[drop.tier], (drop.key, drop.group)
+        self._dropping.discard((drop.tier, item))
+        for rank in range(self._world.scenario.ranks):
+            self.remove(tier, rank, item, "dropped")
+
+    def remove(self, tier: SimTier, rank: int, item: Item, what: str = "removed") -> None:
+        """Remove one rank's copy."""
+        if tier.copies[rank].pop(item, None) is not None:
+            self._incident(item, what)
+
+    def damaged(self, item: Item) -> None:
+        """Record that a copy was damaged."""
+        self._incident(item, "damaged")
+
+    # ---- slots and blocks ------------------------------------------------------------------------------------------
+
+    def _use(self, task: RankTransfer) -> SlotUse:
+        return self._world.uses[task.rank][task.transfer.group][task.transfer.slot]
+
+    def _claim(self, task: RankTransfer) -> None:
+        transfer, use = task.transfer, self._use(task)
+        if transfer.link in WRITES_SLOT:
+            if use.readers or use.writers:
+                raise Violation(f"{transfer.link.value} {transfer.id} writes slot {transfer.slot}, which is in use")
+            use.writers += 1
+        else:
+            if use.writers:
+                raise Violation(f"{transfer.link.value} {transfer.id} reads slot {transfer.slot}, which is written")
+            use.readers += 1
+        self._check_blocks(transfer)
+
+    def _unclaim(self, task: RankTransfer) -> None:
+        use = self._use(task)
+        if task.transfer.link in WRITES_SLOT:
+            use.writers -= 1
+        else:
+            use.readers -= 1
+        self._check_blocks(task.transfer)
+
+    def _check_blocks(self, transfer: Transfer) -> None:
+        for block in transfer.blocks:
+            if block not in self._world.blocks.open:
+                raise Violation(f"{transfer.link.value} {transfer.id} touches block {block} after the end")
+
+    def _read_slot(self, task: RankTransfer) -> Content:
+        return self._world.slots[task.rank][task.transfer.group][task.transfer.slot]
+
+    def _write_slot(self, task: RankTransfer, content: Content) -> None:
+        self._world.slots[task.rank][task.transfer.group][task.transfer.slot] = content
+
+    # ---- delays ----------------------------------------------------------------------------------------------------
+
+    def _delay(self, transfer: Transfer) -> float:
+        low, high = self._tier_s[transfer.tier] if transfer.tier else self._world.scenario.device_s
+        return self._world.dice.uniform(low, high)
+
+    def _outage(self, tier: str, *, is_read: bool) -> Outage | None:
+        now_s = self._world.now_s
+        for outage in self._faults.outages:
+            is_now = outage.tier == tier and outage.start_s <= now_s < outage.end_s
+            if is_now and not (is_read and outage.spares_reads):
+                return outage
+        return None
+
+
+class OtherWriters:
+    """Other processes that add, remove and damage objects in the tiers, unknown to the core."""
+
+    def __init__(self, world: World, executor: SimExecutor) -> None:
+        self._world = world
+        self._executor = executor
+
+    def act(self) -> None:
+        """Change one tier once."""
+        dice = self._world.dice
+        if not self._world.tiers:
+            return
+        tier = dice.choice(list(self._world.tiers.values()))
+        act = dice.choice((self._add, self._remove, self._damage))
+        act(tier)
+
+    def _add(self, tier: SimTier) -> None:
+        scenario, dice = self._world.scenario, self._world.dice
+        depth = dice.randint(1, scenario.chunks_max)
+        key = ChunkKey(b"".join(b"%d" % dice.randrange(scenario.branches) for _ in range(depth)))
+        group = dice.randrange(len(scenario.slots))
+        is_everywhere = dice.random() < 0.7
+        for rank, copies in enumerate(tier.copies):
+            if is_everywhere or dice.random() < 0.5:
+                copies[key, group] = StoredCopy((key, group, rank))
+
+    def _remove(self, tier: SimTier) -> None:
+        rank = self._world.dice.randrange(len(tier.copies))
+        if tier.copies[rank]:
+            self._executor.remove(tier, rank, self._world.dice.choice(list(tier.copies[rank])))
+
+    def _damage(self, tier: SimTier) -> None:
+        rank = self._world.dice.randrange(len(tier.copies))
+        sound = [item for item, copy in tier.copies[rank].items() if copy.condition is Condition.GOOD]
+        if sound:
+            item = self._world.dice.choice(sound)
+            tier.copies[rank][item] = StoredCopy(0, self._world.dice.choice(DAMAGE))
+            self._executor.damaged(item)
