@@ -22,11 +22,11 @@ demo: setup
 	$(BIN)/kvtier demo
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # The same with coverage, which takes twice as long.
 coverage: setup
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --cov --cov-report=term
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal --cov --cov-report=term
 
 # The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own.
 test-vllm: $(VLLM_VENV)/.done
