@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvtier.replay.hits import replay
 from kvtier.replay.policies.bounds import infinite_hit_tokens
-from kvtier.trace.arrays import pack
+from kvtier.trace.arrays import read_arrays
 from kvtier.trace.formats.base import Request
 
 BLOCK = 16
@@ -76,7 +76,7 @@ def test_min_is_the_best_that_keeps_whole_prefixes(prompts, capacity):
     trace.requests = lambda: (
         Request(float(n), len(ids) * BLOCK, 1, np.asarray(ids, np.int64), None, n + 1) for n, ids in enumerate(prompts)
     )
-    outcome = replay(pack(trace), "min", capacity * BLOCK)
+    outcome = replay(read_arrays(trace), "min", capacity * BLOCK)
     assert outcome.hit_tokens == best_prefix_closed([tuple(it) for it in prompts], capacity) * BLOCK
 
 
@@ -85,14 +85,14 @@ def test_min_is_the_best_that_keeps_whole_prefixes(prompts, capacity):
 def test_the_shortcut_for_a_cache_without_end_equals_the_long_way(prompts):
     # Also where ids break the prefix property.
     prompts = [list(dict.fromkeys(it)) for it in prompts]
-    packed = pack(Listed(prompts))
+    packed = read_arrays(Listed(prompts))
     assert infinite_hit_tokens(packed) == replay(packed, "infinite", None).hit_tokens
 
 
 @given(prompts=trees(), capacity=st.integers(1, 8))
 @settings(max_examples=40, deadline=None)
 def test_more_capacity_never_hurts_lru_and_min_bounds_it(prompts, capacity):
-    packed = pack(Listed(prompts))
+    packed = read_arrays(Listed(prompts))
     small, large = (replay(packed, "lru", it * BLOCK).hit_tokens for it in (capacity, capacity + 1))
     # An inclusive stack: what LRU holds in less room it also holds in more.
     assert small <= large

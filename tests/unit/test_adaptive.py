@@ -19,7 +19,7 @@ from kvtier.policy.reuse import WATCHED_MAX, ReuseModel
 from kvtier.policy.runs import SLACK
 from kvtier.replay.hits import replay
 from kvtier.testing.policy import held, name_of
-from kvtier.trace.arrays import pack
+from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
 from kvtier.types import NextTurn
 
@@ -184,12 +184,12 @@ FLOOR = 0.335
 
 
 def test_on_a_recorded_trace_it_stays_above_the_best_fixed_policy():
-    assert replay(pack(open_trace(TRACE)), "adaptive", 3_000_000).hit_rate >= FLOOR
+    assert replay(read_arrays(open_trace(TRACE)), "adaptive", 3_000_000).hit_rate >= FLOOR
 
 
 def test_without_learning_it_falls_below(monkeypatch):
     monkeypatch.setattr(ReuseModel, "watch", lambda *_: None)
-    assert replay(pack(open_trace(TRACE)), "adaptive", 3_000_000).hit_rate < FLOOR - 0.01
+    assert replay(read_arrays(open_trace(TRACE)), "adaptive", 3_000_000).hit_rate < FLOOR - 0.01
 
 
 @settings(max_examples=400, derandomize=True, deadline=None)

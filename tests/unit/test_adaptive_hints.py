@@ -13,7 +13,7 @@ from kvtier.policy.reuse import ReuseModel
 from kvtier.policy.runs import SLACK, Session
 from kvtier.replay.hits import replay
 from kvtier.testing.policy import held, name_of
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 from kvtier.types import NextTurn
 
 NOBODY = NextTurn.NOBODY
@@ -189,7 +189,7 @@ def test_hints_keep_the_books(slots):
 def test_a_replay_tells_after_each_request_who_goes_on(monkeypatch, policy, expected):
     told: list[tuple[int, str, NextTurn | None]] = []
     prompts, sessions = [[0, 1], [2], [0, 1, 3], [4], [2, 5]], [7, 8, 7, 9, 8]
-    packed = Packed(
+    packed = TraceArrays(
         name="by hand",
         block_tokens=16,
         has_blocks=True,

@@ -119,5 +119,5 @@ def test_wrong_traces_are_explained_and_strict_refuses_what_is_warned_of(capsys,
     assert "allowed with --strict" in err
     csv = tmp_path / "azure.csv"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
-    assert "tells no blocks" in said(capsys, str(csv), "--policy", "lru")[2]
+    assert "has no blocks" in said(capsys, str(csv), "--policy", "lru")[2]
     assert said(capsys, "describe", str(csv))[0] == 0

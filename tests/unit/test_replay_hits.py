@@ -11,8 +11,8 @@ from kvtier.replay.curves import Task, sweep
 from kvtier.replay.hits import Outcome, replay
 from kvtier.replay.journal import Journal
 from kvtier.replay.policies.registry import REFERENCES, make_policy, policy_names
-from kvtier.trace.arrays import pack
-from kvtier.trace.open import Reading, open_trace
+from kvtier.trace.arrays import read_arrays
+from kvtier.trace.open import ReadOptions, open_trace
 
 # `no_cover`: counting lines would make these loops over whole traces five times as long; the small traces count them.
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -22,7 +22,7 @@ LIBCACHESIM = json.loads((GOLDEN / "libcachesim_hits.json").read_text())["block_
 
 @cache
 def trace(name, block=None):
-    return pack(open_trace(GOLDEN / "traces" / f"{name}.jsonl.gz", Reading(block_tokens=block)))
+    return read_arrays(open_trace(GOLDEN / "traces" / f"{name}.jsonl.gz", ReadOptions(block_tokens=block)))
 
 
 def hit_rate(name, policy, millions):

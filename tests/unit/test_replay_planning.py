@@ -23,7 +23,7 @@ from kvtier.replay.outcome import PARTS
 from kvtier.replay.series import SPAN_MAX_S, Series
 from kvtier.replay.split import best_split
 from kvtier.replay.tiered import Setup, replay_tiers
-from kvtier.trace.arrays import pack
+from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
 
 MAGAGENT = Path(__file__).parents[1] / "golden" / "traces" / "lmcache_magagent_b64.jsonl.gz"
@@ -159,7 +159,7 @@ def test_a_tiered_replay_that_is_broken_off_tells_of_the_requests_until_then():
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_sweep_that_is_broken_off_gives_what_is_done(jobs, tmp_path):
-    packed = pack(open_trace(MAGAGENT))
+    packed = read_arrays(open_trace(MAGAGENT))
     tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc", "s3-fifo") for capacity in (20_000, 50_000)]
     path = tmp_path / "kept"
 
@@ -358,7 +358,8 @@ def test_a_report_of_several_ways_begins_with_all_side_by_side(tmp_path):
 
 
 def test_a_trace_of_one_request_is_told():
-    outcome = replay_tiers(pack(Listed([(5.0, [1, 2], None)])), Setup(tiers=(tier("host", 8),), token_bytes=1024.0))
+    trace = read_arrays(Listed([(5.0, [1, 2], None)]))
+    outcome = replay_tiers(trace, Setup(tiers=(tier("host", 8),), token_bytes=1024.0))
     assert (outcome.requests, hits(outcome)) == (1, {"host": 0})
     assert (outcome.planning.requests, outcome.planning.regret_s) == (0, 0.0)
 

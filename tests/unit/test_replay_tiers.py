@@ -12,7 +12,7 @@ from kvtier.replay.hits import replay
 from kvtier.replay.links import Agenda, Gauge, Link, TierSpec, link_use
 from kvtier.replay.routing import ROUTERS
 from kvtier.replay.tiered import Setup, replay_tiers
-from kvtier.trace.arrays import pack
+from kvtier.trace.arrays import read_arrays
 from kvtier.trace.formats.base import Request
 from kvtier.trace.open import open_trace
 
@@ -41,14 +41,14 @@ def tier(name, chunks, bytes_per_s=1e9, **more):
 
 def replayed(rows, *tiers, **more):
     settings = {"token_bytes": TOKEN, "prefill": Prefill(tokens_per_s=1000.0), "servers": 1, **more}
-    return replay_tiers(pack(Listed(rows)), Setup(tiers=tiers, **settings))
+    return replay_tiers(read_arrays(Listed(rows)), Setup(tiers=tiers, **settings))
 
 
 def agents():
     """The first requests of a public trace."""
     trace = open_trace(TRACES / "lmcache_magagent_b64.jsonl.gz")
     first = [(it.time_s, it.blocks[: (it.input_tokens - 1) // BLOCK], it.session) for it in trace.requests()]
-    return pack(Listed(first[:160]))
+    return read_arrays(Listed(first[:160]))
 
 
 def hits(outcome):

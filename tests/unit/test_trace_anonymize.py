@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier.cli.main import run
 from kvtier.replay.hits import replay
-from kvtier.trace.arrays import pack
+from kvtier.trace.arrays import read_arrays
 from kvtier.trace.formats.base import Request
 from kvtier.trace.open import open_trace
 from kvtier.trace.write import request_lines
@@ -54,8 +54,8 @@ rows = st.lists(st.tuples(st.floats(0, 50), ids, st.sampled_from([None, "eve", "
 def test_any_trace_replays_to_the_same_figures(rows, capacity, coarse_s):
     numbers = {}
     small = [(pause, [numbers.setdefault(it, 100 + len(numbers)) for it in ids], who) for pause, ids, who in rows]
-    before = pack(Listed(small))
-    after = pack(Lines(list(request_lines(before, as_runs=False, coarse_s=coarse_s))))
+    before = read_arrays(Listed(small))
+    after = read_arrays(Lines(list(request_lines(before, as_runs=False, coarse_s=coarse_s))))
     for policy in ("plain-lru", "arc", "min"):
         for tokens in (capacity * BLOCK, None):
             assert replay(after, policy, tokens).hit_tokens == replay(before, policy, tokens).hit_tokens
@@ -69,7 +69,7 @@ def test_any_trace_replays_to_the_same_figures(rows, capacity, coarse_s):
 def test_public_traces_replay_to_the_same_figures(tmp_path, capsys, name):
     source, target = TRACES / f"{name}.jsonl.gz", tmp_path / "out.jsonl.gz"
     assert run(["trace", "anonymize", str(source), str(target), "--coarse-s", "10", "--no-sessions"]) == 0
-    before, after = pack(open_trace(source)), pack(open_trace(target), is_strict=True)
+    before, after = read_arrays(open_trace(source)), read_arrays(open_trace(target), is_strict=True)
     for policy in ("plain-lru", "arc", "min"):
         for capacity in (20_000, 120_000, None):
             assert replay(after, policy, capacity).hit_tokens == replay(before, policy, capacity).hit_tokens

@@ -10,8 +10,8 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.replay.hits import replay
-from kvtier.trace.arrays import pack
-from kvtier.trace.open import Reading, open_trace
+from kvtier.trace.arrays import read_arrays
+from kvtier.trace.open import ReadOptions, open_trace
 from kvtier.trace.write import write_requests
 
 TRACES = Path(__file__).parents[1] / "golden" / "traces"
@@ -20,10 +20,10 @@ TRACES = Path(__file__).parents[1] / "golden" / "traces"
 @pytest.mark.parametrize("name", ["lmcache_magagent_b64", "claude_code_17sessions", "lmcache_miniswe_b64"])
 @pytest.mark.parametrize("as_runs", [True, False])
 def test_a_round_trip_keeps_times_lengths_sharing_and_figures(tmp_path, name, as_runs):
-    before = pack(open_trace(TRACES / f"{name}.jsonl.gz"))
+    before = read_arrays(open_trace(TRACES / f"{name}.jsonl.gz"))
     path = tmp_path / "out.jsonl.gz"
     write_requests(path, before, as_runs=as_runs)
-    after = pack(open_trace(path))
+    after = read_arrays(open_trace(path))
     assert after.block_tokens == before.block_tokens
     assert after.block_count == before.block_count
     for column in ("starts", "input_tokens", "output_tokens", "session", "turn"):
@@ -60,10 +60,10 @@ def test_nothing_of_texts_ids_or_names_is_left(tmp_path, capsys):
 def test_what_cannot_be_converted_is_explained(tmp_path, capsys):
     csv = tmp_path / "azure.csv"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
-    with pytest.raises(ConfigError, match="tells no blocks"):
-        write_requests(tmp_path / "out", pack(open_trace(csv)), as_runs=True)
+    with pytest.raises(ConfigError, match="has no blocks"):
+        write_requests(tmp_path / "out", read_arrays(open_trace(csv)), as_runs=True)
     assert run(["trace", "convert", str(csv), str(csv)]) == 2
     assert "allowed: another file" in capsys.readouterr().err
-    packed = pack(open_trace(TRACES / "lmcache_magagent_b64.jsonl.gz", Reading(block_tokens=128)))
+    packed = read_arrays(open_trace(TRACES / "lmcache_magagent_b64.jsonl.gz", ReadOptions(block_tokens=128)))
     with pytest.raises(ConfigError, match="cannot be written"):
         write_requests(csv / "out", packed, as_runs=True)

@@ -12,8 +12,8 @@ import zstandard
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.replay.hits import replay
-from kvtier.trace.arrays import pack
-from kvtier.trace.open import Reading, open_trace
+from kvtier.trace.arrays import read_arrays
+from kvtier.trace.open import ReadOptions, open_trace
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
 REAL = GOLDEN / "vllm_events.msgpack"
@@ -38,7 +38,7 @@ def stored(*hashes, parent=None, **more):
 
 
 def read(path, **reading):
-    trace = open_trace(path, Reading(**reading))
+    trace = open_trace(path, ReadOptions(**reading))
     requests = [(round(it.time_s, 3), it.blocks.tolist(), it.output_tokens) for it in trace.requests()]
     return requests, trace.notes
 
@@ -54,7 +54,7 @@ def test_what_vllm_published_gives_the_prompts_that_it_was_asked():
     ends = [(it["prompt"] + it["generated"] - 1) // BLOCK * BLOCK - it["prompt"] // BLOCK * BLOCK for it in seen]
     assert [it.output_tokens for it in requests] == ends
     # vLLM's own cache lost nothing, so an endless one hits what it said it had.
-    packed = pack(trace, is_strict=True)
+    packed = read_arrays(trace, is_strict=True)
     assert replay(packed, "lru", None).hit_tokens == sum(it["cached"] for it in seen)
     # Negative control: without one of its batches the figures are others.
     assert sum(it["cached"] for it in seen) > 0
@@ -62,11 +62,11 @@ def test_what_vllm_published_gives_the_prompts_that_it_was_asked():
 
 def test_a_lost_batch_shows(tmp_path):
     seen = [it for it in TOLD["asked"] if not it["what"].startswith("there as a whole")]
-    packed = pack(open_trace(written(tmp_path / "lost", batches()[1:])))
+    packed = read_arrays(open_trace(written(tmp_path / "lost", batches()[1:])))
     assert replay(packed, "lru", None).hit_tokens != sum(it["cached"] for it in seen)
     assert any("stored before the file begins" in it for it in packed.warnings)
     with pytest.raises(ConfigError, match="allowed with --strict"):
-        pack(open_trace(tmp_path / "lost"), is_strict=True)
+        read_arrays(open_trace(tmp_path / "lost"), is_strict=True)
 
 
 def test_json_lines_and_arrays_and_packed_files_give_the_same(tmp_path):
@@ -103,7 +103,7 @@ def test_pages_one_at_a_time_are_one_prompt_and_hashes_of_a_page_alone_name_no_p
     assert len(set(first)) == 3
     assert len(second) == 2
     assert not set(first) & set(second)
-    assert pack(open_trace(tmp_path / "pages"), is_strict=True).prefix_violations == 0
+    assert read_arrays(open_trace(tmp_path / "pages"), is_strict=True).prefix_violations == 0
 
 
 def test_what_goes_on_and_what_is_new(tmp_path):
@@ -157,7 +157,7 @@ def test_a_malformed_batch_is_named_with_its_field(tmp_path, told, message):
 def test_a_file_that_is_cut_short_is_refused(tmp_path):
     (tmp_path / "cut").write_bytes(REAL.read_bytes()[:-7])
     with pytest.raises(ConfigError, match="cut short after batch 10"):
-        pack(open_trace(tmp_path / "cut"))
+        read_arrays(open_trace(tmp_path / "cut"))
     whole = gzip.compress(REAL.read_bytes(), mtime=0)
     data = REAL.read_bytes()
     packed = zstandard.compress(data[:100]) + zstandard.compress(data[100:])

@@ -12,10 +12,10 @@ import zstandard
 from kvtier.errors import ConfigError
 from kvtier.trace import arrays as arrays_module
 from kvtier.trace import io as io_module
-from kvtier.trace.arrays import Packed, pack, without_sessions
+from kvtier.trace.arrays import TraceArrays, read_arrays, without_sessions
 from kvtier.trace.formats import block_ids, session_lines
-from kvtier.trace.formats.block_ids import merged
-from kvtier.trace.open import Reading, open_trace
+from kvtier.trace.formats.block_ids import merge_blocks
+from kvtier.trace.open import ReadOptions, open_trace
 from kvtier.trace.write import write_requests
 from kvtier.types import NextTurn
 
@@ -26,14 +26,14 @@ LINES = [
 ]
 
 
-def written(path: Path, lines, pack=bytes):
+def written(path: Path, lines, compress=bytes):
     text = "\n".join(it if isinstance(it, str) else json.dumps(it) for it in lines) + "\n"
-    path.write_bytes(pack(text.encode()))
+    path.write_bytes(compress(text.encode()))
     return path
 
 
 def read(path, **reading):
-    return [it._replace(blocks=it.blocks.tolist()) for it in open_trace(path, Reading(**reading)).requests()]
+    return [it._replace(blocks=it.blocks.tolist()) for it in open_trace(path, ReadOptions(**reading)).requests()]
 
 
 def test_request_lines_plain_gzip_and_zstd_give_the_same(tmp_path):
@@ -72,7 +72,7 @@ def test_whole_blocks_alone_may_have_ids_and_numbers_that_do_not_agree_are_told(
     told = open_trace(written(tmp_path / "odd", lines(lambda tokens: tokens % 7 + 1)))
     assert "do not agree on one" in told.notes[0]
     told = open_trace(written(tmp_path / "none", lines(lambda _: 0)))
-    assert pack(told).warnings == ("none of the first 30 requests has an id, so nothing can be found again",)
+    assert read_arrays(told).warnings == ("none of the first 30 requests has an id, so nothing can be found again",)
 
 
 def test_hashes_and_texts_as_ids_keep_who_is_equal_to_whom(tmp_path):
@@ -87,7 +87,7 @@ def test_hashes_and_texts_as_ids_keep_who_is_equal_to_whom(tmp_path):
 def test_larger_blocks_are_named_by_their_last_id(tmp_path):
     path = written(tmp_path / "trace", LINES)
     assert [it.blocks for it in read(path, block_tokens=128)] == [[1, 2], [1, 4], [9]]
-    assert merged(np.arange(5), 4).tolist() == [3, 4]
+    assert merge_blocks(np.arange(5), 4).tolist() == [3, 4]
     with pytest.raises(ConfigError, match=r"--block 100 .*allowed: a multiple of its 64 tokens"):
         read(path, block_tokens=100)
 
@@ -141,12 +141,12 @@ def test_request_lines_say_who_goes_on_and_keep_it_when_written(tmp_path):
     said = ["tool", None, "user", "nobody"]
     line = {"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [0], "session_id": 1}
     path = written(tmp_path / "said", [{**line, "timestamp": n, "next_turn": it} for n, it in enumerate(said)])
-    packed = pack(open_trace(path))
+    packed = read_arrays(open_trace(path))
     assert packed.next_turn.tolist() == [0, -1, 1, 2]
     packed.save(tmp_path)
-    assert Packed.load(tmp_path).next_turn.tolist() == [0, -1, 1, 2]
+    assert TraceArrays.load(tmp_path).next_turn.tolist() == [0, -1, 1, 2]
     write_requests(tmp_path / "again", packed, as_runs=True)
-    assert pack(open_trace(tmp_path / "again")).next_turn.tolist() == [0, -1, 1, 2]
+    assert read_arrays(open_trace(tmp_path / "again")).next_turn.tolist() == [0, -1, 1, 2]
     write_requests(tmp_path / "silent", without_sessions(packed), as_runs=True)
     assert "next_turn" not in (tmp_path / "silent").read_text()
 
@@ -285,7 +285,7 @@ def test_seconds_that_look_like_milliseconds_are_told(tmp_path):
     lines = [{"timestamp": it, "input_length": 9000, "hash_ids": [it]} for it in range(50)]
     path = written(tmp_path / "trace", lines)
     assert any("look like seconds" in note and "--time-unit s" in note for note in open_trace(path).notes)
-    told = open_trace(path, Reading(time_unit="s"))
+    told = open_trace(path, ReadOptions(time_unit="s"))
     assert not any("look like" in note for note in told.notes)
     assert [it.time_s for it in told.requests()][-1] == 49.0
 
@@ -294,13 +294,13 @@ def test_texts_may_have_times_of_their_own_unit_or_since_1970(tmp_path):
     for unit, scale in (("s", 1), ("ms", 1000), ("us", 1_000_000)):
         for start in (0, 1_760_428_258 * scale):
             lines = [{**TEXT, "timestamp": start + n * scale, "input": "word " * 3000} for n in range(12)]
-            trace = open_trace(written(tmp_path / "text", lines), Reading(time_unit=unit))
+            trace = open_trace(written(tmp_path / "text", lines), ReadOptions(time_unit=unit))
             assert [round(it.time_s, 3) for it in trace.requests()] == list(range(12)), (unit, start)
             assert not any("look like" in note for note in trace.notes)
     (doubted,) = [
-        it for it in pack(open_trace(written(tmp_path / "text", seconds(TEXT)))).warnings if "look like" in it
+        it for it in read_arrays(open_trace(written(tmp_path / "text", seconds(TEXT)))).warnings if "look like" in it
     ]
-    assert doubted.endswith("if they are seconds, say --time-unit s")
+    assert doubted.endswith("--time-unit s")
 
 
 def seconds(line):
@@ -338,10 +338,10 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
     path = written(tmp_path / "trace", lines)
     with pytest.raises(ConfigError, match=message) as told:
-        pack(open_trace(path))
+        read_arrays(open_trace(path))
     assert str(path) in str(told.value)
     if len(lines) > 2 or (len(lines) == 2 and not isinstance(lines[0], str)):
-        pack(open_trace(written(path, lines[:-1])))  # without the last line, all is well
+        read_arrays(open_trace(written(path, lines[:-1])))  # without the last line, all is well
 
 
 @pytest.mark.parametrize(
@@ -361,10 +361,10 @@ def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
 )
 def test_every_reader_tells_of_times_that_cannot_be_meant(tmp_path, lines, message):
     path = written(tmp_path / "trace", lines)
-    assert any(message in it for it in pack(open_trace(path)).warnings)
+    assert any(message in it for it in read_arrays(open_trace(path)).warnings)
     with pytest.raises(ConfigError, match="allowed with --strict"):
-        pack(open_trace(path), is_strict=True)
-    well = pack(open_trace(written(path, [session(0, 5, 9)])), is_strict=True)
+        read_arrays(open_trace(path), is_strict=True)
+    well = read_arrays(open_trace(written(path, [session(0, 5, 9)])), is_strict=True)
     assert well.warnings == ()
 
 
@@ -377,10 +377,10 @@ def test_nothing_is_no_trace(tmp_path, content):
 
 def test_ids_far_apart_take_no_table(tmp_path):
     lines = [{"timestamp": n, "input_length": 9, "hash_runs": [[n * 500_000_000, 2]]} for n in (0, 1, 2, 1)]
-    packed = pack(open_trace(written(tmp_path / "trace", lines)))
+    packed = read_arrays(open_trace(written(tmp_path / "trace", lines)))
     assert packed.ids.tolist() == [0, 1, 2, 3, 4, 5, 2, 3]
     with pytest.raises(ConfigError, match=r"hash_runs holds .*ids below 1073741824"):
-        pack(open_trace(written(tmp_path / "trace", [{**lines[0], "hash_runs": [[1 << 30, 1]]}])))
+        read_arrays(open_trace(written(tmp_path / "trace", [{**lines[0], "hash_runs": [[1 << 30, 1]]}])))
 
 
 def requests_at(*times_s):
@@ -462,10 +462,10 @@ def test_what_is_kept_and_what_is_written_has_a_limit(tmp_path, monkeypatch):
                 if name == "SESSION_BLOCKS_MAX" and path != sessions:
                     continue
                 monkeypatch.setattr(module, name, 40)
-                assert len(pack(open_trace(path, Reading(block_tokens=64 if path != texts else 1)))) == 4
+                assert len(read_arrays(open_trace(path, ReadOptions(block_tokens=64 if path != texts else 1)))) == 4
                 monkeypatch.setattr(module, name, 39)
                 with pytest.raises(ConfigError, match=r"40 blocks .*; allowed: (at most )?39"):
-                    pack(open_trace(path, Reading(block_tokens=64 if path != texts else 1)))
+                    read_arrays(open_trace(path, ReadOptions(block_tokens=64 if path != texts else 1)))
 
 
 def test_a_request_has_so_many_blocks_and_tokens_at_most(tmp_path):
@@ -476,8 +476,8 @@ def test_a_request_has_so_many_blocks_and_tokens_at_most(tmp_path):
             ConfigError, match=f"line 1: hash_(runs|ids) has {most + 1} blocks; allowed: at most {most}"
         ):
             open_trace(written(tmp_path / "trace", [{**line, **blocks}]))
-    assert len(pack(open_trace(written(tmp_path / "trace", [{**line, "hash_runs": [[0, most]]}]))).ids) == most
+    assert len(read_arrays(open_trace(written(tmp_path / "trace", [{**line, "hash_runs": [[0, most]]}]))).ids) == most
     stored = {"type": "BlockStored", "token_ids": [], "block_size": (1 << 31) - 1, "parent_block_hash": None}
     events = written(tmp_path / "events", [{"ts": 1.0, "events": [{**stored, "block_hashes": [1, 2]}]}])
     with pytest.raises(ConfigError, match="line 1: prompt of 4294967294 tokens; allowed: at most 2147483647"):
-        pack(open_trace(events))
+        read_arrays(open_trace(events))

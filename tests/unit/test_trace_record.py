@@ -18,7 +18,7 @@ from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 from kvtier.replay.hits import replay
 from kvtier.runtime.recorder import Recorder, Served
-from kvtier.trace.arrays import pack
+from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
 from kvtier.types import NextTurn
 
@@ -64,7 +64,7 @@ def test_what_was_served_is_read_back_in_the_order_of_arrival(tmp_path, metrics)
     requests = list(trace.requests())
     assert [(it.input_tokens, it.output_tokens) for it in requests] == [(40, 900), (50, 0), (51, 1), (52, 2)]
     assert [round(it.time_s - requests[0].time_s, 2) for it in requests] == [0, 1, 2, 3]
-    packed = pack(trace, is_strict=True)
+    packed = read_arrays(trace, is_strict=True)
     assert (packed.block_count, packed.session.tolist()) == (5, [0, 1, 1, 1])
     assert replay(packed, "lru", None).hit_tokens == 3 * 32
     assert counted(metrics) == {"recorded": 4, "lost": 0}
@@ -160,7 +160,7 @@ def test_lines_that_wait_for_an_earlier_request_are_bounded(tmp_path, metrics, m
     outputs = [it.output_tokens for it in open_trace(recorder.path).requests()]
     assert sorted(outputs) == [*range(50), 99]
     assert outputs[:40] == list(range(40))
-    assert "go back" in pack(open_trace(recorder.path)).warnings[0]  # said, not hidden
+    assert "go back" in read_arrays(open_trace(recorder.path)).warnings[0]  # said, not hidden
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path, metrics):

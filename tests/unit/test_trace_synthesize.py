@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from kvtier.cli.main import run
 from kvtier.replay.hits import replay
-from kvtier.trace.arrays import pack
-from kvtier.trace.fitted import Fitted
+from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
-from kvtier.trace.stated import Stated, Statistics
-from kvtier.trace.stats import describe
-from kvtier.trace.synthesis import synthesized
+from kvtier.trace.stats import trace_stats
+from kvtier.trace.synthesize import StatisticalSource, Statistics, TraceSource, synthesized
 from kvtier.trace.write import write_lines
 
 TRACES = Path(__file__).parents[1] / "golden" / "traces"
@@ -26,7 +24,7 @@ TRACES = Path(__file__).parents[1] / "golden" / "traces"
 def made(tmp_path, source, count):
     path = tmp_path / "synthesised.jsonl"
     write_lines(path, synthesized(source, count))
-    return pack(open_trace(path), is_strict=True)
+    return read_arrays(open_trace(path), is_strict=True)
 
 
 CURVES = {
@@ -41,37 +39,37 @@ QUANTILE_OFF_MAX = 0.15
 
 
 def figures(packed, capacities):
-    told = describe(packed)
+    told = trace_stats(packed)
     rates = [told.infinite_hit_rate, *(replay(packed, "plain-lru", it).hit_rate for it in capacities)]
     return np.array(rates), np.array([told.interval_p50_s, told.interval_p90_s, told.interval_p99_s]), told
 
 
 @pytest.mark.parametrize("name", CURVES)
 def test_a_trace_like_another_has_its_curve_and_its_intervals(tmp_path, name):
-    model = pack(open_trace(TRACES / f"{name}.jsonl.gz"))
+    model = read_arrays(open_trace(TRACES / f"{name}.jsonl.gz"))
     capacities, off_max = CURVES[name]
     rates, intervals, told = figures(model, capacities)
-    like, like_intervals, like_told = figures(made(tmp_path, Fitted(model, 1), len(model)), capacities)
+    like, like_intervals, like_told = figures(made(tmp_path, TraceSource(model, 1), len(model)), capacities)
     assert np.abs(like - rates).max() < off_max
     assert np.abs(like_intervals[:2] / intervals[:2] - 1).max() < QUANTILE_OFF_MAX
     assert like_told.input_mean == pytest.approx(told.input_mean, rel=0.05)
     assert like_told.duration_s == pytest.approx(told.duration_s, rel=0.12)
     # Negative control: lengths and times alone do not make such a trace. Without what sessions share, nothing is hit.
     lone = Statistics(turns=1.0, shared_share=0.0, block_tokens=model.block_tokens)
-    assert np.abs(figures(made(tmp_path, Stated(lone, 1), 500), ())[0] - rates[:1]).max() > off_max
+    assert np.abs(figures(made(tmp_path, StatisticalSource(lone, 1), 500), ())[0] - rates[:1]).max() > off_max
 
 
 def test_a_trace_that_is_longer_than_its_model_goes_on_with_new_sessions(tmp_path):
-    model = pack(open_trace(TRACES / "mooncake_synthetic_runs.jsonl.gz"))
+    model = read_arrays(open_trace(TRACES / "mooncake_synthetic_runs.jsonl.gz"))
     rates, _, told = figures(model, (3_000_000,))
-    longer = made(tmp_path, Fitted(model, 3), 3 * len(model))
+    longer = made(tmp_path, TraceSource(model, 3), 3 * len(model))
     like, _, like_told = figures(longer, (3_000_000,))
     assert np.abs(like - rates).max() < 0.03
     assert longer.block_count == pytest.approx(3 * model.block_count, rel=0.05)
     assert like_told.duration_s == pytest.approx(3 * told.duration_s, rel=0.05)
     # It is no copy: at another rate the same sessions begin at other times.
-    faster = made(tmp_path, Fitted(model, 3, 2 * len(model) / told.duration_s), len(model))
-    assert describe(faster).duration_s < 0.85 * told.duration_s
+    faster = made(tmp_path, TraceSource(model, 3, 2 * len(model) / told.duration_s), len(model))
+    assert trace_stats(faster).duration_s < 0.85 * told.duration_s
 
 
 def test_who_goes_on_is_as_in_the_model(tmp_path):
@@ -84,14 +82,14 @@ def test_who_goes_on_is_as_in_the_model(tmp_path):
         for session, it in enumerate(row[turn] for row in said)
     ]
     path.write_text("".join(json.dumps({**it, "hash_ids": it["hash_ids"][0]}) + "\n" for it in lines))
-    like = made(tmp_path, Fitted(pack(open_trace(path)), 1), 9)
+    like = made(tmp_path, TraceSource(read_arrays(open_trace(path)), 1), 9)
     turns = {who: like.next_turn[like.session == who].tolist() for who in range(3)}
     assert sorted(turns.values()) == sorted([[0, 1, 2], [0, -1, 0], [1, 1, -1]])
 
 
 def test_an_order_is_kept_and_sessions_stay_whole(tmp_path):
-    model = pack(open_trace(TRACES / "lmcache_miniswe_b64.jsonl.gz"))
-    like = made(tmp_path, Fitted(model, 5), len(model))
+    model = read_arrays(open_trace(TRACES / "lmcache_miniswe_b64.jsonl.gz"))
+    like = made(tmp_path, TraceSource(model, 5), len(model))
 
     def lives(packed):
         """Lengths of each session's prompts, in their order."""
@@ -108,8 +106,8 @@ def test_an_order_is_kept_and_sessions_stay_whole(tmp_path):
 def test_a_seed_decides_everything(like):
     def lines(seed):
         if like is None:
-            return list(synthesized(Stated(Statistics(), seed), 3000))
-        return list(synthesized(Fitted(pack(open_trace(TRACES / f"{like}.jsonl.gz")), seed), 3000))
+            return list(synthesized(StatisticalSource(Statistics(), seed), 3000))
+        return list(synthesized(TraceSource(read_arrays(open_trace(TRACES / f"{like}.jsonl.gz")), seed), 3000))
 
     first = lines(1)
     assert first == lines(1)
@@ -139,7 +137,7 @@ def test_ids_name_whole_prefixes_whatever_the_statistics(
         block_tokens=block,
         requests_per_s=5.0,
     )
-    packed = made(tmp_path_factory.mktemp("made"), Stated(told, seed), 120)
+    packed = made(tmp_path_factory.mktemp("made"), StatisticalSource(told, seed), 120)
     assert packed.prefix_violations == 0
     assert packed.block_tokens == block
     counts = np.diff(packed.starts)
@@ -149,7 +147,7 @@ def test_ids_name_whole_prefixes_whatever_the_statistics(
 
 def test_statistics_are_met(tmp_path):
     told = Statistics(requests_per_s=3.0, turns=5.0, first_tokens=700, turn_tokens=300, output_tokens=90, spread=0.5)
-    packed = made(tmp_path, Stated(told, 2), 20_000)
+    packed = made(tmp_path, StatisticalSource(told, 2), 20_000)
     late = slice(5000, None)  # until sessions end as often as they begin
     assert 15_000 / float(packed.time_s[-1] - packed.time_s[5000]) == pytest.approx(3.0, rel=0.1)
     assert packed.output_tokens[late].mean() == pytest.approx(90, rel=0.03)
@@ -164,7 +162,7 @@ def test_statistics_are_met(tmp_path):
 
 
 def test_writing_takes_memory_for_open_sessions_only():
-    lines = synthesized(Stated(Statistics(think_s=10.0), 1), 10**9)
+    lines = synthesized(StatisticalSource(Statistics(think_s=10.0), 1), 10**9)
     for _ in islice(lines, 5_000):
         pass
     tracemalloc.start()
@@ -179,10 +177,10 @@ def test_the_command_writes_what_it_is_told(tmp_path, capsys):
     target = tmp_path / "out.jsonl.gz"
     assert run(["trace", "synthesize", str(target), "--requests", "1k", "--turns", "2", "--block", "64"]) == 0
     assert "1,000 requests, blocks of 64 tokens" in capsys.readouterr().out
-    assert len(pack(open_trace(target))) == 1000
+    assert len(read_arrays(open_trace(target))) == 1000
     like = str(TRACES / "lmcache_magagent_b64.jsonl.gz")
     assert run(["trace", "synthesize", str(target), "--like", like]) == 0
-    assert len(pack(open_trace(target))) == 693
+    assert len(read_arrays(open_trace(target))) == 693
     assert run(["replay", str(target), "--capacity-tokens", "20k", "--policy", "lru", "--json", "--jobs", "1"]) == 0
     capsys.readouterr()
 
@@ -195,7 +193,7 @@ def test_the_command_writes_what_it_is_told(tmp_path, capsys):
         (("--requests", "0"), "--requests 0; allowed: 1 to"),
         (("--block", "0"), "--block 0; allowed: 1 to"),
         (("--like", "LIKE", "--turns", "3"), "--turns and --like are both given"),
-        (("--like", "CSV"), "tells no blocks; allowed: a trace that does"),
+        (("--like", "CSV"), "has no blocks; allowed: a trace with blocks"),
         (("--like", "ONE"), "all its requests come at once"),
     ],
 )

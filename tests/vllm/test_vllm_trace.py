@@ -10,7 +10,7 @@ from judge import prompt
 from settings import CHUNK, connector, whole
 
 from kvtier.replay.hits import replay
-from kvtier.trace.arrays import pack
+from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
 
 pytestmark = pytest.mark.engine
@@ -33,7 +33,7 @@ def test_a_replay_of_the_recording_hits_what_vllm_was_given(start: Start, tmp_pa
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [it["input_length"] for it in lines] == [*map(len, PROMPTS), 900]
     assert [it["output_length"] for it in lines[:-1]] == [8] * len(PROMPTS)
-    packed = pack(open_trace(path), is_strict=True)
+    packed = read_arrays(open_trace(path), is_strict=True)
     assert packed.block_tokens == CHUNK
     assert replay(packed, "lru", None).hit_tokens == hits
     # Negative control: a cache of two chunks would not have had them.

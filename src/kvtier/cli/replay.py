@@ -15,8 +15,8 @@ from kvtier.report.table import Table, print_table
 if TYPE_CHECKING:
     from kvtier.replay.hits import Outcome
     from kvtier.replay.tables import Replayed
-    from kvtier.trace.arrays import Packed
-    from kvtier.trace.stats import Description
+    from kvtier.trace.arrays import TraceArrays
+    from kvtier.trace.stats import TraceStats
 
 CAPACITIES = "1M,3M,10M"
 POLICIES = "default,lru,min"
@@ -189,12 +189,12 @@ def _run_policies(
     return ending.end(write, is_list=len(traces) > 1)
 
 
-def _described(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> "Replayed":
+def _described(packed: "TraceArrays", bound: float, outcomes: "list[Outcome]") -> "Replayed":
     """What a report tells of a trace; only reports pay for these imports."""
     from kvtier.replay.tables import Replayed
-    from kvtier.trace.stats import describe as measure
+    from kvtier.trace.stats import trace_stats
 
-    return Replayed(description=measure(packed), bound=bound, outcomes=outcomes)
+    return Replayed(description=trace_stats(packed), bound=bound, outcomes=outcomes)
 
 
 @replay.command()
@@ -204,9 +204,9 @@ def _described(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> "Re
 def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN401  as above
     """Tell what TRACE is like: requests, tokens, reuse, its intervals, working set, sessions."""
     from kvtier.replay.tables import description_table
-    from kvtier.trace.stats import describe as measure
+    from kvtier.trace.stats import trace_stats
 
-    told = measure(packed_trace(trace, reading))
+    told = trace_stats(packed_trace(trace, reading))
     if as_json:
         print_json(_plain(told))
         return
@@ -216,15 +216,15 @@ def describe(trace: Path, as_json: bool, **reading: Any) -> None:  # noqa: ANN40
         click.echo(f"Note: {note}.")
 
 
-def packed_trace(path: Path, options: dict[str, Any]) -> "Packed":
+def packed_trace(path: Path, options: dict[str, Any]) -> "TraceArrays":
     """The trace at `path`, read as the options of `reading_options` say; warnings go to stderr."""
-    from kvtier.trace.arrays import pack
+    from kvtier.trace.arrays import read_arrays
     from kvtier.trace.formats.request_lines import RequestLines
     from kvtier.trace.formats.session_lines import SessionLines
     from kvtier.trace.formats.text_lines import TextLines
-    from kvtier.trace.open import Reading, open_trace
+    from kvtier.trace.open import ReadOptions, open_trace
 
-    reading: Reading = Reading(
+    reading: ReadOptions = ReadOptions(
         block_tokens=options["block"],
         window_h=options["window_h"],
         seed=options["seed"],
@@ -236,7 +236,7 @@ def packed_trace(path: Path, options: dict[str, Any]) -> "Packed":
     for option, of in readers.items():
         if _is_given(option[2:].replace("-", "_")) and not isinstance(trace, of):
             click.echo(f"kvtier: trace {path}: {option} has no effect on a trace of this form", err=True)
-    packed = pack(trace, is_strict=options["strict"])
+    packed = read_arrays(trace, is_strict=options["strict"])
     for warning in packed.warnings:
         click.echo(f"kvtier: trace {path}: {warning}", err=True)
     return packed
@@ -269,7 +269,7 @@ def _capacities(text: str) -> list[int | None]:
     return list(dict.fromkeys(found))
 
 
-def _as_dict(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> dict[str, object]:
+def _as_dict(packed: "TraceArrays", bound: float, outcomes: "list[Outcome]") -> dict[str, object]:
     from dataclasses import asdict
 
     return {
@@ -285,7 +285,7 @@ def _as_dict(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> dict[
     }
 
 
-def _print(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> None:
+def _print(packed: "TraceArrays", bound: float, outcomes: "list[Outcome]") -> None:
     from kvtier.replay.tables import outcomes_table
 
     click.secho(f"{packed.name}: {len(packed):,} requests, blocks of {packed.block_tokens} tokens", bold=True)
@@ -296,7 +296,7 @@ def _print(packed: "Packed", bound: float, outcomes: "list[Outcome]") -> None:
     print_table(table)
 
 
-def _plain(told: "Description") -> dict[str, object]:
+def _plain(told: "TraceStats") -> dict[str, object]:
     out: dict[str, object] = {}
     for name in told.__slots__:
         value: Any = getattr(told, name)

@@ -13,7 +13,7 @@ from kvtier.report.table import Table, print_table
 if TYPE_CHECKING:
     from kvtier.replay.outcome import Tiered
     from kvtier.replay.tiered import Setup
-    from kvtier.trace.arrays import Packed
+    from kvtier.trace.arrays import TraceArrays
 
 
 def run_tiers(
@@ -35,7 +35,7 @@ def run_tiers(
     from kvtier.cli.replay import packed_trace
     from kvtier.replay.comparing import sweep_tiers
     from kvtier.replay.stating import TieredReplay, planner_loses
-    from kvtier.trace.stats import describe
+    from kvtier.trace.stats import trace_stats
 
     setups = _setups(tiers, policies, options)
     # One way alone is also replayed without the planner, to show what that is worth. Several would take twice as long.
@@ -53,7 +53,7 @@ def run_tiers(
         if unplanned is not None and not (unplanned.is_complete and all(it.is_complete for it in done.values())):
             unplanned = None
         if ending.report is not None:
-            what = describe(packed)
+            what = trace_stats(packed)
             shown += [TieredReplay(description=what, model=model, setup=it, outcome=done[it]) for it in done]
         for setup, outcome in done.items():
             ending.tell(_as_dict(packed, model, setup, outcome, unplanned))
@@ -79,7 +79,7 @@ def run_tiers(
 
 
 def _as_dict(
-    packed: "Packed", model: str, setup: "Setup", outcome: "Tiered", unplanned: "Tiered | None"
+    packed: "TraceArrays", model: str, setup: "Setup", outcome: "Tiered", unplanned: "Tiered | None"
 ) -> dict[str, object]:
     from kvtier.replay.stating import planner_loses, stated
 
@@ -140,7 +140,7 @@ def _counts(text: str) -> list[int]:
         raise click.UsageError(f"--nodes {text!r}: allowed: whole numbers, with commas between them") from None
 
 
-def _print(packed: "Packed", model: str, done: "dict[Setup, Tiered]", unplanned: "Tiered | None") -> None:
+def _print(packed: "TraceArrays", model: str, done: "dict[Setup, Tiered]", unplanned: "Tiered | None") -> None:
     from kvtier.replay.comparing import comparison_table
     from kvtier.replay.stating import stated_table
 
@@ -156,7 +156,7 @@ def _print(packed: "Packed", model: str, done: "dict[Setup, Tiered]", unplanned:
     _emit(stated_table(setup))
 
 
-def _print_one(packed: "Packed", setup: "Setup", told: "Tiered", unplanned: "Tiered | None") -> None:
+def _print_one(packed: "TraceArrays", setup: "Setup", told: "Tiered", unplanned: "Tiered | None") -> None:
     from kvtier.replay.stating import planning_table, tiers_table, ttft_table
 
     nodes = "one node" if told.nodes == 1 else f"{told.nodes:,} nodes, router {setup.router}"

@@ -138,9 +138,14 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
     """
     from kvtier.errors import ConfigError
     from kvtier.size.units import parse_count
-    from kvtier.trace.fitted import Fitted
-    from kvtier.trace.stated import Stated, Statistics, option_of
-    from kvtier.trace.synthesis import Source, synthesized
+    from kvtier.trace.synthesize import (
+        SessionSource,
+        StatisticalSource,
+        Statistics,
+        TraceSource,
+        option_of,
+        synthesized,
+    )
     from kvtier.trace.write import write_lines
 
     stated = {name: options.pop(name) for name in (it[0].replace("-", "_") for it in _STATISTICS)}
@@ -149,11 +154,11 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
         count = None if requests is None else parse_count(requests)
     except ValueError as error:
         raise ConfigError(f"--requests {requests!r}: {error}") from None
-    source: Source
+    source: SessionSource
     if like is None:
         if options["block"] is not None:
             given["block_tokens"] = options["block"]
-        source = Stated(Statistics(**given), options["seed"])
+        source = StatisticalSource(Statistics(**given), options["seed"])
         count = 100_000 if count is None else count
     else:
         if like.resolve() == target.resolve():
@@ -163,7 +168,7 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
             names = ", ".join(f"--{option_of(name)}" for name in given)
             raise ConfigError(f"{names} and --like are both given; allowed: with --like only --requests-per-s")
         packed = packed_trace(like, options)
-        source = Fitted(packed, options["seed"], rate)
+        source = TraceSource(packed, options["seed"], rate)
         count = len(packed) if count is None else count
     with progress(f"{target.name}: {count:,} requests", count) as advance:
         write_lines(target, _told(synthesized(source, count), advance))

@@ -11,9 +11,9 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.plan.reuse import ReuseCurve
-from kvtier.trace.arrays import Packed, pack
+from kvtier.trace.arrays import TraceArrays, read_arrays
 from kvtier.trace.formats.session_lines import SessionLines
-from kvtier.trace.open import Reading, open_trace
+from kvtier.trace.open import ReadOptions, open_trace
 
 BURST_S = 10.0
 """Windows in which the peak of arrivals is looked for."""
@@ -55,12 +55,12 @@ def read_trace(path: Path, window_s: float) -> TraceSummary:
     Raises:
         ConfigError: it cannot be read or is no trace; the message names file and line.
     """
-    trace = open_trace(path, Reading(window_h=window_s / 3600))
+    trace = open_trace(path, ReadOptions(window_h=window_s / 3600))
     has_starts = not isinstance(trace, SessionLines)
     if isinstance(trace, SessionLines):
         # What a session shares with itself is seen best in its own blocks.
-        trace = open_trace(path, Reading(window_h=window_s / 3600, block_tokens=trace.own_block_tokens))
-    packed = pack(trace)
+        trace = open_trace(path, ReadOptions(window_h=window_s / 3600, block_tokens=trace.own_block_tokens))
+    packed = read_arrays(trace)
     duration_s = float(packed.time_s[-1]) - float(packed.time_s[0])
     if len(packed) < 2 or duration_s <= 0:
         raise ConfigError(f"trace {path}: {len(packed)} requests; allowed: at least 2, at different times")
@@ -74,7 +74,7 @@ def read_trace(path: Path, window_s: float) -> TraceSummary:
 class _Meter:
     """Adds up what requests do."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: TraceArrays) -> None:
         self._packed = packed
         self._began_s = float(packed.time_s[0])
         self._first_requests = 0

@@ -9,11 +9,11 @@ from kvtier.replay.outcome import Tiered
 from kvtier.replay.parallel import nobody, replay_all
 from kvtier.replay.tiered import Setup, replay_tiers
 from kvtier.report.table import Table
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 
 def sweep_tiers(
-    packed: Packed,
+    packed: TraceArrays,
     setups: Sequence[Setup],
     *,
     jobs: int | None = None,

@@ -9,7 +9,7 @@ from kvtier.replay.hits import Outcome, capacity_blocks, replay
 from kvtier.replay.journal import Journal
 from kvtier.replay.parallel import nobody, replay_all
 from kvtier.replay.policies.registry import make_policy
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 
 class Task(NamedTuple):
@@ -20,7 +20,7 @@ class Task(NamedTuple):
 
 
 def sweep(
-    packed: Packed,
+    packed: TraceArrays,
     tasks: Sequence[Task],
     *,
     jobs: int | None = None,
@@ -66,7 +66,7 @@ class _StoppedError(Exception):
 
 
 def _replayed(
-    packed: Packed, task: Task, advance: Callable[[int], None], should_stop: Callable[[], bool]
+    packed: TraceArrays, task: Task, advance: Callable[[int], None], should_stop: Callable[[], bool]
 ) -> Outcome | None:
     def go_on(requests: int) -> None:
         if should_stop():
@@ -79,7 +79,7 @@ def _replayed(
         return None
 
 
-def _empty(packed: Packed) -> Packed:
+def _empty(packed: TraceArrays) -> TraceArrays:
     """A trace without requests, to see whether a policy can be made at all."""
     return replace(
         packed,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvtier.errors import ConfigError
 from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.registry import make_policy
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 _REPORT_EVERY = 1024
 
@@ -37,7 +37,7 @@ class Outcome:
     """Held on average over time."""
 
 
-def capacity_blocks(packed: Packed, capacity_tokens: int | None) -> int:
+def capacity_blocks(packed: TraceArrays, capacity_tokens: int | None) -> int:
     """Whole blocks in so many tokens; None is as many as there are.
 
     Raises:
@@ -53,7 +53,7 @@ def capacity_blocks(packed: Packed, capacity_tokens: int | None) -> int:
 
 
 def replay(
-    packed: Packed,
+    packed: TraceArrays,
     policy: str,
     capacity_tokens: int | None,
     *,
@@ -72,14 +72,14 @@ def replay(
     """
     if not packed.has_blocks:
         raise ConfigError(
-            f"trace {packed.name} tells no blocks, so nothing can be said about hits; allowed: `replay describe`"
+            f"trace {packed.name} has no blocks, so nothing can be said about hits; allowed: `replay describe`"
         )
     made = make_policy(policy, capacity_blocks(packed, capacity_tokens), packed)
     return _run(packed, made, policy, capacity_tokens, advance)
 
 
 def _run(
-    packed: Packed,
+    packed: TraceArrays,
     policy: Policy,
     name: str,
     capacity_tokens: int | None,

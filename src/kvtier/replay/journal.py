@@ -11,7 +11,7 @@ import xxhash
 
 from kvtier import __version__
 from kvtier.errors import ConfigError
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -33,7 +33,7 @@ class Journal(Generic[OutcomeT]):
         ConfigError: the file cannot be read or is no journal.
     """
 
-    def __init__(self, path: Path, packed: Packed, read: Callable[[dict[str, Any]], OutcomeT]) -> None:
+    def __init__(self, path: Path, packed: TraceArrays, read: Callable[[dict[str, Any]], OutcomeT]) -> None:
         self._path = path
         self._trace = _digest(packed)
         self._done: dict[str, OutcomeT] = {}
@@ -96,7 +96,7 @@ def _checksum(task: str, outcome: object) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps([task, outcome]).encode())
 
 
-def _digest(packed: Packed) -> str:
+def _digest(packed: TraceArrays) -> str:
     hasher = xxhash.xxh3_128(repr((packed.block_tokens, __version__)).encode())
     for column in (packed.ids, packed.starts, packed.time_s, packed.input_tokens, packed.session):
         for start in range(0, len(column), _HASH_STEP):

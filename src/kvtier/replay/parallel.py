@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.replay.journal import Journal
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -21,13 +21,13 @@ _POLL_S = 0.25
 
 Task = TypeVar("Task", bound=Hashable)
 Outcome = TypeVar("Outcome", bound="DataclassInstance")
-Replayer = Callable[[Packed, Task, Callable[[int], None], Callable[[], bool]], Outcome | None]
+Replayer = Callable[[TraceArrays, Task, Callable[[int], None], Callable[[], bool]], Outcome | None]
 """Replays the trace for one task; tells of requests that are done; asks now and then whether to stop, and may then
 return what it has, or None. It can be sent to another process."""
 
 
 def replay_all(
-    packed: Packed,
+    packed: TraceArrays,
     tasks: Sequence[Task],
     replayer: Replayer[Task, Outcome],
     *,
@@ -70,7 +70,7 @@ def replay_all(
 
 
 def _here(
-    packed: Packed,
+    packed: TraceArrays,
     tasks: Sequence[Task],
     replayer: Replayer[Task, Outcome],
     advance: Callable[[int], None],
@@ -85,7 +85,7 @@ def _here(
 
 
 def _apart(
-    packed: Packed,
+    packed: TraceArrays,
     tasks: Sequence[Task],
     replayer: Replayer[Task, Outcome],
     count: int,
@@ -116,14 +116,14 @@ def _apart(
             pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Packed, Replayer[Any, Any], Event] | None = None
+_worker: tuple[TraceArrays, Replayer[Any, Any], Event] | None = None
 
 
 def _begin(folder: str, replayer: Replayer[Any, Any], ends: Event) -> None:
     global _worker  # noqa: PLW0603  one trace for each process of the pool
     # Ctrl-C reaches every process of a terminal; who started this one says when it is to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _worker = (Packed.load(Path(folder)), replayer, ends)
+    _worker = (TraceArrays.load(Path(folder)), replayer, ends)
 
 
 def _work(task: Any) -> Any:  # noqa: ANN401  whatever the replayer takes and gives

@@ -14,7 +14,7 @@ from kvtier.report.chart import Chart, Charts, Colours, figures_html
 from kvtier.report.format import short_count
 from kvtier.report.output import write_file
 from kvtier.report.page import list_html, page_html, paragraphs_html, section_html, table_html, tiles_html
-from kvtier.trace.stats import Description
+from kvtier.trace.stats import TraceStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,12 +60,12 @@ def _replay_html(replayed: Replayed, prefix: str) -> str:
     )
 
 
-def trace_names(descriptions: Sequence[Description]) -> str:
+def trace_names(descriptions: Sequence[TraceStats]) -> str:
     """The files' names, each once."""
     return ", ".join(dict.fromkeys(Path(it.name).name for it in descriptions))
 
 
-def trace_html(trace: Description) -> str:
+def trace_html(trace: TraceStats) -> str:
     """The statistics of a trace, its warnings and notes."""
     return table_html(description_table(trace)) + list_html([*trace.warnings, *trace.notes])
 
@@ -97,7 +97,7 @@ def _draw_intervals(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
     draw_intervals(axes, replayed.description, colours)
 
 
-def draw_intervals(axes: "Axes", description: Description, colours: Colours) -> None:
+def draw_intervals(axes: "Axes", description: TraceStats, colours: Colours) -> None:
     """The distribution of reuse intervals; also used by the report of tiers."""
     it = description.intervals
     total = it.counts.sum()

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 BUSY_S = 2.0
 """With load and prefix, a node is left alone when its backlog is so much longer than that of the least busy one."""
@@ -25,7 +25,7 @@ class Busy(Protocol):
 class Router:
     """Chooses; one for all nodes, so it knows where each block was served last."""
 
-    def __init__(self, name: str, packed: Packed, nodes: Sequence[Busy], seed: int) -> None:
+    def __init__(self, name: str, packed: TraceArrays, nodes: Sequence[Busy], seed: int) -> None:
         self._name = name
         self._sessions = packed.session
         self._nodes = nodes
@@ -85,7 +85,7 @@ class Router:
 ROUTERS = ("random", "round-robin", "session", "prefix", "load-and-prefix")
 
 
-def make_router(name: str, packed: Packed, nodes: Sequence[Busy], seed: int) -> Router:
+def make_router(name: str, packed: TraceArrays, nodes: Sequence[Busy], seed: int) -> Router:
     """The router `name`.
 
     Raises:

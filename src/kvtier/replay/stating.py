@@ -13,7 +13,7 @@ from kvtier.replay.tiered import HOST, Setup
 from kvtier.report.format import binary, decimal, short_count
 from kvtier.report.table import Table
 from kvtier.size.units import parse_figure
-from kvtier.trace.stats import Description
+from kvtier.trace.stats import TraceStats
 
 _TIME = re.compile(r"([0-9.]{1,12}) ?(us|ms|s)", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -29,7 +29,7 @@ _EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared or disk=4xpm1
 class TieredReplay:
     """A trace, what it is like, and what tiers did with it."""
 
-    description: Description
+    description: TraceStats
     model: str
     setup: Setup
     outcome: Tiered

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvtier.replay.hits import Outcome
 from kvtier.report.format import share_text, short_count
 from kvtier.report.table import Table
-from kvtier.trace.stats import Description
+from kvtier.trace.stats import TraceStats
 
 CONVENTION = (
     "One cache, the whole trace, no warm-up. Hit rate: tokens of the longest leading run of blocks that are here, over "
@@ -19,7 +19,7 @@ CONVENTION = (
 class Replayed:
     """A trace, what it is like, and what policies did with it."""
 
-    description: Description
+    description: TraceStats
     bound: float
     """Hit rate of a cache without end."""
     outcomes: Sequence[Outcome]
@@ -43,7 +43,7 @@ def outcomes_table(bound: float, outcomes: Sequence[Outcome]) -> Table:
     return Table(title="Hit rates", columns=columns, rows=rows, numeric=6, note=CONVENTION)
 
 
-def description_table(told: Description) -> Table:
+def description_table(told: TraceStats) -> Table:
     """The statistics of a trace."""
     late = told.infinite_hit_rate_second_half
     rows = [

@@ -22,7 +22,7 @@ from kvtier.replay.node import Job, Node, NodeTally, key_of
 from kvtier.replay.outcome import PARTS, Latency, OverTime, Planning, Tiered, TierOutcome, TierOverTime
 from kvtier.replay.routing import ROUTERS, make_router
 from kvtier.replay.series import Series
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 from kvtier.types import Hint, Prefix, RequestId
 
 HOST = "host"
@@ -66,7 +66,7 @@ class Setup:
 
 
 def replay_tiers(
-    packed: Packed,
+    packed: TraceArrays,
     setup: Setup,
     advance: Callable[[int], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -86,7 +86,7 @@ def replay_tiers(
         ConfigError: the trace has no blocks, or host memory holds fewer than two.
     """
     if not packed.has_blocks:
-        raise ConfigError(f"trace {packed.name} tells no blocks, so nothing can be kept; allowed: one that does")
+        raise ConfigError(f"trace {packed.name} has no blocks, so nothing can be kept; allowed: one that does")
     return _Run(packed, setup, advance, should_stop).outcome()
 
 
@@ -95,7 +95,7 @@ class _Run:
 
     def __init__(
         self,
-        packed: Packed,
+        packed: TraceArrays,
         setup: Setup,
         advance: Callable[[int], None] | None,
         should_stop: Callable[[], bool],

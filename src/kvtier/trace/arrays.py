@@ -1,7 +1,7 @@
-"""A trace as plain columns: what replays read, from memory or, when it is large, from a file.
+"""A whole trace as numpy columns, in memory or, when large, in temporary files.
 
-Blocks are numbered from 0 without gaps. Reading needs memory for the distinct blocks only; the accesses, four bytes
-each, go to a temporary file as soon as they are many.
+Blocks get the numbers 0, 1, 2, ... Reading takes memory for distinct blocks only; the accesses, four bytes each, go to
+a temporary file when there are many.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Request, Trace, Wrong
+from kvtier.trace.formats.base import Request, TraceReader, TraceWarning
 from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX
 from kvtier.trace.io import WHOLE_MAX
 from kvtier.types import NextTurn
@@ -24,49 +24,49 @@ Column = npt.NDArray[Any]
 
 NEXT_TURNS = tuple(NextTurn)
 MEMORY_BYTES_MAX = 64 << 20
-"""A column beyond is kept in a file."""
+"""Larger columns go to a file."""
 BLOCKS_MAX = 1 << 30
 ACCESSES_MAX = 1 << 32
 """Blocks of all requests: 16 GiB in a temporary file."""
 _DENSE_MIN = 1 << 22
-"""Fewer accesses count as this many: a table of that size is small."""
+"""A table of all ids may have this size, however few accesses there are."""
 _SPARSE = 2
-"""From so many ids for each access on, they are sorted: a table of all of them would be large and empty."""
+"""With more ids for each access than this, ids are sorted: a table of all of them would be mostly empty."""
 _STEP = 1 << 16
-"""Values that are gathered before they are written."""
+"""Values of one vectorized step."""
 _NAMES = ("ids", "starts", "time_s", "input_tokens", "output_tokens", "session", "turn", "next_turn", "parents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class TraceArrays:
     """A whole trace. Request i has the blocks ``ids[starts[i]:starts[i + 1]]``."""
 
     name: str
     block_tokens: int
     has_blocks: bool
     ids: Column
-    """int32: the blocks of all requests, one after the other, each request's from its start."""
+    """int32: the blocks of all requests."""
     starts: Column
     """int64, one more than requests."""
     time_s: Column
-    """float64; never goes back."""
+    """float64, monotonic."""
     input_tokens: Column
     """int32, as is `output_tokens`."""
     output_tokens: Column
     session: Column
-    """int32: number of the session; -1 where the trace names none."""
+    """int32: number of the session; -1: none."""
     turn: Column
-    """int32: number of the request in its session, from 0; -1 without a session."""
+    """int32: index of the request in its session; -1 without a session."""
     next_turn: Column
-    """int8: who goes on after the answer, its place in `NEXT_TURNS`; -1 where the trace does not tell."""
+    """int8: index in `NEXT_TURNS`; -1: unknown."""
     parents: Column
-    """int32, for each block: the one before it in its prefix; -1 at the start."""
+    """int32, for each block: the one before it in its prefix; -1 for a first block."""
     notes: tuple[str, ...]
-    """What a reader of figures should know of how the trace was read."""
+    """How the trace was read."""
     warnings: tuple[str, ...]
     """What is wrong with the trace."""
     prefix_violations: int
-    """Accesses to a block whose parent is not the one that it had before."""
+    """Accesses to a block after another parent than its first."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -76,31 +76,28 @@ class Packed:
         """Distinct blocks."""
         return len(self.parents)
 
+    def blocks(self, request: int) -> Column:
+        """The blocks of one request."""
+        return self.ids[int(self.starts[request]) : int(self.starts[request + 1])]
+
     def save(self, folder: Path) -> None:
-        """Write everything into `folder`, for `load` in another process."""
+        """Write all columns into `folder`, for `load` in another process."""
         for name in _NAMES:
             np.save(folder / f"{name}.npy", getattr(self, name))
-        rest: dict[str, object] = {
-            "name": self.name,
-            "block_tokens": self.block_tokens,
-            "has_blocks": self.has_blocks,
-            "notes": self.notes,
-            "warnings": self.warnings,
-            "prefix_violations": self.prefix_violations,
-        }
+        rest = {name: getattr(self, name) for name in self.__slots__ if name not in _NAMES}
         (folder / "rest.json").write_text(json.dumps(rest), encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> "Packed":
-        """What `save` wrote; columns are mapped, so that several processes share one copy."""
+    def load(cls, folder: Path) -> "TraceArrays":
+        """Read what `save` wrote. Columns are memory-mapped, so processes share one copy."""
         rest: dict[str, Any] = json.loads((folder / "rest.json").read_text(encoding="utf-8"))
         rest["notes"], rest["warnings"] = tuple(rest["notes"]), tuple(rest["warnings"])
         columns: dict[str, Any] = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _NAMES}
         return cls(**rest, **columns)
 
 
-class _Growing:
-    """A column that is written from its start to its end, in memory until it is large."""
+class _GrowingColumn:
+    """An append-only column, in memory until it is large."""
 
     def __init__(self, kind: npt.DTypeLike) -> None:
         self._kind = np.dtype(kind)
@@ -112,7 +109,7 @@ class _Growing:
         self._parts.append(values.astype(self._kind))
         self._bytes += self._parts[-1].nbytes
         if self._bytes > MEMORY_BYTES_MAX:
-            self._file = self._file or tempfile.TemporaryFile(prefix="kvtier-trace-")  # noqa: SIM115  as long as we
+            self._file = self._file or tempfile.TemporaryFile(prefix="kvtier-trace-")  # noqa: SIM115  closed in `close`
             for part in self._parts:
                 self._file.write(part.data.cast("B"))
             self._parts = []
@@ -120,11 +117,9 @@ class _Growing:
     def finished(self) -> Column:
         if self._file is None:
             return np.concatenate(self._parts) if self._parts else np.zeros(0, self._kind)
-        for part in self._parts:
-            self._file.write(part.data.cast("B"))
         self._file.flush()
         mapped = np.memmap(self._file, self._kind, "r+")
-        self.close()  # the map lives on without it
+        self.close()  # the map stays valid
         return mapped
 
     def close(self) -> None:
@@ -132,34 +127,35 @@ class _Growing:
             self._file.close()
 
 
-def pack(trace: Trace, *, is_strict: bool = False) -> Packed:
+def read_arrays(reader: TraceReader, *, is_strict: bool = False) -> TraceArrays:
     """Read a whole trace.
 
     Args:
-        trace: from `open_trace`.
-        is_strict: whether what is wrong with the trace is an error, not a warning.
+        reader: from `open_trace`.
+        is_strict: raise warnings as errors.
 
     Raises:
-        ConfigError: a line is malformed, there is no request, or `is_strict` and something is wrong.
+        ConfigError: a line is malformed, there is no request, or `is_strict` and there is a warning.
     """
-    packer = _Packer(trace)
+    builder = _Builder(reader)
     try:
-        packed = packer.packed()
+        trace = builder.build()
     finally:
-        packer.close()
-    if is_strict and packed.warnings:
-        raise ConfigError(f"trace {trace.name}: {packed.warnings[0]}; allowed with --strict: a trace without warnings")
-    return packed
+        builder.close()
+    if is_strict and trace.warnings:
+        raise ConfigError(f"trace {reader.name}: {trace.warnings[0]}; allowed with --strict: a trace without warnings")
+    return trace
 
 
-class _Packer:
-    """Collects requests; small things in lists, which become arrays from time to time."""
+class _Builder:
+    """Collects requests in lists and appends them to the columns in steps."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self._ids, self._starts, self._time_s = _Growing(np.int32), _Growing(np.int64), _Growing(np.float64)
-        self._input, self._output = _Growing(np.int32), _Growing(np.int32)
-        self._session, self._turn, self._next_turn = _Growing(np.int32), _Growing(np.int32), _Growing(np.int8)
+    def __init__(self, reader: TraceReader) -> None:
+        self._reader = reader
+        kinds = (np.int64, np.float64, np.int32, np.int32, np.int32, np.int32, np.int8)
+        self._ids = _GrowingColumn(np.int32)
+        self._columns = [_GrowingColumn(kind) for kind in kinds]
+        """In the order of `_rows`: starts, time, input, output, session, turn, next turn."""
         self._blocks: list[Column] = []
         self._rows: list[tuple[int, float, int, int, int, int, int]] = []
         self._waiting = self._total = 0
@@ -167,39 +163,31 @@ class _Packer:
         self._turns: list[int] = []
         self._highest, self._lowest = -1, 0
 
-    def packed(self) -> Packed:
-        latest_s, times_back, first_back = 0.0, 0, 0
-        has_begun = False
-        for request in self._trace.requests():
-            if not has_begun:
-                has_begun, latest_s = True, request.time_s
+    def build(self) -> TraceArrays:
+        latest_s, times_back, first_back = -np.inf, 0, 0
+        for request in self._reader.requests():
             if request.time_s < latest_s:
                 times_back += 1
                 first_back = first_back or request.line
             latest_s = max(latest_s, request.time_s)
             self._add(latest_s, request)
-        if not has_begun:
-            raise ConfigError(f"trace {self._trace.name} has no request; allowed: at least one")
+        if latest_s == -np.inf:
+            raise ConfigError(f"trace {self._reader.name} has no request; allowed: at least one")
         self._flush()
-        self._starts.add(np.asarray([self._total]))
-        notes = self._trace.notes
-        warnings = [str(it) for it in notes if isinstance(it, Wrong)]
+        self._columns[0].add(np.asarray([self._total]))
+        warnings = [str(it) for it in self._reader.notes if isinstance(it, TraceWarning)]
         if times_back:
             warnings.append(
                 f"{times_back} timestamps go back, first in line {first_back}; the latest before it counts instead"
             )
-        return self._checked(tuple(it for it in notes if not isinstance(it, Wrong)), warnings)
+        return self._finished(warnings)
 
     def close(self) -> None:
-        for column in (self._ids, self._starts, *self._columns):
+        for column in (self._ids, *self._columns):
             column.close()
 
-    @property
-    def _columns(self) -> tuple[_Growing, ...]:
-        return self._time_s, self._input, self._output, self._session, self._turn, self._next_turn
-
     def _add(self, time_s: float, request: Request) -> None:
-        _check(self._trace.name, request)
+        _check(self._reader.name, request)
         number = turn = -1
         if request.session is not None:
             number = self._sessions.setdefault(request.session, len(self._sessions))
@@ -213,7 +201,7 @@ class _Packer:
         self._total += len(request.blocks)
         if self._total > ACCESSES_MAX:
             raise ConfigError(
-                f"trace {self._trace.name}: {self._total} blocks of all requests; allowed: {ACCESSES_MAX}"
+                f"trace {self._reader.name}: {self._total} blocks of all requests; allowed: {ACCESSES_MAX}"
             )
         self._waiting += len(request.blocks) + 1
         if self._waiting >= _STEP:
@@ -226,15 +214,15 @@ class _Packer:
         if len(ids):
             self._highest, self._lowest = max(self._highest, int(ids.max())), min(self._lowest, int(ids.min()))
             if self._highest - self._lowest >= BLOCKS_MAX:
-                raise ConfigError(f"trace {self._trace.name}: block ids up to {self._highest}; allowed: {BLOCKS_MAX}")
+                raise ConfigError(f"trace {self._reader.name}: block ids up to {self._highest}; allowed: {BLOCKS_MAX}")
         self._ids.add(ids)
-        columns = (self._starts, *self._columns)
-        for column, values in zip(columns, zip(*self._rows, strict=True), strict=True):
+        for column, values in zip(self._columns, zip(*self._rows, strict=True), strict=True):
             column.add(np.asarray(values))
         self._blocks, self._rows, self._waiting = [], [], 0
 
-    def _checked(self, notes: tuple[str, ...], warnings: list[str]) -> Packed:
-        ids, starts = self._ids.finished(), self._starts.finished()
+    def _finished(self, warnings: list[str]) -> TraceArrays:
+        ids = self._ids.finished()
+        starts, time_s, input_tokens, output_tokens, session, turn, next_turn = (it.finished() for it in self._columns)
         count = _renumber(ids, self._lowest, self._highest)
         parents, violations, first_bad = _parents(ids, starts, count)
         if violations:
@@ -243,43 +231,39 @@ class _Packer:
                 "ids that do not name a whole prefix, so that hits are overstated; least so those of policies that "
                 "go by prefixes ('default'), which may look worse here than with the engine's own names"
             )
-        return Packed(
-            name=self._trace.name,
-            block_tokens=self._trace.block_tokens,
-            has_blocks=self._trace.has_blocks,
+        return TraceArrays(
+            name=self._reader.name,
+            block_tokens=self._reader.block_tokens,
+            has_blocks=self._reader.has_blocks,
             ids=ids,
             starts=starts,
-            time_s=self._time_s.finished(),
-            input_tokens=self._input.finished(),
-            output_tokens=self._output.finished(),
-            session=self._session.finished(),
-            turn=self._turn.finished(),
-            next_turn=self._next_turn.finished(),
+            time_s=time_s,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            session=session,
+            turn=turn,
+            next_turn=next_turn,
             parents=parents,
-            notes=notes,
+            notes=tuple(it for it in self._reader.notes if not isinstance(it, TraceWarning)),
             warnings=tuple(warnings),
             prefix_violations=violations,
         )
 
 
-def _check(trace: str, request: Request) -> None:
-    """What holds for the requests of every reader.
-
-    Raises:
-        ConfigError: one has too many tokens or blocks.
-    """
-    for name, tokens in (("prompt", request.input_tokens), ("answer", request.output_tokens)):
+def _check(name: str, request: Request) -> None:
+    """Refuse a request with too many tokens or blocks."""
+    for what, tokens in (("prompt", request.input_tokens), ("answer", request.output_tokens)):
         if not 0 <= tokens <= WHOLE_MAX:
             raise ConfigError(
-                f"trace {trace}, line {request.line}: {name} of {tokens} tokens; allowed: at most {WHOLE_MAX}"
+                f"trace {name}, line {request.line}: {what} of {tokens} tokens; allowed: at most {WHOLE_MAX}"
             )
     blocks = len(request.blocks)
     if blocks > REQUEST_BLOCKS_MAX:
-        raise ConfigError(f"trace {trace}, line {request.line}: {blocks} blocks; allowed: at most {REQUEST_BLOCKS_MAX}")
+        raise ConfigError(f"trace {name}, line {request.line}: {blocks} blocks; allowed: at most {REQUEST_BLOCKS_MAX}")
 
 
 def _renumber(ids: Column, lowest: int, highest: int) -> int:
-    """Number the blocks in place, without gaps, in the order of their ids; returns how many there are."""
+    """Number the blocks in place from 0 without gaps, in the order of their ids; returns how many there are."""
     if highest - lowest >= _SPARSE * max(len(ids), _DENSE_MIN):
         known = np.unique(ids)
         for start in range(0, len(ids), _STEP):
@@ -298,7 +282,7 @@ def _renumber(ids: Column, lowest: int, highest: int) -> int:
 
 
 def _parents(ids: Column, starts: Column, count: int) -> tuple[Column, int, int]:
-    """The block before each block, how often it is another one than before, and the first request where it is."""
+    """The parent of each block, the number of accesses after another parent, and the first request with one."""
     unknown = -2
     parents = np.full(count, unknown, np.int32)
     violations, first_bad = 0, -1
@@ -314,18 +298,17 @@ def _parents(ids: Column, starts: Column, count: int) -> tuple[Column, int, int]
             begins = np.asarray(starts[first:last]) - base
             before[begins[begins < len(part)]] = -1
             is_new = parents[part] == unknown
-            # Written backwards, so that of several accesses to a new block the first counts.
+            # Of repeated indices the last assignment stays, so reversed order keeps the first parent.
             parents[part[is_new][::-1]] = before[is_new][::-1]
             bad = np.flatnonzero(parents[part] != before)
-            if len(bad):
-                violations += len(bad)
-                if first_bad < 0:
-                    first_bad = bisect_right(starts, base + int(bad[0])) - 1
+            violations += len(bad)
+            if len(bad) and first_bad < 0:
+                first_bad = bisect_right(starts, base + int(bad[0])) - 1
         first = last
     return parents, violations, first_bad
 
 
-def without_sessions(packed: Packed) -> Packed:
-    """The same trace as if nobody knew which requests belong together."""
-    nobody = np.full(len(packed), -1, np.int32)
-    return replace(packed, session=nobody, turn=nobody, next_turn=nobody.astype(np.int8))
+def without_sessions(trace: TraceArrays) -> TraceArrays:
+    """The same trace without sessions, turns and next turns."""
+    none = np.full(len(trace), -1, np.int32)
+    return replace(trace, session=none, turn=none, next_turn=none.astype(np.int8))

@@ -1,4 +1,4 @@
-"""Lines of trace files, plain, gzip or zstd, and errors that say in which line of which file something is wrong."""
+"""Lines and fields of trace files, plain, gzip or zstd; errors name file and line."""
 
 import gzip
 import io
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 LINE_BYTES_MAX = 1 << 25
-"""JSON values take up to 25 times the bytes of their text in memory: 800 MiB for one line."""
+"""JSON values take up to 25 times their text in memory: 800 MiB for one line."""
 EMPTY_LINES_MAX = 1 << 20
-"""In a row."""
+"""Consecutive ones."""
 EXPANDED_BYTES_FREE = 1 << 28
-"""Bytes that any packed file may expand to."""
+"""Any compressed file may expand to this."""
 EXPANSION_MAX = 1000
-"""Beyond `EXPANDED_BYTES_FREE`, bytes for each packed byte. Traces are packed 5 to 50 times."""
+"""Limit of the compression ratio beyond `EXPANDED_BYTES_FREE`. Traces compress 5 to 50 times."""
 FILES_MAX = 1 << 14
-"""Of a trace that is a directory."""
+"""Files of a directory."""
 WHOLE_MAX = (1 << 31) - 1
-"""Tokens of a prompt, at most."""
+"""Limit of token counts."""
 NUMBER_MAX = 1e19
-"""Of times: nanoseconds since 1970 are 2e18."""
+"""Limit of timestamps: nanoseconds since 1970 are 2e18."""
 SHORT_CHARACTERS = 60
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_PACKED_BYTES = 512
-"""Packed bytes that zstd is given at a time: they are 128 blocks at most, and expand to 16 MiB at most."""
+_ZSTD_INPUT_BYTES = 512
+"""Input of one zstd call: at most 128 zstd blocks, which expand to at most 16 MiB."""
 _PART_BYTES = 1 << 16
-_LINES_NAMES = (".json", ".jsonl")
-_PACKED_NAMES = ("", ".gz", ".zst")
+_LINES_SUFFIXES = (".json", ".jsonl")
+_COMPRESSED_SUFFIXES = ("", ".gz", ".zst")
 
 
-class Place:
-    """Says in which line of which file something was wrong: wrap what may raise in ``with Place(path, line)``."""
+class LineErrors:
+    """Adds file and line to errors: wrap what may raise in ``with LineErrors(path, line)``."""
 
     __slots__ = ("_line", "_path", "_unit")
 
@@ -51,35 +51,32 @@ class Place:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ConfigError):
-            if str(error).startswith("trace "):
-                return
-            raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error}") from None
-        if isinstance(error, KeyError):
-            raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error.args[0]!r} is missing") from None
-        if isinstance(error, json.JSONDecodeError):
-            # Positions of the decoder name lines of its own, of which there is one.
-            raise ConfigError(
-                f"trace {self._path}, {self._unit} {self._line}: not JSON: {error.msg} at character {error.pos + 1}; "
-                "allowed: a JSON value on each line"
-            ) from None
-        if isinstance(error, RecursionError):
-            raise ConfigError(
-                f"trace {self._path}, {self._unit} {self._line}: nested too deep; allowed: a few hundred levels"
-            ) from None
-        if isinstance(error, TypeError | ValueError | AttributeError | OverflowError):
-            raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {error}") from None
+        text = None if error is None else _line_error(error)
+        if text is not None and not text.startswith("trace "):  # the message of an inner one
+            raise ConfigError(f"trace {self._path}, {self._unit} {self._line}: {text}") from None
+
+
+def _line_error(error: BaseException) -> str | None:
+    if isinstance(error, KeyError):
+        return f"{error.args[0]!r} is missing"
+    if isinstance(error, json.JSONDecodeError):
+        # The decoder's own line number is always 1.
+        return f"not JSON: {error.msg} at character {error.pos + 1}; allowed: a JSON value on each line"
+    if isinstance(error, RecursionError):
+        return "nested too deep; allowed: a few hundred levels"
+    is_data_error = isinstance(error, ConfigError | TypeError | ValueError | AttributeError | OverflowError)
+    return str(error) if is_data_error else None
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a trace: `path`, or those of JSON lines in the directory `path`, in the order of their names.
+    """The files of a trace: `path`, or the JSON-lines files of the directory `path`, sorted by name.
 
     Raises:
-        ConfigError: the directory cannot be read, holds none, or more than `FILES_MAX`.
+        ConfigError: the directory cannot be read, or has no such file or more than `FILES_MAX`.
     """
     if not path.is_dir():
         return [path]
-    endings = tuple(lines + packed for lines in _LINES_NAMES for packed in _PACKED_NAMES)
+    endings = tuple(lines + end for lines in _LINES_SUFFIXES for end in _COMPRESSED_SUFFIXES)
     try:
         files = sorted(it for it in path.iterdir() if it.name.endswith(endings) and it.is_file())
     except OSError as error:
@@ -93,11 +90,11 @@ def files_of(path: Path) -> list[Path]:
 
 
 def open_binary(path: Path) -> IO[bytes]:
-    """Open a file, plain, gzip or zstd; what its first bytes say counts, not its name.
+    """Open a file; its first bytes, not its name, tell plain, gzip or zstd.
 
     Raises:
-        ConfigError: it cannot be opened, is no regular file, or is zstd and the package for it is missing. Reading
-            raises it too, when a packed file expands beyond `EXPANDED_BYTES_FREE` and `EXPANSION_MAX`.
+        ConfigError: it cannot be opened or is no regular file. Reading raises it if zstandard is not installed, or if
+            a compressed file expands beyond `EXPANDED_BYTES_FREE` and `EXPANSION_MAX`.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -105,16 +102,16 @@ def open_binary(path: Path) -> IO[bytes]:
         with path.open("rb") as stream:
             magic = stream.read(4)
         if magic.startswith(_GZIP):
-            return io.BufferedReader(_Unpacked(path, _gzip_parts), _PART_BYTES)
+            return io.BufferedReader(_Decompressed(path, _gzip_parts), _PART_BYTES)
         if magic == _ZSTD:
-            return io.BufferedReader(_Unpacked(path, _zstd_parts), _PART_BYTES)
+            return io.BufferedReader(_Decompressed(path, _zstd_parts), _PART_BYTES)
         return path.open("rb")
     except OSError as error:
         raise ConfigError(f"trace {path}: {error.strerror or error}; allowed: a readable file") from error
 
 
 def is_msgpack(path: Path) -> bool:
-    """Whether a file begins with a msgpack array or map, which no text does.
+    """Whether a file begins with a msgpack array or map; UTF-8 text never does.
 
     Raises:
         ConfigError: as `open_binary`, or it is damaged.
@@ -127,8 +124,8 @@ def is_msgpack(path: Path) -> bool:
     return bool(first) and (0x80 <= first[0] <= 0x9F or 0xDC <= first[0] <= 0xDF)
 
 
-class _Unpacked(io.RawIOBase):
-    """What a packed file expands to, part by part: its memory does not depend on how far the file expands."""
+class _Decompressed(io.RawIOBase):
+    """Stream of a compressed file in bounded memory, whatever it expands to."""
 
     def __init__(self, path: Path, parts: Callable[[Path, IO[bytes]], Iterator[bytes]]) -> None:
         self._path = path
@@ -174,13 +171,13 @@ def _gzip_parts(_path: Path, stream: IO[bytes]) -> Iterator[bytes]:
 
 def _zstd_parts(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
     try:
-        import zstandard  # noqa: PLC0415  an extra, wanted only here
+        import zstandard  # noqa: PLC0415  an extra
     except ImportError:
         raise ConfigError(
             f"trace {path} is zstd, and zstandard is not installed; allowed: pip install 'kvtier[zstd]'"
         ) from None
     decoder: Any = None
-    while packed := stream.read(_PACKED_BYTES):
+    while packed := stream.read(_ZSTD_INPUT_BYTES):
         while packed:
             decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
             yield decoder.decompress(packed)
@@ -192,10 +189,10 @@ def _zstd_parts(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of UTF-8 with their numbers from 1; empty ones are left out.
+    """Non-empty lines with their numbers from 1.
 
     Raises:
-        ConfigError: the file cannot be read, is damaged, is no text, or a line is longer than `LINE_BYTES_MAX`.
+        ConfigError: the file cannot be read, is damaged or no UTF-8, or a line is longer than `LINE_BYTES_MAX`.
     """
     number = empty = 0
     try:
@@ -205,13 +202,11 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
                     raise ConfigError(
                         f"trace {path}, line {number}: longer than {LINE_BYTES_MAX} bytes; allowed: at most that"
                     )
-                # Some programs begin a file with a mark that says it is UTF-8.
+                # Some programs write a byte order mark.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
-                    empty = 0
+                empty = 0 if text.strip() else empty + 1
+                if not empty:
                     yield number, text
-                    continue
-                empty += 1
                 if empty > EMPTY_LINES_MAX:
                     raise ConfigError(
                         f"trace {path}, line {number}: more than {EMPTY_LINES_MAX} empty lines in a row; allowed: that"
@@ -227,14 +222,14 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """JSON objects of a trace, each with its file and the number of its line.
+    """JSON objects of a trace, each with its file and line number.
 
     Raises:
         ConfigError: as `files_of` and `text_lines`, or a line is no JSON object.
     """
     for file in files_of(path):
         for number, text in text_lines(file):
-            with Place(file, number):
+            with LineErrors(file, number):
                 value: object = json.loads(text)
                 if not isinstance(value, dict):
                     raise ConfigError(f"{short(text.strip())} is not a JSON object")
@@ -242,22 +237,21 @@ def json_lines(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 
 
 def damage_errors() -> tuple[type[Exception], ...]:
-    """What reading a damaged gzip or zstd file raises, besides OSError."""
+    """Exceptions of reading a damaged gzip or zstd file, besides OSError."""
     try:
-        from zstandard import ZstdError  # noqa: PLC0415  an extra, wanted only here
+        from zstandard import ZstdError  # noqa: PLC0415  an extra
     except ImportError:
         return (EOFError, zlib.error)
     return (EOFError, zlib.error, ZstdError)
 
 
 def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:
-    """The field `name` as a whole number of at most `WHOLE_MAX`.
+    """The field `name` as an integer of at most `WHOLE_MAX`.
 
     Raises:
-        ConfigError: it is missing, no whole number, below `least` or too large.
+        ConfigError: it is no integer, below `least` or too large.
+        KeyError: it is missing.
     """
-    if name not in fields:
-        raise ConfigError(f"{name!r} is missing")
     value = fields[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= WHOLE_MAX or value != int(value):
@@ -269,10 +263,9 @@ def number(fields: dict[str, Any], name: str) -> float:
     """The field `name` as a finite number.
 
     Raises:
-        ConfigError: it is missing or no finite number.
+        ConfigError: it is no finite number.
+        KeyError: it is missing.
     """
-    if name not in fields:
-        raise ConfigError(f"{name!r} is missing")
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= NUMBER_MAX:
         raise ConfigError(f"{name} is {short(value)}; allowed: a number of at most {NUMBER_MAX:g}")
@@ -280,6 +273,6 @@ def number(fields: dict[str, Any], name: str) -> float:
 
 
 def short(value: object) -> str:
-    """`value` for a message: its beginning, where it is long."""
+    """`value` for a message, truncated."""
     text = repr(value)
     return text if len(text) <= SHORT_CHARACTERS else f"{text[:SHORT_CHARACTERS]}…"

@@ -1,4 +1,4 @@
-"""Which reader a file needs, from what its first line says."""
+"""Chooses the reader of a trace by its first line."""
 
 import json
 from dataclasses import dataclass
@@ -6,25 +6,22 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Trace
-from kvtier.trace.formats.kv_events import EventBatches
-from kvtier.trace.formats.lengths_csv import LengthRows
-from kvtier.trace.formats.request_lines import UNITS_S, RequestLines
-from kvtier.trace.formats.session_lines import SessionLines
-from kvtier.trace.formats.text_lines import TextLines
-from kvtier.trace.io import Place, files_of, is_msgpack, text_lines
+from kvtier.trace.formats.base import UNITS_S, TraceReader
+from kvtier.trace.io import LineErrors, files_of, is_msgpack, text_lines
+
+# Each reader is imported where it is made: a trace needs one of them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How a trace is read, where it leaves that open."""
+class ReadOptions:
+    """What a trace itself does not define."""
 
     block_tokens: int | None = None
-    """Tokens of a block; None takes the trace's own, 256 for sessions, 64 for text."""
+    """Tokens of a block; None: the trace's own, 256 for sessions, 64 for text."""
     window_h: float = 10.0
-    """Over how many hours sessions without absolute times start."""
+    """Hours within which sessions without absolute times start."""
     seed: int = 1
-    """Of the draw of their starts."""
+    """Of their start times."""
     time_unit: str = "ms"
     """Of `timestamp` in request lines, and in text where it does not count from 1970."""
     tokenizer: Path | None = None
@@ -41,39 +38,51 @@ class Reading:
             raise ConfigError(f"--seed {self.seed}; allowed: from 0 on")
 
 
-def open_trace(path: Path, reading: Reading | None = None) -> Trace:
-    """The reader for the file at `path`, plain, gzip or zstd; KV events are msgpack or JSON lines.
-
-    A directory of request lines, sessions or texts is one trace, in as many files as there are.
+def open_trace(path: Path, options: ReadOptions | None = None) -> TraceReader:
+    """The reader of the trace at `path`, plain, gzip or zstd; request lines, sessions and texts may be a directory.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or of no form that is known.
+        ConfigError: it cannot be read, is empty, or its format is unknown.
     """
-    reading = reading or Reading()
+    options = options or ReadOptions()
     file = files_of(path)[0]
     if is_msgpack(file):
-        return EventBatches(_one_file(path, "KV events"), reading.block_tokens)
+        return _kv_events(path, options)
     first_line, first = next(text_lines(file), (0, ""))
     if not first_line:
         raise ConfigError(f"trace {file} is empty; allowed: at least one request")
     if "TIMESTAMP" in first and "ContextTokens" in first:
-        return LengthRows(_one_file(path, "CSV"))
-    with Place(file, first_line):
+        from kvtier.trace.formats.lengths_csv import LengthsCsv  # noqa: PLC0415
+
+        return LengthsCsv(_one_file(path, "CSV"))
+    with LineErrors(file, first_line):
         head: Any = json.loads(first)
     keys = cast("dict[str, Any]", head).keys() if isinstance(head, dict) else set[str]()
     is_batch = isinstance(head, list) and not isinstance(next(iter(cast("list[Any]", head)), None), dict)
     if is_batch or {"ts", "events"} <= keys:
-        return EventBatches(_one_file(path, "KV events"), reading.block_tokens)
+        return _kv_events(path, options)
     if "requests" in keys:
-        return SessionLines(path, reading.block_tokens, reading.window_h, reading.seed)
+        from kvtier.trace.formats.session_lines import SessionLines  # noqa: PLC0415
+
+        return SessionLines(path, options.block_tokens, options.window_h, options.seed)
     if keys & {"hash_ids", "hash_runs"}:
-        return RequestLines(path, reading.block_tokens, reading.time_unit)
+        from kvtier.trace.formats.request_lines import RequestLines  # noqa: PLC0415
+
+        return RequestLines(path, options.block_tokens, options.time_unit)
     if {"timestamp", "input"} <= keys:
-        return TextLines(path, reading.block_tokens, reading.tokenizer, reading.time_unit)
+        from kvtier.trace.formats.text_lines import TextLines  # noqa: PLC0415
+
+        return TextLines(path, options.block_tokens, options.tokenizer, options.time_unit)
     raise ConfigError(
         f"trace {file}, line {first_line}: unknown form; allowed: JSON lines with hash_ids or hash_runs, sessions with "
         "requests, text with input, KV events, or CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
     )
+
+
+def _kv_events(path: Path, options: ReadOptions) -> TraceReader:
+    from kvtier.trace.formats.kv_events import KvEvents  # noqa: PLC0415
+
+    return KvEvents(_one_file(path, "KV events"), options.block_tokens)
 
 
 def _one_file(path: Path, form: str) -> Path:

@@ -1,27 +1,47 @@
-"""What a trace is like: lengths, reuse, the intervals of reuse, the working set, and demand over time. One pass."""
+"""Statistics of a trace: lengths, reuse, reuse intervals, working set, load over time. One pass."""
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import Column, TraceArrays
 
 WINDOWS_S = (60.0, 300.0, 600.0, 3600.0)
-"""For how long something is kept after its last use, where the working set is told."""
+"""Working sets are measured for these times to live."""
 BINS = 120
-"""Points of what is told over time."""
-_PER_DOUBLING = 256
-_LEAST_S = 2.0**-10
-_BUCKETS = _PER_DOUBLING * 40
+"""Points of a time series."""
 
 Floats = npt.NDArray[np.float64]
 
 
+class LogBuckets(NamedTuple):
+    """Logarithmic buckets of times."""
+
+    least_s: float
+    per_doubling: int
+    buckets: int
+
+    @property
+    def edges_s(self) -> Floats:
+        """Upper edges."""
+        return self.least_s * 2.0 ** (np.arange(self.buckets) / self.per_doubling)
+
+    def of(self, times_s: Floats) -> npt.NDArray[np.int64]:
+        """The bucket of each time; longer ones count in the last."""
+        place = np.log2(np.maximum(times_s, self.least_s) / self.least_s) * self.per_doubling
+        return np.minimum(np.ceil(place).astype(np.int64), self.buckets - 1)
+
+
+_BUCKETS = LogBuckets(2.0**-10, 256, 256 * 40)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Intervals:
-    """How long after its last use a block is used again, by accesses to blocks."""
+class ReuseIntervals:
+    """Times between two uses of a block, by accesses."""
 
     seconds: Floats
     """Upper edges of buckets."""
@@ -30,7 +50,7 @@ class Intervals:
     """Sum of the intervals in each bucket."""
 
     def quantile(self, share: float) -> float | None:
-        """The interval that so large a share does not exceed; None where nothing is reused."""
+        """The quantile; None if no block is reused."""
         total = self.counts.sum()
         if not total:
             return None
@@ -38,22 +58,22 @@ class Intervals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverTime:
-    """Series over the trace's duration, a value for each of `BINS` equal parts of it."""
+class TraceSeries:
+    """Values for each of `BINS` equal parts of the trace's duration."""
 
     bin_s: float
     input_tokens: Floats
     new_tokens: Floats
-    """Of the input, what was never seen before: a cache without end would compute and write it."""
+    """Input tokens that an infinite cache would miss."""
     used_tokens: Floats
-    """Distinct blocks that were used in the part."""
+    """Distinct blocks used in the part."""
     unique_tokens: Floats
     """Distinct blocks so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """Statistics of a trace; what needs blocks is None where it has none."""
+class TraceStats:
+    """Statistics of a trace; those of blocks are None if it has none."""
 
     name: str
     requests: int
@@ -72,147 +92,141 @@ class Description:
     used_once: float | None
     """Share of blocks that are used once."""
     top_reuse: float | None
-    """Share of all reuse that the most used hundredth of blocks has."""
+    """Share of all reuse by the most used 1 % of blocks."""
     interval_p50_s: float | None
     interval_p90_s: float | None
     interval_p99_s: float | None
     first_turns: float | None
     """Share of requests that reuse nothing, or only their first block."""
     written_per_read: float | None
-    """Tokens that a cache without end writes, for each that it reads."""
+    """Tokens that an infinite cache writes for each that it reads."""
     sessions: int | None
-    """None where the trace names none."""
+    """None: the trace has no sessions."""
     working_set_tokens: dict[float, float]
-    """Seconds that a block is kept after its last use, to tokens held on average."""
+    """Time to live in seconds to mean tokens held."""
     prefix_violations: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    intervals: Intervals
-    over_time: OverTime
+    intervals: ReuseIntervals
+    over_time: TraceSeries
 
 
-def describe(packed: Packed) -> Description:
+def reuse_pauses(trace: TraceArrays, used_s: Floats) -> Iterator[tuple[float, Column, Floats]]:
+    """For each request: its time, its blocks, and the seconds since each block's last use (inf: none).
+
+    Args:
+        trace: the trace.
+        used_s: -inf for each block; holds the times of the last uses afterwards.
+    """
+    for request in range(len(trace)):
+        time_s, ids = float(trace.time_s[request]), trace.blocks(request)
+        yield time_s, ids, time_s - used_s[ids]
+        used_s[ids] = time_s
+
+
+def trace_stats(trace: TraceArrays) -> TraceStats:
     """Measure a trace."""
-    meter = _Meter(packed)
-    for request in range(len(packed)):
-        meter.add(request)
-    inputs = np.asarray(packed.input_tokens, np.float64)
-    requests, total = len(packed), int(inputs.sum())
-    outputs = int(packed.output_tokens.sum(dtype=np.int64))
-    sessions = int(packed.session.max()) + 1
-    has_blocks = packed.has_blocks
-    uses = np.sort(meter.uses)[::-1]
+    sums = _Sums(trace)
+    inputs = np.asarray(trace.input_tokens, np.float64)
+    requests, total = len(trace), int(inputs.sum())
+    outputs = int(trace.output_tokens.sum(dtype=np.int64))
+    has_blocks = trace.has_blocks
+    uses = np.sort(sums.uses)[::-1]
     reuses = float((uses - 1).sum())
     top = float((uses[: max(1, len(uses) // 100)] - 1).sum())
-    intervals = meter.intervals()
-    hit_rate = meter.hit_tokens / total if total else 0.0
-    return Description(
-        name=packed.name,
+    intervals = ReuseIntervals(seconds=_BUCKETS.edges_s, counts=sums.counts, seconds_sums=sums.seconds)
+    hit_rate = sums.hit_tokens / total if total else 0.0
+    return TraceStats(
+        name=trace.name,
         requests=requests,
-        duration_s=meter.duration_s,
-        block_tokens=packed.block_tokens,
+        duration_s=sums.duration_s,
+        block_tokens=trace.block_tokens,
         input_tokens=total,
         output_tokens=outputs,
         input_mean=total / requests,
         input_p50=float(np.quantile(inputs, 0.5)),
         input_p99=float(np.quantile(inputs, 0.99)),
         output_mean=outputs / requests,
-        unique_tokens=packed.block_count * packed.block_tokens if has_blocks else None,
+        unique_tokens=trace.block_count * trace.block_tokens if has_blocks else None,
         infinite_hit_rate=hit_rate if has_blocks else None,
-        infinite_hit_rate_second_half=meter.late_hit_tokens / max(meter.late_tokens, 1) if has_blocks else None,
+        infinite_hit_rate_second_half=sums.late_hit_tokens / max(sums.late_tokens, 1) if has_blocks else None,
         used_once=float((uses == 1).mean()) if len(uses) else None,
         top_reuse=top / reuses if reuses else None,
         interval_p50_s=intervals.quantile(0.5),
         interval_p90_s=intervals.quantile(0.9),
         interval_p99_s=intervals.quantile(0.99),
-        first_turns=meter.first_turns / requests if has_blocks else None,
+        first_turns=sums.first_turns / requests if has_blocks else None,
         written_per_read=(1 - hit_rate) / hit_rate if has_blocks and hit_rate else None,
-        sessions=sessions or None,
-        working_set_tokens=meter.working_sets() if has_blocks else {},
-        prefix_violations=packed.prefix_violations,
-        notes=packed.notes,
-        warnings=packed.warnings,
+        sessions=int(trace.session.max()) + 1 or None,
+        working_set_tokens=sums.working_sets() if has_blocks else {},
+        prefix_violations=trace.prefix_violations,
+        notes=trace.notes,
+        warnings=trace.warnings,
         intervals=intervals,
-        over_time=meter.over_time(),
+        over_time=TraceSeries(
+            bin_s=sums.duration_s / BINS,
+            input_tokens=sums.input,
+            new_tokens=sums.new,
+            used_tokens=sums.used * trace.block_tokens,
+            unique_tokens=np.cumsum(sums.unique) * trace.block_tokens,
+        ),
     )
 
 
-class _Meter:
-    """Adds up what requests do."""
+class _Sums:
+    """Sums over all requests, and over those of each bin."""
 
-    def __init__(self, packed: Packed) -> None:
-        self._packed = packed
-        self._used_s = np.full(packed.block_count, -np.inf)
-        self._used_in = np.full(packed.block_count, -1, np.int32)
-        self.uses = np.zeros(packed.block_count, np.int64)
-        self._counts, self._sums = np.zeros(_BUCKETS), np.zeros(_BUCKETS)
-        self._input, self._new, self._used = np.zeros(BINS), np.zeros(BINS), np.zeros(BINS)
-        self._unique = np.zeros(BINS)
-        self._began_s = float(packed.time_s[0])
-        self.duration_s = float(packed.time_s[-1]) - self._began_s
+    def __init__(self, trace: TraceArrays) -> None:
+        self._trace = trace
+        self._used_s = np.full(trace.block_count, -np.inf)
+        self._used_bin = np.full(trace.block_count, -1, np.int32)
+        self.uses = np.zeros(trace.block_count, np.int64)
+        self.counts, self.seconds = np.zeros(_BUCKETS.buckets), np.zeros(_BUCKETS.buckets)
+        self.input, self.new, self.used, self.unique = np.zeros((4, BINS))
+        self.duration_s = float(trace.time_s[-1]) - float(trace.time_s[0])
         self.hit_tokens = self.late_hit_tokens = self.late_tokens = self.first_turns = 0
+        for request, (time_s, ids, pauses_s) in enumerate(reuse_pauses(trace, self._used_s)):
+            self._add(request, time_s, ids, pauses_s)
 
-    def add(self, request: int) -> None:
-        """One request."""
-        packed = self._packed
-        time_s = float(packed.time_s[request])
-        tokens = int(packed.input_tokens[request])
-        place = min(int((time_s - self._began_s) / max(self.duration_s, 1e-9) * BINS), BINS - 1)
-        self._input[place] += tokens
-        ids = packed.ids[int(packed.starts[request]) : int(packed.starts[request + 1])]
-        pauses = time_s - self._used_s[ids]
-        was_seen = np.isfinite(pauses)
+    def _add(self, request: int, time_s: float, ids: Column, pauses_s: Floats) -> None:
+        trace = self._trace
+        tokens = int(trace.input_tokens[request])
+        place = int((time_s - float(trace.time_s[0])) / max(self.duration_s, 1e-9) * BINS)
+        place = min(place, BINS - 1)
+        was_seen = np.isfinite(pauses_s)
         run = len(ids) if was_seen.all() else int(np.argmin(was_seen))
-        hit = min(run * packed.block_tokens, tokens)
+        hit = min(run * trace.block_tokens, tokens)
         self.hit_tokens += hit
-        self._new[place] += tokens - hit
-        if request >= len(packed) // 2:
+        self.input[place] += tokens
+        self.new[place] += tokens - hit
+        if request >= len(trace) // 2:
             self.late_hit_tokens += hit
             self.late_tokens += tokens
         self.first_turns += run <= 1
-        if was_seen.any():
-            seen = pauses[was_seen]
-            bucket = np.ceil(np.log2(np.maximum(seen, _LEAST_S) / _LEAST_S) * _PER_DOUBLING).astype(np.int64)
-            np.minimum(bucket, _BUCKETS - 1, out=bucket)
-            # Of the same request nearly all fall into one bucket.
+        seen = pauses_s[was_seen]
+        if len(seen):
+            bucket = _BUCKETS.of(seen)
+            # Faster for the usual case: all blocks were last used by one request.
             if bucket[0] == bucket[-1] and (bucket == bucket[0]).all():
-                self._counts[bucket[0]] += len(seen)
-                self._sums[bucket[0]] += seen.sum()
+                self.counts[bucket[0]] += len(seen)
+                self.seconds[bucket[0]] += seen.sum()
             else:
-                np.add.at(self._counts, bucket, 1.0)
-                np.add.at(self._sums, bucket, seen)
-        self._unique[place] += len(ids) - int(was_seen.sum())
-        self._used[place] += int((self._used_in[ids] != place).sum())
-        self._used_in[ids] = place
-        self._used_s[ids] = time_s
+                np.add.at(self.counts, bucket, 1.0)
+                np.add.at(self.seconds, bucket, seen)
+        self.unique[place] += len(ids) - len(seen)
+        self.used[place] += int((self._used_bin[ids] != place).sum())
+        self._used_bin[ids] = place
         self.uses[ids] += 1
 
-    def intervals(self) -> Intervals:
-        """By buckets."""
-        edges = _LEAST_S * 2.0 ** (np.arange(_BUCKETS) / _PER_DOUBLING)
-        return Intervals(seconds=edges, counts=self._counts, seconds_sums=self._sums)
-
     def working_sets(self) -> dict[float, float]:
-        """What is held on average when everything stays for so long after its last use, until the trace ends."""
+        """Mean tokens held if each block stays for a time after its last use, until the trace ends."""
         if self.duration_s <= 0:
             return {}
-        ended_s = self._began_s + self.duration_s
-        edges = _LEAST_S * 2.0 ** (np.arange(_BUCKETS) / _PER_DOUBLING)
+        ended_s = float(self._trace.time_s[0]) + self.duration_s
         out: dict[float, float] = {}
         for window_s in WINDOWS_S:
-            short = edges <= window_s
-            held = self._sums[short].sum() + window_s * self._counts[~short].sum()
+            short = _BUCKETS.edges_s <= window_s
+            held = self.seconds[short].sum() + window_s * self.counts[~short].sum()
             held += np.minimum(ended_s - self._used_s, window_s).sum()
-            out[window_s] = float(held) / self.duration_s * self._packed.block_tokens
+            out[window_s] = float(held) / self.duration_s * self._trace.block_tokens
         return out
-
-    def over_time(self) -> OverTime:
-        """The series."""
-        block = self._packed.block_tokens
-        return OverTime(
-            bin_s=self.duration_s / BINS,
-            input_tokens=self._input,
-            new_tokens=self._new,
-            used_tokens=self._used * block,
-            unique_tokens=np.cumsum(self._unique) * block,
-        )

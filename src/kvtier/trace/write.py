@@ -1,4 +1,4 @@
-"""Packed traces as request lines, the form that most tools read."""
+"""Writes traces as request lines, the format that most tools read."""
 
 import gzip
 import json
@@ -11,46 +11,46 @@ from typing import IO
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.arrays import NEXT_TURNS, Column, Packed
+from kvtier.trace.arrays import NEXT_TURNS, Column, TraceArrays
 
 COARSE_MAX_S = 86_400.0
 
 
-def write_requests(path: Path, packed: Packed, *, as_runs: bool, coarse_s: float = 0.0) -> None:
-    """Write a trace as request lines, gzip where the name ends in ``.gz``; whole or not at all.
+def write_requests(path: Path, trace: TraceArrays, *, as_runs: bool, coarse_s: float = 0.0) -> None:
+    """Write a trace as request lines, gzip if the name ends in ``.gz``; atomically.
 
-    The first line also tells the size of a block. Texts, names of sessions and ids of the trace it came from are not in
-    it: blocks are numbered as they appear, sessions too. Times count from the first request.
+    The first line has the block size. Blocks and sessions are numbered by first use, so the source's texts, ids and
+    session names are not written. Times count from the first request.
 
     Args:
         path: the file.
-        packed: the trace.
+        trace: the trace.
         as_runs: write `hash_runs`, not `hash_ids`.
-        coarse_s: times are cut to multiples of so many seconds; 0 leaves them.
+        coarse_s: round times down to multiples of this; 0: do not.
 
     Raises:
-        ConfigError: the trace has no blocks, `coarse_s` is not possible, or the file cannot be written.
+        ConfigError: the trace has no blocks, `coarse_s` is out of range, or the file cannot be written.
     """
     if not 0 <= coarse_s <= COARSE_MAX_S:
         raise ConfigError(f"--coarse-s {coarse_s:g}; allowed: 0 to {COARSE_MAX_S:g} seconds")
-    if not packed.has_blocks:
-        raise ConfigError(f"trace {packed.name} tells no blocks; allowed: one that does")
-    lines = request_lines(packed, as_runs=as_runs, coarse_s=coarse_s)
+    if not trace.has_blocks:
+        raise ConfigError(f"trace {trace.name} has no blocks; allowed: a trace with blocks")
+    lines = request_lines(trace, as_runs=as_runs, coarse_s=coarse_s)
     write_lines(path, (f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write lines, gzip where the name ends in ``.gz``; whole or not at all.
+    """Write lines, gzip if the name ends in ``.gz``; atomically.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    there = path.resolve()  # a link stays, and what it names is replaced
-    draft = there.with_name(f".{there.name}.{secrets.token_hex(8)}")
+    target = path.resolve()  # keeps a symbolic link, and replaces its target
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        with _created(draft, is_packed=path.suffix == ".gz") as stream:
+        with _created(draft, is_gzip=path.suffix == ".gz") as stream:
             stream.writelines(lines)
-        draft.replace(there)
+        draft.replace(target)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:
@@ -58,38 +58,32 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
             draft.unlink()
 
 
-def _created(path: Path, *, is_packed: bool) -> IO[str]:
-    return gzip.open(path, "xt", 6, encoding="utf-8") if is_packed else path.open("x", encoding="utf-8")
+def _created(path: Path, *, is_gzip: bool) -> IO[str]:
+    return gzip.open(path, "xt", 6, encoding="utf-8") if is_gzip else path.open("x", encoding="utf-8")
 
 
-def request_lines(packed: Packed, *, as_runs: bool, coarse_s: float = 0.0) -> Iterator[dict[str, object]]:
-    """The lines, one for each request."""
-    numbers = np.full(packed.block_count, -1, np.int64)
+def request_lines(trace: TraceArrays, *, as_runs: bool, coarse_s: float = 0.0) -> Iterator[dict[str, object]]:
+    """A line for each request."""
+    numbers = np.full(trace.block_count, -1, np.int64)
     count = 0
-    first_s = float(packed.time_s[0])
-    for request in range(len(packed)):
-        ids = packed.ids[int(packed.starts[request]) : int(packed.starts[request + 1])]
+    for request in range(len(trace)):
+        ids = trace.blocks(request)
         for block in ids[numbers[ids] < 0].tolist():
             if numbers[block] < 0:
                 numbers[block] = count
                 count += 1
         line: dict[str, object] = {
-            "timestamp": _milliseconds(float(packed.time_s[request]) - first_s, coarse_s),
-            "input_length": int(packed.input_tokens[request]),
-            "output_length": int(packed.output_tokens[request]),
+            "timestamp": _milliseconds(float(trace.time_s[request] - trace.time_s[0]), coarse_s),
+            "input_length": int(trace.input_tokens[request]),
+            "output_length": int(trace.output_tokens[request]),
         }
         if request == 0:
-            line["block_size"] = packed.block_tokens
-        session = int(packed.session[request])
-        if session >= 0:
+            line["block_size"] = trace.block_tokens
+        if (session := int(trace.session[request])) >= 0:
             line["session_id"] = session
-        if (next_turn := int(packed.next_turn[request])) >= 0:
+        if (next_turn := int(trace.next_turn[request])) >= 0:
             line["next_turn"] = NEXT_TURNS[next_turn].value
-        named = numbers[ids]
-        if as_runs:
-            line["hash_runs"] = _runs(named)
-        else:
-            line["hash_ids"] = named.tolist()
+        line["hash_runs" if as_runs else "hash_ids"] = _runs(numbers[ids]) if as_runs else numbers[ids].tolist()
         yield line
 
 
@@ -101,9 +95,5 @@ def _milliseconds(seconds: float, coarse_s: float) -> int | float:
 
 
 def _runs(ids: Column) -> list[list[int]]:
-    if not len(ids):
-        return []
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
-    firsts = [0, *breaks.tolist()]
-    ends = [*breaks.tolist(), len(ids)]
-    return [[int(ids[first]), end - first] for first, end in zip(firsts, ends, strict=True)]
+    return [[int(run[0]), len(run)] for run in np.split(ids, breaks) if len(run)]

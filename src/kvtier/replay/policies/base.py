@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 
 class Policy:
@@ -13,7 +13,7 @@ class Policy:
         packed: the trace.
     """
 
-    def __init__(self, capacity: int, packed: Packed) -> None:
+    def __init__(self, capacity: int, packed: TraceArrays) -> None:
         self.capacity = capacity
         self.present = bytearray(packed.block_count)
         """1 for each cached block."""

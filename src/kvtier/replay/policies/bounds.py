@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.queues import PlainLru
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 NEVER = np.iinfo(np.int32).max
 _REQUESTS = 1 << 12
@@ -36,7 +36,7 @@ class OracleLru(PlainLru):
         packed: the trace, for the last use of each block.
     """
 
-    def __init__(self, capacity: int, packed: Packed) -> None:
+    def __init__(self, capacity: int, packed: TraceArrays) -> None:
         super().__init__(capacity, packed)
         self._last_use = last_uses(packed).tolist()
 
@@ -61,7 +61,7 @@ class Min(Policy):
         packed: the trace. The next use of each access takes four bytes.
     """
 
-    def __init__(self, capacity: int, packed: Packed) -> None:
+    def __init__(self, capacity: int, packed: TraceArrays) -> None:
         super().__init__(capacity, packed)
         self._next_uses = next_uses(packed)
         self._starts = packed.starts
@@ -111,7 +111,7 @@ class Min(Policy):
             heappop(self._heap)
 
 
-def infinite_hit_tokens(packed: Packed) -> int:
+def infinite_hit_tokens(packed: TraceArrays) -> int:
     """Hit tokens of an infinite cache: equal to a replay of `Infinite`, vectorized."""
     first = np.full(packed.block_count, NEVER, np.int32)
     starts, hit = packed.starts, 0
@@ -130,7 +130,7 @@ def infinite_hit_tokens(packed: Packed) -> int:
     return hit
 
 
-def last_uses(packed: Packed) -> npt.NDArray[np.int32]:
+def last_uses(packed: TraceArrays) -> npt.NDArray[np.int32]:
     """For each block, the last request that has it."""
     last = np.full(packed.block_count, -1, np.int32)
     starts = packed.starts
@@ -142,7 +142,7 @@ def last_uses(packed: Packed) -> npt.NDArray[np.int32]:
     return last
 
 
-def next_uses(packed: Packed) -> npt.NDArray[np.int32]:
+def next_uses(packed: TraceArrays) -> npt.NDArray[np.int32]:
     """For each access, the next request that has its block; NEVER if there is none."""
     following = np.full(packed.block_count, NEVER, np.int32)
     out = np.empty(len(packed.ids), np.int32)

@@ -7,7 +7,7 @@ libCacheSim's.
 from collections import OrderedDict, deque
 
 from kvtier.replay.policies.base import Policy
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 Queue = OrderedDict[int, None]
 
@@ -15,7 +15,7 @@ Queue = OrderedDict[int, None]
 class PlainLru(Policy):
     """LRU. Since a prompt's last block is accessed first, a prefix outlives its continuations."""
 
-    def __init__(self, capacity: int, packed: Packed) -> None:
+    def __init__(self, capacity: int, packed: TraceArrays) -> None:
         super().__init__(capacity, packed)
         self._queue: Queue = OrderedDict()
 
@@ -39,7 +39,7 @@ class S3Fifo(Policy):
     USES_MAX = 3
     USES_TO_STAY = 2
 
-    def __init__(self, capacity: int, packed: Packed) -> None:
+    def __init__(self, capacity: int, packed: TraceArrays) -> None:
         super().__init__(capacity, packed)
         self._small: deque[int] = deque()
         self._main: deque[int] = deque()
@@ -93,7 +93,7 @@ class S3Fifo(Policy):
 class Arc(Policy):
     """Two LRU queues, for recency and frequency; hits on their ghosts move the boundary between them."""
 
-    def __init__(self, capacity: int, packed: Packed) -> None:
+    def __init__(self, capacity: int, packed: TraceArrays) -> None:
         super().__init__(capacity, packed)
         self._recent: Queue = OrderedDict()
         self._frequent: Queue = OrderedDict()

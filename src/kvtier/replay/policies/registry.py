@@ -12,7 +12,7 @@ from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.bounds import Infinite, Min, OracleLru
 from kvtier.replay.policies.queues import Arc, PlainLru, S3Fifo
 from kvtier.replay.policies.shipped import Shipped
-from kvtier.trace.arrays import Packed
+from kvtier.trace.arrays import TraceArrays
 
 DEFAULT = "default"
 
@@ -20,12 +20,12 @@ DEFAULT = "default"
 class Reference(NamedTuple):
     """A policy that is not shipped."""
 
-    make: Callable[[int, Packed], Policy]
+    make: Callable[[int, TraceArrays], Policy]
     """From capacity in blocks and trace."""
     help: str
 
 
-def _hinted(*, turns: bool, ends: bool) -> Callable[[int, Packed], Policy]:
+def _hinted(*, turns: bool, ends: bool) -> Callable[[int, TraceArrays], Policy]:
     return lambda capacity, packed: Shipped(capacity, packed, Adaptive(), turns=turns, ends=ends)
 
 
@@ -48,7 +48,7 @@ def policy_names() -> list[str]:
     return [DEFAULT, *EVICTORS, *sorted(installed - EVICTORS.keys()), *(it for it in REFERENCES if it not in EVICTORS)]
 
 
-def make_policy(name: str, capacity: int, packed: Packed) -> Policy:
+def make_policy(name: str, capacity: int, packed: TraceArrays) -> Policy:
     """The policy `name` for a cache of `capacity` blocks.
 
     Args:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.replay.policies.base import Policy
-from kvtier.trace.arrays import NEXT_TURNS, Packed
+from kvtier.trace.arrays import NEXT_TURNS, TraceArrays
 from kvtier.types import NextTurn
 
 
@@ -22,7 +22,7 @@ class Shipped(Policy):
     def __init__(
         self,
         capacity: int,
-        packed: Packed,
+        packed: TraceArrays,
         evictor: Evictor,
         *,
         turns: bool = False,
@@ -81,7 +81,7 @@ class Shipped(Policy):
         return True
 
 
-def _next_turns(packed: Packed, *, turns: bool, ends: bool) -> Sequence[NextTurn | None]:
+def _next_turns(packed: TraceArrays, *, turns: bool, ends: bool) -> Sequence[NextTurn | None]:
     """For each request, the hint that follows it."""
     known: list[NextTurn | None] = [None] * len(packed)
     if turns:

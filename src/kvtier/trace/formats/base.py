@@ -1,65 +1,119 @@
-"""What every reader gives: requests in the order of time, and what a trace says of itself."""
+"""The reader interface of a trace format, and fields that several formats share."""
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.errors import ConfigError
+from kvtier.trace.io import short
 from kvtier.types import NextTurn
 
-Ids = npt.NDArray[np.int64]
+UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+"""Seconds of each `--time-unit`."""
+UNIT_REQUESTS_MIN = 10
+_BUSY_TOKENS_PER_S = 1e6
+_BUSY_REQUESTS_PER_S = 100.0
+"""Above both, timestamps read as milliseconds are more likely seconds."""
+
+Ids = npt.NDArray[np.integer[Any]]
 
 
 class Request(NamedTuple):
     """One prompt of a trace."""
 
     time_s: float
-    """From the start of the trace."""
+    """Since the start of the trace."""
     input_tokens: int
     output_tokens: int
     blocks: Ids
-    """Ids of the prompt's blocks, each naming the whole prefix up to its end; the last block may be partial."""
+    """Ids of the prompt's blocks. An id names the whole prefix up to its block; the last block may be partial."""
     session: str | None
     line: int
-    """Where it stands in the file, from 1."""
+    """Line of the file, from 1."""
     next_turn: NextTurn | None = None
-    """Who goes on after its answer, where the trace tells."""
+    """What continues the session after the response; None: unknown."""
 
 
-class Wrong(str):
-    """A note that says what is wrong with a trace."""
+class TraceWarning(str):
+    """A note that something is wrong with the trace."""
 
     __slots__ = ()
 
 
-class Trace(Protocol):
-    """A trace that can be read as often as needed; nothing of it is kept."""
+class TraceReader:
+    """Reads a trace, as often as needed, and keeps nothing of it.
 
-    @property
-    def name(self) -> str:
-        """The file, as it was given."""
-        ...
+    Args:
+        path: the file; for some formats a directory of files.
+    """
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a whole block."""
-        ...
+    has_blocks = True
+    """Whether requests have block ids. Without them, reuse is unknown."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """Fields of `ReadOptions` that only some formats use, and this one does."""
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether requests tell which blocks they have; if not, nothing can be said about reuse."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of figures should know of how the trace was read; complete once it has been."""
-        ...
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+        self.block_tokens = 1
+        self.notes: tuple[str, ...] = ()
+        """How the trace was read; complete when `requests` is exhausted."""
 
     def requests(self) -> Iterator[Request]:
-        """The requests, in the order of the file or, where sessions are merged, of time.
+        """The requests, in the order of the file; formats that are merged sort by time.
 
         Raises:
             ConfigError: the file cannot be read or a line is malformed; names file, line and field.
         """
-        ...
+        raise NotImplementedError
+
+
+def session_of(line: dict[str, Any]) -> str | None:
+    """The line's `session_id` or `chat_id`, if any."""
+    session = line.get("session_id", line.get("chat_id"))
+    return None if session is None else str(session)
+
+
+def next_turn_of(line: dict[str, Any]) -> NextTurn | None:
+    """The line's `next_turn`, if any.
+
+    Raises:
+        ConfigError: its value is unknown.
+    """
+    value = line.get("next_turn")
+    try:
+        return None if value is None else NextTurn(value)
+    except ValueError:
+        allowed = ", ".join(it.value for it in NextTurn)
+        raise ConfigError(f"next_turn is {short(value)}; allowed: {allowed}") from None
+
+
+def merge_factor(path: Path, own_tokens: int, block_tokens: int | None) -> int:
+    """How many blocks of the trace make one block of `block_tokens`; None keeps the trace's own.
+
+    Raises:
+        ConfigError: `block_tokens` is no multiple of `own_tokens`.
+    """
+    wanted = own_tokens if block_tokens is None else block_tokens
+    if wanted < own_tokens or wanted % own_tokens:
+        raise ConfigError(f"--block {wanted} does not fit trace {path}; allowed: a multiple of its {own_tokens} tokens")
+    return wanted // own_tokens
+
+
+def time_unit_warning(times_s: Sequence[float], input_tokens: Sequence[int], time_unit: str) -> tuple[str, ...]:
+    """A warning if timestamps read as milliseconds give an implausible load; else empty."""
+    span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
+    count, tokens = len(times_s), sum(input_tokens)
+    if time_unit != "ms" or count < UNIT_REQUESTS_MIN or span_s <= 0:
+        return ()
+    if count / span_s < _BUSY_REQUESTS_PER_S or tokens / span_s < _BUSY_TOKENS_PER_S:
+        return ()
+    return (
+        TraceWarning(
+            f"timestamps look like seconds, not milliseconds: read as milliseconds, {count / span_s:,.0f} requests and "
+            f"{tokens / span_s:,.0f} tokens a second arrive; if they are seconds, use --time-unit s"
+        ),
+    )

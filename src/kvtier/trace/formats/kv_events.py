@@ -1,14 +1,14 @@
 """KV events of vLLM and SGLang, as they publish them for routers, read as requests.
 
-A file of batches, one after the other: msgpack as it comes over ZMQ, or JSON lines. A batch is ``[time, events, rank]``
-or an object with `ts` and `events`; an event is ``[kind, fields…]`` or an object with `type`.
+The file is a sequence of batches: msgpack as published over ZMQ, or JSON lines. A batch is ``[time, events, rank]`` or
+an object with `ts` and `events`; an event is ``[type, fields...]`` or an object with `type`.
 
-What they tell is which blocks an engine has *stored*, each with its hash and the one before it. So a request is seen by
-what it added: its prompt is the chain up to there. What follows the last block of a request goes on with it: several
-blocks at a time within `PROMPT_S` as prompt, one at a time within `ANSWER_S` as answer. What cannot be known: a prompt
-that was there already, as a whole (unless the engine reports reuse, vLLM's ``kv_cache_report_mode: full``); the tokens
-behind the last whole block; a next turn that comes that soon; which of two requests with the same prompt went on.
-SGLang stores an answer when it is complete, which looks like another prompt.
+Events name the blocks that an engine *stored*, each with its hash and its parent. A request is inferred from the blocks
+that it added; its prompt is the chain up to the last of them. Blocks that continue its chain belong to it: several at
+once within `PROMPT_S` are prompt, single ones within `OUTPUT_S` are output. Not in the events: requests whose whole
+prompt was cached (unless the engine reports reuse, vLLM's ``kv_cache_report_mode: full``); tokens after the last whole
+block; next turns within those seconds; which of two requests with the same prompt continued. SGLang stores an output
+when it is complete, which looks like another prompt.
 """
 
 import json
@@ -21,35 +21,37 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Request, Wrong
-from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX, merged
-from kvtier.trace.formats.request_lines import larger_block
-from kvtier.trace.io import Place, damage_errors, is_msgpack, number, open_binary, short, text_lines, whole
+from kvtier.trace.formats.base import Request, TraceReader, TraceWarning, merge_factor
+from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX, merge_blocks
+from kvtier.trace.io import LineErrors, damage_errors, is_msgpack, number, open_binary, short, text_lines, whole
 
 PROMPT_S: Final = 2.0
-"""Between two pieces of a prompt; what is stored later is another request's."""
-ANSWER_S: Final = 10.0
-"""Between two blocks of an answer."""
+"""Longest pause between two parts of a prompt."""
+OUTPUT_S: Final = 10.0
+"""Longest pause between two blocks of an output."""
 SECONDS_MAX: Final = 1e11
-"""Of a time since 1970; what is more is in another unit."""
+"""Larger times are not in seconds since 1970."""
 BATCH_BYTES_MAX: Final = 1 << 24
 """A batch takes up to 64 times its bytes in memory: 1 GiB."""
 _ITEMS_MAX: Final = 1 << 20
-"""Of one array or map of a batch: msgpack takes memory for as many as are announced."""
-_FIELDS: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
-"""Of a `BlockStored` that is written as an array: the leading ones, in the order in which both engines have them."""
-_PARTS: Final = ("ts", "events", "data_parallel_rank")
-_STORED, _CLEARED = "BlockStored", "AllBlocksCleared"
+"""Of one array or map: msgpack allocates the announced length."""
+_BLOCK_STORED_FIELDS: Final = (
+    *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
+)
+"""Order in an event that is an array; the same in both engines."""
 _HISTORY: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of KV groups whose blocks stay: the others' do not tell prompts."""
+"""Kinds of KV groups that keep all blocks of a prompt."""
 _CONVENTION: Final = (
-    "events tell what an engine stored: prompts that it had as a whole are missing, lengths are whole blocks, and what "
+    "events name what an engine stored: prompts that it had as a whole are missing, lengths are whole blocks, and what "
     "was generated counts as output"
 )
 
+Tip = tuple[object, int]
+"""Rank and last block of a chain."""
 
-class _Stored(NamedTuple):
-    """Blocks that an engine's own memory has got."""
+
+class _StoredBlocks(NamedTuple):
+    """A `BlockStored` event of GPU memory."""
 
     batch: int
     time_s: float
@@ -61,143 +63,132 @@ class _Stored(NamedTuple):
     session: str | None
 
 
-@dataclass(slots=True)
-class _Open:
-    """A request to which more may come."""
+@dataclass(slots=True, eq=False)
+class _OpenRequest:
+    """A request that later events may continue."""
 
     time_s: float
     latest_s: float
-    batch: int
     first_batch: int
-    prompt_tip: int
-    """Last block of its prompt; the chain leads to the others."""
-    tip: tuple[object, int]
+    batch: int
+    prompt_end: int
+    """Last block of its prompt."""
+    tip: Tip
     session: str | None
-    answer_blocks: int = 0
+    output_blocks: int = 0
 
-    def is_answering(self, stored: _Stored) -> bool:
-        """Whether these blocks, if they are its own, are generated ones."""
+    def is_output(self, stored: _StoredBlocks) -> bool:
+        """Whether blocks that continue this request are output."""
         return len(stored.hashes) == 1 and stored.batch != self.batch
 
-    def goes_on(self, stored: _Stored) -> bool:
-        """Whether blocks that follow its last one are likely its own."""
+    def is_continued_by(self, stored: _StoredBlocks) -> bool:
+        """Whether blocks after its last one belong to it: a prompt does not grow after its first output."""
         pause_s = stored.time_s - self.latest_s
-        return pause_s <= (ANSWER_S if self.is_answering(stored) else -1.0 if self.answer_blocks else PROMPT_S)
+        return pause_s <= OUTPUT_S if self.is_output(stored) else pause_s <= PROMPT_S and not self.output_blocks
 
 
-class EventBatches:
-    """Reads such a file.
+class KvEvents(TraceReader):
+    """Reads a file of KV events.
 
     Args:
         path: the file.
-        block_tokens: tokens of a block to replay with, a multiple of the engine's own; None takes that.
+        block_tokens: tokens of a block, a multiple of the engine's; None: the engine's.
 
     Raises:
         ConfigError: the file cannot be read, a batch is malformed, nothing was stored, or `block_tokens` does not fit.
     """
 
-    has_blocks = True
-
     def __init__(self, path: Path, block_tokens: int | None = None) -> None:
-        self._path = path
-        self.name = str(path)
-        self._unknown = self._cleared = 0
-        """Of the last reading."""
+        super().__init__(path)
+        self._cleared = 0
         first = next(self._stored(), None)
         if first is None:
-            raise ConfigError(f"trace {path}: no {_STORED} of an engine's own memory; allowed: at least one")
+            raise ConfigError(f"trace {path}: no BlockStored of an engine's own memory; allowed: at least one")
         self._own_tokens, self._group = first.block_tokens, first.group
-        self.block_tokens, self._factor = larger_block(path, self._own_tokens, block_tokens)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """See `Trace`."""
-        notes = [_CONVENTION]
-        if self._cleared:
-            notes.append(f"the engine's cache was cleared {self._cleared} times, which a replay does not do")
-        if self._unknown:
-            notes.append(
-                Wrong(f"{self._unknown} requests follow blocks that were stored before the file begins; they are cut")
-            )
-        return tuple(notes)
+        self._factor = merge_factor(path, self._own_tokens, block_tokens)
+        self.block_tokens = self._own_tokens * self._factor
+        self.notes = (_CONVENTION,)
 
     def requests(self) -> Iterator[Request]:
-        """The requests, in the order of their first blocks; times count from the first."""
-        self._unknown = self._cleared = 0
+        """The requests, in the order of their first events; times count from the first."""
+        unknown = self._cleared = 0
         chains = _Chains()
-        waiting: deque[_Open] = deque()
-        tips: dict[tuple[object, int], list[_Open]] = {}
+        waiting: deque[_OpenRequest] = deque()
+        tips: dict[Tip, list[_OpenRequest]] = {}
         began_s: float | None = None
         for stored in self._stored():
             if stored.group != self._group or stored.block_tokens != self._own_tokens or not stored.hashes:
                 continue
             began_s = stored.time_s if began_s is None else began_s
-            while waiting and stored.time_s - waiting[0].latest_s > ANSWER_S:
-                yield self._closed(waiting.popleft(), chains, tips, began_s)
+            while waiting and stored.time_s - waiting[0].latest_s > OUTPUT_S:
+                _remove(tips, waiting[0])
+                yield self._closed(waiting.popleft(), chains, began_s)
             parent = chains.find(stored.parent)
-            going_on = None if parent is None else _continued(tips, (stored.rank, parent), stored)
-            new = chains.extended(parent, stored.hashes)
-            if going_on is None:
-                if parent is None and stored.parent is not None:
-                    self._unknown += 1
-                tip = (stored.rank, new[-1])
-                going_on = _Open(stored.time_s, stored.time_s, stored.batch, stored.batch, new[-1], tip, stored.session)
-                waiting.append(going_on)
-            elif going_on.is_answering(stored):
-                going_on.answer_blocks += len(new)
+            here = [] if parent is None else tips.get((stored.rank, parent), [])
+            new = chains.extend(parent, stored.hashes)
+            tip = (stored.rank, new[-1])
+            if here and here[-1].is_continued_by(stored):
+                request = here[-1]
+                _remove(tips, request)
+                if request.is_output(stored):
+                    request.output_blocks += len(new)
+                else:
+                    request.prompt_end = new[-1]
+                request.latest_s, request.batch, request.tip = stored.time_s, stored.batch, tip
             else:
-                going_on.prompt_tip = new[-1]
-            going_on.latest_s, going_on.batch = stored.time_s, stored.batch
-            going_on.tip = (stored.rank, new[-1])
-            tips.setdefault(going_on.tip, []).append(going_on)
+                unknown += parent is None and stored.parent is not None
+                time_s, batch = stored.time_s, stored.batch
+                request = _OpenRequest(time_s, time_s, batch, batch, new[-1], tip, stored.session)
+                waiting.append(request)
+            tips.setdefault(tip, []).append(request)
         for each in waiting:
-            yield self._closed(each, chains, tips, began_s or 0.0)
+            yield self._closed(each, chains, began_s or 0.0)
+        self.notes = (_CONVENTION,)
+        if self._cleared:
+            self.notes += (f"the engine's cache was cleared {self._cleared} times, which a replay does not do",)
+        if unknown:
+            text = f"{unknown} requests follow blocks that were stored before the file begins; they are cut"
+            self.notes += (TraceWarning(text),)
 
-    def _closed(
-        self, done: _Open, chains: "_Chains", tips: dict[tuple[object, int], list[_Open]], began_s: float
-    ) -> Request:
-        here = tips.get(done.tip, [])
-        if done in here:
-            here.remove(done)
-        if not here:
-            tips.pop(done.tip, None)
-        path = chains.path(done.prompt_tip)
+    def _closed(self, done: _OpenRequest, chains: "_Chains", began_s: float) -> Request:
+        path = chains.path(done.prompt_end)
         if len(path) > REQUEST_BLOCKS_MAX:
             raise ConfigError(
-                f"trace {self._path}, batch {done.first_batch}: a request of more than {REQUEST_BLOCKS_MAX} blocks; "
+                f"trace {self.path}, batch {done.first_batch}: a request of more than {REQUEST_BLOCKS_MAX} blocks; "
                 "allowed: that"
             )
-        blocks = np.asarray(path, np.int64)
         return Request(
             done.time_s - began_s,
-            len(blocks) * self._own_tokens,
-            done.answer_blocks * self._own_tokens,
-            merged(blocks, self._factor),
+            len(path) * self._own_tokens,
+            done.output_blocks * self._own_tokens,
+            merge_blocks(np.asarray(path, np.int64), self._factor),
             done.session,
             done.first_batch,
         )
 
-    def _stored(self) -> Iterator[_Stored]:
-        for batch_number, batch in _batches(self._path):
-            with Place(self._path, batch_number, "batch"):
-                time_s, events, rank = _parts(batch)
+    def _stored(self) -> Iterator[_StoredBlocks]:
+        for batch_number, batch in _batches(self.path):
+            with LineErrors(self.path, batch_number, "batch"):
+                time_s, events, rank = _batch_fields(batch)
                 found = [it for event in events if (it := self._read(event, batch_number, time_s, rank)) is not None]
             yield from found
 
-    def _read(self, event: object, batch: int, time_s: float, rank: object) -> _Stored | None:
-        kind, fields = _event(event)
-        if kind == _CLEARED:
-            self._cleared += 1
-        is_own = str(fields.get("medium") or "GPU").upper() == "GPU"
-        if kind != _STORED or not is_own or fields.get("kv_cache_spec_kind") not in _HISTORY:
+    def _read(self, event: object, batch: int, time_s: float, rank: object) -> _StoredBlocks | None:
+        fields = _fields(event, _BLOCK_STORED_FIELDS)
+        kind = fields.get("type")
+        if not isinstance(kind, str):
+            raise ConfigError(f"{short(event)} is no event; allowed: [kind, fields], or an object with type")
+        self._cleared += kind == "AllBlocksCleared"
+        is_gpu = str(fields.get("medium") or "GPU").upper() == "GPU"
+        if kind != "BlockStored" or not is_gpu or fields.get("kv_cache_spec_kind") not in _HISTORY:
             return None
         hashes, parent, session = (fields.get(it) for it in ("block_hashes", "parent_block_hash", "session_id"))
         if not isinstance(hashes, list):
-            raise ConfigError(f"block_hashes of a {_STORED} is {short(hashes)}; allowed: a list")
+            raise ConfigError(f"block_hashes of a BlockStored is {short(hashes)}; allowed: a list")
         for name in (parent, *cast("list[object]", hashes)):
             if not isinstance(name, int | str | bytes | None):
                 raise ConfigError(f"block hash {short(name)}; allowed: whole numbers, bytes or texts")
-        return _Stored(
+        return _StoredBlocks(
             batch,
             time_s,
             rank,
@@ -209,29 +200,36 @@ class EventBatches:
         )
 
 
+def _remove(tips: dict[Tip, list[_OpenRequest]], request: _OpenRequest) -> None:
+    here = tips[request.tip]
+    here.remove(request)
+    if not here:
+        del tips[request.tip]
+
+
 class _Chains:
-    """Blocks by number, each with the one before it. A hash that does not cover what is before it gets several."""
+    """Blocks by number, each with its parent. A hash that does not cover its prefix gets a block for each parent."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
         self._others: dict[tuple[int, object], int] = {}
-        self._before: list[int] = []
+        self._parents: list[int] = []
 
     def find(self, name: object) -> int | None:
-        """The block that was named last so; None: there is none."""
+        """The latest block of the hash `name`, if any."""
         return None if name is None else self._numbers.get(name)
 
-    def extended(self, parent: int | None, names: list[object]) -> list[int]:
-        """The blocks that follow `parent`, known or new."""
+    def extend(self, parent: int | None, names: list[object]) -> list[int]:
+        """The blocks of `names` after `parent`, known or new."""
         before = -1 if parent is None else parent
         out: list[int] = []
         for name in names:
             block = self._numbers.get(name)
-            if block is not None and self._before[block] != before:
+            if block is not None and self._parents[block] != before:
                 block = self._others.get((before, name))
             if block is None:
-                block = len(self._before)
-                self._before.append(before)
+                block = len(self._parents)
+                self._parents.append(before)
                 if name in self._numbers:
                     self._others[before, name] = block
             self._numbers[name] = block
@@ -240,35 +238,24 @@ class _Chains:
         return out
 
     def path(self, block: int) -> list[int]:
-        """All blocks up to this one, or `REQUEST_BLOCKS_MAX` and one more."""
+        """The chain up to `block`, cut one block beyond `REQUEST_BLOCKS_MAX`."""
         out: list[int] = []
         while block >= 0 and len(out) <= REQUEST_BLOCKS_MAX:
             out.append(block)
-            block = self._before[block]
+            block = self._parents[block]
         return out[::-1]
 
 
-def _continued(tips: dict[tuple[object, int], list[_Open]], tip: tuple[object, int], stored: _Stored) -> _Open | None:
-    """The request that came last to this tip and goes on from there, taken away; None when there is none."""
-    here = tips.get(tip)
-    if not here or not here[-1].goes_on(stored):
-        return None
-    found = here.pop()
-    if not here:
-        del tips[tip]
-    return found
-
-
 def _batches(path: Path) -> Iterator[tuple[int, object]]:
-    """Batches with their numbers from 1; in JSON, of their lines."""
+    """Batches with their numbers from 1; in JSON, the line numbers."""
     if not is_msgpack(path):
         for line_number, text in text_lines(path):
-            with Place(path, line_number, "batch"):
+            with LineErrors(path, line_number, "batch"):
                 batch: object = json.loads(text)
             yield line_number, batch
         return
     try:
-        import msgpack as package  # noqa: PLC0415  an extra, wanted only here
+        import msgpack as package  # noqa: PLC0415  an extra
     except ImportError:
         raise ConfigError(
             f"trace {path} is msgpack, whose package is not installed; allowed: pip install 'kvtier[events]', or JSON"
@@ -290,39 +277,30 @@ def _batches(path: Path) -> Iterator[tuple[int, object]]:
             if unpacker.tell() != stream.tell():
                 raise ConfigError(f"trace {path}: cut short after batch {count}")
     except (ValueError, TypeError, OSError, MemoryError, *damage_errors(), msgpack.exceptions.UnpackException) as error:
-        told = str(error) or type(error).__name__
+        text = str(error) or type(error).__name__
         raise ConfigError(
-            f"trace {path}, after batch {count}: not msgpack: {told}; allowed: batches of at most {BATCH_BYTES_MAX} "
+            f"trace {path}, after batch {count}: not msgpack: {text}; allowed: batches of at most {BATCH_BYTES_MAX} "
             f"bytes, arrays of at most {_ITEMS_MAX}"
         ) from error
 
 
-def _parts(batch: object) -> tuple[float, list[object], object]:
-    parts = _named(batch, _PARTS)
-    if "events" not in parts:
+def _batch_fields(batch: object) -> tuple[float, list[object], object]:
+    fields = _fields(batch, ("ts", "events", "data_parallel_rank"))
+    if "events" not in fields:
         raise ConfigError(f"{short(batch)} is no batch; allowed: [time, events, rank], or ts and events")
-    events = parts.get("events")
+    events, rank = fields["events"], fields.get("data_parallel_rank")
     if not isinstance(events, list):
         raise ConfigError(f"events is {short(events)}; allowed: a list")
-    time_s = number(parts, "ts")
+    time_s = number(fields, "ts")
     if time_s > SECONDS_MAX:
         raise ConfigError(f"ts is {time_s:g}; allowed: seconds, as engines write them, not milliseconds")
-    rank = parts.get("data_parallel_rank")
     if not isinstance(rank, int | str | None):
         raise ConfigError(f"data_parallel_rank is {short(rank)}; allowed: a whole number")
     return time_s, cast("list[object]", events), rank
 
 
-def _event(event: object) -> tuple[str, dict[str, Any]]:
-    fields = _named(event, ("type", *_FIELDS))
-    kind = fields.get("type")
-    if not isinstance(kind, str):
-        raise ConfigError(f"{short(event)} is no event; allowed: [kind, fields], or an object with type")
-    return kind, fields
-
-
-def _named(value: object, names: Sequence[str]) -> dict[str, Any]:
-    """The fields of what is written as an object or as an array; empty when it is neither."""
+def _fields(value: object, names: Sequence[str]) -> dict[str, Any]:
+    """The fields of an object, or of an array in the order of `names`; empty for anything else."""
     if isinstance(value, list):
         return dict(zip(names, cast("list[object]", value), strict=False))
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

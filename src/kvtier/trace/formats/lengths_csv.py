@@ -8,44 +8,42 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Request
-from kvtier.trace.io import Place, short, text_lines, whole
+from kvtier.trace.formats.base import Request, TraceReader
+from kvtier.trace.io import LineErrors, short, text_lines, whole
 
 HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
-class LengthRows:
-    """Reads the rows of such a file.
+class LengthsCsv(TraceReader):
+    """Reads such a file.
 
     Args:
         path: the file.
     """
 
     has_blocks = False
-    block_tokens = 1
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.name = str(path)
-        self.notes = ("the trace tells arrivals and lengths only, not what is reused",)
+        super().__init__(path)
+        self.notes = ("the trace has arrivals and lengths only, not which blocks are reused",)
 
     def requests(self) -> Iterator[Request]:
         """The requests, in the order of the file; times count from the first."""
-        lines = text_lines(self._path)
+        lines = text_lines(self.path)
         first_line, first = next(lines, (1, ""))
-        with Place(self._path, first_line):
+        with LineErrors(self.path, first_line):
             columns = [it.strip() for it in _cells(first)]
             if missing := [it for it in HEADER if it not in columns]:
                 raise ConfigError(f"column {missing[0]} is missing")
         began: datetime | None = None
-        nothing = np.zeros(0, np.int64)
         for line_number, text in lines:
-            with Place(self._path, line_number):
+            with LineErrors(self.path, line_number):
                 fields = dict(zip(columns, _cells(text), strict=False))
                 time = _time(fields.get("TIMESTAMP", ""))
                 began = began or time
                 inputs, outputs = _count(fields, HEADER[1]), _count(fields, HEADER[2])
-                request = Request((time - began).total_seconds(), inputs, outputs, nothing, None, line_number)
+                after_s = (time - began).total_seconds()
+                request = Request(after_s, inputs, outputs, np.zeros(0, np.int64), None, line_number)
             yield request
 
 
@@ -59,10 +57,9 @@ def _cells(text: str) -> list[str]:
 def _time(text: str) -> datetime:
     try:
         time = datetime.fromisoformat(text.strip())
-        # Azure's later traces name the zone, UTC.
-        return time if time.tzinfo else time.replace(tzinfo=UTC)
     except ValueError:
         raise ConfigError(f"TIMESTAMP is {short(text)}; allowed: such as 2023-11-16 18:15:46.680590") from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)  # Azure's later traces have the zone
 
 
 def _count(fields: dict[str, str], name: str) -> int:

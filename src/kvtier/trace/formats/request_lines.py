@@ -1,77 +1,69 @@
 """A JSON object for each request: `timestamp` in milliseconds, lengths, and `hash_ids` or `hash_runs` (Mooncake)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Request, Wrong
-from kvtier.trace.formats.block_ids import Numbering, blocks_of, held, merged
-from kvtier.trace.io import Place, json_lines, number, short, whole
-from kvtier.types import NextTurn
+from kvtier.trace.formats.base import (
+    UNITS_S,
+    Request,
+    TraceReader,
+    TraceWarning,
+    merge_factor,
+    next_turn_of,
+    session_of,
+    time_unit_warning,
+)
+from kvtier.trace.formats.block_ids import Numbering, blocks_of, check_held, merge_blocks
+from kvtier.trace.io import LineErrors, json_lines, number, whole
 
 HEAD_LINES = 2000
-"""Lines from which the size of a block and the unit of time are told."""
-ADVICE = "; if they are seconds, say --time-unit s"
-UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-DOUBT_REQUESTS_MIN = 10
-_BUSY_TOKENS_PER_S = 1e6
-_BUSY_REQUESTS_PER_S = 100.0
-"""Above both, a trace that is said to be in milliseconds is more likely in seconds."""
+"""Lines from which block size and time unit are inferred."""
 
 
-class _Size(NamedTuple):
-    """What gives the size of a block and the unit of time; a request itself may have a million blocks."""
-
-    time_s: float
-    input_tokens: int
-    blocks: int
-
-
-class RequestLines:
+class RequestLines(TraceReader):
     """Reads request lines.
 
     Args:
         path: the file, or a directory of such files, whose times count from the same moment.
-        block_tokens: tokens of a block to replay with, a multiple of the trace's own; None takes its own.
+        block_tokens: tokens of a block, a multiple of the trace's own; None: its own.
         time_unit: of `timestamp`: "s", "ms" or "us".
 
     Raises:
         ConfigError: the file cannot be read, a line is malformed, or `block_tokens` does not fit.
     """
 
-    has_blocks = True
+    options = ("time_unit",)
 
     def __init__(self, path: Path, block_tokens: int | None = None, time_unit: str = "ms") -> None:
-        self._path = path
-        self.name = str(path)
+        super().__init__(path)
         self._unit_s = UNITS_S[time_unit]
-        head = [_Size(it.time_s, it.input_tokens, len(it.blocks)) for it in islice(self._lines(), HEAD_LINES)]
-        own, note = self._stated_block_tokens() or _own_block_tokens(head)
-        self.block_tokens, self._factor = larger_block(path, own, block_tokens)
-        self.notes = tuple(it for it in (note, _doubt(head, time_unit)) if it)
+        # Not the requests themselves: one of them may have a million blocks.
+        head = [(it.time_s, it.input_tokens, len(it.blocks)) for it in islice(self._lines(), HEAD_LINES)]
+        times_s, tokens, _ = zip(*head, strict=True)
+        file, line_number, line = next(json_lines(path))
+        if "block_size" in line:
+            with LineErrors(file, line_number):
+                own = whole(line, "block_size", least=1)
+        else:
+            own, note = _inferred_block_tokens([it[1:] for it in head])
+            self.notes = (note,)
+        self._factor = merge_factor(path, own, block_tokens)
+        self.block_tokens = own * self._factor
+        self.notes += time_unit_warning(times_s, tokens, time_unit)
 
     def requests(self) -> Iterator[Request]:
-        """The requests, in the order of the file; those of a directory, which are kept for it, in the order of time."""
-        lines = self._lines(is_held=self._path.is_dir())
-        for request in sorted(lines, key=lambda it: it.time_s) if self._path.is_dir() else lines:
-            yield request._replace(blocks=merged(request.blocks, self._factor)) if self._factor > 1 else request
+        """The requests, in the order of the file; those of a directory are held and sorted by time."""
+        lines = sorted(self._lines(), key=lambda it: it.time_s) if self.path.is_dir() else self._lines()
+        for request in lines:
+            yield request._replace(blocks=merge_blocks(request.blocks, self._factor)) if self._factor > 1 else request
 
-    def _stated_block_tokens(self) -> tuple[int, str] | None:
-        """What the first line says, if it does."""
-        file, line_number, line = next(json_lines(self._path))
-        if "block_size" not in line:
-            return None
-        with Place(file, line_number):
-            return whole(line, "block_size", least=1), ""
-
-    def _lines(self, *, is_held: bool = False) -> Iterator[Request]:
+    def _lines(self) -> Iterator[Request]:
         numbering = Numbering()
-        blocks = 0
-        for file, line_number, line in json_lines(self._path):
-            with Place(file, line_number):
+        is_held, blocks = self.path.is_dir(), 0
+        for file, line_number, line in json_lines(self.path):
+            with LineErrors(file, line_number):
                 request = Request(
                     number(line, "timestamp") * self._unit_s,
                     whole(line, "input_length"),
@@ -83,84 +75,22 @@ class RequestLines:
                 )
                 if is_held:
                     blocks += len(request.blocks)
-                    held(blocks)
+                    check_held(blocks)
             yield request
 
 
-def session_of(line: dict[str, Any]) -> str | None:
-    """The line's `session_id`, or `chat_id` as some traces call it; None where it has none."""
-    session = line.get("session_id", line.get("chat_id"))
-    return None if session is None else str(session)
-
-
-def next_turn_of(line: dict[str, Any]) -> NextTurn | None:
-    """The line's `next_turn`; None where it has none.
-
-    Raises:
-        ConfigError: it has one that says nothing.
-    """
-    told = line.get("next_turn")
-    if told is None:
-        return None
-    try:
-        return NextTurn(told)
-    except ValueError:
-        allowed = ", ".join(it.value for it in NextTurn)
-        raise ConfigError(f"next_turn is {short(told)}; allowed: {allowed}") from None
-
-
-def larger_block(path: Path, own: int, wanted: int | None) -> tuple[int, int]:
-    """Tokens of a block to replay with, and how many of the trace's own blocks make one.
-
-    Raises:
-        ConfigError: `wanted` is no multiple of `own`.
-    """
-    if wanted is None:
-        return own, 1
-    if wanted < own or wanted % own:
-        raise ConfigError(f"--block {wanted} does not fit trace {path}; allowed: a multiple of its {own} tokens")
-    return wanted, wanted // own
-
-
-def _own_block_tokens(head: list[_Size]) -> tuple[int, str]:
-    """Request lines do not say it: the power of two that explains the numbers of ids, or at least how many they are."""
-    least, most = 1.0, math.inf
-    above, whole_most = 0.0, math.inf
-    for request in head:
-        tokens, blocks = request.input_tokens, request.blocks
-        above = max(above, tokens / (blocks + 1))
-        if blocks:
-            least = max(least, tokens / blocks)
-            whole_most = min(whole_most, tokens / blocks)
-        if blocks > 1:
-            most = min(most, tokens / (blocks - 1))
-    if math.isinf(whole_most):
-        return 1, Wrong(f"none of the first {len(head)} requests has an id, so nothing can be found again")
+def _inferred_block_tokens(head: list[tuple[int, int]]) -> tuple[int, str]:
+    """The power of two that fits all (tokens, blocks), else one that fits some; and a note."""
+    blocked = [(tokens, blocks) for tokens, blocks in head if blocks]
+    if not blocked:
+        return 1, TraceWarning(f"none of the first {len(head)} requests has an id, so nothing can be found again")
+    least = max(1.0, *(tokens / blocks for tokens, blocks in blocked))
+    most = min((tokens / (blocks - 1) for tokens, blocks in blocked if blocks > 1), default=math.inf)
     block = 2 ** math.ceil(math.log2(least))
     if block < most:
         return block, f"blocks of {block} tokens, from the numbers of ids"
-    # Engines name whole blocks only.
-    if above < (block := 2 ** int(math.log2(max(whole_most, 1.0)))):
+    # Engines give ids to whole blocks only.
+    block = 2 ** int(math.log2(max(min(tokens / blocks for tokens, blocks in blocked), 1.0)))
+    if block > max(tokens / (blocks + 1) for tokens, blocks in head):
         return block, f"blocks of {block} tokens, from the numbers of ids, which only whole blocks have"
     return math.ceil(least), f"blocks of about {math.ceil(least)} tokens: the numbers of ids do not agree on one"
-
-
-def _doubt(head: list[_Size], time_unit: str) -> str:
-    """A word on times that can hardly be meant."""
-    if time_unit != "ms":
-        return ""
-    return doubt([it.time_s for it in head], [it.input_tokens for it in head], ADVICE)
-
-
-def doubt(times_s: Sequence[float], input_tokens: Sequence[int], advice: str) -> str:
-    """A word on times, read as milliseconds, between which far too much would arrive."""
-    span_s = max(times_s, default=0.0) - min(times_s, default=0.0)
-    count, tokens = len(times_s), sum(input_tokens)
-    if count < DOUBT_REQUESTS_MIN or span_s <= 0:
-        return ""
-    if count / span_s < _BUSY_REQUESTS_PER_S or tokens / span_s < _BUSY_TOKENS_PER_S:
-        return ""
-    return Wrong(
-        f"timestamps look like seconds, not milliseconds: read as milliseconds, {count / span_s:,.0f} requests and "
-        f"{tokens / span_s:,.0f} tokens a second arrive{advice}"
-    )

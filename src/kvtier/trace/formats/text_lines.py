@@ -9,74 +9,66 @@ from typing import Any
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.trace.formats.base import Ids, Request
-from kvtier.trace.formats.block_ids import held
-from kvtier.trace.formats.request_lines import ADVICE, UNITS_S, doubt, next_turn_of, session_of
-from kvtier.trace.io import Place, json_lines, number
+from kvtier.trace.formats.base import UNITS_S, Ids, Request, TraceReader, next_turn_of, session_of, time_unit_warning
+from kvtier.trace.formats.block_ids import check_held
+from kvtier.trace.io import LineErrors, json_lines, number
 
 BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")
-"""Where no tokenizer is given: word pieces, numbers and signs, about four characters each in English prose."""
+"""Tokens where no tokenizer is given: about four characters each in English prose."""
 
 Tokenize = Callable[[str], Sequence[object]]
 
 
-class TextLines:
-    """Reads request lines with text; prompts are cut into tokens and named by a chain of digests.
+class TextLines(TraceReader):
+    """Reads request lines with text. A block's id is a digest of its tokens and the id before.
 
     Args:
         path: the file, or a directory of such files.
-        block_tokens: tokens of a block.
-        tokenizer: a tokenizer.json of Hugging Face; None cuts by a simple rule.
-        time_unit: of a `timestamp` that does not count from 1970: "s", "ms" or "us".
+        block_tokens: tokens of a block; None: 64.
+        tokenizer: a tokenizer.json of Hugging Face; None: a simple rule.
+        time_unit: "s", "ms" or "us", of a `timestamp` that does not count from 1970.
 
     Raises:
         ConfigError: the file or the tokenizer cannot be read.
     """
 
-    has_blocks = True
+    options = ("tokenizer", "time_unit")
 
     def __init__(
         self, path: Path, block_tokens: int | None = None, tokenizer: Path | None = None, time_unit: str = "ms"
     ) -> None:
-        self._path = path
+        super().__init__(path)
         self._time_unit = time_unit
-        self.name = str(path)
         self.block_tokens = block_tokens or BLOCK_TOKENS_DEFAULT
         self._tokenize: Tokenize = _PIECES.findall if tokenizer is None else _load(tokenizer)
         how = "a simple rule (about four characters a token)" if tokenizer is None else str(tokenizer)
         self._how = f"text is cut into tokens by {how}, and into blocks of {self.block_tokens}"
-        self._doubt = ""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """See `Trace`."""
-        return (self._how, self._doubt) if self._doubt else (self._how,)
+        self.notes = (self._how,)
 
     def requests(self) -> Iterator[Request]:
-        """The requests, in the order of time, which counts from the first; files of this form go session by session."""
+        """The requests, sorted by time, which counts from the first; such files are sorted by session."""
         numbers: dict[bytes, int] = {}
         requests: list[Request] = []
-        kept = 0
-        for file, line_number, line in json_lines(self._path):
-            with Place(file, line_number):
+        held = 0
+        for file, line_number, line in json_lines(self.path):
+            with LineErrors(file, line_number):
                 time_s = number(line, "timestamp")
                 time_s *= _unit_s(time_s, self._time_unit)
                 tokens = self._tokenize(_text(line, "input"))
-                answer = len(self._tokenize(_text(line, "output"))) if "output" in line else 0
-                blocks = self._named(tokens, numbers)
-                next_turn = next_turn_of(line)
-                kept += len(blocks)
-                held(kept)
-                requests.append(Request(time_s, len(tokens), answer, blocks, session_of(line), line_number, next_turn))
+                output_tokens = len(self._tokenize(_text(line, "output"))) if "output" in line else 0
+                blocks = self._blocks(tokens, numbers)
+                held += len(blocks)
+                check_held(held)
+                session, next_turn = session_of(line), next_turn_of(line)
+                requests.append(Request(time_s, len(tokens), output_tokens, blocks, session, line_number, next_turn))
         requests.sort(key=lambda it: it.time_s)
-        if self._time_unit == "ms":
-            times_s, tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]
-            self._doubt = doubt(times_s, tokens, ADVICE)
+        times_s, input_tokens = [it.time_s for it in requests], [it.input_tokens for it in requests]
+        self.notes = (self._how, *time_unit_warning(times_s, input_tokens, self._time_unit))
         for request in requests:
             yield request._replace(time_s=request.time_s - requests[0].time_s)
 
-    def _named(self, tokens: Sequence[object], numbers: dict[bytes, int]) -> Ids:
+    def _blocks(self, tokens: Sequence[object], numbers: dict[bytes, int]) -> Ids:
         digest = b""
         out: list[int] = []
         for start in range(0, len(tokens), self.block_tokens):
@@ -86,13 +78,10 @@ class TextLines:
         return np.asarray(out, np.int64)
 
 
-def _unit_s(time: float, otherwise: str) -> float:
-    """Seconds of one unit, told by the size of a time since 1970; smaller ones are in the unit `otherwise`."""
-    if time > 1e14:
-        return UNITS_S["us"]
-    if time > 1e11:
-        return UNITS_S["ms"]
-    return UNITS_S["s"] if time > 1e8 else UNITS_S[otherwise]
+def _unit_s(time: float, time_unit: str) -> float:
+    """Seconds of one unit, by the magnitude of a time since 1970; smaller times are in `time_unit`."""
+    found = next((unit for unit, least in (("us", 1e14), ("ms", 1e11), ("s", 1e8)) if time > least), time_unit)
+    return UNITS_S[found]
 
 
 def _text(line: dict[str, Any], name: str) -> str:
@@ -104,7 +93,7 @@ def _text(line: dict[str, Any], name: str) -> str:
 
 def _load(path: Path) -> Tokenize:
     try:
-        from tokenizers import Tokenizer  # noqa: PLC0415  an extra, wanted only here
+        from tokenizers import Tokenizer  # noqa: PLC0415  an extra
     except ImportError:
         raise ConfigError(
             "--tokenizer needs tokenizers, which is not installed; allowed: pip install 'kvtier[transformers]'"
@@ -113,6 +102,6 @@ def _load(path: Path) -> Tokenize:
         raise ConfigError(f"--tokenizer {str(path)!r} is no file; allowed: a tokenizer.json")
     try:
         tokenizer: Any = Tokenizer.from_file(str(path))
-    except Exception as error:  # what its Rust side raises is a bare Exception
+    except Exception as error:  # its Rust part raises bare Exceptions
         raise ConfigError(f"--tokenizer {str(path)!r} cannot be read: {error}") from error
     return lambda text: tokenizer.encode(text).ids

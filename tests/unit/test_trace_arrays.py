@@ -1,4 +1,4 @@
-"""Packed traces: columns equal what a reader gives, in memory and in files, and what is wrong is counted and said."""
+"""Traces as arrays: columns equal the reader's requests, in memory and in files; errors are counted and reported."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import kvtier.trace.arrays as packing
 from kvtier.errors import ConfigError
-from kvtier.trace.arrays import Packed, pack
+from kvtier.trace.arrays import TraceArrays, read_arrays
 from kvtier.trace.formats.base import Request
 from kvtier.trace.open import open_trace
-from kvtier.trace.stats import describe
+from kvtier.trace.stats import trace_stats
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
 
@@ -49,7 +49,7 @@ def test_columns_equal_a_slow_reading(rows, step, in_file):
     before = packing._STEP, packing.MEMORY_BYTES_MAX
     packing._STEP, packing.MEMORY_BYTES_MAX = step, 0 if in_file else 1 << 20
     try:
-        packed = pack(Listed(rows))
+        packed = read_arrays(Listed(rows))
     finally:
         packing._STEP, packing.MEMORY_BYTES_MAX = before
     known = sorted({block for row in rows for block in row[2]})
@@ -69,23 +69,23 @@ def test_columns_equal_a_slow_reading(rows, step, in_file):
 
 def test_what_is_wrong_is_said_and_strict_refuses_it():
     good = [(0.0, 32, [1, 2], None), (1.0, 32, [1, 3], None)]
-    assert pack(Listed(good), is_strict=True).warnings == ()
-    back = pack(Listed([*good, (0.5, 16, [1], None)]))
+    assert read_arrays(Listed(good), is_strict=True).warnings == ()
+    back = read_arrays(Listed([*good, (0.5, 16, [1], None)]))
     assert "1 timestamps go back, first in line 3" in back.warnings[0]
     assert back.time_s.tolist() == [0.0, 1.0, 1.0]
     torn = [*good, (2.0, 32, [5, 3], None)]
-    assert pack(Listed(torn)).prefix_violations == 2 - 1
-    assert "1 blocks follow another block than before, first in request 3" in pack(Listed(torn)).warnings[0]
+    assert read_arrays(Listed(torn)).prefix_violations == 2 - 1
+    assert "1 blocks follow another block than before, first in request 3" in read_arrays(Listed(torn)).warnings[0]
     with pytest.raises(ConfigError, match=r"follow another block .*allowed with --strict"):
-        pack(Listed(torn), is_strict=True)
+        read_arrays(Listed(torn), is_strict=True)
     with pytest.raises(ConfigError, match="has no request"):
-        pack(Listed([]))
+        read_arrays(Listed([]))
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path):
-    packed = pack(open_trace(GOLDEN / "lmcache_miniswe_b64.jsonl.gz"))
+    packed = read_arrays(open_trace(GOLDEN / "lmcache_miniswe_b64.jsonl.gz"))
     packed.save(tmp_path)
-    loaded = Packed.load(tmp_path)
+    loaded = TraceArrays.load(tmp_path)
     assert (loaded.name, loaded.notes, loaded.block_tokens) == (packed.name, packed.notes, packed.block_tokens)
     for name in ("ids", "starts", "time_s", "input_tokens", "session", "turn", "parents"):
         assert np.array_equal(getattr(loaded, name), getattr(packed, name))
@@ -107,7 +107,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
     ],
 )  # fmt: skip
 def test_statistics_of_public_traces(file, requests, tokens, unique, hit, late, once, top, intervals, first, written):
-    told = describe(pack(open_trace(GOLDEN / f"{file}.jsonl.gz")))
+    told = trace_stats(read_arrays(open_trace(GOLDEN / f"{file}.jsonl.gz")))
     assert (told.requests, told.input_tokens, told.unique_tokens) == (requests, tokens, unique)
     assert (round(told.infinite_hit_rate, 4), round(told.infinite_hit_rate_second_half, 4)) == (hit, late)
     assert told.used_once == pytest.approx(once, abs=0.005)
@@ -122,7 +122,7 @@ def test_statistics_of_public_traces(file, requests, tokens, unique, hit, late, 
 
 def test_working_sets_equal_a_slow_count():
     rows = [(0.0, 32, [1, 2], None), (10.0, 32, [1, 3], None), (100.0, 16, [1], None)]
-    told = describe(pack(Listed(rows)))
+    told = trace_stats(read_arrays(Listed(rows)))
     # Block 1: 10 s, then 60 of 90, none at the end; 2: 60 of 100; 3: 60 of 90.
     assert told.working_set_tokens[60.0] == pytest.approx((10 + 60 + 60 + 60) / 100 * 16, rel=0.01)
     assert told.working_set_tokens[3600.0] == pytest.approx((100 + 100 + 90) / 100 * 16, rel=0.01)
