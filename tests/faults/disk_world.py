@@ -73,7 +73,7 @@ def open_tier(root: Path, capacity_bytes: int = CAPACITY_BYTES, segment_bytes: i
     """A tier of small segments that syncs and turns only when it is told."""
     chosen = {"capacity_bytes": capacity_bytes, "segment_bytes": segment_bytes, "sync_interval_s": 3600.0, **settings}
     tier = DiskTier(root, **chosen)
-    tier._pool._turned = lambda: None
+    tier._pool._on_turn = lambda: None
     return tier
 
 
@@ -84,7 +84,7 @@ def abandon(tier: DiskTier) -> None:
     tier._wake.set()
     tier._keeper.join(10)
     tier._pool.close()
-    tier._claim.release()
+    tier._store_lock.release()
 
 
 def allocated_bytes(root: Path) -> int:

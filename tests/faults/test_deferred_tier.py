@@ -208,7 +208,7 @@ def test_an_open_tier_whose_place_is_taken_away_is_down_until_it_is_back(tmp_pat
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_store_whose_first_try_fails(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its secret is there before it, and is no stranger to it: not to the next try, nor to the next start."""
-    place, call = {"directory": (directory, "open_store"), "disk": (disk, "Claim")}[kind]
+    place, call = {"directory": (directory, "open_store"), "disk": (disk, "DiskStoreLock")}[kind]
     make, tries = getattr(place, call), iter([OSError(errno.ENOSPC, "planned")])
 
     def fail_once(*given: Any) -> Any:
@@ -296,7 +296,7 @@ def test_a_store_of_another_version(tmp_path: Path, caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("mistake", "words"),
-    [("file", "Not a directory|is not a directory|File exists"), ("home", "holds other things"), ("long", "too long")],
+    [("file", "Not a directory|is not a directory|File exists"), ("home", "holds other files"), ("long", "too long")],
 )
 def test_mistakes_are_told_at_once(tmp_path: Path, kind: str, mistake: str, words: str) -> None:
     place = tmp_path / "place"

@@ -455,7 +455,7 @@ def test_a_damaged_marker_is_made_anew_only_where_all_is_ours_and_no_other_proce
     marker = root / "kvtier-store.json"
     marker.write_bytes(content)
     (root / "thesis.txt").write_text("years of work")
-    with pytest.raises(TierError, match=r"is not a store's marker .*thesis.txt"):
+    with pytest.raises(TierError, match=r"is not a valid marker .*thesis.txt"):
         opened(root)
     assert marker.read_bytes() == content
     (root / "thesis.txt").unlink()

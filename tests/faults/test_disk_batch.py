@@ -13,7 +13,7 @@ from disk_world import SEGMENT_BYTES, check_accounts, look, open_tier, sealed
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import disk_batch
-from kvtier.tier.aio import ReadQueue, Run, begin_runs
+from kvtier.tier.aio import ReadQueue, ReadRun, begin_runs
 from kvtier.tier.base import Read, Write, ended
 from kvtier.tier.direct import can_direct
 from kvtier.tier.disk import DiskTier
@@ -98,7 +98,7 @@ class Together:
         self.spoil: Callable[[list[int]], list[int]] | None = list
         monkeypatch.setattr(disk_batch, "begin_runs", self._begin)
 
-    def _begin(self, runs: Sequence[Run]) -> Callable[[], list[int]] | None:
+    def _begin(self, runs: Sequence[ReadRun]) -> Callable[[], list[int]] | None:
         spoil = self.spoil
         wait = None if spoil is None else begin_runs(runs)
         if wait is None or spoil is None:

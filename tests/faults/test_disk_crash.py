@@ -472,7 +472,7 @@ def test_what_only_looks_like_a_damaged_store_is_left_alone(tmp_path, content):
     (root / "segments" / "00000001.segment").unlink()
     (root / "photo.jpg").write_bytes(b"also precious")
     before = tree(root)
-    with pytest.raises(TierError, match=r"holds other things \('photo.jpg'\)"):
+    with pytest.raises(TierError, match=r"holds other files \('photo.jpg'\)"):
         open_tier(root)
     assert tree(root) == before
 

@@ -115,7 +115,7 @@ def test_a_quota_makes_the_cap_what_is_held_until_there_is_room(tmp_path, monkey
 
 def test_a_reserve_that_leaves_nothing_is_named(tmp_path):
     tier = open_tier(tmp_path / "s", reserve_bytes=1 << 60)
-    with pytest.raises(TierError, match=f"No space left .* disk.reserve_bytes leaves {1 << 60} to others"):
+    with pytest.raises(TierError, match=f"No space left .* disk.reserve_bytes keeps {1 << 60}"):
         tier.write(object_name(1), sealed(1))
     tier.close()
 
@@ -235,19 +235,19 @@ def test_other_things_are_left_alone(tmp_path):
     (tmp_path / "segments").mkdir()  # a name that we use, too
     segment = tmp_path / "segments" / "00000001.segment"
     segment.write_bytes(b"also precious")
-    with pytest.raises(ConfigError, match=r"holds other things \('photo\.jpg', 'segments'\) and no store of ours"):
+    with pytest.raises(ConfigError, match=r"holds other files \('photo\.jpg', 'segments'\) and no kvtier store"):
         open_tier(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photo.jpg", "segments"]
     assert segment.read_bytes() == b"also precious"
     (tmp_path / "photo.jpg").unlink()
-    with pytest.raises(ConfigError, match=r"holds other things \('segments'\)"):
+    with pytest.raises(ConfigError, match=r"holds other files \('segments'\)"):
         open_tier(tmp_path)
     assert segment.read_bytes() == b"also precious"
     DirectoryTier(tmp_path / "d", capacity_bytes=1 << 20).close()
-    with pytest.raises(ConfigError, match="holds other things"):
+    with pytest.raises(ConfigError, match="holds other files"):
         open_tier(tmp_path / "d")
     open_tier(tmp_path / "s").close()
-    with pytest.raises(ConfigError, match="no store of ours"):
+    with pytest.raises(ConfigError, match="no kvtier store"):
         DirectoryTier(tmp_path / "s", capacity_bytes=1 << 20)
 
 
@@ -372,7 +372,7 @@ def test_no_link_below_a_store_is_followed(tmp_path):
             assert run(["inspect", *command.split(), str(root)]) in {0, 1}, (name, command)
         tier = open_tier(root)
         write_many(tier, range(10, 60))
-        tier._tell_status(is_last=True)
+        tier._write_status(is_last=True)
         assert tier.used_bytes <= CAPACITY_BYTES
         tier.close()
         assert run(["inspect", *commands[-1].split(), str(root)]) == 0
@@ -399,7 +399,7 @@ def test_a_file_that_has_another_name_is_not_written_to(tmp_path, name, is_ours)
         try:
             tier = open_tier(root, segment_bytes=segment_bytes)
         except TierError as error:
-            if name != MARKER_NAME or "another name" not in str(error):
+            if name != MARKER_NAME or "another hard link" not in str(error):
                 raise
             continue
         write_many(tier, range(10, 200))
@@ -416,7 +416,7 @@ def test_a_marker_that_is_a_link_or_no_file_is_refused(tmp_path):
         root = tmp_path / f"store{number}"
         root.mkdir()
         make(root / MARKER_NAME)
-        with pytest.raises(ConfigError, match="is no regular file"):
+        with pytest.raises(ConfigError, match="is not a regular file"):
             open_tier(root)
         assert run(["inspect", "ls", str(root)]) == 2
         assert [path.name for path in root.iterdir()] == [MARKER_NAME]
@@ -444,7 +444,7 @@ def test_a_store_that_every_user_may_write_to_is_refused(tmp_path):
     root = tmp_path / "store"
     open_tier(root).close()
     root.chmod(0o777)
-    with pytest.raises(ConfigError, match="every user may write to it"):
+    with pytest.raises(ConfigError, match="every user may replace cached data"):
         open_tier(root)
     root.chmod(0o700)
     above = tmp_path / "above"
@@ -452,7 +452,7 @@ def test_a_store_that_every_user_may_write_to_is_refused(tmp_path):
     above.chmod(0o777)
     layout = KvLayout(16, (GroupLayout(History(), (4096,), "test"),))
     config = load(None, {}, [f"disk.path={above}", "disk.capacity_bytes=64MiB"]).config.disk
-    with pytest.raises(ConfigError, match="every user may write to it"):
+    with pytest.raises(ConfigError, match="every user may replace cached data"):
         _disk(config, layout, 0, 1)
 
 
@@ -463,7 +463,7 @@ def test_whatever_the_umask_only_the_owner_may_enter(tmp_path, mask):
     try:
         tier = open_tier(root)
         write_many(tier, range(3))
-        tier._tell_status(is_last=True)
+        tier._write_status(is_last=True)
         tier.close()
     finally:
         os.umask(before)
@@ -604,7 +604,7 @@ def test_a_forked_child_changes_nothing_in_its_parents_store(tmp_path):
                 use()
         tier.close()
         tier._pool.close()
-        tier._claim.release()
+        tier._store_lock.release()
 
     assert in_child(act) == 0
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before

@@ -23,7 +23,7 @@ from kvtier.codec.frame import OPEN_SCRATCH_BYTES, frame_bytes, head_bytes, open
 from kvtier.errors import CorruptChunkError, TierError
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier import disk_batch
-from kvtier.tier.aio import Run, begin_runs
+from kvtier.tier.aio import ReadRun, begin_runs
 from kvtier.tier.base import Read, Write
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
@@ -92,7 +92,7 @@ class SickDevice:
         return count
 
     def _begin_runs(
-        self, real: Callable[..., Callable[[], list[int]] | None], runs: list[Run]
+        self, real: Callable[..., Callable[[], list[int]] | None], runs: list[ReadRun]
     ) -> Callable[[], list[int]] | None:
         """Of reads that go together, one fails, is cut short or has a bit turned."""
         wait = real(runs)
@@ -338,7 +338,7 @@ class DirectorySoak(Soak):
 
     def abandon(self) -> None:
         self.tier._guard.close()
-        self.tier._let_go()
+        self.tier._release()
 
     def _opened(self) -> DirectoryTier:
         return DirectoryTier(self.root, capacity_bytes=CAPACITY_BYTES)

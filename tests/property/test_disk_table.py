@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.tier.disk_table import NO_SEGMENT, Table
+from kvtier.tier.disk_table import NO_SEGMENT, ObjectTable
 
 ROWS_MAX = 24
 
@@ -32,7 +32,7 @@ steps = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(steps)
 def test_the_table_is_a_dict(steps):
-    table, model = Table(ROWS_MAX), {}
+    table, model = ObjectTable(ROWS_MAX), {}
     for what, which, place in steps:
         if what == "put":
             row = table.find(name(which))
@@ -68,7 +68,7 @@ def check(table, model):
         row = table.find(name(number))
         assert table.place(row) == place
         assert table.name(row) == name(number)
-    assert sorted(table.told(0, 1 << 30)) == sorted((name(number), size) for number, (_, _, size) in model.items())
+    assert sorted(table.items(0, 1 << 30)) == sorted((name(number), size) for number, (_, _, size) in model.items())
     for segment in range(4):
         rows = [table.find(name(number)) for number in model]
         mine = table.rows_in(segment, array("I", rows + rows))
@@ -78,7 +78,7 @@ def check(table, model):
 
 
 def test_hits_are_counted_up_to_a_limit_and_halved_by_a_move():
-    table = Table(4)
+    table = ObjectTable(4)
     row = table.put(name(1), 0, 1, 4096)
     for _ in range(300):
         table.use(row)
@@ -88,7 +88,7 @@ def test_hits_are_counted_up_to_a_limit_and_halved_by_a_move():
 
 
 def test_a_full_table_says_so_and_takes_no_more_than_it_has_rows_for():
-    table = Table(4)
+    table = ObjectTable(4)
     words = np.frombuffer(b"".join(name(number) for number in range(6)), np.uint64).reshape(-1, 4)
     rows = table.put_many(words, 0, np.arange(6, dtype=np.uint32), np.full(6, 1, np.uint32))
     assert (len(rows), len(table), table.is_full) == (4, 4, True)

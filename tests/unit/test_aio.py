@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvtier.tier import aio
-from kvtier.tier.aio import DEPTH, NOT_READ, ReadQueue, Run, begin_runs
+from kvtier.tier.aio import DEPTH, NOT_READ, ReadQueue, ReadRun, begin_runs
 from kvtier.tier.direct import aligned_buffer
 
 BLOCK = 4096
@@ -45,7 +45,7 @@ def read_runs(runs):
 
 
 def runs_of(descriptor, numbers, blocks=1):
-    return [Run(descriptor, [aligned_buffer(BLOCK) for _ in range(blocks)], number * BLOCK) for number in numbers]
+    return [ReadRun(descriptor, [aligned_buffer(BLOCK) for _ in range(blocks)], number * BLOCK) for number in numbers]
 
 
 def check(runs, numbers):
@@ -70,10 +70,10 @@ def test_neighbours_fill_one_view_after_the_other(queue, file):
 
 def test_one_that_fails_costs_the_others_nothing(queue, file):
     runs = runs_of(file, range(6))
-    cut = Run(file, [aligned_buffer(2 * BLOCK)], (BLOCKS - 1) * BLOCK)
-    beyond = Run(file, [aligned_buffer(BLOCK)], BLOCKS * BLOCK)
+    cut = ReadRun(file, [aligned_buffer(2 * BLOCK)], (BLOCKS - 1) * BLOCK)
+    beyond = ReadRun(file, [aligned_buffer(BLOCK)], BLOCKS * BLOCK)
     write_only = os.open(os.devnull, os.O_WRONLY)
-    refused = Run(write_only, [aligned_buffer(BLOCK)], 0)
+    refused = ReadRun(write_only, [aligned_buffer(BLOCK)], 0)
     answers = queue.read([*runs[:3], cut, beyond, *runs[3:], refused])
     os.close(write_only)
     assert answers == [BLOCK] * 3 + [BLOCK, 0] + [BLOCK] * 3 + [NOT_READ]
@@ -83,7 +83,7 @@ def test_one_that_fails_costs_the_others_nothing(queue, file):
 def test_behind_one_that_the_kernel_does_not_take_nothing_is_read(queue, file):
     """Whoever asks for each alone then learns which one it was."""
     runs = runs_of(file, range(3))
-    answers = queue.read([runs[0], Run(1 << 20, [aligned_buffer(BLOCK)], 0), *runs[1:]])
+    answers = queue.read([runs[0], ReadRun(1 << 20, [aligned_buffer(BLOCK)], 0), *runs[1:]])
     assert answers == [BLOCK, NOT_READ, NOT_READ, NOT_READ]
     assert queue.read(runs) == [BLOCK] * 3, "it goes on"
 
@@ -95,7 +95,7 @@ def test_an_interruption_waits_for_the_kernel(queue, file, monkeypatch):
 
     def call(number, *given):
         calls.append(number)
-        if number == queue._events and len(calls) == 2:
+        if number == queue._get_events and len(calls) == 2:
             raise KeyboardInterrupt
         return real(number, *given)
 
@@ -103,7 +103,7 @@ def test_an_interruption_waits_for_the_kernel(queue, file, monkeypatch):
     runs = runs_of(file, range(3))
     with pytest.raises(KeyboardInterrupt):
         queue.read(runs)
-    assert calls == [queue._submit, queue._events, queue._destroy]
+    assert calls == [queue._submit, queue._get_events, queue._destroy]
     assert not queue.is_open
     check(runs, range(3))
     with pytest.raises(OSError, match="closed"):
@@ -114,7 +114,7 @@ def test_a_signal_does_not_end_the_wait_but_another_error_does(queue, file, monk
     real, told = queue._call, [errno.EINTR, errno.EINTR]
 
     def call(number, *given):
-        if number == queue._events and told:
+        if number == queue._get_events and told:
             ctypes.set_errno(told.pop(0))
             return -1
         return real(number, *given)

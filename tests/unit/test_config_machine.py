@@ -46,7 +46,7 @@ def test_a_place_that_can_not_be_written_is_an_error(tmp_path):
 @pytest.mark.parametrize("tier", ["directory", "disk"])
 def test_a_place_that_all_may_write_to_is_an_error(tmp_path, tier):
     tmp_path.chmod(0o777)
-    words = f"error: {tier}.path = {tmp_path} .*has mode 0777: every user may write to it"
+    words = f"error: {tier}.path = {tmp_path} .*has mode 0777: every user may replace cached data"
     assert [it for it in findings(f"{tier}.path={tmp_path}") if re.match(words, it)]
     assert not any(it.startswith("error") for it in findings(f"{tier}.path={tmp_path / 'below'}"))
 
@@ -63,7 +63,7 @@ def test_a_name_that_is_too_long_is_an_error():
 def test_other_peoples_files_are_an_error_and_a_store_of_ours_is_not(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     assert "error: directory.path" in findings(f"directory.path={tmp_path}")[0]
-    assert "holds other things ('thesis.tex')" in findings(f"directory.path={tmp_path}")[0]
+    assert "holds other files ('thesis.tex')" in findings(f"directory.path={tmp_path}")[0]
     (tmp_path / "kv").mkdir()
     open_store(tmp_path / "kv")
     assert findings(f"directory.path={tmp_path / 'kv'}") == []
@@ -72,8 +72,8 @@ def test_other_peoples_files_are_an_error_and_a_store_of_ours_is_not(tmp_path):
     (tmp_path / "kv" / MARKER_NAME).write_text("garbage")
     (found,) = findings(f"directory.path={tmp_path / 'kv'}")
     assert found.startswith("warning:")
-    assert "is not a store's marker" in found
-    assert "opening the store makes it anew" in found
+    assert "is not a valid marker" in found
+    assert "opening the store recreates it" in found
 
 
 def test_more_than_the_disk_has_is_a_warning(tmp_path):
@@ -112,7 +112,7 @@ def test_a_place_of_ranks_that_holds_other_things_is_an_error(tmp_path):
     (tmp_path / "mail").mkdir()
     (found,) = findings(*disk)
     assert found.startswith(f"error: disk.path = {tmp_path} (from flag --set disk.path): root ")
-    assert "holds other things ('mail')" in found
+    assert "holds other files ('mail')" in found
     (tmp_path / "rank-3" / "kvtier-disk.json").touch()
     assert findings(*disk) == []
 

@@ -44,7 +44,7 @@ def test_a_path_that_cannot_be_used_is_refused(tmp_path, capsys):
         (["--dir", str(file)], "is not a directory; give a directory or a new path"),
         (["--report", str(tmp_path)], "is a directory; allowed: a file"),
         (["--record", str(file / "below.json"), "--json"], "cannot be written"),
-        (["--dir", str(tmp_path)], "holds other things ('file') and no store of ours"),
+        (["--dir", str(tmp_path)], "holds other files ('file') and no kvtier store"),
     ):
         assert run(["demo", *arguments]) == 2
         captured = capsys.readouterr()

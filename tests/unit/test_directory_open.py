@@ -172,7 +172,7 @@ def test_an_unknown_way_of_io_is_refused(tmp_path):
 def test_a_directory_with_other_things_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     (tmp_path / "drafts").mkdir()  # a name that we use, too
-    with pytest.raises(ConfigError, match=r"holds other things \('drafts', 'thesis.txt'\) and no store of ours; .*"):
+    with pytest.raises(ConfigError, match=r"holds other files \('drafts', 'thesis.txt'\) and no kvtier store; .*"):
         DirectoryTier(tmp_path, capacity_bytes=CAPACITY)
     for name in "abc":
         (tmp_path / name).touch()
@@ -191,7 +191,7 @@ def test_a_fresh_file_system_is_accepted(tmp_path):
 def test_a_place_where_the_disk_tier_was_first_is_accepted(tmp_path):
     (tmp_path / "rank-0").mkdir()
     (tmp_path / "rank-of-mine").mkdir()
-    with pytest.raises(ConfigError, match=r"holds other things \('rank-of-mine'\)"):
+    with pytest.raises(ConfigError, match=r"holds other files \('rank-of-mine'\)"):
         DirectoryTier(tmp_path, capacity_bytes=CAPACITY)
     (tmp_path / "rank-of-mine").rmdir()
     DirectoryTier(tmp_path, capacity_bytes=CAPACITY).close()

@@ -70,7 +70,7 @@ def test_a_hint_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 
 def test_the_hint_is_written_now_and_then(tmp_path, tier, monkeypatch):
-    monkeypatch.setattr(directory, "HINT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(directory, "SNAPSHOT_INTERVAL_S", 0.0)
     assert tier.write(object_name(1), frame_of(1))
     assert [row.name for row in load_snapshot(str(tmp_path / "s" / "index")) or ()] == [object_name(1)]
 
@@ -121,7 +121,7 @@ def test_the_slower_of_two_writers_of_a_name_leaves_nothing_behind(tier):
     into = empty_frame(4 * BLOCK_BYTES)
     assert tier.read(object_name(1), into) == 2 * BLOCK_BYTES
     assert into[: 2 * BLOCK_BYTES] == frame_of(1)
-    assert not os.path.exists(f"{tier._paths.drafts}/{draft.name}")
+    assert not os.path.exists(f"{tier._paths.temp_files}/{draft.name}")
 
 
 def test_what_is_being_written_is_not_visible_and_keeps_its_room(tier):
@@ -146,7 +146,7 @@ def test_a_draft_that_could_not_be_removed_is_removed_later(tmp_path):
     assert tier.used_bytes == BLOCK_BYTES
     assert tier.write(object_name(1), frame_of(1))
     assert tier.used_bytes == 2 * BLOCK_BYTES
-    assert not os.path.exists(f"{tier._paths.drafts}/{draft.name}")
+    assert not os.path.exists(f"{tier._paths.temp_files}/{draft.name}")
     tier.close()
 
 
@@ -235,6 +235,6 @@ def test_threads_that_wait_for_the_ledger_give_up(tmp_path):
         thread.start()
         thread.join(DEADLINE_S)
     assert time.monotonic() - started < DEADLINE_S
-    assert failures == ["tier 'directory': the ledger was busy for 0.05 s"]
+    assert failures == ["tier 'directory': the cap file was locked by another thread for 0.05 s"]
     assert tier.write(object_name(1), frame_of(1))
     tier.close()

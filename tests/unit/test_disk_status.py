@@ -19,11 +19,11 @@ from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import pack_json
 from kvtier.tier.disk_status import (
-    AGAIN_S,
-    ALARMED_S,
     CHANGED_S,
-    DRAFT_NAME,
     STATUS_NAME,
+    TEMP_NAME,
+    UNCHANGED_S,
+    URGENT_S,
     DiskStatus,
     StatusFile,
     read_status,
@@ -70,7 +70,7 @@ def opened(root, **settings):
 def told_now(tier):
     """Its status as of now, whatever the clock says."""
     tier._status = StatusFile(tier.root)
-    tier._tell_status()
+    tier._write_status()
     return read_status(tier.root)
 
 
@@ -112,15 +112,15 @@ def test_a_status_is_written_rarely_and_an_alarm_soon(tmp_path, monkeypatch):
         now_s += seconds
         status = replace(STATUS, time_s=STATUS.time_s + now_s, **changes)
         if file.is_due(now_s, faults=status.faults, is_up=status.is_up):
-            file.tell(status, now_s)
+            file.write(status, now_s)
         return len(written)
 
     assert tell(0.0) == 1
     assert tell(0.9 * CHANGED_S, objects=4) == 1
     assert tell(0.2 * CHANGED_S, objects=4) == 2
-    assert tell(0.9 * ALARMED_S, objects=4, faults=1) == 2
-    assert tell(0.2 * ALARMED_S, objects=4, faults=1) == 3
-    for _ in range(int(0.9 * AGAIN_S)):
+    assert tell(0.9 * URGENT_S, objects=4, faults=1) == 2
+    assert tell(0.2 * URGENT_S, objects=4, faults=1) == 3
+    for _ in range(int(0.9 * UNCHANGED_S)):
         assert tell(1.0, objects=4, faults=1) == 3, "nothing is new"
     assert [tell(CHANGED_S, objects=4, faults=1) for _ in range(2)][-1] == 4, "somebody is alive"
 
@@ -168,7 +168,7 @@ def test_no_bit_of_a_status_changes_what_it_says(tmp_path):
         assert read_status(tmp_path) is None
 
 
-@pytest.mark.parametrize("name", [STATUS_NAME, DRAFT_NAME])
+@pytest.mark.parametrize("name", [STATUS_NAME, TEMP_NAME])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_something_else_in_its_place_holds_up_nothing_and_is_replaced(tmp_path, name, make):
     make(tmp_path / name)
@@ -197,7 +197,7 @@ def test_a_status_that_cannot_be_written_is_no_fault(tmp_path, monkeypatch):
     tier = opened(tmp_path)
     monkeypatch.setattr("kvtier.tier.disk_status.write_status", failing)
     tier._status = StatusFile(tmp_path)
-    tier._tell_status()
+    tier._write_status()
     assert tier.write(object_name(1), FRAME)
     assert tier._faults == 0
     tier.close()
@@ -244,7 +244,7 @@ def test_inspect_tells_how_a_store_in_use_fares(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "none since it was opened" in shown
     assert "; the cap is" not in shown
-    tier._found.found(3 << 20, OSError(28, "No space left on device"))
+    tier._effective_cap.record_full(3 << 20, OSError(28, "No space left on device"))
     told_now(tier)
     assert run(["inspect", "health", str(tmp_path)]) == 0
     assert "of 4 MiB; the cap is 3 MiB while the file system has no room" in " ".join(capsys.readouterr().out.split())

@@ -116,7 +116,7 @@ def test_a_root_that_all_may_write_to_is_refused_and_one_of_a_group_is_reported_
         check_private("t", tmp_path)
         check_private("t", tmp_path)
     assert [record.getMessage() for record in caplog.records] == [
-        f"tier t: {tmp_path} has mode 2770: its group {tmp_path.stat().st_gid} may replace what is cached"
+        f"tier t: {tmp_path} has mode 2770: group {tmp_path.stat().st_gid} may replace cached data"
     ]
     tmp_path.chmod(0o1777)
     with pytest.raises(ConfigError, match=rf"has mode 1777.*chmod o-w {tmp_path}"):

@@ -261,7 +261,7 @@ def test_what_is_no_store_is_refused_and_not_touched(inspect, tmp_path, command)
     damaged.mkdir()
     (damaged / "kvtier-store.json").write_text("garbage")
     for place, why in (
-        (damaged, "opening the store makes it anew"),
+        (damaged, "opening the store recreates it"),
         (other, "holds no kvtier-store.json"),
         (tmp_path / "none", "does not exist"),
         (file, "not a directory"),

@@ -116,7 +116,7 @@ def sparse(tmp_path):
     tier = DiskTier(
         tmp_path / "rank-0", capacity_bytes=1 << 20, segment_bytes=1 << 18, sync_interval_s=3600.0, direct_io="off"
     )
-    tier._pool._turned = lambda: None
+    tier._pool._on_turn = lambda: None
     for number in range(70):
         assert tier.write(object_name(number), sealed(number))
     assert tier.object_count == 70

@@ -455,7 +455,7 @@ def test_nothing_stays_open_when_a_setting_is_wrong(tmp_path):
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "stranger").write_text("not ours")
     before = threading.active_count()
-    with pytest.raises(ConfigError, match="holds other things"):
+    with pytest.raises(ConfigError, match="holds other files"):
         opened(tmp_path / "kv", Engine(8))
     assert threading.active_count() == before
     assert LAYOUT.chunk_tokens == CHUNK_TOKENS

@@ -29,15 +29,15 @@ from kvtier.tier.disk_files import SEGMENTS_NAME, segment_files
 from kvtier.tier.disk_format import VERSION
 from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME
 from kvtier.tier.disk_segment import file_name
-from kvtier.tier.disk_status import AGAIN_S, DRAFT_NAME, STATUS_NAME, DiskStatus, read_status
-from kvtier.tier.disk_view import Stored, census, read_marker, segments_at
+from kvtier.tier.disk_status import STATUS_NAME, TEMP_NAME, UNCHANGED_S, DiskStatus, read_status
+from kvtier.tier.disk_view import StoredObject, census, read_marker, segments_at
 from kvtier.tier.safe_open import WRONG_KIND, directory_at, folder_at, open_file
 from kvtier.types import ObjectName
 
 _UNBOUNDED_BYTES = 1 << 62
 _NEVER_S = 86400.0
 
-SILENT_S = 3 * AGAIN_S
+SILENT_S = 3 * UNCHANGED_S
 """A process that has told nothing for so long hangs in its device, or is stopped."""
 
 
@@ -150,7 +150,7 @@ def _state(status: DiskStatus | None, age_s: float | None, *, is_open: bool) -> 
     return "left alone" if status.is_up is False else "in use"
 
 
-def find(root: Path, prefix: str) -> Stored:
+def find(root: Path, prefix: str) -> StoredObject:
     """See `store_view.find`.
 
     Raises:
@@ -162,7 +162,7 @@ def find(root: Path, prefix: str) -> Stored:
     return matching[0]
 
 
-def view(stored: Stored) -> ObjectView:
+def view(stored: StoredObject) -> ObjectView:
     """The head and the section table of one object."""
     row = _row(stored)
     return ObjectView(object=row, path=stored.path) if row.problem else viewed(row, stored.path, _head(stored))
@@ -266,7 +266,7 @@ def _remove(top: int, result: Purge) -> None:
         if error.errno not in WRONG_KIND:
             raise
         result.left = [SEGMENTS_NAME]
-    for name in (STATUS_NAME, DRAFT_NAME):
+    for name in (STATUS_NAME, TEMP_NAME):
         with suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(name, dir_fd=top)
     # Last: until here, a purge that was interrupted can be repeated.
@@ -287,7 +287,7 @@ def _opened(root: Path) -> DiskTier:
     )
 
 
-def _row(stored: Stored) -> ObjectRow:
+def _row(stored: StoredObject) -> ObjectRow:
     bare = ObjectRow(
         name=stored.name.hex(),
         size_bytes=stored.size_bytes,
@@ -302,7 +302,7 @@ def _row(stored: Stored) -> ObjectRow:
         return replace(bare, problem=f"cannot be read: {error.strerror}")
 
 
-def _head(stored: Stored) -> Head:
+def _head(stored: StoredObject) -> Head:
     with stored.path_opened() as read:
         needed = min(head_bytes_told(read(FIXED_BYTES)), stored.size_bytes)
         head = read_head(read(needed))
@@ -311,7 +311,7 @@ def _head(stored: Stored) -> Head:
     return head
 
 
-def _problem(stored: Stored) -> str:
+def _problem(stored: StoredObject) -> str:
     """What is wrong with an object; "" when nothing is."""
     try:
         with stored.path_opened() as read:

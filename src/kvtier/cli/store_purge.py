@@ -56,7 +56,7 @@ def purge(root: Path, *, force: bool) -> Purge:
         if hold.is_alone:
             return _remove(root)
     if not force:
-        told = f"{owners_alive(Paths(str(root)).drafts)} tier(s) of running processes have it open"
+        told = f"{owners_alive(Paths(str(root)).temp_files)} tier(s) of running processes have it open"
         raise ConfigError(f"{root}: {told}; end them, or empty it under them with --force")
     return _empty(root)
 

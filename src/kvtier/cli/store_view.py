@@ -170,7 +170,7 @@ def statistics(root: Path, capacity_bytes: int | None, advance: Callable[[float]
         if row is not None:
             rows.append(row)
         advance(1)
-    drafts = reserved(paths.drafts)
+    drafts = reserved(paths.temp_files)
     return StoreStat(
         directory=str(root),
         store_id=marker.store_id,
@@ -179,11 +179,11 @@ def statistics(root: Path, capacity_bytes: int | None, advance: Callable[[float]
         objects=len(rows),
         bytes=sum(row.size_bytes for row in rows),
         charged_bytes=sum(charge_bytes(row.size_bytes) for row in rows),
-        ledger_bytes=read_cap_file(paths.ledger),
+        ledger_bytes=read_cap_file(paths.cap_file),
         capacity_bytes=capacity_bytes,
         drafts=len(drafts),
         draft_bytes=sum(drafts),
-        open_in=owners_alive(paths.drafts),
+        open_in=owners_alive(paths.temp_files),
         free_bytes=disk_usage(root).free,
         unreadable=sum(row.problem is not None for row in rows),
         oldest_age_s=max((row.age_s for row in rows), default=None),

@@ -1,9 +1,8 @@
-"""Many reads at once by one thread: Linux's asynchronous I/O (`io_submit`), by plain system calls.
+"""Batched reads by one thread: Linux asynchronous I/O (`io_submit`), by plain system calls.
 
-A batch of small reads that do not lie side by side is two system calls instead of one each, and the device sees all of
-them at once. Between any two calls a thread has to get the interpreter's lock back, which costs more than a small read.
-io_uring would do the same, but containers mostly forbid it. With direct I/O only: otherwise the kernel reads while it
-is being asked, one after the other.
+A batch of small scattered reads takes two system calls instead of one each, and the device gets all of them at once.
+After each call the thread must reacquire the interpreter lock, which costs more than a small read. io_uring would do
+the same, but most containers forbid it. Direct I/O only: `io_submit` blocks for buffered reads.
 """
 
 import ctypes
@@ -17,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 DEPTH = 64
-"""Most reads that one thread has under way."""
+"""Most reads in flight per thread."""
 
 NOT_READ = -errno.EAGAIN
-"""The answer to a read that the kernel did not take."""
+"""Result of a read that the kernel did not accept."""
 
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 _IOCB = struct.Struct("<QIIHhIQQqQII")
@@ -33,51 +32,53 @@ _local = threading.local()
 
 
 def _forget_in_child() -> None:
-    """A queue belongs to the process that made it; in a forked child its number may become another's."""
+    """A context belongs to its process; in a forked child its number may be reused."""
     _local.__dict__.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-class Run(NamedTuple):
-    """Bytes of a file that lie side by side, and where they go, one view after the other."""
+class ReadRun(NamedTuple):
+    """A contiguous read: file, offset, and the buffers to fill in order."""
 
     descriptor: int
     views: Sequence[memoryview]
     offset: int
 
 
-class _Asked(NamedTuple):
-    """What the kernel was asked for."""
+class _Submitted(NamedTuple):
+    """Submitted reads."""
 
-    runs: Sequence[Run]
+    runs: Sequence[ReadRun]
     kept: Sequence[object]
-    """Lives until it was read."""
-    begun: int
+    """Buffers that must live until the reads end."""
+    accepted: int
 
 
 class ReadQueue:
-    """Reads of one thread, one batch at a time. `begin_runs` keeps one for each.
+    """The reads of one thread, one batch at a time. `begin_runs` keeps one per thread.
 
     Raises:
-        OSError: the system has none for us.
+        OSError: the system offers none.
     """
 
     def __init__(self) -> None:
         self._context = 0
-        self._under_way: _Asked | None = None
+        self._in_flight: _Submitted | None = None
         if sys.platform != "linux" or platform.machine() not in _NUMBERS or sys.maxsize < 1 << 32:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        self._setup, self._destroy, self._events, self._submit = _NUMBERS[platform.machine()]
-        prototype = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_long] * 6, use_errno=True)  # gives up the lock
+        self._setup, self._destroy, self._get_events, self._submit = _NUMBERS[platform.machine()]
+        prototype = ctypes.CFUNCTYPE(
+            ctypes.c_long, *[ctypes.c_long] * 6, use_errno=True
+        )  # releases the interpreter lock
         self._call = prototype(("syscall", ctypes.CDLL(None)))
         self._iocbs = bytearray(_IOCB_BYTES * DEPTH)
-        self._told = bytearray(_EVENT.size * DEPTH)
+        self._event_buffer = bytearray(_EVENT.size * DEPTH)
         start = _address(memoryview(self._iocbs))
         self._pointers = (ctypes.c_uint64 * DEPTH)(*(start + _IOCB_BYTES * place for place in range(DEPTH)))
         self._pointers_at = ctypes.addressof(self._pointers)
-        self._told_at = _address(memoryview(self._told))
+        self._events_at = _address(memoryview(self._event_buffer))
         context = ctypes.c_ulong(0)
         if self._call(self._setup, DEPTH, ctypes.addressof(context), 0, 0, 0) < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -88,77 +89,77 @@ class ReadQueue:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be used."""
+        """Whether the queue is open."""
         return self._context != 0
 
     def close(self) -> None:
-        """Wait for what is under way, whose memory is in use until then, and give everything back. Twice is fine."""
+        """Wait for reads in flight, whose buffers are in use until then, and release the context. Idempotent."""
         context, self._context = self._context, 0
         if context:
             self._call(self._destroy, context, 0, 0, 0, 0)
-        self._under_way = None
+        self._in_flight = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether reads are under way."""
-        return self._under_way is not None
+        """Whether reads are in flight."""
+        return self._in_flight is not None
 
-    def read(self, runs: Sequence[Run]) -> list[int]:
-        """The bytes that were read of each of `runs`, fewer where the file ends; below 0 the number of the error.
+    def read(self, runs: Sequence[ReadRun]) -> list[int]:
+        """Bytes read per run, fewer at the end of the file; a negative number is -errno.
 
         Raises:
-            OSError: the queue is closed or busy, or broke; nothing is under way any more.
+            OSError: the queue is closed, busy or failed; nothing is in flight any more.
         """
         self.begin(runs)
         return self.end()
 
-    def begin(self, runs: Sequence[Run]) -> None:
-        """Ask for `runs`, the first `DEPTH` of them; their memory is in use until `end`.
+    def begin(self, runs: Sequence[ReadRun]) -> None:
+        """Submit the first `DEPTH` of `runs`; all buffers are in use until `end`.
 
         Raises:
             OSError: as `read`.
         """
-        if not self._context or self._under_way is not None:
+        if not self._context or self._in_flight is not None:
             raise OSError(errno.EBADF, "the queue is busy" if self._context else "the queue is closed")
-        self._under_way = self._ask(runs, 0)
+        self._in_flight = self._submit_from(runs, 0)
 
     def end(self) -> list[int]:
-        """Wait for what `begin` has asked for, and for the rest: see `read`.
+        """Wait for the reads of `begin`, then do the rest. Returns as `read`.
 
         Raises:
             OSError: as `read`.
         """
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
-            raise OSError(errno.EBADF, "nothing is under way")
-        runs = under_way.runs
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            raise OSError(errno.EBADF, "nothing is in flight")
+        runs = in_flight.runs
         answers = [NOT_READ] * len(runs)
         try:
-            self._collect(under_way.begun, answers)
+            self._collect(in_flight.accepted, answers)
         except BaseException:
-            self.close()  # nobody may have the memory back before the kernel is done with it
+            self.close()  # waits: the kernel may still write to the buffers
             raise
         for start in range(DEPTH, len(runs), DEPTH):
-            rest = self._ask(runs, start)
+            rest = self._submit_from(runs, start)
             try:
-                self._collect(rest.begun, answers)
+                self._collect(rest.accepted, answers)
             except BaseException:
                 self.close()
                 raise
         return answers
 
-    def _ask(self, runs: Sequence[Run], start: int) -> "_Asked":
-        """Ask for those of `runs` from `start` on that fit."""
+    def _submit_from(self, runs: Sequence[ReadRun], start: int) -> "_Submitted":
+        """Submit up to `DEPTH` of `runs` from `start`."""
         part = runs[start : start + DEPTH]
         kept = [self._pack(place, start + place, run) for place, run in enumerate(part)]
         try:
-            return _Asked(runs, kept, self._begin(len(part)))
+            return _Submitted(runs, kept, self._submit_packed(len(part)))
         except BaseException:
             self.close()
             raise
 
-    def _pack(self, place: int, number: int, run: Run) -> object:
-        """Describe `run` to the kernel; what is returned must live until it was read."""
+    def _pack(self, place: int, number: int, run: ReadRun) -> object:
+        """Fill the control block of `run`; the returned object must live until the read ends."""
         if len(run.views) == 1:
             (view,) = run.views
             self._pack_one(place, number, run, _PREAD, _address(view), view.nbytes)
@@ -169,44 +170,44 @@ class ReadQueue:
         self._pack_one(place, number, run, _PREADV, _address(memoryview(vector)), len(run.views))
         return vector
 
-    def _pack_one(self, place: int, number: int, run: Run, operation: int, address: int, count: int) -> None:
+    def _pack_one(self, place: int, number: int, run: ReadRun, operation: int, address: int, count: int) -> None:
         _IOCB.pack_into(
             self._iocbs, _IOCB_BYTES * place,
             number, 0, 0, operation, 0, run.descriptor, address, count, run.offset, 0, 0, 0,
         )  # fmt: skip
 
-    def _begin(self, count: int) -> int:
-        """How many of `count` described reads the kernel has taken."""
-        begun = 0
-        while begun < count:
-            taken = self._call(self._submit, self._context, count - begun, self._pointers_at + 8 * begun, 0, 0)
+    def _submit_packed(self, count: int) -> int:
+        """Submit `count` control blocks; returns how many the kernel accepted."""
+        accepted = 0
+        while accepted < count:
+            taken = self._call(self._submit, self._context, count - accepted, self._pointers_at + 8 * accepted, 0, 0)
             if taken <= 0:
-                break  # it does not want the next one; whoever asks alone learns why
-            begun += taken
-        return begun
+                break  # a separate read reports the reason
+            accepted += taken
+        return accepted
 
     def _collect(self, count: int, answers: list[int]) -> None:
         """Wait for `count` reads."""
         while count:
-            ended = self._call(self._events, self._context, count, count, self._told_at, 0)
+            ended = self._call(self._get_events, self._context, count, count, self._events_at, 0)
             if ended < 0:
                 if ctypes.get_errno() == errno.EINTR:
                     continue
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             for place in range(ended):
-                number, _, answer, _ = _EVENT.unpack_from(self._told, _EVENT.size * place)
+                number, _, answer, _ = _EVENT.unpack_from(self._event_buffer, _EVENT.size * place)
                 answers[number] = answer
             count -= ended
 
 
-def begin_runs(runs: Sequence[Run]) -> Callable[[], list[int]] | None:
-    """Ask for `runs` at the same time. What is returned waits for them: see `ReadQueue.read`.
+def begin_runs(runs: Sequence[ReadRun]) -> Callable[[], list[int]] | None:
+    """Submit `runs` at once. The returned function waits for them and returns as `ReadQueue.read`.
 
-    It must be called, and by the same thread: until then the memory is in use. None where the system has no queue for
-    this thread, or the thread is using it.
+    The same thread must call it: until then the buffers are in use. None when this thread has no queue, or its queue is
+    busy.
 
     Raises:
-        OSError: the queue broke; so does what is returned.
+        OSError: the queue failed; the returned function raises it, too.
     """
     queue: ReadQueue | None = getattr(_local, "queue", None)
     if queue is None or not queue.is_open:

@@ -1,9 +1,7 @@
-"""ByteCap in a store's directory: reserving it, making it by eviction, giving it back. The hard cap is kept here.
+"""The hard byte cap of a directory store: reserve bytes, evict to make space, release bytes.
 
-Every method takes the ledger's lock. A file appears under an object's name, or goes from there, nowhere else.
+Every method takes the cap file's lock. Only this module creates and removes files under objects' names.
 """
-
-# Descriptors and plain strings on paths that run once per object.
 
 import errno
 import fcntl
@@ -27,12 +25,12 @@ from kvtier.types import ObjectName
 logger = logging.getLogger(__name__)
 
 _SHRINK_BYTES = 1 << 30
-"""What is evicted under one hold of the lock when a store is opened with a lower cap."""
+"""Bytes evicted per hold of the lock when a store is opened with a lower cap."""
 _UNLINK_FAILURES_MAX = 8
-_STRANGERS_SHARE = 16
-"""When more than this fraction (one in 16) of the cap is held by objects that we do not know of, we look for them."""
+_FOREIGN_SHARE = 16
+"""The directory is walked when more than 1/16 of the cap is held by objects missing from the index."""
 _WALK_EVERY = 100
-"""A walk is repeated after this many times its own duration at the earliest, so that it costs one per cent at most."""
+"""Shortest time between two walks, in multiples of a walk's duration: walking takes 1 % of the time at most."""
 _LOCKED_BY_OTHERS = {errno.EWOULDBLOCK, errno.EACCES}
 
 
@@ -40,53 +38,53 @@ class ByteCap:
     """The bytes of one store.
 
     Args:
-        paths: where the store lies.
-        capacity_bytes: the cap.
-        found: less than that while the file system is full.
-        ledger: the count and the lock.
-        index: who is there, and who should go.
-        drafts: this process's drafts.
-        replaced: called under the lock when the directory was replaced, as when a disk came back; until it succeeds,
-            nothing else is done.
+        paths: of the store.
+        capacity_bytes: the configured cap.
+        effective_cap: the cap while the file system is full.
+        cap_file: the byte count and the lock.
+        index: indexed objects and their eviction order.
+        temp_files: this process's temporary files.
+        on_replaced: called under the lock when the directory was replaced, as by a remount. Operations fail until it
+            succeeds.
     """
 
     def __init__(
         self,
         paths: Paths,
         capacity_bytes: int,
-        found: EffectiveCap,
-        ledger: CapFile,
+        effective_cap: EffectiveCap,
+        cap_file: CapFile,
         index: DirectoryIndex,
-        drafts: TempFiles,
-        replaced: Callable[[], None],
+        temp_files: TempFiles,
+        on_replaced: Callable[[], None],
     ) -> None:
         self._paths = paths
         self._capacity_bytes = capacity_bytes
-        self._effective_cap = found
-        self._cap_file = ledger
+        self._effective_cap = effective_cap
+        self._cap_file = cap_file
         self._index = index
-        self._temp_files = drafts
-        self._replaced = replaced
-        self._left: list[TempFile] = []  # drafts that could not be removed when they should have been
+        self._temp_files = temp_files
+        self._on_replaced = on_replaced
+        self._undeleted: list[TempFile] = []  # removal failed, to be retried
         self._is_replaced = False
         self._walking = threading.Lock()
         self._walk_again_s = 0.0
         self._count_again_s = 0.0
         self.evictions = 0
 
-    def settle(self, *, is_alone: bool) -> None:
-        """Clear away what dead processes left, and say that this one lives.
+    def recover(self, *, is_alone: bool) -> None:
+        """Remove temporary files of dead processes, and lock this owner's lock file.
 
-        Who `is_alone` in the store also takes over exactly what is there; others do so later, when they need room.
+        With the store to itself (`is_alone`) the process also recounts; otherwise it does when it needs space.
         """
         with self._locked():
-            # A process that died may have counted bytes that it never wrote.
+            # A killed process may have counted bytes that it never wrote.
             if self._temp_files.clear_stale() or is_alone:
                 self._recount()
             self._temp_files.attach()
 
     def shrink(self) -> None:
-        """Evict what is above the cap, which may be lower than the last time. In steps: others get their turn."""
+        """Evict down to the cap, which may be lower than before. In steps, so that others get the lock between."""
         while True:
             with self._locked():
                 used_bytes = self._count()
@@ -95,19 +93,19 @@ class ByteCap:
                 target_bytes = max(self._capacity_bytes, used_bytes - _SHRINK_BYTES)
                 used_bytes, _ = self._evict_down(used_bytes, target_bytes, None)
                 if used_bytes > target_bytes:
-                    return  # the rest is being written; its writers will find no room to come back to
+                    return  # the rest is being written
 
     def reserve(self, charge: int, *, direct_io: bool) -> TempFile | None:
-        """A draft with `charge` bytes counted for it; None when there is no room."""
-        self._meet_strangers(charge)
+        """A temporary file with `charge` bytes reserved; None when there is no space."""
+        self._index_foreign_objects(charge)
         with self._locked():
-            self._remove_left()
+            self._retry_removal()
             used_bytes = self._count()
             target_bytes = self._effective_cap.allows(used_bytes) - charge
             if target_bytes < 0:
                 return None
             if used_bytes > target_bytes:
-                most = 1 if self._effective_cap.is_reduced else None  # the next write may find no room either
+                most = 1 if self._effective_cap.is_reduced else None  # the next write may fail, too
                 used_bytes, draft = self._evict_down(used_bytes, target_bytes, (charge, direct_io), most)
                 if draft is not None or used_bytes > target_bytes:
                     return draft
@@ -121,62 +119,62 @@ class ByteCap:
                 raise
 
     def publish(self, draft: TempFile, written: os.stat_result, name: ObjectName, about: About) -> None:
-        """Give the finished `draft` its name; when another writer was faster, that one's file stays."""
+        """Rename `draft` to its object's name. An existing object is kept instead."""
         with self._locked(), self._paths.fan(name) as fan:
             there = self.usable(stat_in(fan, name))
             if there is None:
-                self._give_name(draft, name.hex(), fan)
+                self._rename(draft, name.hex(), fan)
             else:
-                self._give_back(self._temp_files.remove(draft))
+                self._release(self._temp_files.remove(draft))
             held = there or written
-            self._index.learn(name, held.st_size, held.st_mtime_ns, about)
+            self._index.add(name, held.st_size, held.st_mtime_ns, about)
 
     def discard(self, draft: TempFile, error: BaseException | None = None) -> None:
-        """Remove a draft and give its bytes back: now, or when the lock can next be had. Raises nothing.
+        """Remove a temporary file and release its bytes, now or under the next lock. Raises nothing.
 
-        When `error` is that of a full file system, the cap becomes what is held.
+        When `error` is ENOSPC or EDQUOT, the cap becomes the bytes held.
         """
         try:
             with self._locked():
-                self._give_back(self._temp_files.remove(draft))
+                self._release(self._temp_files.remove(draft))
                 if is_full_error(error):
                     self._effective_cap.record_full(self._count(), error)
         except (TierError, OSError):
-            self._left.append(draft)
+            self._undeleted.append(draft)
 
     def remove(self, name: ObjectName) -> None:
-        """Remove the object's file, if it is there."""
+        """Remove the object's file, if it exists."""
         with self._locked():
             there = self._paths.remove_object(name)
             if there is not None:
-                self._give_back(charge_bytes(there.st_size))
+                self._release(charge_bytes(there.st_size))
             self._index.forget(name)
 
     def usable(self, status: os.stat_result | None) -> os.stat_result | None:
-        """`status` of an object's file, or None where the file is larger than the cap and so cannot be an object."""
+        """`status`, or None for a file larger than the cap, which cannot be an object."""
         return None if status is None or charge_bytes(status.st_size) > self._capacity_bytes else status
 
-    def leave(self) -> None:
-        """Remove what this process has left behind, as far as possible. Raises nothing."""
+    def close(self) -> None:
+        """Remove this process's temporary files and lock file, as far as possible. Raises nothing."""
         with suppress(TierError, OSError), self._locked():
-            self._remove_left()
+            self._retry_removal()
             self._temp_files.detach()
 
-    def _meet_strangers(self, charge: int) -> None:
-        """Learn what other processes have written, if that is much and there is no room: or we would only evict ours.
+    def _index_foreign_objects(self, charge: int) -> None:
+        """Index objects of other processes when they hold much and space is needed; else only ours would be evicted.
 
-        Without the lock: what comes or goes meanwhile is found out when it is used.
+        Without the lock: changes during the walk are detected on use.
         """
         used_bytes = self._cap_file.peek()
-        strange_bytes = used_bytes - self._index.known_bytes
+        foreign_bytes = used_bytes - self._index.known_bytes
         limit_bytes = self._effective_cap.now_bytes
-        if used_bytes + charge <= limit_bytes or strange_bytes <= limit_bytes // _STRANGERS_SHARE:
+        if used_bytes + charge <= limit_bytes or foreign_bytes <= limit_bytes // _FOREIGN_SHARE:
             return
         if time.monotonic() < self._walk_again_s or not self._walking.acquire(blocking=False):
             return
         try:
             start_s = time.monotonic()
-            self._index.meet(list(walk(self._paths.objects)))
+            self._index.add_missing(list(walk(self._paths.objects)))
             self._walk_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
         finally:
             self._walking.release()
@@ -186,7 +184,7 @@ class ByteCap:
         with self._cap_file.locked() as is_replaced:
             self._is_replaced |= is_replaced
             if self._is_replaced:
-                self._replaced()
+                self._on_replaced()
                 self._is_replaced = False
             yield
 
@@ -195,14 +193,14 @@ class ByteCap:
     def _evict_down(
         self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None, most: int | None = None
     ) -> tuple[int, TempFile | None]:
-        """Evict, `most` objects at most, until at most `target_bytes` are used; what is used then, without the draft.
+        """Evict up to `most` objects, until at most `target_bytes` are used. Returns the bytes used without the draft.
 
-        With `wanted` (the charge of a draft, and whether for direct I/O), the last victim's file may become that draft.
+        With `wanted` (charge, direct I/O), the last victim's file may be reused as that temporary file.
         """
         stop = None if most is None else self.evictions + most
         used_bytes, draft = self._evict_known(used_bytes, target_bytes, wanted, stop)
         if used_bytes > target_bytes and self.evictions != stop:
-            # Nothing that we know of is left: others wrote what is there, or the count is too high after a crash.
+            # The index is empty: other processes wrote the rest, or a crash left the count too high.
             used_bytes, draft = self._evict_known(self._recount(), target_bytes, wanted, stop)
         return used_bytes, draft
 
@@ -212,7 +210,7 @@ class ByteCap:
         draft: TempFile | None = None
         failures = 0
         try:
-            # Each name comes up twice at most: spared once for a use by another process, then removed.
+            # Each name comes up at most twice: once spared for a use by another process, then removed.
             for _ in range(2 * len(self._index) + _UNLINK_FAILURES_MAX):
                 is_over = used_bytes <= target_bytes or self.evictions == stop
                 victim = None if is_over else self._index.victim()
@@ -224,7 +222,7 @@ class ByteCap:
                     continue
                 freed_bytes = charge_bytes(there.st_size)
                 if freed_bytes > used_bytes:
-                    break  # the file has grown since it was counted, so the count is wrong
+                    break  # the file grew after it was counted: the count is wrong
                 if self._index.spare(victim, there.st_mtime_ns):
                     continue
                 is_last = used_bytes - freed_bytes <= target_bytes
@@ -244,11 +242,11 @@ class ByteCap:
     def _evict(
         self, victim: ObjectName, there: os.stat_result, wanted: tuple[int, bool] | None, used_bytes: int
     ) -> TempFile | None:
-        """Take `victim`'s name away; its file becomes the `wanted` draft, or goes."""
+        """Evict `victim`: reuse its file as the `wanted` temporary file, or unlink it."""
         draft = None
         with self._paths.fan(victim) as fan:
             if wanted is not None:
-                # A draft counts by its name as soon as it has one, so a larger one is counted before.
+                # A temporary file counts from its rename on, so a larger one is counted first.
                 self._cap_file.write(used_bytes + max(0, wanted[0] - charge_bytes(there.st_size)))
                 draft = self._recycle(victim.hex(), fan, there.st_size, *wanted)
             if draft is None:
@@ -258,13 +256,13 @@ class ByteCap:
         return draft
 
     def _recycle(self, name: str, fan: int, size_bytes: int, charge: int, direct_io: bool) -> TempFile | None:  # noqa: FBT001
-        """Turn the object's file into a draft; None when it is being read, or has another name.
+        """Reuse the object's file as a temporary file; None when it is being read or has another hard link.
 
-        Writing over a file is two to four times as fast as removing one and making another: no inode and no blocks have
-        to be found. Readers lock the file while they read, so none ever sees the new bytes under the old name.
+        Overwriting is two to four times as fast as unlink and create, which allocate an inode and blocks. Readers lock
+        the file, so no reader sees new bytes under the old name.
         """
         descriptor, status = open_file(name, os.O_WRONLY | (os.O_DIRECT if direct_io else 0), fan)
-        if status.st_nlink > 1:  # the file has another name, perhaps outside, and is not written to
+        if status.st_nlink > 1:  # the other link may lie outside the store
             os.close(descriptor)
             return None
         try:
@@ -275,7 +273,7 @@ class ByteCap:
                 return None
             raise
         try:
-            draft = self._temp_files.take(name, fan, descriptor, charge)
+            draft = self._temp_files.adopt(name, fan, descriptor, charge)
             if size_bytes > charge:
                 os.ftruncate(descriptor, charge)
         except OSError:
@@ -283,22 +281,22 @@ class ByteCap:
             raise
         return draft
 
-    def _give_name(self, draft: TempFile, name: str, fan: int) -> None:
+    def _rename(self, draft: TempFile, name: str, fan: int) -> None:
         try:
-            self._temp_files.give(draft, name, fan)
+            self._temp_files.publish(draft, name, fan)
         except IsADirectoryError:
             set_aside(name, fan)
-            self._temp_files.give(draft, name, fan)
+            self._temp_files.publish(draft, name, fan)
 
     def _count(self) -> int:
         used_bytes = self._cap_file.read()
-        # A count above the cap is of a time with a higher cap, or damaged: nothing is evicted for it alone.
+        # A count above the cap is from a higher cap, or damaged: it alone evicts nothing.
         if used_bytes is None or (used_bytes > self._capacity_bytes and time.monotonic() >= self._count_again_s):
             return self._recount()
         return used_bytes
 
     def _recount(self) -> int:
-        """Count what is there and learn its names. Exact, because nothing comes or goes while we hold the lock."""
+        """Count and index all files. Exact, because names change only under the lock."""
         start_s = time.monotonic()
         found = list(walk(self._paths.objects))
         self._count_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
@@ -306,29 +304,29 @@ class ByteCap:
         if oversized:
             found = [file for file in found if charge_bytes(file.size_bytes) <= self._capacity_bytes]
             self._remove_oversized(oversized)
-        self._index.correct(found)
+        self._index.replace(found)
         self._temp_files.clear_stale()
-        used_bytes = sum(reserved(self._paths.drafts)) + sum(charge_bytes(file.size_bytes) for file in found)
+        used_bytes = sum(reserved(self._paths.temp_files)) + sum(charge_bytes(file.size_bytes) for file in found)
         self._cap_file.write(used_bytes)
         return used_bytes
 
-    def _give_back(self, freed_bytes: int) -> None:
-        """Count `freed_bytes` less, after the file is gone."""
+    def _release(self, freed_bytes: int) -> None:
+        """Subtract `freed_bytes`, after the file was removed."""
         if freed_bytes == 0:
             return
         used_bytes = self._cap_file.read()
-        if used_bytes is None or used_bytes < freed_bytes:  # files or ledger were changed by other means
+        if used_bytes is None or used_bytes < freed_bytes:  # changed by another program
             self._recount()
         else:
             self._cap_file.write(used_bytes - freed_bytes)
 
-    def _remove_left(self) -> None:
-        while self._left:
-            self._give_back(self._temp_files.remove(self._left[-1]))
-            self._left.pop()
+    def _retry_removal(self) -> None:
+        while self._undeleted:
+            self._release(self._temp_files.remove(self._undeleted[-1]))
+            self._undeleted.pop()
 
     def _remove_oversized(self, found: list[Found]) -> None:
-        """Remove files that are larger than all objects together may be: a sparse file has any length."""
+        """Remove files larger than the cap, such as planted sparse files."""
         for file in found:
             self._paths.remove_object(file.name)
         logger.warning(

@@ -1,11 +1,9 @@
-"""The byte count of a shared directory, and the one lock under which names appear and disappear there.
+"""The cap file: the byte count of a shared directory, and the lock under which names appear and disappear there.
 
-Whoever holds the lock sees this: the count is at least what all objects and drafts take, and exactly that unless some
-process was killed in the middle of a change. To keep it so, a change that adds bytes writes the count first, and one
-that removes bytes writes it last. A crash can then only leave the count too high, which a recount mends.
+Under the lock the count is at least the bytes of all objects and temporary files. It is exact unless a process was
+killed during a change. A change that adds bytes writes the count first; one that removes bytes writes it last. So a
+crash leaves the count too high at worst, and a recount corrects it.
 """
-
-# Descriptors and plain strings.
 
 import errno
 import fcntl
@@ -31,9 +29,9 @@ _BUSY = {errno.EWOULDBLOCK, errno.EACCES}
 
 
 def lock_file(descriptor: int, mode: int, deadline_s: float) -> bool:
-    """Take the flock `mode` (LOCK_SH or LOCK_EX); False when another has kept it for `deadline_s` seconds.
+    """Take the flock `mode` (LOCK_SH or LOCK_EX). False when it is not free within `deadline_s` seconds.
 
-    Asks again and again instead of waiting in the kernel, because the holder may be a stopped process.
+    Polls instead of blocking in the kernel, because the holder may be a stopped process.
 
     Raises:
         OSError: the file system cannot lock.
@@ -55,42 +53,42 @@ def lock_file(descriptor: int, mode: int, deadline_s: float) -> bool:
 
 
 class CapFile:
-    """The file `path`: 24 bytes and a lock. Usable from several threads and processes.
+    """The file `path`: 24 bytes and a lock. Safe for several threads and processes.
 
     Args:
-        path: the file; made (mode 0600) when it is missing. What has its name and is no regular file is renamed.
+        path: the file; created with mode 0600 when missing. Anything else of that name is renamed.
         tier: name of the tier, for errors.
-        deadline_s: how long to wait for the lock before giving up.
-        is_there: whether the store around the file is still the one that was opened. Only then is a missing file made
-            anew: where the disk is not mounted, the path leads to another disk.
+        deadline_s: longest wait for the lock.
+        is_current: whether the store around the file is still the one that was opened. Only then is a missing file
+            created again: without its disk mounted, the path leads to another disk.
 
     Raises:
         OSError: the file cannot be opened for writing.
     """
 
-    def __init__(self, path: str, tier: str, deadline_s: float, is_there: Callable[[], bool]) -> None:
+    def __init__(self, path: str, tier: str, deadline_s: float, is_current: Callable[[], bool]) -> None:
         self._path = path
         self._tier = tier
         self._deadline_s = deadline_s
-        self._is_there = is_there
-        self._threads = threading.Lock()  # a flock belongs to the open file, so it does not keep our own threads apart
+        self._is_current = is_current
+        self._threads = threading.Lock()  # a flock belongs to the open file and does not exclude threads
         self._descriptor = self._open(makes=True)
         self._last_bytes = 0
 
     @contextmanager
     def locked(self) -> Generator[bool]:
-        """Hold the lock. Gives whether the file had been replaced since the last time, as when a disk came back.
+        """Hold the lock. Yields whether the file was replaced since the last time, as when a disk was remounted.
 
         Raises:
-            TierError: another process or thread kept it for longer than the deadline, or the file is gone.
+            TierError: the lock was not free within the deadline, or the file is gone.
         """
         if not self._threads.acquire(timeout=self._deadline_s):
-            raise TierError(self._tier, f"the ledger was busy for {self._deadline_s} s")
+            raise TierError(self._tier, f"the cap file was locked by another thread for {self._deadline_s} s")
         try:
             try:
                 is_replaced = self._take()
             except OSError as error:
-                raise TierError(self._tier, f"ledger: {error}") from error
+                raise TierError(self._tier, f"cap file: {error}") from error
             try:
                 yield is_replaced
             finally:
@@ -100,7 +98,7 @@ class CapFile:
             self._threads.release()
 
     def read(self) -> int | None:
-        """Bytes in use; None when the file does not say (new or damaged): then count again. Only under the lock."""
+        """Bytes in use; None when the file is new or damaged and a recount is needed. Only under the lock."""
         used_bytes = _unpacked(os.pread(self._live(), _COUNT.size, 0))
         if used_bytes is not None:
             self._last_bytes = used_bytes
@@ -112,19 +110,19 @@ class CapFile:
         self._last_bytes = used_bytes
 
     def peek(self) -> int:
-        """Bytes in use, as far as can be told without waiting for anybody."""
+        """Bytes in use, possibly stale. Never waits."""
         if self._threads.acquire(blocking=False):
             try:
                 if self._descriptor.is_open:
                     self.read()
             except OSError:
-                pass  # the last known count is the best answer; whoever needs the file will report the error
+                pass  # the next operation under the lock reports it
             finally:
                 self._threads.release()
         return self._last_bytes
 
     def close(self) -> None:
-        """Close the file, unless a thread keeps it busy beyond the deadline: then it stays open. Twice is fine."""
+        """Close the file. It stays open when a thread holds the lock beyond the deadline. Idempotent."""
         if self._threads.acquire(timeout=self._deadline_s):
             try:
                 self._descriptor.close()
@@ -132,20 +130,20 @@ class CapFile:
                 self._threads.release()
 
     def _take(self) -> bool:
-        """Lock the file that is at the path now; whether that is another one than before."""
+        """Lock the file that is at the path now. True when it is not the file of the last time."""
         is_replaced = False
         for _ in range(_REPLACED_MAX):
             descriptor = self._live()
             if not lock_file(descriptor, fcntl.LOCK_EX, self._deadline_s):
-                raise TierError(self._tier, f"another process kept {self._path} locked for {self._deadline_s} s")
+                raise TierError(self._tier, f"another process held the lock of {self._path} for {self._deadline_s} s")
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self._path), os.fstat(descriptor)):
                     return is_replaced
-            newer = self._open(makes=self._is_there())
+            newer = self._open(makes=self._is_current())
             self._descriptor.close()
             self._descriptor = newer
             is_replaced = True
-        raise TierError(self._tier, f"{self._path} is replaced again and again")
+        raise TierError(self._tier, f"{self._path} was replaced {_REPLACED_MAX} times while it was locked")
 
     def _open(self, *, makes: bool) -> Descriptor:
         flags = os.O_RDWR | (os.O_CREAT if makes else 0)
@@ -157,9 +155,9 @@ class CapFile:
         else:
             if status.st_nlink <= 1:
                 return Descriptor(descriptor)
-            os.close(descriptor)  # the file has another name, perhaps outside, and is not written to
+            os.close(descriptor)  # a hard link may lie outside the store
             if not makes:
-                raise OSError(errno.EMLINK, "has another name", self._path)
+                raise OSError(errno.EMLINK, "has another hard link", self._path)
         set_aside(self._path)
         return Descriptor(open_file(self._path, flags)[0])
 
@@ -170,9 +168,9 @@ class CapFile:
 
 
 def read_cap_file(path: str) -> int | None:
-    """Bytes in use as the ledger at `path` has them; None where there is no usable one. Takes no lock."""
+    """Bytes in use by the cap file at `path`; None when it is missing or damaged. Takes no lock."""
     try:
-        # Bytes that are being written are not half of two counts: the check would show it.
+        # A torn read fails the check of the flipped bits.
         return _unpacked(read_file(path, _COUNT.size))
     except OSError:
         return None

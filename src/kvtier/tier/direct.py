@@ -1,10 +1,10 @@
 """Whole-buffer reads and writes, with direct I/O where buffer, offset and file system allow it.
 
-Direct I/O moves bytes between the device and the caller's memory without a copy in the page cache, which would only
-hold a second time what the host tier is there to hold.
+Direct I/O moves bytes between the device and the caller's memory without a copy in the page cache, which would
+duplicate the host tier.
 """
 
-# Descriptors and plain strings.
+# Plain strings.
 # ruff: noqa: PTH118
 
 import errno
@@ -19,7 +19,7 @@ from kvtier.layout import ALIGNMENT
 
 
 def is_aligned(view: memoryview, offset: int) -> bool:
-    """Whether `view` (C-contiguous bytes) may be read from or written to `offset` with direct I/O."""
+    """Whether direct I/O works for `view` (C-contiguous bytes) at `offset`."""
     if view.nbytes == 0 or view.nbytes % ALIGNMENT or offset % ALIGNMENT:
         return False
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
@@ -27,14 +27,14 @@ def is_aligned(view: memoryview, offset: int) -> bool:
 
 
 def can_direct(directory: str, descriptor: int | None = None) -> bool:
-    """Whether files in `directory` can be written and read with direct I/O, tried with one block.
+    """Whether the file system of `directory` supports direct I/O, tested with one block.
 
     Args:
         directory: relative to `descriptor`, or a path.
         descriptor: of a directory.
 
     Raises:
-        OSError: the directory cannot be written at all.
+        OSError: the directory cannot be written.
     """
     path = os.path.join(directory, f"probe_{os.urandom(8).hex()}")
     block = aligned_buffer(ALIGNMENT)
@@ -46,10 +46,10 @@ def can_direct(directory: str, descriptor: int | None = None) -> bool:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        _unlink_if_there(path, descriptor)  # some file systems make the file and then refuse to open it
+        _unlink_if_there(path, descriptor)  # some file systems create the file and then fail to open it
         return False
     try:
-        _unlink_if_there(path, descriptor)  # first, so that the block never counts as part of the store
+        _unlink_if_there(path, descriptor)  # before the write, so that the block never counts as stored
         os.pwritev(opened, [block], 0)
         return os.preadv(opened, [returned], 0) == ALIGNMENT and returned == block
     except OSError as error:
@@ -61,17 +61,17 @@ def can_direct(directory: str, descriptor: int | None = None) -> bool:
 
 
 def aligned_buffer(byte_count: int) -> memoryview:
-    """`byte_count` writable bytes that begin at a multiple of `ALIGNMENT`."""
+    """`byte_count` writable bytes, aligned to `ALIGNMENT`."""
     return memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
 
 
 def write_all(descriptor: int, frame: memoryview) -> None:
-    """Make `frame` all that is in the file `descriptor`, which may have been opened with O_DIRECT.
+    """Make `frame` the whole content of the file `descriptor`, which may be open with O_DIRECT.
 
     Raises:
-        OSError: the file system refuses, for example because the disk is full.
+        OSError: the write fails, for example because the disk is full.
     """
-    # With the length known first, the file system lays the file out in one go.
+    # The length first, so that the file system allocates the file at once.
     os.ftruncate(descriptor, frame.nbytes)
     done = 0
     while done < frame.nbytes:
@@ -85,14 +85,14 @@ def write_all(descriptor: int, frame: memoryview) -> None:
 
 
 def read_part(descriptor: int, into: memoryview, offset: int) -> int:
-    """Read from `offset` on until `into` is full or the file ends; returns the bytes read.
+    """Read from `offset` until `into` is full or the file ends; returns the bytes read.
 
     Raises:
         OSError: the device or the file system fails.
     """
     done = 0
     while done < into.nbytes:
-        if done % ALIGNMENT:  # the end of the file, as a rule; only a buffered read can tell
+        if done % ALIGNMENT:  # usually the end of the file; a buffered read decides
             _leave_direct(descriptor)
         try:
             count = os.preadv(descriptor, [into[done:]], offset + done)
@@ -107,12 +107,12 @@ def read_part(descriptor: int, into: memoryview, offset: int) -> int:
 
 
 def forget_cached(descriptor: int, offset: int, byte_count: int) -> None:
-    """Tell the kernel that what was just read or written through the page cache is not needed there."""
+    """Drop bytes just read or written from the page cache."""
     os.posix_fadvise(descriptor, offset, byte_count, os.POSIX_FADV_DONTNEED)
 
 
 def _leave_direct(descriptor: int) -> bool:
-    """Go on with buffered I/O; whether that is a change."""
+    """Switch to buffered I/O. True when direct I/O was on."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
     return bool(flags & os.O_DIRECT)

@@ -1,14 +1,14 @@
-"""One file per object in a directory, which several processes may share, under a hard cap.
+"""One file per object in a directory that several processes may share, under a hard byte cap.
 
-The files are the truth. Everything else can be lost: the index is one process's belief, the hint makes it start well,
-and the ledger's count is rebuilt by a walk. Names appear and disappear under the ledger's lock alone, so whoever holds
-it can count exactly. Bytes are written and read outside it.
+The files are authoritative. The in-memory index may be stale, the index snapshot only speeds up the start, and a walk
+rebuilds the cap file's count. Names appear and disappear only under the cap file's lock, so its holder can count
+exactly. Bytes are written and read outside the lock.
 
-Nothing is synced to the device: after a power loss a file may be missing or damaged, and the reader's check of the
-frame makes a miss of both.
+Nothing is synced to the device. After a power loss a file may be missing or damaged; frame verification makes either a
+miss.
 """
 
-# Descriptors and plain strings on paths that run once per object.
+# Descriptors and plain strings: this code runs once per object.
 # ruff: noqa: PTH100, PTH108, PTH118, PTH208
 
 import fcntl
@@ -48,37 +48,37 @@ logger = logging.getLogger(__name__)
 
 DirectIo = Literal["auto", "on", "off"]
 
-HINT_INTERVAL_S = 300.0
-"""The hint is written at close, and after a write when it is older than this."""
+SNAPSHOT_INTERVAL_S = 300.0
+"""The index snapshot is written at close, and by a write when it is older than this."""
 
 CLOSE_DEADLINE_S = 10.0
 USES_MAX = 4096
-"""Uses that wait to be shown to other processes; of more, the oldest are not shown."""
+"""Uses queued for publication to other processes; the oldest are dropped."""
 USES_AT_ONCE = 64
-"""Uses that one write shows at most."""
+"""Uses that one write publishes at most."""
 _OPEN_TRIES = 3
-_HINT_DRAFT = re.compile(r"index\.[0-9]+\.[0-9a-f]{16}")
+_SNAPSHOT_TEMP = re.compile(r"index\.[0-9]+\.[0-9a-f]{16}")
 
 
 class DirectoryTier:
     """Frames as files under `root`.
 
     Args:
-        root: the directory; made when it is missing. One that holds other things is refused.
-        capacity_bytes: the most bytes that objects and drafts together may take, each rounded up to 4 KiB. It holds at
-            every moment with any number of processes, as long as all are given the same. The marker, the ledger and
-            the hint (88 bytes per object) come on top.
-        name: how the tier is called in metrics and errors.
-        evictor: who chooses what leaves; belongs to this tier alone. Default: `Lru`.
-        direct_io: "auto" uses direct I/O where the file system allows it, "on" insists, "off" never does.
-        shared: whether other processes may write to the store; then a name that is not in the index is looked for on
-            disk. Without it a miss costs no system call.
-        lock_deadline_s: how long an operation waits for other processes before it gives up.
-        open_deadline_s: how long opening waits for another process that is opening the store.
+        root: the directory; created when missing. One with foreign files is refused.
+        capacity_bytes: cap for objects and temporary files, each rounded up to 4 KiB. It holds at every moment for any
+            number of processes that use the same cap. The marker, the cap file and the index snapshot (88 bytes per
+            object) are not counted.
+        name: the tier's name in metrics and errors.
+        evictor: eviction policy, not shared with another tier. Default: `Lru`.
+        direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
+        shared: other processes may write to the store, so a name missing from the index is looked up on disk. When
+            False a miss costs no system call.
+        lock_deadline_s: longest wait for other processes in an operation.
+        open_deadline_s: longest wait for another process that is opening the store.
 
     Raises:
-        ConfigError: a setting is impossible, or `root` cannot be used.
-        TierError: the place failed while it was opened, or holds a store of another version.
+        ConfigError: a setting is invalid, or `root` cannot be used.
+        TierError: the storage failed while it was opened, or holds a store of another version.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class DirectoryTier:
         self._paths = Paths(str(self.root))
         self._guard = OperationGuard(name)
         self._index = DirectoryIndex(Lru() if evictor is None else evictor)
-        self._temp_files = TempFiles(self._paths.drafts)
+        self._temp_files = TempFiles(self._paths.temp_files)
         self._effective_cap = EffectiveCap(name, capacity_bytes)
         self._uses: deque[tuple[ObjectName, int]] = deque(maxlen=USES_MAX)
-        """Objects that were read, and when, of which the files do not show it yet."""
-        self._hint_lock = threading.Lock()
-        self._hint_saved_s = time.monotonic()
+        """(name, time) of reads that are not yet in the files' mtimes."""
+        self._snapshot_lock = threading.Lock()
+        self._snapshot_saved_s = time.monotonic()
         with opening(name, self.root, ALLOWED):
             try:
                 if self.root.exists():
@@ -117,7 +117,7 @@ class DirectoryTier:
                 raise TierError(name, str(error)) from error
             self._paths.make()
             self._store_lock = StoreLock(self._paths.marker, name)
-            self._cap_file = CapFile(self._paths.ledger, name, lock_deadline_s, self._store_lock.is_current)
+            self._cap_file = CapFile(self._paths.cap_file, name, lock_deadline_s, self._store_lock.is_current)
             self._byte_cap = ByteCap(
                 self._paths,
                 capacity_bytes,
@@ -125,58 +125,58 @@ class DirectoryTier:
                 self._cap_file,
                 self._index,
                 self._temp_files,
-                self._replaced,
+                self._on_replaced,
             )
             try:
-                self._move_in(open_deadline_s)
+                self._load(open_deadline_s)
                 self._direct_io = self._choose_direct(direct_io)
                 self._byte_cap.shrink()
             except BaseException:
-                self._let_go()
+                self._release()
                 raise
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that count against the cap, of all processes."""
+        """Bytes counted against the cap, of all processes."""
         return self._cap_file.peek()
 
     @property
     def limit_bytes(self) -> int:
-        """The cap now: less than `capacity_bytes` after a write found the file system full."""
+        """The cap now: below `capacity_bytes` after a write found the file system full."""
         return self._effective_cap.now_bytes
 
     @property
     def object_count(self) -> int:
-        """Objects that this process knows of; others may have written more."""
+        """Objects in this process's index; other processes may have written more."""
         return len(self._index)
 
     @property
     def evictions(self) -> int:
-        """Objects that this process has evicted since it opened the store."""
+        """Objects evicted by this process since it opened the store."""
         return self._byte_cap.evictions
 
     @property
     def direct_io(self) -> bool:
-        """Whether aligned buffers are read and written with direct I/O."""
+        """Whether direct I/O is used for aligned buffers."""
         return self._direct_io
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether it is there as far as this process knows, or (shared) whether the directory has it.
+        """For each name, whether the index has it or, in a shared store, the directory.
 
         Raises:
-            TierError: the file system fails, or the store's marker is gone from its place.
+            TierError: the file system fails, or the store's marker is gone.
         """
         with self._operation("look for objects"):
-            os.lstat(self._paths.marker)  # the index knows nothing of a place that was taken away
-            answers = self._index.knows(names)
+            os.lstat(self._paths.marker)  # the index does not notice an unmounted store
+            answers = self._index.contains(names)
             if self._shared and not all(answers):
                 unknown = [name for name, is_known in zip(names, answers, strict=True) if not is_known]
-                there = self._look(unknown)
+                there = self._find_on_disk(unknown)
                 answers = [is_known or name in there for name, is_known in zip(names, answers, strict=True)]
             return answers
 
     def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-        """Read the frame's bytes from `offset` on into `into`; None when absent."""
+        """Read the frame from `offset` into `into`; None when absent."""
         with self._operation("read", name):
             if offset < 0:
                 raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
@@ -199,9 +199,9 @@ class DirectoryTier:
             return count
 
     def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:
-        """Keep `frame` under `name`, evicting others where needed; whether the name is there now.
+        """Store `frame` under `name`, evicting others if needed. True when the name exists now.
 
-        False when the frame is larger than the cap, or everything that could make room is still being written.
+        False when the frame is larger than the cap, or nothing can be evicted.
         """
         with self._operation("write", name):
             charge = charge_bytes(frame.nbytes)
@@ -209,7 +209,7 @@ class DirectoryTier:
                 return False
             there = self._byte_cap.usable(self._paths.stat_object(name))
             if there is not None:
-                self._index.learn(name, there.st_size, there.st_mtime_ns, about)
+                self._index.add(name, there.st_size, there.st_mtime_ns, about)
                 return True
             self._publish_uses(USES_AT_ONCE)
             view = frame.cast("B")
@@ -222,55 +222,61 @@ class DirectoryTier:
             except BaseException as error:
                 self._byte_cap.discard(draft, error)
                 raise
-        self._save_hint_when_due()
+        self._save_snapshot_when_due()
         return True
 
     def delete(self, name: ObjectName) -> None:
-        """Forget `name` and remove its file."""
+        """Delete `name` and its file."""
         with self._operation("delete", name):
             self._byte_cap.remove(name)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Who goes on with `session`, for an evictor that takes hints (`Hinted`)."""
+        """Pass a session's expected next turn to an evictor that takes hints (`Hinted`)."""
         with self._guard:
             self._index.expects(session, next_turn)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
-        """Every (name, frame bytes) in the directory, whoever wrote it."""
+        """Every (name, frame bytes) in the directory, of all processes."""
         with self._operation("scan"):
             return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths.objects)])
 
     def close(self) -> None:
-        """Wait for operations under way, write the hint and let go of all locks. Twice is fine."""
+        """Wait for running operations, write the index snapshot and release all locks. Idempotent."""
         if not self._guard.close():
             return
         if not self._guard.wait_empty(CLOSE_DEADLINE_S):
-            logger.warning("tier %s: closed while an operation still hangs after %s s", self.name, CLOSE_DEADLINE_S)
+            logger.warning(
+                "tier %s: closed while an operation was still running after %s s", self.name, CLOSE_DEADLINE_S
+            )
         self._publish_uses(USES_MAX)
-        self._save_hint()
-        self._byte_cap.leave()
-        self._let_go()
+        self._save_snapshot()
+        self._byte_cap.close()
+        self._release()
 
-    def _move_in(self, deadline_s: float) -> None:
+    def _load(self, deadline_s: float) -> None:
         is_alone = self._store_lock.acquire(deadline_s)
         with _collector_paused():
-            rows = load_snapshot(self._paths.hint)
+            rows = load_snapshot(self._paths.snapshot)
             if rows is not None:
-                self._index.trust(rows)
+                self._index.load_snapshot(rows)
             if is_alone:
-                _clear_hint_drafts(self._paths.root)
-            self._byte_cap.settle(is_alone=is_alone)
+                _remove_unfinished_snapshots(self._paths.root)
+            self._byte_cap.recover(is_alone=is_alone)
             if not is_alone and (rows is None or not self._shared):
-                self._index.correct(list(walk(self._paths.objects)))
+                self._index.replace(list(walk(self._paths.objects)))
         if is_alone:
             self._store_lock.share(deadline_s)
         if rows is None and len(self._index):
-            logger.info("tier %s: no usable index at %s, rebuilt from the files", self.name, self._paths.hint)
+            logger.info(
+                "tier %s: no usable index snapshot at %s: the index was rebuilt from the files",
+                self.name,
+                self._paths.snapshot,
+            )
 
     def _choose_direct(self, direct_io: DirectIo) -> bool:
         if direct_io == "off":
             return False
-        with directory_at(self._paths.drafts) as drafts:
+        with directory_at(self._paths.temp_files) as drafts:
             is_possible = can_direct(".", drafts)
         if direct_io == "on" and not is_possible:
             raise ConfigError(
@@ -279,23 +285,23 @@ class DirectoryTier:
             )
         return is_possible
 
-    def _replaced(self) -> None:
-        """The directory is another one than before: say there too that we live."""
+    def _on_replaced(self) -> None:
+        """The directory was replaced: lock the new marker and the owner's lock file there."""
         self._store_lock.reacquire(self._lock_deadline_s)
         self._temp_files.attach()
 
-    def _look(self, names: Sequence[ObjectName]) -> set[bytes]:
-        """Those of `names` that are in the directory."""
+    def _find_on_disk(self, names: Sequence[ObjectName]) -> set[bytes]:
+        """The subset of `names` that exists in the directory."""
         there: set[bytes] = set()
         for name, status in self._paths.stat_objects(names):
-            self._index.notice(ObjectName(name), status.st_size, status.st_mtime_ns)
+            self._index.add_found(ObjectName(name), status.st_size, status.st_mtime_ns)
             there.add(name)
         return there
 
     def _publish_uses(self, most: int) -> None:
-        """Give files that were read their time of use as mtime, by which other processes evict. Raises nothing.
+        """Write queued uses to the files' mtimes, which order eviction in other processes. Raises nothing.
 
-        Not done by the read itself, because that must not wait for a write.
+        A read does not do this itself, because a read must not wait for a write.
         """
         for _ in range(min(most, len(self._uses))):
             with suppress(OSError, IndexError):
@@ -318,23 +324,25 @@ class DirectoryTier:
                 subject = "" if name is None else f" object {name.hex()[:12]}"
                 raise TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}") from error
 
-    def _save_hint_when_due(self) -> None:
-        if time.monotonic() - self._hint_saved_s > HINT_INTERVAL_S and self._hint_lock.acquire(blocking=False):
+    def _save_snapshot_when_due(self) -> None:
+        if time.monotonic() - self._snapshot_saved_s > SNAPSHOT_INTERVAL_S and self._snapshot_lock.acquire(
+            blocking=False
+        ):
             try:
-                self._save_hint()
+                self._save_snapshot()
             finally:
-                self._hint_lock.release()
+                self._snapshot_lock.release()
 
-    def _save_hint(self) -> None:
-        self._hint_saved_s = time.monotonic()
+    def _save_snapshot(self) -> None:
+        self._snapshot_saved_s = time.monotonic()
         if not self._store_lock.is_current():
-            return  # where the disk is not mounted, the path leads to another one
+            return  # the disk is not mounted: the path leads to another one
         try:
-            save_snapshot(self._paths.hint, self._index.rows())
+            save_snapshot(self._paths.snapshot, self._index.rows())
         except OSError as error:
-            logger.info("tier %s: the index could not be written, the next start is slower: %s", self.name, error)
+            logger.info("tier %s: index snapshot not written, the next start is slower: %s", self.name, error)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._store_lock.release()
         self._temp_files.detach()
         self._cap_file.close()
@@ -342,10 +350,7 @@ class DirectoryTier:
 
 @contextmanager
 def _collector_paused() -> Generator[None]:
-    """Python's cycle collector off for a moment.
-
-    Entering 100,000 names makes no garbage, and a third of the time went into looking for it.
-    """
+    """Disable the cycle collector: loading 100,000 names creates no cycles, and collecting took a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -399,19 +404,19 @@ def _open_for_reading(paths: Paths, name: ObjectName, *, is_direct: bool) -> tup
 
 
 def _fill(draft: TempFile, frame: memoryview) -> os.stat_result:
-    """Write the draft and close it; what the file system says of it."""
+    """Write and close the temporary file; returns its status."""
     try:
         write_all(draft.descriptor, frame)
         return os.fstat(draft.descriptor)
     finally:
-        # A victim's file is locked, and a process that was forked meanwhile would keep the lock.
+        # A reused file is locked, and a child forked meanwhile would keep the lock.
         fcntl.flock(draft.descriptor, fcntl.LOCK_UN)
         os.close(draft.descriptor)
 
 
-def _clear_hint_drafts(root: str) -> None:
-    """Remove hints that were never finished. Only for who is alone in the store."""
+def _remove_unfinished_snapshots(root: str) -> None:
+    """Remove unfinished index snapshots. Only under the exclusive store lock."""
     for name in os.listdir(root):
-        if _HINT_DRAFT.fullmatch(name):
-            with suppress(IsADirectoryError):  # not ours, then
+        if _SNAPSHOT_TEMP.fullmatch(name):
+            with suppress(IsADirectoryError):  # not a snapshot
                 os.unlink(os.path.join(root, name))

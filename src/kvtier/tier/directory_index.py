@@ -1,4 +1,4 @@
-"""What one process believes a directory holds. The files are the truth; this says where not to look and who is old."""
+"""One process's index of a store directory: which names exist, and their eviction order. It may be stale."""
 
 import threading
 import time
@@ -11,23 +11,23 @@ from kvtier.tier.store_paths import Found, charge_bytes
 from kvtier.types import NextTurn, ObjectName
 
 RECENCY_WRITE_NS = 60 * 10**9
-"""A use is written to the file's mtime, for other processes to see, at most once in this time."""
+"""Shortest time between two writes of an object's last use to its file's mtime, which other processes see."""
 
 
 class _Record:
-    """One object that is believed to be there."""
+    """One indexed object."""
 
     __slots__ = ("about", "mtime_ns", "size_bytes", "used_ns")
 
     def __init__(self, size_bytes: int, used_ns: int, mtime_ns: int, about: About) -> None:
         self.size_bytes = size_bytes
-        self.used_ns = used_ns  # the last use that we know of
-        self.mtime_ns = mtime_ns  # what the file says, as far as we know
+        self.used_ns = used_ns  # last known use
+        self.mtime_ns = mtime_ns  # last known mtime
         self.about = about
 
 
 class DirectoryIndex:
-    """Names with their sizes and last uses, and the evictor that orders them. One lock, no I/O under it."""
+    """Names with sizes and last uses, and the evictor that orders them. One lock; no I/O under it."""
 
     def __init__(self, evictor: Evictor) -> None:
         self._evictor = evictor
@@ -35,31 +35,31 @@ class DirectoryIndex:
         self._lock = threading.Lock()
         self._last_ns = 0
         self.known_bytes = 0
-        """What the known objects count against the cap together."""
+        """Bytes that the indexed objects count against the cap."""
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def knows(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether it is believed to be there."""
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether it is indexed."""
         with self._lock:
             records = self._records
             return [name in records for name in names]
 
-    def learn(self, name: ObjectName, size_bytes: int, mtime_ns: int, about: About) -> None:
-        """`name` was written, or offered again: it counts as used now, and what `about` tells is kept."""
+    def add(self, name: ObjectName, size_bytes: int, mtime_ns: int, about: About) -> None:
+        """`name` was written, or offered again: a use now, with metadata `about`."""
         with self._lock:
             self._enter(name, size_bytes, self._now_ns(), mtime_ns, about)
 
-    def notice(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> None:
-        """`name` was seen in the directory: another process wrote it. No use."""
+    def add_found(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> None:
+        """`name` was found in the directory, written by another process. Not a use."""
         with self._lock:
             if name not in self._records:
-                # The evictor's order is that of its events, so the newcomer counts as new whatever its mtime says.
+                # The evictor orders by event, so the object counts as new whatever its mtime is.
                 self._enter(name, size_bytes, mtime_ns, mtime_ns, UNKNOWN)
 
     def use(self, name: ObjectName, size_bytes: int, mtime_ns: int) -> int | None:
-        """`name` was read. Gives the time to write to the file's mtime, when that is due."""
+        """`name` was read. Returns the time to write to the file's mtime when that is due, else None."""
         with self._lock:
             now_ns = self._now_ns()
             record = self._records.get(name)
@@ -76,7 +76,7 @@ class DirectoryIndex:
             return now_ns
 
     def spare(self, name: ObjectName, mtime_ns: int) -> bool:
-        """Whether the file's mtime shows a use that we did not know of. Then it counts now and `name` should stay."""
+        """True when the file's mtime shows an unknown use. It counts as a use now, and `name` is not evicted."""
         with self._lock:
             record = self._records.get(name)
             if record is None or mtime_ns <= record.used_ns:
@@ -86,31 +86,31 @@ class DirectoryIndex:
             return True
 
     def postpone(self, name: ObjectName) -> None:
-        """`name` could not be removed: let others go first."""
+        """`name` could not be removed: move it to the end of the eviction order."""
         with self._lock:
             record = self._records.get(name)
             if record is not None:
                 self._evictor.touched(record.about.held(name, record.size_bytes, self._now_ns() / 1e9))
 
     def forget(self, name: ObjectName) -> None:
-        """`name` is not there any more."""
+        """`name` no longer exists."""
         with self._lock:
             self._drop(name)
 
     def victim(self) -> ObjectName | None:
-        """Who should be evicted next; None when nothing is known."""
+        """The next object to evict; None when the index is empty."""
         with self._lock:
             name = self._evictor.victim(never_pinned)
             return None if name is None else ObjectName(name)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Who goes on with `session`, if the evictor takes hints."""
+        """Pass a session's expected next turn to an evictor that takes hints."""
         if isinstance(self._evictor, Hinted):
             with self._lock:
                 self._evictor.expects(session, next_turn)
 
-    def trust(self, rows: Iterable[SnapshotRow]) -> None:
-        """Take over a hint. What is wrong in it shows when it is used, or at the next `correct`."""
+    def load_snapshot(self, rows: Iterable[SnapshotRow]) -> None:
+        """Add the rows of an index snapshot. Stale rows are corrected on use, or by the next `replace`."""
         with self._lock:
             self._enter_past(
                 (row.name, row.size_bytes, row.used_ns, About(_parent(row), row.depth, row.group))
@@ -118,8 +118,8 @@ class DirectoryIndex:
                 if row.name not in self._records
             )
 
-    def correct(self, found: Sequence[Found]) -> None:
-        """Know exactly what a walk `found`: forget the rest, and enter what is new in the order of its mtimes."""
+    def replace(self, found: Sequence[Found]) -> None:
+        """Make the index exactly what a walk `found`. New objects are added in the order of their mtimes."""
         present = {file.name: file.size_bytes for file in found}
         with self._lock:
             for name in [name for name in self._records if name not in present]:
@@ -129,12 +129,12 @@ class DirectoryIndex:
                 if size_bytes != record.size_bytes:
                     self.known_bytes += charge_bytes(size_bytes) - charge_bytes(record.size_bytes)
                     record.size_bytes = size_bytes
-        self.meet(found)
+        self.add_missing(found)
 
-    def meet(self, found: Iterable[Found]) -> None:
-        """Enter those of `found` that are not known, in the order of their mtimes.
+    def add_missing(self, found: Iterable[Found]) -> None:
+        """Add those of `found` that are not indexed, in the order of their mtimes.
 
-        To the evictor, whose order is that of its events, they are all newer than what it knows.
+        The evictor orders by event, so it treats all of them as newer than the indexed objects.
         """
         with self._lock:
             newcomers = [file for file in found if file.name not in self._records]
@@ -142,7 +142,7 @@ class DirectoryIndex:
             self._enter_past((name, size_bytes, mtime_ns, UNKNOWN) for name, size_bytes, mtime_ns in newcomers)
 
     def rows(self) -> list[SnapshotRow]:
-        """The hint, the least recently used first."""
+        """The rows of the index snapshot, least recently used first."""
         with self._lock:
             rows = [
                 SnapshotRow(
@@ -165,14 +165,14 @@ class DirectoryIndex:
         self._evictor.added(about.held(name, size_bytes, self._now_ns() / 1e9))
 
     def _enter_past(self, uses: Iterable[tuple[bytes, int, int, About]]) -> None:
-        """Enter many (name, bytes, last use, about), the oldest first. Plain code: it runs 100,000 times at a start."""
+        """Add many (name, bytes, last use, about), oldest first. Inlined: it runs 100,000 times at a start."""
         records, added = self._records, self._evictor.added
         latest_ns = time.time_ns()
         event_ns = self._last_ns
         for name, size_bytes, used_ns, about in uses:
             records[name] = _Record(size_bytes, used_ns, used_ns, about)
             self.known_bytes += charge_bytes(size_bytes)
-            if event_ns < used_ns <= latest_ns:  # events are told in the past, but never back in time
+            if event_ns < used_ns <= latest_ns:  # past event times, but in order
                 event_ns = used_ns
             added(Held(name, about.parent, about.depth, size_bytes, about.group, event_ns / 1e9))
         self._last_ns = event_ns
@@ -184,7 +184,7 @@ class DirectoryIndex:
         self._evictor.removed(name)
 
     def _now_ns(self) -> int:
-        """The wall clock, which files and other processes share, made to never go back."""
+        """The wall clock, which files and other processes share, made monotonic."""
         self._last_ns = max(self._last_ns, time.time_ns())
         return self._last_ns
 

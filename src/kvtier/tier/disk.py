@@ -1,14 +1,14 @@
-"""Frames in preallocated segments of a local drive: one system call for each, an index of numbers, a hard cap.
+"""The disk tier: frames in preallocated segment files on a local drive, under a hard byte cap.
 
-The directory tier makes a file per object, which several processes may share and anybody may look into. This one
-belongs to one process, and in return an object costs one `pwritev` or one `preadv`, a lookup no system call at all,
-and ten million objects less than a gigabyte of memory.
+Unlike the directory tier, which keeps a file per object for several processes, a store belongs to one process. In
+return an object costs one `pwritev` or `preadv`, a lookup no system call, and ten million objects less than 1 GB of
+memory.
 
-What is written is readable at once. It survives the end of the process, however that comes, once it was synced: every
-`sync_interval_s` the frames are made durable, and then the index blocks that name them. What a crash leaves beyond
-that is forgotten, or found damaged by the reader's check of the frame. Nothing on the way of a frame waits for a sync.
+A written object is readable at once. Every `sync_interval_s` frames are made durable, then the index blocks that name
+them. A crash loses later writes, or frame verification finds them damaged. No read or write of a frame waits for a
+sync.
 
-The bytes on the device are in FORMAT.md; the choices in docs/adr/0008.
+FORMAT.md describes the bytes on the device, docs/adr/0008 the design.
 """
 
 import logging
@@ -25,9 +25,8 @@ from kvtier.tier import disk_batch
 from kvtier.tier.base import UNKNOWN, About, Read, Write, ended
 from kvtier.tier.direct import can_direct
 from kvtier.tier.disk_budget import WriteBudget
-from kvtier.tier.disk_compact import CompactPool
 from kvtier.tier.disk_files import SegmentFiles
-from kvtier.tier.disk_marker import ALLOWED, Claim
+from kvtier.tier.disk_marker import ALLOWED, DiskStoreLock
 from kvtier.tier.disk_pool import Extent, Pool
 from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_for
 from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
@@ -42,39 +41,39 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 SEGMENTS_MAX = 4096
-"""A store of more, because its capacity was raised by far, begins anew with larger segments."""
+"""A store with more segments, after a large increase of its capacity, is recreated with larger ones."""
 
 ROW_SHARE_BYTES = 16 << 10
 ROWS_MIN = 1 << 16
 ROWS_MAX = 1 << 24
-"""Rows of the table: one for each 16 KiB of capacity, within these bounds."""
+"""Rows of the table: one per 16 KiB of capacity, within these bounds."""
 
 NAME_BYTES = 32
 CLOSE_DEADLINE_S = 10.0
 STATUS_INTERVAL_S = 5.0
-"""How often is looked, at the least, whether the status is to be told."""
+"""Longest time between two checks whether the status file is due."""
 
 
 class DiskTier:
-    """Frames in segment files under `root`, which belongs to this process alone.
+    """Frames in segment files under `root`, used by this process alone.
 
     Args:
-        root: the directory; made when it is missing. One that holds other things is refused.
-        capacity_bytes: the most bytes that the segment files may take on the device. The marker (4 KiB) comes on top.
-        name: how the tier is called in metrics and errors.
-        segment_bytes: of each segment file; a frame must fit in one. None: what the store was made with, and for a new
-            one a 64th of the capacity, from 64 MiB (a quarter of a small capacity) to 1 GiB.
-        direct_io: "auto" uses direct I/O where the file system allows it, "on" insists, "off" never does.
-        sync_interval_s: about how much time of writes a crash may forget.
-        reserve_bytes: of the file system's free space left to others; segments are given back to keep it free.
-        write_bytes_per_day: what flash wear allows (`WriteBudget`); 0 is no limit.
-        lock_deadline_s: how long an operation waits for another that makes room.
-        open_deadline_s: how long opening waits for another process that has the store.
+        root: the directory; created when missing. One with foreign files is refused.
+        capacity_bytes: cap for the segment files on the device. The marker (4 KiB) is not counted.
+        name: the tier's name in metrics and errors.
+        segment_bytes: of each segment file; a frame must fit in one. None: the existing store's, and for a new store
+            1/64 of the capacity, from 64 MiB (or a quarter of a small capacity) to 1 GiB.
+        direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
+        sync_interval_s: seconds of writes that a crash may lose, approximately.
+        reserve_bytes: free space left to other programs; segments are removed to keep it free.
+        write_bytes_per_day: limit for flash wear (`WriteBudget`); 0 is no limit.
+        lock_deadline_s: longest wait for another operation that makes space.
+        open_deadline_s: longest wait for another process that has the store open.
 
     Raises:
-        ConfigError: a setting is impossible, or `root` cannot be used.
-        TierError: the place failed while it was opened; another process has it; it holds a store of another version; or
-            it holds a damaged one that nothing proves to be a store.
+        ConfigError: a setting is invalid, or `root` cannot be used.
+        TierError: the storage failed while it was opened; another process has the store open; the store is of another
+            version; or its marker is damaged and no segment identifies it.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class DiskTier:
         self._write_bytes_per_day = write_bytes_per_day
         self._effective_cap = EffectiveCap(name, capacity_bytes)
         self._guard = OperationGuard(name)
-        self._mending = threading.Lock()
+        self._reopening = threading.Lock()
         self._is_suspect = False
         self._wake = threading.Event()
         self._is_closing = False
@@ -112,7 +111,7 @@ class DiskTier:
         """Whether direct I/O is used."""
         self._avoided_bytes = 0
         self._frames_before = 0
-        self._upkeep_before = 0  # of pools before the place was opened again
+        self._upkeep_before = 0  # counters of pools before the store was reopened
         self._evictions_before = 0
         self._faults = 0
         self._last_fault = ""
@@ -120,23 +119,23 @@ class DiskTier:
         self._is_up: bool | None = None
         self._status = StatusFile(self.root)
         with opening(name, self.root, ALLOWED):
-            self._claim = Claim(self.root, name, open_deadline_s)
+            self._store_lock = DiskStoreLock(self.root, name, open_deadline_s)
             try:
                 self._pool = self._open_pool()
             except BaseException:
-                self._claim.release()
+                self._store_lock.release()
                 raise
-        self._keeper = threading.Thread(target=self._keep, name=f"kvtier {name} keeper", daemon=True)
+        self._keeper = threading.Thread(target=self._maintain, name=f"kvtier {name} keeper", daemon=True)
         self._keeper.start()
 
     @property
     def used_bytes(self) -> int:
-        """What all segments take on the device, filled or not."""
+        """Bytes of all segments on the device, filled or not."""
         return self._pool.used_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """The cap now: less than `capacity_bytes` after the file system had no room for another segment."""
+        """The cap now: below `capacity_bytes` after the file system had no space for another segment."""
         return self._effective_cap.now_bytes
 
     @property
@@ -151,48 +150,48 @@ class DiskTier:
 
     @property
     def evictions(self) -> int:
-        """Objects that made room for others since the start."""
+        """Objects evicted since the start."""
         return self._evictions_before + self._pool.evictions
 
     @property
     def write_bytes(self) -> dict[str, int]:
-        """Bytes since the start: `frames` written, `upkeep` written for them (copies, index), `avoided` by the budget.
+        """Counters of bytes since the start: `frames` and `upkeep` (copies, index) written, `avoided` by the budget.
 
-        Only ever more, for metrics; write amplification is (frames + upkeep) / frames.
+        Write amplification is (frames + upkeep) / frames.
         """
         upkeep = self._upkeep_before + self._pool.copied_bytes + self._pool.index_bytes
         frames = self._frames_before + self._pool.frame_bytes
         return {"frames": frames, "upkeep": upkeep, "avoided": self._avoided_bytes}
 
     def note_use(self, *, is_up: bool) -> None:
-        """Whether the session uses this tier or leaves it alone for a while: told to people, beside the segments."""
+        """Record in the status file whether the session uses this tier or backs off."""
         self._is_up = is_up
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """For each name, whether it is held. Costs no system call."""
+        """For each name, whether it is held. No system call."""
         return self._run("look for objects", None, lambda: self._pool.contains(names))
 
     def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
-        """Read the frame's bytes from `offset` on into `into`; None when absent."""
+        """Read the frame from `offset` into `into`; None when absent."""
         if offset < 0:
             raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
         return self._run("read", name, lambda: self._read(name, into, offset))
 
     def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002  the interface's
-        """Keep `frame` under `name`, giving up the oldest segment where needed; whether the name is there now.
+        """Store `frame` under `name`, evicting the oldest segment if needed. True when the name exists now.
 
-        False when the frame is larger than a segment, the write budget is spent, or all that could make room is in use.
+        False when the frame is larger than a segment, the write budget is spent, or every segment is in use.
         """
         return self._run("write", name, lambda: self._write(name, frame))
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
-        """`read` for each of `reads`; they are asked for at once, and those that lie side by side as one."""
+        """`read` for each of `reads`: submitted together, adjacent frames as one."""
         return ended(self.reading(reads))
 
     def reading(self, reads: Sequence[Read]) -> Generator[None, None, list[int | TierError | None]]:
         """`read_many` in two steps: see `AheadTier`."""
         _check_names(self.name, reads)
-        with self._guard, self._telling("read objects", None):
+        with self._guard, self._translated("read objects", None):
             pool = self._pool
 
             def alone(read: Read, extent: Extent) -> int | TierError | None:
@@ -201,12 +200,12 @@ class DiskTier:
             return (yield from disk_batch.reading(pool, reads, alone))
 
     def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
-        """`write` for each of `writes`; they lie side by side then, as far as one segment goes."""
+        """`write` for each of `writes`, adjacent to each other as far as a segment goes."""
         _check_names(self.name, writes)
         return self._run("write objects", None, lambda: self._write_many(writes))
 
     def delete(self, name: ObjectName) -> None:
-        """Forget `name`, on the device too."""
+        """Delete `name`, on the device too."""
         self._run("delete", name, lambda: self._pool.remove(name))
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
@@ -215,15 +214,15 @@ class DiskTier:
         return iter([(ObjectName(name), size_bytes) for name, size_bytes in held])
 
     def sync(self) -> None:
-        """Make durable what was written so far, instead of at the next interval."""
+        """Make all writes so far durable now."""
         self._run("sync", None, lambda: self._pool.sync())  # noqa: PLW0108 - another pool, perhaps
 
     def compact(self) -> None:
-        """Give back what the store takes beyond need: see `CompactPool.compact`. For one that nobody uses."""
+        """Free segments that are mostly empty, see `Pool.compact`. For an idle store."""
         self._run("compact", None, lambda: self._pool.compact())  # noqa: PLW0108 - another pool, perhaps
 
     def close(self) -> None:
-        """Wait for operations under way, write the index and let go of the store. Twice is fine."""
+        """Wait for running operations, write the index and release the store. Idempotent."""
         if not self._guard.close():
             return
         self._is_closing = True
@@ -231,16 +230,16 @@ class DiskTier:
         is_empty = self._guard.wait_empty(CLOSE_DEADLINE_S)
         self._keeper.join(CLOSE_DEADLINE_S)
         if not is_empty or self._keeper.is_alive():
-            # Files stay open: their numbers must not be given to others while a thread may still use them.
-            logger.warning("tier %s: closed while an operation still hangs after %s s", self.name, CLOSE_DEADLINE_S)
+            # Files stay open: a thread may still use their descriptors.
+            logger.warning("tier %s: closed while an operation still ran after %s s", self.name, CLOSE_DEADLINE_S)
             return
         try:
             self._pool.sync()
         except (OSError, TierError) as error:
-            logger.warning("tier %s: the last writes are forgotten, for want of an index: %s", self.name, error)
-        self._tell_status(is_last=True)
+            logger.warning("tier %s: the index could not be written, so the last writes are lost: %s", self.name, error)
+        self._write_status(is_last=True)
         self._pool.close()
-        self._claim.release()
+        self._store_lock.release()
 
     def _read(self, name: ObjectName, into: memoryview, offset: int) -> int | None:
         pool = self._pool
@@ -270,14 +269,14 @@ class DiskTier:
         def alone(write: Write) -> bool | TierError:
             return self._alone("write", write.name, lambda: self._write_admitted(pool, write.name, write.frame))
 
-        told: list[bool | TierError] = [*pool.contains([write.name for write in writes])]
-        wanted = [at for at, write in enumerate(writes) if not told[at] and self._admits(write.name, write.frame)]
+        results: list[bool | TierError] = [*pool.contains([write.name for write in writes])]
+        wanted = [at for at, write in enumerate(writes) if not results[at] and self._admits(write.name, write.frame)]
         for at, answer in zip(wanted, disk_batch.write_many(pool, [writes[at] for at in wanted], alone), strict=True):
-            told[at] = answer
-        return told
+            results[at] = answer
+        return results
 
     def _admits(self, name: ObjectName, frame: memoryview) -> bool:
-        """Whether a frame fits in a segment and the budget has bytes for it, which are spent then."""
+        """Whether a frame fits in a segment and the write budget; then its bytes are spent."""
         if not 0 < frame.nbytes <= self._pool.frame_bytes_max:
             return False
         is_admitted = self._budget.admits(name, frame.nbytes, time.monotonic())
@@ -296,36 +295,36 @@ class DiskTier:
             raise
         return pool.put([(extent, name)])[0]
 
-    def _open_pool(self) -> CompactPool:
+    def _open_pool(self) -> Pool:
         try:
-            marker = self._claim.read()
+            marker = self._store_lock.read()
         except UnknownStoreError as error:
             raise TierError(self.name, str(error)) from error
         wanted = self._segment_bytes or segment_bytes_for(self.capacity_bytes)
         if marker is None or not self._may_keep(marker.segment_bytes):
-            marker = self._claim.write(wanted)
+            marker = self._store_lock.write(wanted)
         self.direct_io = self._choose_direct()
         files = SegmentFiles(
-            self._claim.folder.fileno(),
+            self._store_lock.folder.fileno(),
             str(self.root),
             self.name,
             capacity_bytes=self.capacity_bytes,
-            found=self._effective_cap,
+            effective_cap=self._effective_cap,
             segment_bytes=marker.segment_bytes,
             reserve_bytes=self._reserve_bytes,
             direct_io=self.direct_io,
         )
-        return CompactPool(
+        return Pool(
             files,
             self.name,
             marker.store_id,
             rows_max=min(max(self.capacity_bytes // ROW_SHARE_BYTES, ROWS_MIN), ROWS_MAX),
             deadline_s=self._lock_deadline_s,
-            turned=self._wake.set,
+            on_turn=self._wake.set,
         )
 
     def _may_keep(self, segment_bytes: int) -> bool:
-        """Whether a store with segments of that size goes on with them."""
+        """Whether an existing store keeps segments of this size."""
         if self._segment_bytes is not None:
             return segment_bytes == self._segment_bytes
         return segment_bytes <= self.capacity_bytes <= segment_bytes * SEGMENTS_MAX
@@ -341,11 +340,11 @@ class DiskTier:
             )
         return is_possible
 
-    def _keep(self) -> None:
-        """What a thread of our own does: sync at intervals, and keep a segment spare."""
+    def _maintain(self) -> None:
+        """Maintenance thread: sync at intervals and keep a segment empty."""
         synced_s = time.monotonic()
         while True:
-            self._tell_status()
+            self._write_status()
             next_s = min(synced_s + self._sync_interval_s, time.monotonic() + STATUS_INTERVAL_S)
             self._wake.wait(max(0.0, next_s - time.monotonic()))
             self._wake.clear()
@@ -357,28 +356,28 @@ class DiskTier:
                     synced_s = time.monotonic()
                     self.sync()
             except TierError as error:
-                synced_s = time.monotonic()  # not again at once
+                synced_s = time.monotonic()  # retry after the interval
                 logger.info("tier %s: %s", self.name, error)
 
     def _upkeep(self) -> None:
-        """Look whether the store is in its place still, and keep a segment spare."""
-        self._is_suspect |= not self._claim.is_there()
+        """Check that the store was not replaced, and keep a segment empty."""
+        self._is_suspect |= not self._store_lock.is_current()
         self._run("prepare a segment", None, lambda: self._pool.prepare())  # noqa: PLW0108 - another pool, perhaps
 
-    def _tell_status(self, *, is_last: bool = False) -> None:
-        """Tell people how it goes, unless that was done just now. That it cannot be told is no fault."""
+    def _write_status(self, *, is_last: bool = False) -> None:
+        """Write the status file when it is due. A failure is logged only."""
         now_s = time.monotonic()
         if not is_last and not self._status.is_due(now_s, faults=self._faults, is_up=self._is_up):
             return
         try:
-            # Where the disk is not mounted, the path leads to some other disk.
-            if self._claim.is_there():
-                self._status.tell(self._current_status(is_open=not is_last), now_s)
+            # Without its disk mounted the path leads to another one.
+            if self._store_lock.is_current():
+                self._status.write(self._current_status(is_open=not is_last), now_s)
         except OSError as error:
             logger.debug("tier %s: its status cannot be written: %s", self.name, error)
 
     def _current_status(self, *, is_open: bool) -> DiskStatus:
-        told = os.statvfs(self.root)
+        file_system = os.statvfs(self.root)
         written = self.write_bytes
         return DiskStatus(
             time_s=time.time(),
@@ -392,7 +391,7 @@ class DiskTier:
             used_bytes=self.used_bytes,
             capacity_bytes=self.capacity_bytes,
             limit_bytes=self.limit_bytes,
-            free_bytes=told.f_bavail * told.f_frsize,
+            free_bytes=file_system.f_bavail * file_system.f_frsize,
             reserve_bytes=self._reserve_bytes,
             frame_bytes=written["frames"],
             upkeep_bytes=written["upkeep"],
@@ -401,64 +400,64 @@ class DiskTier:
             direct_io=self.direct_io,
         )
 
-    def _mend(self) -> None:
-        """After an I/O error: go on when the place is what it was, take over what is there when it was replaced."""
-        if not self._mending.acquire(timeout=self._lock_deadline_s):
-            raise TierError(self.name, "is being opened again")
+    def _check_store(self) -> None:
+        """After an I/O error: continue with the same store, or reopen it when it was replaced."""
+        if not self._reopening.acquire(timeout=self._lock_deadline_s):
+            raise TierError(self.name, "is being reopened")
         try:
             if not self._is_suspect:
                 return
-            if not self._claim.is_there() and not self._claim.restore():
-                if not os.path.lexists(self._claim.path):
-                    # Never made anew here: where the disk is not mounted, the path leads to some other disk.
-                    raise TierError(self.name, f"{self._claim.path} is gone")
+            if not self._store_lock.is_current() and not self._store_lock.restore():
+                if not os.path.lexists(self._store_lock.path):
+                    # Not recreated: without its disk mounted, the path leads to another one.
+                    raise TierError(self.name, f"{self._store_lock.path} is gone")
                 self._reopen()
             self._is_suspect = False
         finally:
-            self._mending.release()
+            self._reopening.release()
 
     def _reopen(self) -> None:
         try:
-            claim = Claim(self.root, self.name, 0.0)
+            lock = DiskStoreLock(self.root, self.name, 0.0)
         except (ConfigError, OSError) as error:
-            raise TierError(self.name, f"cannot be opened again: {error}") from error
-        former_claim, former_pool = self._claim, self._pool
-        self._claim = claim
+            raise TierError(self.name, f"cannot be reopened: {error}") from error
+        old_lock, old_pool = self._store_lock, self._pool
+        self._store_lock = lock
         try:
             self._pool = self._open_pool()
         except BaseException as error:
-            self._claim = former_claim
-            claim.release()
+            self._store_lock = old_lock
+            lock.release()
             if isinstance(error, ConfigError):
-                raise TierError(self.name, f"cannot be opened again: {error}") from error
+                raise TierError(self.name, f"cannot be reopened: {error}") from error
             raise
-        self._frames_before += former_pool.frame_bytes
-        self._upkeep_before += former_pool.copied_bytes + former_pool.index_bytes
-        self._evictions_before += former_pool.evictions
-        former_claim.release()
+        self._frames_before += old_pool.frame_bytes
+        self._upkeep_before += old_pool.copied_bytes + old_pool.index_bytes
+        self._evictions_before += old_pool.evictions
+        old_lock.release()
 
     def _run(self, what: str, name: ObjectName | None, act: Callable[[], _Answer]) -> _Answer:
-        """Do `act` while the tier is open; an I/O error becomes the tier's, and makes the next caller look around.
+        """Run `act` while the tier is open. An OSError becomes a TierError, and the next call checks the store.
 
-        `act` finds the pool itself, because mending may put another in its place.
+        `act` must look up the pool itself, because a reopened store has a new one.
         """
         if name is not None and len(name) != NAME_BYTES:
             raise _wrong_name(self.name, name)
-        with self._guard, self._telling(what, name):
+        with self._guard, self._translated(what, name):
             return act()
 
     @contextmanager
-    def _telling(self, what: str, name: ObjectName | None) -> Generator[None]:
-        """See `_run`."""
+    def _translated(self, what: str, name: ObjectName | None) -> Generator[None]:
+        """Translate errors as `_run` does."""
         try:
             if self._is_suspect:
-                self._mend()
+                self._check_store()
             yield
         except OSError as error:
             raise self._failed(what, name, error) from error
 
     def _alone(self, what: str, name: ObjectName, act: Callable[[], _Answer]) -> _Answer | TierError:
-        """Do `act` for one object of a batch; its error is its answer."""
+        """Run `act` for one object of a batch; an error becomes its result."""
         try:
             return act()
         except TierError as error:
@@ -480,6 +479,6 @@ def _wrong_name(tier: str, name: bytes) -> TierError:
 
 
 def _check_names(tier: str, batch: Sequence[Read | Write]) -> None:
-    for asked in batch:
-        if len(asked.name) != NAME_BYTES:
-            raise _wrong_name(tier, asked.name)
+    for item in batch:
+        if len(item.name) != NAME_BYTES:
+            raise _wrong_name(tier, item.name)

@@ -1,14 +1,13 @@
-"""Several frames in one go: one visit to the index, and one system call for each run of neighbours in a segment.
+"""Batched reads and writes of the disk tier: one index lookup, one system call per run of adjacent frames.
 
-A call that fails is repeated for each of its frames alone, so that one bad block costs no other frame, and each error
-comes from the call that concerns it alone.
+A failed call is repeated per frame, so that one bad block affects one frame, and its error names that frame.
 """
 
 from collections.abc import Callable, Generator, Sequence
 
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.aio import Run, begin_runs
+from kvtier.tier.aio import ReadRun, begin_runs
 from kvtier.tier.base import Read, Write
 from kvtier.tier.disk_pool import Extent, Pool
 
@@ -17,61 +16,61 @@ WriteAlone = Callable[[Write], bool | TierError]
 
 
 def reading(pool: Pool, reads: Sequence[Read], alone: ReadAlone) -> Generator[None, None, list[int | TierError | None]]:
-    """Read frames where they lie; those that lie side by side together. Yields once, when they have been asked for.
+    """Read frames, adjacent ones together. Yields once, after the reads are submitted.
 
     Args:
-        pool: where they are.
-        reads: which frames, and where to.
-        alone: reads one from its extent.
+        pool: of the store.
+        reads: names and buffers.
+        alone: reads one frame from its extent.
     """
-    told: list[int | TierError | None] = [None] * len(reads)
+    results: list[int | TierError | None] = [None] * len(reads)
     found = {at: extent for at, extent in enumerate(pool.find([read.name for read in reads])) if extent is not None}
     try:
         runs = _runs(found, reads)
-        asked = [
+        requests = [
             found[run[0]].segment.run([reads[at].into[: found[at].size_bytes] for at in run], found[run[0]].offset)
             for run in runs
         ]
-        ended = begin_runs(asked) if asked and found[runs[0][0]].segment.direct_io else None
+        ended = begin_runs(requests) if requests and found[runs[0][0]].segment.direct_io else None
         counts: list[int] | None = None
         try:
             yield
         finally:
             if ended is not None:
-                counts = ended()  # in any case: until then the kernel writes where the frames go
-        for run, is_whole in zip(runs, _are_whole(runs, asked, counts, found), strict=True):
+                counts = ended()  # always: until then the kernel writes to the buffers
+        for run, is_whole in zip(runs, _are_whole(runs, requests, counts, found), strict=True):
             for at in run:
-                told[at] = found[at].size_bytes if is_whole else alone(reads[at], found[at])
+                results[at] = found[at].size_bytes if is_whole else alone(reads[at], found[at])
     finally:
         pool.unpin(extent.segment for extent in found.values())
-    return told
+    return results
 
 
 def write_many(pool: Pool, writes: Sequence[Write], alone: WriteAlone) -> list[bool | TierError]:
-    """Write frames side by side, as far as the segment goes that is being filled.
+    """Write frames adjacent to each other, as far as the current segment goes.
 
     Args:
-        pool: where to.
-        writes: frames that are admitted and not there yet.
-        alone: writes one, in the next segment where this one is full.
+        pool: of the store.
+        writes: admitted frames that do not exist yet.
+        alone: writes one frame, into the next segment when the current one is full.
     """
-    told: list[bool | TierError] = []
-    while len(told) < len(writes):
-        rest = writes[len(told) :]
+    results: list[bool | TierError] = []
+    while len(results) < len(writes):
+        rest = writes[len(results) :]
         extents = pool.take_here([write.frame.nbytes for write in rest]) if _are_aligned(rest) else []
         frames = [write.frame.cast("B") for write, _ in zip(rest, extents, strict=False)]
         if extents and extents[0].segment.write_run(frames, extents[0].offset):
-            told += pool.put((extent, write.name) for extent, write in zip(extents, rest, strict=False))
+            results += pool.put((extent, write.name) for extent, write in zip(extents, rest, strict=False))
         else:
             pool.abandon(extents)
-            told += [alone(write) for write in rest[: max(1, len(extents))]]
-    return told
+            results += [alone(write) for write in rest[: max(1, len(extents))]]
+    return results
 
 
 def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:
-    """Places in `reads` of frames that lie side by side; one whose buffer is too small stays alone."""
+    """Indices into `reads`, grouped by adjacent frames. A frame with too small a buffer is a group of its own."""
     runs: list[list[int]] = []
-    follows: tuple[int, int] | None = None  # (segment, offset) where the run goes on
+    follows: tuple[int, int] | None = None  # (segment, offset) after the run
     for at in sorted(found, key=lambda at: (found[at].segment.number, found[at].block)):
         extent = found[at]
         is_fit = extent.size_bytes % ALIGNMENT == 0 and reads[at].into.nbytes >= extent.size_bytes
@@ -84,14 +83,14 @@ def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:
 
 
 def _are_whole(
-    runs: Sequence[Sequence[int]], asked: Sequence[Run], counts: Sequence[int] | None, found: dict[int, Extent]
+    runs: Sequence[Sequence[int]], requests: Sequence[ReadRun], counts: Sequence[int] | None, found: dict[int, Extent]
 ) -> list[bool]:
-    """For each of `runs`, whether it was read whole, by what `counts` says; where they have not been read yet, reads.
+    """For each of `runs`, whether it was read whole. Without `counts`, runs of several frames are read here.
 
-    One that was not is read again, each of its frames alone.
+    The caller reads the frames of a failed run one by one.
     """
     if counts is None:
-        return [len(run) > 1 and found[run[0]].segment.read_run(it) for run, it in zip(runs, asked, strict=True)]
+        return [len(run) > 1 and found[run[0]].segment.read_run(it) for run, it in zip(runs, requests, strict=True)]
     sizes = (sum(found[at].size_bytes for at in run) for run in runs)
     return [count == size_bytes for count, size_bytes in zip(counts, sizes, strict=True)]
 

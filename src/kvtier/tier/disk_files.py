@@ -1,6 +1,4 @@
-"""The segment files of one store: made, counted and removed, within the cap and with a reserve left to others."""
-
-# Descriptors.
+"""The segment files of one store: created, counted and removed, within the cap and outside the reserve."""
 
 import errno
 import logging
@@ -29,66 +27,66 @@ SEGMENTS_NAME = "segments"
 
 logger = logging.getLogger(__name__)
 
-_NO_ROOM = FULL_ERRNOS | {errno.EFBIG}
+_FULL_ERRNOS = FULL_ERRNOS | {errno.EFBIG}
 _FILE = re.compile(r"(\d{8})\.segment", re.ASCII)
 _TAKEN_MAX = 16
-"""Names that something else has, tried at once for a new file."""
+"""Most occupied names skipped for a new file."""
 
 
 class SegmentFiles:
-    """Files of equal size in a directory. For one thread at a time, but for `used_bytes`.
+    """Files of equal size in a directory. Not thread-safe, except `used_bytes`.
 
     Args:
         root: descriptor of the store's directory.
-        place: its path, for the log.
+        path: of the store's directory, for the log.
         tier: name of the tier, for the log.
-        capacity_bytes: the most that all files together take on the device.
-        found: less than that while the file system is full.
+        capacity_bytes: the configured cap for all files on the device.
+        effective_cap: the cap while the file system is full.
         segment_bytes: of each file; a multiple of 4096.
-        reserve_bytes: what is left free on the file system for others.
+        reserve_bytes: free space left to other programs.
         direct_io: open files with O_DIRECT.
 
     Raises:
-        OSError: the directory cannot be made.
+        OSError: the directory cannot be created.
     """
 
     def __init__(
         self,
         root: int,
-        place: str,
+        path: str,
         tier: str,
         *,
         capacity_bytes: int,
-        found: EffectiveCap,
+        effective_cap: EffectiveCap,
         segment_bytes: int,
         reserve_bytes: int,
         direct_io: bool,
     ) -> None:
         self.segment_bytes = segment_bytes
-        self._place = place
+        self._path = path
         self._tier = tier
         self._capacity_bytes = capacity_bytes
-        self._effective_cap = found
+        self._effective_cap = effective_cap
         self._reserve_bytes = reserve_bytes
         self._direct_io = direct_io
         self._charges: dict[int, int] = {}
         self._taken: set[int] = set()
-        """Numbers whose names belong to something else than a segment."""
+        """Numbers whose names something else occupies."""
         self._folder: Descriptor | None = None
         self._root = Descriptor(os.dup(root))
         self._home()
 
     def __del__(self) -> None:
-        # Like the segments of a pool that another has replaced: a thread may still use it.
+        # After its pool was replaced a thread may still use it.
         self.close()
 
     @property
     def used_bytes(self) -> int:
-        """What all files take on the device."""
+        """Bytes of all files on the device."""
         return sum(self._charges.copy().values())
 
     def charge(self, segment: Segment) -> None:
-        """Count what `segment` takes now: a file system may add blocks of its own to a file that fills.
+        """Update the bytes of `segment`: the file system may add blocks while the file fills.
 
         Raises:
             OSError: the file system fails.
@@ -96,7 +94,7 @@ class SegmentFiles:
         self._count(segment, self._home())
 
     def may_grow(self) -> bool:
-        """Whether there is room for another file.
+        """Whether the cap and the reserve allow another file.
 
         Raises:
             OSError: the file system fails.
@@ -107,7 +105,7 @@ class SegmentFiles:
         return self._free_bytes() - self.segment_bytes >= self._reserve_bytes
 
     def are_too_large(self) -> bool:
-        """Whether others need the room, or the file system has taken more for our files than it said.
+        """Whether the files exceed the cap or leave less than the reserve free.
 
         Raises:
             OSError: the file system fails.
@@ -115,19 +113,19 @@ class SegmentFiles:
         return self.used_bytes > self._capacity_bytes or self._free_bytes() < self._reserve_bytes
 
     def make(self) -> Segment | None:
-        """One more file, allocated; None when there is no room.
+        """Create and allocate a file; None when there is no space.
 
         Raises:
-            OSError: the file system fails, or has no room even for a first file.
+            OSError: the file system fails, or has no space for the first file.
         """
         is_first = not self._charges
         if not self.may_grow():
             if is_first:
                 why = (
                     f"{os.strerror(errno.ENOSPC)} for a first segment of {self.segment_bytes} bytes: "
-                    f"{self._free_bytes()} are free, of which disk.reserve_bytes leaves {self._reserve_bytes} to others"
+                    f"{self._free_bytes()} are free, of which disk.reserve_bytes keeps {self._reserve_bytes}"
                 )
-                raise OSError(errno.ENOSPC, why, self._place)
+                raise OSError(errno.ENOSPC, why, self._path)
             return None
         folder = self._home()
         number, descriptor = self._create(folder)
@@ -140,7 +138,7 @@ class SegmentFiles:
         except OSError as error:
             with suppress(OSError):
                 os.unlink(file_name(number), dir_fd=folder)
-            if error.errno not in _NO_ROOM or is_first:
+            if error.errno not in _FULL_ERRNOS or is_first:
                 raise
             self._effective_cap.record_full(self.used_bytes, error)
             return None
@@ -148,16 +146,16 @@ class SegmentFiles:
         if self.used_bytes > self._capacity_bytes:
             self.remove(segment)
             self._effective_cap.record_full(
-                self.used_bytes, OSError(errno.ENOSPC, "a file takes more room than its length")
+                self.used_bytes, OSError(errno.ENOSPC, "a file takes more blocks than its length")
             )
             return None
         return segment
 
     def remove(self, segment: Segment) -> None:
-        """Unlink and close a file; what else has its name stays.
+        """Unlink and close a file. Anything else of its name is kept.
 
         Raises:
-            OSError: the file system refuses; then it is as before.
+            OSError: the unlink fails; nothing changed.
         """
         folder = self._home()
         if segment.allocated_bytes(folder) is not None:
@@ -166,7 +164,7 @@ class SegmentFiles:
         self._charges.pop(segment.number, None)
 
     def lost(self, segments: Iterable[Segment]) -> list[Segment]:
-        """Those of `segments` whose files were removed or replaced; the others are counted as by `charge`.
+        """The subset of `segments` whose files were removed or replaced. Updates the bytes of the others.
 
         Raises:
             OSError: the file system fails.
@@ -175,35 +173,34 @@ class SegmentFiles:
         return [segment for segment in segments if not self._count(segment, folder)]
 
     def load(self, store_id: bytes) -> list[Segment]:
-        """The segments that are there, with their headers: those that hold nothing, then the one begun first first.
+        """Existing segments with their headers: empty ones first, then by generation.
 
-        Files of another size are removed, and names of files that have another one. The cap may be lower than the last
-        time: then as many of the first are, too.
+        Removes files of another size and names with further hard links. Above the cap, the first segments are removed.
 
         Raises:
             OSError: the device or the file system fails.
         """
         found: list[Segment] = []
-        strange: Counter[str] = Counter()
+        rejected: Counter[str] = Counter()
         folder = self._home()
         try:
             for number, status in segment_files(folder):
                 if not stat.S_ISREG(status.st_mode):
-                    strange["no regular file"] += 1
+                    rejected["no regular file"] += 1
                     self._taken.add(number)
                     continue
-                is_linked = status.st_nlink > 1  # the other name is perhaps outside: it is not written to
-                if is_linked or status.st_size != self.segment_bytes:  # settings have changed, or it was never finished
-                    reason = "has another name" if is_linked else f"{status.st_size} bytes long"
-                    strange[reason] += status.st_size > 0
+                is_linked = status.st_nlink > 1  # the other link may lie outside the store
+                if is_linked or status.st_size != self.segment_bytes:  # settings changed, or an unfinished file
+                    reason = "has another hard link" if is_linked else f"{status.st_size} bytes long"
+                    rejected[reason] += status.st_size > 0
                     os.unlink(file_name(number), dir_fd=folder)
                     continue
                 found.append(Segment(folder, number, direct_io=self._direct_io))
                 reason = found[-1].load_header(store_id)
-                strange[reason] += reason not in {"", "not begun"}
+                rejected[reason] += reason not in {"", "not begun"}
                 self.charge(found[-1])
-            for reason, times in (+strange).items():
-                logger.warning("tier %s: %d segments in %s count as empty: %s", self._tier, times, self._place, reason)
+            for reason, times in (+rejected).items():
+                logger.warning("tier %s: %d segments in %s count as empty: %s", self._tier, times, self._path, reason)
             found.sort(key=lambda segment: segment.generation)
             while self.used_bytes > self._capacity_bytes:
                 self.remove(found.pop(0))
@@ -214,16 +211,16 @@ class SegmentFiles:
         return found
 
     def close(self) -> None:
-        """Close the directories. Twice is fine."""
+        """Close the directories. Idempotent."""
         self._root.close()
         if self._folder is not None:
             self._folder.close()
 
     def _home(self) -> int:
-        """The descriptor of the directory of segments; made where it is missing or something else has its name.
+        """A descriptor of the segments' directory, created when missing or of another kind.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         root = self._root.fileno()
         with suppress(FileNotFoundError):
@@ -240,18 +237,18 @@ class SegmentFiles:
         former, self._folder = self._folder, Descriptor(open_directory(SEGMENTS_NAME, root, is_listed=True))
         if former is not None:
             former.close()
-            logger.warning("tier %s: %s/%s was removed or replaced", self._tier, self._place, SEGMENTS_NAME)
+            logger.warning("tier %s: %s/%s was removed or replaced", self._tier, self._path, SEGMENTS_NAME)
         self._taken.clear()
         return self._folder.fileno()
 
     def _count(self, segment: Segment, folder: int) -> bool:
-        """Count what `segment` takes; whether its file is in the directory `folder`."""
+        """Update the bytes of `segment`. False when its file is not in `folder`."""
         allocated_bytes = segment.allocated_bytes(folder)
         self._charges[segment.number] = max(allocated_bytes or 0, segment.size_bytes)
         return allocated_bytes is not None
 
     def _create(self, folder: int) -> tuple[int, int]:
-        """The number and the descriptor of an empty new file."""
+        """Number and descriptor of a new empty file."""
         while True:
             number = next(number for number in count() if number not in self._charges and number not in self._taken)
             try:
@@ -262,12 +259,12 @@ class SegmentFiles:
                 self._taken.add(number)
 
     def _free_bytes(self) -> int:
-        told = os.statvfs(self._root.fileno())
-        return told.f_bavail * told.f_frsize
+        status = os.statvfs(self._root.fileno())
+        return status.f_bavail * status.f_frsize
 
 
 def segment_files(folder: int) -> list[tuple[int, os.stat_result]]:
-    """The number and the status of everything in the directory `folder` that has a segment's name.
+    """Number and status of each entry of the directory `folder` with a segment's name.
 
     Raises:
         OSError: the file system fails.
@@ -278,7 +275,7 @@ def segment_files(folder: int) -> list[tuple[int, os.stat_result]]:
 
 
 def newest_head(root: int) -> tuple[Header | None, str]:
-    """The head of the segment that was begun last, and the name of a file among the segments that is not ours.
+    """The newest segment's header, and the name of a foreign file among the segments ("" for none).
 
     Args:
         root: descriptor of the store's directory.
@@ -286,8 +283,8 @@ def newest_head(root: int) -> tuple[Header | None, str]:
     Raises:
         OSError: the file system fails.
     """
-    heads: list[Header] = []
-    strange = ""
+    headers: list[Header] = []
+    foreign = ""
     try:
         with directory_at(SEGMENTS_NAME, root, is_listed=True) as folder:
             for number, status in segment_files(folder):
@@ -299,12 +296,12 @@ def newest_head(root: int) -> tuple[Header | None, str]:
                     block = os.pread(descriptor, BLOCK_BYTES, 0)
                 finally:
                     os.close(descriptor)
-                head = read_header(block)
-                if isinstance(head, Header) and head.segment_bytes == status.st_size:
-                    heads.append(head)
+                header = read_header(block)
+                if isinstance(header, Header) and header.segment_bytes == status.st_size:
+                    headers.append(header)
                 elif is_foreign(block):
-                    strange = name
+                    foreign = name
     except OSError as error:
         if error.errno not in {*WRONG_KIND, errno.ENOENT}:
             raise
-    return max(heads, key=lambda head: head.generation, default=None), strange
+    return max(headers, key=lambda header: header.generation, default=None), foreign

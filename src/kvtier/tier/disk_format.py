@@ -1,13 +1,13 @@
-"""The bytes that the disk tier adds to the frames: a segment's header and its index blocks (FORMAT.md, Disk tier).
+"""On-disk structures of the disk tier: segment header and index blocks (FORMAT.md, Disk tier).
 
     header | frame | frame | frame ...            free            ... index block 1 | index block 0
     0        4096                                                                       the segment's end
 
-Frames grow from the front, index blocks from the end, and a segment is full when they would meet. A block is written
-once, so that no crash can damage what an earlier one told; only `DiskTier.delete` blanks an entry in its place.
+Frames grow from the front and index blocks from the end; a segment is full when they would meet. A block is written
+once, so a crash cannot damage earlier entries; only `DiskTier.delete` blanks an entry in place.
 
-Nothing here is trusted: a block counts only with its own checksum and the generation of its segment's header. The small
-JSON files beside the segments have a checksum, too.
+A block is valid only with its own checksum and the generation of its segment's header. The small JSON files beside the
+segments have a checksum, too.
 """
 
 import json
@@ -32,7 +32,7 @@ CHECKSUM_MEMBER: Final = "checksum"
 
 ENTRY: Final = np.dtype(
     [("name", "<u8", (4,)), ("block", "<u4"), ("size_bytes", "<u4"), ("reserved", "<u8")]
-)  # 48 bytes; the name as four numbers, because that is how the table keeps it
+)  # 48 bytes; the name as four words, as in the object table
 ENTRIES_PER_BLOCK: Final = 84
 
 Entries = npt.NDArray[np.void]
@@ -51,7 +51,7 @@ BLOCK: Final = np.dtype(
         ("reserved_too", "<u8"),
         ("entries", ENTRY, (ENTRIES_PER_BLOCK,)),
     ]
-)  # as `_BLOCK` and what follows it, so that many are read at once
+)  # `_BLOCK` and its entries, to parse many blocks at once
 
 Blocks = npt.NDArray[np.void]
 """Rows of `BLOCK`."""
@@ -73,11 +73,11 @@ SEGMENT_BYTES_MAX: Final = BLOCK_BYTES << 32
 
 
 class Header(NamedTuple):
-    """What a segment's first block tells."""
+    """Content of a segment's first block."""
 
     store_id: bytes
     generation: int
-    """Never repeats within a store: the order in which segments were begun. 0 is none."""
+    """Orders segments by start; never repeats within a store. 0 is none."""
     segment_bytes: int
 
 
@@ -92,7 +92,7 @@ def pack_header(header: Header) -> bytes:
 
 
 def read_header(block: memoryview | bytes) -> Header | str:
-    """The header in `block`, or why it is none."""
+    """The header in `block`, or the reason why it is invalid."""
     if len(block) != BLOCK_BYTES:
         return f"{len(block)} bytes"
     magic, version, _, store_id, generation, segment_bytes, checksum = _HEADER.unpack_from(block)
@@ -108,18 +108,18 @@ def read_header(block: memoryview | bytes) -> Header | str:
 
 
 def is_foreign(block: bytes) -> bool:
-    """Whether `block`, the first of a file, holds something that this version of the disk tier did not write."""
+    """Whether `block`, the first of a file, was not written by this version of the disk tier."""
     magic, version = _HEADER.unpack_from(block.ljust(BLOCK_BYTES, b"\0"))[:2]
     return any(block) and (magic != HEADER_MAGIC or version != VERSION)
 
 
 def is_segment_size(size_bytes: int) -> bool:
-    """Whether segments may have that size."""
+    """Whether `size_bytes` is a valid segment size."""
     return SEGMENT_BYTES_MIN <= size_bytes <= SEGMENT_BYTES_MAX and size_bytes % ALIGNMENT == 0
 
 
 def pack_blocks(header: Header, first_number: int, entries: Entries) -> list[bytes]:
-    """Index blocks number `first_number` and following, which hold all `entries`."""
+    """Index blocks for all `entries`, numbered from `first_number`."""
     blocks: list[bytes] = []
     for start in range(0, len(entries), ENTRIES_PER_BLOCK):
         part = entries[start : start + ENTRIES_PER_BLOCK]
@@ -135,12 +135,12 @@ def pack_blocks(header: Header, first_number: int, entries: Entries) -> list[byt
 
 
 def read_blocks(header: Header, first_number: int, packed: memoryview | bytes) -> Blocks:
-    """Those index blocks in `packed` that are sound, in the order of their numbers.
+    """The valid index blocks in `packed`, ordered by number.
 
     Args:
         header: of their segment.
-        first_number: of the block that lies last.
-        packed: whole blocks as they lie on the device, the highest number foremost.
+        first_number: of the last block.
+        packed: whole blocks in device order, the highest number first.
     """
     rows = np.frombuffer(packed, np.uint8).reshape(-1, BLOCK_BYTES)[::-1].copy()
     blocks = rows.view(BLOCK).reshape(-1)
@@ -158,53 +158,53 @@ def read_blocks(header: Header, first_number: int, packed: memoryview | bytes) -
 
 
 def entries_in(blocks: Blocks) -> Entries:
-    """All their entries, in order."""
+    """All entries of `blocks`, in order."""
     if (blocks["count"] == ENTRIES_PER_BLOCK).all():
         return blocks["entries"].reshape(-1)
-    is_told = np.arange(ENTRIES_PER_BLOCK) < blocks["count"][:, np.newaxis]
-    return blocks["entries"][is_told]
+    is_used = np.arange(ENTRIES_PER_BLOCK) < blocks["count"][:, np.newaxis]
+    return blocks["entries"][is_used]
 
 
 def blocks_for(entry_count: int) -> int:
-    """Index blocks that `entry_count` entries take."""
+    """Number of index blocks for `entry_count` entries."""
     return -(-entry_count // ENTRIES_PER_BLOCK)
 
 
 def are_sound(entries: Entries, segment_bytes: int) -> npt.NDArray[np.bool_]:
-    """For each entry, whether its frame lies in a segment of that size behind the header."""
+    """For each entry, whether its frame lies within a segment of this size, after the header."""
     start = entries["block"].astype(np.int64) * ALIGNMENT
     size = entries["size_bytes"].astype(np.int64)
     return (size > 0) & (start >= BLOCK_BYTES) & (start + size <= segment_bytes - BLOCK_BYTES)
 
 
 def name_words(name: bytes) -> npt.NDArray[np.uint64]:
-    """A name as four numbers."""
+    """A name as four words."""
     return np.frombuffer(name, "<u8")
 
 
-def pack_json(told: Mapping[str, Any]) -> bytes:
-    """A JSON file with the members of `told` and their checksum."""
-    return f"{json.dumps({**told, CHECKSUM_MEMBER: _json_checksum(told)}, indent=2)}\n".encode()
+def pack_json(members: Mapping[str, Any]) -> bytes:
+    """A JSON file with `members` and their checksum."""
+    return f"{json.dumps({**members, CHECKSUM_MEMBER: _json_checksum(members)}, indent=2)}\n".encode()
 
 
 def read_json(text: bytes) -> tuple[dict[str, Any], bool | None]:
-    """The members of a JSON file, and whether their checksum matches: None when it has none.
+    """The members of a JSON file, and whether their checksum matches (None without a checksum).
 
-    There are no members when it is no JSON object.
+    Empty when `text` is not a JSON object.
     """
     try:
-        told: Any = json.loads(text)
-        if not isinstance(told, dict):
+        parsed: Any = json.loads(text)
+        if not isinstance(parsed, dict):
             return {}, None
-        members: dict[str, Any] = {str(name): value for name, value in told.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType] - JSON
+        members: dict[str, Any] = {str(name): value for name, value in parsed.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType] - JSON
         checksum = members.pop(CHECKSUM_MEMBER, None)
         return members, None if checksum is None else checksum == _json_checksum(members)
     except (ValueError, RecursionError):
         return {}, None
 
 
-def _json_checksum(told: Mapping[str, Any]) -> str:
-    canonical = json.dumps(told, sort_keys=True, separators=(",", ":"))
+def _json_checksum(members: Mapping[str, Any]) -> str:
+    canonical = json.dumps(members, sort_keys=True, separators=(",", ":"))
     return f"{xxhash.xxh3_64_intdigest(canonical.encode()):016x}"
 
 

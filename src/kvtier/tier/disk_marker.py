@@ -1,6 +1,5 @@
-"""The file that says "this is a disk store of ours", and the lock that keeps it to one process."""
+"""The marker of a disk store, and its lock, which restricts the store to one process."""
 
-# Descriptors.
 # ruff: noqa: PTH116
 
 import errno
@@ -16,7 +15,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tier.cap_file import lock_file
 from kvtier.tier.disk_files import SEGMENTS_NAME, newest_head
 from kvtier.tier.disk_format import STORE_ID_BYTES, VERSION, is_segment_size, pack_json, read_json
-from kvtier.tier.disk_status import DRAFT_NAME, STATUS_NAME
+from kvtier.tier.disk_status import STATUS_NAME, TEMP_NAME
 from kvtier.tier.marker import MARKER_NAME as DIRECTORY_MARKER_NAME
 from kvtier.tier.marker import UnknownStoreError
 from kvtier.tier.safe_open import WRONG_KIND, Descriptor, check_private, make_root, open_file, read_file
@@ -25,39 +24,39 @@ from kvtier.tier.store_root import RANK, refuse_foreign_files
 MARKER_NAME = "kvtier-disk.json"
 
 ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
-ALLOWED_RANKS = "an empty or missing directory, or one with stores of ours (rank-0 and so on)"
+ALLOWED_RANKS = "an empty or missing directory, or one with kvtier stores (rank-0 and so on)"
 
 _MARKER_BYTES_MAX = 4096
 _CREATED_LENGTH_MAX = 40
 _OURS = re.compile(
-    rf"({'|'.join(map(re.escape, (MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, DRAFT_NAME)))})(\.aside-[0-9a-f]+)?"
+    rf"({'|'.join(map(re.escape, (MARKER_NAME, SEGMENTS_NAME, STATUS_NAME, TEMP_NAME)))})(\.aside-[0-9a-f]+)?"
 )
 
 logger = logging.getLogger(__name__)
 
 
 class Marker(NamedTuple):
-    """What the marker says."""
+    """Content of the marker."""
 
     store_id: bytes
-    """Random, made with the store."""
+    """Random, unique to the store."""
     segment_bytes: int
     """Of each segment."""
     created: str
     """UTC time, ISO 8601."""
 
 
-class Claim:
-    """The store at `root`, which nobody else has while this is open. It is made where there is none.
+class DiskStoreLock:
+    """Exclusive lock of the disk store at `root`, through its marker. Creates both when missing.
 
     Args:
-        root: the directory; made when it is missing, refused when it holds other things.
+        root: the directory; created when missing. One with foreign files is refused.
         tier: name of the tier, for messages.
-        deadline_s: how long to wait for another process that has the store.
+        deadline_s: longest wait for another process that has the store open.
 
     Raises:
-        ConfigError: `root` holds other things, every user may write to it, or its marker is no regular file.
-        TierError: another process has it.
+        ConfigError: `root` has foreign files, is world-writable, or its marker is not a regular file.
+        TierError: another process has it open.
         OSError: the file system fails.
     """
 
@@ -78,13 +77,13 @@ class Claim:
             raise
 
     def read(self) -> Marker | None:
-        """The marker's content; None when the store is new. A damaged one is made anew from the newest segment's head.
+        """The marker's content; None when the store is new. A damaged one is recreated from the newest segment.
 
         Raises:
-            UnknownStoreError: it is of an unknown version; or it is damaged, and nothing proves that the directory is
-                ours. Nothing was changed.
+            UnknownStoreError: the version is unknown; or the marker is damaged and no segment identifies the store.
+                Nothing was changed.
             OSError: the device fails.
-            TierError: the marker's file has another name.
+            TierError: the marker has another hard link.
         """
         text = os.pread(self._file.fileno(), _MARKER_BYTES_MAX, 0)
         marker = parse_marker(text, self.path)
@@ -93,32 +92,32 @@ class Claim:
             return marker
         recovered = self._recovered(marker)
         if recovered is not None:
-            logger.warning("tier %s: %s was made anew from the newest segment: %s", self._tier, self.path, marker)
+            logger.warning("tier %s: %s was recreated from the newest segment: %s", self._tier, self.path, marker)
             self._write(recovered)
         elif text:
-            logger.warning("tier %s: the store at %s begins anew: %s", self._tier, self.path, marker)
+            logger.warning("tier %s: the store at %s is recreated empty: %s", self._tier, self.path, marker)
         return recovered
 
     def write(self, segment_bytes: int) -> Marker:
-        """Make the marker of a new store.
+        """Write the marker of a new store.
 
         Raises:
             OSError: the device fails.
-            TierError: the marker's file has another name.
+            TierError: the marker has another hard link.
         """
         marker = Marker(os.urandom(STORE_ID_BYTES), segment_bytes, _now())
         self._write(marker)
         return marker
 
-    def is_there(self) -> bool:
-        """Whether the marker that we hold is the one at its path: false when the disk was taken away or replaced."""
+    def is_current(self) -> bool:
+        """Whether the locked marker is still at its path. False after an unmount or a replacement."""
         try:
             return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._file.fileno()))
         except OSError:
             return False
 
     def restore(self) -> bool:
-        """Make the marker anew that was removed from its directory; False when the directory is gone or replaced.
+        """Recreate a removed marker. False when the directory is gone or was replaced.
 
         Raises:
             OSError: the file system fails.
@@ -129,25 +128,25 @@ class Claim:
             return False
         if not is_home or self._marker is None or os.path.lexists(self.path):
             return False
-        former, self._file = self._file, self._locked(os.O_CREAT | os.O_EXCL, 0.0)
-        former.close()
+        old, self._file = self._file, self._locked(os.O_CREAT | os.O_EXCL, 0.0)
+        old.close()
         self._write(self._marker)
-        logger.warning("tier %s: %s was removed and is made anew", self._tier, self.path)
+        logger.warning("tier %s: %s was removed and was recreated", self._tier, self.path)
         return True
 
     def release(self) -> None:
-        """Let go. Twice is fine."""
+        """Release the lock. Idempotent."""
         self._file.close()
         self.folder.close()
 
     def _locked(self, flags: int, deadline_s: float) -> Descriptor:
-        """The marker, opened and locked."""
+        """Open and lock the marker."""
         try:
             number, _ = open_file(MARKER_NAME, flags | os.O_RDWR, self.folder.fileno())
         except OSError as error:
             if error.errno not in WRONG_KIND:
                 raise
-            raise ConfigError(f"{self.path} is no regular file ({error}); nothing was changed") from error
+            raise ConfigError(f"{self.path} is not a regular file ({error}); nothing was changed") from error
         file = Descriptor(number)
         is_locked = False
         try:
@@ -160,32 +159,32 @@ class Claim:
         raise TierError(
             self._tier,
             f"root {str(self.path.parent)!r} is in use by another process; "
-            "allowed: a directory of its own for each process",
+            "allowed: a separate directory for each process",
         )
 
     def _recovered(self, reason: str) -> Marker | None:
-        """The marker by the segments; None when these hold nothing.
+        """The marker recovered from the segments; None when they are empty.
 
         Raises:
-            UnknownStoreError: something below the root was not made by a disk tier.
+            UnknownStoreError: the root has foreign files.
         """
-        head, strange = newest_head(self.folder.fileno())
+        head, foreign = newest_head(self.folder.fileno())
         if head is not None:
             return Marker(head.store_id, head.segment_bytes, _now())
         root = self.path.parent
-        if not strange:
+        if not foreign:
             try:
                 refuse_foreign_files(root, lambda name: bool(_OURS.fullmatch(name)), ALLOWED)
             except ConfigError as error:
                 raise UnknownStoreError(f"{reason}, and {error}") from error
             return None
         raise UnknownStoreError(
-            f"root {str(root)!r} is no store of ours: {reason}, and {SEGMENTS_NAME}/{strange} is no segment; "
+            f"root {str(root)!r} is not a kvtier store: {reason}, and {SEGMENTS_NAME}/{foreign} is not a segment; "
             f"nothing was changed; allowed: {ALLOWED}"
         )
 
     def _write(self, marker: Marker) -> None:
-        told = {
+        members = {
             "about": "A kvtier disk store. Delete the whole directory while it is not in use, or purge it with kvtier.",
             "version": VERSION,
             "store_id": marker.store_id.hex(),
@@ -193,20 +192,20 @@ class Claim:
             "created": marker.created,
         }
         descriptor = self._file.fileno()
-        if os.fstat(descriptor).st_nlink > 1:  # the other one is perhaps outside, and is not written to
-            raise TierError(self._tier, f"{self.path} has to be made anew and has another name; remove this one")
+        if os.fstat(descriptor).st_nlink > 1:  # the other link may lie outside the store
+            raise TierError(self._tier, f"{self.path} must be recreated but has another hard link; remove this file")
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, pack_json(told), 0)
+        os.pwrite(descriptor, pack_json(members), 0)
         os.fsync(descriptor)
         self._marker = marker
 
 
 def refuse_foreign_ranks(path: Path) -> None:
-    """Keep out of `path`, in which each rank is to have its store, where it is another's.
+    """Refuse a directory for ranks' stores that has foreign files.
 
     Raises:
-        ConfigError: `path` holds other things, and neither a rank's store nor the directory tier's.
-        OSError: it cannot be looked into.
+        ConfigError: `path` has foreign files, and neither a rank's store nor a directory store.
+        OSError: it cannot be listed.
     """
     try:
         refuse_foreign_files(path, lambda name: bool(RANK.fullmatch(name)), ALLOWED_RANKS)
@@ -216,9 +215,9 @@ def refuse_foreign_ranks(path: Path) -> None:
 
 
 def marker_in(folder: int, root: Path) -> Marker | None:
-    """The marker of the store in the directory `folder`, by its segments where it is damaged; None when there is none.
+    """The marker of the store in `folder`, or recovered from its segments; None when there is none.
 
-    Changes nothing, takes no lock.
+    Read-only; takes no lock.
 
     Raises:
         UnknownStoreError: it is of an unknown version.
@@ -239,26 +238,28 @@ def marker_in(folder: int, root: Path) -> Marker | None:
 
 
 def parse_marker(text: bytes, path: Path) -> Marker | str:
-    """The content of the marker at `path`, or why it has none.
+    """The content of the marker at `path`, or the reason why it is invalid.
 
     Raises:
-        UnknownStoreError: it is of an unknown version. A damaged version is none: its checksum does not match.
+        UnknownStoreError: the version is unknown, and the checksum does not show a damaged file.
     """
-    told, is_sound = read_json(text)
-    version = told.get("version")
-    # Without a checksum it may be of a version that has none; with a wrong one this is a flipped bit.
+    members, is_sound = read_json(text)
+    version = members.get("version")
+    # A version without checksums is possible; a wrong checksum means a flipped bit.
     if type(version) is int and version != VERSION and is_sound is not False:
         raise UnknownStoreError(f"{path} has version {version}; known here: {VERSION}; nothing was changed")
     if not is_sound:
-        return "its marker is damaged: its checksum does not match" if told else "its marker is damaged: no JSON object"
-    store_id, segment_bytes = told.get("store_id"), told.get("segment_bytes")
+        return (
+            "its marker is damaged: its checksum does not match" if members else "its marker is damaged: no JSON object"
+        )
+    store_id, segment_bytes = members.get("store_id"), members.get("segment_bytes")
     try:
         packed_id = bytes.fromhex(store_id) if isinstance(store_id, str) else b""
     except ValueError:
         packed_id = b""
     if len(packed_id) != STORE_ID_BYTES or type(segment_bytes) is not int or not is_segment_size(segment_bytes):
         return "its marker is out of range"
-    return Marker(packed_id, segment_bytes, str(told.get("created", "unknown"))[:_CREATED_LENGTH_MAX])
+    return Marker(packed_id, segment_bytes, str(members.get("created", "unknown"))[:_CREATED_LENGTH_MAX])
 
 
 def _now() -> str:

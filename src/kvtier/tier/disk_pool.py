@@ -1,13 +1,12 @@
-"""The segments of one store: where new frames go, who leaves when it is full, and what the index on the device says.
+"""The segments of one disk store: allocation of frames, eviction by segment, and the index on the device.
 
-Segments are begun in order and given up in order, the oldest first. Before that, frames that were read more often than
-most are copied to the segment that is being filled, so that what is hot stays. The device sees long runs of writes,
-each segment as a whole, which is what flash wants.
+Segments are filled and evicted in order, oldest first. Before eviction, frames read more often than most are copied to
+the current segment. The device gets long sequential writes and whole segments, which suits flash.
 
-Three locks, taken in this order. Who waits for the first two has a deadline, because I/O is done under them:
-    turn    beginning, giving up, making and removing segments
+Three locks, in this order. I/O runs under the first two, so waiting for them has a deadline:
+    turn    starting, evicting, creating and removing segments
     sync    writing index blocks
-    lock    the table and the segments' counts; held for microseconds, never during I/O
+    lock    the table and the segments' counters; held for microseconds, never during I/O
 """
 
 import errno
@@ -27,28 +26,31 @@ from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.disk_files import SegmentFiles
 from kvtier.tier.disk_format import BLOCK_BYTES, GENERATION_MAX
 from kvtier.tier.disk_segment import Segment
-from kvtier.tier.disk_table import Table
+from kvtier.tier.disk_table import ObjectTable
 
 logger = logging.getLogger(__name__)
 
 SURVIVOR_SHARE = 0.25
-"""Most of a segment that is copied forward when it is given up."""
+"""Largest share of a segment that is copied forward when it is evicted."""
 
 SPARE_SEGMENTS_MIN = 4
-"""From so many segments on one is kept empty, so that no writer waits while another is given up."""
+"""From this many segments on one is kept empty, so that no write waits for an eviction."""
 
 LEAVE_DEADLINE_S = 1.0
-"""How long to wait for reads from a segment that is to be given up, before another one is."""
+"""Longest wait for reads from a segment to be evicted, before another segment is tried."""
+
+COMPACT_SHARE = 0.5
+"""Only segments at most this full are compacted."""
 
 _REMOVED_AT_ONCE = 256
-_TOLD_AT_ONCE = 1 << 16
+_ROWS_AT_ONCE = 1 << 16
 _CANDIDATES_MAX = 3
 _TURNS_MAX = 8
-"""Other writers may fill a segment as soon as it is begun; after so many the frame is refused."""
+"""Concurrent writers may fill each new segment; after this many attempts the frame is refused."""
 
 
 class Extent(NamedTuple):
-    """A place for one frame; its segment is pinned, or has a writer more, until it is given back."""
+    """Space for one frame. Its segment is pinned, or counts a writer, until it is released."""
 
     segment: Segment
     block: int
@@ -56,20 +58,20 @@ class Extent(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Where it begins in the segment's file."""
+        """Byte offset in the segment's file."""
         return self.block * ALIGNMENT
 
 
 class Pool:
-    """Segments, and the table of what they hold.
+    """The segments and the table of their objects.
 
     Args:
-        files: where they lie, and how many there may be.
+        files: the segment files.
         tier: name of the tier, for errors.
-        store_id: 16 bytes; segments of another store hold nothing.
-        rows_max: the most objects.
-        deadline_s: how long an operation waits for another that is turning segments.
-        turned: called when a segment was begun, so that `prepare` may be due. Must be quick.
+        store_id: 16 bytes; segments of another store count as empty.
+        rows_max: most objects.
+        deadline_s: longest wait for another operation that starts or evicts segments.
+        on_turn: called when a segment was started and `prepare` may be due. Must be quick.
 
     Raises:
         OSError: the files cannot be listed or read.
@@ -83,21 +85,21 @@ class Pool:
         *,
         rows_max: int,
         deadline_s: float,
-        turned: Callable[[], None],
+        on_turn: Callable[[], None],
     ) -> None:
         self._files = files
         self._tier = tier
         self._store_id = store_id
         self._deadline_s = deadline_s
-        self._turned = turned
+        self._on_turn = on_turn
         self._lock = threading.Lock()
         self._unpinned = threading.Condition(self._lock)
         self._turn = threading.Lock()
         self._sync = threading.Lock()
-        self._table = Table(rows_max)
+        self._table = ObjectTable(rows_max)
         self._segments: dict[int, Segment] = {}
         self._filling: Segment | None = None
-        self._full: deque[Segment] = deque()  # the oldest first
+        self._full: deque[Segment] = deque()  # oldest first
         self._spare: list[Segment] = []
         self._generation = 0
         self.evictions = 0
@@ -112,7 +114,7 @@ class Pool:
 
     @property
     def used_bytes(self) -> int:
-        """What all files take on the device."""
+        """Bytes of all files on the device."""
         return self._files.used_bytes
 
     @property
@@ -122,7 +124,7 @@ class Pool:
 
     @property
     def frame_bytes_max(self) -> int:
-        """The largest frame that fits: beside it lie the header and the index, of which one block may be wasted."""
+        """The largest frame that fits beside the header and two index blocks, of which one may be wasted."""
         return self._files.segment_bytes - 3 * BLOCK_BYTES
 
     def contains(self, names: Sequence[bytes]) -> list[bool]:
@@ -131,20 +133,20 @@ class Pool:
             return self._table.holds(names)
 
     def everything(self) -> list[tuple[bytes, int]]:
-        """(name, frame bytes) of all objects; those that come or go meanwhile may be left out."""
-        told: list[tuple[bytes, int]] = []
-        for start in range(0, self._table.used_rows, _TOLD_AT_ONCE):
+        """(name, frame bytes) of all objects. Concurrent changes may be missing."""
+        listed: list[tuple[bytes, int]] = []
+        for start in range(0, self._table.used_rows, _ROWS_AT_ONCE):
             with self._lock:
-                told += self._table.told(start, start + _TOLD_AT_ONCE)
-        return told
+                listed += self._table.items(start, start + _ROWS_AT_ONCE)
+        return listed
 
     def find(self, names: Sequence[bytes]) -> list[Extent | None]:
-        """Where each of `names` lies, pinned and counted as a use; `unpin` when it was read."""
+        """The extent of each name, pinned and counted as a use; `unpin` after the read."""
         with self._lock:
             return [self._find(name) for name in names]
 
     def unpin(self, segments: Iterable[Segment]) -> None:
-        """Undo what `find` did to these segments."""
+        """Release the pins of `find`."""
         with self._lock:
             for segment in segments:
                 segment.pins -= 1
@@ -152,7 +154,7 @@ class Pool:
                     self._unpinned.notify_all()
 
     def take_here(self, sizes: Sequence[int]) -> list[Extent]:
-        """Room for as many of these frames as the segment that is being filled has left, side by side."""
+        """Adjacent extents for as many of these frames as fit in the current segment."""
         with self._lock:
             segment, extents = self._filling, list[Extent]()
             if segment is None or len(self._table) + len(sizes) > self._table.rows_max:
@@ -165,11 +167,11 @@ class Pool:
             return extents
 
     def take(self, size_bytes: int) -> Extent | None:
-        """Room for a frame, giving up others where needed; None when there is none. `put` or `abandon` it afterwards.
+        """An extent for a frame, evicting if needed; None when there is none. `put` or `abandon` it afterwards.
 
         Raises:
             OSError: the device or the file system fails.
-            TierError: segments are being turned for longer than the deadline.
+            TierError: another thread held the turn lock for longer than the deadline.
         """
         if size_bytes > self.frame_bytes_max:
             return None
@@ -177,36 +179,36 @@ class Pool:
             return extents[0]
         with self._turning():
             for _ in range(_TURNS_MAX):
-                if extents := self.take_here([size_bytes]):  # somebody may have turned meanwhile
+                if extents := self.take_here([size_bytes]):  # another thread may have started one
                     return extents[0]
                 if self._table.is_full:
-                    if not self._give_up_one():
+                    if not self._evict_segment():
                         return None
                     continue
                 segment = self._next()
                 if segment is None:
                     return None
                 self._fill(segment)
-                self._turned()
+                self._on_turn()
         return None
 
     def put(self, written: Iterable[tuple[Extent, bytes]]) -> list[bool]:
-        """Each extent holds the frame of its name now. False where the table has no row left."""
+        """Record that each extent holds its frame. False where the table is full."""
         with self._lock:
             return [self._put(extent, name) for extent, name in written]
 
     def abandon(self, extents: Iterable[Extent]) -> None:
-        """Nothing was written to these extents; their room comes back with their segment."""
+        """Release extents that were not written; their space returns with the segment."""
         with self._lock:
             for extent in extents:
                 self._end_write(extent.segment)
 
     def remove(self, name: bytes) -> None:
-        """Forget `name`, on the device too. A copy of it that is written meanwhile stays.
+        """Delete `name`, on the device too. A copy written meanwhile stays.
 
         Raises:
-            OSError: the device fails; the name is forgotten until the next start.
-            TierError: the index is being written for longer than the deadline.
+            OSError: the device fails; the object may reappear at the next start.
+            TierError: another thread wrote the index for longer than the deadline.
         """
         with self._lock:
             row = self._table.find(name)
@@ -228,18 +230,18 @@ class Pool:
             self.unpin([segment])
 
     def lose(self, extent: Extent, name: bytes) -> None:
-        """The bytes of `name` are not in `extent`, whose file was cut off: forget it."""
+        """Delete `name`, whose bytes are missing from a truncated segment file."""
         with self._lock:
             row = self._table.find(name)
             if row is not None and self._table.place(row) == (extent.segment.number, extent.block, extent.size_bytes):
                 self._table.remove(row)
 
     def sync(self) -> None:
-        """Put on the device what was written, and the index of it: a crash after this forgets none of it.
+        """Make all written frames and their index durable.
 
         Raises:
             OSError: the device fails.
-            TierError: the index is being written for longer than the deadline.
+            TierError: another thread wrote the index for longer than the deadline.
         """
         with self._syncing():
             with self._lock:
@@ -248,35 +250,53 @@ class Pool:
             for segment in segments:
                 try:
                     self._sync_one(segment)
-                except OSError as error:  # a bad block of one costs the others nothing
+                except OSError as error:  # a bad block affects one segment
                     failure = error
             if failure is not None:
                 raise failure
 
     def prepare(self) -> None:
-        """Keep a segment empty ahead of the writers and the reserve free for others; forget segments that are gone.
+        """Keep one segment empty, keep the reserve free, and drop segments whose files are gone.
 
         Raises:
             OSError: the device or the file system fails.
         """
         if not self._turn.acquire(blocking=False):
-            return  # whoever turns does it now
+            return  # the holder of the lock does it
         try:
             self._forget_lost()
             while len(self._segments) > 1 and self._files.are_too_large():
-                if not self._spare and not self._give_up_one():
+                if not self._spare and not self._evict_segment():
                     break
                 self._remove(self._spare[-1])
             is_due = len(self._segments) >= SPARE_SEGMENTS_MIN and not self._spare
             if is_due and self._full and not self._files.may_grow():
                 if self._copy_survivors(self._full[0]):
-                    self.sync()  # or a crash could forget both copies
-                self._give_up_one()
+                    self.sync()  # a crash must not lose both copies
+                self._evict_segment()
         finally:
             self._turn.release()
 
+    def compact(self) -> None:
+        """Copy the objects of mostly empty segments together and remove empty segments. Allocates and evicts nothing.
+
+        Raises:
+            OSError: the device or the file system fails.
+            TierError: a lock was not free within the deadline.
+        """
+        with self._turning():
+            for segment in sorted(self._full, key=self._held_bytes):
+                if self._held_bytes(segment) > COMPACT_SHARE * segment.size_bytes or not self._copy_all(segment):
+                    break
+                self.sync()  # a crash must not lose both copies
+                if self._empty(segment):
+                    self._full.remove(segment)
+                    self._spare.append(segment)
+            while self._spare:
+                self._remove(self._spare[-1])
+
     def close(self) -> None:
-        """Close all files, which nobody may be using. What was not synced is forgotten. Twice is fine."""
+        """Close all files, which must not be in use. Unsynced writes are lost. Idempotent."""
         with self._lock:
             segments, self._segments = list(self._segments.values()), {}
         for segment in segments:
@@ -299,7 +319,7 @@ class Pool:
         self._end_write(extent.segment)
         self.frame_bytes += extent.size_bytes
         if self._table.find(name) is not None:
-            return True  # another writer was faster
+            return True  # a concurrent write was first
         if self._table.is_full:
             return False
         row = self._table.put(name, extent.segment.number, extent.block, extent.size_bytes)
@@ -312,33 +332,33 @@ class Pool:
         if segment.is_leaving:
             self._unpinned.notify_all()
 
-    # ---- turning segments: only with the turn ------------------------------------------------------------------------
+    # ---- starting and evicting segments: under the turn lock ---------------------------------------------------------
 
     def _next(self) -> Segment | None:
-        """An empty segment with a new header; None when none can be had."""
+        """An empty segment with a new header; None when no space can be made."""
         if not self._spare:
             grown = self._grow()
             if grown is not None:
                 self._spare.append(grown)
-            elif not self._give_up_one():
+            elif not self._evict_segment():
                 return None
         segment = self._spare[-1]
-        # The clock keeps a number from coming again that a crash has made the device forget. A planted one may be the
-        # last that there is: then the clock alone counts.
+        # The clock keeps a generation from repeating after a crash. A planted header may hold the largest one: then
+        # only the clock counts.
         candidates = (self._generation + 1, time.time_ns())
         self._generation = max(it for it in (1, *candidates) if it <= GENERATION_MAX)
         try:
             segment.begin(self._store_id, self._generation)
         except OSError as error:
             if error.errno == errno.EIO:
-                self._remove(segment)  # another file gets other blocks of the device
+                self._remove(segment)  # a new file gets other blocks of the device
             raise
-        self._files.charge(segment)  # a file system may take blocks of its own for a file that fills
+        self._files.charge(segment)  # the file system may allocate more blocks while the file fills
         self._spare.pop()
         return segment
 
-    def _give_up_one(self) -> bool:
-        """Make the oldest segment that nobody uses a spare one; whether there is one."""
+    def _evict_segment(self) -> bool:
+        """Evict the oldest segment that is not in use. False when there is none."""
         with self._lock:
             if not self._full and self._filling is not None:
                 self._full.append(self._filling)
@@ -353,7 +373,7 @@ class Pool:
         return False
 
     def _forget_lost(self) -> None:
-        """Forget the segments whose files were removed or replaced."""
+        """Drop segments whose files were removed or replaced."""
         with self._lock:
             segments = list(self._segments.values())
         lost = self._files.lost(segments)
@@ -371,7 +391,7 @@ class Pool:
                 self._remove(segment)
 
     def _empty(self, segment: Segment) -> bool:
-        """Forget all that `segment` holds, when nobody uses it; whether so. Its frames are lost in any case."""
+        """Remove all objects of `segment` and wait until it is unused. False at the deadline; the objects are gone."""
         if not self._wait_until(segment, lambda: segment.writers == 0):
             return False
         with self._lock:
@@ -382,7 +402,7 @@ class Pool:
                     if self._table.place(row)[0] == segment.number:
                         self._table.remove(row)
                         self.evictions += 1
-        # Nobody finds it any more; those who did are waited for, and with the index of it none can follow.
+        # No lookup finds its objects any more. Wait for earlier ones.
         with self._lock:
             segment.pending = {}
         return self._wait_until(segment, lambda: segment.pins == 0)
@@ -396,12 +416,9 @@ class Pool:
                 segment.is_leaving = False
 
     def _copy_survivors(self, segment: Segment) -> bool:
-        """Copy forward what was read at least twice as often as the average in `segment`, if it was read at all.
+        """Copy forward the objects read at least twice as often as the segment's average. True when any were copied.
 
-        Where everything is read alike nothing is copied: it would only wear the device.
-
-        Returns:
-            Whether something was copied.
+        Uniformly read objects are not copied: that would only wear the device.
         """
         with self._lock:
             rows = self._table.rows_in(segment.number, segment.rows)
@@ -420,8 +437,27 @@ class Pool:
         finally:
             self.unpin([segment])
 
+    def _copy_all(self, segment: Segment) -> bool:
+        """Copy forward all readable objects of `segment`. False when there is no space."""
+        with self._lock:
+            rows = self._table.rows_in(segment.number, segment.rows)
+            sizes = self._table.sizes(rows).tolist()
+        scratch = aligned_buffer(align_up(max(sizes, default=1)))
+        for row, size_bytes in zip(rows.tolist(), sizes, strict=True):
+            if self._filling is None or not self._filling.has_room(size_bytes):
+                spare = self._next() if self._spare else None
+                if spare is None:
+                    return False
+                self._fill(spare)
+            self._copy(row, segment, scratch)
+        return True
+
+    def _held_bytes(self, segment: Segment) -> int:
+        with self._lock:
+            return int(self._table.sizes(self._table.rows_in(segment.number, segment.rows)).sum(dtype=np.int64))
+
     def _copy(self, row: int, segment: Segment, scratch: memoryview) -> bool:
-        """Copy the object in `row` forward, if it is there still and there is room; whether so."""
+        """Copy the object in `row` forward. False when it is gone or there is no space."""
         with self._lock:
             number, block, size_bytes = self._table.place(row)
         extents = self.take_here([size_bytes]) if number == segment.number else []
@@ -446,14 +482,14 @@ class Pool:
         return is_whole
 
     def _fill(self, segment: Segment) -> None:
-        """From now on frames go to `segment`."""
+        """Make `segment` the current segment."""
         with self._lock:
             if self._filling is not None:
                 self._full.append(self._filling)
             self._filling = segment
 
     def _grow(self) -> Segment | None:
-        """One more segment; None when the cap or the file system has no room for it."""
+        """A new segment; None when the cap or the file system has no space."""
         segment = self._files.make()
         if segment is not None:
             with self._lock:
@@ -461,7 +497,7 @@ class Pool:
         return segment
 
     def _remove(self, segment: Segment) -> None:
-        """Give a segment that holds nothing back to the file system."""
+        """Remove the file of an empty segment."""
         self._files.remove(segment)
         self._spare.remove(segment)
         with self._lock:
@@ -489,7 +525,7 @@ class Pool:
             self.unpin([segment])
 
     def _load(self) -> None:
-        """Take over the segments that are there, in the order they were begun; the newest is filled further."""
+        """Load existing segments in order; writing continues in the newest."""
         segments = self._files.load(self._store_id)
         self._segments = {segment.number: segment for segment in segments}
         for segment in segments:
@@ -508,7 +544,7 @@ class Pool:
     @contextmanager
     def _turning(self) -> Generator[None]:
         if not self._turn.acquire(timeout=self._deadline_s):
-            raise TierError(self._tier, f"another thread was turning segments for {self._deadline_s} s")
+            raise TierError(self._tier, f"another thread held the turn lock for {self._deadline_s} s")
         try:
             yield
         finally:
@@ -517,7 +553,7 @@ class Pool:
     @contextmanager
     def _syncing(self) -> Generator[None]:
         if not self._sync.acquire(timeout=self._deadline_s):
-            raise TierError(self._tier, f"another thread was writing the index for {self._deadline_s} s")
+            raise TierError(self._tier, f"another thread wrote the index for {self._deadline_s} s")
         try:
             yield
         finally:

@@ -1,10 +1,7 @@
-"""One segment: a preallocated file, its frames, and the index of these at its end.
+"""One segment: a preallocated file of frames with their index at its end.
 
-The fields that several threads share are changed under the pool's lock alone; I/O happens outside of it, on extents
-that a pin keeps from being given to others.
+Shared fields change only under the pool's lock. I/O runs outside the lock, on pinned extents.
 """
-
-# Descriptors.
 
 import errno
 import logging
@@ -15,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvtier.layout import ALIGNMENT, align_up
-from kvtier.tier.aio import Run
+from kvtier.tier.aio import ReadRun
 from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.disk_format import (
     BLOCK_BYTES,
@@ -37,25 +34,25 @@ from kvtier.tier.safe_open import Descriptor, open_file
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 20
-"""How much of a segment's end is read at once when its index is looked for."""
+"""Bytes read at once, from the end, while the index is loaded."""
 
 
 def file_name(number: int) -> str:
-    """Of segment `number`."""
+    """File name of segment `number`."""
     return f"{number:08d}.segment"
 
 
 class Segment:
-    """A segment file that is open.
+    """An open segment file.
 
     Args:
         folder: descriptor of the directory of segments.
-        number: which it is, in the table of objects, and by the name of its file.
-        direct_io: open it with O_DIRECT.
-        read_only: open it for reading alone.
+        number: of the segment.
+        direct_io: open with O_DIRECT.
+        read_only: open read-only.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
 
     def __init__(self, folder: int, number: int, *, direct_io: bool, read_only: bool = False) -> None:
@@ -65,35 +62,35 @@ class Segment:
         self.direct_io = direct_io
         self.header: Header | None = None
         self.rows = array("I")
-        """Rows of objects that were put here; some have left since."""
+        """Rows of objects written here, including ones removed since."""
         self.pending: dict[bytes, tuple[int, int]] = {}
-        """(first block, size) of the objects that no index block names yet."""
+        """(first block, size) of objects that are not yet in an index block."""
         self.next_block = 1
-        """Where the next frame goes."""
+        """First block of the next frame."""
         self.index_blocks = 0
-        """Written so far, counted from the end."""
+        """Index blocks written, from the end of the file."""
         self.writers = 0
-        """Writes under way into extents of this segment."""
+        """Writes in flight."""
         self.pins = 0
-        """Reads, copies and index writes under way."""
+        """Reads, copies and index writes in flight."""
         self.is_leaving = False
-        """It is about to be begun anew: whoever unpins it says so to the pool."""
+        """It is being evicted: unpinning notifies the pool."""
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0)
         descriptor, self._status = open_file(self.name, flags, folder)
         self._descriptor = Descriptor(descriptor)
         self.size_bytes = self._status.st_size
 
     def __del__(self) -> None:
-        # Of a pool that another has replaced: whoever still reads or writes keeps the segment, and so its descriptor.
+        # After its pool was replaced: a thread that still uses the segment keeps its descriptor open.
         self.close()
 
     @property
     def generation(self) -> int:
-        """Of the header; 0 when the segment holds nothing."""
+        """Generation in the header; 0 when the segment is empty."""
         return 0 if self.header is None else self.header.generation
 
     def allocated_bytes(self, folder: int) -> int | None:
-        """What the file takes on the device; None when it is not the one of its name in the directory `folder`.
+        """Bytes on the device; None when the file is no longer the one of its name in `folder`.
 
         Raises:
             OSError: the file system fails.
@@ -107,8 +104,8 @@ class Segment:
     def take(self, size_bytes: int) -> int | None:
         """The first block of an extent for a frame of `size_bytes`; None when it does not fit. Under the lock.
 
-        Room for the index is kept: blocks for what is pending, and one for each write under way, because a sync may
-        come between any two of them.
+        Reserves index blocks for pending objects and one for each write in flight, because a sync may run between any
+        two writes.
         """
         if not self.has_room(size_bytes):
             return None
@@ -123,16 +120,16 @@ class Segment:
         return self.next_block + align_up(size_bytes) // ALIGNMENT <= self.size_bytes // BLOCK_BYTES - index_blocks
 
     def take_pending(self) -> dict[bytes, tuple[int, int]]:
-        """What index blocks are to be written for now; they count as written. Under the lock."""
+        """The objects to index now; their index blocks count as written. Under the lock."""
         pending, self.pending = self.pending, {}
         self.index_blocks += blocks_for(len(pending))
         return pending
 
     def begin(self, store_id: bytes, generation: int) -> None:
-        """Write a new header: all that the segment held is gone. Nobody else may use it meanwhile.
+        """Write a new header, which discards all objects. The segment must not be in use.
 
         Raises:
-            OSError: the device fails. The segment then still holds nothing.
+            OSError: the device fails. The segment is empty then, too.
         """
         self.header = None
         self.rows = array("I")
@@ -143,7 +140,7 @@ class Segment:
         self.header = header
 
     def read(self, into: memoryview, offset: int) -> int:
-        """Read from `offset` in the file until `into` is full; fewer bytes only when the file was cut off.
+        """Read from `offset` until `into` is full; returns fewer bytes only for a truncated file.
 
         Raises:
             OSError: the device fails.
@@ -154,7 +151,7 @@ class Segment:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        # Memory that is not aligned, as a caller's own may be; a slot's always is.
+        # A caller's unaligned buffer; slots are always aligned.
         start, stop = offset // ALIGNMENT * ALIGNMENT, align_up(offset + into.nbytes)
         around = aligned_buffer(stop - start)
         count = self._read_whole(around, start)
@@ -163,7 +160,7 @@ class Segment:
         return part.nbytes
 
     def write(self, frame: memoryview, offset: int) -> None:
-        """Write `frame` at `offset`, a multiple of 4096, and zeros behind it up to the next.
+        """Write `frame` at `offset`, a multiple of 4096, zero-padded to the next multiple.
 
         Raises:
             OSError: the device fails.
@@ -180,18 +177,18 @@ class Segment:
         padded[: frame.nbytes] = frame
         self._write_file(padded, offset)
 
-    def run(self, views: Sequence[memoryview], offset: int) -> Run:
-        """What to ask for, to fill `views` with the bytes from `offset` on.
+    def run(self, views: Sequence[memoryview], offset: int) -> ReadRun:
+        """The read that fills `views` from `offset`.
 
         Raises:
             OSError: the segment is closed.
         """
-        return Run(self._live(), views, offset)
+        return ReadRun(self._live(), views, offset)
 
-    def read_run(self, run: Run) -> bool:
-        """Read `run` of this segment in one call; whether that was possible.
+    def read_run(self, run: ReadRun) -> bool:
+        """Read `run` in one call. False when it was not read whole.
 
-        When not, some may be read. Whoever then reads each by itself learns which are not, and why.
+        The caller then reads each frame separately, which reports the reason.
         """
         try:
             return os.preadv(*run) == sum(view.nbytes for view in run.views)
@@ -199,14 +196,14 @@ class Segment:
             return False
 
     def write_run(self, frames: Sequence[memoryview], offset: int) -> bool:
-        """Write `frames` side by side from `offset` on, in one call; whether that was possible, like `read_run`."""
+        """Write `frames` contiguously from `offset` in one call. False when not written whole."""
         try:
             return os.pwritev(self._live(), frames, offset) == sum(frame.nbytes for frame in frames)
         except OSError:
             return False
 
     def write_index(self, pending: dict[bytes, tuple[int, int]], stop_number: int) -> None:
-        """Write index blocks for `pending`; the last gets number `stop_number` - 1. The frames are on the device first.
+        """Make the frames durable, then write index blocks for `pending`; the last is number `stop_number` - 1.
 
         Raises:
             OSError: the device fails.
@@ -218,14 +215,14 @@ class Segment:
         entries["block"], entries["size_bytes"] = zip(*pending.values(), strict=True)
         blocks = pack_blocks(self.header, stop_number - blocks_for(len(entries)), entries)
         self.flush()
-        # The last block lies foremost.
+        # Index blocks grow downwards.
         packed = aligned_buffer(len(blocks) * BLOCK_BYTES)
         packed[:] = b"".join(reversed(blocks))
         self._write_file(packed, self.size_bytes - stop_number * BLOCK_BYTES)
         self.flush()
 
     def flush(self) -> None:
-        """Make the device keep what was written.
+        """Make writes durable.
 
         Raises:
             OSError: the device fails.
@@ -233,7 +230,7 @@ class Segment:
         os.fdatasync(self._live())
 
     def load(self, store_id: bytes) -> Entries | str:
-        """Read header and index; the entries in the order they were written, or why there are none.
+        """Read header and index. Returns the entries in writing order, or the reason why the segment is empty.
 
         Raises:
             OSError: the device fails.
@@ -241,7 +238,7 @@ class Segment:
         return self.load_header(store_id) or self.load_index()
 
     def load_header(self, store_id: bytes) -> str:
-        """Read the header; why the segment holds nothing, or "". A block that cannot be read is a damaged one.
+        """Read the header. Returns "", or the reason why the segment is empty. EIO counts as damage.
 
         Raises:
             OSError: the device fails otherwise.
@@ -260,10 +257,10 @@ class Segment:
         return ""
 
     def load_index(self) -> Entries:
-        """Read the index of a segment whose header was read; the entries in the order they were written.
+        """Read the index of a segment whose header was read. Returns the entries in writing order.
 
-        Afterwards frames can be written behind those of the entries. There are none when a block cannot be read: where
-        the index ends is not known then.
+        Afterwards frames can be appended. Without a readable index the segment counts as empty, because the end of the
+        index is unknown.
 
         Raises:
             OSError: the device fails otherwise.
@@ -273,7 +270,7 @@ class Segment:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            logger.warning("segment %s holds nothing: its index cannot be read", self.name)
+            logger.warning("segment %s counts as empty: its index cannot be read", self.name)
             pieces = []
         self.index_blocks = int(pieces[-1]["number"][-1]) + 1 if pieces else 0
         entries = np.concatenate(list(map(entries_in, pieces))) if pieces else np.zeros(0, ENTRY)
@@ -286,7 +283,7 @@ class Segment:
         return entries
 
     def blank(self, name: bytes, block: int) -> None:
-        """Take the frame of `name` that begins at `block` out of the index on the device: no start finds it again.
+        """Blank the entry of `name` at `block` in the index on the device.
 
         Raises:
             OSError: the device fails.
@@ -305,12 +302,12 @@ class Segment:
                 self._write_block(pack_blocks(header, number, kept)[0], self.size_bytes - (number + 1) * BLOCK_BYTES)
 
     def close(self) -> None:
-        """Close the file. Twice is fine."""
+        """Close the file. Idempotent."""
         if self._descriptor is not None:
             self._descriptor.close()
 
     def _index(self) -> Iterator[Blocks]:
-        """The sound index blocks, in pieces read from the end on, until a whole piece holds none."""
+        """Valid index blocks, in pieces from the end of the file, until a piece has none."""
         if self.header is None:
             return
         stop = self.size_bytes
@@ -340,7 +337,7 @@ class Segment:
         while done < into.nbytes:
             count = os.preadv(self._live(), [into[done:]], offset + done)
             done += count
-            if count == 0 or done % ALIGNMENT:  # the end of a file that was cut off
+            if count == 0 or done % ALIGNMENT:  # a truncated file
                 break
         return done
 

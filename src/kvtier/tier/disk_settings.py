@@ -1,4 +1,4 @@
-"""What the disk tier may be set to, and what it chooses where nothing is said."""
+"""Settings of the disk tier: validation and defaults."""
 
 import threading
 from typing import Literal
@@ -13,9 +13,9 @@ SEGMENTS_WANTED = 64
 
 
 def segment_bytes_for(capacity_bytes: int) -> int:
-    """Bytes of a segment of a new store with that capacity."""
+    """Default segment size of a new store."""
     least = min(64 << 20, capacity_bytes // 4)
-    # A little less than an even share, so that the file system's own blocks do not cost a segment.
+    # Slightly below an even share, so that file system blocks do not cost a segment.
     wanted = min(max(capacity_bytes // SEGMENTS_WANTED, least), 1 << 30) * 1023 // 1024
     return max(wanted // ALIGNMENT * ALIGNMENT, SEGMENT_BYTES_MIN)
 
@@ -23,10 +23,10 @@ def segment_bytes_for(capacity_bytes: int) -> int:
 def check_settings(
     name: str, capacity_bytes: int, segment_bytes: int | None, direct_io: str, sync_interval_s: float
 ) -> None:
-    """Refuse what cannot be.
+    """Validate the settings.
 
     Raises:
-        ConfigError: a setting is impossible; the message says which, and what is allowed.
+        ConfigError: a setting is invalid; the message names it and the allowed values.
     """
     if segment_bytes is not None and not is_segment_size(segment_bytes):
         raise ConfigError(

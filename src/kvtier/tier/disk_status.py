@@ -1,7 +1,7 @@
-"""How a store that is in use fares: a small file beside its segments, written now and then, for `kvtier inspect`.
+"""The status file of an open disk store: counters and faults for `kvtier inspect`.
 
-Nobody takes it for the truth: it may be old, damaged, missing or of a process that is gone, and nothing is decided by
-it. It is not synced. A device that hangs leaves it as it was, so how old it is tells something as well.
+It may be stale, damaged, missing or of a dead process, and no decision uses it. It is not synced. Its age shows a
+device that hangs.
 """
 
 import os
@@ -14,126 +14,126 @@ from kvtier.tier.disk_format import pack_json, read_json
 from kvtier.tier.safe_open import folder_at, read_file, set_aside, write_file
 
 STATUS_NAME = "kvtier-status.json"
-DRAFT_NAME = f".{STATUS_NAME}.draft"
+TEMP_NAME = f".{STATUS_NAME}.draft"
 
-AGAIN_S = 60.0
-"""A status that has not changed is written again after so long: by that one sees that somebody is alive."""
+UNCHANGED_S = 60.0
+"""Interval for an unchanged status, which shows that the process is alive."""
 CHANGED_S = 10.0
-"""One that has changed: a few megabytes a day at most."""
-ALARMED_S = 1.0
-"""One with another fault, or of a tier that is left alone now, or used again."""
+"""Interval for a changed status: a few megabytes per day at most."""
+URGENT_S = 1.0
+"""Interval for a new fault, or a change of `is_up`."""
 
 FAULT_LENGTH_MAX = 300
 _BYTES_MAX = 4096
 _BYTES_HELD_MAX = 1 << 62
 _TIME_MAX_S = 1e11
-_ABOUT = "How the store beside this file fares, for people. It may be deleted at any time."
+_ABOUT = "Status of the store beside this file, for people. It may be deleted at any time."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskStatus:
-    """What is told. Times are seconds since 1970."""
+    """Content of the status file. Times are seconds since 1970."""
 
     time_s: float
     pid: int
-    """Of the process that has the store open."""
+    """Process that has the store open."""
     is_open: bool
-    """False: it has closed it since."""
+    """False: the process has closed the store."""
     is_up: bool | None
-    """Whether the session uses the tier; when not, it failed lately and rests. None: nobody said."""
+    """Whether the session uses the tier; False while it backs off after errors. None: unknown."""
     faults: int
     """I/O errors since the store was opened."""
     last_fault: str
-    """What it was; "" when there was none."""
+    """The last error; "" for none."""
     last_fault_s: float | None
     objects: int
     used_bytes: int
-    """All segments, filled or not."""
+    """Bytes of all segments, filled or not."""
     capacity_bytes: int
     """The configured cap."""
     limit_bytes: int
-    """The cap now: less while the file system has no room for more."""
+    """The cap now: lower while the file system is full."""
     free_bytes: int
-    """Of the file system."""
+    """Free bytes of the file system."""
     reserve_bytes: int
-    """Of these, left to others."""
+    """Free bytes left to other programs."""
     frame_bytes: int
-    """Written since the store was opened, without upkeep."""
+    """Bytes of frames written since the store was opened."""
     upkeep_bytes: int
-    """Written besides: copies of survivors, index."""
+    """Bytes of copies and index written since then."""
     avoided_bytes: int
-    """Refused by the write budget."""
+    """Bytes refused by the write budget."""
     write_bytes_per_day: int
     """The write budget; 0: none."""
     direct_io: bool
 
     @property
     def amplification(self) -> float | None:
-        """Bytes written over bytes of frames written."""
+        """Write amplification: bytes written per byte of frames; None before the first write."""
         return (self.frame_bytes + self.upkeep_bytes) / self.frame_bytes if self.frame_bytes else None
 
 
 class StatusFile:
-    """Writes the status of the store at `root`, rarely enough. For one thread at a time."""
+    """Writes the status of the store at `root` at limited rates. Not thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._told: DiskStatus | None = None
+        self._last: DiskStatus | None = None
         self._next_s = 0.0
-        self._next_alarm_s = 0.0
+        self._next_urgent_s = 0.0
 
     def is_due(self, now_s: float, *, faults: int, is_up: bool | None) -> bool:
-        """Whether the status is worth making; `now_s` is on a clock of its own."""
+        """Whether a status should be written; `now_s` is monotonic."""
         if now_s >= self._next_s:
             return True
-        is_alarming = self._told is None or (faults, is_up) != (self._told.faults, self._told.is_up)
-        return is_alarming and now_s >= self._next_alarm_s
+        is_urgent = self._last is None or (faults, is_up) != (self._last.faults, self._last.is_up)
+        return is_urgent and now_s >= self._next_urgent_s
 
-    def tell(self, status: DiskStatus, now_s: float) -> None:
-        """Write `status`, whole or not at all; one that says nothing new is written less often.
+    def write(self, status: DiskStatus, now_s: float) -> None:
+        """Write `status` atomically. An unchanged one is written at longer intervals.
 
         Raises:
             OSError: it cannot be written.
         """
-        is_new = self._told is None or replace(self._told, time_s=status.time_s) != status
-        is_stale = self._told is None or status.time_s - self._told.time_s >= AGAIN_S
-        self._next_s, self._next_alarm_s = now_s + CHANGED_S, now_s + ALARMED_S
+        is_new = self._last is None or replace(self._last, time_s=status.time_s) != status
+        is_stale = self._last is None or status.time_s - self._last.time_s >= UNCHANGED_S
+        self._next_s, self._next_urgent_s = now_s + CHANGED_S, now_s + URGENT_S
         if is_new or is_stale:
             write_status(self._root, status)
-            self._told = status
+            self._last = status
 
 
 def write_status(root: Path, status: DiskStatus) -> None:
-    """Write `status` beside the store at `root`, whole or not at all.
+    """Write the status of the store at `root` atomically.
 
     Raises:
         OSError: it cannot be written.
     """
     with folder_at(root) as folder:
         try:
-            os.unlink(DRAFT_NAME, dir_fd=folder)
+            os.unlink(TEMP_NAME, dir_fd=folder)
         except FileNotFoundError:
             pass
         except IsADirectoryError:
-            set_aside(DRAFT_NAME, folder)
-        write_file(STATUS_NAME, DRAFT_NAME, pack_json({"about": _ABOUT, **asdict(status)}), folder)
+            set_aside(TEMP_NAME, folder)
+        write_file(STATUS_NAME, TEMP_NAME, pack_json({"about": _ABOUT, **asdict(status)}), folder)
 
 
 def read_status(root: Path) -> DiskStatus | None:
-    """What was told last; None when there is nothing that makes sense."""
+    """The last status; None when it is missing or invalid."""
     try:
         with folder_at(root) as folder:
-            told, is_sound = read_json(read_file(STATUS_NAME, _BYTES_MAX, folder))
+            members, is_sound = read_json(read_file(STATUS_NAME, _BYTES_MAX, folder))
     except OSError:
         return None
-    return _parsed(told) if is_sound else None
+    return _parsed(members) if is_sound else None
 
 
-def _parsed(told: Mapping[str, Any]) -> DiskStatus | None:
+def _parsed(members: Mapping[str, Any]) -> DiskStatus | None:
     hints: dict[str, Any] = get_type_hints(DiskStatus)
     values: dict[str, Any] = {}
     for field in fields(DiskStatus):
-        value = told.get(field.name)
+        value = members.get(field.name)
         wanted = hints[field.name]
         kinds = getattr(wanted, "__args__", (wanted,))
         if type(value) is int and float in kinds:

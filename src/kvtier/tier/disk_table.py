@@ -1,13 +1,10 @@
-"""Where each object lies: a hash table in plain arrays, so that ten million objects take less than a gigabyte.
+"""The disk tier's object table: a hash table in plain arrays. Ten million objects take less than 1 GB.
 
-A row is an object: its name (32 bytes), segment, first block, size and hits, 45 bytes in all. The slots say which row
-a name has: open addressing, at most half full, the next slot when one is taken. A name is a digest, so its first bytes
-are as good as any hash. Removing moves later names of the run forward instead of leaving a mark, so that the table is
-never rebuilt: nobody ever waits for that.
+A row is one object: name (32 bytes), segment, first block, size and hits, 45 bytes in all. Slots map names to rows by
+open addressing with linear probing, at most half full. A name is a digest, so its first bytes serve as the hash.
+Removal shifts later names of the run back and leaves no tombstone, so the table is never rebuilt.
 
-Memory is reserved for `rows_max` at once and taken by the system page by page as rows are used.
-
-No lock: the owner has one.
+Virtual memory is reserved for `rows_max`; the system allocates pages as rows are used. No lock: the owner has one.
 """
 
 import sys
@@ -20,17 +17,17 @@ import numpy.typing as npt
 NO_SEGMENT = 0xFFFFFFFF
 HITS_MAX = 255
 _FEW = 6
-"""Up to so many names are looked up one by one: then plain Python is faster than the set-up of arrays."""
+"""Up to this many names are looked up one by one, which is faster than array set-up."""
 
 Rows = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 
-class Table:
-    """Names with their places.
+class ObjectTable:
+    """Names with their extents.
 
     Args:
-        rows_max: the most names held.
+        rows_max: most names held.
     """
 
     def __init__(self, rows_max: int) -> None:
@@ -43,16 +40,16 @@ class Table:
         self._sizes = np.zeros(rows_max, np.uint32)
         self._hits = np.zeros(rows_max, np.uint8)
         self._slots = np.zeros(slot_count, np.uint32)  # row + 1; 0 is empty
-        # One element of an array costs much more than one of a memoryview.
+        # Single elements of a memoryview are much faster than of an array.
         self._name_bytes = self._names.data.cast("B")
-        self._name_first = self._name_bytes.cast("Q")  # of each name the first number is at 4 * row
+        self._name_first = self._name_bytes.cast("Q")  # a name's first word is at 4 * row
         self._segment_at = self._segments.data
         self._block_at = self._blocks.data
         self._size_at = self._sizes.data
         self._hits_at = self._hits.data
         self._slot_at = self._slots.data
         self._free = array("I")
-        self._used_rows = 0  # rows below have been used at least once
+        self._used_rows = 0  # rows below were used at least once
         self._count = 0
 
     def __len__(self) -> int:
@@ -60,12 +57,12 @@ class Table:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further name can be put."""
+        """Whether the table is full."""
         return self._count >= self.rows_max
 
     @property
     def used_rows(self) -> int:
-        """Rows from here on have never held anything."""
+        """Rows from this number on were never used."""
         return self._used_rows
 
     def find(self, name: bytes) -> int | None:
@@ -80,7 +77,7 @@ class Table:
         return None
 
     def holds(self, names: Sequence[bytes]) -> list[bool]:
-        """For each of `names`, whether it is there."""
+        """For each of `names`, whether it is in the table."""
         if len(names) <= _FEW:
             return [self.find(name) is not None for name in names]
         words = np.frombuffer(b"".join(names), np.uint64).reshape(-1, 4)
@@ -101,7 +98,7 @@ class Table:
             self._hits_at[row] = hits + 1
 
     def put(self, name: bytes, segment: int, block: int, size_bytes: int) -> int:
-        """Enter `name`, which must not be there, into a table that is not full; returns its row."""
+        """Add `name`, which must be new, to a table that is not full; returns its row."""
         row = self._new_row()
         self._hits_at[row] = 0
         self._name_bytes[32 * row : 32 * row + 32] = name
@@ -114,9 +111,9 @@ class Table:
         return row
 
     def move(self, row: int, segment: int, block: int, size_bytes: int) -> None:
-        """The object in `row` lies elsewhere now.
+        """Set the extent of the object in `row`.
 
-        Its hits are halved, so that what was hot once does not stay for ever.
+        Halves its hits, so that an object that is no longer read ages.
         """
         self._segment_at[row] = segment
         self._block_at[row] = block
@@ -124,12 +121,12 @@ class Table:
         self._hits_at[row] >>= 1
 
     def remove(self, row: int) -> None:
-        """Forget the object in `row`."""
+        """Remove the object in `row`."""
         slots, firsts, mask = self._slot_at, self._name_first, self._mask
         position = firsts[4 * row] & mask
         while slots[position] != row + 1:
             position = (position + 1) & mask
-        # Close the gap: whoever stands behind it and does not belong behind it moves in, and leaves the next gap.
+        # Backward-shift deletion: a later name whose home slot is not after the gap moves into the gap.
         gap = position
         while True:
             position = (position + 1) & mask
@@ -148,16 +145,16 @@ class Table:
     def put_many(
         self, names: Words, segment: int, blocks: npt.NDArray[np.uint32], sizes: npt.NDArray[np.uint32]
     ) -> Rows:
-        """Enter many at once; those that are there move, and of equal names the last counts. Their rows.
+        """Add many at once; returns their rows. Existing names move, and the last of equal names wins.
 
-        Names for which there is no room are left out.
+        Names that exceed the table are left out.
         """
         in_order = np.sort(names[:, 0])
-        if (in_order[1:] == in_order[:-1]).any():  # hardly ever; a start must not be slow for it
+        if (in_order[1:] == in_order[:-1]).any():  # rare
             return self._put_each(names, segment, blocks, sizes)
         rows, slots = self._find_rows(names)
         fresh = np.flatnonzero(rows < 0)[: self.rows_max - self._count]
-        # As a rule all are new, and go to the rows behind those in use.
+        # Usually all are new and take the next unused rows.
         is_plain = len(fresh) == len(names) and not self._free
         start = self._used_rows
         rows[fresh] = self._new_rows(len(fresh))
@@ -173,21 +170,21 @@ class Table:
         return rows[known]
 
     def rows_in(self, segment: int, rows: "array[int]") -> Rows:
-        """Those of `rows` that lie in `segment` still, in the order of their blocks."""
+        """The subset of `rows` still in `segment`, ordered by block."""
         candidates = np.unique(np.frombuffer(rows, np.uint32)).astype(np.int64)
         mine = candidates[self._segments[candidates] == segment]
         return mine[np.argsort(self._blocks[mine])]
 
     def hits(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """How often each of `rows` was read since it was written."""
+        """Reads of each of `rows` since it was written, halved at each move."""
         return self._hits[rows]
 
     def sizes(self, rows: Rows) -> npt.NDArray[np.uint32]:
         """Bytes of each of `rows`."""
         return self._sizes[rows]
 
-    def told(self, start: int, stop: int) -> list[tuple[bytes, int]]:
-        """(name, bytes) of the objects in rows `start` up to, but without, `stop`."""
+    def items(self, start: int, stop: int) -> list[tuple[bytes, int]]:
+        """(name, bytes) of the objects in rows `start` to `stop`, exclusive."""
         stop = min(stop, self._used_rows)
         rows = start + np.flatnonzero(self._segments[start:stop] != NO_SEGMENT)
         packed = self._names[rows].tobytes()
@@ -207,27 +204,27 @@ class Table:
         return np.arange(self._used_rows - count, self._used_rows)
 
     def _find_rows(self, names: Words) -> tuple[Rows, Rows]:
-        """The row of each of `names`, -1 where it is not there, and the slot where the search ended."""
+        """The row of each name, -1 when missing, and the slot where its search ended."""
         rows = np.full(len(names), -1, np.int64)
         positions = (names[:, 0] & np.uint64(self._mask)).astype(np.int64)
-        open_ones = np.flatnonzero(self._slots[positions])
-        while len(open_ones):
-            slots = self._slots[positions[open_ones]].astype(np.int64)
-            is_match = (self._names[slots - 1] == names[open_ones]).all(axis=1)
-            rows[open_ones[is_match]] = slots[is_match] - 1
-            open_ones = open_ones[~is_match]
-            positions[open_ones] = (positions[open_ones] + 1) & self._mask
-            open_ones = open_ones[self._slots[positions[open_ones]] > 0]
+        searching = np.flatnonzero(self._slots[positions])
+        while len(searching):
+            slots = self._slots[positions[searching]].astype(np.int64)
+            is_match = (self._names[slots - 1] == names[searching]).all(axis=1)
+            rows[searching[is_match]] = slots[is_match] - 1
+            searching = searching[~is_match]
+            positions[searching] = (positions[searching] + 1) & self._mask
+            searching = searching[self._slots[positions[searching]] > 0]
         return rows, positions
 
     def _take_slots(self, positions: Rows, rows: Rows) -> None:
-        """Give each of `rows`, whose names are all different and new, the first empty slot from its position on."""
+        """Assign each of `rows`, whose names are distinct and new, the first empty slot from its position."""
         marks = (rows + 1).astype(np.uint32)
         while len(marks):
             is_empty = self._slots[positions] == 0
-            self._slots[positions[is_empty]] = marks[is_empty]  # of several in one slot the last wins
-            lost = self._slots[positions] != marks
-            marks, positions = marks[lost], (positions[lost] + 1) & self._mask
+            self._slots[positions[is_empty]] = marks[is_empty]  # of several for one slot the last wins
+            unplaced = self._slots[positions] != marks
+            marks, positions = marks[unplaced], (positions[unplaced] + 1) & self._mask
 
     def _put_each(
         self, names: Words, segment: int, blocks: npt.NDArray[np.uint32], sizes: npt.NDArray[np.uint32]

@@ -1,4 +1,4 @@
-"""What the index of a disk store tells, for tools that look from outside: no lock, nothing written."""
+"""Read-only view of a disk store's index, for tools. Takes no lock."""
 
 import os
 import stat
@@ -18,22 +18,22 @@ from kvtier.tier.disk_segment import Segment, file_name
 from kvtier.tier.safe_open import directory_at, folder_at, open_file
 
 
-class Stored(NamedTuple):
-    """One object that the index names."""
+class StoredObject(NamedTuple):
+    """One object of the index."""
 
     name: bytes
     root: Path
-    """Of its store."""
+    """Root of its store."""
     number: int
-    """Of its segment."""
+    """Number of its segment."""
     offset: int
     size_bytes: int
     begun_s: float
-    """When its segment was begun, seconds since 1970."""
+    """Start time of its segment, seconds since 1970."""
 
     @contextmanager
     def path_opened(self) -> Generator[Callable[[int], bytes]]:
-        """Gives a function that reads the frame's first bytes.
+        """Yields a function that reads the frame's first bytes.
 
         Raises:
             OSError: the segment cannot be read.
@@ -48,23 +48,23 @@ class Stored(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Of its segment."""
+        """Path of its segment file."""
         return str(self.root / SEGMENTS_NAME / file_name(self.number))
 
 
 @contextmanager
 def segments_at(root: Path) -> Generator[int]:
-    """The descriptor of the directory of segments in the store at `root`.
+    """A descriptor of the segments' directory of the store at `root`.
 
     Raises:
-        OSError: there is none (a link to one is none), or it cannot be opened.
+        OSError: it is missing, a link, or cannot be opened.
     """
     with folder_at(root) as top, directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
         yield folder
 
 
 def read_marker(root: Path) -> Marker | None:
-    """See `marker_in`; None also when there is no such directory.
+    """The marker as by `marker_in`; None also when `root` does not exist.
 
     Raises:
         UnknownStoreError: the store is of an unknown version.
@@ -77,16 +77,16 @@ def read_marker(root: Path) -> Marker | None:
         return None
 
 
-def census(root: Path) -> list[Stored]:
-    """Every object that the index of the store at `root` names, by name.
+def census(root: Path) -> list[StoredObject]:
+    """Every object in the index of the store at `root`, sorted by name.
 
     Raises:
-        ConfigError: there is no store that is known here.
+        ConfigError: there is no disk store of a known version.
         OSError: a segment cannot be read.
     """
     marker = read_marker(root)
     if marker is None:
-        raise ConfigError(f"{root} holds no disk store that is known here; allowed: {ALLOWED}")
+        raise ConfigError(f"{root} holds no disk store of a known version; allowed: {ALLOWED}")
     loaded: list[tuple[int, int, Entries]] = []
     with suppress(FileNotFoundError, NotADirectoryError), segments_at(root) as folder:
         for number, status in segment_files(folder):
@@ -96,11 +96,11 @@ def census(root: Path) -> list[Stored]:
                 entries = segment.load(marker.store_id)
                 if not isinstance(entries, str):
                     loaded.append((segment.generation, number, entries))
-    found: dict[bytes, Stored] = {}
-    for generation, number, entries in sorted(loaded, key=lambda told: told[0]):
+    found: dict[bytes, StoredObject] = {}
+    for generation, number, entries in sorted(loaded, key=lambda item: item[0]):
         packed = np.ascontiguousarray(entries["name"]).tobytes()
         places = zip(entries["block"].tolist(), entries["size_bytes"].tolist(), strict=True)
         for at, (block, size_bytes) in enumerate(places):
             name = packed[32 * at : 32 * at + 32]
-            found[name] = Stored(name, root, number, block * ALIGNMENT, size_bytes, generation / 1e9)
+            found[name] = StoredObject(name, root, number, block * ALIGNMENT, size_bytes, generation / 1e9)
     return sorted(found.values())

@@ -1,7 +1,7 @@
-"""The file that lets a directory tier start quickly: what it held, when each was used, and what belongs to what.
+"""The index snapshot of a directory store, for fast starts: names, sizes, last uses and parents.
 
-A hint, never the truth: names in it may be gone, others may be missing, and a file that is damaged or of another
-version counts as absent. The layout is in FORMAT.md.
+It may be stale: names may be gone or missing. A damaged file or one of another version counts as absent. FORMAT.md
+describes the layout.
 """
 
 import os
@@ -30,14 +30,14 @@ _ROW = np.dtype(
 )
 _NO_PARENT = bytes(32)
 _ROWS_MAX = 1 << 22
-"""Of a hint that is written or read: 352 MiB."""
+"""Most rows written or read: 352 MiB."""
 _NS_MAX = (1 << 63) - 1
 _DEPTH_MAX = (1 << 32) - 1
 _GROUP_MAX = (1 << 16) - 1
 
 
 class SnapshotRow(NamedTuple):
-    """One object in the hint."""
+    """One object of the snapshot."""
 
     name: bytes
     parent: bytes | None
@@ -49,13 +49,13 @@ class SnapshotRow(NamedTuple):
 
 
 def pack_snapshot(rows: Iterable[SnapshotRow]) -> bytes:
-    """The file's bytes. `rows` should be in order of use, the oldest first; of too many the last are kept."""
+    """The file's bytes. `rows` are ordered by use, oldest first; only the last `_ROWS_MAX` are kept."""
     listed = list(rows)[-_ROWS_MAX:]
     table = np.zeros(len(listed), _ROW)
     table["name"] = _names([row.name for row in listed])
     table["parent"] = _names([row.parent or _NO_PARENT for row in listed])
     table["size_bytes"] = [row.size_bytes for row in listed]
-    # A file's mtime, which may be that of any year.
+    # An mtime may lie in any year.
     table["used_ns"] = [min(max(row.used_ns, -_NS_MAX), _NS_MAX) for row in listed]
     table["depth"] = [min(row.depth, _DEPTH_MAX) for row in listed]
     table["group"] = [min(row.group, _GROUP_MAX) for row in listed]
@@ -64,12 +64,12 @@ def pack_snapshot(rows: Iterable[SnapshotRow]) -> bytes:
     return _HEADER.pack(_MAGIC, _VERSION, _ROW.itemsize, len(listed), xxhash.xxh3_64_intdigest(body)) + body
 
 
-def unpack_snapshot(told: bytes) -> list[SnapshotRow] | None:
-    """The rows of a file; None when it is damaged or of another version."""
-    if len(told) != _size_of(told[: _HEADER.size]):
+def unpack_snapshot(content: bytes) -> list[SnapshotRow] | None:
+    """The rows; None when `content` is damaged or of another version."""
+    if len(content) != _size_of(content[: _HEADER.size]):
         return None
-    *_, checksum = _HEADER.unpack_from(told)
-    body = memoryview(told)[_HEADER.size :]
+    *_, checksum = _HEADER.unpack_from(content)
+    body = memoryview(content)[_HEADER.size :]
     if xxhash.xxh3_64_intdigest(body) != checksum:
         return None
     table = np.frombuffer(body, _ROW)
@@ -82,21 +82,21 @@ def unpack_snapshot(told: bytes) -> list[SnapshotRow] | None:
 
 
 def save_snapshot(path: str, rows: Iterable[SnapshotRow]) -> None:
-    """Write the hint to `path`, whole or not at all (mode 0600).
+    """Write the snapshot to `path` atomically, mode 0600.
 
     Raises:
-        OSError: it could not be written; what was there before is still there.
+        OSError: it cannot be written; the previous file is unchanged.
     """
     write_file(path, f"{path}.{os.getpid()}.{os.urandom(8).hex()}", pack_snapshot(rows))
 
 
 def load_snapshot(path: str) -> list[SnapshotRow] | None:
-    """The hint at `path`; None when it is absent, unreadable, too long, damaged or of another version."""
+    """The rows at `path`; None when absent, unreadable, too long, damaged or of another version."""
     try:
         descriptor, status = open_file(path, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
             header = file.read(_HEADER.size)
-            # What the header does not announce is not read: a sparse file may have any length.
+            # Checked before reading: a sparse file may have any length.
             if status.st_size != _size_of(header):
                 return None
             return unpack_snapshot(header + file.read(status.st_size - len(header)))
@@ -105,7 +105,7 @@ def load_snapshot(path: str) -> list[SnapshotRow] | None:
 
 
 def _size_of(header: bytes) -> int | None:
-    """The length of a file that begins with `header`; None when it is no header of a hint of this version."""
+    """File length by `header`; None when it is not a header of this version."""
     if len(header) != _HEADER.size:
         return None
     magic, version, row_bytes, row_count, _ = _HEADER.unpack(header)

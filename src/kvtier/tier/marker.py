@@ -1,4 +1,4 @@
-"""The file that says "this directory is a store of ours", without which we neither use nor delete anything in it."""
+"""The marker that identifies a directory store. Without it kvtier neither uses nor deletes anything there."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ from kvtier.tier.store_root import RANK, refuse_foreign_files
 
 MARKER_NAME = "kvtier-store.json"
 STORE_VERSION = 1
-"""Version of the directory's layout. Another one is neither read nor touched."""
+"""Version of the directory's layout. A store of another version is neither read nor changed."""
 
 _DRAFT_PREFIX = f".{MARKER_NAME}."
 _BYTES_MAX = 4096
@@ -35,41 +35,41 @@ ALLOWED = f"an empty or missing directory, or one with a {MARKER_NAME}"
 BESIDE = re.compile(
     rf"ledger|secret|\.secret\.[0-9a-f]+|index(\.[0-9]+\.[0-9a-f]+)?|{NOTE.pattern}|\.{re.escape(MARKER_NAME)}\.[0-9a-f]+"
 )
-"""Files of a store beside its marker."""
+"""Names of a store's other files in its root."""
 _OURS = re.compile(rf"({BESIDE.pattern}|{re.escape(MARKER_NAME)}|objects|drafts)(\.aside-[0-9a-f]+)?|{RANK.pattern}")
 
 logger = logging.getLogger(__name__)
 
 
 class UnknownStoreError(ConfigError):
-    """A store that kvtier cannot use: of another version, or with a damaged marker."""
+    """A store of another version, or with a damaged marker."""
 
 
 class DamagedMarkerError(UnknownStoreError):
-    """What has the marker's name is no marker. Opening the store makes it anew, where nothing else is in there."""
+    """The marker is damaged. Opening the store recreates it unless the directory has foreign files."""
 
-    WHAT_NEXT = "opening the store makes it anew, unless other things are in the directory"
+    WHAT_NEXT = "opening the store recreates it, unless the directory has other files"
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What the marker says."""
+    """Content of the marker."""
 
     version: int
     store_id: str
-    """Random, made with the store: two stores never share it."""
+    """Random, unique to the store."""
     created: str
     """UTC time, ISO 8601."""
 
 
 def open_store(root: Path) -> Marker:
-    """The marker of the store at `root`, which is made (mode 0700) where there is none and the directory is empty.
+    """The marker of the store at `root`. A store is created (mode 0700) in a missing or empty directory.
 
-    Safe when several processes do it at once: all get the same marker. A damaged marker is made anew where everything
-    in the directory has a name of ours: each object's frame holds its own identity.
+    Concurrent processes all get the same marker. A damaged marker is recreated when every name in the directory is
+    kvtier's; that is safe because each frame holds its own identity.
 
     Raises:
-        ConfigError: `root` is a file, holds other things, or an unknown store.
+        ConfigError: `root` is a file, has foreign files, or an unknown store.
         OSError: it cannot be read or written.
     """
     try:
@@ -82,7 +82,7 @@ def open_store(root: Path) -> Marker:
     try:
         refuse_foreign(root)
     except ConfigError:
-        found = read_marker(root)  # another process may have made it since we looked
+        found = read_marker(root)  # another process may have created it meanwhile
         if found is None:
             raise
         return found
@@ -90,18 +90,18 @@ def open_store(root: Path) -> Marker:
 
 
 def refuse_foreign(root: Path) -> None:
-    """Keep out of `root`, which has no marker, where it is another's.
+    """Refuse a directory without a marker that has foreign files.
 
     Raises:
-        ConfigError: it holds other things.
+        ConfigError: it has foreign files.
         OSError: it cannot be listed.
     """
-    # Both tiers may have one place, and the disk tier may be the first to open there.
+    # Both tiers may share a root, and the disk tier may open first.
     refuse_foreign_files(root, lambda name: name.startswith(_DRAFT_PREFIX) or bool(RANK.fullmatch(name)), ALLOWED)
 
 
 def read_marker(root: Path) -> Marker | None:
-    """The marker of the store at `root`; None when there is none. Changes nothing.
+    """The marker of the store at `root`; None when it has none. Read-only.
 
     Raises:
         ConfigError: `root` is a file, or its marker is damaged (`DamagedMarkerError`) or of an unknown version
@@ -138,7 +138,7 @@ def _parse(path: Path, content: bytes) -> Marker:
 
 
 def _damaged(path: Path, why: str | None) -> DamagedMarkerError:
-    return DamagedMarkerError(f"{path} is not a store's marker ({why}); nothing was changed")
+    return DamagedMarkerError(f"{path} is not a valid marker ({why}); nothing was changed")
 
 
 def _checksum(version: int, store_id: str, created: str) -> str:
@@ -168,19 +168,21 @@ def _make_marker(root: Path) -> Marker:
         _publish_once(draft, root / MARKER_NAME)
     finally:
         draft.unlink(missing_ok=True)
-    found = read_marker(root)  # ours, or that of a process which was faster
+    found = read_marker(root)  # ours, or that of a concurrent process
     if found is None:
-        raise ConfigError(f"root {str(root)!r} lost its marker while it was made; is something else deleting there?")
+        raise ConfigError(
+            f"root {str(root)!r} lost its marker while it was created; another program may delete files there"
+        )
     return found
 
 
 def _mend_marker(root: Path, damage: DamagedMarkerError) -> Marker:
-    """Write the damaged marker anew, in its place: processes that have the store open keep their locks on the file."""
+    """Rewrite the damaged marker in place, so that locks of other processes on the file stay valid."""
     path = root / MARKER_NAME
     try:
         refuse_foreign_files(root, lambda name: bool(_OURS.fullmatch(name)), ALLOWED)
     except ConfigError as error:
-        raise DamagedMarkerError(f"{damage}; it is not made anew, because {error}") from damage
+        raise DamagedMarkerError(f"{damage}; it was not recreated: {error}") from damage
     try:
         descriptor, status = open_file(str(path), os.O_RDWR)
     except OSError as error:
@@ -188,34 +190,34 @@ def _mend_marker(root: Path, damage: DamagedMarkerError) -> Marker:
             raise
         set_aside(str(path))
         return _make_marker(root)
-    if status.st_nlink > 1:  # the file has another name, perhaps outside, and is not written to
+    if status.st_nlink > 1:  # the other hard link may lie outside the store
         os.close(descriptor)
         set_aside(str(path))
         return _make_marker(root)
     try:
         is_alone = lock_file(descriptor, fcntl.LOCK_EX, _LOCK_DEADLINE_S)
         try:
-            found = read_marker(root)  # another process may have done it since we looked
+            found = read_marker(root)  # another process may have done it meanwhile
         except DamagedMarkerError:
             found = None
         if found is not None:
             return found
         if not is_alone:
-            raise DamagedMarkerError(f"{damage}, because another process has the store open") from damage
+            raise DamagedMarkerError(f"{damage}; another process has the store open") from damage
         marker, content = _new_marker()
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, content, 0)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    logger.warning("%s was damaged and is made anew; the store's objects stay", path)
+    logger.warning("%s was damaged and was recreated; the store's objects are kept", path)
     return marker
 
 
 def _publish_once(draft: Path, marker: Path) -> None:
-    """Give `draft` its name unless another has it. A link does not overwrite, unlike a rename."""
+    """Give `draft` the marker's name if it is free. Unlike a rename, a link does not overwrite."""
     with suppress(FileExistsError):
         try:
             os.link(draft, marker)
-        except PermissionError:  # a file system without hard links: the last of several makers wins
+        except PermissionError:  # no hard links: the last of several creators wins
             draft.rename(marker)

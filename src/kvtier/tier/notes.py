@@ -1,6 +1,6 @@
-"""Small JSON files beside what a store keeps: for people and for checks at start, never for the way of a chunk.
+"""Notes: small JSON files in a store's root, for people and for checks at start. Transfers do not use them.
 
-A note that is damaged, too long, or no regular file counts as absent.
+A note that is damaged, too long, or not a regular file counts as absent.
 """
 
 import errno
@@ -16,23 +16,23 @@ from kvtier.tier import safe_open
 from kvtier.tier.disk_format import pack_json, read_json
 
 NOTE = re.compile(r"\.?note-(fingerprint|selftest)-[0-9a-f]{16}(\.json|\.[0-9a-f]{16})")
-"""Names of notes, and of those that are being written."""
+"""Names of notes and of their temporary files."""
 
 BYTES_MAX = 1 << 18
 NOTES_MAX = 256
-"""Notes of one kind; the oldest go."""
+"""Most notes of one kind; the oldest are removed."""
 
 Kind = Literal["fingerprint", "selftest"]
 
 
 def write(root: Path, kind: Kind, name: bytes, content: Mapping[str, object]) -> None:
-    """Write a note, whole or not at all; an older one of the same name is replaced.
+    """Write a note atomically, replacing one of the same name.
 
     Args:
-        root: of a store, which is there.
-        kind: what it is about.
-        name: at least 8 bytes; the first 8 are in the file's name.
-        content: what `json` takes, without a member `checksum`.
+        root: of an existing store.
+        kind: of the note.
+        name: at least 8 bytes; the file's name has the first 8.
+        content: JSON values, without a member `checksum`.
 
     Raises:
         OSError: it cannot be written; EFBIG when it is longer than `BYTES_MAX`.
@@ -48,7 +48,7 @@ def write(root: Path, kind: Kind, name: bytes, content: Mapping[str, object]) ->
 
 
 def read(root: Path, kind: Kind) -> list[dict[str, object]]:
-    """The contents of all notes of one kind; none where the store cannot be read."""
+    """The contents of all notes of one kind; empty when the store cannot be read."""
     found: list[dict[str, object]] = []
     with suppress(OSError), safe_open.folder_at(root) as folder:
         for name in _names(folder, kind)[:NOTES_MAX]:

@@ -1,10 +1,10 @@
-"""Opens and makes what lies below a store's root: by descriptor, never through a link, private, regular files only.
+"""Opens and creates files below a store's root: by descriptor, never through a link, private, regular files only.
 
-The root itself may be a link. Paths that these functions take end at most one component below the root. Other names are
-single components, relative to the descriptor of a directory.
+The root itself may be a link. Paths passed to these functions end at most one component below the root. Other names
+are single components, relative to a directory's descriptor.
 """
 
-# Descriptors, and functions that run once per object.
+# Descriptors: this code runs once per object.
 # ruff: noqa: PTH101
 
 import errno
@@ -24,10 +24,10 @@ DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 
 WRONG_KIND = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV})
-"""Numbers of the OSError for a link, FIFO, socket, device or directory where a file is expected, and the reverse."""
+"""errno values for a link, FIFO, socket, device or directory in place of a file, and vice versa."""
 
 MISSING = WRONG_KIND | {errno.ENOENT}
-"""Also for a name that does not exist."""
+"""`WRONG_KIND`, and the errno for a name that does not exist."""
 
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -36,9 +36,9 @@ _warned: set[str] = set()
 
 
 class Descriptor:
-    """An open file that is kept for long. It is closed once, and a forked child closes its copy at once.
+    """A long-lived descriptor. It is closed once, and a forked child closes its copy immediately.
 
-    A lock (flock) that the child inherits would last as long as the child, beyond the end of its parent.
+    Otherwise a flock inherited by the child would outlive the parent.
     """
 
     __slots__ = ("__weakref__", "_number")
@@ -49,7 +49,7 @@ class Descriptor:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not closed yet."""
+        """Whether the descriptor is open."""
         return self._number is not None
 
     def fileno(self) -> int:
@@ -63,7 +63,7 @@ class Descriptor:
         return self._number
 
     def close(self) -> None:
-        """Close the file. Twice is fine."""
+        """Close the file. Idempotent."""
         number, self._number = self._number, None
         if number is not None:
             os.close(number)
@@ -84,7 +84,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 def open_file(name: str, flags: int, directory: int | None = None) -> tuple[int, os.stat_result]:
     """A descriptor of the regular file `name`, and its status.
 
-    A FIFO does not block, a link is not followed. A file that `flags` make has mode 0600, whatever the umask.
+    Does not block on a FIFO and follows no link. A created file has mode 0600 whatever the umask.
 
     Args:
         name: relative to `directory`, or a path.
@@ -115,7 +115,7 @@ def read_file(name: str, bytes_max: int, directory: int | None = None) -> bytes:
     """
     descriptor, status = open_file(name, os.O_RDONLY, directory)
     with os.fdopen(descriptor, "rb") as file:
-        # One byte more: it may have grown since.
+        # One byte more detects a file that grew.
         content = b"" if status.st_size > bytes_max else file.read(bytes_max + 1)
     if max(status.st_size, len(content)) > bytes_max:
         raise OSError(errno.EFBIG, f"longer than {bytes_max} bytes", name)
@@ -123,16 +123,16 @@ def read_file(name: str, bytes_max: int, directory: int | None = None) -> bytes:
 
 
 def write_file(name: str, draft: str, content: bytes, directory: int | None = None) -> None:
-    """Write the file `name`, whole or not at all. A directory that has its name is renamed, see `set_aside`.
+    """Write the file `name` atomically. A directory of that name is renamed, see `set_aside`.
 
     Args:
         name: relative to `directory`, or a path.
-        draft: name of the file until it is whole; no file has it.
+        draft: unused name of the temporary file.
         content: all bytes.
         directory: descriptor of a directory.
 
     Raises:
-        OSError: it cannot be written. Then `name` keeps what it had, and the draft is gone.
+        OSError: it cannot be written. `name` is unchanged and the temporary file removed.
     """
     descriptor, _ = open_file(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, directory)
     try:
@@ -151,7 +151,7 @@ def write_file(name: str, draft: str, content: bytes, directory: int | None = No
 
 @contextmanager
 def folder_at(root: Path) -> Generator[int]:
-    """The descriptor of the directory `root`, which may be a link.
+    """A descriptor of the directory `root`, which may be a link.
 
     Raises:
         OSError: it cannot be opened.
@@ -164,7 +164,7 @@ def folder_at(root: Path) -> Generator[int]:
 
 
 def open_directory(name: str, directory: int | None = None, *, is_listed: bool = False) -> int:
-    """A descriptor of the directory `name`, to be given as `directory`; `is_listed`: also for `os.scandir`.
+    """A descriptor of the directory `name`; `is_listed` makes it usable for `os.scandir`.
 
     Raises:
         OSError: it cannot be opened; with an `errno` in `WRONG_KIND` when it is no directory, or a link to one.
@@ -183,15 +183,15 @@ def directory_at(name: str, directory: int | None = None, *, is_listed: bool = F
 
 
 def make_directory(name: str, directory: int | None = None, *, replace: bool = False) -> None:
-    """Make the directory `name`, mode 0700 whatever the umask; one that exists is left as it is.
+    """Create the directory `name`, mode 0700 whatever the umask. An existing one is left unchanged.
 
     Args:
         name: relative to `directory`, or a path.
         directory: descriptor of a directory.
-        replace: rename anything else that has the name, see `set_aside`.
+        replace: rename anything else of that name, see `set_aside`.
 
     Raises:
-        OSError: it cannot be made; with an `errno` in `WRONG_KIND` when something else has its name.
+        OSError: it cannot be created; with an `errno` in `WRONG_KIND` when something else has its name.
     """
     try:
         os.mkdir(name, DIRECTORY_MODE, dir_fd=directory)
@@ -210,10 +210,10 @@ def make_directory(name: str, directory: int | None = None, *, replace: bool = F
 
 
 def make_root(root: Path) -> None:
-    """Make the directory `root` and its parents, as far as they are missing, each with mode 0700.
+    """Create the directory `root` and its missing parents, each with mode 0700.
 
     Raises:
-        OSError: one cannot be made.
+        OSError: one cannot be created.
     """
     missing = [path for path in (root, *root.parents) if not path.exists()]
     for path in reversed(missing):
@@ -226,39 +226,39 @@ def _refuse_other_kinds(name: str, status: os.stat_result) -> None:
 
 
 def set_aside(name: str, directory: int | None = None) -> None:
-    """Rename what has the name of one of our files and is of another kind. A link itself is renamed, not its target.
+    """Rename something of another kind that has the name of a store's file. Renames a link, not its target.
 
     Raises:
         OSError: it cannot be renamed.
     """
     aside = f"{name}.aside-{os.urandom(4).hex()}"
     os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
-    logger.warning("%s was of another kind than expected and was renamed to %s", name, aside)
+    logger.warning("%s is not of the expected kind and was renamed to %s", name, aside)
 
 
 def refuse_public(root: Path) -> os.stat_result:
-    """Refuse a root that every user may write to; the status of another.
+    """Refuse a world-writable root. Returns the status of any other.
 
     Raises:
-        ConfigError: every user may write to it.
-        OSError: it cannot be looked at.
+        ConfigError: the root is world-writable.
+        OSError: its status cannot be read.
     """
     status = root.stat()
     mode = stat.S_IMODE(status.st_mode)
     if mode & stat.S_IWOTH:
         raise ConfigError(
-            f"root {str(root)!r} has mode {mode:04o}: every user may write to it and replace what is cached; "
+            f"root {str(root)!r} has mode {mode:04o}: every user may replace cached data; "
             f"allowed: a directory that others cannot write to (chmod o-w {root}), such as a new one below it"
         )
     return status
 
 
 def check_private(tier: str, root: Path) -> None:
-    """Refuse a root that every user may write to. Warn once of one that another user owns or a group may write to.
+    """Refuse a world-writable root. Warn once about one that is group-writable or owned by another user.
 
     Raises:
-        ConfigError: every user may write to it.
-        OSError: it cannot be looked at.
+        ConfigError: the root is world-writable.
+        OSError: its status cannot be read.
     """
     status = refuse_public(root)
     mode = stat.S_IMODE(status.st_mode)
@@ -266,9 +266,7 @@ def check_private(tier: str, root: Path) -> None:
         return
     if status.st_uid != os.geteuid():
         _warned.add(str(root))
-        logger.warning("tier %s: %s belongs to user %d and can be changed by that user", tier, root, status.st_uid)
+        logger.warning("tier %s: %s belongs to user %d, which may replace cached data", tier, root, status.st_uid)
     elif mode & stat.S_IWGRP:
         _warned.add(str(root))
-        logger.warning(
-            "tier %s: %s has mode %04o: its group %d may replace what is cached", tier, root, mode, status.st_gid
-        )
+        logger.warning("tier %s: %s has mode %04o: group %d may replace cached data", tier, root, mode, status.st_gid)

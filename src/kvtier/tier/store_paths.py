@@ -1,14 +1,13 @@
-"""Where a store's files lie, and the walk through them.
+"""Paths of a directory store, and the walk through its objects.
 
-root/kvtier-store.json        marker: this is a store of ours
-root/ledger                   bytes in use, and the lock under which names come and go
-root/index                    hint for fast starts
-root/drafts/                  what is being written, and whose it is
+root/kvtier-store.json        marker
+root/ledger                   cap file: bytes in use, and the lock under which names change
+root/index                    index snapshot for fast starts
+root/drafts/                  temporary files and their owners' locks
 root/objects/<2 hex>/<64 hex> one file per object, named by the object's name
 """
 
-# Plain strings and `os` instead of `pathlib`: these functions run once per object, and a walk through 100,000 files
-# must take well under a second.
+# Plain strings and `os`: this code runs once per object, and a walk of 100,000 files must take under a second.
 # ruff: noqa: PTH118, PTH208
 
 import os
@@ -28,7 +27,7 @@ _PREFIX = re.compile(r"[0-9a-f]{2}")
 
 
 class Found(NamedTuple):
-    """One object's file, as the walk sees it."""
+    """One object's file, found by a walk."""
 
     name: bytes
     size_bytes: int
@@ -36,47 +35,47 @@ class Found(NamedTuple):
 
 
 class Paths:
-    """The paths of the store at `root`, as strings, and the way to its objects.
+    """The paths of the store at `root`, and access to its objects' files.
 
-    An object's directory is opened anew for each operation, so one that was replaced is seen, and no link is followed.
+    Each operation opens the object's directory again, so a replaced one is noticed, and no link is followed.
     """
 
     def __init__(self, root: str) -> None:
         self.root = root
         self.marker = os.path.join(root, MARKER_NAME)
-        self.ledger = os.path.join(root, "ledger")
-        self.hint = os.path.join(root, "index")
-        self.drafts = os.path.join(root, "drafts")
+        self.cap_file = os.path.join(root, "ledger")
+        self.snapshot = os.path.join(root, "index")
+        self.temp_files = os.path.join(root, "drafts")
         self.objects = os.path.join(root, "objects")
 
     def object(self, name: bytes) -> str:
-        """Where the object `name` lies, for people."""
+        """Path of the object `name`, for messages."""
         spelled = name.hex()
         return f"{self.objects}/{spelled[:2]}/{spelled}"
 
     def make(self) -> None:
-        """Make the directories that are missing, mode 0700. What has their names and is no directory is renamed.
+        """Create missing directories, mode 0700. Anything else of their names is renamed.
 
         Raises:
-            OSError: they cannot be made.
+            OSError: one cannot be created.
         """
-        for path in (self.drafts, self.objects):
+        for path in (self.temp_files, self.objects):
             make_directory(path, replace=True)
 
     def open_fan(self, name: bytes) -> int | None:
-        """A descriptor of the directory in which the object `name` lies; None when there is none.
+        """A descriptor of the directory of object `name`; None when it does not exist.
 
         Raises:
-            OSError: the file system fails, or the whole store is gone.
+            OSError: the file system fails, or the store is gone.
         """
         with self._objects_open() as objects:
             return None if objects is None else _open_fan_in(objects, name)
 
     def stat_objects(self, names: Iterable[bytes]) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Those of `names` that have a regular file, and its status. Each directory is opened once.
+        """(name, status) for those of `names` that have a regular file. Each directory is opened once.
 
         Raises:
-            OSError: the file system fails, or the whole store is gone.
+            OSError: the file system fails, or the store is gone.
         """
         with self._objects_open() as objects:
             for _, together in groupby(sorted(names), _first_byte):
@@ -94,7 +93,7 @@ class Paths:
 
     @contextmanager
     def _objects_open(self) -> Generator[int | None]:
-        """A descriptor of the directory of all objects; None when there is none."""
+        """A descriptor of the objects' directory; None when it does not exist."""
         try:
             objects = open_directory(self.objects)
         except OSError as error:
@@ -110,10 +109,10 @@ class Paths:
 
     @contextmanager
     def fan(self, name: bytes) -> Generator[int]:
-        """As `open_fan`, but the directory is made where it is missing, as `make` does.
+        """As `open_fan`, but a missing directory is created.
 
         Raises:
-            OSError: it cannot be made, or the whole store is gone.
+            OSError: it cannot be created, or the store is gone.
         """
         fan = self.open_fan(name)
         if fan is None:
@@ -130,10 +129,10 @@ class Paths:
             os.close(fan)
 
     def stat_object(self, name: bytes) -> os.stat_result | None:
-        """The status of the object's file; None when there is no regular file.
+        """Status of the object's file; None when there is no regular file.
 
         Raises:
-            OSError: the file system fails, or the whole store is gone.
+            OSError: the file system fails, or the store is gone.
         """
         fan = self.open_fan(name)
         if fan is None:
@@ -144,7 +143,7 @@ class Paths:
             os.close(fan)
 
     def remove_object(self, name: bytes) -> os.stat_result | None:
-        """Remove the object's file; its status, or None when there was no regular file.
+        """Remove the object's file. Returns its status, or None when there was no regular file.
 
         Raises:
             OSError: it cannot be removed, the file system fails, or the whole store is gone.
@@ -175,7 +174,7 @@ def _open_fan_in(objects: int, name: bytes) -> int | None:
 
 
 def stat_in(fan: int, name: bytes) -> os.stat_result | None:
-    """The status of the object's file in its directory `fan`; None when there is no regular file.
+    """Status of the object's file in its directory `fan`; None when there is no regular file.
 
     Raises:
         OSError: the file system fails.
@@ -188,12 +187,12 @@ def stat_in(fan: int, name: bytes) -> os.stat_result | None:
 
 
 def charge_bytes(size_bytes: int) -> int:
-    """What a file of `size_bytes` counts against the cap: whole blocks of 4 KiB, and one at least."""
+    """Bytes that a file of `size_bytes` counts against the cap: whole blocks of 4 KiB, at least one."""
     return max(align_up(size_bytes), ALIGNMENT)
 
 
 def walk(objects: str) -> Iterator[Found]:
-    """Every object under the directory `objects`; files that vanish meanwhile and files that are not ours are left out.
+    """Every object under the directory `objects`. Vanished files and foreign names are skipped.
 
     Raises:
         OSError: the device or the file system fails.

@@ -1,4 +1,4 @@
-"""A directory that is to hold a store: what of it is a mistake of whoever chose it, and what may pass."""
+"""Checks of a store's root directory: configuration mistakes, failing storage, foreign files."""
 
 import errno
 import re
@@ -12,47 +12,45 @@ from kvtier.tier.notes import NOTE
 MISTAKES = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,
 })  # fmt: skip
-"""Errors that stay until somebody changes a setting or a permission. All others come from a place that fails."""
+"""errno values that persist until a setting or a permission changes. Any other is a failure of the storage."""
 
 _NAMED_MAX = 3
 _SECRET = re.compile(r"secret|\.secret\.[0-9a-f]+")
 _FILE_SYSTEMS = re.compile(r"lost\+found|\.snapshots?|\.nfs[0-9a-f]+|\.Trash-\d+")
 RANK = re.compile(r"rank-\d+")
-"""Where each rank has its store of the disk tier."""
+"""Directory of one rank's disk store."""
 
 
 @contextmanager
 def opening(tier: str, root: Path, allowed: str) -> Generator[None]:
-    """Errors of opening the store at `root`.
+    """Translate OSError while the store at `root` is opened.
 
     Raises:
-        ConfigError: for a mistake.
-        TierError: for a place that fails.
+        ConfigError: a mistake in settings or permissions.
+        TierError: the storage fails.
     """
     if "\0" in str(root):
-        raise ConfigError(f"root {str(root)!r} cannot be used: there is a null byte in it; allowed: a path")
+        raise ConfigError(f"root {str(root)!r} cannot be used: it contains a null byte; allowed: a path")
     try:
         yield
     except OSError as error:
         if error.errno in MISTAKES:
-            raise ConfigError(
-                f"root {str(root)!r} cannot be used: {error}; allowed: {allowed} that we may write"
-            ) from error
+            raise ConfigError(f"root {str(root)!r} cannot be used: {error}; allowed: {allowed}, writable") from error
         raise TierError(tier, f"root {str(root)!r} cannot be opened: {error}") from error
 
 
 def refuse_foreign_files(root: Path, is_ours: Callable[[str], bool], allowed: str) -> None:
-    """Keep out of a directory where something is that was not made by us, nor with the file system.
+    """Refuse a directory with files that neither kvtier nor the file system created.
 
-    A store's secret is made beside it though the store itself comes later.
+    A secret and notes are allowed: both may be written before the store.
 
     Args:
-        root: the directory; missing is fine.
-        is_ours: tells by its name what we may have made in a directory without a store.
-        allowed: what would be, for the message.
+        root: the directory; may be missing.
+        is_ours: whether kvtier may have created a file of this name in a directory without a store.
+        allowed: allowed values, for the message.
 
     Raises:
-        ConfigError: there is such a thing; the message names the first few.
+        ConfigError: there are foreign files; the message names the first few.
         OSError: it cannot be listed.
     """
     if not root.exists():
@@ -64,6 +62,6 @@ def refuse_foreign_files(root: Path, is_ours: Callable[[str], bool], allowed: st
         more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
         named = ", ".join(map(repr, found[:_NAMED_MAX]))
         raise ConfigError(
-            f"root {str(root)!r} holds other things ({named}{more}) and no store of ours; nothing was changed; "
+            f"root {str(root)!r} holds other files ({named}{more}) and no kvtier store; nothing was changed; "
             f"allowed: {allowed}"
         )

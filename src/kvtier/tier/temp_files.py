@@ -1,10 +1,10 @@
-"""Files that are being written: whose they are, what they have reserved, and how those of the dead are cleared away.
+"""Temporary files of a directory store: owner, reserved bytes, and removal of those of dead owners.
 
-A draft is called `<owner>-<number>-<reserved bytes>`. Its owner keeps `<owner>.lock` locked for as long as it lives;
-the kernel lets go of that lock when the process dies, however it dies. All of this happens under the ledger's lock.
+A temporary file is named `<owner>-<number>-<reserved bytes>`. Its owner holds a flock on `<owner>.lock`; the kernel
+releases it when the process dies. All operations run under the cap file's lock.
 """
 
-# Descriptors and plain strings on a path that runs for every write.
+# Descriptors and plain strings: this code runs for every write.
 # ruff: noqa: PTH208
 
 import errno
@@ -21,10 +21,10 @@ from kvtier.tier.cap_file import lock_file
 from kvtier.tier.safe_open import MISSING, Descriptor, directory_at, make_directory, open_directory, open_file
 
 NAMES = re.compile(r"[0-9a-f]{16}(-[0-9]{1,20}-[0-9]{1,15}|\.lock)|probe_[0-9a-f]{16}")
-"""Of the files that we make there. Others are neither counted nor removed."""
+"""Names of files that a store creates there. Others are neither counted nor removed."""
 
 LOCK_DEADLINE_S = 1.0
-"""How long to wait for the lock of a lock file just made."""
+"""Longest wait for the lock of a new lock file."""
 
 _OWNER_DIGITS = 16
 _LOCK_SUFFIX = ".lock"
@@ -32,7 +32,7 @@ _PROBE_PREFIX = "probe_"
 
 
 class TempFile(NamedTuple):
-    """One file that is being written."""
+    """One temporary file, open for writing."""
 
     name: str
     descriptor: int
@@ -40,7 +40,7 @@ class TempFile(NamedTuple):
 
 
 class TempFiles:
-    """The drafts of one owner in the directory `path`, and the means to clear away those of dead ones."""
+    """The temporary files of one owner in the directory `path`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -49,16 +49,16 @@ class TempFiles:
         self._lock: Descriptor | None = None
 
     def attach(self) -> None:
-        """Lock this owner's lock file; again after the directory was replaced.
+        """Create and lock this owner's lock file; called again after the directory was replaced.
 
         Raises:
-            OSError: the lock file cannot be made.
+            OSError: the lock file cannot be created.
         """
         with self._directory():
             pass
 
     def detach(self) -> None:
-        """Remove this owner's lock file. Twice is fine."""
+        """Remove this owner's lock file. Idempotent."""
         if self._lock is not None:
             with suppress(OSError), directory_at(self._path) as directory:
                 os.unlink(_lock_name(self.owner), dir_fd=directory)
@@ -66,18 +66,18 @@ class TempFiles:
             self._lock = None
 
     def create(self, reserved_bytes: int, *, direct_io: bool) -> TempFile:
-        """A new empty draft, open for writing, mode 0600.
+        """A new empty temporary file, mode 0600.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         name = self._next_name(reserved_bytes)
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct_io else 0)
         with self._directory() as directory:
             return TempFile(name, open_file(name, flags, directory)[0], reserved_bytes)
 
-    def take(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> TempFile:
-        """Rename the file `name` in the directory `fan`, open as `descriptor`, to a draft.
+    def adopt(self, name: str, fan: int, descriptor: int, reserved_bytes: int) -> TempFile:
+        """Rename the file `name` in the directory `fan`, open as `descriptor`, to a temporary file.
 
         Raises:
             OSError: it cannot be renamed.
@@ -87,8 +87,8 @@ class TempFiles:
             os.rename(name, draft.name, src_dir_fd=fan, dst_dir_fd=directory)
         return draft
 
-    def give(self, draft: TempFile, name: str, fan: int) -> None:
-        """Rename the draft to `name` in the directory `fan`.
+    def publish(self, draft: TempFile, name: str, fan: int) -> None:
+        """Rename the temporary file to `name` in the directory `fan`.
 
         Raises:
             OSError: it cannot be renamed.
@@ -97,7 +97,7 @@ class TempFiles:
             os.rename(draft.name, name, src_dir_fd=directory, dst_dir_fd=fan)
 
     def remove(self, draft: TempFile) -> int:
-        """Remove the draft; the bytes that it had reserved, or 0 when it does not exist.
+        """Remove the temporary file. Returns its reserved bytes, or 0 when it does not exist.
 
         Raises:
             OSError: it cannot be removed.
@@ -112,7 +112,7 @@ class TempFiles:
         return draft.reserved_bytes
 
     def clear_stale(self) -> bool:
-        """Remove the drafts and locks of owners that are gone; whether there were any.
+        """Remove temporary files and lock files of dead owners. True when there were any.
 
         Raises:
             OSError: one cannot be removed.
@@ -120,7 +120,7 @@ class TempFiles:
         with _names_at(self._path) as (directory, names):
             owners = {name[:_OWNER_DIGITS] for name in names if not name.startswith(_PROBE_PREFIX)}
             gone = {owner for owner in owners if not self._is_alive(owner, directory)}
-            # Locks last: as long as one is there, the next process looks again.
+            # Lock files last: while one exists, the next process repeats the removal.
             for name in sorted(names, key=_is_lock):
                 if name[:_OWNER_DIGITS] in gone or name.startswith(_PROBE_PREFIX):
                     os.unlink(name, dir_fd=directory)
@@ -131,7 +131,7 @@ class TempFiles:
 
     @contextmanager
     def _directory(self) -> Generator[int]:
-        """A descriptor of the directory, which is made where it is missing, with this owner's locked file in it."""
+        """A descriptor of the directory, created when missing, with this owner's locked lock file in it."""
         try:
             directory = open_directory(self._path)
         except OSError as error:
@@ -147,7 +147,7 @@ class TempFiles:
                 is_there = False
             if not is_there:
                 lock = Descriptor(open_file(name, os.O_CREAT | os.O_RDWR, directory)[0])
-                # Until it is locked the owner passes for dead. A look at it (`_is_locked`) locks it for a moment.
+                # Until it is locked the owner counts as dead. A check (`_is_locked`) locks it briefly.
                 is_locked = False
                 try:
                     is_locked = lock_file(lock.fileno(), fcntl.LOCK_EX, LOCK_DEADLINE_S)
@@ -156,7 +156,7 @@ class TempFiles:
                         lock.close()
                         os.unlink(name, dir_fd=directory)
                 if not is_locked:
-                    raise OSError(errno.EAGAIN, "is kept locked by another process", name)
+                    raise OSError(errno.EAGAIN, "is locked by another process", name)
                 if self._lock is not None:
                     self._lock.close()
                 self._lock = lock
@@ -165,12 +165,12 @@ class TempFiles:
             os.close(directory)
 
     def _is_alive(self, owner: str, directory: int) -> bool:
-        """Whether the owner's lock is held. A lock file is made and locked in one go under the ledger's lock."""
+        """Whether the owner's lock is held. Lock files are created and locked under the cap file's lock."""
         return self._lock is not None if owner == self.owner else _is_locked(_lock_name(owner), directory)
 
 
 def reserved(path: str) -> list[int]:
-    """What each draft of any owner in the directory `path` has reserved, in bytes.
+    """Bytes reserved by each temporary file of any owner in the directory `path`.
 
     Raises:
         OSError: the directory cannot be read.
@@ -180,7 +180,7 @@ def reserved(path: str) -> list[int]:
 
 
 def owners_alive(path: str) -> int:
-    """How many owners of drafts in the directory `path` keep their locks.
+    """Number of owners in the directory `path` that hold their locks.
 
     Raises:
         OSError: the directory cannot be read.
@@ -190,7 +190,7 @@ def owners_alive(path: str) -> int:
 
 
 def _is_locked(name: str, directory: int) -> bool:
-    """Whether a process keeps an exclusive flock on the file `name`; False when it is missing.
+    """Whether a process holds an exclusive flock on the file `name`; False when it is missing.
 
     Raises:
         OSError: it cannot be opened.
@@ -213,7 +213,7 @@ def _is_locked(name: str, directory: int) -> bool:
 
 @contextmanager
 def _names_at(path: str) -> Generator[tuple[int, list[str]]]:
-    """A descriptor of the directory `path` and the names of our regular files there; none where it is missing."""
+    """A descriptor of the directory `path` and its files that match `NAMES`; no names when it is missing."""
     try:
         directory = open_directory(path, is_listed=True)
     except OSError as error:
