@@ -424,7 +424,7 @@ class EventLog:
                 Link.DEMOTE: min(max(limits.demotes, small), self._tier_most),
             }[link]
             if count > most:
-                raise Violation(f"{count} {link.value}s {tier} in sent, {most} allowed")
+                raise Violation(f"{count} {link.value}s {tier} in flight, {most} allowed")
         if len(self._answers) > limits.requests:
             raise Violation(f"the answers of {len(self._answers)} requests are kept, {limits.requests} allowed")
         if self._back_due:
