@@ -28,7 +28,7 @@ if __name__ == "__main__":  # not this folder: bench/vllm.py would hide vLLM
 import click
 from bench.parts.command import run as run_script
 
-from kvtier.bench.io_disk import Disk
+from kvtier.bench.io_samples import FullTier
 from kvtier.cli.options import WorkDirectory
 
 STEP_S = 0.5e-3
@@ -134,7 +134,7 @@ def interference(directory: Path, chunk_bytes: int, threads: int, repeats: int) 
     """Measure stores and loads of a disk tier in a temporary directory in DIRECTORY."""
     count = max(2, SAMPLE_BYTES // chunk_bytes)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as place:
-        disk = Disk("disk", Path(place) / "store", chunk_bytes, count, threads)
+        disk = FullTier("disk", Path(place) / "store", chunk_bytes, count, threads)
         try:
             disk.store()
             for op, act in (("store", disk.store), ("load", disk.load)):

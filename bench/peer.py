@@ -28,7 +28,7 @@ from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 
 from kvtier.bench.fio import Fio, has_fio
-from kvtier.bench.io_disk import Disk
+from kvtier.bench.io_samples import FullTier
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Size, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
@@ -101,7 +101,7 @@ def _rows(
     gigabytes = count * size / 1e9
     is_direct = can_direct(str(root))
     ceiling = Fio(root, block_bytes=size, threads=threads, total_bytes=count * size, is_direct=is_direct)
-    disks = [Disk(name, root / name, size, count, threads) for name in ("directory", "disk")]
+    disks = [FullTier(name, root / name, size, count, threads) for name in ("directory", "disk")]
     try:
         ceiling.measure("store")
         for disk in disks:

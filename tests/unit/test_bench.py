@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.bench import core, io, io_disk
-from kvtier.bench.fio import Fio, Told, has_fio
-from kvtier.bench.io_disk import Mix, Spent
+from kvtier.bench import core, io, io_samples
+from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
+from kvtier.bench.io import IoRepeats
 from kvtier.bench.io_report import notes
-from kvtier.bench.io_row import Latency, Row, layout_of
+from kvtier.bench.io_samples import FullTier, Sample, layout_of
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError, KvError
 from kvtier.runtime.jobs import Completion
@@ -36,14 +36,14 @@ ONE = ["--size", "512KiB", "--threads", "1", "--repeats", "1", "--sample", "4MiB
 
 @needs_fio
 def test_a_run_that_is_cut_short_leaves_a_record_of_what_it_had(tmp_path, monkeypatch, capsys):
-    real = io._disk_rows
+    real = io._tier_rows
 
     def rows(it, size, count, threads):
         if size == 8192:
             raise ConfigError("fio was taken away")
         return real(it, size, count, threads)
 
-    monkeypatch.setattr(io, "_disk_rows", rows)
+    monkeypatch.setattr(io, "_tier_rows", rows)
     record = tmp_path / "record.json"
     arguments = [*ONE, "--size", "8KiB", "--tier", "disk", "--record", str(record)]
     assert run(["bench", "io", "--dir", str(tmp_path), *arguments]) == 2
@@ -138,16 +138,16 @@ class Mover:
 
 
 def disk_with(monkeypatch, tmp_path, *, spoils, **more):
-    monkeypatch.setattr(io_disk, "Mover", lambda **given: Mover(spoils=spoils, **given))
-    return io_disk.Disk("directory", tmp_path / "store", 64 << 10, 24, 2, **more)
+    monkeypatch.setattr(io_samples, "Mover", lambda **given: Mover(spoils=spoils, **given))
+    return FullTier("directory", tmp_path / "store", 64 << 10, 24, 2, **more)
 
 
 def test_loads_are_compared_with_what_was_stored(tmp_path, monkeypatch):
-    disk = disk_with(monkeypatch, tmp_path, spoils=False, streams=3, mix=Mix(50))
+    disk = disk_with(monkeypatch, tmp_path, spoils=False, streams=3, read_percent=50)
     for _ in range(2):
         disk.store()
         assert len(disk.load().latencies_s) == 24
-        assert len(disk.mixed(Mix(50)).latencies_s) == 12
+        assert len(disk.mix(50).latencies_s) == 12
     disk.close()
 
 
@@ -160,15 +160,15 @@ def test_io_notices_wrong_bytes(tmp_path, monkeypatch):
 
 
 def test_a_mix_notices_wrong_bytes(tmp_path, monkeypatch):
-    disk = disk_with(monkeypatch, tmp_path, spoils=True, mix=Mix(90))
+    disk = disk_with(monkeypatch, tmp_path, spoils=True, read_percent=90)
     disk.store()
     with pytest.raises(KvError, match="other bytes"):
-        disk.mixed(Mix(90))
+        disk.mix(90)
     disk.close()
 
 
 def test_a_load_that_misses_ends_the_benchmark(tmp_path):
-    disk = io_disk.Disk("directory", tmp_path / "store", 64 << 10, 8, 1)
+    disk = FullTier("directory", tmp_path / "store", 64 << 10, 8, 1)
     disk.store()
     for name, _ in list(disk.tier.scan())[:1]:
         disk.tier.delete(name)
@@ -179,23 +179,23 @@ def test_a_load_that_misses_ends_the_benchmark(tmp_path):
 
 @pytest.mark.parametrize("name", ["directory", "disk"])
 def test_a_full_tier_keeps_what_a_mix_loads(tmp_path, name):
-    disk = io_disk.Disk(name, tmp_path / name, 64 << 10, 40, 2, streams=4, mix=Mix(50))
+    disk = FullTier(name, tmp_path / name, 64 << 10, 40, 2, streams=4, read_percent=50)
     for _ in range(4):
         disk.store()
-        disk.mixed(Mix(50))  # would raise on a miss
+        disk.mix(50)  # would raise on a miss
         disk.load()
     disk.close()
 
 
 def test_streams_take_turns_and_keep_their_own_order():
-    order = io_disk.interleaved(100, 8, random.Random(1))
+    order = io_samples.interleaved(100, 8, random.Random(1))
     assert sorted(order) == list(range(100))
     assert order != sorted(order)
     edges = [100 * stream // 8 for stream in range(9)]
     for first, last in pairwise(edges):
         mine = [number for number in order if first <= number < last]
         assert mine == sorted(mine)
-    assert io_disk.interleaved(5, 1, random.Random(1)) == [0, 1, 2, 3, 4]
+    assert io_samples.interleaved(5, 1, random.Random(1)) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("size", [64 << 10, 96 << 10, 512 << 10, 3 << 20, (3 << 20) + (64 << 10), 64 << 20])
@@ -223,9 +223,11 @@ def test_sizes_and_room_are_checked_before_anything_is_written(tmp_path, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
-def row(**changes):
-    series = {"samples": [(1.0, 2.0, 1.5), (3.0, 3.0, 1.0), (2.0, 2.5, 2.0)], "cpu": [0.1, 0.3, 0.2]}
-    return Row.of("disk", "load", 65536, **series, threads=2, mix="100/0", direct_io=True, **changes)
+def row(device_bytes=None):
+    found = IoRepeats(1.0, direct_io=True)
+    for seconds, cpu_s, ceiling, plain in ((1.0, 0.1, 2.0, 1.5), (1 / 3, 0.3, 3.0, 1.0), (0.5, 0.2, 2.5, 2.0)):
+        found.add(Sample(seconds, cpu_s, [1.0], device_bytes), ceiling, plain)
+    return found.row("disk", "load", 65536, 2, frame=100)
 
 
 def test_a_row_has_the_medians_of_its_samples():
@@ -235,7 +237,7 @@ def test_a_row_has_the_medians_of_its_samples():
 
 
 def test_loads_from_a_cache_are_told():
-    told = [io.IoResult((row(device_share=share),), "fio", 1, 3, is_fresh=False) for share in (0.2, 1.0, None)]
+    told = [io.IoResult((row(count),), "fio", 1, 3, is_fresh=False) for count in (20, 100, None)]
     assert [len(list(notes(result))) for result in told] == [1, 0, 0]
     assert "only 20% of the bytes came from the device" in next(notes(told[0]))
 
@@ -243,8 +245,8 @@ def test_loads_from_a_cache_are_told():
 def test_what_the_kernel_read_for_us(tmp_path):
     place = tmp_path / "io"
     place.write_text("rchar: 5\nread_bytes: 8192\nwrite_bytes: 0\n")
-    assert io_disk.read_bytes(place) == 8192
-    assert io_disk.read_bytes(tmp_path / "none") is None
+    assert io_samples.read_bytes(place) == 8192
+    assert io_samples.read_bytes(tmp_path / "none") is None
 
 
 def test_without_fio_there_is_no_ceiling(tmp_path, monkeypatch):
@@ -265,14 +267,14 @@ class Drive:
         return took_s
 
     def fio(self, _root, *, total_bytes, **_others):
-        told = Told(1.0, Latency(1.0, 1.0, 1.0))
+        told = FioResult(1.0, IoLatency(1.0, 1.0, 1.0))
         return SimpleNamespace(
             measure=lambda *_a, **_k: self.moved(total_bytes) and told, close=lambda: None, total_bytes=total_bytes
         )
 
     def disk(self, name, root, size, count, _threads, **_others):
         def spent():
-            return Spent(self.moved(size * count), 1.0, [1.0])
+            return Sample(self.moved(size * count), 1.0, [1.0])
 
         root.mkdir()
         tier = SimpleNamespace(direct_io=True, root=root)
@@ -280,14 +282,16 @@ class Drive:
 
     def host_row(self, op, size, _count, repeats, _tick):
         self.now_s += repeats
-        return Row.of("host", op, size, samples=[(1.0, 1.0, 1.0)], cpu=[1.0], threads=2, mix="0/100", direct_io=False)
+        found = IoRepeats(1.0)
+        found.add(Sample(1.0, 1.0), 1.0, 1.0)
+        return found.row("host", op, size, 2)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "is_cut"), [(40e6, True), (200e6, True), (2e9, False)])
 def test_io_without_options_ends_within_three_minutes_on_any_drive(bytes_per_s, is_cut, tmp_path, monkeypatch, capsys):
     drive = Drive(bytes_per_s)
     monkeypatch.setattr(io, "Fio", drive.fio)
-    monkeypatch.setattr(io, "Disk", drive.disk)
+    monkeypatch.setattr(io, "FullTier", drive.disk)
     monkeypatch.setattr(io, "host_row", drive.host_row)
     monkeypatch.setattr(io, "has_fio", lambda: True)
     monkeypatch.setattr(io, "time", SimpleNamespace(monotonic=lambda: drive.now_s))

@@ -1,4 +1,4 @@
-"""What a request costs before a byte moves: hashing, lookup, decisions, for 131,072 tokens in 512 chunks."""
+"""CPU time of a request before a byte moves: hashing, lookup, decisions, for 131,072 tokens in 512 chunks."""
 
 import random
 import statistics
@@ -32,16 +32,16 @@ class CoreResult:
     lookup_ms: float
     """One lookup, everything in host memory."""
     lookup_below_ms: float
-    """Both lookups around a probe's answer, everything in a lower tier."""
+    """Two lookups and the probe between them, everything in a lower tier."""
     decide_ms: float
-    """All decisions of storing the prompt in host memory and loading it again, each transfer's completion included."""
+    """All decisions of storing the prompt in host memory and loading it, including completions."""
     demote_ms: float
-    """What write-through to one lower tier adds to storing it."""
+    """Extra decisions for writing it through to one lower tier."""
     samples: dict[str, list[float]]
 
 
 def run(repeats: int = REPEATS, seed: int = 1, progress: Callable[[float], None] = lambda _step: None) -> CoreResult:
-    """Measure; each repeat on fresh state."""
+    """Measure `repeats` times, each on fresh state."""
     draw = random.Random(seed)  # noqa: S311 - seeded on purpose
     tokens = [draw.randrange(128_000) for _ in range(PROMPT_TOKENS)]
     root = draw.randbytes(32)
@@ -51,15 +51,17 @@ def run(repeats: int = REPEATS, seed: int = 1, progress: Callable[[float], None]
         keys = chunk_keys(root, tokens, CHUNK_TOKENS)
         samples["hash"].append(_ms_since(start))
         prefix = Prefix(keys, CHUNK_TOKENS)
-        decide, cache = _decide(prefix)
-        samples["decide"].append(decide)
+        cache = _cache(len(keys) + 2)
+        stored_ms = _store(cache, prefix, set())
+        samples["decide"].append(stored_ms + _load(cache, prefix))
         start = time.perf_counter()
         answer = cache.lookup(RequestId("again"), prefix, 0.0)
         samples["lookup"].append(_ms_since(start))
         assert answer.tokens == PROMPT_TOKENS
-        through, below = _through(prefix)
-        samples["demote"].append(max(0.0, through - _store_only(prefix)))
-        samples["lookup_below"].append(below)
+        held: set[ChunkKey] = set()
+        through_ms = _store(_cache(len(keys) + 2, ["disk"]), prefix, held)
+        samples["demote"].append(max(0.0, through_ms - _store(_cache(len(keys) + 2), prefix, set())))
+        samples["lookup_below"].append(_lookup_below(_cache(len(keys) + 2, ["disk"]), prefix, held))
         progress(1)
     medians = {f"{name}_ms": round(statistics.median(values), 4) for name, values in samples.items()}
     return CoreResult(
@@ -81,48 +83,38 @@ def _cache(slots: int, tiers: Iterable[str] = ()) -> Cache:
     )
 
 
-def _decide(prefix: Prefix) -> tuple[float, Cache]:
-    cache = _cache(len(prefix.keys) + 2)
+def _store(cache: Cache, prefix: Prefix, held: set[ChunkKey]) -> float:
+    """Milliseconds of all decisions of storing the prompt."""
     places = _places(prefix)
     start = time.perf_counter()
     cache.store(RequestId("store"), prefix, places, 0.0)
-    _obey(cache, set())
-    cache.load(RequestId("load"), prefix, PROMPT_TOKENS, places, 0.0)
-    _obey(cache, set())
-    return _ms_since(start), cache
-
-
-def _store_only(prefix: Prefix) -> float:
-    cache = _cache(len(prefix.keys) + 2)
-    places = _places(prefix)
-    start = time.perf_counter()
-    cache.store(RequestId("store"), prefix, places, 0.0)
-    _obey(cache, set())
+    _complete(cache, held)
     return _ms_since(start)
 
 
-def _through(prefix: Prefix) -> tuple[float, float]:
-    """Milliseconds of a write-through store, and of a lookup of what only the lower tier holds afterwards."""
-    held: set[ChunkKey] = set()
+def _load(cache: Cache, prefix: Prefix) -> float:
+    """Milliseconds of all decisions of loading the prompt."""
     places = _places(prefix)
-    cache = _cache(len(prefix.keys) + 2, ["disk"])
     start = time.perf_counter()
-    cache.store(RequestId("store"), prefix, places, 0.0)
-    _obey(cache, held)
-    stored = _ms_since(start)
-    fresh = _cache(len(prefix.keys) + 2, ["disk"])
+    cache.load(RequestId("load"), prefix, PROMPT_TOKENS, places, 0.0)
+    _complete(cache, set())
+    return _ms_since(start)
+
+
+def _lookup_below(cache: Cache, prefix: Prefix, held: set[ChunkKey]) -> float:
+    """Milliseconds of a lookup of chunks that only the lower tier holds, its probe included."""
     start = time.perf_counter()
-    fresh.lookup(RequestId("below"), prefix, 0.0)
-    _obey(fresh, held)
-    answer = fresh.lookup(RequestId("below"), prefix, 0.0)
-    below = _ms_since(start)
+    cache.lookup(RequestId("below"), prefix, 0.0)
+    _complete(cache, held)
+    answer = cache.lookup(RequestId("below"), prefix, 0.0)
+    elapsed_ms = _ms_since(start)
     assert answer.presence is Presence.ARRIVING
     assert answer.tokens == PROMPT_TOKENS
-    return stored, below
+    return elapsed_ms
 
 
-def _obey(cache: Cache, held: set[ChunkKey]) -> None:
-    """Answer all that is out at once, as a mover of no cost would."""
+def _complete(cache: Cache, held: set[ChunkKey]) -> None:
+    """Complete all commands at once, like a mover without cost; `held` is the content of the lower tier."""
     while commands := cache.take_commands():
         for command in commands:
             if isinstance(command, Transfer):

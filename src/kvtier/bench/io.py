@@ -1,30 +1,30 @@
-"""Store and cold load through the whole path, next to what the hardware allows in the same run.
+"""Store and cold load through the whole path, next to the hardware's limit in the same run.
 
-    host        the engine's blocks to host slots and back, through core and mover    ceiling: a plain copy of memory
-    directory   host slot to file (seal, write) and file to verified slot (read, open) ceiling: fio with direct I/O
+    host        engine blocks to host slots and back, through core and mover     ceiling: a plain copy of memory
+    directory   host slot to file (seal, write), file to host slot (read, open)  ceiling: fio with direct I/O
     disk        host slot to segment and back, likewise
 
-The tiers are full, as a cache's are: every store takes the place of victims, and fio writes over its files likewise.
-With `fresh` all write new files instead, which measures the file system's allocation as well. A mix does both at the
-same time, as an engine under load does; with several streams the objects of as many engines come interleaved.
+The tiers are full, as in use: every store replaces victims, and fio overwrites its files. With `is_fresh` both write
+new files, which also measures the file system's allocation. A mix stores and loads at the same time, like an engine
+under load; with several streams the objects of as many engines are interleaved.
 
-A load counts only when every checksum has been verified, inside the timed part; afterwards a sample of slots is
-compared with what was stored. The two sides of a ratio are measured in turn, A B A B, because machines drift. What
-came from a cache instead of the device shows in `device_share`.
+Every checksum is verified inside the timed part of a load; afterwards the slots are compared with what was stored. The
+two sides of a ratio alternate, A B A B, because machines drift. `device_share` shows reads that a cache served.
 """
 
 import math
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvtier.bench.fio import Fio, Told, has_fio
-from kvtier.bench.io_disk import SEGMENTS, Disk, Mix, Spent, latency, segment_bytes
-from kvtier.bench.io_host import host_row
-from kvtier.bench.io_row import Row, Sample, Tick
+import numpy as np
+
+from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
+from kvtier.bench.io_samples import SEGMENTS, FullTier, Sample, engine_blocks, host_sample, memcpy, segment_bytes
 from kvtier.config.kinds import size_text
 from kvtier.errors import ConfigError
 from kvtier.tier.direct import can_direct
@@ -32,67 +32,127 @@ from kvtier.tier.direct import can_direct
 SIZES = (32 << 20, 4 << 20, 512 << 10, 64 << 10)
 SIZE_LEAST, SIZE_MOST = 4096, 256 << 20
 TIERS = ("directory", "disk")
+HOST_THREADS = 2
 QUICK_S = 120.0
-"""Deadline of a run without options; what has begun by then ends within a minute on a drive of 40 MB/s."""
+"""Deadline without options; on a drive of 40 MB/s the last repeat ends within another minute."""
 CEILING = "fio psync, direct=1, buffers in huge pages, as many jobs as threads"
 BUFFERED = "fio psync, buffered (the file system has no direct I/O), as many jobs as threads"
+
+Tick = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IoRow:
+    """One measurement. GB is 10^9 bytes."""
+
+    tier: str
+    op: str
+    """``store``, ``load`` or ``mix``."""
+    chunk_bytes: int
+    gb_per_s: float
+    ceiling_gb_per_s: float
+    ratio: float
+    """Median of the ratios of neighbouring samples."""
+    plain_gb_per_s: float
+    """fio without huge pages; on host rows the ceiling again."""
+    cpu_s_per_gb: float
+    threads: int
+    mix: str
+    """Reads/writes in per cent of bytes."""
+    direct_io: bool
+    samples: tuple[tuple[float, float, float], ...]
+    """GB/s, ceiling GB/s and plain fio's GB/s of each repeat."""
+    streams: int = 1
+    """Engines whose objects were interleaved."""
+    latency_us: IoLatency | None = None
+    """Of one object: seal and write, or read and verify; in a mix of loads. All repeats together."""
+    ceiling_latency_us: IoLatency | None = None
+    """Of one request of fio; medians of the repeats."""
+    device_share: float | None = None
+    """Bytes read from the device over bytes loaded; None if the kernel does not report it."""
+
+
+@dataclass(slots=True)
+class IoRepeats:
+    """All repeats of one row."""
+
+    gigabytes: float
+    """Moved by one sample."""
+    samples: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
+    taken: list[Sample] = field(default_factory=list[Sample])
+    ceilings: list[FioResult] = field(default_factory=list[FioResult])
+    direct_io: bool = False
+
+    def add(self, sample: Sample, ceiling_gb_per_s: float, plain_gb_per_s: float) -> None:
+        """Add one repeat."""
+        self.samples.append((self.gigabytes / sample.seconds, ceiling_gb_per_s, plain_gb_per_s))
+        self.taken.append(sample)
+
+    def row(
+        self, tier: str, op: str, size: int, threads: int, *, reads: int | None = None, streams: int = 1, frame: int = 0
+    ) -> IoRow:
+        """The medians of all repeats.
+
+        Args:
+            tier: name of the tier.
+            op: the operation.
+            size: payload bytes of a chunk.
+            threads: of the tier.
+            reads: per cent of reads of a mix.
+            streams: engines whose objects were interleaved.
+            frame: bytes of an object in the tier.
+        """
+        latencies_s = [seconds for sample in self.taken for seconds in sample.latencies_s]
+        device = [sample.device_bytes for sample in self.taken if sample.device_bytes is not None]
+        has_share = op != "store" and latencies_s and len(device) == len(self.taken)
+        share = reads if reads is not None else 0 if op == "store" else 100
+        return IoRow(
+            tier=tier,
+            op=op,
+            chunk_bytes=size,
+            gb_per_s=round(statistics.median(ours for ours, _, _ in self.samples), 3),
+            ceiling_gb_per_s=round(statistics.median(ceiling for _, ceiling, _ in self.samples), 3),
+            ratio=round(statistics.median(ours / ceiling for ours, ceiling, _ in self.samples), 3),
+            plain_gb_per_s=round(statistics.median(plain for _, _, plain in self.samples), 3),
+            cpu_s_per_gb=round(statistics.median(sample.cpu_s for sample in self.taken) / self.gigabytes, 4),
+            threads=threads,
+            mix=f"{share}/{100 - share}",
+            direct_io=self.direct_io,
+            samples=tuple((round(ours, 3), round(top, 3), round(plain, 3)) for ours, top, plain in self.samples),
+            streams=streams,
+            latency_us=_percentiles(latencies_s) if latencies_s else None,
+            ceiling_latency_us=_medians([it.latency_us for it in self.ceilings]) if self.ceilings else None,
+            device_share=round(sum(device) / (frame * len(latencies_s)), 3) if has_share else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class IoResult:
-    """All rows, and what the ceiling of the disk was measured with."""
+    """All rows and their conditions."""
 
-    results: tuple[Row, ...]
+    results: tuple[IoRow, ...]
     ceiling: str
     bytes_per_sample: int
     repeats: int
     is_fresh: bool
     cut_after_s: float | None = None
-    """Sizes and repeats that had not begun by then were left out; None: there was time for all."""
-
-
-Keep = Callable[[IoResult], None]
+    """The deadline, if sizes or repeats were left out because of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """What all rows of one run share."""
+class _IoRun:
+    """Settings that all rows of a run share."""
 
     root: Path
     tiers: Sequence[str]
     repeats: int
     is_fresh: bool
-    mixes: Sequence[Mix]
+    mixes: Sequence[int]
     streams: int
     direct: bool
     tick: Tick
     until_s: float
-    """Of the monotonic clock: no repeat but the first of a row begins later."""
-
-    @property
-    def ops(self) -> list[tuple[str, Mix | None]]:
-        """Store, load, then every mix."""
-        return [("store", None), ("load", None), *(("mix", mix) for mix in self.mixes)]
-
-
-@dataclass(slots=True)
-class _Series:
-    """All repeats of one row."""
-
-    samples: list[Sample] = field(default_factory=list[Sample])
-    cpu: list[float] = field(default_factory=list[float])
-    latencies_s: list[float] = field(default_factory=list[float])
-    ceilings: list[Told] = field(default_factory=list[Told])
-    device_bytes: int | None = 0
-    direct_io: bool = False
-
-    def add(self, spent: Spent, gigabytes: float, allowed: Told, plain: Told) -> None:
-        self.samples.append((gigabytes / spent.seconds, allowed.gb_per_s, plain.gb_per_s))
-        self.cpu.append(spent.cpu_s / gigabytes)
-        self.latencies_s += spent.latencies_s
-        self.ceilings.append(allowed)
-        known = self.device_bytes is not None and spent.device_bytes is not None
-        self.device_bytes = (self.device_bytes or 0) + (spent.device_bytes or 0) if known else None
+    """Monotonic time after which only the first repeat of a row begins."""
 
 
 def run(
@@ -108,44 +168,44 @@ def run(
     mixes: Sequence[int] = (),
     streams: int = 1,
     tick: Tick = lambda _what: None,
-    keep: Keep = lambda _result: None,
+    keep: Callable[[IoResult], None] = lambda _result: None,
     deadline_s: float | None = None,
 ) -> IoResult:
     """Measure every size.
 
     Args:
-        directory: where the files go, on the drive in question; a temporary directory is made in it and removed.
+        directory: on the drive in question; all files go to a temporary directory in it.
         sizes: payload bytes of a chunk.
-        tiers: which of `TIERS`, measured in turn beside the same ceiling.
-        threads: thread counts to try; without `keep_all` only the best row of each tier, op and size is kept.
-        repeats: pairs of samples behind each row.
+        tiers: of `TIERS`, measured in turn beside the same ceiling.
+        threads: thread counts; without `keep_all` only the fastest row of each tier, op and size is kept.
+        repeats: pairs of samples per row.
         sample_bytes: bytes moved by one sample.
         keep_all: keep the rows of all thread counts.
-        is_fresh: store to new files instead of into a full directory.
-        mixes: per cent of reads of each mix of reads and writes that is measured besides.
-        streams: engines whose objects are stored and loaded interleaved.
-        tick: told before each pair of samples.
-        keep: given what there is after each size, so that a run that is cut short was not for nothing.
-        deadline_s: no size but the first, and no repeat but the first of a row, begins later; None: no deadline.
+        is_fresh: store to new files instead of into a full tier.
+        mixes: per cent of reads of each additional mix of reads and writes.
+        streams: engines whose objects are interleaved.
+        tick: called before each pair of samples.
+        keep: called with the result after each size.
+        deadline_s: after it no further size begins, and only the first repeat of a row; None: no deadline.
 
     Raises:
         ConfigError: fio is not installed or fails, the directory cannot be used, or a size is not allowed.
     """
     if not has_fio():
-        raise ConfigError("fio is not installed, and without it there is no ceiling; allowed: install the package fio")
+        raise ConfigError("fio is not installed, and its rate is the ceiling; allowed: install the package fio")
     for size in sizes:
         if not SIZE_LEAST <= size <= SIZE_MOST or size % SIZE_LEAST:
             raise ConfigError(f"--size {size}: allowed: multiples of 4 KiB up to {size_text(SIZE_MOST)}")
-    rows: list[Row] = []
+    rows: list[IoRow] = []
     result = IoResult((), CEILING, sample_bytes, repeats, is_fresh)
     until_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as place:
-        it = _Run(
+        it = _IoRun(
             root=Path(place),
             tiers=tiers,
             repeats=repeats,
             is_fresh=is_fresh,
-            mixes=[Mix(percent) for percent in mixes],
+            mixes=mixes,
             streams=streams,
             direct=can_direct(place),
             tick=tick,
@@ -157,16 +217,28 @@ def run(
                 break
             count = max(2, sample_bytes // size)
             rows += [host_row(op, size, count, repeats, tick) for op in ("store", "load")]
-            found = [_disk_rows(it, size, count, n) for n in threads]
-            for rows_of_op in zip(*found, strict=True):
-                rows += rows_of_op if keep_all else [max(rows_of_op, key=lambda row: row.gb_per_s)]
+            by_threads = [_tier_rows(it, size, count, n) for n in threads]
+            for alternatives in zip(*by_threads, strict=True):
+                rows += alternatives if keep_all else [max(alternatives, key=lambda row: row.gb_per_s)]
             result = replace(result, results=tuple(rows), ceiling=CEILING if it.direct else BUFFERED)
             keep(result)
     return replace(result, cut_after_s=deadline_s) if time.monotonic() > until_s else result
 
 
-def _check_room(it: _Run, sample_bytes: int, size: int) -> None:
-    """Refuse before an hour is spent, not after."""
+def host_row(op: str, size: int, count: int, repeats: int, tick: Tick) -> IoRow:
+    """`count` chunks of `size` bytes, stored to host memory or loaded from it, `repeats` times."""
+    engine = engine_blocks(size, count)
+    twin = [np.zeros_like(blocks) for blocks in engine]
+    found = IoRepeats(count * size / 1e9)
+    for _ in range(repeats):
+        tick(f"host {op} {size}")
+        ceiling = memcpy(engine, twin, HOST_THREADS)
+        found.add(host_sample(op, size, count, engine, HOST_THREADS), ceiling, ceiling)
+    return found.row("host", op, size, HOST_THREADS)
+
+
+def _check_room(it: _IoRun, sample_bytes: int, size: int) -> None:
+    """Fail before the first sample if the files will not fit."""
     needed = sample_bytes * (1 + 2 * len(it.tiers)) + SEGMENTS * segment_bytes(size)
     free = shutil.disk_usage(it.root).free
     if needed > free:
@@ -176,84 +248,74 @@ def _check_room(it: _Run, sample_bytes: int, size: int) -> None:
         )
 
 
-def _disk_rows(it: _Run, size: int, count: int, threads: int) -> list[Row]:
+def _tier_rows(it: _IoRun, size: int, count: int, threads: int) -> list[IoRow]:
     """The rows of store, load and every mix of each tier."""
-    series = {(name, op, mix): _Series() for name in it.tiers for op, mix in it.ops}
-    gigabytes = count * size / 1e9
+    ops: list[tuple[str, int | None]] = [("store", None), ("load", None), *(("mix", reads) for reads in it.mixes)]
+    found = {(name, op, reads): IoRepeats(count * size / 1e9) for name in it.tiers for op, reads in ops}
     frame = 0
     ceiling: Fio | None = None
-    disks: list[Disk] = []
+    tiers: list[FullTier] = []
     try:
         for repeat in range(it.repeats):
             if repeat and time.monotonic() > it.until_s:
                 break
             it.tick(f"{', '.join(it.tiers)} {size} x{threads}")
             if ceiling is None or it.is_fresh:
-                _remove(ceiling, disks)
+                _remove(ceiling, tiers)
                 ceiling = Fio(it.root, block_bytes=size, threads=threads, total_bytes=count * size, is_direct=it.direct)
-                widest = min(it.mixes, key=lambda mix: mix.read_percent, default=None)
                 for name in it.tiers:
-                    place = it.root / f"{name}-{size}-{threads}-{repeat}"
-                    disks.append(Disk(name, place, size, count, threads, streams=it.streams, mix=widest))
-                frame = disks[0].frame_bytes
+                    place, least = it.root / f"{name}-{size}-{threads}-{repeat}", min(it.mixes, default=100)
+                    tiers.append(FullTier(name, place, size, count, threads, streams=it.streams, read_percent=least))
+                frame = tiers[0].frame_bytes
                 if not it.is_fresh:
-                    _fill(ceiling, disks)
-            for op, mix in it.ops:
-                reads = None if mix is None else mix.read_percent
+                    _fill(ceiling, tiers)
+            for op, reads in ops:
                 plain = ceiling.measure(op, read_percent=reads, is_plain=True)
                 if it.is_fresh and op == "store":
-                    ceiling.close()  # the ceiling makes files of its own, as the tiers do
+                    ceiling.close()  # fio creates new files too
                 allowed = ceiling.measure(op, read_percent=reads)
-                for disk in disks:
-                    one = series[disk.name, op, mix]
-                    one.add(_sample(disk, op, mix), gigabytes, allowed, plain)
-                    one.direct_io = disk.tier.direct_io
+                for tier in tiers:
+                    repeats = found[tier.name, op, reads]
+                    repeats.add(_sample(tier, op, reads), allowed.gb_per_s, plain.gb_per_s)
+                    repeats.ceilings.append(allowed)
+                    repeats.direct_io = tier.tier.direct_io
     finally:
-        _remove(ceiling, disks)
+        _remove(ceiling, tiers)
     return [
-        Row.of(
-            name,
-            op,
-            size,
-            samples=one.samples,
-            cpu=one.cpu,
-            threads=threads,
-            mix=mix.text if mix else ("0/100" if op == "store" else "100/0"),
-            direct_io=one.direct_io,
-            streams=it.streams,
-            latency_us=latency(one.latencies_s),
-            ceiling_latency_us=Told.median([told.latency_us for told in one.ceilings]),
-            device_share=_device_share(one, op, frame * len(one.latencies_s)),
-        )
-        for (name, op, mix), one in series.items()
+        repeats.row(name, op, size, threads, reads=reads, streams=it.streams, frame=frame)
+        for (name, op, reads), repeats in found.items()
     ]
 
 
-def _device_share(series: _Series, op: str, loaded_bytes: int) -> float | None:
-    if op == "store" or series.device_bytes is None or not loaded_bytes:
-        return None
-    return round(series.device_bytes / loaded_bytes, 3)
+def _sample(tier: FullTier, op: str, reads: int | None) -> Sample:
+    if reads is not None:
+        tier.store()  # replaces what the last mix evicted
+        return tier.mix(reads)
+    return tier.store() if op == "store" else tier.load()
 
 
-def _sample(disk: Disk, op: str, mix: Mix | None) -> Spent:
-    if mix is not None:
-        disk.store()  # what the last mix did not leave alone
-        return disk.mixed(mix)
-    return disk.store() if op == "store" else disk.load()
-
-
-def _fill(ceiling: Fio, disks: list[Disk]) -> None:
-    """Twice, so that what is kept empty has been written to as well."""
+def _fill(ceiling: Fio, tiers: list[FullTier]) -> None:
+    """Store twice, so that spare segments have been written to as well."""
     ceiling.measure("store")
-    for disk in disks:
-        disk.store()
-        disk.store()
+    for tier in tiers:
+        tier.store()
+        tier.store()
 
 
-def _remove(ceiling: Fio | None, disks: list[Disk]) -> None:
+def _remove(ceiling: Fio | None, tiers: list[FullTier]) -> None:
     if ceiling is not None:
         ceiling.close()
-    while disks:
-        disk = disks.pop()
-        disk.close()
-        shutil.rmtree(disk.tier.root)
+    while tiers:
+        tier = tiers.pop()
+        tier.close()
+        shutil.rmtree(tier.tier.root)
+
+
+def _percentiles(seconds: Sequence[float]) -> IoLatency:
+    return IoLatency(*(round(float(it) * 1e6, 1) for it in np.percentile(seconds, (50, 95, 99))))
+
+
+def _medians(latencies: Sequence[IoLatency]) -> IoLatency:
+    return IoLatency(
+        *(round(statistics.median(getattr(it, name) for it in latencies), 1) for name in ("p50", "p95", "p99"))
+    )

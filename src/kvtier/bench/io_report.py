@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.bench.io import IoResult
-from kvtier.bench.io_row import Row
+from kvtier.bench.io import IoResult, IoRow
 from kvtier.bench.record import machine
 from kvtier.config.kinds import size_text
 from kvtier.report.chart import Chart, Colours, figures_html
@@ -47,7 +46,7 @@ def render_report(result: IoResult, made: datetime | None = None) -> str:
     }
     return page_html(
         "kvtier bench io",
-        "Store and cold load, next to what the hardware allows",
+        "Store and cold load, next to the hardware's limit",
         figures_html(charts, result),
         list_html(notes(result)),
         table_html(table(result)),
@@ -58,7 +57,7 @@ def render_report(result: IoResult, made: datetime | None = None) -> str:
 
 
 def table(result: IoResult) -> Table:
-    """One line for each row."""
+    """One line per row."""
     return Table(
         title=f"Medians of {result.repeats}; ceilings: memcpy for host, {result.ceiling} for the others",
         columns=(
@@ -67,8 +66,8 @@ def table(result: IoResult) -> Table:
         rows=tuple(_cells(row) for row in result.results),
         numeric=8,
         note=(
-            "GB are 10^9 bytes. Every load is verified inside the timed part. p50 and p99 are times of one object in "
-            "the thread that seals and writes, or reads and verifies it; in a mix, of loads."
+            "GB are 10^9 bytes. Every load is verified inside the timed part. p50 and p99 are times of one object: "
+            "seal and write, or read and verify; in a mix, of loads."
         ),
     )  # fmt: skip
 
@@ -76,21 +75,19 @@ def table(result: IoResult) -> Table:
 def notes(result: IoResult) -> Iterator[str]:
     """Conditions that limit what the figures mean."""
     if result.cut_after_s is not None:
-        yield (
-            f"Cut after {result.cut_after_s:g} s: sizes or repeats are missing. --thorough takes as long as they need."
-        )
+        yield (f"Cut after {result.cut_after_s:g} s: sizes or repeats are missing. --thorough has no deadline.")
     disk = [row for row in result.results if row.tier != "host"]
     if not all(row.direct_io for row in disk):
-        yield "The file system there has no direct I/O: reads and writes go through the page cache."
+        yield "The file system has no direct I/O: reads and writes go through the page cache."
     cached = [row for row in disk if row.device_share is not None and row.device_share < FROM_DEVICE]
     for row in cached:
         yield (
             f"{row.tier} {row.op} {size_text(row.chunk_bytes)}: only {row.device_share:.0%} of the bytes came from the "
-            "device, the rest from a cache or from memory that is mounted as a disk."
+            "device; a cache, or memory mounted as a disk, served the rest."
         )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: IoRow) -> tuple[str, ...]:
     return (
         row.tier,
         row.op,
@@ -109,7 +106,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _draw(axes: "Axes", result: IoResult, colours: Colours, *, op: str) -> None:
     rows = [row for row in result.results if row.op == op]
-    lines: dict[str, list[Row]] = {}
+    lines: dict[str, list[IoRow]] = {}
     for row in sorted(rows, key=lambda it: it.chunk_bytes):
         lines.setdefault(_line_name(rows, row), []).append(row)
     for name, chosen in lines.items():
@@ -126,7 +123,7 @@ def _draw(axes: "Axes", result: IoResult, colours: Colours, *, op: str) -> None:
     axes.legend(loc="best")
 
 
-def _line_name(rows: list[Row], row: Row) -> str:
+def _line_name(rows: list[IoRow], row: IoRow) -> str:
     """Tier and mix; the threads, too, where rows differ in nothing else."""
     alike = [it for it in rows if (it.tier, it.mix, it.chunk_bytes) == (row.tier, row.mix, row.chunk_bytes)]
     threads = f" {row.threads} threads" if len(alike) > 1 else ""

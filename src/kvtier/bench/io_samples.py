@@ -1,0 +1,376 @@
+"""The measured side of `kvtier bench io`: the tiers through a mover, host memory through a session."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.codec.frame import frame_bytes
+from kvtier.config.sections import Config, LimitsConfig
+from kvtier.core.cache import Cache
+from kvtier.core.limits import Limits
+from kvtier.device.cpu import CpuCopier
+from kvtier.errors import KvError
+from kvtier.layout import GroupLayout, History, KvLayout, align_up
+from kvtier.policy.registry import make_evictor
+from kvtier.runtime.arena import Arena
+from kvtier.runtime.mover import Mover, Threads
+from kvtier.runtime.session import LocalSession
+from kvtier.tier.base import Tier
+from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.disk import DiskTier
+from kvtier.types import (
+    ChunkKey,
+    Event,
+    Hint,
+    Link,
+    LoadDone,
+    Outcome,
+    Place,
+    Prefix,
+    RequestId,
+    StoreDone,
+    Transfer,
+)
+
+FINGERPRINT = bytes(32)
+CHUNK_TOKENS = 256
+BLOCKS = 16
+"""Blocks of a chunk, as with vLLM's 16 tokens."""
+DEADLINE_S = 120.0
+LAYER_BYTES = 1 << 20
+"""Bytes of a layer in a chunk that is large enough."""
+GRAIN_BYTES = BLOCKS * 256
+"""A layer is a multiple of this: blocks of at least 256 bytes."""
+COMPARED_BYTES = 4096
+"""Of each slot, compared after the timed part; inside it every checksum is verified."""
+SEGMENTS = 3
+"""Eviction frees whole segments, and one segment is spare: two more keep the last round of stores."""
+PROC_IO = Path("/proc/self/io")
+
+Blocks = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed store, load or mix."""
+
+    seconds: float
+    cpu_s: float
+    latencies_s: list[float] = field(default_factory=list[float])
+    device_bytes: int | None = None
+    """Bytes that the kernel read from a device for this process."""
+
+
+def layout_of(size: int) -> KvLayout:
+    """One group whose chunk has `size` bytes, in layers of about a MiB."""
+    layers = next(n for n in range(max(1, size // LAYER_BYTES), 0, -1) if size % (n * GRAIN_BYTES) == 0)
+    return KvLayout(CHUNK_TOKENS, (GroupLayout(History(), (size // layers,) * layers, "bench"),))
+
+
+def chunk_key(number: int) -> ChunkKey:
+    """The key of chunk `number`."""
+    return ChunkKey(number.to_bytes(32, "big"))
+
+
+class FullTier:
+    """A tier at its capacity and a mover, without core and engine.
+
+    Args:
+        name: ``directory`` or ``disk``.
+        root: of its store.
+        size: payload bytes of an object.
+        count: objects per sample.
+        threads: read threads, and as many write threads.
+        streams: engines whose objects are interleaved, each in its own order.
+        read_percent: of the mix with most stores, which need capacity beside the loaded objects; 100: no mix.
+        seed: draws the order of the streams.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: Path,
+        size: int,
+        count: int,
+        threads: int,
+        *,
+        streams: int = 1,
+        read_percent: int = 100,
+        seed: int = 1,
+    ) -> None:
+        self.name = name
+        self.layout = layout_of(size)
+        self.count = count
+        self._in_flight = in_flight(size, threads)
+        self.slots = self._in_flight * (1 if read_percent == 100 else 2)
+        self.streams = min(streams, count)
+        self._round = 0
+        self._random = random.Random(seed)  # noqa: S311 - an order, no secret
+        self.frame_bytes = frame_bytes(self.layout.groups[0])
+        extra = -(-count * (100 - read_percent) // 100)
+        self.tier = _open_tier(name, root, self.frame_bytes, count + extra + threads)
+        self.arena = Arena(self.layout, (self.slots,), populate=True)
+        for slot in range(self.slots):
+            payload = np.frombuffer(self.arena.payload(0, slot), np.uint8)
+            payload[:] = np.random.default_rng(slot).integers(0, 256, len(payload), np.uint8)
+        self._own = [bytes(self.arena.payload(0, slot)[:COMPARED_BYTES]) for slot in range(self.slots)]
+        self._kept: dict[int, int] = {}
+        """Object number to the slot that it was stored from, of the last store."""
+        layers = self.layout.groups[0].layer_bytes
+        tiers: dict[str, Tier] = {name: self.tier}
+        self._mover = Mover(
+            layout=self.layout,
+            rank=0,
+            fingerprint=FINGERPRINT,
+            arena=self.arena,
+            copier=CpuCopier(self.layout, [[np.zeros((1, layer), np.uint8) for layer in layers]]),
+            tiers=tiers,
+            threads=Threads(read=threads, write=threads),
+        )
+
+    def store(self) -> Sample:
+        """Store `count` new objects."""
+        self._round += 1
+        first = self._round * self.count
+        return self._run(
+            [(Link.DEMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)], replaces=True
+        )
+
+    def load(self) -> Sample:
+        """Load the objects of the last store, and compare them with what was stored."""
+        first = min(self._kept)
+        return self._run([(Link.PROMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)])
+
+    def mix(self, read_percent: int) -> Sample:
+        """Load `read_percent` of `count` objects of the last store, and store new ones for the rest."""
+        first = min(self._kept)
+        self._round += 1
+        new = self._round * self.count
+        stores = self.count * (100 - read_percent) // 100
+        writes = set(self._random.sample(range(self.count), max(1, stores)))
+        work = [
+            (Link.DEMOTE, new + place) if place in writes else (Link.PROMOTE, first + n)
+            for place, n in enumerate(interleaved(self.count, self.streams, self._random))
+        ]
+        return self._run(work)
+
+    def close(self) -> None:
+        """Close the mover, the arena and the tier."""
+        self._mover.close(10.0)
+        self.arena.close()
+        self.tier.close()
+
+    def _run(self, work: Sequence[tuple[Link, int]], *, replaces: bool = False) -> Sample:
+        before = read_bytes()
+        cpu_s, start_s = time.process_time(), time.perf_counter()
+        used, latencies_s = self._move(work)
+        seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+        after = read_bytes()
+        device_bytes = None if before is None or after is None else after - before
+        self._check(work, used)
+        if replaces:
+            self._kept = {number: slot for (_, number), slot in zip(work, used, strict=True)}
+        return Sample(seconds, cpu_s, latencies_s, device_bytes)
+
+    def _check(self, work: Sequence[tuple[Link, int]], used: Sequence[int]) -> None:
+        """Compare the loaded slots with what was stored, and restore each slot's own bytes for the next store."""
+        last = {slot: number for (link, number), slot in zip(work, used, strict=True) if link is Link.PROMOTE}
+        for slot, number in last.items():
+            payload = self.arena.payload(0, slot)
+            if bytes(payload[:COMPARED_BYTES]) != self._own[self._kept[number]]:
+                raise KvError("the benchmark loaded other bytes than it stored")
+            payload[:COMPARED_BYTES] = self._own[slot]
+
+    def _move(self, work: Sequence[tuple[Link, int]]) -> tuple[list[int], list[float]]:
+        """Run all transfers; returns the slot of each and their seconds.
+
+        Loads and stores use different slots, so that the stored bytes are known. In a mix only loads are timed.
+
+        Raises:
+            KvError: a transfer failed or timed out.
+        """
+        kinds = {link for link, _ in work}
+        free = {
+            link: list(range(number, self._in_flight * len(kinds), len(kinds)))
+            for number, link in enumerate(sorted(kinds, key=str))
+        }
+        used: list[int] = []
+        latencies_s: list[float] = []
+        out = 0
+        until = time.monotonic() + DEADLINE_S
+        while len(used) < len(work) or out:
+            transfers: list[Transfer] = []
+            while len(used) < len(work) and free[work[len(used)][0]]:
+                link, number = work[len(used)]
+                slot = free[link].pop()
+                transfers.append(self._transfer(len(used), number, link, slot))
+                used.append(slot)
+            self._mover.submit_all(transfers)
+            out += len(transfers)
+            for completion in self._mover.take(1.0):
+                command = completion.command
+                assert isinstance(command, Transfer)
+                if completion.outcome is not Outcome.DONE:
+                    raise KvError(f"the benchmark's {command.link.value} failed: {completion.detail}")
+                free[command.link].append(command.slot)
+                out -= 1
+                if len(kinds) == 1 or command.link is Link.PROMOTE:
+                    latencies_s.append(completion.seconds)
+            if time.monotonic() > until:
+                raise KvError(f"the benchmark's transfers took longer than {DEADLINE_S:g} s")
+        return used, latencies_s
+
+    def _transfer(self, number: int, key: int, link: Link, slot: int) -> Transfer:
+        deadline_s = time.monotonic() + DEADLINE_S
+        return Transfer(number, link, chunk_key(key), 0, slot, self.name, None, (), None, number, deadline_s, Hint())
+
+
+def in_flight(size: int, threads: int) -> int:
+    """Objects in flight with a session's defaults: 4 per thread, and for small objects up to a number of bytes."""
+    return max(4 * threads, LimitsConfig().small_bytes_in_flight // size)
+
+
+def interleaved(count: int, streams: int, draw: random.Random) -> list[int]:
+    """The numbers below `count`, split into `streams` ascending runs that are interleaved at random."""
+    if streams == 1:
+        return list(range(count))
+    edges = [count * stream // streams for stream in range(streams + 1)]
+    turns = [stream for stream in range(streams) for _ in range(edges[stream + 1] - edges[stream])]
+    draw.shuffle(turns)
+    places = edges[:-1]
+    order: list[int] = []
+    for stream in turns:
+        order.append(places[stream])
+        places[stream] += 1
+    return order
+
+
+def read_bytes(path: Path = PROC_IO) -> int | None:
+    """Bytes that the kernel has read from devices for this process; None if unknown."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")), None)
+
+
+def segment_bytes(frame: int) -> int:
+    """Segment size of the disk tier for frames of `frame` bytes."""
+    return max(64 << 20, 8 * align_up(frame))
+
+
+def _open_tier(name: str, root: Path, frame: int, count: int) -> DirectoryTier | DiskTier:
+    """A tier with a capacity of `count` frames."""
+    if name == "directory":
+        return DirectoryTier(root, capacity_bytes=count * frame)
+    segment = segment_bytes(frame)
+    return DiskTier(root, capacity_bytes=count * frame + SEGMENTS * segment, segment_bytes=segment)
+
+
+def engine_blocks(size: int, count: int) -> list[Blocks]:
+    """The KV of `count` chunks of `size` bytes in an engine's memory: an array [blocks, bytes] for each layer."""
+    layers = layout_of(size).groups[0].layer_bytes
+    return [
+        np.random.default_rng(number).integers(0, 256, (count * BLOCKS, layer // BLOCKS), np.uint8)
+        for number, layer in enumerate(layers)
+    ]
+
+
+def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: int) -> Sample:
+    """Store `count` chunks from the engine's blocks to host slots, or load them, through core and mover.
+
+    Raises:
+        KvError: a chunk was dropped, has other bytes, or timed out.
+    """
+    layout = layout_of(size)
+    slots = (count + 2,)
+    arena = Arena(layout, slots, populate=True)
+    mover = Mover(
+        layout=layout,
+        rank=0,
+        fingerprint=FINGERPRINT,
+        arena=arena,
+        copier=CpuCopier(layout, [engine]),
+        tiers={},
+        threads=Threads(device=threads),
+    )
+    cache = Cache(
+        layout=layout,
+        slots=slots,
+        tiers=[],
+        evictor=lambda: make_evictor(Config().host.evictor),
+        limits=Limits(waiting_chunks=count),
+    )
+    session = LocalSession(cache, mover)
+    try:
+        prefix = Prefix(tuple(chunk_key(number) for number in range(count)), CHUNK_TOKENS)
+        places = [Place(0, n, tuple(range(n * BLOCKS, (n + 1) * BLOCKS))) for n in range(count)]
+        stored = _timed(lambda: _session_store(session, prefix, places))
+        if op == "store":
+            return stored
+        wanted = [blocks.copy() for blocks in engine]
+        for blocks in engine:
+            blocks[:] = 0
+        loaded = _timed(lambda: _session_load(session, prefix, places))
+        if any(not np.array_equal(*pair) for pair in zip(wanted, engine, strict=True)):
+            raise KvError("the benchmark loaded other bytes than it stored")
+        return loaded
+    finally:
+        session.close(5.0)
+        arena.close()
+
+
+def _session_store(session: LocalSession, prefix: Prefix, places: list[Place]) -> None:
+    session.store(RequestId("store"), prefix, places)
+    for event in _events(session):
+        if isinstance(event, StoreDone):
+            if event.dropped:
+                raise KvError(f"the benchmark's store dropped {event.dropped} chunks")
+            return
+
+
+def _session_load(session: LocalSession, prefix: Prefix, places: list[Place]) -> None:
+    tokens = len(prefix.keys) * CHUNK_TOKENS
+    session.load(RequestId("load"), prefix, tokens, places)
+    for event in _events(session):
+        if isinstance(event, LoadDone):
+            if event.tokens != tokens:
+                raise KvError(f"the benchmark's load restored {event.tokens} of {tokens} tokens")
+            return
+
+
+def _events(session: LocalSession) -> Generator[Event, None, NoReturn]:
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        yield from session.poll(0.5)
+    raise KvError(f"the benchmark's request did not end within {DEADLINE_S:g} s")
+
+
+def _timed(act: Callable[[], None]) -> Sample:
+    cpu_s, start_s = time.process_time(), time.perf_counter()
+    act()
+    return Sample(time.perf_counter() - start_s, time.process_time() - cpu_s)
+
+
+def memcpy(source: list[Blocks], target: list[Blocks], threads: int) -> float:
+    """GB/s of a plain copy by `threads` threads."""
+
+    def copy(part: int) -> None:
+        for blocks, twin in zip(source, target, strict=True):
+            half = len(blocks) // threads
+            np.copyto(twin[part * half : (part + 1) * half], blocks[part * half : (part + 1) * half])
+
+    workers = [threading.Thread(target=copy, args=(part,)) for part in range(threads)]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(DEADLINE_S)
+    return sum(blocks.nbytes for blocks in source) / (time.perf_counter() - start) / 1e9
