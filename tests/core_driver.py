@@ -12,7 +12,6 @@ from kvtier.types import (
     ChunkKey,
     Drop,
     Event,
-    Hint,
     Link,
     LoadDone,
     Lookup,
@@ -31,7 +30,6 @@ from kvtier.types import (
 CHUNK = 4
 """Tokens of a chunk in these tests."""
 LONG_S = 1000.0
-NO_HINT = Hint()
 
 Item = tuple[ChunkKey, int]
 
@@ -105,7 +103,7 @@ class Driver:
         *,
         resident_tokens: int = 0,
         chunks: object = None,
-        hint: Hint = NO_HINT,
+        session: str | None = None,
     ) -> None:
         """Load everything that `tokens` (default: all full chunks) need, or only `chunks`."""
         from kvtier.core.boundary import needed_chunks
@@ -118,15 +116,15 @@ class Driver:
             if (chunk + 1) * CHUNK > resident_tokens and (chunks is None or chunk in chunks)
         ]
         self.cache.load(
-            RequestId(request), prefix, tokens, places, self.now_s, resident_tokens=resident_tokens, hint=hint
+            RequestId(request), prefix, tokens, places, self.now_s, resident_tokens=resident_tokens, session=session
         )
         self._take()
 
-    def store(self, request: str, prefix: Prefix, *places: tuple[int, int], hint: Hint = NO_HINT) -> None:
+    def store(self, request: str, prefix: Prefix, *places: tuple[int, int], session: str | None = None) -> None:
         """Store the objects at `places` (group, chunk); by default all."""
         everything = [(group, chunk) for chunk in range(len(prefix.keys)) for group in range(len(self.layout.groups))]
         asked = [Place(group, chunk, (chunk,)) for group, chunk in places or everything]
-        self.cache.store(RequestId(request), prefix, asked, self.now_s, hint)
+        self.cache.store(RequestId(request), prefix, asked, self.now_s, session)
         self._take()
 
     def release(self, request: str) -> None:

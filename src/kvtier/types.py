@@ -73,14 +73,6 @@ class NextTurn(Enum):
     """It is over."""
 
 
-class Hint(NamedTuple):
-    """What the engine knows about a request's future; a policy may use it, nothing depends on it."""
-
-    session: str | None = None
-    turn: int | None = None
-    seconds_saved_per_token: float = 0.0
-
-
 class Place(NamedTuple):
     """Where one chunk of one group lies in the engine: `blocks` is an address that only the copier understands."""
 
@@ -104,7 +96,7 @@ class Transfer(NamedTuple):
     parent: ChunkKey | None
     depth: int  # chunks before this one in its prefix
     deadline_s: float  # on the session's clock; after it the answer no longer counts
-    hint: Hint
+    session: str | None  # the conversation, for eviction policies
 
 
 class Probe(NamedTuple):

@@ -99,8 +99,8 @@ def test_a_window_that_is_not_known_before_the_place_to_resume_shortens_the_batc
     kv = attached(model)
     store = type(kv.session).store
 
-    def without_chunk_3(self: Any, request: Any, prefix: Any, places: Any, hint: Any) -> None:
-        store(self, request, prefix, [place for place in places if (place.group, place.chunk) != (1, 3)], hint)
+    def without_chunk_3(self: Any, request: Any, prefix: Any, places: Any, session: Any) -> None:
+        store(self, request, prefix, [place for place in places if (place.group, place.chunk) != (1, 3)], session)
 
     with monkeypatch.context() as patch:
         patch.setattr(type(kv.session), "store", without_chunk_3)

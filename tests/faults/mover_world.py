@@ -20,7 +20,7 @@ from kvtier.runtime.jobs import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
 from kvtier.tier.base import UNKNOWN, About, Tier
 from kvtier.tier.memory import MemoryTier
-from kvtier.types import ChunkKey, Drop, Hint, Link, ObjectName, Outcome, Probe, RequestId, Transfer
+from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
 
 WAIT_S = 20.0
 """How long a test waits for what must happen soon."""
@@ -148,7 +148,7 @@ class World:
             key_of(chunk - 1) if chunk and not group else None,
             chunk,
             deadline_s,
-            Hint(),
+            None,
         )
 
     def probe(self, objects: Sequence[tuple[int, int]], tier: str = "memory", deadline_s: float = NEVER_S) -> Probe:

@@ -13,7 +13,7 @@ from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import decode
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
-from kvtier.types import ChunkKey, Hint, Link, RequestId, Transfer
+from kvtier.types import ChunkKey, Link, RequestId, Transfer
 
 NEVER_S = float("inf")
 
@@ -49,7 +49,7 @@ def a_transfer(link, number=1, slot=0, blocks=(0, 1, 2, 3)):
         None,
         0,
         NEVER_S,
-        Hint(),
+        None,
     )
 
 

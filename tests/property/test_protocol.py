@@ -21,14 +21,13 @@ from kvtier.runtime.protocol import (
     encode,
 )
 from kvtier.runtime.rank_group import Note
-from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
+from kvtier.types import Cancel, ChunkKey, Drop, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
 integers = st.integers(-(2**63), 2**64)
 small = st.integers(0, 2**31)
 keys = st.binary(min_size=32, max_size=32).map(ChunkKey)
 words = st.text(max_size=20)
 seconds = st.floats(allow_nan=False)
-hints = st.builds(Hint, st.none() | words, st.none() | integers, seconds)
 transfers = st.builds(
     Transfer,
     integers,
@@ -42,7 +41,7 @@ transfers = st.builds(
     st.none() | keys,
     small,
     seconds,
-    hints,
+    st.none() | words,
 )
 probes = st.builds(Probe, integers, words, st.lists(st.tuples(keys, small), max_size=40).map(tuple), seconds)
 drops = st.builds(Drop, words, keys, small)
@@ -92,8 +91,7 @@ plain = st.recursive(
 word, number = (str, type(None)), (int, float)
 FIELDS = {
     CommandMessage: (int, (Transfer, Probe, Drop, Tell)),
-    Transfer: (int, Link, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, Hint),
-    Hint: (word, (int, type(None)), number),
+    Transfer: (int, Link, bytes, int, int, str, word, tuple, (bytes, type(None)), int, number, word),
     Probe: (int, str, tuple, number),
     Drop: (str, bytes, int),
     Tell: (str, str, (NextTurn, type(None))),

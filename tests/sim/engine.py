@@ -13,7 +13,7 @@ from tests.sim.world import Condition, Item, World
 from kvtier.core.boundary import needed_chunks
 from kvtier.core.cache import Cache
 from kvtier.core.patience import Patience
-from kvtier.types import ChunkKey, Hint, LoadDone, Lookup, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
+from kvtier.types import ChunkKey, LoadDone, Lookup, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
 
 LOOKUPS_MAX = 8
 SESSIONS = (None, "s1", "s2", "s3", "s4", "s5")
@@ -211,7 +211,7 @@ class SimEngine:
             now_s,
             resident_tokens=resident,
             patience=patience,
-            hint=Hint(job.session),
+            session=job.session,
         )
 
     def _compute(self, job: SimJob) -> None:
@@ -238,7 +238,7 @@ class SimEngine:
         operation = Operation(job.prefix, self._world.now_s, blocks)
         job.stores.append(operation)
         self._world.note(RecordKind.STORE, job.request, sorted(blocks))
-        self._cache.store(job.request, job.prefix, _places(blocks), self._world.now_s, Hint(job.session))
+        self._cache.store(job.request, job.prefix, _places(blocks), self._world.now_s, job.session)
         self._conversations.append(job.prefix.keys)
         if len(self._conversations) > CONVERSATIONS_MAX:
             del self._conversations[dice.randrange(CONVERSATIONS_MAX)]

@@ -66,7 +66,7 @@ def hits(make: Callable[[], Evictor], prompts: Iterator[Prompt], slots: int, *, 
         found += missing
         depths = range(len(prompt)) if is_from_start else reversed(range(len(prompt)))
         for depth in depths:
-            event = held(prompt[depth], prompt[depth - 1] if depth else None, depth=depth)
+            event = held(prompt[depth], prompt[depth - 1] if depth else None)
             use(evictor, present, slots, event)
     return found
 

@@ -39,7 +39,7 @@ def hits_of_sessions(tell_end: Callable[[Adaptive, str, bool], None], slots: int
     for session, prompt, ends in sessions_that_end(4):
         found += next((depth for depth, name in enumerate(prompt) if name not in present), len(prompt))
         for depth in reversed(range(len(prompt))):
-            event = held(prompt[depth], prompt[depth - 1] if depth else None, depth=depth)._replace(session=session)
+            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(session=session)
             use(evictor, present, slots, event)
         tell_end(evictor, session, ends)
     return found
@@ -88,7 +88,7 @@ def hits_of_turns(tell: Teller, slots: int = 160) -> int:
     for session, prompt, next_turn in agents_and_people(5):
         found += next((depth for depth, name in enumerate(prompt) if name not in present), len(prompt))
         for depth in reversed(range(len(prompt))):
-            event = held(prompt[depth], prompt[depth - 1] if depth else None, depth=depth)._replace(session=session)
+            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(session=session)
             use(evictor, present, slots, event)
         tell(evictor, session, next_turn)
     return found
@@ -138,7 +138,7 @@ def test_who_is_told_too_late_or_in_pieces_is_sorted_all_the_same():
     ours = Adaptive()
     for number in range(6):
         parent = number - 1 if number else None
-        ours.added(held(number, parent, depth=number)._replace(session="a"))
+        ours.added(held(number, parent)._replace(session="a"))
         ours.added(held(100 + number)._replace(session="b"))  # each name of a's prompt is told by itself
     ours.expects("a", NextTurn.USER)
     assert [hint_of(ours, number) for number in range(6)] == [2] * 6
@@ -164,7 +164,7 @@ def test_hints_keep_the_books(slots):
     chance, present, ours = random.Random(slots), set[int](), Adaptive()
     for session, prompt, next_turn in agents_and_people(6):
         for depth in reversed(range(len(prompt))):
-            event = held(prompt[depth], prompt[depth - 1] if depth else None, depth=depth)._replace(session=session)
+            event = held(prompt[depth], prompt[depth - 1] if depth else None)._replace(session=session)
             use(ours, present, slots, event)
             if chance.random() < 0.1:
                 ours.expects(session, chance.choice([next_turn, NOBODY, None]))
@@ -273,7 +273,7 @@ def test_sessions_without_names_are_forgotten_at_once_whoever_left_first():
         before = _sessions_in_memory()
         for session in range(1000):
             parent, child = 2 * session, 2 * session + 1
-            for event in held(child, parent, depth=1), held(parent):
+            for event in held(child, parent), held(parent):
                 evictor.added(event._replace(session=f"session {session}"))
             evictor.victim(lambda _name: False)
             evictor.removed(name_of(parent))

@@ -5,9 +5,9 @@ from tests.core_driver import Driver, prefix_of
 from kvtier.layout import History
 from kvtier.policy.base import Held
 from kvtier.policy.lru import Lru
-from kvtier.types import Hint, Link, NextTurn, Tell
+from kvtier.types import Link, NextTurn, Tell
 
-A, B = Hint("a"), Hint("b")
+A, B = "a", "b"
 
 
 class Listening(Lru):
@@ -55,7 +55,7 @@ def test_an_evictor_that_takes_no_hints_is_left_alone():
 
 def test_what_a_session_is_still_storing_is_told_before_what_it_says():
     core, (evictor,) = listening()
-    core.store("r", prefix_of("xy"), hint=A)
+    core.store("r", prefix_of("xy"), session=A)
     core.expects("a", NextTurn.TOOL)
     core.expects("b", NextTurn.USER)  # which stores nothing
     core.expects("a", NextTurn.NOBODY)  # the last word counts
@@ -71,7 +71,7 @@ def test_what_a_session_is_still_storing_is_told_before_what_it_says():
 def test_a_store_that_fails_or_is_given_up_holds_no_news_back():
     for end in (lambda core: core.release("r"), lambda core: core.wait(2.0)):
         core, (evictor,) = listening(slots=2, store_patience_s=1.0)
-        core.store("r", prefix_of("abcd"), hint=A)  # more than fits
+        core.store("r", prefix_of("abcd"), session=A)  # more than fits
         core.expects("a", NextTurn.USER)
         assert not core.tells
         end(core)
@@ -82,13 +82,13 @@ def test_a_store_that_fails_or_is_given_up_holds_no_news_back():
 
 def test_a_use_is_that_of_who_uses_it_not_of_who_stored_it():
     core, (evictor,) = listening(tiers=())
-    core.store("r1", prefix_of("x"), hint=A)
+    core.store("r1", prefix_of("x"), session=A)
     core.run()
-    core.store("r2", prefix_of("x"), hint=B)
+    core.store("r2", prefix_of("x"), session=B)
     core.lookup("r3", prefix_of("x"))
     core.load("r3", prefix_of("x"))
     core.run()
-    core.load("r4", prefix_of("x"), hint=A)
+    core.load("r4", prefix_of("x"), session=A)
     core.run()
     assert evictor.heard == [("added", "x", "a"), *(("touched", "x", who) for who in ("b", None, "a"))]
 
@@ -98,6 +98,6 @@ def test_what_is_promoted_belongs_to_who_loads_it():
     core.fill("disk", prefix_of("xy"))
     core.lookup("r", prefix_of("xy"))
     core.run()
-    core.load("r", prefix_of("xy"), hint=B)
+    core.load("r", prefix_of("xy"), session=B)
     core.run()
     assert {it[2] for it in evictor.heard} == {"b"}

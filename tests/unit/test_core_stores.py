@@ -5,7 +5,7 @@ from tests.core_driver import CHUNK, Driver, key, prefix_of
 
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.layout import History, Window
-from kvtier.types import Hint, Link, Outcome, Place, Presence, RequestId, StoreDone
+from kvtier.types import Link, Outcome, Place, Presence, RequestId, StoreDone
 
 
 def test_an_acknowledged_store_is_readable() -> None:
@@ -192,11 +192,10 @@ def test_only_so_much_may_wait() -> None:
     assert core.stored() == [StoreDone(RequestId("a"), 3, 3)]
 
 
-def test_a_hint_reaches_the_transfer() -> None:
+def test_a_session_reaches_the_transfer() -> None:
     core = Driver(tiers=())
-    hint = Hint("chat", 1)
-    core.store("a", prefix_of("a"), hint=hint)
-    assert core.going(Link.GATHER)[0].hint is hint
+    core.store("a", prefix_of("a"), session="chat")
+    assert core.going(Link.GATHER)[0].session == "chat"
 
 
 def test_gathers_stay_within_their_budget() -> None:

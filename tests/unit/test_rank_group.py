@@ -36,7 +36,7 @@ from kvtier.runtime.rank_group import LocalRank, Note, RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import LocalSession
 from kvtier.tier.memory import MemoryTier
-from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, Outcome, Presence, Probe, RequestId, Transfer
+from kvtier.types import Cancel, ChunkKey, Drop, Link, Outcome, Presence, Probe, RequestId, Transfer
 
 SLOTS = 8
 
@@ -240,7 +240,7 @@ class Scripted:
 
 
 def a_transfer(number=1):
-    return Transfer(number, Link.PROMOTE, ChunkKey(bytes(32)), 0, 0, "below", None, (), None, 0, float("inf"), Hint())
+    return Transfer(number, Link.PROMOTE, ChunkKey(bytes(32)), 0, 0, "below", None, (), None, 0, float("inf"), None)
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from kvtier.runtime.jobs import Completion
 from kvtier.types import (
     ChunkKey,
     Drop,
-    Hint,
     Link,
     LoadDone,
     Lookup,
@@ -325,7 +324,7 @@ def test_a_clock_that_stands_still_while_the_engine_computes():
 
 
 def transfer(link: Link, key: bytes, slot: int, group: int = 0) -> Transfer:
-    return Transfer(1, link, ChunkKey(key), group, slot, "", None, (), None, 0, 1.0, Hint())
+    return Transfer(1, link, ChunkKey(key), group, slot, "", None, (), None, 0, 1.0, None)
 
 
 def moves(movements: Movements, *commands) -> None:

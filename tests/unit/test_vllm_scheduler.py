@@ -461,9 +461,9 @@ def test_what_a_load_brought_before_a_reset_gets_no_name_of_after_it(start, monk
     stored = []
     begin = engine.scheduler._stores.begin
 
-    def begun(name, prefix, places, hint):
+    def begun(name, prefix, places, session):
         stored.append(name)
-        begin(name, prefix, places, hint)
+        begin(name, prefix, places, session)
 
     monkeypatch.setattr(engine.scheduler._stores, "begin", begun)
     failures = engine.failures

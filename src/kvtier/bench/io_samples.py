@@ -28,7 +28,6 @@ from kvtier.tier.disk import DiskTier
 from kvtier.types import (
     ChunkKey,
     Event,
-    Hint,
     Link,
     LoadDone,
     Outcome,
@@ -229,7 +228,7 @@ class FullTier:
 
     def _transfer(self, number: int, key: int, link: Link, slot: int) -> Transfer:
         deadline_s = time.monotonic() + DEADLINE_S
-        return Transfer(number, link, chunk_key(key), 0, slot, self.name, None, (), None, number, deadline_s, Hint())
+        return Transfer(number, link, chunk_key(key), 0, slot, self.name, None, (), None, number, deadline_s, None)
 
 
 def in_flight(size: int, threads: int) -> int:

@@ -39,7 +39,6 @@ from kvtier.types import (
     ChunkKey,
     Command,
     Event,
-    Hint,
     Link,
     Lookup,
     NextTurn,
@@ -52,7 +51,6 @@ from kvtier.types import (
     Tell,
 )
 
-NO_HINT = Hint()
 NO_BELIEFS: Final[Mapping[str, Belief]] = MappingProxyType({})
 
 
@@ -235,7 +233,7 @@ class Cache:
         *,
         resident_tokens: int = 0,
         patience: Patience | None = None,
-        hint: Hint = NO_HINT,
+        session: str | None = None,
     ) -> None:
         """Bring the leading `tokens` to `places`; one LoadDone follows, early when it no longer pays (`patience`).
 
@@ -249,13 +247,13 @@ class Cache:
             raise BadCallError(f"request {request!r} has a load under way")
         self._check_load(prefix, tokens, places, resident_tokens)
         deadline_s = now_s + self._limits.load_deadline_s
-        load = Load(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), hint)
+        load = Load(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), session)
         load.begin(now_s, patience, is_alone=not self._waiting.loads)
         self._waiting.begin_load(load, [(place, prefix.keys[place.chunk]) for place in places], now_s)
         self._traffic.advance(now_s)
 
     def store(
-        self, request: RequestId, prefix: Prefix, places: Sequence[Place], now_s: float, hint: Hint = NO_HINT
+        self, request: RequestId, prefix: Prefix, places: Sequence[Place], now_s: float, session: str | None = None
     ) -> None:
         """Keep the chunks at `places`; one StoreDone follows.
 
@@ -264,7 +262,7 @@ class Cache:
         """
         self.tick(now_s)
         self._check_places(prefix, places)
-        store = Store(request, prefix, hint, now_s + self._limits.store_patience_s, deque(), len(places))
+        store = Store(request, prefix, session, now_s + self._limits.store_patience_s, deque(), len(places))
         self._waiting.begin_store(store, [(place, prefix.keys[place.chunk]) for place in places], now_s)
         self._traffic.advance(now_s)
         self._waiting.end_store_if_settled(store)
@@ -344,7 +342,7 @@ class Cache:
         self._traffic.check()
 
     def _say(self) -> None:
-        storing = {store.hint.session for store in self._waiting.stores}
+        storing = {store.session for store in self._waiting.stores}
         for session in [session for session in self._unsaid if session not in storing]:
             next_turn = self._unsaid.pop(session)
             self._host.expects(session, next_turn)

@@ -6,7 +6,7 @@ from kvtier.core.lower import Lowers
 from kvtier.core.residency import READY
 from kvtier.core.tally import Tally
 from kvtier.core.work import Entry
-from kvtier.types import Hint, Link
+from kvtier.types import Link
 
 
 class Debts:
@@ -18,9 +18,9 @@ class Debts:
         self._limits = limits
         self._tally = tally
 
-    def use(self, entry: Entry, now_s: float, hint: Hint) -> None:
-        """A request uses the object, and `hint` is its own; with the selective policy tiers may be to have it now."""
-        self._host.touch(entry, now_s, hint)
+    def use(self, entry: Entry, now_s: float, session: str | None) -> None:
+        """A request of `session` uses the object; with the selective policy this may make demotions due."""
+        self._host.touch(entry, session)
         if entry.is_fresh and entry.uses == self._limits.selective_uses and entry.residency is READY:
             self.owe(entry, now_s)
 

@@ -9,7 +9,7 @@ from kvtier.core.residency import COMING, LEAVING, READABLE, READY, Change, Resi
 from kvtier.core.work import Entry
 from kvtier.layout import KvLayout
 from kvtier.policy.base import Evictor, Held, Hinted
-from kvtier.types import ChunkKey, Hint, NextTurn
+from kvtier.types import ChunkKey, NextTurn
 
 
 class Host:
@@ -39,7 +39,6 @@ class Host:
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
-        self._chunk_tokens = layout.chunk_tokens
         # Counting who could leave keeps a full house cheap: no search for a victim that cannot exist.
         self._idle_clean = [0] * len(self.slots)
         self._idle_owed = [0] * len(self.slots)
@@ -56,12 +55,12 @@ class Host:
         entry.residency = after(entry.residency, change)
         self.entries[entry.group][entry.key] = entry
 
-    def arrived(self, entry: Entry, now_s: float) -> None:
+    def arrived(self, entry: Entry) -> None:
         """The bytes are in the slot."""
         entry.residency = after(entry.residency, Change.ARRIVED)
         self.readable[entry.group].add(entry.key)
         self._count(entry, 1)
-        self._evictors[entry.group].added(self._held(entry, now_s, entry.hint))
+        self._evictors[entry.group].added(Held(entry.key, entry.parent, entry.session))
 
     def failed(self, entry: Entry) -> None:
         """The bytes did not come; the slot is free again."""
@@ -81,16 +80,16 @@ class Host:
         self.lost.remove(entry)
         self._free[entry.group].append(entry.slot)
 
-    def touch(self, entry: Entry, now_s: float, hint: Hint) -> None:
-        """A request uses the object, and `hint` is its own."""
+    def touch(self, entry: Entry, session: str | None) -> None:
+        """A request of `session` uses the object."""
         entry.uses += 1
         if entry.residency is LEAVING:
             entry.residency = after(entry.residency, Change.WANTED)
             self.leaving[entry.group] -= 1
             self._count(entry, 1)
-            self._offer(entry, now_s, hint)
+            self._offer(entry, session)
         elif entry.residency is READY:
-            self._evictors[entry.group].touched(self._held(entry, now_s, hint))
+            self._evictors[entry.group].touched(Held(entry.key, entry.parent, session))
 
     def pin(self, entry: Entry) -> None:
         """Forbid eviction once more."""
@@ -161,11 +160,11 @@ class Host:
         self._is_searched[entry.group] = False
         self._evictors[entry.group].removed(entry.key)
 
-    def unstuck(self, entry: Entry, now_s: float) -> None:
+    def unstuck(self, entry: Entry) -> None:
         """The thread behind a late demotion has answered at last."""
         entry.stuck -= 1
         if entry.residency is READY:
-            self._offer(entry, now_s, entry.hint)
+            self._offer(entry, entry.session)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
         """Who goes on with `session`, for evictors that take hints."""
@@ -232,11 +231,11 @@ class Host:
         self._free[entry.group].append(entry.slot)
         self.evictions += 1
 
-    def _offer(self, entry: Entry, now_s: float, hint: Hint) -> None:
+    def _offer(self, entry: Entry, session: str | None) -> None:
         """The evictor may choose `entry` (again)."""
         if not entry.stuck:
             self._is_searched[entry.group] = False
-            self._evictors[entry.group].added(self._held(entry, now_s, hint))
+            self._evictors[entry.group].added(Held(entry.key, entry.parent, session))
 
     def _depart(self, entry: Entry) -> None:
         del self.entries[entry.group][entry.key]
@@ -255,12 +254,6 @@ class Host:
         else:
             self._idle_clean[entry.group] += step
             self._is_searched[entry.group] &= step < 0
-
-    def _held(self, entry: Entry, now_s: float, hint: Hint) -> Held:
-        session, turn, _ = hint
-        size_bytes = self.object_bytes[entry.group]
-        saved_s = entry.hint.seconds_saved_per_token * self._chunk_tokens
-        return Held(entry.key, entry.parent, entry.depth, size_bytes, entry.group, now_s, session, turn, saved_s)
 
 
 def _is_idle(entry: Entry, *, may_owe: bool) -> bool:

@@ -18,7 +18,7 @@ from kvtier.core.residency import COMING, READABLE, Change
 from kvtier.core.tally import Tally
 from kvtier.core.waiting import Waiting
 from kvtier.core.work import HOST, SEVERITY, Entry, Flight, Load, Store, Waiter
-from kvtier.types import Cancel, ChunkKey, Command, Drop, Hint, Link, Outcome, Place, Prefix, Transfer
+from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Place, Prefix, Transfer
 
 # Asked for at every step; on its class, up to Python 3.11, a member costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
@@ -135,7 +135,7 @@ class Traffic:
         waiters, entry.waiters = entry.waiters, []
         if flight.outcome is DONE:
             self._debts.owe(entry, now_s)
-            self._host.arrived(entry, now_s)
+            self._host.arrived(entry)
             self._waiting.settle_store(store, is_held=True)
             if waiters:
                 self._waiting.serve(waiters, entry)
@@ -180,7 +180,7 @@ class Traffic:
         self._judge(flight, now_s)
         waiters, entry.waiters = entry.waiters, []
         if flight.outcome is DONE:
-            self._host.arrived(entry, now_s)
+            self._host.arrived(entry)
             self._waiting.serve(waiters, entry)
             return
         self._host.failed(entry)
@@ -192,7 +192,7 @@ class Traffic:
         lower, entry = self._lowers[flight.transfer.tier], flight.entry
         lower.ended(DEMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         if flight.is_late:
-            self._host.unstuck(entry, now_s)
+            self._host.unstuck(entry)
         else:
             self._judge(flight, now_s)
         if flight.outcome is not DONE:
@@ -309,7 +309,7 @@ class Traffic:
 
     def _promote(self, load: Load, item: tuple[Place, ChunkKey], slot: int, lower: Lower, now_s: float) -> None:
         place, key = item
-        entry = self._new_entry(load.prefix, place, key, slot, load.hint)
+        entry = self._new_entry(load.prefix, place, key, slot, load.session)
         entry.source = lower.name
         self._host.enter(entry, Change.PROMOTE)
         self._waiting.attach(load, place, entry)
@@ -336,7 +336,7 @@ class Traffic:
                     if slot is None:
                         full.add(place.group)
                         break
-                    entry = self._new_entry(store.prefix, place, key, slot, store.hint)
+                    entry = self._new_entry(store.prefix, place, key, slot, store.session)
                     entry.is_fresh = True
                     self._host.enter(entry, Change.GATHER)
                     self._out[GATHER] += 1
@@ -372,10 +372,10 @@ class Traffic:
                 self._send(DEMOTE, entry, now_s, tier=lower.name)
         return has_dropped
 
-    def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, hint: Hint) -> Entry:
+    def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, session: str | None) -> Entry:
         depth = place.chunk
         parent = prefix.keys[depth - 1] if depth and self._waiting.has_parents[place.group] else None
-        return Entry(key, place.group, slot, parent, depth, hint)
+        return Entry(key, place.group, slot, parent, depth, session)
 
     def _send(
         self,
@@ -401,7 +401,7 @@ class Traffic:
             entry.parent,
             entry.depth,
             now_s + self._limits.transfer_deadline_s,
-            entry.hint,
+            entry.session,
         )
         self.flights[transfer.id] = Flight(transfer, entry, self._ranks, load, store, place)
         if tier:

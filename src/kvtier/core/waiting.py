@@ -68,7 +68,7 @@ class Waiting:
                 self.attach(load, place, entry)
         # Deepest first, so that by recency alone a child leaves before its parent.
         for entry in reversed(found):
-            self._debts.use(entry, now_s, load.hint)
+            self._debts.use(entry, now_s, load.session)
         self._end_load_if_settled(load)
 
     def begin_store(self, store: Store, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
@@ -87,7 +87,7 @@ class Waiting:
                 self._tally.unqueued += 1
                 self.settle_store(store, is_held=False)
         for entry in reversed(found):
-            self._debts.use(entry, now_s, store.hint)
+            self._debts.use(entry, now_s, store.session)
 
     # ---- an object that is here, coming, or not coming after all ---------------------------------------------------
 

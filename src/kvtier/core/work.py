@@ -6,7 +6,7 @@ from math import inf
 
 from kvtier.core.patience import Patience
 from kvtier.core.residency import Residency
-from kvtier.types import ChunkKey, Hint, Outcome, Place, Prefix, RequestId, Transfer
+from kvtier.types import ChunkKey, Outcome, Place, Prefix, RequestId, Transfer
 
 HOST = "host"
 NOBODY = frozenset[str]()
@@ -24,7 +24,7 @@ class Entry:
     slot: int
     parent: ChunkKey | None
     depth: int
-    hint: Hint
+    session: str | None
     residency: Residency = Residency.ABSENT
     source: str = HOST
     is_fresh: bool = False
@@ -55,7 +55,7 @@ class Load:
     """Places whose object has to be promoted."""
     unsettled: int
     """Places neither delivered nor failed."""
-    hint: Hint
+    session: str | None
     patience: Patience | None = None
     begun_s: float = 0.0
     is_alone: bool = False
@@ -123,7 +123,7 @@ class Store:
 
     request: RequestId
     prefix: Prefix
-    hint: Hint
+    session: str | None
     deadline_s: float
     todo: deque[tuple[Place, ChunkKey]]
     """Places that wait for a slot."""

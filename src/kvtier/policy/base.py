@@ -11,18 +11,10 @@ class Held(NamedTuple):
 
     name: bytes
     """The key in host memory, the object name in a lower tier; unique within the evictor."""
-    parent: bytes | None
-    """Name of the object before it in its prefix; None at the start, for other than history groups, or if unknown."""
-    depth: int
-    """Objects before it in its prefix."""
-    size_bytes: int
-    group: int
-    time_s: float
-    """When this happened, on the caller's clock; never goes back."""
+    parent: bytes | None = None
+    """Name of the preceding object of the prefix; None at the start, for groups without history, or if unknown."""
     session: str | None = None
-    turn: int | None = None
-    seconds_saved: float = 0.0
-    """Estimated GPU seconds that one reuse saves; 0 where nobody knows."""
+    """The conversation that uses the object, where the engine knows it."""
 
 
 class Evictor(Protocol):

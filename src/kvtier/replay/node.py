@@ -21,7 +21,6 @@ from kvtier.types import (
     ChunkKey,
     Command,
     Drop,
-    Hint,
     LoadDone,
     Lookup,
     Outcome,
@@ -45,7 +44,7 @@ class Job:
     arrived_s: float
     input_tokens: int
     prefix: Prefix
-    hint: Hint
+    session: str | None
     found: int = 0
     """Leading tokens that could have been loaded."""
     planner: int = 0
@@ -173,7 +172,7 @@ class Node:
             _places(chunks),
             self._agenda.now_s,
             patience=plan.patience,
-            hint=job.hint,
+            session=job.session,
         )
         self._watch()
 
@@ -256,7 +255,7 @@ class Node:
         if job.prefix.keys:
             self._storing[job.request] = job
             places = _places(len(job.prefix.keys))
-            self.cache.store(job.request, job.prefix, places, self._agenda.now_s, job.hint)
+            self.cache.store(job.request, job.prefix, places, self._agenda.now_s, job.session)
             self._watch()
         else:
             self.cache.release(job.request, self._agenda.now_s)
@@ -337,24 +336,13 @@ class Node:
         elif transfer.link is Way.SCATTER:
             self.up.send(self._object_bytes, lambda: answer(Outcome.DONE))
         elif transfer.link is Way.DEMOTE:
-            self.shelves[transfer.tier].write(self._held(transfer), lambda: answer(Outcome.DONE))
+            self.shelves[transfer.tier].write(
+                Held(transfer.key, transfer.parent, transfer.session), lambda: answer(Outcome.DONE)
+            )
         else:
-            self._due_s[transfer.key] = self.shelves[transfer.tier].read(self._held(transfer), answer)
-
-    def _held(self, transfer: Transfer) -> Held:
-        hint = transfer.hint
-        saved_s = hint.seconds_saved_per_token
-        return Held(
-            transfer.key,
-            transfer.parent,
-            transfer.depth,
-            self._object_bytes,
-            transfer.group,
-            self._agenda.now_s,
-            hint.session,
-            hint.turn,
-            saved_s,
-        )
+            self._due_s[transfer.key] = self.shelves[transfer.tier].read(
+                Held(transfer.key, transfer.parent, transfer.session), answer
+            )
 
 
 def _places(chunks: int) -> Sequence[Place]:

@@ -23,7 +23,7 @@ from kvtier.replay.outcome import PARTS, Latency, OverTime, Planning, Tiered, Ti
 from kvtier.replay.routing import ROUTERS, make_router
 from kvtier.replay.series import Series
 from kvtier.trace.arrays import TraceArrays
-from kvtier.types import Hint, Prefix, RequestId
+from kvtier.types import Prefix, RequestId
 
 HOST = "host"
 LOAD = 0.8
@@ -186,16 +186,11 @@ class _Run:
         start = int(packed.starts[number])
         count = min(int(packed.starts[number + 1]) - start, tokens // packed.block_tokens)
         blocks: list[int] = packed.ids[start : start + count].tolist()
-        session = int(packed.session[number])
-        hint = Hint(
-            None if session < 0 else str(session),
-            None if session < 0 else int(packed.turn[number]),
-            1.0 / self._setup.prefill.tokens_per_s,
-        )
+        session = None if packed.session[number] < 0 else str(packed.session[number])
         chosen = self._router.choose(number, blocks)
         self._node_of[number] = chosen
         prefix = Prefix(tuple(self._keys[block] for block in blocks), packed.block_tokens)
-        job = Job(RequestId(str(number)), number, self._agenda.now_s, tokens, prefix, hint)
+        job = Job(RequestId(str(number)), number, self._agenda.now_s, tokens, prefix, session)
         self._nodes[chosen].arrive(job)
 
     def _finished(self, job: Job) -> None:

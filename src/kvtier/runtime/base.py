@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.core.patience import Patience
-from kvtier.types import Event, Hint, Lookup, NextTurn, Place, Prefix, RequestId
-
-NO_HINT = Hint()
+from kvtier.types import Event, Lookup, NextTurn, Place, Prefix, RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class Session(Protocol):
         *,
         resident_tokens: int = 0,
         patience: Patience | None = None,
-        hint: Hint = NO_HINT,
+        session: str | None = None,
     ) -> None:
         """Bring the leading `tokens` to `places`; exactly one `LoadDone` follows, whatever happens.
 
@@ -55,7 +53,7 @@ class Session(Protocol):
         """
         ...
 
-    def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], hint: Hint = NO_HINT) -> None:
+    def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], session: str | None = None) -> None:
         """Keep the chunks at `places`; exactly one `StoreDone` follows. Until then the engine keeps the blocks.
 
         Raises:
@@ -68,7 +66,7 @@ class Session(Protocol):
         ...
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Who goes on with `session`, the one of `Hint`, after a response; None: nobody knows any more.
+        """Who goes on with `session` after a response; None: nobody knows any more.
 
         Kept for what evictors learn from it; a wrong word costs hits only.
         """

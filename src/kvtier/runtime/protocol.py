@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from kvtier.errors import KvError
 from kvtier.runtime.jobs import Work
 from kvtier.runtime.rank_group import Note
-from kvtier.types import Cancel, ChunkKey, Drop, Hint, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
+from kvtier.types import Cancel, ChunkKey, Drop, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
 MESSAGE_BYTES_MAX = 16 << 20
 """Longest message: a probe of 200,000 objects."""
@@ -151,14 +151,14 @@ def _transfer_fields(transfer: Transfer) -> str:
     fields = [
         *(transfer.id, transfer.link.value, transfer.key.hex(), transfer.group, transfer.slot),
         *(transfer.tier, transfer.request, transfer.blocks, parent, transfer.depth, transfer.deadline_s),
-        *transfer.hint,
+        transfer.session,
     ]
     return _to_json(fields)
 
 
 def _transfer(values: list[Any]) -> CommandMessage:
-    number, id_, link, key, group, slot, tier, request, blocks, parent, depth, deadline_s, *hint = _checked(
-        values, int, int, str, str, int, int, str, _WORD, list, _WORD, int, _NUMBER, _WORD, (int, type(None)), _NUMBER
+    number, id_, link, key, group, slot, tier, request, blocks, parent, depth, deadline_s, session = _checked(
+        values, int, int, str, str, int, int, str, _WORD, list, _WORD, int, _NUMBER, _WORD
     )
     transfer = Transfer(
         id_,
@@ -172,7 +172,7 @@ def _transfer(values: list[Any]) -> CommandMessage:
         None if parent is None else ChunkKey(bytes.fromhex(parent)),
         depth,
         deadline_s,
-        Hint(*hint),
+        session,
     )
     return CommandMessage(number, transfer)
 

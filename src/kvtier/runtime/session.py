@@ -14,12 +14,11 @@ from kvtier.core.patience import Patience
 from kvtier.errors import BadCallError
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.base import NO_HINT, Closed
+from kvtier.runtime.base import Closed
 from kvtier.runtime.jobs import Completion, Obedient, Observer
 from kvtier.types import (
     Cancel,
     Event,
-    Hint,
     LoadDone,
     Lookup,
     NextTurn,
@@ -129,7 +128,7 @@ class LocalSession:
         *,
         resident_tokens: int = 0,
         patience: Patience | None = None,
-        hint: Hint = NO_HINT,
+        session: str | None = None,
     ) -> None:
         """See `Session`."""
         pending = _Pending(request, self._clock(), tokens, places)
@@ -148,7 +147,7 @@ class LocalSession:
                 pending.time_s,
                 resident_tokens=resident_tokens,
                 patience=patience,
-                hint=hint,
+                session=session,
             )
             self._pass_on()
         except BadCallError:
@@ -157,7 +156,7 @@ class LocalSession:
         except BaseException as error:
             self.shut(error)
 
-    def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], hint: Hint = NO_HINT) -> None:
+    def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], session: str | None = None) -> None:
         """See `Session`."""
         pending = _Pending(request, self._clock(), 0, places)
         if self._is_shut:
@@ -165,7 +164,7 @@ class LocalSession:
             return
         self._stores.append(pending)
         try:
-            self._cache.store(request, prefix, places, pending.time_s, hint)
+            self._cache.store(request, prefix, places, pending.time_s, session)
             self._pass_on()
         except BadCallError:
             self._stores.remove(pending)

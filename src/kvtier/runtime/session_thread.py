@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from kvtier.core.patience import Patience
 from kvtier.errors import KvError
-from kvtier.runtime.base import NO_HINT, Closed
+from kvtier.runtime.base import Closed
 from kvtier.runtime.session import LocalSession
-from kvtier.types import Event, Hint, Lookup, NextTurn, Place, Prefix, RequestId
+from kvtier.types import Event, Lookup, NextTurn, Place, Prefix, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +76,18 @@ class SessionThread:
         *,
         resident_tokens: int = 0,
         patience: Patience | None = None,
-        hint: Hint = NO_HINT,
+        session: str | None = None,
     ) -> None:
         """See `Session`."""
         self._call(
             lambda: self._session.load(
-                request, prefix, tokens, places, resident_tokens=resident_tokens, patience=patience, hint=hint
+                request, prefix, tokens, places, resident_tokens=resident_tokens, patience=patience, session=session
             )
         )
 
-    def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], hint: Hint = NO_HINT) -> None:
+    def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], session: str | None = None) -> None:
         """See `Session`."""
-        self._call(lambda: self._session.store(request, prefix, places, hint))
+        self._call(lambda: self._session.store(request, prefix, places, session))
 
     def release(self, request: RequestId) -> None:
         """See `Session`."""

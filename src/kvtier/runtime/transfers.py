@@ -186,7 +186,7 @@ class Transfers:
         group = transfer.group
         slot = self._arena.frame(group, transfer.slot)
         frame = seal(slot, self._layout.groups[group], identity, self._codec, scratch)
-        about = About(identity.parent, transfer.depth, group, self._layout.chunk_tokens, transfer.hint)
+        about = About(identity.parent, transfer.depth, group, transfer.session)
         return Write(identity.name, frame, about)
 
     def _promote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:

@@ -5,9 +5,9 @@ import random
 from kvtier.policy.base import Evictor, Held
 
 
-def held(number: int, parent: int | None = None, *, time_s: float = 0.0, depth: int = 0) -> Held:
+def held(number: int, parent: int | None = None) -> Held:
     """An event of the object `number`, of 4096 bytes."""
-    return Held(name_of(number), None if parent is None else name_of(parent), depth, 4096, 0, time_s)
+    return Held(name_of(number), None if parent is None else name_of(parent))
 
 
 def name_of(number: int) -> bytes:
@@ -46,7 +46,7 @@ class EvictorContract:
         """Pinned bytes are being read or written."""
         evictor = self.make()
         for number in range(50):
-            evictor.added(held(number, time_s=float(number)))
+            evictor.added(held(number))
         free = name_of(37)
         assert evictor.victim(lambda name: name != free) == free
         assert evictor.victim(_everybody) is None
@@ -55,7 +55,7 @@ class EvictorContract:
         """Who was skipped is found again when the pin is gone."""
         evictor = self.make()
         for number in range(20):
-            evictor.added(held(number, time_s=float(number)))
+            evictor.added(held(number))
         assert evictor.victim(_everybody) is None
         assert _drain(evictor) == {name_of(number) for number in range(20)}
 
@@ -63,7 +63,7 @@ class EvictorContract:
         """The second time is a use."""
         evictor = self.make()
         evictor.added(held(1))
-        evictor.added(held(1, time_s=1.0))
+        evictor.added(held(1))
         evictor.removed(name_of(1))
         assert evictor.victim(_nobody) is None
 
@@ -82,10 +82,10 @@ class EvictorContract:
         chance = random.Random(7)
         evictor = self.make()
         present: set[bytes] = set()
-        for step in range(3000):
+        for _ in range(3000):
             number = chance.randrange(200)
             parent = number - 1 if number % 8 else None
-            event = held(number, parent, time_s=float(step), depth=number % 8)
+            event = held(number, parent)
             match chance.randrange(4):
                 case 0 | 1:
                     evictor.added(event)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier.errors import TierError
 from kvtier.tier.base import About, BatchTier, Read, Tier, Write
-from kvtier.types import Hint, ObjectName
+from kvtier.types import ObjectName
 
 MakeTier = Callable[[int], Tier]
 """Makes an empty tier with a capacity in bytes."""
@@ -192,9 +192,9 @@ class TierContract:
 
     def test_accepts_what_a_policy_may_know(self, tier: Tier) -> None:
         """Parents before and after their children."""
-        about = About(object_name(0), 1, 0, 256, Hint("session", 3, 1e-5))
+        about = About(object_name(0), 1, 0, "session")
         assert tier.write(object_name(1), frame_of(1), about)
-        assert tier.write(object_name(0), frame_of(0), About(tokens=256))
+        assert tier.write(object_name(0), frame_of(0), About())
 
     def test_a_batch_is_answered_object_by_object(self, tier: Tier) -> None:
         """What is there, what is not, what does not fit and what is of odd length, in one call and in their order."""

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvtier.errors import TierError
 from kvtier.policy.base import Held
-from kvtier.types import Hint, ObjectName
+from kvtier.types import ObjectName
 
 _Answer = TypeVar("_Answer")
 
@@ -17,14 +17,11 @@ class About(NamedTuple):
     """The preceding object of the prefix, same group and rank. None at the start and for groups without history."""
     depth: int = 0
     group: int = 0
-    tokens: int = 0
-    hint: Hint = Hint()
+    session: str | None = None
 
-    def held(self, name: ObjectName, size_bytes: int, time_s: float) -> Held:
-        """The policy's event: `name` entered a tier or was used there at `time_s`."""
-        hint = self.hint
-        saved_s = hint.seconds_saved_per_token * self.tokens
-        return Held(name, self.parent, self.depth, size_bytes, self.group, time_s, hint.session, hint.turn, saved_s)
+    def held(self, name: ObjectName) -> Held:
+        """The policy's event: `name` entered a tier or was used there."""
+        return Held(name, self.parent, self.session)
 
 
 UNKNOWN = About()

@@ -69,7 +69,7 @@ class DirectoryIndex:
             else:
                 record.used_ns = now_ns
                 record.mtime_ns = max(record.mtime_ns, mtime_ns)
-                self._evictor.touched(record.about.held(name, record.size_bytes, now_ns / 1e9))
+                self._evictor.touched(record.about.held(name))
             if now_ns - record.mtime_ns < RECENCY_WRITE_NS:
                 return None
             record.mtime_ns = now_ns
@@ -82,7 +82,7 @@ class DirectoryIndex:
             if record is None or mtime_ns <= record.used_ns:
                 return False
             record.used_ns = record.mtime_ns = mtime_ns
-            self._evictor.touched(record.about.held(name, record.size_bytes, self._now_ns() / 1e9))
+            self._evictor.touched(record.about.held(name))
             return True
 
     def postpone(self, name: ObjectName) -> None:
@@ -90,7 +90,7 @@ class DirectoryIndex:
         with self._lock:
             record = self._records.get(name)
             if record is not None:
-                self._evictor.touched(record.about.held(name, record.size_bytes, self._now_ns() / 1e9))
+                self._evictor.touched(record.about.held(name))
 
     def forget(self, name: ObjectName) -> None:
         """`name` no longer exists."""
@@ -162,20 +162,15 @@ class DirectoryIndex:
             record.size_bytes, record.used_ns, record.mtime_ns = size_bytes, used_ns, max(mtime_ns, record.mtime_ns)
             if about.parent is not None or record.about.parent is None:
                 record.about = about
-        self._evictor.added(about.held(name, size_bytes, self._now_ns() / 1e9))
+        self._evictor.added(about.held(name))
 
     def _enter_past(self, uses: Iterable[tuple[bytes, int, int, About]]) -> None:
         """Add many (name, bytes, last use, about), oldest first. Inlined: it runs 100,000 times at a start."""
         records, added = self._records, self._evictor.added
-        latest_ns = time.time_ns()
-        event_ns = self._last_ns
         for name, size_bytes, used_ns, about in uses:
             records[name] = _Record(size_bytes, used_ns, used_ns, about)
             self.known_bytes += charge_bytes(size_bytes)
-            if event_ns < used_ns <= latest_ns:  # past event times, but in order
-                event_ns = used_ns
-            added(Held(name, about.parent, about.depth, size_bytes, about.group, event_ns / 1e9))
-        self._last_ns = event_ns
+            added(Held(name, about.parent))
 
     def _drop(self, name: bytes) -> None:
         record = self._records.pop(name, None)

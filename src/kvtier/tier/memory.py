@@ -1,7 +1,6 @@
 """Frames in this process's memory: the reference that the other tiers are measured against."""
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 from kvtier.errors import ConfigError, TierError
@@ -66,7 +65,7 @@ class MemoryTier:
             if found is None:
                 return None
             frame, about = found
-            self._evictor.touched(about.held(name, len(frame), time.monotonic()))
+            self._evictor.touched(about.held(name))
         # The frame never changes, so it may be copied outside the lock.
         part = memoryview(frame)[offset : offset + into.nbytes]
         into.cast("B")[: part.nbytes] = part
@@ -78,13 +77,13 @@ class MemoryTier:
             self._check_open()
             found = self._frames.get(name)
             if found is not None:
-                self._evictor.added(about.held(name, len(found[0]), time.monotonic()))
+                self._evictor.added(about.held(name))
                 return True
             if not self._make_room(self.capacity_bytes - frame.nbytes):
                 return False
             self._frames[name] = (bytes(frame), about)
             self._used_bytes += frame.nbytes
-            self._evictor.added(about.held(name, frame.nbytes, time.monotonic()))
+            self._evictor.added(about.held(name))
             return True
 
     def delete(self, name: ObjectName) -> None:

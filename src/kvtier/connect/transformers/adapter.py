@@ -39,7 +39,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest
 from kvtier.runtime.base import Closed, Session
-from kvtier.types import Hint, NextTurn, Place, Prefix, RequestId
+from kvtier.types import NextTurn, Place, Prefix, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -415,12 +415,10 @@ class Attachment:
                 computed_tokens=report.prompt_tokens,
                 uncached_reason="the model went on with a cache of its own",
             )
-        seconds = max(0.0, report.ttft_s - report.lookup_s - report.load_s)
-        hint = Hint(None, None, seconds / report.computed_tokens if report.computed_tokens else 0.0)
         groups = len(opened.shape.groups)
         ends = call.end_tokens
         new = [row.new_places(tokens, ends, groups) for row, tokens in zip(call.rows, sequences, strict=True)]
-        count = self._hand_over(opened, call, new, spans, hint)
+        count = self._hand_over(opened, call, new, spans)
         if not isinstance(output, torch.Tensor):
             # The caller gets the cache and may do with it as it likes: nothing is copied from it after that.
             opened.waiting.stores(_HANDOVER_DEADLINE_S, call.number)
@@ -437,11 +435,9 @@ class Attachment:
         if spans is None or opened.shape.has_windows or len(call.rows) > 1:
             return 0
         new = call.rows[0].places(known_tokens // opened.layout.chunk_tokens, tokens, len(opened.shape.groups))
-        return self._hand_over(opened, call, [new], spans, Hint())
+        return self._hand_over(opened, call, [new], spans)
 
-    def _hand_over(
-        self, opened: Opened, call: Call, new: Sequence[tuple[Prefix, list[Place]]], spans: Spans, hint: Hint
-    ) -> int:
+    def _hand_over(self, opened: Opened, call: Call, new: Sequence[tuple[Prefix, list[Place]]], spans: Spans) -> int:
         """Begin to store the new places of each row; how many there are."""
         opened.waiting.take()
         is_full = opened.waiting.storing_calls >= self._held_calls
@@ -463,7 +459,7 @@ class Attachment:
                     row=number,
                     pad=row.asked.pad,
                     spans=spans,
-                    hint=hint._replace(session=row.asked.session),
+                    session=row.asked.session,
                 )
                 count += len(places)
         return count

@@ -21,7 +21,7 @@ from kvtier.connect.transformers.rows import common_column, row_tokens
 from kvtier.connect.transformers.waiting import Waiting
 from kvtier.device.layers import LayerReadiness
 from kvtier.runtime.base import Session
-from kvtier.types import Hint, LoadDone, Lookup, Place, Prefix, Presence, RequestId
+from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -282,9 +282,7 @@ class Restorer:
         boundary = max(place.chunk for place in places) + 1
         self._copier.expose(row.request, number, row.pad, tensors.spans, readiness)
         try:
-            self._session.load(
-                row.request, row.prefix, boundary * row.prefix.chunk_tokens, places, hint=Hint(row.session)
-            )
+            self._session.load(row.request, row.prefix, boundary * row.prefix.chunk_tokens, places, session=row.session)
         except BaseException:
             self._copier.forget(row.request)  # no LoadDone will
             raise

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kvtier.connect.transformers.caches import Spans
 from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.runtime.base import Session
-from kvtier.types import Hint, LoadDone, Place, Prefix, RequestId, StoreDone
+from kvtier.types import LoadDone, Place, Prefix, RequestId, StoreDone
 
 _POLL_S = 0.05
 
@@ -45,12 +45,12 @@ class Waiting:
         row: int,
         pad: int,
         spans: Spans,
-        hint: Hint,
+        session: str | None,
     ) -> None:
         """Begin to store `places` of one row, whose tensors are held until that has ended."""
         self._copier.expose(request, row, pad, spans)
         try:
-            self._session.store(request, prefix, places, hint)
+            self._session.store(request, prefix, places, session)
         except BaseException:
             self._copier.forget(request)  # no StoreDone will
             raise

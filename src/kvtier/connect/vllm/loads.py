@@ -10,7 +10,7 @@ from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables
 from kvtier.connect.vllm.worker import AwaitedLoad, LoadReport
 from kvtier.runtime.base import Session
-from kvtier.types import ChunkKey, Hint, LoadDone, Place, Prefix, RequestId
+from kvtier.types import ChunkKey, LoadDone, Place, Prefix, RequestId
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +101,7 @@ class Loads:
             load.places,
             resident_tokens=plan.resident_tokens,
             patience=plan.patience,
-            hint=Hint(load.tracked.hint.session),
+            session=load.tracked.hint.session,
         )
         return True
 

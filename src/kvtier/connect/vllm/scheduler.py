@@ -34,7 +34,7 @@ from kvtier.core.planner import Piece, Planner
 from kvtier.runtime.base import Session
 from kvtier.runtime.rank_group import Note, Ranks
 from kvtier.runtime.recorder import Recorder
-from kvtier.types import Hint, LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
+from kvtier.types import LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
 
 logger = logging.getLogger(__name__)
 
@@ -404,11 +404,10 @@ class Scheduler:
         first = tracked.handed_tokens // self._geometry.chunk_tokens
         places = self._selection.take(tracked, end, tables)
         if places:
-            hint = Hint(tracked.hint.session, seconds_saved_per_token=self._planner.seconds_per_token)
             prefix = tracked.prefix(end)
             if self._events is not None:
                 self._events.learn(tracked.request, prefix, first)
-            self._stores.begin(tracked.id, prefix, places, hint)
+            self._stores.begin(tracked.id, prefix, places, tracked.hint.session)
         self._forget_offers(tracked)
         return True
 

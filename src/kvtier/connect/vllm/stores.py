@@ -14,7 +14,7 @@ from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables, StateOffer
 from kvtier.layout import History, Window
 from kvtier.runtime.base import Session
-from kvtier.types import Hint, Place, Prefix, RequestId, StoreDone
+from kvtier.types import Place, Prefix, RequestId, StoreDone
 
 
 class StoreSelection:
@@ -104,7 +104,7 @@ class Stores:
         """Whether any block is pinned."""
         return any(map(any, self._pinned.values()))
 
-    def begin(self, request: str, prefix: Prefix, places: Sequence[Place], hint: Hint) -> None:
+    def begin(self, request: str, prefix: Prefix, places: Sequence[Place], session: str | None) -> None:
         """Store the chunks at `places`, whose blocks hold final bytes and are in use."""
         name = RequestId(f"S{next(self._numbers)}/{request}")
         deepest_first = sorted(places, key=lambda place: place.chunk, reverse=True)
@@ -115,7 +115,7 @@ class Stores:
         self.pins.pin(list(itertools.chain.from_iterable(pinned)))  # one call: an exception leaves none pinned
         self._read[name], self._pinned[name] = frozenset().union(*pinned), pinned
         try:
-            self._session.store(name, prefix, places, hint)
+            self._session.store(name, prefix, places, session)
         except BaseException:
             self._forget(name)  # no StoreDone will come
             raise

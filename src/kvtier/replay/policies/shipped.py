@@ -36,31 +36,26 @@ class Shipped(Policy):
         self._names: list[bytes | None] = [block.to_bytes(8, "big") for block in range(packed.block_count)]
         self._names.append(None)  # parent -1: a first block
         self._parent_names: list[bytes | None] = [self._names[parent] for parent in packed.parents.tolist()]
-        self._time_s = 0.0
         self._session: str | None = None
-        self._turn: int | None = None
 
     def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:  # noqa: ARG002  the interface's arguments
-        """Pass the hint of the request before, and note session and turn of this one."""
-        self.request, self._time_s = request, time_s
+        """Pass the hint of the request before, and note the session of this one."""
+        self.request = request
         if self._hinted is not None and self._session is not None and request:
             self._hinted.expects(self._session, self._next_turns[request - 1])
         session = int(self._packed.session[request])
         self._session = None if session < 0 else str(session)
-        self._turn = None if session < 0 else int(self._packed.turn[request])
 
     def access(self, blocks: Sequence[int]) -> tuple[int, int]:
         """Touch the hits; cache a miss if there is room or the evictor has a victim."""
-        names, parent_names, size = self._names, self._parent_names, self._packed.block_tokens
-        time_s, session, turn = self._time_s, self._session, self._turn
+        names, parent_names, session = self._names, self._parent_names, self._session
         present, capacity = self.present, self.capacity
         added = self._evictor.added
         hits = inserted = 0
-        for place in range(len(blocks) - 1, -1, -1):
-            block = blocks[place]
+        for block in reversed(blocks):
             # Held's own constructor takes twice as long, and this runs for each access.
             held: Held = tuple.__new__(  # pyright: ignore[reportUnknownMemberType]
-                Held, (names[block], parent_names[block], place, size, 0, time_s, session, turn, 0.0)
+                Held, (names[block], parent_names[block], session)
             )
             if present[block]:
                 hits += 1
