@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 import pytest
 from tests.core_driver import Driver, prefix_of
 
-from kvtier.cli import store_disk
 from kvtier.cli.main import run
 from kvtier.errors import TierError
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import Gauges
 from kvtier.runtime.jobs import TierView
 from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
+from kvtier.store import disk as store_disk
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import pack_json
@@ -187,7 +187,7 @@ def test_a_store_with_a_status_that_makes_no_sense_is_as_good_as_any(tmp_path, c
     opened(tmp_path).close()
     (tmp_path / STATUS_NAME).write_bytes(WRONG["half"])
     assert run(["inspect", "health", str(tmp_path)]) == 0
-    assert "nothing was ever told" in capsys.readouterr().out
+    assert "no status was ever written" in capsys.readouterr().out
     tier = opened(tmp_path)
     assert tier.write(object_name(1), FRAME), "nobody believes it"
     tier.close()
@@ -251,10 +251,10 @@ def test_inspect_tells_how_a_store_in_use_fares(tmp_path, capsys, monkeypatch):
     tier.note_use(is_up=False)
     told_now(tier)
     assert health(capsys, tmp_path)[0] == 1
-    assert health(capsys, tmp_path)[1]["state"] == "left alone"
+    assert health(capsys, tmp_path)[1]["state"] == "backed off"
     tier.note_use(is_up=True)
     told_now(tier)
-    monkeypatch.setattr("kvtier.cli.store_disk.time", lambda: read_status(tmp_path).time_s + store_disk.SILENT_S + 1)
+    monkeypatch.setattr("kvtier.store.disk.time", lambda: read_status(tmp_path).time_s + store_disk.SILENT_S + 1)
     code, result = health(capsys, tmp_path)
     assert (code, result["state"]) == (1, "silent")
     monkeypatch.undo()

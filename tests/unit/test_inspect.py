@@ -112,8 +112,8 @@ def test_stat_counts(store, inspect, monkeypatch):
     code, told = inspect("stat", store)
     assert code == 0
     assert (told["objects"], told["bytes"], told["charged_bytes"]) == (10, 10 * FRAME, 10 * FRAME)
-    assert told["ledger_bytes"] == 10 * FRAME
-    assert (told["drafts"], told["draft_bytes"], told["open_in"], told["unreadable"]) == (0, 0, 0, 0)
+    assert told["recorded_bytes"] == 10 * FRAME
+    assert (told["temp_files"], told["temp_bytes"], told["open_in"], told["unreadable"]) == (0, 0, 0, 0)
     assert told["capacity_bytes"] is None
     assert set(told["fingerprints"]) == {model.hex()[:12] for model in MODELS}
     share = told["fingerprints"][MODELS[0].hex()[:12]]
@@ -130,14 +130,14 @@ def test_stat_sees_who_is_in_there_and_what_is_being_written(store, inspect):
     tier = DirectoryTier(store, capacity_bytes=2**30)
     (store / "drafts" / "0123456789abcdef-0-8192").write_bytes(b"half")
     told = inspect("stat", store)[1]
-    assert (told["open_in"], told["drafts"], told["draft_bytes"]) == (1, 1, 8192)
+    assert (told["open_in"], told["temp_files"], told["temp_bytes"]) == (1, 1, 8192)
     tier.close()
     assert inspect("stat", store)[1]["open_in"] == 0
 
 
 def test_stat_without_a_ledger_makes_none(store, inspect):
     (store / "ledger").unlink()
-    assert inspect("stat", store)[1]["ledger_bytes"] is None
+    assert inspect("stat", store)[1]["recorded_bytes"] is None
     assert not (store / "ledger").exists()
 
 
@@ -218,7 +218,7 @@ def test_repair_drops_what_is_bad_and_the_ledger_stays_exact(store, inspect):
     code, told = inspect("verify", store)
     assert (code, told["checked"], told["bad"]) == (0, 3, 0)
     told = inspect("stat", store)[1]
-    assert (told["ledger_bytes"], told["charged_bytes"]) == (3 * FRAME, 3 * FRAME)
+    assert (told["recorded_bytes"], told["charged_bytes"]) == (3 * FRAME, 3 * FRAME)
     assert not any((store / "objects" / name[:2] / name).exists() for name in expected)
 
 

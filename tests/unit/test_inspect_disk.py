@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from kvtier.cli import store_disk
 from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, head_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import TierError
 from kvtier.layout import GroupLayout, History
+from kvtier.store import disk as store_disk
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier
 
@@ -158,7 +158,7 @@ def test_a_compaction_that_is_cut_short_loses_nothing(sparse, monkeypatch):
 
     monkeypatch.setattr("kvtier.tier.disk_files.SegmentFiles.remove", cut)
     with pytest.raises(TierError, match="planned"):
-        store_disk.compact(store)
+        store_disk.DiskStore(store).compact()
     tier = DiskTier(store, capacity_bytes=1 << 20, segment_bytes=1 << 18, sync_interval_s=3600.0)
     assert {number for number in range(70) if tier.contains([object_name(number)])[0]} == left
     tier.close()
@@ -176,5 +176,5 @@ def test_compact_leaves_full_segments_and_stores_in_use_alone(store, capsys):
     for command in ("compact", "health"):
         assert run(["inspect", command, str(store / "segments")]) == 2
         message = capsys.readouterr().err
-        assert "is no store of the disk tier" in message
+        assert "is not a disk store" in message
         assert "a directory with kvtier-disk.json" in message

@@ -1,25 +1,25 @@
-"""`kvtier inspect`: look into a store's directory, verify it, purge it."""
+"""`kvtier inspect`: list, verify, repair, compact and purge stores."""
 
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
-from kvtier.cli import store_disk
 from kvtier.cli.progress import progress
-from kvtier.cli.store_purge import Purge, purge
-from kvtier.cli.store_verify import Verification, census, repair, verify
-from kvtier.cli.store_view import Listing, ObjectRow, ObjectView, StoreStat, find, listing, marker_of, statistics, view
 from kvtier.config.kinds import size_text
 from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
+from kvtier.store import DiskStore, StoreInspector, open_store
+from kvtier.store.base import Listing, ObjectRow, ObjectView, Purge, StoreStat, Verification
+from kvtier.store.disk import StoreHealth
 from kvtier.tier.disk_status import DiskStatus
 
 NAME_DIGITS = 16
-"""Of a name that is shown to people; `show` takes as many as make it unique."""
+"""Digits of a name in tables; `show` takes any unique prefix."""
 
 SECTIONS_SHOWN = 64
 
@@ -29,11 +29,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 @click.group()
 def inspect() -> None:
-    """Look into a store's directory: list, count, verify, repair, compact, purge.
+    """List, count, verify, repair, compact and purge stores.
 
-    DIR is the directory that the setting directory.path names, or a rank's directory (rank-0 and so on) in the one that
-    disk.path names. All but `purge`, `compact` and `verify --repair` only read,
-    and may run beside processes that use the store.
+    DIR is the setting directory.path, or a rank's directory (such as rank-0) in disk.path. All commands but `purge`,
+    `compact` and `verify --repair` are read-only and may run beside processes that use the store.
     """
 
 
@@ -42,12 +41,11 @@ def inspect() -> None:
 @click.option(
     "--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Most objects to list."
 )
-@click.option("--after", default="", metavar="NAME", help="Begin behind this name: how to get the next page.")
+@click.option("--after", default="", metavar="NAME", help="List names after this one, for the next page.")
 @json_option
 def ls(directory: Path, limit: int, after: str, as_json: bool) -> int:
-    """List objects by name, with what the heads of their frames tell."""
-    look = store_disk.listing if store_disk.is_disk(directory) else listing
-    result = look(directory, limit=limit, after=after)
+    """List objects by name, with metadata from the heads of their frames."""
+    result = open_store(directory).listing(limit=limit, after=after)
     if as_json:
         print_json(result)
     else:
@@ -59,13 +57,13 @@ def ls(directory: Path, limit: int, after: str, as_json: bool) -> int:
 @directory_argument
 @json_option
 def stat(directory: Path, as_json: bool) -> int:
-    """Count objects and bytes, in all and by fingerprint."""
-    if store_disk.is_disk(directory):
-        with progress("reading heads", len(store_disk.census(directory))) as advance:
-            result = store_disk.statistics(directory, advance)
-    else:
-        with progress("reading heads", len(census(directory))) as advance:
-            result = statistics(directory, _capacity_bytes(directory), advance)
+    """Count objects and bytes, in total and by fingerprint."""
+    store = open_store(directory)
+    found = store.objects()
+    with progress("reading heads", len(found)) as advance:
+        result = store.statistics(found, advance)
+    if result.capacity_bytes is None:
+        result = replace(result, capacity_bytes=_capacity_bytes(directory))
     if as_json:
         print_json(result)
     else:
@@ -77,11 +75,11 @@ def stat(directory: Path, as_json: bool) -> int:
 @directory_argument
 @json_option
 def health(directory: Path, as_json: bool) -> int:
-    """Tell how a disk store in use fares: errors, room, wear, and whether its session leaves it alone.
+    """Show the health of a disk store: errors, free space, wear, and whether its session backs off.
 
-    Exit code 1 when it is left alone, or when the process that has it open tells nothing any more.
+    Exit code 1 when the session backs off, or when the process that has the store open is silent.
     """
-    result = store_disk.health(directory)
+    result = DiskStore(directory).health()
     if as_json:
         print_json(result)
     else:
@@ -98,10 +96,8 @@ def show(directory: Path, name: str, as_json: bool) -> int:
 
     Exit code 1 when its head is damaged.
     """
-    if store_disk.is_disk(directory):
-        result = store_disk.view(store_disk.find(directory, name))
-    else:
-        result = view(directory, find(directory, name))
+    store = open_store(directory)
+    result = store.view(store.find(name))
     if as_json:
         print_json(result)
     else:
@@ -111,25 +107,19 @@ def show(directory: Path, name: str, as_json: bool) -> int:
 
 @inspect.command(name="verify")
 @directory_argument
-@click.option("--repair", "is_repair", is_flag=True, help="Drop what is bad.")
+@click.option("--repair", "is_repair", is_flag=True, help="Remove bad objects.")
 @json_option
 def verify_command(directory: Path, is_repair: bool, as_json: bool) -> int:
-    """Re-read every object and check every byte.
+    """Read and verify every byte of every object.
 
-    Exit code 1 when something is bad, also when --repair dropped it.
+    Exit code 1 when an object is bad, also when --repair removed it.
     """
-    if store_disk.is_disk(directory):
-        total = sum(stored.size_bytes for stored in store_disk.census(directory))
-        with progress("verifying", total) as advance:
-            result = store_disk.verify(directory, advance)
-        if is_repair:
-            store_disk.repair(directory, result)
-    else:
-        found = census(directory)
-        with progress("verifying", sum(file.size_bytes for file in found)) as advance:
-            result = verify(directory, found, advance)
-        if is_repair:
-            repair(directory, result)
+    store = open_store(directory)
+    found = store.objects()
+    with progress("verifying", sum(stored.size_bytes for stored in found)) as advance:
+        result = store.verify(found, advance)
+    if is_repair:
+        store.repair(found, result)
     if as_json:
         print_json(result)
     else:
@@ -140,22 +130,21 @@ def verify_command(directory: Path, is_repair: bool, as_json: bool) -> int:
 @inspect.command(name="purge")
 @directory_argument
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--force", is_flag=True, help="Empty the store even though processes have it open.")
+@click.option("--force", is_flag=True, help="Remove the objects of a directory store that processes have open.")
 @json_option
 def purge_command(directory: Path, yes: bool, force: bool, as_json: bool) -> int:
-    """Remove the store in DIR with all its objects and its secret; DIR itself and what is not ours stay.
+    """Remove the store in DIR with all its objects and its secret. DIR itself and foreign files are kept.
 
-    The secret of a disk store, which all ranks share, lies beside rank-0 and stays.
+    The secret of a disk store is beside rank-0, shared by all ranks, and is kept.
 
-    While other processes have it open it is refused; with --force its objects are removed and the store stays.
+    A store that other processes have open is refused. With --force the objects of a directory store are removed, and
+    the store is kept.
     """
-    is_disk = store_disk.is_disk(directory)
-    if not is_disk:
-        marker_of(directory)
-    if not yes and not _confirmed(directory):
+    store = open_store(directory)
+    if not yes and not _confirmed(store):
         click.echo("nothing was removed", err=True)
         return 2
-    result = store_disk.purge(directory) if is_disk else purge(directory, force=force)
+    result = store.purge(force=force)
     if as_json:
         print_json(result)
     else:
@@ -167,34 +156,32 @@ def purge_command(directory: Path, yes: bool, force: bool, as_json: bool) -> int
 @directory_argument
 @json_option
 def compact(directory: Path, as_json: bool) -> int:
-    """Give back what a disk store that nobody has open takes beyond need.
+    """Compact a disk store that no process has open.
 
-    Objects left in segments that are mostly empty are copied together; segments that hold nothing are removed.
+    Objects of mostly empty segments are copied together; empty segments are removed.
     """
-    store_disk.check_disk(directory)
-    result = store_disk.compact(directory)
+    result = DiskStore(directory).compact()
     if as_json:
         print_json(result)
     else:
         given = size_text(result.bytes_before - result.bytes_after)
-        click.echo(f"{result.objects} objects; {given} given back, {size_text(result.copied_bytes)} written for it")
+        click.echo(f"{result.objects} objects; {given} freed, {size_text(result.copied_bytes)} copied")
     return 0
 
 
-def _confirmed(directory: Path) -> bool:
-    look = store_disk.census if store_disk.is_disk(directory) else census
-    sizes = [found.size_bytes for found in look(directory)]
+def _confirmed(store: StoreInspector) -> bool:
+    sizes = [stored.size_bytes for stored in store.objects()]
     try:
-        question = f"Remove the store in {directory} with {len(sizes)} objects, {size_text(sum(sizes))}?"
+        question = f"Remove the store in {store.root} with {len(sizes)} objects, {size_text(sum(sizes))}?"
         return click.confirm(question, err=True)
     except click.Abort:
         if sys.stdin.isatty():
             raise  # Ctrl-C
-        raise click.UsageError("nobody answers on stdin; give --yes") from None
+        raise click.UsageError("stdin is not a terminal; give --yes") from None
 
 
 def _capacity_bytes(directory: Path) -> int | None:
-    """The cap of the store, which only the settings know; None where they are about another directory, or wrong."""
+    """The cap by the settings; None when they are invalid or name another directory."""
     try:
         settings = load().config.directory
     except ConfigError:
@@ -215,21 +202,21 @@ def _listed(row: ObjectRow) -> tuple[str, ...]:
     front, back = row.name[:NAME_DIGITS], (_age(row.age_s), size_text(row.size_bytes))
     if row.problem is not None:
         return (front, f"bad: {row.problem}", "", "", "", "", *back)
-    told = (row.group, row.rank, row.depth, row.tokens)
-    return (front, (row.fingerprint or "")[:NAME_DIGITS], *(str(number) for number in told), *back)
+    numbers = (row.group, row.rank, row.depth, row.tokens)
+    return (front, (row.fingerprint or "")[:NAME_DIGITS], *(str(number) for number in numbers), *back)
 
 
 def _draw_stat(result: StoreStat) -> None:
     cap = "" if result.capacity_bytes is None else f" of {size_text(result.capacity_bytes)}"
-    ledger = "unknown" if result.ledger_bytes is None else f"{size_text(result.ledger_bytes)}{cap}"
+    recorded = "unknown" if result.recorded_bytes is None else f"{size_text(result.recorded_bytes)}{cap}"
     rows = [
-        ("store", f"{result.store_id}, version {result.version}, made {result.created}"),
+        ("store", f"{result.store_id}, version {result.version}, created {result.created}"),
         ("objects", f"{result.objects}, {size_text(result.bytes)}"),
-        ("in use", f"{ledger} (files, in whole blocks: {size_text(result.charged_bytes)})"),
-        ("drafts", f"{result.drafts}, {size_text(result.draft_bytes)} reserved"),
+        ("in use", f"{recorded} (files, in whole blocks: {size_text(result.charged_bytes)})"),
+        ("temporary files", f"{result.temp_files}, {size_text(result.temp_bytes)} reserved"),
         ("open in", f"{result.open_in} tier(s) of running processes"),
         ("disk free", size_text(result.free_bytes)),
-        ("heads that cannot be read", str(result.unreadable)),
+        ("invalid heads", str(result.unreadable)),
     ]
     if result.oldest_age_s is not None and result.newest_age_s is not None:
         rows.append(("last used", f"{_age(result.oldest_age_s)} to {_age(result.newest_age_s)}"))
@@ -249,24 +236,27 @@ def _draw_stat(result: StoreStat) -> None:
         print_table(Table(("fingerprint", "groups", "ranks", "objects", "tokens", "size"), shares, numeric=3))
 
 
-def _draw_health(result: store_disk.StoreHealth) -> None:
+def _draw_health(result: StoreHealth) -> None:
     status = result.status
     if status is None or result.age_s is None:
         print_table(
-            Table(("what", "value"), [("state", f"{result.state}; nothing was ever told")], title=result.directory)
+            Table(("what", "value"), [("state", f"{result.state}; no status was ever written")], title=result.directory)
         )
         return
-    use = {True: "", False: "", None: "; whether its session leaves it alone is in the metric kvtier_tier_up"}
+    use = {True: "", False: "", None: "; the metric kvtier_tier_up shows whether its session backs off"}
     rows = [
         ("state", f"{result.state}{use[status.is_up]}"),
-        ("told", f"{_age(result.age_s)} by process {status.pid}"),
+        ("status", f"{_age(result.age_s)}, by process {status.pid}"),
         ("I/O errors", _faults(status)),
         ("objects", str(status.objects)),
         ("in use", f"{size_text(status.used_bytes)} of {size_text(status.capacity_bytes)}{_limit(status)}"),
-        ("disk free", f"{size_text(status.free_bytes)}, of which {size_text(status.reserve_bytes)} is left to others"),
+        (
+            "disk free",
+            f"{size_text(status.free_bytes)}, of which {size_text(status.reserve_bytes)} is reserved",
+        ),
         ("written", f"{size_text(status.frame_bytes)} of frames, {size_text(status.upkeep_bytes)} of upkeep"),
         ("amplification", "-" if result.amplification is None else f"{result.amplification:.3f}"),
-        ("not written to spare the drive", f"{size_text(status.avoided_bytes)}{_per_day(status.write_bytes_per_day)}"),
+        ("refused by the write budget", f"{size_text(status.avoided_bytes)}{_per_day(status.write_bytes_per_day)}"),
         ("direct I/O", "yes" if status.direct_io else "no"),
     ]
     print_table(Table(("what", "value"), rows, title=result.directory))
@@ -297,7 +287,7 @@ def _draw_object(result: ObjectView) -> None:
     rows += [
         ("fingerprint", row.fingerprint or ""),
         ("layout", result.layout or ""),
-        ("parent", row.parent or "(none, or unknown)"),
+        ("parent", row.parent or "(none or unknown)"),
         ("group, rank", f"{row.group}, {row.rank}"),
         ("depth, tokens", f"{row.depth}, {row.tokens}"),
         ("frame", f"version {result.version}, codec {result.codec}, header of {_bytes(result.header_bytes or 0)}"),
@@ -330,24 +320,24 @@ def _draw_object(result: ObjectView) -> None:
 def _draw_verification(result: Verification, *, is_repair: bool) -> None:
     if result.bad_objects:
         rows = [(bad.name[:NAME_DIGITS], bad.reason, size_text(bad.size_bytes)) for bad in result.bad_objects]
-        print_table(Table(("name", "what is wrong", "size"), rows, numeric=1))
+        print_table(Table(("name", "problem", "size"), rows, numeric=1))
     dropped = f", {result.dropped} dropped" if is_repair else ""
     click.echo(f"{result.checked} objects, {size_text(result.bytes)} checked: {result.bad} bad{dropped}")
 
 
 def _draw_purge(result: Purge) -> None:
-    what = "emptied; its users keep it" if result.is_emptied_only else "removed"
+    what = "empty, and still open in other processes" if result.is_emptied_only else "removed"
     click.echo(f"{result.directory}: {result.objects} objects, {size_text(result.bytes)}; the store is {what}")
     if result.left:
         more = " (the first hundred)" if len(result.left) >= 100 else ""
-        click.echo(f"not ours and left alone{more}: {', '.join(result.left)}", err=True)
+        click.echo(f"foreign files kept{more}: {', '.join(result.left)}", err=True)
 
 
 def _date(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError):
-        return f"{seconds:.0f} s since 1970"  # a file may have a time of any year
+        return f"{seconds:.0f} s since 1970"  # an mtime may lie in any year
 
 
 def _age(seconds: float) -> str:

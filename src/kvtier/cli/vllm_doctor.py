@@ -8,15 +8,12 @@ import json
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, cast
 
-from kvtier.cli import store_disk
 from kvtier.cli.progress import progress
-from kvtier.cli.store_verify import census
-from kvtier.cli.store_view import FINGERPRINT_DIGITS, StoreStat, statistics
 from kvtier.config.kinds import size_text
 from kvtier.config.loader import Loaded, Origin, load
 from kvtier.config.machine import check
@@ -32,6 +29,9 @@ from kvtier.keys.weights import checkpoint_files
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
+from kvtier.store import open_store
+from kvtier.store.base import FINGERPRINT_DIGITS, StoreStat
+from kvtier.store.disk import is_disk
 from kvtier.tier import notes
 from kvtier.tier.marker import MARKER_NAME
 
@@ -338,7 +338,7 @@ def _stores(config: Config, mine: Fingerprint | Finding | None, chunk_tokens: in
     secret_file = config.store.secret_file
     is_keyed = secret_file is not None or config.store.secret is not None
     for root in (directory, *([] if disk is None else sorted(disk.glob("rank-*")))):
-        if root is None or not ((root / MARKER_NAME).is_file() or store_disk.is_disk(root)):
+        if root is None or not ((root / MARKER_NAME).is_file() or is_disk(root)):
             continue  # what is wrong with a place that is no store has been said
         try:
             found = _statistics(root, config)
@@ -352,11 +352,11 @@ def _stores(config: Config, mine: Fingerprint | Finding | None, chunk_tokens: in
 
 
 def _statistics(root: Path, config: Config) -> StoreStat:
-    if store_disk.is_disk(root):
-        with progress("reading heads", None) as advance:
-            return store_disk.statistics(root, advance)
-    with progress("reading heads", len(census(root))) as advance:
-        return statistics(root, config.directory.capacity_bytes, advance)
+    store = open_store(root)
+    found = store.objects()
+    with progress("reading heads", len(found)) as advance:
+        result = store.statistics(found, advance)
+    return result if is_disk(root) else replace(result, capacity_bytes=config.directory.capacity_bytes)
 
 
 def _secret(place: Path, found: StoreStat) -> Iterator[Finding]:
@@ -378,7 +378,7 @@ def _room(root: Path, found: StoreStat) -> Iterator[Finding]:
     if found.free_bytes < FREE_BYTES_FEW:
         told = f"the file system has only {size_text(found.free_bytes)} left; when it is full nothing is stored"
         yield Finding("warning", str(root), told, "make room, or lower the tier's capacity_bytes")
-    if found.capacity_bytes and (found.ledger_bytes or 0) >= FULL_SHARE * found.capacity_bytes:
+    if found.capacity_bytes and (found.recorded_bytes or 0) >= FULL_SHARE * found.capacity_bytes:
         told = f"{size_text(found.capacity_bytes)} are full: each new chunk pushes out the one that was unused longest"
         yield Finding("warning", str(root), told, "raise directory.capacity_bytes if prompts are gone too soon")
     if found.unreadable:
@@ -419,7 +419,7 @@ def _content(root: Path, found: StoreStat, mine: Fingerprint | None, chunk_token
 
 def _differences(root: Path, shares: Iterable[str], mine: Fingerprint) -> str:
     """In what each fingerprint of a store differs from `mine`, where engines have left what theirs is made of."""
-    place = root.parent if store_disk.is_disk(root) else root
+    place = root.parent if is_disk(root) else root
     known = {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in notes.read(place, "fingerprint")}
     own = dict(_leaves(json.loads(mine.canonical)))
     told: list[str] = []

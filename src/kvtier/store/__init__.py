@@ -1,0 +1,16 @@
+"""Inspection and repair of stores, from outside the process that uses them."""
+
+from pathlib import Path
+
+from kvtier.store.base import StoreInspector
+from kvtier.store.directory import DirectoryStore
+from kvtier.store.disk import DiskStore, is_disk
+
+
+def open_store(root: Path) -> StoreInspector:
+    """The inspector of the store at `root`.
+
+    Raises:
+        ConfigError: `root` has no store of a known version.
+    """
+    return DiskStore(root) if is_disk(root) else DirectoryStore(root)

@@ -1,0 +1,248 @@
+"""Inspection of a disk store.
+
+Writes since the last sync are not visible, and a segment that is evicted meanwhile appears damaged.
+"""
+
+import fcntl
+import os
+import stat
+from collections.abc import Generator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import time
+
+import numpy as np
+
+from kvtier.errors import ConfigError
+from kvtier.layout import ALIGNMENT
+from kvtier.store.base import UNBOUNDED_BYTES, ObjectFile, Purge, StoreInspector, Usage
+from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_files import SEGMENTS_NAME, segment_files
+from kvtier.tier.disk_format import VERSION, Entries
+from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, Marker, marker_in
+from kvtier.tier.disk_segment import Segment, file_name
+from kvtier.tier.disk_status import STATUS_NAME, TEMP_NAME, UNCHANGED_S, DiskStatus, read_status
+from kvtier.tier.safe_open import WRONG_KIND, directory_at, folder_at, open_file
+
+_NEVER_S = 86400.0
+
+SILENT_S = 3 * UNCHANGED_S
+"""A process whose status is older than this hangs in its device, or is stopped."""
+
+
+def is_disk(root: Path) -> bool:
+    """Whether `root` is a disk store."""
+    try:
+        return stat.S_ISREG(os.stat(root / MARKER_NAME, follow_symlinks=False).st_mode)  # noqa: PTH116
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHealth:
+    """Health of a disk store, by the status file of the process that has it open or had it open last."""
+
+    directory: str
+    state: str
+    """``in use``, ``backed off``, ``silent`` (open in a process that writes no status), ``not open``."""
+    age_s: float | None
+    """Age of the status; None without one."""
+    amplification: float | None
+    status: DiskStatus | None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the store has no problem now."""
+        return self.state in {"in use", "not open"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """Bytes of a store on its device before and after compaction."""
+
+    directory: str
+    objects: int
+    bytes_before: int
+    bytes_after: int
+    copied_bytes: int
+
+
+class DiskStore(StoreInspector):
+    """The disk store at `root`.
+
+    Raises:
+        ConfigError: `root` has none; the message names the one that may be meant.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        if not is_disk(root):
+            if is_disk(root / "rank-0"):
+                raise ConfigError(
+                    f"{root} is of the disk tier; allowed here: one of its stores, such as {root / 'rank-0'}"
+                )
+            raise ConfigError(
+                f"{root} is not a disk store; allowed: a directory with {MARKER_NAME}, such as rank-0 in disk.path"
+            )
+
+    def objects(self) -> list[ObjectFile]:
+        """All objects of the index, by name.
+
+        Raises:
+            ConfigError: the store's version is unknown.
+            OSError: a segment cannot be read.
+        """
+        marker = self._marker()
+        loaded: list[tuple[int, int, Entries]] = []
+        with suppress(FileNotFoundError, NotADirectoryError), self._segments() as folder:
+            for number, status in segment_files(folder):
+                if status.st_size != marker.segment_bytes or not stat.S_ISREG(status.st_mode):
+                    continue
+                with closing(Segment(folder, number, direct_io=False, read_only=True)) as segment:
+                    entries = segment.load(marker.store_id)
+                    if not isinstance(entries, str):
+                        loaded.append((segment.generation, number, entries))
+        found: dict[bytes, ObjectFile] = {}
+        for generation, number, entries in sorted(loaded, key=lambda item: item[0]):
+            path = str(self.root / SEGMENTS_NAME / file_name(number))
+            packed = np.ascontiguousarray(entries["name"]).tobytes()
+            places = zip(entries["block"].tolist(), entries["size_bytes"].tolist(), strict=True)
+            for at, (block, size_bytes) in enumerate(places):
+                name = packed[32 * at : 32 * at + 32]
+                found[name] = ObjectFile(name, size_bytes, generation / 1e9, path, number, block * ALIGNMENT)
+        return sorted(found.values())
+
+    def usage(self) -> Usage:
+        """What marker, status file and segments record."""
+        marker, status = self._marker(), read_status(self.root)
+        segments: list[tuple[int, os.stat_result]] = []
+        with suppress(FileNotFoundError, NotADirectoryError), self._segments() as folder:
+            segments = segment_files(folder)
+        return Usage(
+            marker.store_id.hex(),
+            VERSION,
+            marker.created,
+            charged_bytes=sum(file.st_blocks * 512 for _, file in segments),
+            open_in=int(self._is_open()),
+            capacity_bytes=status.capacity_bytes if status else None,
+        )
+
+    @contextmanager
+    def opened(self, stored: ObjectFile) -> Generator[int]:
+        """A descriptor of the object's segment."""
+        with self._segments() as folder:
+            descriptor, _ = open_file(file_name(stored.number), os.O_RDONLY, folder)
+        try:
+            yield descriptor
+        finally:
+            os.posix_fadvise(descriptor, stored.offset, stored.size_bytes, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+    def open_tier(self) -> DiskTier:
+        """The store, opened as a tier that neither evicts nor syncs at intervals."""
+        return DiskTier(
+            self.root,
+            capacity_bytes=UNBOUNDED_BYTES,
+            segment_bytes=self._marker().segment_bytes,
+            sync_interval_s=_NEVER_S,
+            open_deadline_s=0.5,
+        )
+
+    def health(self) -> StoreHealth:
+        """The store's health. Reads two small files."""
+        status, state = read_status(self.root), "not open"
+        age_s = None if status is None else max(time() - status.time_s, 0.0)
+        if self._is_open():
+            is_silent = status is None or age_s is None or not status.is_open or age_s > SILENT_S
+            state = "silent" if is_silent else "backed off" if status and status.is_up is False else "in use"
+        return StoreHealth(
+            directory=str(self.root),
+            state=state,
+            age_s=age_s,
+            amplification=None if status is None else status.amplification,
+            status=status,
+        )
+
+    def compact(self) -> Compaction:
+        """Copy the objects of mostly empty segments together and remove empty segments.
+
+        Raises:
+            TierError: another process has the store open.
+        """
+        with closing(self.open_tier()) as tier:
+            before, copied = tier.used_bytes, tier.write_bytes["upkeep"]
+            tier.compact()
+            return Compaction(
+                directory=str(self.root),
+                objects=tier.object_count,
+                bytes_before=before,
+                bytes_after=tier.used_bytes,
+                copied_bytes=tier.write_bytes["upkeep"] - copied,
+            )
+
+    def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - a disk store is never shared
+        """Remove the store. `force` changes nothing: a process that has it open does not share it."""
+        result = Purge(directory=str(self.root))
+        for stored in self.objects():
+            result.objects += 1
+            result.bytes += stored.size_bytes
+        with folder_at(self.root) as top:
+            marker, _ = open_file(MARKER_NAME, os.O_RDWR, top)
+            try:
+                try:
+                    fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(f"{self.root}: a running process has it open; end it first") from None
+                _remove(top, result)
+            finally:
+                os.close(marker)
+        result.left += [path.name for path in sorted(self.root.iterdir()) if path.name != SEGMENTS_NAME]
+        return result
+
+    def _marker(self) -> Marker:
+        with folder_at(self.root) as folder:
+            marker = marker_in(folder, self.root)
+        if marker is None:
+            raise ConfigError(f"{self.root} holds no disk store of a known version; allowed: {ALLOWED}")
+        return marker
+
+    @contextmanager
+    def _segments(self) -> Generator[int]:
+        """A descriptor of the segments' directory."""
+        with folder_at(self.root) as top, directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
+            yield folder
+
+    def _is_open(self) -> bool:
+        with folder_at(self.root) as top:
+            descriptor, _ = open_file(MARKER_NAME, os.O_RDONLY, top)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+
+def _remove(top: int, result: Purge) -> None:
+    """Remove the files of the store in the directory `top`. Foreign files among the segments are recorded as left."""
+    try:
+        with directory_at(SEGMENTS_NAME, top, is_listed=True) as folder:
+            for number, status in segment_files(folder):
+                if stat.S_ISREG(status.st_mode):
+                    os.unlink(file_name(number), dir_fd=folder)
+            result.left = [f"{SEGMENTS_NAME}/{name}" for name in sorted(os.listdir(folder))]  # noqa: PTH208 - a descriptor
+        if not result.left:
+            os.rmdir(SEGMENTS_NAME, dir_fd=top)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in WRONG_KIND:
+            raise
+        result.left = [SEGMENTS_NAME]
+    for name in (STATUS_NAME, TEMP_NAME):
+        with suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(name, dir_fd=top)
+    # The marker last, so that an interrupted purge can be repeated.
+    os.unlink(MARKER_NAME, dir_fd=top)
