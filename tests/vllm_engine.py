@@ -26,8 +26,9 @@ from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
 from kvtier.layout import History, Window
 from kvtier.runtime.open import open_core
+from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank import open_rank
-from kvtier.runtime.rank_group import LocalRank, Note, OpenRanks
+from kvtier.runtime.rank_group import OpenRanks
 from kvtier.types import RequestId
 
 __all__ = ["LieError", "SmallEngine"]
@@ -89,12 +90,13 @@ class SmallEngine:
         self.rank = open_rank(config, layout, bytes(32), self.copier)
         self.worker = Worker(copier)
         self.heard: set[RequestId] = set()  # loads that the worker knows to have ended
-        below = OpenRanks(LocalRank(self.rank.mover, self._hear), self.rank.slots, self.rank.tiers)
-        self.opened = open_core(config, self.geometry.layout, bytes(32), below, on_close=self.rank.close)
+        self.rank.mover.on_note = self._hear
+        ranks = OpenRanks(self.rank.mover, self.rank.slots, self.rank.tiers)
+        self.opened = open_core(config, self.geometry.layout, bytes(32), ranks, on_close=self.rank.close)
         self.pool = Pool(blocks, has_caching=has_caching)
         self.scheduler = Scheduler(
             session=self.opened.session,
-            ranks=below.mover,
+            ranks=ranks.executor,
             geometry=self.geometry,
             begin_keys=lambda _request: Keys(self.geometry.chunk_tokens),
             planner=Planner(is_on=False),

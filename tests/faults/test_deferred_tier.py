@@ -373,7 +373,7 @@ def test_the_core_hears_of_ranks_in_other_processes(tmp_path: Path) -> None:
     servers = [RankServer(it, lambda _note: None) for it in ranks]
     below = connect([server.handshake for server in servers])
     assert (below.tiers, below.down) == (("disk",), frozenset({"disk"}))
-    below.mover.close(DEADLINE_S)
+    below.executor.close(DEADLINE_S)
     for server, it in zip(servers, ranks, strict=True):
         it.close(DEADLINE_S)
         assert server.close(DEADLINE_S)

@@ -6,7 +6,7 @@ from mover_world import WAIT_S, HangingTier, World
 from kvtier.runtime.jobs import Threads, Work
 from kvtier.runtime.mover import CLOSED
 from kvtier.tier.memory import MemoryTier
-from kvtier.types import Link, Outcome
+from kvtier.types import Cancel, Link, Outcome
 
 
 def _world(*hanging: str) -> tuple[World, HangingTier]:
@@ -83,7 +83,7 @@ def test_after_it_nothing_begins(closes: int) -> None:
     for completion in world.run(*commands):
         assert (completion.outcome, completion.detail, completion.is_tier_fault) == (Outcome.CANCELLED, CLOSED, False)
     assert world.mover.take(0.0) == []
-    world.mover.cancel([1])
+    world.mover.submit(Cancel((1,)))
 
 
 def test_nothing_that_was_answered_done_is_undone() -> None:

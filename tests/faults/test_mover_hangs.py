@@ -264,7 +264,7 @@ def test_a_demotion_does_not_begin_before_an_earlier_drop_of_its_object_has_ende
         world.stored(1, 2)
         world.done(world.transfer(Link.GATHER, 1, 1))
         drop, demote = world.drop(1), world.transfer(Link.DEMOTE, 1, 1)
-        world.mover.submit_all([drop, demote])
+        world.mover.submit(drop, demote)
         tier.wait_begun()
         world.done(world.transfer(Link.DEMOTE, 2, 0))  # other objects do not wait
         (again,) = world.run(world.drop(1))

@@ -352,7 +352,7 @@ def test_what_has_not_begun_can_be_cancelled_and_what_has_goes_on() -> None:
         (cancelled,) = world.take(1)
         assert (cancelled.command, cancelled.outcome) == (second, Outcome.CANCELLED)
         assert cancelled.seconds == 0
-        world.mover.cancel([second.id])  # twice is fine
+        world.mover.submit(Cancel((second.id,)))  # twice is fine
         tier.release.set()
         answers = {completion.command: completion.outcome for completion in world.take(2)}
         assert answers == {running: Outcome.DONE, third: Outcome.DONE}

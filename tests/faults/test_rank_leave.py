@@ -10,8 +10,8 @@ from tests.rig import DEADLINE_S, FINGERPRINT, LAYOUT, Engine, config, looked_up
 
 from kvtier.config.sections import StoreConfig
 from kvtier.runtime.open import open_core
+from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank import open_rank
-from kvtier.runtime.rank_group import Note
 from kvtier.runtime.rank_server import RankServer, connect
 
 
@@ -32,7 +32,7 @@ def test_what_is_owed_is_flushed_before_a_rank_ends(tmp_path, count):
             closers.append(threading.Thread(target=kv.session.close, args=[DEADLINE_S]))
             closers[-1].start()
 
-        below.mover.when_leaving(close)
+        below.executor.when_leaving(close)
         assert [worker.ask("leave") for worker in started] == [True] * count
         assert closers
         for closer in closers:
@@ -48,7 +48,7 @@ def test_a_core_that_does_not_care_costs_the_rank_its_patience_only(tmp_path):
     below = connect([server.handshake])
     assert server.is_here
     assert not server.leave(0.05)
-    assert below.mover.close(DEADLINE_S)
+    assert below.executor.close(DEADLINE_S)
     assert server.leave(DEADLINE_S)
     rank.close(DEADLINE_S)
     assert server.close(DEADLINE_S)
@@ -66,10 +66,10 @@ def test_whoever_is_told_hears_it_of_any_rank(tmp_path):
     with workers(tmp_path / "kv", 2) as started:
         below = connect([worker.handshake for worker in started])
         heard = []
-        below.mover.when_leaving(lambda: heard.append(1))
+        below.executor.when_leaving(lambda: heard.append(1))
         asking = threading.Thread(target=started[1].ask, args=["leave"])
         asking.start()
         until(lambda: heard == [1])
-        below.mover.tell(Note("still here"))
-        assert below.mover.close(DEADLINE_S)
+        below.executor.tell(Note("still here"))
+        assert below.executor.close(DEADLINE_S)
         asking.join(DEADLINE_S)

@@ -16,11 +16,10 @@ from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, 
 
 from kvtier.runtime import rank_server, remote_rank
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.protocol import MESSAGE_BYTES_MAX, CompletionMessage, Ping, encode
-from kvtier.runtime.rank_group import Note
+from kvtier.runtime.protocol import MESSAGE_BYTES_MAX, CompletionMessage, Note, Ping, encode
 from kvtier.runtime.rank_server import connect
 from kvtier.runtime.remote_rank import RemoteRank
-from kvtier.types import ChunkKey, Drop, Link, LoadDone, Outcome, Presence, Probe, RequestId
+from kvtier.types import Cancel, ChunkKey, Drop, Link, LoadDone, Outcome, Presence, Probe, RequestId
 
 __all__ = ["served"]
 
@@ -49,7 +48,8 @@ def test_a_killed_worker_ends_the_load_at_once_and_the_session_goes_on(tmp_path,
         (done,) = [event for event in events if isinstance(event, LoadDone)]
         assert done.tokens < tokens
         assert (
-            f"rank {count - 1} (process {started[-1].process.pid}) is lost: its process has ended" in below.mover.lost
+            f"rank {count - 1} (process {started[-1].process.pid}) is lost: its process has ended"
+            in below.executor.lost
         )
         assert loaded(kv.session, "c", prefix, CHUNK_TOKENS, load_places(CHUNK_TOKENS)).tokens == 0
         store = stored(kv.session, "d", prefix_of(3, kv.root, seed=5), places_of(range(3)))
@@ -61,7 +61,7 @@ def test_a_killed_worker_ends_the_load_at_once_and_the_session_goes_on(tmp_path,
 
 def test_a_death_is_seen_although_a_child_keeps_the_connection_open(tmp_path):
     with workers(tmp_path / "kv", 1) as started:
-        mover = connect([worker.handshake for worker in started]).mover
+        mover = connect([worker.handshake for worker in started]).executor
         child = started[0].ask("fork")
         try:
             started[0].signal(signal.SIGKILL)
@@ -89,14 +89,14 @@ def test_a_forked_child_on_either_side_ends_nothing_of_its_parents(tmp_path):
                 assert started[1].ask("fork and close") == 0
                 done = stored(kv.session, f"a{seed}", prefix_of(2, kv.root, seed=seed), places_of(range(2)))
                 assert done.held == 4
-            assert not below.mover.lost
+            assert not below.executor.lost
 
 
 def test_a_stopped_worker_is_given_up_but_its_scatters_wait_for_its_end(tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
     with workers(tmp_path / "kv", 1, gate=gate) as started:
-        mover = connect([worker.handshake for worker in started], hung_s=0.3).mover
+        mover = connect([worker.handshake for worker in started], hung_s=0.3).executor
         mover.submit(scatter := a_transfer(Link.SCATTER, 1))
         mover.flush()
         until(gate.with_suffix(".held").exists)
@@ -126,7 +126,7 @@ def test_a_stopped_worker_that_is_killed_then_frees_its_scatters(tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
     with workers(tmp_path / "kv", 1, gate=gate) as started:
-        mover = connect([worker.handshake for worker in started], hung_s=0.2).mover
+        mover = connect([worker.handshake for worker in started], hung_s=0.2).executor
         mover.submit(a_transfer(Link.SCATTER, 1))
         mover.flush()
         until(gate.with_suffix(".held").exists)
@@ -139,7 +139,7 @@ def test_a_stopped_worker_that_is_killed_then_frees_its_scatters(tmp_path):
 def test_a_worker_that_reads_nothing_for_a_while_gets_everything_later(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_rank, "SILENCE_S", 0.05)
     with workers(tmp_path / "kv", 1) as started:
-        mover = connect([worker.handshake for worker in started]).mover
+        mover = connect([worker.handshake for worker in started]).executor
         started[0].stop()
         commands = [Probe(n, "directory", ((ChunkKey(bytes(32)), 0),) * 30, NEVER_S) for n in range(1000)]
         began_s = time.monotonic()
@@ -156,7 +156,7 @@ def test_a_worker_that_reads_nothing_for_a_while_gets_everything_later(tmp_path,
 
 def test_a_silent_worker_without_work_is_left_alone(tmp_path):
     with workers(tmp_path / "kv", 1) as started:
-        mover = connect([worker.handshake for worker in started], hung_s=0.2).mover
+        mover = connect([worker.handshake for worker in started], hung_s=0.2).executor
         mover.submit(Probe(1, "directory", (), NEVER_S))
         take(mover, 1)
         time.sleep(0.8)
@@ -280,7 +280,7 @@ def test_the_outbox_has_an_end(pair, monkeypatch):
     answers = mover.take()
     assert 0 < len(answers) < 10
     assert {completion.outcome for completion in answers} == {Outcome.FAILED}
-    mover.cancel(range(1000))
+    mover.submit(Cancel(tuple(range(1000))))
     mover.tell(Note("x" * 2000))  # neither may raise
 
 

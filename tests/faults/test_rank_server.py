@@ -22,9 +22,9 @@ from tests.rig import (
 )
 
 from kvtier.runtime import rank_server
-from kvtier.runtime.mover import CLOSED
-from kvtier.runtime.protocol import Ping, ProtocolError, encode
-from kvtier.runtime.rank_group import LocalRank, Note, RankGroup
+from kvtier.runtime.mover import CLOSED, Mover
+from kvtier.runtime.protocol import Note, Ping, ProtocolError, encode
+from kvtier.runtime.rank_group import RankGroup
 from kvtier.runtime.rank_server import connect
 from kvtier.types import ChunkKey, Drop, Link, Outcome, Probe, RequestId
 
@@ -59,16 +59,16 @@ def test_notes_arrive_in_order(tmp_path):
     with workers(tmp_path / "kv", 2) as started:
         below = connect([worker.handshake for worker in started])
         for note in notes:
-            below.mover.tell(note)
+            below.executor.tell(note)
         for worker in started:
             until(lambda worker=worker: len(worker.ask("notes")) == 200)
             assert [Note(*note[:2], tuple(note[2]), note[3]) for note in worker.ask("notes")] == notes
-        assert below.mover.close(DEADLINE_S)
+        assert below.executor.close(DEADLINE_S)
 
 
 def test_five_hundred_commands_are_each_answered_once(tmp_path):
     with workers(tmp_path / "kv", 2) as started:
-        mover = connect([worker.handshake for worker in started]).mover
+        mover = connect([worker.handshake for worker in started]).executor
         commands = [Probe(n, "directory", ((ChunkKey(bytes(32)), 0),) * 3, NEVER_S) for n in range(500)]
         for command in commands:
             mover.submit(command)
@@ -84,7 +84,7 @@ def test_five_hundred_commands_are_each_answered_once(tmp_path):
 
 def test_a_tier_that_the_rank_does_not_have_fails_the_command(tmp_path):
     with workers(tmp_path / "kv", 1) as started:
-        mover = connect([worker.handshake for worker in started]).mover
+        mover = connect([worker.handshake for worker in started]).executor
         mover.submit(Drop("elsewhere", ChunkKey(bytes(32)), 0))
         (completion,) = take(mover, 1)
         assert completion.outcome is Outcome.FAILED
@@ -95,7 +95,7 @@ def test_closing_withdraws_what_has_not_begun_and_waits_for_what_has(tmp_path):
     gate = tmp_path / "gate"
     gate.touch()
     with workers(tmp_path / "kv", 1, gate=gate) as started:
-        mover = connect([worker.handshake for worker in started]).mover
+        mover = connect([worker.handshake for worker in started]).executor
         for number in range(5):
             mover.submit(a_transfer(Link.SCATTER, number))
         mover.flush()
@@ -127,7 +127,7 @@ def test_the_socket_lies_in_a_private_directory_that_goes_when_it_is_taken(tmp_p
     with workers(tmp_path / "kv", 1) as started:
         folder = Path(started[0].handshake["address"]).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        mover = connect([started[0].handshake]).mover
+        mover = connect([started[0].handshake]).executor
         until(lambda: not folder.exists())
         assert mover.close(DEADLINE_S)
 
@@ -146,7 +146,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_still_gets_in(tmp_path):
         (handshake,) = [worker.handshake for worker in started]
         with pytest.raises(ProtocolError, match=r"rank 0 \(process \d+\) cannot be reached"):
             connect([handshake | {"key": "00" * 32}])
-        mover = connect([handshake]).mover
+        mover = connect([handshake]).executor
         with pytest.raises(ProtocolError, match="cannot be reached"):
             connect([handshake])  # the first is the only one
         assert mover.close(DEADLINE_S)
@@ -212,8 +212,8 @@ def test_when_one_of_several_cannot_be_reached_the_others_are_let_go(tmp_path):
 def test_ranks_here_and_elsewhere_are_one_fleet(tmp_path, served):
     with workers(tmp_path / "kv", 2) as started:
         here = served.take_here()
-        assert isinstance(here, LocalRank)
-        elsewhere = connect([worker.handshake for worker in started]).mover
+        assert isinstance(here, Mover)
+        elsewhere = connect([worker.handshake for worker in started]).executor
         assert isinstance(elsewhere, RankGroup)
         group = RankGroup([here, *elsewhere._ranks])
         group.submit(Probe(1, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))

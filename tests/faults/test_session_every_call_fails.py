@@ -75,18 +75,9 @@ class Instant:
         self.fails: set[Link] = set()
         self.is_closed = False
 
-    def submit(self, command: Command) -> None:
-        self.submit_all([command])
-
-    def submit_all(self, commands: Sequence[Command]) -> None:
-        for command in commands:
-            if isinstance(command, Cancel):
-                self.cancel(command.ids)
-            else:
-                self.waiting.append(command)
-
-    def cancel(self, ids: Sequence[int]) -> None:
-        pass  # has always begun
+    def submit(self, *commands: Command) -> None:
+        # A cancel comes too late: every command has begun.
+        self.waiting += [command for command in commands if not isinstance(command, Cancel)]
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
         completions = [

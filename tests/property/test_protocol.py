@@ -15,12 +15,12 @@ from kvtier.runtime.protocol import (
     CompletionMessage,
     Leave,
     MessageReader,
+    Note,
     Ping,
     ProtocolError,
     decode,
     encode,
 )
-from kvtier.runtime.rank_group import Note
 from kvtier.types import Cancel, ChunkKey, Drop, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
 integers = st.integers(-(2**63), 2**64)

@@ -115,7 +115,11 @@ class Mover:
         self.arena, self.tier, self.spoils, self.done = arena, next(iter(tiers.values())), spoils, []
         self.kept = {}
 
-    def submit(self, command):
+    def submit(self, *commands):
+        for command in commands:
+            self.move(command)
+
+    def move(self, command):
         frame = self.arena.frame(0, command.slot)
         if command.link is Link.DEMOTE:
             self.kept[command.key] = bytes(frame)
@@ -124,10 +128,6 @@ class Mover:
             if self.spoils:
                 self.arena.payload(0, command.slot)[:8] = bytes(8)
         self.done.append(Completion(command, Outcome.DONE, seconds=0.001))
-
-    def submit_all(self, commands):
-        for command in commands:
-            self.submit(command)
 
     def take(self, _wait_s):
         done, self.done = self.done, []

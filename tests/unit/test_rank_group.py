@@ -31,8 +31,9 @@ from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.jobs import Completion, Threads
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core
+from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank import open_rank
-from kvtier.runtime.rank_group import LocalRank, Note, RankGroup, merged
+from kvtier.runtime.rank_group import RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import LocalSession
 from kvtier.tier.memory import MemoryTier
@@ -73,9 +74,7 @@ def mover_of(rank, engine, tier, broken=(), threads=None):
 
 
 def session_of(engines, tiers, broken=((), ())):
-    group = RankGroup(
-        [LocalRank(mover_of(rank, engine, tiers[rank], broken[rank])) for rank, engine in enumerate(engines)]
-    )
+    group = RankGroup([mover_of(rank, engine, tiers[rank], broken[rank]) for rank, engine in enumerate(engines)])
     cache = Cache(
         layout=LAYOUT,
         slots=(SLOTS, SLOTS),
@@ -218,12 +217,12 @@ class Scripted:
 
     def __init__(self):
         self.commands = []
-        self.cancelled = []
         self.notes = []
         self.tell = self.notes.append
-        self.submit_all = self.commands.extend
-        self.cancel = self.cancelled.append
         self.is_behind = False
+
+    def submit(self, *commands):
+        self.commands += commands
 
     def answer_to(self, put):
         self.put = put
@@ -304,9 +303,9 @@ def test_equal_drops_are_told_apart(ranks):
 
 def test_a_cancel_goes_to_all_ranks(ranks):
     group = RankGroup(ranks)
-    group.cancel(iter([1, 2]))
-    group.submit(Cancel((3,)))
-    assert ranks[0].cancelled == ranks[1].cancelled == [(1, 2), (3,)]
+    group.submit(cancel := Cancel((3,)))
+    assert ranks[0].commands == ranks[1].commands == [cancel]
+    assert group.take() == []
 
 
 def test_notes_go_to_all_ranks_in_order(ranks):
@@ -364,10 +363,7 @@ def test_without_ranks_there_is_no_fleet():
 def test_many_commands_on_real_movers_are_each_answered_once():
     tiers = memory_tiers()
     group = RankGroup(
-        [
-            LocalRank(mover_of(rank, Engine(64), tier, threads=Threads(device=3, probe=3)))
-            for rank, tier in enumerate(tiers)
-        ]
+        [mover_of(rank, Engine(64), tier, threads=Threads(device=3, probe=3)) for rank, tier in enumerate(tiers)]
     )
     commands = [Probe(n, "below", ((ChunkKey(bytes(32)), 0),), float("inf")) for n in range(500)]
     for command in commands:

@@ -299,7 +299,7 @@ class Slow:
     def clock(self):
         return self.now_s
 
-    def submit_all(self, commands):
+    def submit(self, *commands):
         self.probes += [(self.now_s + self.after_s, command) for command in commands]
 
     def take(self, wait_s=0.0):

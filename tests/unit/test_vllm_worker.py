@@ -15,7 +15,7 @@ from kvtier.connect.vllm.worker import (
     StepOrders,
     Worker,
 )
-from kvtier.runtime.rank_group import Note
+from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
 
 LOAD = RequestId("L0/r7")

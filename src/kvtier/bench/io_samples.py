@@ -211,7 +211,7 @@ class FullTier:
                 slot = free[link].pop()
                 transfers.append(self._transfer(len(used), number, link, slot))
                 used.append(slot)
-            self._mover.submit_all(transfers)
+            self._mover.submit(*transfers)
             out += len(transfers)
             for completion in self._mover.take(1.0):
                 command = completion.command

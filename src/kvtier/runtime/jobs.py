@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -33,34 +33,29 @@ class Completion(NamedTuple):
     """The tier failed or kept it waiting past its deadline: what a circuit breaker counts. A refusal is no fault."""
 
 
-class Obedient(Protocol):
-    """What a session gives its commands to: one rank's `Mover`, or something of the same shape for several ranks.
+class Executor(Protocol):
+    """Executes a session's commands: one rank's `Mover`, a `RemoteRank` or a `RankGroup`.
 
-    Every command but a `Cancel` is answered exactly once, and the answer carries the very object that was submitted.
+    Every command but a `Cancel` is completed exactly once, and its completion carries the object that was submitted.
     """
 
-    def submit(self, command: Command) -> None:
-        """Begin `command` when there is a thread for it. Never blocks; what cannot be done is answered so."""
-        ...
+    def submit(self, *commands: Command) -> None:
+        """Queue `commands`, in order. Never blocks; a command that cannot run is completed as FAILED.
 
-    def submit_all(self, commands: Iterable[Command]) -> None:
-        """`submit` each of `commands`, in order; less work than one after the other."""
-        ...
-
-    def cancel(self, ids: Iterable[int]) -> None:
-        """Answer those transfers and probes CANCELLED that have not begun; the others go on and answer as ever."""
+        A `Cancel` completes the transfers and probes that it names as CANCELLED if they have not begun.
+        """
         ...
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """The answers since the last call; waits at most `wait_s` seconds for the first, and returns early if woken."""
+        """The completions since the last call; waits up to `wait_s` seconds for the first, or until `wake`."""
         ...
 
     def wake(self) -> None:
-        """Make a `take` that waits return, or the next one that would. May be called from any thread."""
+        """Make a waiting `take` return, or the next one that would wait. May be called from any thread."""
         ...
 
     def close(self, deadline_s: float) -> bool:
-        """Take no more work, cancel what has not begun and wait for the rest; whether all of it has ended."""
+        """Cancel commands that have not begun and wait for the others; whether all have ended."""
         ...
 
 

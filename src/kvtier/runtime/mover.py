@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, TypeVarTuple
@@ -29,6 +29,7 @@ from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.deferred_tier import NOT_OPEN
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.jobs import Completion, Figures, Job, Threads, TierView, Work
+from kvtier.runtime.protocol import Note
 from kvtier.runtime.transfers import NOT_ADMITTED, Result, Transfers
 from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
 from kvtier.tier.base import Tier
@@ -122,6 +123,9 @@ class Mover:
         ValueError: a fingerprint that is not 32 bytes.
     """
 
+    lost = ""
+    """See `RemoteRank`: a rank in this process is never lost."""
+
     def __init__(
         self,
         *,
@@ -152,7 +156,10 @@ class Mover:
         )
         self._inbox = CompletionInbox()
         self._put: Callable[[Completion], None] | None = None
-        """Takes each answer; None: answers wait for `take`."""
+        """Takes each completion; None: they wait for `take`."""
+        self.on_note: Callable[[Note], None] = lambda _note: None
+        self._on_leaving: Callable[[], None] = lambda: None
+        self._closed = threading.Event()
         self._faults = FaultLog()
         self._dropping: dict[_Object, Job] = {}
         """Drops that have not been answered."""
@@ -180,19 +187,11 @@ class Mover:
             self.close(deadline_s=1.0)
             raise
 
-    def submit(self, command: Command) -> None:
-        """Begin `command` when its queue gets to it. Never blocks; what cannot be done is answered so.
+    def submit(self, *commands: Command) -> None:
+        """See `Executor`. It locks each queue once for all commands.
 
         Raises:
-            ValueError: there is no such tier.
-        """
-        self.submit_all((command,))
-
-    def submit_all(self, commands: Iterable[Command]) -> None:
-        """`submit` each of `commands`, in order; the queues are visited once for all of them.
-
-        Raises:
-            ValueError: there is no such tier. Nothing of what follows is done.
+            ValueError: a command names an unknown tier. The commands after it are not queued.
         """
         now_s = self._clock()
         self._note_stuck(now_s)
@@ -207,9 +206,9 @@ class Mover:
                         job.after = None if drop is None else drop.over
                     bursts.setdefault(self._route(command), []).append(job)
                     continue
-                self._begin(bursts, now_s)  # what came before may be what it is about
+                self._begin(bursts, now_s)  # this command may refer to one before it
                 if isinstance(command, Cancel):
-                    self.cancel(command.ids)
+                    self._cancel(frozenset(command.ids))
                     continue
                 job = Job(command, now_s)
                 if isinstance(command, Drop):
@@ -221,13 +220,6 @@ class Mover:
                 self._begin({self._route(command): [job]}, now_s)
         finally:
             self._begin(bursts, now_s)
-
-    def cancel(self, ids: Iterable[int]) -> None:
-        """Answer those transfers and probes CANCELLED that have not begun; the others go on and answer as ever."""
-        wanted = frozenset(ids)
-        for queue in self._queues:
-            for job in queue.withdraw(wanted):
-                self._answer(job, Outcome.CANCELLED, CANCELLED)
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
         """The answers since the last call; waits at most `wait_s` seconds for the first. Also after `close`.
@@ -248,6 +240,23 @@ class Mover:
         """
         self._put = put
 
+    def flush(self) -> bool:
+        """See `RemoteRank`: always True, because `submit` queues at once."""
+        return True
+
+    def tell(self, note: Note) -> None:
+        """Pass `note` to this rank's engine adapter, in the calling thread."""
+        self.on_note(note)
+
+    def when_leaving(self, act: Callable[[], None]) -> None:
+        """Call `act` in `leave`, before this process ends. `act` must be quick."""
+        self._on_leaving = act
+
+    def leave(self, deadline_s: float) -> bool:
+        """Announce that this process is about to end; whether `close` was called within `deadline_s` seconds."""
+        self._on_leaving()
+        return self._closed.wait(deadline_s)
+
     def close(self, deadline_s: float) -> bool:
         """Take no more work, answer what has not begun CANCELLED, and wait for the rest.
 
@@ -262,11 +271,19 @@ class Mover:
         if self._process != os.getpid():  # before any lock
             return True
         until_s = time.monotonic() + deadline_s
+        try:
+            for queue in self._queues:
+                for job in queue.close():
+                    self._answer(job, Outcome.CANCELLED, CLOSED)
+            ended = [queue.join(until_s) for queue in self._queues]
+            return all(ended)
+        finally:
+            self._closed.set()
+
+    def _cancel(self, ids: frozenset[int]) -> None:
         for queue in self._queues:
-            for job in queue.close():
-                self._answer(job, Outcome.CANCELLED, CLOSED)
-        ended = [queue.join(until_s) for queue in self._queues]
-        return all(ended)
+            for job in queue.withdraw(ids):
+                self._answer(job, Outcome.CANCELLED, CANCELLED)
 
     def _queue(self, name: str, threads: int) -> WorkerQueue:
         return WorkerQueue(name, threads=threads, run=self._run, orphaned=self._answer_orphans, clock=self._clock)

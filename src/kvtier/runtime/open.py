@@ -26,7 +26,7 @@ from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.jobs import Observer
 from kvtier.runtime.link_priors import link_priors
 from kvtier.runtime.rank import COPY_THREADS, open_rank
-from kvtier.runtime.rank_group import LocalRank, OpenRanks
+from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.recorder import Recorder
 from kvtier.runtime.session import LocalSession
 from kvtier.runtime.session_thread import SessionThread
@@ -106,8 +106,8 @@ def open_session(
     """
     rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
-        below = OpenRanks(LocalRank(rank.mover), rank.slots, rank.tiers, frozenset(rank.down), rank.mover.views)
-        return open_core(config, layout, fingerprint_digest, below, on_close=rank.close)
+        ranks = OpenRanks(rank.mover, rank.slots, rank.tiers, frozenset(rank.down), rank.mover.views)
+        return open_core(config, layout, fingerprint_digest, ranks, on_close=rank.close)
     except BaseException:
         rank.close(5.0)
         raise
@@ -117,7 +117,7 @@ def open_core(
     config: Config,
     layout: KvLayout,
     fingerprint_digest: bytes,
-    below: OpenRanks,
+    ranks: OpenRanks,
     *,
     on_close: Callable[[float], None] = lambda _seconds: None,
     observer: Observer | None = None,
@@ -128,7 +128,7 @@ def open_core(
         config: the settings that the ranks were opened with.
         layout: of one rank; a chunk has the same number of bytes on each.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`.
-        below: the ranks.
+        ranks: the ranks.
         on_close: called once when the session has ended, with the seconds that are left.
         observer: told of every command and every answer, in the session's thread, after they were counted.
 
@@ -138,18 +138,18 @@ def open_core(
         TierError: the secret of a tier that is required did not come in time.
     """
     metrics = Metrics()
-    for name in below.tiers:
+    for name in ranks.tiers:
         for way in get_args(Way):
-            metrics.set(table.TIER_UP, float(name not in below.down), tier=name, way=way)
+            metrics.set(table.TIER_UP, float(name not in ranks.down), tier=name, way=way)
     # After the tiers were opened: the secret lies in the directory that one of them may just have made.
-    root = root_key(_secret(config, below.down), fingerprint_digest, layout.chunk_tokens)
+    root = root_key(_secret(config, ranks.down), fingerprint_digest, layout.chunk_tokens)
     cache = Cache(
         layout=layout,
-        slots=below.slots,
-        tiers=below.tiers,
+        slots=ranks.slots,
+        tiers=ranks.tiers,
         evictor=lambda: make_evictor(config.host.evictor),
         limits=_limits(config),
-        down=below.down,
+        down=ranks.down,
         beliefs=link_priors(config, max(group.payload_bytes for group in layout.groups)),
     )
     recorder = None
@@ -157,13 +157,13 @@ def open_core(
         recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
     session = LocalSession(
         cache,
-        below.mover,
+        ranks.executor,
         on_close=on_close if recorder is None else _both(recorder, on_close),
-        on_second=Gauges(metrics, cache, layout, below.views),
+        on_second=Gauges(metrics, cache, layout, ranks.views),
         metrics=metrics,
         observer=CommandCounters(metrics, observer),
     )
-    return OpenedSession(SessionThread(session), root, metrics, below.slots, recorder)
+    return OpenedSession(SessionThread(session), root, metrics, ranks.slots, recorder)
 
 
 def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[float], None]:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.errors import KvError
 from kvtier.runtime.jobs import Work
-from kvtier.runtime.rank_group import Note
 from kvtier.types import Cancel, ChunkKey, Drop, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
 MESSAGE_BYTES_MAX = 16 << 20
@@ -55,6 +54,15 @@ class CompletionMessage(NamedTuple):
     waited_s: float = 0.0
     detail: str = ""
     is_tier_fault: bool = False
+
+
+class Note(NamedTuple):
+    """A message from the scheduler side to every rank's engine adapter. Only the adapters interpret it."""
+
+    subject: str
+    request: RequestId = RequestId("")
+    numbers: tuple[int, ...] = ()
+    flag: bool = False
 
 
 class Ping(NamedTuple):

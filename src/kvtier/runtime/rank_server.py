@@ -28,19 +28,21 @@ from typing import Any, NamedTuple
 from kvtier.errors import ConfigError
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.jobs import Completion, Work
+from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import (
     CommandMessage,
     CompletionMessage,
     Leave,
     Message,
     MessageReader,
+    Note,
     Ping,
     ProtocolError,
     decode,
     encode,
 )
 from kvtier.runtime.rank import Rank
-from kvtier.runtime.rank_group import LocalRank, Note, OpenRanks, RankGroup, RankMover
+from kvtier.runtime.rank_group import OpenRanks, RankGroup
 from kvtier.runtime.remote_rank import HUNG_S, RECV_BYTES, RemoteRank, set_timeout
 from kvtier.types import Cancel, Outcome
 
@@ -88,7 +90,8 @@ class RankServer:
         self._is_taken = False
         self._is_closing = False
         self._peer: socket.socket | None = None
-        self._here: LocalRank | None = None
+        self.is_here = False
+        """Whether the core is in this process."""
         self._is_leaving = False
         self._is_mute = False
         self._open: dict[int, tuple[int, Work]] = {}
@@ -116,7 +119,7 @@ class RankServer:
             "down": list(rank.down),
         }
 
-    def take_here(self) -> LocalRank:
+    def take_here(self) -> Mover:
         """This rank for a core in this process; nobody else can connect any more.
 
         Raises:
@@ -125,13 +128,9 @@ class RankServer:
         if not self._take():
             raise ProtocolError(f"rank {self._rank.number} is taken")
         self._stop_listening()
-        self._here = LocalRank(self._rank.mover, self._on_note)
-        return self._here
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the core is in this process."""
-        return self._here is not None
+        self._rank.mover.on_note = self._on_note
+        self.is_here = True
+        return self._rank.mover
 
     def leave(self, deadline_s: float) -> bool:
         """Tell the core that this process is about to end, and wait until it has hung up, at most `deadline_s` seconds.
@@ -142,8 +141,8 @@ class RankServer:
         """
         if self._process != os.getpid():
             return True
-        if self._here is not None:
-            return self._here.leave(deadline_s)
+        if self.is_here:
+            return self._rank.mover.leave(deadline_s)
         self._is_leaving = True
         if not self._is_taken:
             return True
@@ -253,7 +252,7 @@ class RankServer:
             except ValueError as error:
                 self._answer(Completion(command, Outcome.FAILED, detail=str(error)))
         elif isinstance(message, Cancel):
-            self._rank.mover.cancel(message.ids)
+            self._rank.mover.submit(message)
         elif isinstance(message, Note):
             self._on_note(message)
         elif isinstance(message, Ping):
@@ -341,7 +340,7 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
                 f"rank {one.rank} has {one.slots} slots and tiers {one.tiers}, rank 0 {told[0].slots} and "
                 f"{told[0].tiers}; they must be opened with the same settings"
             )
-    ranks: list[RankMover] = []
+    ranks: list[Mover | RemoteRank] = []
     try:
         for one in told:
             here = _SERVED.get(one.address) if one.pid == os.getpid() else None
@@ -351,7 +350,7 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
             rank.close(0.0)
         raise
     down = frozenset[str]().union(*(one.down for one in told))
-    views = ranks[0].views if len(ranks) == 1 and isinstance(ranks[0], LocalRank) else {}
+    views = ranks[0].views if len(ranks) == 1 and isinstance(ranks[0], Mover) else {}
     return OpenRanks(ranks[0] if len(ranks) == 1 else RankGroup(ranks), told[0].slots, told[0].tiers, down, views)
 
 

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
 from kvtier.runtime.completion_inbox import CompletionInbox
@@ -30,12 +30,12 @@ from kvtier.runtime.protocol import (
     Leave,
     Message,
     MessageReader,
+    Note,
     Ping,
     ProtocolError,
     decode,
     encode,
 )
-from kvtier.runtime.rank_group import RETRY_S, Note
 from kvtier.types import Cancel, Command, Link, Outcome, Probe, Transfer
 
 SILENCE_S = 1.0
@@ -45,6 +45,9 @@ HUNG_S = 30.0
 """A process that does not answer a ping for this long is given up. It may be busy, so this is long: tiers have their
 own deadlines in the core."""
 
+RETRY_S = 0.005
+"""A rank that reads slowly is sent the rest of its commands after this long."""
+
 OUTBOX_BYTES_MAX = 32 << 20
 RECV_BYTES = 1 << 16
 
@@ -52,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteRank:
-    """One rank's mover in another process (`RankMover`).
+    """One rank in another process, as an `Executor`.
 
     Args:
         connection: connected, and each side knows the other; from now on ours.
@@ -85,58 +88,54 @@ class RemoteRank:
 
     @property
     def lost(self) -> str:
-        """See `Ranks`."""
+        """Why every command is completed as FAILED; empty while the rank is reachable."""
         return self._lost
 
-    def submit(self, command: Command) -> None:
-        """See `Obedient`; sent with the next `take` or `flush`."""
-        if isinstance(command, Cancel):
-            self.cancel(command.ids)
-            return
-        with self._lock:
-            refusal = (Outcome.CANCELLED, CLOSED) if self._is_closed else (Outcome.FAILED, self._lost)
-            if not refusal[1]:
-                self._last_number += 1
-                try:
-                    self._post(CommandMessage(self._last_number, command))
-                except ProtocolError as error:
-                    refusal = (Outcome.FAILED, str(error))
-                    if not self._has_refused:
-                        self._has_refused = True
-                        logger.warning("%s: %s; a command has failed (this is logged once)", self._name, error)
-                else:
-                    self._open[self._last_number] = command
-                    return
-        self._put(Completion(command, refusal[0], detail=refusal[1]))
-
-    def submit_all(self, commands: Iterable[Command]) -> None:
-        """See `Obedient`; sent with the next `take` or `flush`."""
+    def submit(self, *commands: Command) -> None:
+        """See `Executor`; sent by the next `take` or `flush`."""
         for command in commands:
-            self.submit(command)
+            if isinstance(command, Cancel):
+                with self._lock, suppress(ProtocolError):  # a cancel is optional
+                    self._post(command)
+            elif refusal := self._refusal(command):
+                self._put(Completion(command, refusal[0], detail=refusal[1]))
 
-    def cancel(self, ids: Iterable[int]) -> None:
-        """See `Obedient`; sent with the next `take` or `flush`."""
-        with self._lock, suppress(ProtocolError):  # only a wish
-            self._post(Cancel(tuple(ids)))
+    def _refusal(self, command: Work) -> tuple[Outcome, str] | None:
+        """Post `command`, or the outcome and detail with which it is refused."""
+        with self._lock:
+            if self._is_closed:
+                return Outcome.CANCELLED, CLOSED
+            if self._lost:
+                return Outcome.FAILED, self._lost
+            self._last_number += 1
+            try:
+                self._post(CommandMessage(self._last_number, command))
+            except ProtocolError as error:
+                if not self._has_refused:
+                    self._has_refused = True
+                    logger.warning("%s: %s; a command has failed (this is logged once)", self._name, error)
+                return Outcome.FAILED, str(error)
+            self._open[self._last_number] = command
+            return None
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """See `Obedient`. Also returns early, perhaps with nothing, while the other side reads slowly."""
+        """See `Executor`. Returns early, perhaps with nothing, while the other side reads slowly."""
         return self._inbox.take(wait_s if self.flush() else min(wait_s, RETRY_S))
 
     def wake(self) -> None:
-        """See `Obedient`."""
+        """See `Executor`."""
         self._inbox.wake()
 
     def answer_to(self, put: Callable[[Completion], None]) -> None:
-        """See `RankMover`."""
+        """See `Mover`."""
         self._put = put
 
     def when_leaving(self, act: Callable[[], None]) -> None:
-        """See `Ranks`."""
+        """Call `act` when the rank's process is about to end, in the reader's thread."""
         self._leaving = act
 
     def flush(self) -> bool:
-        """See `RankMover`."""
+        """Send queued messages; False if some remain because the other side reads slowly. Never blocks."""
         if not self._outbox:
             return True
         with self._lock:
@@ -152,13 +151,13 @@ class RemoteRank:
         return True
 
     def tell(self, note: Note) -> None:
-        """See `Ranks`."""
-        with self._lock, suppress(ProtocolError):  # as good as lost, and a lost rank does not hear it
+        """Send `note` to the rank's engine adapter, from any thread. A lost rank does not receive it."""
+        with self._lock, suppress(ProtocolError):  # a rank whose outbox is full counts as lost
             self._post(note)
         self.flush()
 
     def close(self, deadline_s: float) -> bool:
-        """See `Obedient`. What the other side is still doing then is answered when it ends."""
+        """See `Executor`. Commands that run then are completed when they end."""
         until_s = time.monotonic() + deadline_s
         with self._lock:
             self._is_closed = True

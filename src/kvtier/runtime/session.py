@@ -15,7 +15,7 @@ from kvtier.errors import BadCallError
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.base import Closed
-from kvtier.runtime.jobs import Completion, Obedient, Observer
+from kvtier.runtime.jobs import Completion, Executor, Observer
 from kvtier.types import (
     Cancel,
     Event,
@@ -65,7 +65,7 @@ class LocalSession:
     def __init__(
         self,
         cache: Cache,
-        mover: Obedient,
+        mover: Executor,
         *,
         on_close: Callable[[float], None] = lambda _seconds: None,
         on_second: Callable[[], None] = lambda: None,
@@ -293,7 +293,7 @@ class LocalSession:
                 if not isinstance(command, Cancel):
                     self._observer.submitted(command)
         if commands:
-            self._mover.submit_all(commands)
+            self._mover.submit(*commands)
         for event in self._cache.take_events():
             self._tell(event)
 

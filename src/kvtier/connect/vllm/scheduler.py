@@ -32,7 +32,8 @@ from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
 from kvtier.connect.vllm.worker import ASYNC_NOTE, SYNC_NOTE, LoadReport, StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
 from kvtier.runtime.base import Session
-from kvtier.runtime.rank_group import Note, Ranks
+from kvtier.runtime.protocol import Note
+from kvtier.runtime.rank_group import Ranks
 from kvtier.runtime.recorder import Recorder
 from kvtier.types import LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
 

@@ -126,16 +126,16 @@ class SchedulerSide:
         """
         setup = self._setup
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
-        below = connect(handshakes, config.limits.transfer_deadline_s)
+        ranks = connect(handshakes, config.limits.transfer_deadline_s)
         movements, events = self._events()
         digest = setup.identity.fingerprint.digest
-        opened = open_core(config, geometry.layout, digest, below, observer=movements)
+        opened = open_core(config, geometry.layout, digest, ranks, observer=movements)
         self._opened = opened
         self._keys = KeyMaker(opened.root, geometry.chunk_tokens, vllm_config)
         self._stats = StatsReader(opened.metrics)
         self.scheduler = Scheduler(
             session=opened.session,
-            ranks=below.mover,
+            ranks=ranks.executor,
             geometry=geometry,
             begin_keys=self._keys.begin,
             planner=Planner(
@@ -150,11 +150,11 @@ class SchedulerSide:
             events=events,
             recorder=opened.recorder,
         )
-        below.mover.when_leaving(self._leave)
+        ranks.executor.when_leaving(self._leave)
         logger.info(
             "kvtier is ready: chunks of %d tokens, %d KV groups, %d ranks, %s",
             *(geometry.chunk_tokens, len(geometry.groups), setup.ranks),
-            f"directory {config.directory.path}" if below.tiers else "host memory only",
+            f"directory {config.directory.path}" if ranks.tiers else "host memory only",
         )
 
     def _events(self) -> tuple[Movements, Events] | tuple[None, None]:

@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvtier.runtime.rank_group import Note
+from kvtier.runtime.protocol import Note
 from kvtier.types import RequestId
 
 logger = logging.getLogger(__name__)
 
 ASYNC_NOTE = "loaded"
 SYNC_NOTE = "ready"
-"""Subjects of the notes about ended loads (`runtime.rank_group.Note`)."""
+"""Subjects of the notes about ended loads (`runtime.protocol.Note`)."""
 
 IDLE_WAIT_S = 0.002
 """How long an empty step waits for a report (`Worker.results`). A request that arrives meanwhile waits, too."""
