@@ -1,4 +1,4 @@
-"""`kvtier probe` keeps its JSON contract and its bounds, and leaves nothing behind. No figure is tested."""
+"""`kvtier probe` keeps its JSON contract and its bounds, and leaves no files. No figure is tested."""
 
 import errno
 import fcntl
@@ -15,10 +15,10 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.config.loader import load
 from kvtier.errors import ConfigError, KvError
-from kvtier.probe import direct, memory, substore, tiers
+from kvtier.probe import links, tiers
 from kvtier.probe.facts import Facts
-from kvtier.probe.run import Effort, Probe
-from kvtier.probe.timing import Limits, measure, percentile
+from kvtier.probe.links import LinkMeasures, MeasureLimits, measure, percentile
+from kvtier.probe.run import Effort, ProbeRun
 from kvtier.tier.directory import DirectoryTier
 from kvtier.types import ObjectName
 
@@ -29,12 +29,12 @@ NAME = ObjectName(bytes(range(32)))
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch):
-    monkeypatch.setattr(memory, "SET_BYTES", 16 << 20)
-    monkeypatch.setattr(memory.registry, "names", lambda: ["raw"])
+    monkeypatch.setattr(links, "COPY_BYTES", 16 << 20)
+    monkeypatch.setattr(links.registry, "names", lambda: ["raw"])
 
 
 def small_probe(*flags, directory=None, facts=None):
-    return Probe(load(environ={}, flags=flags), directory, SMALL, facts or Facts(memory_bytes=1 << 40))
+    return ProbeRun(load(environ={}, flags=flags), directory, SMALL, facts or Facts(memory_bytes=1 << 40))
 
 
 def test_the_json_contract(tmp_path, capsys):
@@ -43,16 +43,16 @@ def test_the_json_contract(tmp_path, capsys):
     place.mkdir()
     assert run(["probe", "--dir", str(place), *QUICK, "--record", str(record), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    links = {link["name"]: link["measures"] for link in told["links"]}
-    assert {"host", "checksum", "codec raw", "directory", "disk"} <= set(links)
-    for measures in links.values():
+    found = {link["name"]: link["measures"] for link in told["links"]}
+    assert {"host", "checksum", "codec raw", "directory", "disk"} <= set(found)
+    for measures in found.values():
         assert measures
         for it in measures:
             assert {"op", "bytes", "depth", "gb_per_s", "latency_us_p50", "latency_us_p99"} <= set(it)
             assert it["gb_per_s"] > 0
             assert 0 < it["latency_us_p50"] <= it["latency_us_p99"]
     for name in ("directory", "disk"):
-        seen = {(it["op"], it["bytes"], it["depth"]) for it in links[name]}
+        seen = {(it["op"], it["bytes"], it["depth"]) for it in found[name]}
         assert seen == {(op, 65536, depth) for op in ("write", "read") for depth in (1, 2)}
     assert all(isinstance(text, str) for text in told["warnings"])
     assert list(place.iterdir()) == []
@@ -65,9 +65,9 @@ def test_the_json_contract(tmp_path, capsys):
 def test_what_it_will_do_is_said_before_and_people_get_a_table(tmp_path, capsys):
     assert run(["probe", "--dir", str(tmp_path), *QUICK]) == 0
     out, err = capsys.readouterr()
-    assert f"temporary stores of its own, removed at the end (directory: in {tmp_path}" in err
+    assert f"temporary stores, removed at the end (directory: in {tmp_path}" in err
     assert "measures in at most about" in err
-    assert out.splitlines()[0].split() == ["link", "op", "size", "depth", "GB/s", "p50", "p99"]
+    assert out.splitlines()[1].split() == ["link", "op", "size", "depth", "GB/s", "p50", "p99"]
     assert "not measured: gpu" in out
 
 
@@ -148,10 +148,10 @@ def count_writes(monkeypatch, probe):
 
 def test_no_more_is_written_than_was_said(tmp_path, monkeypatch):
     effort = Effort(sizes=(4096, 16384), depths=(1, 3), seconds=60.0, write_bytes=1 << 20)
-    monkeypatch.setattr(memory, "copies", lambda *_: memory.LinkMeasures("host", ()))
-    monkeypatch.setattr(memory, "checksums", lambda *_: memory.LinkMeasures("checksum", ()))
-    monkeypatch.setattr(memory, "codecs", lambda *_: ([], []))
-    probe = Probe(load(environ={}), tmp_path, effort, Facts(memory_bytes=1 << 40))
+    monkeypatch.setattr(links, "copies", lambda *_: LinkMeasures("host", ()))
+    monkeypatch.setattr(links, "checksums", lambda *_: LinkMeasures("checksum", ()))
+    monkeypatch.setattr(links, "codecs", lambda *_: ([], []))
+    probe = ProbeRun(load(environ={}), tmp_path, effort, Facts(memory_bytes=1 << 40))
     tier = count_writes(monkeypatch, probe)
     # Sixty seconds a measure would be enough for any amount: only the bytes end it.
     assert 0.9 * probe.bounds.write_bytes < tier.written <= probe.bounds.write_bytes <= effort.write_bytes
@@ -159,7 +159,7 @@ def test_no_more_is_written_than_was_said(tmp_path, monkeypatch):
 
 def test_a_size_that_the_bytes_do_not_allow_is_left_out_and_said(tmp_path):
     effort = Effort(sizes=(64 << 10, 32 << 20), depths=(1,), seconds=0.001, write_bytes=4 << 20)
-    result = Probe(load(environ={}), tmp_path, effort, Facts(memory_bytes=1 << 40)).run(lambda _: None)
+    result = ProbeRun(load(environ={}), tmp_path, effort, Facts(memory_bytes=1 << 40)).run(lambda _: None)
     link = result.link("disk")
     assert {it.bytes for it in link.measures} == {64 << 10}
     assert any("32768 KiB at depth 1" in text for text in result.skipped)
@@ -167,7 +167,7 @@ def test_a_size_that_the_bytes_do_not_allow_is_left_out_and_said(tmp_path):
 
 def test_too_few_bytes_for_anything_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="too little for 2 measures"):
-        Probe(load(environ={}), tmp_path, Effort(sizes=(65536,), depths=(1,), seconds=1, write_bytes=65536))
+        ProbeRun(load(environ={}), tmp_path, Effort(sizes=(65536,), depths=(1,), seconds=1, write_bytes=65536))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_probe_that_is_interrupted_leaves_nothing(tmp_path):
     def stop(what):
         ticks.append(what)
         if what == "disk read":
-            assert any(path.name.startswith(substore.PREFIX) for path in tmp_path.iterdir())
+            assert any(path.name.startswith(tiers.PREFIX) for path in tmp_path.iterdir())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -229,17 +229,17 @@ def test_a_probe_that_is_interrupted_leaves_nothing(tmp_path):
 PROGRAM = """
 import sys
 from kvtier.cli.main import main
-from kvtier.probe import memory
-memory.SET_BYTES = 16 << 20
-from kvtier.probe.run import Probe
-real = Probe.run
-def told(self, tick):
+from kvtier.probe import links
+links.COPY_BYTES = 16 << 20
+from kvtier.probe.run import ProbeRun
+real = ProbeRun.run
+def traced(self, tick):
     def say(what):
         tick(what)
         if what.startswith("directory"):
             print("writing", flush=True)
     return real(self, say)
-Probe.run = told
+ProbeRun.run = traced
 main(["probe", "--dir", sys.argv[1], "--seconds", "300", "--size", "64KiB", "--depth", "2", "--json",
       "--bytes", "1GiB", "--set", "directory.direct_io=off"])
 """
@@ -249,7 +249,8 @@ main(["probe", "--dir", sys.argv[1], "--seconds", "300", "--size", "64KiB", "--d
 def test_a_process_that_is_told_to_end_leaves_nothing(tmp_path, number):
     # The measures of memory are bounded by time alone: make them short in the program's own process.
     program = PROGRAM.replace(
-        "real = Probe.run", "Probe._machine_links = lambda self, tick: ([], [], None)\nreal = Probe.run"
+        "real = ProbeRun.run",
+        "ProbeRun._machine_links = lambda self, tick: ([], [], None)\nreal = ProbeRun.run",
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "writing\n"
@@ -260,46 +261,46 @@ def test_a_process_that_is_told_to_end_leaves_nothing(tmp_path, number):
 
 
 def test_what_a_killed_probe_left_is_removed_by_the_next(tmp_path):
-    left = tmp_path / f"{substore.PREFIX}dead"
+    left = tmp_path / f"{tiers.PREFIX}dead"
     left.mkdir()
-    (left / substore.LOCK_NAME).touch()
+    (left / tiers.LOCK_NAME).touch()
     (left / "disk").mkdir()
     (left / "disk" / "segment").write_bytes(bytes(4096))
-    with substore.sub_store(tmp_path) as place:
+    with tiers.temporary_store(tmp_path) as place:
         assert [path.name for path in tmp_path.iterdir()] == [place.name]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_directory_of_a_running_probe_and_of_others_stays(tmp_path):
-    stranger = tmp_path / f"{substore.PREFIX}of-somebody"
+    stranger = tmp_path / f"{tiers.PREFIX}of-another"
     stranger.mkdir()  # without our lock file
-    with substore.sub_store(tmp_path) as first:
+    with tiers.temporary_store(tmp_path) as first:
         (first / "data").write_text("x")
-        with substore.sub_store(tmp_path) as second:
+        with tiers.temporary_store(tmp_path) as second:
             assert (first / "data").exists()
             assert second != first
     assert [path.name for path in tmp_path.iterdir()] == [stranger.name]
 
 
 def test_the_running_probes_lock_is_what_protects_it(tmp_path):
-    with substore.sub_store(tmp_path) as place:
-        descriptor = os.open(place / substore.LOCK_NAME, os.O_RDWR)
+    with tiers.temporary_store(tmp_path) as place:
+        descriptor = os.open(place / tiers.LOCK_NAME, os.O_RDWR)
         with pytest.raises(OSError, match="temporarily unavailable"):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(descriptor)
-        assert substore.sweep(tmp_path) == []
+        assert tiers.sweep(tmp_path) == []
 
 
 def test_it_measures_beside_a_store_or_where_it_would_be_made(tmp_path):
     (tmp_path / "kv").mkdir()
-    assert substore.choose_parent(tmp_path / "kv") == tmp_path
-    assert substore.choose_parent(tmp_path / "new" / "kv") == tmp_path
+    assert tiers.choose_parent(tmp_path / "kv") == tmp_path
+    assert tiers.choose_parent(tmp_path / "new" / "kv") == tmp_path
 
 
 def test_a_store_that_is_a_mount_of_its_own_is_measured_inside(tmp_path, monkeypatch):
     (tmp_path / "kv").mkdir()
-    monkeypatch.setattr(substore, "_is_same_file_system", lambda *_: False)
-    assert substore.choose_parent(tmp_path / "kv") == tmp_path / "kv"
+    monkeypatch.setattr(tiers, "_is_same_file_system", lambda *_: False)
+    assert tiers.choose_parent(tmp_path / "kv") == tmp_path / "kv"
 
 
 # ---- the timed loop --------------------------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ def test_a_store_that_is_a_mount_of_its_own_is_measured_inside(tmp_path, monkeyp
 
 def test_a_measure_ends_with_its_bytes():
     done = []
-    told = measure(lambda _w, n: done.append(n) or 100, op="x", size=100, depth=3, limits=Limits(3600.0, 1000))
+    told = measure(lambda _w, n: done.append(n) or 100, op="x", size=100, depth=3, limits=MeasureLimits(3600.0, 1000))
     assert sorted(done) == list(range(10))
     assert told.count == 10
 
@@ -321,13 +322,13 @@ def test_a_measure_ends_with_its_time_and_every_thread_had_a_turn():
         both.wait(60)
         return 1
 
-    told = measure(act, op="x", size=1, depth=4, limits=Limits(0.0, 1 << 40))
+    told = measure(act, op="x", size=1, depth=4, limits=MeasureLimits(0.0, 1 << 40))
     assert sorted(workers) == [0, 1, 2, 3]
     assert told.count == 4
 
 
 def test_what_moves_nothing_is_no_measure():
-    assert measure(lambda _w, _n: 0, op="x", size=1, depth=2, limits=Limits(60.0, 8)) is None
+    assert measure(lambda _w, _n: 0, op="x", size=1, depth=2, limits=MeasureLimits(60.0, 8)) is None
 
 
 @pytest.mark.parametrize("error", [KvError("broken"), OSError(5, "broken"), ZeroDivisionError("broken")])
@@ -338,14 +339,14 @@ def test_an_error_of_any_kind_ends_the_measure_and_is_raised(error):
         return 1
 
     with pytest.raises(type(error), match="broken"):
-        measure(act, op="x", size=1, depth=2, limits=Limits(3600.0, 1 << 40))
+        measure(act, op="x", size=1, depth=2, limits=MeasureLimits(3600.0, 1 << 40))
 
 
 def test_an_operation_that_hangs_ends_the_probe(monkeypatch):
-    monkeypatch.setattr("kvtier.probe.timing.GRACE_S", 0.05)
+    monkeypatch.setattr("kvtier.probe.links.GRACE_S", 0.05)
     let_go = threading.Event()
     with pytest.raises(KvError, match="did not return"):
-        measure(lambda _w, _n: let_go.wait(60) and 1, op="x", size=1, depth=1, limits=Limits(0.0, 1))
+        measure(lambda _w, _n: let_go.wait(60) and 1, op="x", size=1, depth=1, limits=MeasureLimits(0.0, 1))
     let_go.set()
 
 
@@ -355,12 +356,12 @@ def test_percentiles_are_values_that_were_seen(share, wanted):
 
 
 def test_the_alignment_is_one_that_works_or_none(tmp_path, monkeypatch):
-    found = direct.direct_alignment(tmp_path)
-    assert found is None or found in direct.CANDIDATES
+    found = tiers.direct_alignment(tmp_path)
+    assert found is None or found in tiers.ALIGNMENTS
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(direct, "_accepts", lambda _descriptor, into, offset: offset >= 4096)
+    monkeypatch.setattr(tiers, "_accepts", lambda _descriptor, into, offset: offset >= 4096)
     if found is not None:
-        assert direct.direct_alignment(tmp_path) == 4096
+        assert tiers.direct_alignment(tmp_path) == 4096
 
 
 def test_without_direct_io_there_is_no_alignment(tmp_path, monkeypatch):
@@ -372,5 +373,5 @@ def test_without_direct_io_there_is_no_alignment(tmp_path, monkeypatch):
         return real(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert direct.direct_alignment(Path(tmp_path)) is None
+    assert tiers.direct_alignment(Path(tmp_path)) is None
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,9 @@ from datetime import UTC, datetime
 import pytest
 
 from kvtier.cli.main import run
-from kvtier.probe.result import Bounds, LinkMeasures, Measure, PlaceFacts, ProbeResult
+from kvtier.probe.links import LinkMeasures, Measure
+from kvtier.probe.run import Bounds, ProbeResult
+from kvtier.probe.tiers import TierFacts
 
 pytest.importorskip("matplotlib")
 
@@ -31,7 +33,7 @@ RESULT = ProbeResult(
         LinkMeasures("checksum", measures("hash")),
     ),
     warnings=("disk (<b>): mounted soft",),
-    places=(PlaceFacts("disk", "/kv", "/kv", "xfs", "/dev/<x>", (), 1 << 40, 1 << 39, True, 512),),
+    places=(TierFacts("disk", "/kv", "/kv", "xfs", "/dev/<x>", (), 1 << 40, 1 << 39, True, 512),),
     skipped=("codec lz4: missing",),
     bounds=Bounds(10, 5.0, 1 << 30, 1 << 28),
     is_complete=True,

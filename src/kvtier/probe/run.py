@@ -1,31 +1,69 @@
-"""A whole probe: what will be measured and within which bounds, then the measures, then what they say."""
+"""A whole probe: its bounds, the measures, and the warnings that follow from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.codec import registry
+from kvtier.config.kinds import size_text
 from kvtier.config.loader import Loaded
 from kvtier.config.machine import check
 from kvtier.config.sections import Config
 from kvtier.errors import ConfigError, KvError
-from kvtier.probe import gpu, memory, tiers, warn
-from kvtier.probe.direct import direct_alignment
-from kvtier.probe.facts import Facts, read_facts
-from kvtier.probe.mounts import Mount, mount_of
-from kvtier.probe.result import VERSION, Bounds, LinkMeasures, PlaceFacts, ProbeResult
-from kvtier.probe.substore import choose_parent, sub_store
-from kvtier.probe.timing import Limits, Tick
+from kvtier.probe import links, tiers, warnings
+from kvtier.probe.facts import Facts, Mount, mount_of, read_facts
+from kvtier.probe.links import LinkMeasures, MeasureLimits, Tick
+from kvtier.probe.tiers import TierFacts
 from kvtier.tier.direct import can_direct
 
+VERSION = 1
 MEMORY_SIZES = (64 << 10, 1 << 20, 32 << 20)
 UNLIMITED = 1 << 50
-"""Nothing is worn by copies in memory; time bounds them."""
+"""Copies in memory cause no wear, so only time limits them."""
 CODEC_MEASURES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Upper bounds of a probe."""
+
+    points: int
+    """Number of measures."""
+    seconds: float
+    """All measures together, without filling and cleaning up."""
+    write_bytes: int
+    """Written to all tiers together."""
+    hold_bytes: int
+    """Largest size of a temporary store."""
+
+    def __str__(self) -> str:
+        written = (
+            f"{size_text(self.write_bytes)} written, {size_text(self.hold_bytes)} held" if self.write_bytes else ""
+        )
+        return f"{self.points} measures in at most about {self.seconds:.0f} s; {written or 'nothing written'}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """The result of a probe."""
+
+    version: int
+    links: tuple[LinkMeasures, ...]
+    warnings: tuple[str, ...]
+    places: tuple[TierFacts, ...]
+    skipped: tuple[str, ...]
+    """What was not measured, with the reason."""
+    bounds: Bounds
+    is_complete: bool
+    """Whether every tier was measured."""
+
+    def link(self, name: str) -> LinkMeasures | None:
+        """The link of that name, if it was measured."""
+        return next((it for it in self.links if it.name == name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much may be spent."""
+    """Sizes, depths and limits of a probe."""
 
     sizes: tuple[int, ...]
     """Bytes of an object."""
@@ -33,7 +71,7 @@ class Effort:
     seconds: float
     """Of each measure."""
     write_bytes: int
-    """Written to all tiers together, at most."""
+    """Limit, all tiers together."""
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 4096 or any(size % 4096 for size in self.sizes):
@@ -48,14 +86,14 @@ USUAL = Effort(sizes=(64 << 10, 512 << 10, 4 << 20, 32 << 20), depths=(1, 4, 16)
 QUICK = Effort(sizes=(512 << 10, 4 << 20), depths=(1, 4), seconds=0.15, write_bytes=512 << 20)
 
 
-class Probe:
-    """One probe. Made without touching anything; `run` measures.
+class ProbeRun:
+    """One probe. The constructor changes nothing; `run` measures.
 
     Args:
-        loaded: the settings and where they came from.
-        directory: measure both kinds of tier here instead of where the settings say; None: what the settings say.
-        effort: how much.
-        facts: of this machine; None: look around.
+        loaded: the settings and their origins.
+        directory: measure both kinds of tier here instead of the configured ones.
+        effort: sizes, depths and limits.
+        facts: of this machine; None: read them.
 
     Raises:
         ConfigError: the effort is too small to write one object of the smallest size.
@@ -68,14 +106,14 @@ class Probe:
         self.targets = tiers.targets(loaded.config, directory)
         count = len(self.targets) * len(effort.sizes) * len(effort.depths)
         share = effort.write_bytes // max(count, 1) // 4096 * 4096
-        self._points = tiers.Points(effort.sizes, effort.depths, effort.seconds, share)
+        self._points = tiers.TierPoints(effort.sizes, effort.depths, effort.seconds, share)
         if self.targets and not self._points.fitting():
             least = min(effort.sizes) * min(effort.depths) * count
             raise ConfigError(f"--bytes {effort.write_bytes} is too little for {count} measures; allowed: from {least}")
 
     @property
     def bounds(self) -> Bounds:
-        """What `run` may take, at most."""
+        """Upper bounds of `run`."""
         fitting = len(self._points.fitting()) * len(self.targets)
         others = (len(MEMORY_SIZES) + 1) * len(self._copy_depths) + CODEC_MEASURES * len(registry.names())
         if self._facts.has_gpu:
@@ -92,16 +130,19 @@ class Probe:
         """Measure.
 
         Args:
-            tick: told before each measure.
+            tick: called before each measure.
 
         Raises:
-            KvError: a link failed in a way that says nothing about it. A tier that fails is a warning instead.
+            KvError: a link other than a tier failed. A failed tier is a warning.
         """
         bounds = self.bounds
-        links, skipped, is_locked = self._machine_links(tick)
+        found_links, skipped, is_locked = self._machine_links(tick)
         findings = [str(it) for it in check(self._loaded.config, self._loaded.origins, self._loaded.file)]
-        found: list[str] = [*findings, *warn.machine_warnings(self._loaded.config, self._facts, is_locked=is_locked)]
-        places: list[PlaceFacts] = []
+        texts: list[str] = [
+            *findings,
+            *warnings.machine_warnings(self._loaded.config, self._facts, is_locked=is_locked),
+        ]
+        places: list[TierFacts] = []
         under: list[Mount | None] = []
         failed = 0
         for target in self.targets:
@@ -109,51 +150,50 @@ class Probe:
                 link, place = self._tier(target, tick)
             except (KvError, OSError) as error:
                 failed += 1
-                found.append(f"{target.name} ({target.path}): could not be measured: {error}")
+                texts.append(f"{target.name} ({target.path}): could not be measured: {error}")
                 continue
-            links.append(link)
-            skipped += self._left_out(target)
+            found_links.append(link)
+            skipped += self._too_large(target)
             mount = mount_of(Path(place.measured_in).resolve(), self._facts.mounts)
             places.append(place)
             under.append(mount)
-            found += warn.place_warnings(place, mount, self._facts, wants_direct=target.direct_io != "off")
+            texts += warnings.tier_warnings(place, mount, self._facts, wants_direct=target.direct_io != "off")
         if not self.targets:
-            skipped.append("tiers: none is configured; --dir names a directory to be measured, --set or --file a tier")
+            skipped.append("tiers: none is configured; allowed: --dir for a directory, --set or --file for a tier")
         if all(target.is_configured for target in self.targets):
-            found += warn.sharing_warnings(places, under)
-            found += warn.order_warnings([target.name for target in self.targets], links)
-        found += warn.speed_warnings(links)
-        unique = tuple(dict.fromkeys(found))
-        return ProbeResult(VERSION, tuple(links), unique, tuple(places), tuple(skipped), bounds, is_complete=not failed)
+            texts += warnings.sharing_warnings(places, under)
+            texts += warnings.order_warnings([target.name for target in self.targets], found_links)
+        texts += warnings.speed_warnings(found_links)
+        unique = tuple(dict.fromkeys(texts))
+        return ProbeResult(
+            VERSION, tuple(found_links), unique, tuple(places), tuple(skipped), bounds, is_complete=not failed
+        )
 
     @property
     def _copy_depths(self) -> tuple[int, ...]:
         return tuple(sorted({1, min(4, self._facts.cores), min(16, self._facts.cores)}))
 
     def _machine_links(self, tick: Tick) -> tuple[list[LinkMeasures], list[str], bool | None]:
-        limits = Limits(self._effort.seconds, UNLIMITED)
-        links = [memory.copies(MEMORY_SIZES, self._copy_depths, limits, tick)]
-        links.append(memory.checksums(limits, self._copy_depths, tick))
-        encoded, skipped = memory.codecs(limits, tick)
-        links += encoded
-        is_locked: bool | None = None
-        reason = gpu.why_not(has_gpu=self._facts.has_gpu)
-        if reason is None:
-            link, is_locked = gpu.gpu_copies(MEMORY_SIZES, limits, tick)
-            links.append(link)
-        else:
-            skipped.append(reason)
-        return links, skipped, is_locked
+        limits = MeasureLimits(self._effort.seconds, UNLIMITED)
+        host = links.copies(MEMORY_SIZES, self._copy_depths, limits, tick)
+        checksum = links.checksums(limits, self._copy_depths, tick)
+        codecs, skipped = links.codecs(limits, tick)
+        found = [host, checksum, *codecs]
+        reason = links.gpu_missing(has_gpu=self._facts.has_gpu)
+        if reason is not None:
+            return found, [*skipped, reason], None
+        gpu, is_locked = links.gpu_copies(MEMORY_SIZES, limits, tick)
+        return [*found, gpu], skipped, is_locked
 
-    def _tier(self, target: tiers.Target, tick: Tick) -> tuple[LinkMeasures, PlaceFacts]:
-        parent = choose_parent(target.path) if target.is_configured else target.path
-        with sub_store(parent) as place:
+    def _tier(self, target: tiers.ProbeTarget, tick: Tick) -> tuple[LinkMeasures, TierFacts]:
+        parent = tiers.choose_parent(target.path) if target.is_configured else target.path
+        with tiers.temporary_store(parent) as place:
             tiers.check_room(place, self._points)
-            alignment = direct_alignment(place) if can_direct(str(place)) else None
+            alignment = tiers.direct_alignment(place) if can_direct(str(place)) else None
             link, is_direct = tiers.tier_measures(target, place, self._points, tick)
         size, free = tiers.free_bytes(parent)
         mount = mount_of(parent.resolve(), self._facts.mounts)
-        return link, PlaceFacts(
+        return link, TierFacts(
             tier=target.name,
             path=str(target.path),
             measured_in=str(parent),
@@ -166,22 +206,22 @@ class Probe:
             alignment_bytes=alignment,
         )
 
-    def _left_out(self, target: tiers.Target) -> list[str]:
+    def _too_large(self, target: tiers.ProbeTarget) -> list[str]:
         fitting = set(self._points.fitting())
         missing = [(s, d) for s in self._points.sizes for d in self._points.depths if (s, d) not in fitting]
         return [
-            f"{target.name}: {size >> 10} KiB at depth {depth} takes more than a measure's share of --bytes"
+            f"{target.name}: {size >> 10} KiB at depth {depth} exceeds a measure's share of --bytes"
             for size, depth in missing
         ]
 
 
 def where_text(config: Config, directory: Path | None) -> str:
-    """Where a probe will write, for people, before it does."""
+    """The directories that a probe will write to."""
     named = tiers.targets(config, directory)
     if not named:
-        return "nothing is written: no tier is configured and no --dir given"
+        return "writes nothing: no tier is configured and no --dir given"
     shown: list[str] = []
     for target in named:
-        parent = choose_parent(target.path) if target.is_configured else target.path
+        parent = tiers.choose_parent(target.path) if target.is_configured else target.path
         shown.append(f"{target.name}: in {parent}")
-    return f"temporary stores of its own, removed at the end ({'; '.join(shown)}); existing stores are not touched"
+    return f"temporary stores, removed at the end ({'; '.join(shown)}); existing stores are not opened"

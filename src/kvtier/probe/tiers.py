@@ -1,9 +1,13 @@
-"""Tiers, measured through their own `write` and `read`, in stores of the probe's own that are full of random bytes."""
+"""Tiers, measured by their own `write` and `read` in a temporary store on the file system in question."""
 
+import errno
+import fcntl
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,94 +17,111 @@ import numpy as np
 from kvtier.config.sections import Config
 from kvtier.errors import ConfigError, KvError
 from kvtier.layout import ALIGNMENT
-from kvtier.probe.result import LinkMeasures, Measure
-from kvtier.probe.timing import Limits, Tick, measure
+from kvtier.probe.links import LinkMeasures, Measure, MeasureLimits, Tick, measure
 from kvtier.runtime.arena import page_aligned
 from kvtier.tier.base import Tier
+from kvtier.tier.direct import aligned_buffer
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_settings import SEGMENT_BYTES_MIN
 from kvtier.types import ObjectName
 
-KINDS = ("directory", "disk")
-ROOM = 3
-"""The store has room for so many measures, so that what one wrote is still there to be read."""
+PREFIX = ".kvtier-probe-"
+LOCK_NAME = "in-use"
+ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+MEASURES_HELD = 3
+"""The store has capacity for the objects of this many measures, so that written objects can be read."""
 STAMP_BYTES = 16
 SEGMENT_BYTES = 64 << 20
 LOCK_DEADLINE_S = 60.0
-"""Longer than in an engine: on a busy machine a measure comes out slow, rather than not at all."""
+"""Longer than in an engine, so that a busy machine gives a slow measure instead of none."""
 FREE_SHARE = 4
-"""At most one part in so many of the free space is taken."""
+"""A store uses at most this fraction (1/4) of the free space."""
 
 DirectIo = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One tier to be measured."""
+class TierFacts:
+    """The file system of one tier."""
+
+    tier: str
+    path: str
+    """Of the tier, or the directory to measure."""
+    measured_in: str
+    """The directory of the temporary store, on the same file system."""
+    file_system: str
+    source: str
+    """The mounted device or server."""
+    mount_options: tuple[str, ...]
+    size_bytes: int
+    free_bytes: int
+    direct_io: bool
+    alignment_bytes: int | None
+    """Smallest alignment of offset, length and memory for direct reads; None: no direct I/O."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTarget:
+    """One tier to measure."""
 
     name: str
-    """How it is called in results."""
+    """In results."""
     kind: str
-    """One of `KINDS`."""
+    """``directory`` or ``disk``."""
     path: Path
-    """Where it keeps its store, or is asked to be measured."""
+    """Of the store, or the directory to measure."""
     direct_io: DirectIo
     is_configured: bool
-    """Whether `path` is a tier's own from the settings; a directory to be measured is not."""
+    """Whether `path` is from the settings, not from ``--dir``."""
 
 
-def targets(config: Config, directory: Path | None) -> list[Target]:
-    """The tiers that `config` names, in the order in which they are asked; or both kinds in `directory`."""
+def targets(config: Config, directory: Path | None) -> list[ProbeTarget]:
+    """The tiers of `config` in probe order; or both kinds in `directory`."""
     if directory is not None:
         path = directory.absolute()
         return [
-            Target("directory", "directory", path, config.directory.direct_io, is_configured=False),
-            Target("disk", "disk", path, config.disk.direct_io, is_configured=False),
+            ProbeTarget("directory", "directory", path, config.directory.direct_io, is_configured=False),
+            ProbeTarget("disk", "disk", path, config.disk.direct_io, is_configured=False),
         ]
     sections = (("directory", config.directory), ("disk", config.disk))
     return [
-        Target(name, name, section.path, section.direct_io, is_configured=True)
+        ProbeTarget(name, name, section.path, section.direct_io, is_configured=True)
         for name, section in sections
         if section.path is not None
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Points:
-    """What to measure of each tier."""
+class TierPoints:
+    """Sizes and depths to measure of each tier."""
 
     sizes: tuple[int, ...]
     depths: tuple[int, ...]
     seconds: float
     """Of each measure."""
     write_bytes: int
-    """Of each measure, at most."""
+    """Limit of each measure."""
 
     @property
     def segment_bytes(self) -> int:
-        """Of a store of segments."""
+        """Segment size of the disk tier."""
         largest = max((size for size, _ in self.fitting()), default=ALIGNMENT)
         return max(min(SEGMENT_BYTES, self.write_bytes), SEGMENT_BYTES_MIN + 2 * largest) // ALIGNMENT * ALIGNMENT
 
     @property
     def capacity_bytes(self) -> int:
-        """Of the store. Segments are given up whole, and one is kept spare: hence two more."""
-        return ROOM * self.write_bytes + 2 * self.segment_bytes
+        """Of the store. Eviction frees whole segments and one is spare, so the disk tier needs two more."""
+        return MEASURES_HELD * self.write_bytes + 2 * self.segment_bytes
 
     def fitting(self) -> list[tuple[int, int]]:
-        """(size, depth) whose first operations stay within the bytes."""
+        """(size, depth) whose first operations fit the limit."""
         return [(size, depth) for size in self.sizes for depth in self.depths if size * depth <= self.write_bytes]
 
 
 @contextmanager
-def open_tier(target: Target, place: Path, points: Points) -> Generator[DirectoryTier | DiskTier]:
-    """A new store in `place`, of the target's kind.
-
-    Raises:
-        ConfigError: it cannot be made there.
-        TierError: the place failed.
-    """
+def _open_tier(target: ProbeTarget, place: Path, points: TierPoints) -> Generator[DirectoryTier | DiskTier]:
+    """A new store in `place`, of the target's kind."""
     root = place / target.name
     tier = (
         DirectoryTier(
@@ -125,33 +146,34 @@ def open_tier(target: Target, place: Path, points: Points) -> Generator[Director
         tier.close()
 
 
-def tier_measures(target: Target, place: Path, points: Points, tick: Tick) -> tuple[LinkMeasures, bool]:
-    """Bandwidth and latency by size and depth, of new objects and of objects read in random order.
+def tier_measures(target: ProbeTarget, place: Path, points: TierPoints, tick: Tick) -> tuple[LinkMeasures, bool]:
+    """Write new objects and read objects in random order, by size and depth.
 
     Args:
-        target: which tier.
+        target: the tier.
         place: an empty directory for its store.
-        points: what to measure.
-        tick: told before each measure.
+        points: sizes and depths.
+        tick: called before each measure.
 
     Returns:
-        The measures, and whether the tier used direct I/O.
+        The measures, and whether the tier uses direct I/O.
 
     Raises:
-        ConfigError: the store cannot be made.
-        KvError: the place failed, hangs, or gave other bytes than were written.
+        ConfigError: the store cannot be created.
+        KvError: an operation failed, timed out, or returned other bytes than were written.
     """
     found: list[Measure] = []
-    with open_tier(target, place, points) as tier:
+    with _open_tier(target, place, points) as tier:
         for size, depth in points.fitting():
             objects = _Objects(tier, size, depth)
             for op, limit in (("write", points.write_bytes), ("read", 2 * points.write_bytes)):
                 tick(f"{target.name} {op}")
                 act = objects.write if op == "write" else objects.read
-                told = measure(act, op=op, size=size, depth=depth, limits=Limits(points.seconds, limit))
-                if told is None:
+                limits = MeasureLimits(points.seconds, limit)
+                taken = measure(act, op=op, size=size, depth=depth, limits=limits)
+                if taken is None:
                     raise KvError(f"tier {target.name}: {op}s of {size} bytes moved nothing")
-                found.append(told)
+                found.append(taken)
         return LinkMeasures(target.name, tuple(found)), tier.direct_io
 
 
@@ -164,7 +186,7 @@ class _Objects:
         self._prefix = os.urandom(24)
         self._buffers = [page_aligned(size).data for _ in range(depth)]
         for worker, buffer in enumerate(self._buffers):
-            # Random, so that neither a device nor a file system can compress it or find it twice.
+            # Random, so that no device or file system can compress or deduplicate it.
             np.frombuffer(buffer, np.uint8)[:] = np.random.default_rng(worker).integers(0, 256, size, np.uint8)
         self._written: list[int] = []
 
@@ -187,7 +209,9 @@ class _Objects:
         if count is None:
             return 0
         if count != self._size or {bytes(buffer[:STAMP_BYTES]), bytes(buffer[-STAMP_BYTES:])} != {name[-STAMP_BYTES:]}:
-            raise KvError(f"tier {self._tier.name}: an object of {self._size} bytes came back with other bytes")
+            raise KvError(
+                f"tier {self._tier.name}: a read of {self._size} bytes returned other bytes than were written"
+            )
         return count
 
     def _name(self, number: int) -> ObjectName:
@@ -195,24 +219,121 @@ class _Objects:
 
 
 def free_bytes(place: Path) -> tuple[int, int]:
-    """(size, free for us) of the file system of `place`.
+    """(size, free bytes for this user) of the file system of `place`."""
+    found = os.statvfs(place)
+    return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+
+
+def check_room(place: Path, points: TierPoints) -> None:
+    """Check that the store fits.
 
     Raises:
-        OSError: it cannot be asked.
-    """
-    told = os.statvfs(place)
-    return told.f_frsize * told.f_blocks, told.f_frsize * told.f_bavail
-
-
-def check_room(place: Path, points: Points) -> None:
-    """Refuse to fill a file system.
-
-    Raises:
-        ConfigError: the store would take more than a quarter of what is free.
+        ConfigError: it needs more than a quarter of the free space.
     """
     _, free = free_bytes(place)
     if points.capacity_bytes * FREE_SHARE > free:
         raise ConfigError(
-            f"only {free >> 20} MiB are free in {str(place)!r}, and a probe takes at most a quarter of that; "
-            f"this one wants {points.capacity_bytes >> 20} MiB (--bytes, --quick)"
+            f"only {free >> 20} MiB are free in {str(place)!r}; a probe uses at most a quarter, and this one needs "
+            f"{points.capacity_bytes >> 20} MiB; allowed: --quick, or fewer --bytes"
         )
+
+
+def choose_parent(path: Path) -> Path:
+    """Where to measure a tier at `path`: beside it if that is the same file system, otherwise in it.
+
+    Raises:
+        ConfigError: no directory there is writable.
+    """
+    existing = next((it for it in (path, *path.parents) if it.is_dir()), Path("/"))
+    candidates = [existing]
+    if existing == path and path.parent != path and _is_same_file_system(path, path.parent):
+        candidates.insert(0, path.parent)
+    for candidate in candidates:
+        if os.access(candidate, os.R_OK | os.W_OK | os.X_OK):
+            return candidate
+    raise ConfigError(f"{str(path)!r} cannot be measured: no write permission in {str(existing)!r}")
+
+
+@contextmanager
+def temporary_store(parent: Path) -> Generator[Path]:
+    """A temporary directory in `parent`, removed at the end. Existing stores are never opened.
+
+    A lock on a file in it marks it as in use; `sweep` removes directories of killed probes.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    sweep(parent)
+    try:
+        place = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    except OSError as error:
+        raise ConfigError(f"{str(parent)!r} is not writable: {error.strerror or error}") from error
+    try:
+        lock = os.open(place / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            with suppress(OSError):  # a file system without locks, where `sweep` fails too
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield place
+        finally:
+            os.close(lock)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove directories of killed probes in `parent`; returns the removed ones."""
+    removed: list[Path] = []
+    for place in parent.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(place / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # not a probe's directory, or being created
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(place, ignore_errors=True)
+            removed.append(place)
+        except OSError:
+            continue
+        finally:
+            os.close(lock)
+    return removed
+
+
+def _is_same_file_system(path: Path, other: Path) -> bool:
+    return path.stat().st_dev == other.stat().st_dev
+
+
+def direct_alignment(directory: Path) -> int | None:
+    """The smallest alignment that direct reads accept, found by trying; None if there is no direct I/O.
+
+    Uses a temporary file in `directory`.
+
+    Raises:
+        OSError: the directory is not writable.
+    """
+    largest = ALIGNMENTS[-1]
+    path = directory / "alignment"
+    path.write_bytes(os.urandom(2 * largest))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+            return None
+        raise
+    finally:
+        path.unlink()
+    buffer = aligned_buffer(2 * largest)
+    try:
+        return next((size for size in ALIGNMENTS if _accepts(descriptor, buffer[size : 2 * size], size)), None)
+    finally:
+        os.close(descriptor)
+
+
+def _accepts(descriptor: int, into: memoryview, offset: int) -> bool:
+    """Whether a read succeeds whose memory, length and offset are aligned to `offset` and no more."""
+    try:
+        return os.preadv(descriptor, [into], offset) == len(into)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise

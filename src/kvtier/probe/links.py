@@ -1,0 +1,301 @@
+"""Measures of links: the timed loop, and host memory, checksum, codecs and a GPU's link measured with it.
+
+Threads of a measure are never the caller's, so Ctrl-C is handled at once and ends the loop at the next operation.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.codec import registry
+from kvtier.codec.base import Codec
+from kvtier.config.machine import memory_bytes
+from kvtier.errors import ConfigError, KvError
+from kvtier.layout import SECTION_BYTES_MAX
+from kvtier.runtime.arena import page_aligned
+
+GRACE_S = 30.0
+"""Time for a running operation to return after the end of a measure."""
+COPY_BYTES = 512 << 20
+"""Source and target of copies in host memory together: larger than any processor cache."""
+MEMORY_SHARE = 16
+"""Copies use at most this fraction (1/16) of host memory."""
+GPU_BYTES = 256 << 20
+"""Memory that is copied to and from a GPU."""
+
+Act = Callable[[int, int], int]
+"""(worker, number of the operation) -> bytes moved; 0 is not counted."""
+Point = tuple[str, int, int, Act]
+"""Operation, its bytes, depth, and what does it."""
+Tick = Callable[[str], None]
+"""Called with the operation before each measure."""
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One operation of one size at one depth. GB is 10^9 bytes."""
+
+    op: str
+    bytes: int
+    """Of one operation."""
+    depth: int
+    """Concurrent operations, each in a thread of its own."""
+    gb_per_s: float
+    latency_us_p50: float
+    latency_us_p99: float
+    count: int
+    """Number of operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasures:
+    """One link: host memory, a GPU, a tier, the checksum, a codec."""
+
+    name: str
+    measures: tuple[Measure, ...]
+
+    def best(self, op: str) -> Measure | None:
+        """The fastest measure of `op`; None if there is none."""
+        return max((it for it in self.measures if it.op == op), key=lambda it: it.gb_per_s, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureLimits:
+    """Limits of one measure; each worker does at least one operation."""
+
+    seconds: float
+    bytes: int
+
+
+def copies(sizes: tuple[int, ...], depths: tuple[int, ...], limits: MeasureLimits, tick: Tick) -> LinkMeasures:
+    """Plain copies in host memory, as the arena does them; each byte is read once and written once."""
+    half = max(min(COPY_BYTES, memory_bytes() // MEMORY_SHARE) // 2, *sizes)
+    source, target = page_aligned(half), page_aligned(half)
+    source[:], target[:] = 1, 0  # touch every page
+
+    def point(size: int, depth: int) -> Point:
+        def copy(worker: int, number: int) -> int:
+            start = (number * depth + worker) % (half // size) * size
+            np.copyto(target[start : start + size], source[start : start + size])
+            return size
+
+        return "copy", size, depth, copy
+
+    return LinkMeasures("host", measures((point(size, depth) for size in sizes for depth in depths), limits, tick))
+
+
+def checksums(limits: MeasureLimits, depths: tuple[int, ...], tick: Tick) -> LinkMeasures:
+    """XXH3-64 over sections of the largest size."""
+    size = SECTION_BYTES_MAX
+    data = _like_kv(COPY_BYTES // 8).data
+    sections = len(data) // size
+
+    def verify(_worker: int, number: int) -> int:
+        start = number % sections * size
+        xxhash.xxh3_64_intdigest(data[start : start + size])
+        return size
+
+    return LinkMeasures("checksum", measures((("hash", size, depth, verify) for depth in depths), limits, tick))
+
+
+def codecs(limits: MeasureLimits, tick: Tick) -> tuple[list[LinkMeasures], list[str]]:
+    """GB/s of raw bytes of each installed codec in one thread, and why other codecs were left out.
+
+    The data resemble KV: normally distributed bfloat16.
+    """
+    links: list[LinkMeasures] = []
+    skipped: list[str] = []
+    for name in registry.names():
+        try:
+            links.append(LinkMeasures(f"codec {name}", measures(_codec(registry.by_name(name)), limits, tick)))
+        except ConfigError as error:
+            skipped.append(f"codec {name}: {error}")
+    return links, skipped
+
+
+def _codec(codec: Codec) -> list[Point]:
+    size = SECTION_BYTES_MAX
+    raw = _like_kv(size).data
+    stored = memoryview(bytearray(codec.bound(size)))
+    back = memoryview(bytearray(size))
+    stored_bytes = codec.encode(raw, stored)
+
+    def encode(_worker: int, _number: int) -> int:
+        codec.encode(raw, stored)
+        return size
+
+    def decode(_worker: int, _number: int) -> int:
+        codec.decode(stored[:stored_bytes], back)
+        return size
+
+    return [("encode", size, 1, encode), ("decode", size, 1, decode)]
+
+
+def _like_kv(size: int) -> Bytes:
+    values = np.random.default_rng(0).standard_normal(min(size, SECTION_BYTES_MAX) // 2, np.float32)
+    section = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return np.tile(section, -(-size // len(section)))[:size]
+
+
+def gpu_missing(*, has_gpu: bool) -> str | None:
+    """Why a GPU cannot be measured; None if it can. Imports torch only if there is a device."""
+    if not has_gpu:
+        return "gpu: no device"
+    if find_spec("torch") is None:
+        return "gpu: torch is not installed"
+    torch: Any = import_module("torch")
+    return None if torch.cuda.is_available() else "gpu: torch cannot use the device"
+
+
+def gpu_copies(sizes: tuple[int, ...], limits: MeasureLimits, tick: Tick) -> tuple[LinkMeasures, bool]:
+    """Copies to and from the first GPU, of pageable and page-locked memory; and whether locking worked.
+
+    Each copy is synchronized, as a mover does before it releases a slot.
+    """
+    from kvtier.device.page_lock import cuda_page_lock  # noqa: PLC0415 - imports torch
+
+    torch: Any = import_module("torch")
+    region = page_aligned(GPU_BYTES)
+    region[:] = 1
+    device = torch.empty(GPU_BYTES, dtype=torch.uint8, device="cuda")
+    pageable = measures(gpu_points(region, device, sizes, " pageable"), limits, tick)
+    lock = cuda_page_lock("on")
+    assert lock is not None
+    try:
+        unlock = lock(int(region.__array_interface__["data"][0]), region.nbytes)
+    except ConfigError:
+        return LinkMeasures("gpu", pageable), False
+    try:
+        locked = measures(gpu_points(region, device, sizes, ""), limits, tick)
+    finally:
+        torch.cuda.synchronize()
+        unlock()
+    return LinkMeasures("gpu", locked + pageable), True
+
+
+def gpu_points(region: Bytes, device: Any, sizes: tuple[int, ...], suffix: str) -> list[Point]:  # noqa: ANN401 - torch is optional
+    """Copies between `region` and a tensor on the device, in both directions."""
+    torch: Any = import_module("torch")
+    host: Any = torch.from_numpy(region)
+
+    def point(op: str, source: Any, target: Any, size: int) -> Point:  # noqa: ANN401
+        def copy(_worker: int, number: int) -> int:
+            start = number % (len(region) // size) * size
+            target[start : start + size].copy_(source[start : start + size], non_blocking=True)
+            torch.cuda.synchronize()
+            return size
+
+        return f"{op}{suffix}", size, 1, copy
+
+    ways = (("to_gpu", host, device), ("from_gpu", device, host))
+    return [point(*way, size) for size in sizes if size <= len(region) for way in ways]
+
+
+def measures(points: Iterable[Point], limits: MeasureLimits, tick: Tick) -> tuple[Measure, ...]:
+    """Measure each of `points`; those that moved nothing are left out."""
+    found: list[Measure] = []
+    for op, size, depth, act in points:
+        tick(op)
+        taken = measure(act, op=op, size=size, depth=depth, limits=limits)
+        found += [taken] if taken else []
+    return tuple(found)
+
+
+def measure(act: Act, *, op: str, size: int, depth: int, limits: MeasureLimits) -> Measure | None:
+    """Time `act` with `depth` threads; None if no operation moved anything.
+
+    Args:
+        act: does one operation; called by several threads, each with its own worker number.
+        op: name of the operation.
+        size: bytes of one operation, for the limit.
+        depth: threads.
+        limits: when to end.
+
+    Raises:
+        KvError: an operation did not return within `GRACE_S` after the end.
+        Exception: any error of `act`.
+    """
+    lock, gate, stopped = threading.Lock(), threading.Event(), threading.Event()
+    count, started, until_s = max(limits.bytes // size, 1), 0, 0.0
+    spent: list[list[tuple[float, int]]] = [[] for _ in range(depth)]
+    ends: list[Future[None]] = [Future() for _ in range(depth)]
+
+    def next_number() -> int | None:
+        nonlocal started
+        with lock:
+            # Even a slow link does one operation per thread.
+            is_late = started >= depth and time.perf_counter() > until_s
+            if stopped.is_set() or is_late or started >= count:
+                return None
+            started += 1
+            return started - 1
+
+    def work(worker: int) -> None:
+        try:
+            gate.wait(GRACE_S)
+            while (number := next_number()) is not None:
+                start_s = time.perf_counter()
+                moved = act(worker, number)
+                spent[worker].append((time.perf_counter() - start_s, moved))
+            ends[worker].set_result(None)
+        except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
+            stopped.set()
+            ends[worker].set_exception(error)
+
+    threads = [
+        threading.Thread(target=work, args=(n,), name=f"kvtier probe {op} {n}", daemon=True) for n in range(depth)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        began_s = time.perf_counter()
+        until_s = began_s + limits.seconds
+        gate.set()
+        wait(ends, limits.seconds + GRACE_S, FIRST_EXCEPTION)
+        took_s = time.perf_counter() - began_s
+    finally:
+        stopped.set()
+        gate.set()
+        _join(threads)
+    for end in ends:
+        if not end.done():
+            raise KvError(f"{op} of {size} bytes did not return within {GRACE_S:g} s after the end of its measure")
+        end.result(0)
+    return _summary(op, size, depth, [it for worker in spent for it in worker if it[1]], took_s)
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(GRACE_S)
+
+
+def _summary(op: str, size: int, depth: int, counted: list[tuple[float, int]], took_s: float) -> Measure | None:
+    if not counted:
+        return None
+    latencies_us = sorted(seconds * 1e6 for seconds, _ in counted)
+    return Measure(
+        op=op,
+        bytes=size,
+        depth=depth,
+        gb_per_s=round(sum(moved for _, moved in counted) / max(took_s, 1e-9) / 1e9, 4),
+        latency_us_p50=round(percentile(latencies_us, 0.5), 1),
+        latency_us_p99=round(percentile(latencies_us, 0.99), 1),
+        count=len(counted),
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value of `ordered` (ascending, not empty) that is at least as large as `share` of the values."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
