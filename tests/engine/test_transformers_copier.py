@@ -23,7 +23,7 @@ from kvtier.connect.transformers.caches import (
     restoration,
     restored_cache,
 )
-from kvtier.connect.transformers.copier import CacheCopier, StagedCopyOf, host_page_lock
+from kvtier.connect.transformers.copier import CacheCopier, StagedCopyOf
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.device.layers import LayerReadiness
 from kvtier.device.staged_copy import StagedCopy
@@ -245,10 +245,10 @@ def test_a_chunk_that_is_not_all_there_is_not_gathered() -> None:
 def test_forgotten_rows_are_not_touched_and_not_held() -> None:
     world = World(torch.float32)
     copier: Any = world.copier
-    assert copier.exposed == 1
+    assert len(copier._rows) == 1
     copier.forget(REQUEST)
     copier.forget(REQUEST)
-    assert copier.exposed == 0
+    assert len(copier._rows) == 0
     with pytest.raises(LookupError, match="not exposed"):
         copier.scatter(REQUEST, 0, (0, 10), payload_of(world, 0))
 
@@ -325,7 +325,3 @@ def test_a_cache_of_another_length_tells_nothing() -> None:
     with pytest.raises(ValueError, match="cannot resume"):
         restored_cache(restoration(shape(torch.float32), (0,), 5), 4)
     assert len(tokens(3, 1)) == 3
-
-
-def test_memory_is_page_locked_only_for_a_gpu() -> None:
-    assert host_page_lock(shape(torch.float32), "on") is None

@@ -9,8 +9,7 @@ from attaching import Attach
 from tiny_transformers import batch, gemma3, llama, mistral, tokens
 from transformers import LlamaForCausalLM
 
-from kvtier.connect.transformers.identity import Watch, fingerprint, weights_digest
-from kvtier.connect.transformers.positions import moving_rope
+from kvtier.connect.transformers.identity import ModelWatch, fingerprint, moving_rope, weights_digest
 from kvtier.errors import ConfigError, UnsupportedModelError
 
 pytestmark = pytest.mark.engine
@@ -128,7 +127,7 @@ def test_weights_changed_under_an_attachment_are_noticed(way: str, attached: Att
 
 def test_a_silent_change_of_all_weights_shows_in_the_samples() -> None:
     model = llama()
-    watch = Watch(model)
+    watch = ModelWatch(model)
     assert not watch.has_changed()
     versions = [parameter._version for parameter in model.parameters()]
     for parameter in model.parameters():
@@ -142,13 +141,13 @@ def test_a_model_that_only_computes_has_not_changed() -> None:
         llama(),
         llama(rope_parameters=LONGROPE | {"rope_theta": 1e4, "original_max_position_embeddings": 64}),
     ):
-        watch = Watch(model)
+        watch = ModelWatch(model)
         model.generate(PROMPT, **GREEDY)
         assert not watch.has_changed()
     with torch.no_grad():
         model.lm_head.weight[3, 4] = float("nan")
     assert watch.has_changed()
-    assert not Watch(model).has_changed(), "not a number is no change"
+    assert not ModelWatch(model).has_changed(), "not a number is no change"
 
 
 def test_set_epoch_starts_anew_and_going_back_finds_the_old(attached: Attach) -> None:

@@ -51,8 +51,8 @@ class Reached(threading.Event):
 
 def held_until(monkeypatch: pytest.MonkeyPatch, reached: Reached) -> list[int]:
     """Let the last chunk of that layer come only when the model is there; the layers as they came."""
-    carry, came, lock = CacheCopier._carry, list[int](), threading.Lock()
-    monkeypatch.setattr("kvtier.connect.transformers.parts.STEP_BYTES_MIN", 1)
+    carry, came, lock = CacheCopier._scatter_step, list[int](), threading.Lock()
+    monkeypatch.setattr("kvtier.connect.transformers.copier.STEP_BYTES_MIN", 1)
 
     def late(self: CacheCopier, jobs: Any) -> None:
         rank = jobs[0].layers[jobs[0].step]
@@ -63,7 +63,7 @@ def held_until(monkeypatch: pytest.MonkeyPatch, reached: Reached) -> list[int]:
             assert reached.wait(WAIT_S), "the model did not begin before the last layer was there"
         carry(self, jobs)
 
-    monkeypatch.setattr(CacheCopier, "_carry", late)
+    monkeypatch.setattr(CacheCopier, "_scatter_step", late)
     return came
 
 
@@ -88,7 +88,7 @@ def test_a_layer_computes_while_the_next_arrives(layer: int, attached: Attach, m
     assert torch.equal(warm.sequences, plain.sequences)
     torch.testing.assert_close(logits(warm), logits(plain), rtol=1e-4, atol=1e-4)
     assert [came.count(rank) for rank in range(3)] == [CHUNKS] * 3
-    assert kv._current().restorer._copier.exposed == 0
+    assert kv._current().restorer._copier._rows == {}
 
 
 def test_without_it_the_model_waits_for_all_layers(attached: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,13 +111,13 @@ def test_a_layer_that_does_not_come_costs_an_attempt_and_no_token(
     """The first layers have been used by then: the call begins again with what is there."""
     model = make()
     input_ids, _ = batch(tokens(100, 1))
-    monkeypatch.setattr("kvtier.connect.transformers.parts.STEP_BYTES_MIN", 1)
+    monkeypatch.setattr("kvtier.connect.transformers.copier.STEP_BYTES_MIN", 1)
     kv = attached(model)
     stored(kv, input_ids)
     eager = attached(model, layerwise=False, directory=None)
     stored(eager, input_ids)
     wanted = eager.generate(input_ids, **LOGITS)
-    carry = CacheCopier._carry
+    carry = CacheCopier._scatter_step
 
     def failing(self: CacheCopier, jobs: Any) -> None:
         if jobs[0].step == bad and any(job.chunk.start == 48 for job in jobs):
@@ -130,7 +130,7 @@ def test_a_layer_that_does_not_come_costs_an_attempt_and_no_token(
     torch.testing.assert_close(logits(warm), logits(wanted), rtol=1e-4, atol=1e-4)
     assert kv.last.restored_tokens == 48, "up to the chunk that was missing, this time all at once"
     assert kv.last.uncached_reason == ""
-    assert kv._current().restorer._copier.exposed == 0
+    assert kv._current().restorer._copier._rows == {}
     monkeypatch.undo()
     kv.generate(input_ids, **LOGITS)
     assert kv.last.restored_tokens == 96
@@ -141,18 +141,18 @@ def test_a_layer_that_is_late_is_computed(attached: Attach, monkeypatch: pytest.
     input_ids, _ = batch(tokens(100, 1))
     kv = attached(model, limits__load_deadline_s=0.05)
     stored(kv, input_ids)
-    may_go_on, carry = threading.Event(), CacheCopier._carry
+    may_go_on, carry = threading.Event(), CacheCopier._scatter_step
 
     def hanging(self: CacheCopier, jobs: Any) -> None:
         assert may_go_on.wait(WAIT_S)
         carry(self, jobs)
 
     carried_by(hanging, kv, monkeypatch)
-    monkeypatch.setattr("kvtier.connect.transformers.arriving._END_S", 0.05)
+    monkeypatch.setattr("kvtier.connect.transformers.restore._END_S", 0.05)
     try:
         late = kv.generate(input_ids, **LOGITS)
         assert kv.last.restored_tokens == 0
-        assert kv._current().restorer._copier.exposed == 1, "what still writes keeps its tensors"
+        assert len(kv._current().restorer._copier._rows) == 1, "what still writes keeps its tensors"
     finally:
         may_go_on.set()
     assert torch.equal(logits(late), logits(model.generate(input_ids, **LOGITS)))

@@ -106,7 +106,7 @@ def test_an_option_that_cannot_be_served_passes_through_with_a_reason(
     assert reason in kv.last.uncached_reason
     assert (kv.last.restored_tokens, kv.last.stored_chunks, kv.last.computed_tokens) == (0, 0, 70)
     assert [record.message for record in caplog.records].count(
-        f"generated without the cache: {kv.last.uncached_reason} (said once)"
+        f"generated without the cache: {kv.last.uncached_reason} (logged once)"
     ) == 1
 
 

@@ -93,10 +93,10 @@ def test_sessions_are_recorded_and_what_they_expect_reaches_the_evictor(
     with caplog.at_level("WARNING"):
         for bad in (7, ["x"], ["x", 7]):
             kv.generate(input_ids, attention_mask=mask, session=bad, **GREEDY)  # type: ignore[arg-type]
-    assert caplog.text.count("allowed: a text, or one for each of 2 rows") == 3
+    assert caplog.text.count("allowed: a string, or one for each of 2 rows") == 3
     with pytest.raises(ConfigError, match=r"next_turn is 'me'; allowed: 'tool', 'user', 'nobody', None"):
         kv.expects("chat", "me")
-    with pytest.raises(ConfigError, match="session is 7; allowed: a text"):
+    with pytest.raises(ConfigError, match="session is 7; allowed: a string"):
         kv.expects(7, "user")  # type: ignore[arg-type]
     kv.close()
     kv.expects("chat", "nobody")  # nobody hears it

@@ -61,7 +61,7 @@ def check_pool() -> None:
     for block in blocks[:6]:
         name = make_block_hash_with_group_id(BlockHash(bytes([block.block_id])), 0)
         pool._insert_block_hash(name, block, num_tokens=16)
-    mine = pins.held(block.block_id for block in blocks[:2])
+    mine = pins.contents(block.block_id for block in blocks[:2])
     assert not any(map(pins.is_free, mine))
     pool.free_blocks(blocks)
     assert all(map(pins.is_free, mine))
@@ -77,7 +77,7 @@ def check_pool() -> None:
     assert list(map(pins.is_free, mine)) == [False, True], "block 1 holds nothing any more"
 
 
-def test_the_pool_hands_out_first_what_it_is_told() -> None:
+def test_the_pool_hands_out_first_the_blocks_at_the_front() -> None:
     in_process(check_pool)
 
 

@@ -1,8 +1,7 @@
-"""`Attachment`: generation with a cache that outlives the process. See `docs/guides/transformers.md`.
+"""`attach` and `Attachment`: `generate` with a cache that outlives the process. See `docs/guides/transformers.md`.
 
-One call, step by step: read the options and the padding; name the chunks of each row's prompt; look up and load what is
-known; let the library generate from there; hand the new chunks over for storing. Only the last step goes on after the
-call, and it never delays one.
+Steps of one call: read the options and the padding; compute the chunk keys of each row; look up and load the known
+prefix; let the library generate from there; store the new chunks. Only the store goes on after the call.
 """
 
 import itertools
@@ -21,20 +20,23 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.generation.configuration_utils import GenerationConfig
 
-from kvtier.config.sections import Config
+from kvtier.config.loader import load
+from kvtier.config.sections import Config, find, find_section
 from kvtier.connect.transformers import identity
-from kvtier.connect.transformers.arriving import MissingLayerError
-from kvtier.connect.transformers.caches import Spans, empty_cache, recorded_spans
-from kvtier.connect.transformers.call import Call, FirstToken, sequences_of
-from kvtier.connect.transformers.opening import Opened, open_model
-from kvtier.connect.transformers.prompt import checked_turn, prompt_of, session_names
-from kvtier.connect.transformers.report import Report, Stored
-from kvtier.connect.transformers.restore import Restored
-from kvtier.connect.transformers.support import (
-    accepts_padding,
-    is_compiled,
+from kvtier.connect.transformers.caches import Argument, Model, Output, Spans, empty_cache, recorded_spans
+from kvtier.connect.transformers.call import (
+    Call,
+    CallReport,
+    FirstToken,
+    StoreCounts,
+    checked_turn,
+    prompt_of,
+    sequences_of,
+    session_names,
 )
-from kvtier.connect.transformers.upstream import Argument, Model, Output
+from kvtier.connect.transformers.open import ModelSession, open_model
+from kvtier.connect.transformers.restore import MissingLayerError, Restored
+from kvtier.connect.transformers.support import accepts_padding, check_model, is_compiled
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest
@@ -44,21 +46,89 @@ from kvtier.types import NextTurn, Place, Prefix, RequestId
 logger = logging.getLogger(__name__)
 
 _HANDOVER_DEADLINE_S = 5.0
-"""How long a call that returns its cache waits until the copies out of it are made."""
+"""How long a call that returns its cache waits until its chunks are copied."""
 _REOPEN_DEADLINE_S = 5.0
-"""How long a changed model waits until what its former self had stored is on its way."""
-_SAID_MAX = 100
+"""How long a changed model waits for the pending writes of its former session."""
+_LOGGED_MAX = 100
 _REPLACED = {"input_ids", "attention_mask", "past_key_values", "stopping_criteria"}
-"""Arguments that a cached call passes on in a form of its own."""
+"""Arguments that a cached call replaces."""
+_ORIGIN = "a keyword of attach"
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
+
+
+def attach(
+    model: Model,
+    directory: str | Path | None = None,
+    *,
+    config: Config | None = None,
+    checkpoint: str | Path | None = None,
+    revision: str = "",
+    epoch: int = 0,
+    held_calls: int = 4,
+    layerwise: bool = True,
+    **settings: object,
+) -> "Attachment":
+    """Give `model` a KV cache that outlives calls and processes.
+
+    Args:
+        model: a decoder-only model of the Transformers library, in evaluation mode.
+        directory: where KV is kept on disk; None: host memory only, unless the settings name a tier.
+        config: all settings; None reads the file that ``KVTIER_CONFIG`` names and the ``KVTIER_…`` environment.
+        checkpoint: file or directory with the weights that the model was loaded from and still has. Its digest is
+            cached across processes; without it the tensors in memory are digested at every attach.
+        revision: name of the weights; models with different revisions share nothing.
+        epoch: number of in-place updates of the weights (`Attachment.set_epoch`).
+        held_calls: calls whose tensors may be held while their KV is copied to host memory. A further call is not
+            stored.
+        layerwise: let the model compute while later layers of its prompt are still being loaded. This needs memory for
+            the restored KV twice until the last layer is loaded; without that memory, or with False, the call waits
+            for all layers.
+        settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served correctly; the message says what is allowed.
+        ConfigError: a setting is unknown, invalid, or names a path that cannot be used.
+    """
+    checked = check_model(model)
+    if held_calls < 1:
+        raise ConfigError(f"held_calls must be at least 1, got {held_calls}")
+    return Attachment(
+        checked,
+        _settings(config, directory, settings),
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        revision=revision,
+        epoch=epoch,
+        held_calls=held_calls,
+        layerwise=layerwise,
+    )
+
+
+def _settings(config: Config | None, directory: Path | str | None, settings: dict[str, object]) -> Config:
+    """The settings of one attachment: `config`, overridden by `directory` and `settings`.
+
+    Raises:
+        ConfigError: an unknown name or an invalid value.
+    """
+    chosen = load().config if config is None else config
+    named = dict(settings)
+    if directory is not None:
+        if "directory__path" in named:
+            raise ConfigError("directory and directory__path are both given; allowed: one of them")
+        named["directory__path"] = Path(directory)
+    for name, value in named.items():
+        section, _, key = name.partition("__")
+        find(find_section(section, _ORIGIN), key, _ORIGIN)
+        part = replace(getattr(chosen, section), **{key: value})
+        chosen = replace(chosen, **{section: part})
+    return chosen
 
 
 class Attachment:
     """A model with its cache; made by `attach`.
 
-    One `generate` runs at a time: a second thread waits. `close` it, or use it as a context manager, so that what was
-    stored reaches the disk; the end of the process does so too, as far as its deadline allows.
+    One `generate` runs at a time; a second thread waits. `close` it, or use it as a context manager, to write stored
+    chunks to the lower tiers. The end of the process does so too, within the same deadline.
     """
 
     def __init__(
@@ -74,8 +144,8 @@ class Attachment:
     ) -> None:
         self.model = model
         self.config = config
-        self.last = Report()
-        """What the latest call did."""
+        self.last = CallReport()
+        """Report of the latest call."""
         self._checkpoint = checkpoint
         self._revision = revision
         self._epoch = epoch
@@ -84,13 +154,13 @@ class Attachment:
         self._accepts_padding = accepts_padding(model)
         self._lock = threading.RLock()
         self._numbers = itertools.count()
-        self._before = Stored()
-        """What was stored in sessions that are closed, and dropped before it reached one."""
-        self._said: set[str] = set()
+        self._earlier = StoreCounts()
+        """Counts of closed sessions, and of chunks dropped because of `held_calls`."""
+        self._logged: set[str] = set()
         self._is_closed = False
-        self._refused: tuple[identity.Watch, str] | None = None
+        self._refused: tuple[identity.ModelWatch, str] | None = None
         """A changed model that could not be opened, and why."""
-        self._opened: Opened | None = None
+        self._opened: ModelSession | None = None
         self._open()
 
     # ---- for the user ----------------------------------------------------------------------------------------------
@@ -104,18 +174,18 @@ class Attachment:
         session: str | Sequence[str | None] | None = None,
         **arguments: Argument,
     ) -> Output:
-        """What `model.generate` gives for the same arguments, with KV restored where there is some.
+        """The output of `model.generate` for the same arguments, computed from restored KV if possible.
 
         Args:
-            inputs: [rows, columns] tokens; also as `input_ids`. Padding is on the left, shown by `attention_mask`.
+            inputs: [rows, columns] tokens; also as `input_ids`. Padding is on the left, marked by `attention_mask`.
             generation_config: as for `model.generate`.
-            session: name of the conversation, for `expects`; with several rows one for each. It goes into a recorded
-                trace under another name.
-            return_report: return (output, `Report`) instead of the output; `last` has the report in any case.
+            session: name of the conversation, for `expects`; a list with several rows. A recorded trace contains
+                another name for it.
+            return_report: return (output, `CallReport`) instead of the output; `last` has the report in any case.
             arguments: as for `model.generate`.
 
-        Nothing that goes wrong in kvtier makes the call fail: it is then computed as if kvtier were not there. A call
-        that the cache cannot serve is computed likewise; `Report.uncached_reason` says why.
+        An error inside kvtier never makes the call fail: the call is then computed without the cache. So is a call that
+        the cache cannot serve; `CallReport.uncached_reason` says why.
         """
         with self._lock:
             output = self._generate(inputs, generation_config, arguments, session)
@@ -124,78 +194,78 @@ class Attachment:
     def store(
         self, input_ids: torch.Tensor, cache: DynamicCache, *, known_tokens: int = 0, session: str | None = None
     ) -> int:
-        """Keep KV that was computed outside `generate`, such as an answer that a server has decoded by itself.
+        """Store KV that was computed outside `generate`, such as by a server's own decode loop.
 
         Args:
             input_ids: [1, columns] tokens without padding.
-            cache: the KV of some leading ones. Its tensors are copied in the background: nobody changes these columns
-                in place before `flush`.
-            known_tokens: leading tokens that have been stored; their whole chunks are left out.
+            cache: KV of the leading tokens. Its tensors are copied in the background; do not change these columns in
+                place before `flush`.
+            known_tokens: leading tokens that are stored already; their full chunks are skipped.
             session: as for `generate`.
 
         Returns:
-            Objects that were handed over. As with `generate`, nothing that goes wrong in kvtier makes the call fail;
-            of a model with sliding windows nothing is kept, because its cache has only the last tokens.
+            Objects passed on for storing; 0 after an error inside kvtier. Models with sliding windows store nothing,
+            because their cache holds only the last tokens.
         """
         with self._lock:
             count = self._guarded(lambda: self._store(input_ids, cache, known_tokens, session))
             return 0 if isinstance(count, str) else count
 
     def expects(self, session: str, next_turn: NextTurn | str | None) -> None:
-        """Say who goes on with a conversation after its latest answer: the cache learns what that is worth.
+        """Announce where a conversation's next turn comes from. The cache learns how soon such turns return.
 
         Args:
-            session: as given to `generate`; one that nobody knows is ignored.
-            next_turn: "tool" (a tool or an agent, within seconds), "user", "nobody" (it is over); None takes back what
-                was said.
+            session: as given to `generate`; an unknown session is ignored.
+            next_turn: "tool" (a tool or an agent, within seconds), "user", "nobody" (the conversation is over); None
+                withdraws the announcement.
 
         Raises:
-            ConfigError: `session` is no text, or `next_turn` none of these.
+            ConfigError: `session` is no string, or `next_turn` is unknown.
         """
         known = checked_turn(session, next_turn)
 
-        def tell() -> str:
+        def announce() -> str:
             if self._opened is not None:
                 self._opened.session.expects(session, known)
             return ""
 
         with self._lock:
-            self._guarded(tell)
+            self._guarded(announce)
 
     @property
-    def stored(self) -> Stored:
-        """What has become of all that was handed over for storing."""
+    def stored(self) -> StoreCounts:
+        """Results of all stores so far."""
         with self._lock:
-            total = self._before
+            total = self._earlier
             if self._opened is None:
                 return total
-            waiting = self._opened.waiting
-            waiting.take()
-            held, dropped = total.held + waiting.held, total.dropped + waiting.dropped
-            return Stored(held=held, dropped=dropped, pending_calls=waiting.storing_calls)
+            requests = self._opened.requests
+            requests.poll()
+            held, dropped = total.held + requests.held, total.dropped + requests.dropped
+            return StoreCounts(held=held, dropped=dropped, pending_calls=requests.storing_calls)
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Who the model is; another fingerprint shares no KV."""
+        """Identity of the model; models with different fingerprints share no KV."""
         return self._current().fingerprint
 
     @property
     def weights(self) -> WeightsDigest:
-        """The digest of the weights, with the bytes and seconds that it cost."""
+        """Digest of the weights, with the bytes and seconds that it took."""
         return self._current().weights
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk: the grain in which KV is kept and restored."""
+        """Tokens of a chunk, the unit in which KV is stored and restored."""
         return self._current().layout.chunk_tokens
 
     @property
     def session(self) -> Session:
-        """The session underneath; another one after the model has changed."""
+        """The session underneath; a new one after the model has changed."""
         return self._current().session
 
     def set_epoch(self, epoch: int) -> None:
-        """Say that the weights were updated in place for the `epoch`-th time. KV of other epochs is not used any more.
+        """Announce the `epoch`-th in-place update of the weights. KV of other epochs is not used any more.
 
         Raises:
             ConfigError: a negative epoch.
@@ -209,18 +279,18 @@ class Attachment:
                     self._open()
 
     def flush(self, deadline_s: float = 30.0) -> bool:
-        """Wait until all that was handed over has been copied to host memory; whether it was in time."""
+        """Wait until all stores have been copied to host memory; False if the deadline passed."""
         with self._lock:
-            return self._opened is None or self._opened.waiting.stores(deadline_s)
+            return self._opened is None or self._opened.requests.wait_for_stores(deadline_s)
 
     def close(self, deadline_s: float | None = None) -> Closed | None:
-        """Bring what was stored to the lower tiers and end all threads. Twice is fine.
+        """Write stored chunks to the lower tiers, and end all threads. `generate` then works without the cache.
 
         Args:
             deadline_s: None takes ``limits.close_deadline_s``.
 
         Returns:
-            How it ended; None when it was closed before. `generate` goes on working, without the cache.
+            How the session closed; None if it was closed before.
         """
         with self._lock:
             self._is_closed = True
@@ -249,34 +319,38 @@ class Attachment:
             return None
         self._finalizer.detach()
         until = time.monotonic() + deadline_s
-        opened.waiting.stores(deadline_s)
+        requests = opened.requests
+        requests.wait_for_stores(deadline_s)
         closed = opened.session.close(max(0.0, until - time.monotonic()))
-        opened.waiting.forget()
-        before, waiting = self._before, opened.waiting
-        self._before = Stored(held=before.held + waiting.held, dropped=before.dropped + waiting.dropped)
+        requests.release_all()
+        self._earlier = StoreCounts(
+            held=self._earlier.held + requests.held, dropped=self._earlier.dropped + requests.dropped
+        )
         return closed
 
-    def _current(self) -> Opened:
+    def _current(self) -> ModelSession:
         if self._opened is None:
             raise ConfigError("the attachment is closed; attach the model again")
         return self._opened
 
-    def _refreshed(self) -> "Opened | str":
-        """The session for the model as it is now, for a model that has changed is another one; or why there is none."""
+    def _refreshed(self) -> "ModelSession | str":
+        """The session, reopened if the model has changed; or why the changed model cannot be served."""
         opened = self._opened
         if opened is not None and not opened.watch.has_changed():
             return opened
         if opened is None and self._refused is not None and not self._refused[0].has_changed():
             return self._refused[1]
-        logger.warning("%s has changed since it was attached; it is digested anew", type(self.model).__name__)
+        logger.warning(
+            "%s has changed since it was attached; its weights are digested again", type(self.model).__name__
+        )
         if self._checkpoint is not None:
-            logger.warning("%s may no longer tell its weights; from now on its tensors do", self._checkpoint)
+            logger.warning("%s may no longer match the weights; the tensors are digested instead", self._checkpoint)
             self._checkpoint = None
         try:
             self._open()
         except Exception as error:
             refusal = f"the model has changed and cannot be served any more: {error}"
-            self._refused = (identity.Watch(self.model), refusal)
+            self._refused = (identity.ModelWatch(self.model), refusal)
             raise
         return self._current()
 
@@ -293,10 +367,18 @@ class Attachment:
         call = self._guarded(lambda: self._prepare(inputs, given, arguments, session))
         if isinstance(call, str):
             return self._generate_uncached(call, clock, inputs, given, arguments)
-        opened = self._current()
-        # A streamer is given the prompt before the model has seen a layer; it must not be given it twice.
+        opened, columns = self._current(), call.prompt.input_ids.shape[1]
+        rows = [row.request for row in call.rows]
+        # A streamer gets the prompt before the model runs, and a restarted call would give it the prompt twice.
         is_layerwise = self._layerwise and arguments.get("streamer") is None and not is_compiled(self.model)
-        restored = self._guarded(lambda: self._restore(opened, call, is_layerwise=is_layerwise))
+
+        def restore() -> Restored:
+            opened.requests.poll()
+            if not any(row.prefix.keys for row in rows):
+                return Restored()
+            return opened.restorer.restore(rows, columns, is_layerwise=is_layerwise)
+
+        restored = self._guarded(restore)
         reason = restored if isinstance(restored, str) else ""
         found: Restored = Restored() if isinstance(restored, str) else restored
         del restored
@@ -304,34 +386,33 @@ class Attachment:
 
         def compute(cache: DynamicCache) -> Output:
             return self.model.generate(
-                call.input_ids,
+                call.prompt.input_ids,
                 generation_config=given,
-                attention_mask=call.mask,
+                attention_mask=call.prompt.mask,
                 past_key_values=cache,
                 stopping_criteria=clock.among(arguments.get("stopping_criteria")),
                 **rest,
             )
 
-        rows = [row.asked for row in call.rows]
-        cache = _handed_out(found, opened)
+        cache = _taken_cache(found, opened)
         try:
             output = compute(cache)
         except MissingLayerError as error:
-            logger.info("%s; the call begins again", error)
-            again = self._guarded(lambda: opened.restorer.resume(rows, call.input_ids.shape[1], found))
+            logger.info("%s; the call starts again", error)
+            again = self._guarded(lambda: opened.restorer.resume(rows, columns, found))
             reason = again if isinstance(again, str) else reason
             found = Restored() if isinstance(again, str) else again
             del again
-            cache = _handed_out(found, opened)
+            cache = _taken_cache(found, opened)
             output = compute(cache)
         finally:
             unsettled = self._guarded(lambda: opened.restorer.finish(rows, found) or "")
         reason = reason or str(unsettled)
         report = self._guarded(partial(call.report, output, found, clock, reason))
         if isinstance(report, str):
-            self.last = Report(uncached_reason=report)
+            self.last = CallReport(uncached_reason=report)
             return output
-        kept = self._guarded(lambda: self._keep(opened, call, output, cache, report))
+        kept = self._guarded(lambda: self._store_call(opened, call, output, cache, report))
         self.last = replace(report, uncached_reason=kept) if isinstance(kept, str) else kept
         return output
 
@@ -343,18 +424,18 @@ class Attachment:
         given: GenerationConfig | None,
         arguments: dict[str, Argument],
     ) -> Output:
-        self._say(reason, "generated without the cache: %s (said once)")
+        self._log_once(reason, "generated without the cache: %s (logged once)")
         changed = dict(arguments)
         if arguments.get("custom_generate") is None:
             changed["stopping_criteria"] = clock.among(arguments.get("stopping_criteria"))
         output = self.model.generate(inputs, generation_config=given, **changed)
         prompt = inputs if inputs is not None else arguments.get("input_ids")
         mask = arguments.get("attention_mask")
-        shown = mask if isinstance(mask, torch.Tensor) else prompt
-        tokens = (
-            0 if not isinstance(shown, torch.Tensor) else int((mask != 0).sum()) if shown is mask else shown.numel()
-        )
-        self.last = Report(
+        if isinstance(mask, torch.Tensor):
+            tokens = int((mask != 0).sum())
+        else:
+            tokens = prompt.numel() if isinstance(prompt, torch.Tensor) else 0
+        self.last = CallReport(
             prompt_tokens=tokens,
             computed_tokens=tokens,
             ttft_s=clock.ttft_s,
@@ -370,119 +451,104 @@ class Attachment:
         arguments: dict[str, Argument],
         session: str | Sequence[str | None] | None = None,
     ) -> "Call | str":
-        """All that is known before the first lookup; or why the call goes without the cache."""
+        """Everything before the first lookup; or why the call goes without the cache."""
         if self._is_closed:
             return "the attachment is closed"
-        asked = prompt_of(self.model, inputs, given, arguments, accepts_padding=self._accepts_padding)
-        if isinstance(asked, str):
-            return asked
-        names, reason = session_names(session, len(asked.padding))
-        if reason:
-            self._say(reason, "%s; ignored (said once)")
+        prompt = prompt_of(self.model, inputs, given, arguments, accepts_padding=self._accepts_padding)
+        if isinstance(prompt, str):
+            return prompt
+        names, problem = session_names(session, len(prompt.padding))
+        if problem:
+            self._log_once(problem, "%s; ignored (logged once)")
         opened = self._refreshed()
         if isinstance(opened, str):
             return opened
-        return Call.begun(
-            next(self._numbers),
-            root=opened.root,
-            chunk_tokens=opened.layout.chunk_tokens,
-            extras=asked.extras,
-            input_ids=asked.input_ids,
-            mask=asked.mask,
-            padding=asked.padding,
-            end_tokens=asked.end_tokens,
-            sessions=names,
-            recorder=opened.recorder,
-        )
+        return Call.begun(next(self._numbers), prompt, opened.root, opened.layout.chunk_tokens, names, opened.recorder)
 
-    def _restore(self, opened: Opened, call: Call, *, is_layerwise: bool) -> Restored:
-        opened.waiting.take()
-        rows = [row.asked for row in call.rows]
-        if not any(row.prefix.keys for row in rows):
-            return Restored()
-        return opened.restorer.restore(rows, call.input_ids.shape[1], is_layerwise=is_layerwise)
-
-    def _keep(self, opened: Opened, call: Call, output: Output, cache: DynamicCache, report: Report) -> Report:
-        """Hand the new chunks of each row over for storing; the report with how many there are."""
+    def _store_call(
+        self, opened: ModelSession, call: Call, output: Output, cache: DynamicCache, report: CallReport
+    ) -> CallReport:
+        """Store the new chunks of each row; returns the report with their number."""
         sequences = sequences_of(output)
         spans = recorded_spans(opened.shape, cache, sequences.shape[1] - 1)
         if spans is None:
-            # It threw ours away, and computed everything.
+            # The model discarded the restored cache and computed everything.
             return replace(
                 report,
                 restored_tokens=0,
                 restored_by_source={},
                 computed_tokens=report.prompt_tokens,
-                uncached_reason="the model went on with a cache of its own",
+                uncached_reason="the model replaced the cache with its own",
             )
-        groups = len(opened.shape.groups)
-        ends = call.end_tokens
+        groups, ends = len(opened.shape.groups), call.prompt.end_tokens
         new = [row.new_places(tokens, ends, groups) for row, tokens in zip(call.rows, sequences, strict=True)]
-        count = self._hand_over(opened, call, new, spans)
+        count = self._begin_stores(opened, call, new, spans)
         if not isinstance(output, torch.Tensor):
-            # The caller gets the cache and may do with it as it likes: nothing is copied from it after that.
-            opened.waiting.stores(_HANDOVER_DEADLINE_S, call.number)
+            # The caller gets the cache and may change it, so the copies are made before.
+            opened.requests.wait_for_stores(_HANDOVER_DEADLINE_S, call.number)
         return replace(report, stored_chunks=count)
 
     def _store(self, input_ids: torch.Tensor, cache: DynamicCache, known_tokens: int, session: str | None) -> int:
         arguments = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 0}
         call = self._prepare(input_ids, None, arguments, session)
         if isinstance(call, str):
-            self._say(call, "not stored: %s (said once)")
+            self._log_once(call, "not stored: %s (logged once)")
             return 0
         opened, tokens = self._current(), min(cache.get_seq_length(), input_ids.shape[1])
         spans = recorded_spans(opened.shape, cache, cache.get_seq_length())
         if spans is None or opened.shape.has_windows or len(call.rows) > 1:
             return 0
         new = call.rows[0].places(known_tokens // opened.layout.chunk_tokens, tokens, len(opened.shape.groups))
-        return self._hand_over(opened, call, [new], spans)
+        return self._begin_stores(opened, call, [new], spans)
 
-    def _hand_over(self, opened: Opened, call: Call, new: Sequence[tuple[Prefix, list[Place]]], spans: Spans) -> int:
-        """Begin to store the new places of each row; how many there are."""
-        opened.waiting.take()
-        is_full = opened.waiting.storing_calls >= self._held_calls
+    def _begin_stores(
+        self, opened: ModelSession, call: Call, new: Sequence[tuple[Prefix, list[Place]]], spans: Spans
+    ) -> int:
+        """Begin to store the new places of each row; returns their number."""
+        opened.requests.poll()
+        is_full = opened.requests.storing_calls >= self._held_calls
         if is_full:
-            self._say(
-                f"{self._held_calls} calls hold their tensors for stores", "%s (held_calls): no others are stored"
+            self._log_once(
+                f"{self._held_calls} calls hold their tensors for stores",
+                "%s (held_calls), so a further call was not stored (logged once)",
             )
         count = 0
         for number, (row, (prefix, places)) in enumerate(zip(call.rows, new, strict=True)):
             if is_full:
-                self._before = replace(self._before, dropped=self._before.dropped + len(places))
+                self._earlier = replace(self._earlier, dropped=self._earlier.dropped + len(places))
             elif places:
-                request = RequestId(f"{row.asked.name}/store")
-                opened.waiting.store(
-                    request,
+                opened.requests.store(
+                    RequestId(f"{row.request.name}/store"),
                     call.number,
                     prefix,
                     places,
                     row=number,
-                    pad=row.asked.pad,
+                    pad=row.request.pad,
                     spans=spans,
-                    session=row.asked.session,
+                    session=row.request.session,
                 )
                 count += len(places)
         return count
 
-    # ---- mishaps ---------------------------------------------------------------------------------------------------
+    # ---- errors ----------------------------------------------------------------------------------------------------
 
-    def _guarded(self, act: "Callable[[], Answer | str]") -> "Answer | str":
-        """What `act` gives; when something goes wrong in it, what it was: a guest never makes the host fail."""
+    def _guarded(self, act: "Callable[[], T | str]") -> "T | str":
+        """The result of `act`; after an exception its description, since kvtier must never make a call fail."""
         try:
             return act()
         except Exception as error:
             reason = f"kvtier failed: {type(error).__name__}: {error}"
             logger.debug("%s", reason, exc_info=True)
-            self._say(reason, "%s (said once; the traceback is logged at DEBUG); the call goes on without the cache")
+            self._log_once(reason, "%s; the call goes on without the cache (logged once; traceback at DEBUG)")
             return reason
 
-    def _say(self, reason: str, message: str) -> None:
-        if reason not in self._said and len(self._said) < _SAID_MAX:
-            self._said.add(reason)
+    def _log_once(self, reason: str, message: str) -> None:
+        if reason not in self._logged and len(self._logged) < _LOGGED_MAX:
+            self._logged.add(reason)
             logger.warning(message, reason)
 
 
-def _handed_out(found: Restored, opened: Opened) -> DynamicCache:
-    """The cache, which nothing else holds any more: its tensors go as soon as the library has made longer ones."""
+def _taken_cache(found: Restored, opened: ModelSession) -> DynamicCache:
+    """The cache, removed from `found`, so that its tensors are freed once the library has made longer ones."""
     cache, found.cache = found.cache, None
     return cache or empty_cache(opened.shape)

@@ -1,19 +1,38 @@
-"""The library's cache tensors: which layers a model has, how their bytes lie in a chunk, and how a cache is refilled.
+"""The library's cache tensors: a model's layers, the layout of their bytes in a chunk, and how a cache is filled.
 
 A layer's share of a chunk is K as [head, token, dim], contiguous, then V likewise. Layers with full attention form one
-KV group whose chunks are all needed; layers with the same sliding window form a group of which only the last window is.
+KV group, which needs all chunks. Layers with the same sliding window form a group that needs only the last window.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvtier.connect.transformers.upstream import Argument, Layer, ModelConfig
 from kvtier.layout import GroupLayout, History, KvLayout, Window
+
+Model: TypeAlias = Any
+"""A `PreTrainedModel`. The library's attributes depend on the model's class, so they cannot be typed."""
+
+ModelConfig: TypeAlias = Any
+"""A `PreTrainedConfig`, mostly the decoder's."""
+
+Layer: TypeAlias = Any
+"""A layer of the library's cache."""
+
+Output: TypeAlias = Any
+"""Output of `generate`: a tensor of sequences, or an object with `sequences`."""
+
+Argument: TypeAlias = Any
+"""An argument that is only passed on."""
+
+
+def integers(tensor: torch.Tensor) -> list[int]:
+    """The values of a one-dimensional tensor of integers."""
+    return cast("Argument", tensor).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +42,7 @@ class CachedLayer:
     index: int
     """Its position in the library's cache."""
     window: int | None
-    """Tokens that a query sees, itself included; None for full attention."""
+    """Tokens that a query attends to, its own included; None for full attention."""
     key_heads: int
     key_dim: int
     value_heads: int
@@ -43,12 +62,12 @@ class CachedLayer:
 
     @property
     def past_tokens(self) -> int | None:
-        """How many tokens before a position its attention reaches back to; None for all of them."""
+        """Number of earlier tokens that a query attends to; None for all."""
         return None if self.window is None else self.window - 1
 
     @property
     def pages(self) -> str:
-        """The name of the arrangement of its bytes."""
+        """Name of the layout of its bytes."""
         keys, values = f"{self.key_heads}x{self.key_dim}", f"{self.value_heads}x{self.value_dim}"
         return f"{str(self.dtype).removeprefix('torch.')}/K={keys}/V={values}"
 
@@ -58,9 +77,9 @@ class CacheShape:
     """The layers of a model's cache, cut into KV groups."""
 
     config: ModelConfig
-    """The decoder's configuration, from which the library builds an empty cache."""
+    """The decoder's configuration; the library makes an empty cache from it."""
     groups: tuple[tuple[CachedLayer, ...], ...]
-    """Full attention first if there is any, then one group for each window size."""
+    """Full attention first if there is any, then one group per window size."""
 
     @property
     def layers(self) -> Iterator[CachedLayer]:
@@ -73,7 +92,7 @@ class CacheShape:
         return any(layer.window is not None for layer in self.layers)
 
     def layout(self, chunk_tokens: int) -> KvLayout:
-        """What the bytes of a chunk of `chunk_tokens` are."""
+        """The layout of a chunk of `chunk_tokens`."""
         return KvLayout(chunk_tokens, tuple(_group_layout(group, chunk_tokens) for group in self.groups))
 
 
@@ -87,7 +106,7 @@ def group_layers(config: object, layers: Sequence[CachedLayer]) -> CacheShape:
 def _group_layout(group: tuple[CachedLayer, ...], chunk_tokens: int) -> GroupLayout:
     past_tokens = group[0].past_tokens
     layer_bytes = tuple(chunk_tokens * (layer.key_bytes_per_token + layer.value_bytes_per_token) for layer in group)
-    # Most models have one shape for all layers; where they differ, each is named.
+    # Layers of one shape are named once.
     pages = [layer.pages for layer in group]
     shapes = pages[0] if len(set(pages)) == 1 else ",".join(pages)
     validity = History() if past_tokens is None else Window(past_tokens)
@@ -110,14 +129,14 @@ class Span:
 
 
 Spans: TypeAlias = tuple[tuple[tuple[Span, ...], ...], ...]
-"""For each group, for each of its layers, runs of columns in order."""
+"""Per group, per layer: runs of columns in order."""
 
 
 class RecordingWindowLayer(DynamicSlidingWindowLayer):
-    """The library's sliding-window layer, which besides remembers every K and V it was given.
+    """The library's sliding-window layer that also records all its K and V.
 
-    The library keeps the last window only; the chunks of a prompt lie mostly before it. What attention sees, and thus
-    every number and the speed of a step, is the library's own.
+    The library keeps only the last window, and most chunks of a prompt lie before it. Attention reads the library's own
+    tensors, so results and speed stay the same.
     """
 
     def __init__(self, sliding_window: int) -> None:
@@ -127,13 +146,13 @@ class RecordingWindowLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Argument, **kwargs: Argument
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Remember the new K and V, then do what the library does."""
+        """Record the new K and V, then call the library."""
         start = self.recorded[-1].stop if self.recorded else self.get_seq_length()
         self.recorded.append(Span(_detached(key_states), _detached(value_states), start))
         return super().update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `tokens_to_remove` tokens (given as a negative number)."""
+        """Remove the last `tokens_to_remove` tokens (a negative number)."""
         super().crop(tokens_to_remove)
         end = self.get_seq_length()
         kept = [span for span in self.recorded if span.start < end]
@@ -144,19 +163,19 @@ class RecordingWindowLayer(DynamicSlidingWindowLayer):
         self.recorded = kept
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         self.recorded = []
         super().reset()
 
 
 def _detached(states: torch.Tensor) -> torch.Tensor:
-    # A slice of a fused projection would keep the whole projection alive.
+    # A slice of a fused projection keeps the whole projection in memory.
     is_slice = states.untyped_storage().nbytes() > states.numel() * states.element_size()
     return states.clone(memory_format=torch.contiguous_format) if is_slice else states
 
 
 def empty_cache(shape: CacheShape) -> DynamicCache:
-    """A cache as the library makes it for this model, whose window layers remember everything."""
+    """The library's cache for this model, with recording window layers."""
     cache = DynamicCache(config=shape.config)
     for layer in shape.layers:
         if layer.window is not None:
@@ -165,31 +184,31 @@ def empty_cache(shape: CacheShape) -> DynamicCache:
 
 
 Wait: TypeAlias = Callable[[int], None]
-"""Waits until a layer, given by its number in the model, is whole; raises when it will not be."""
+"""Waits until the model's layer of this number is loaded; raises if it cannot be."""
 
 
 class ArrivingLayer(DynamicLayer):
-    """The library's layer, whose restored tokens may still be on their way when it is first used."""
+    """The library's layer, which waits at its first use until its restored tokens are loaded."""
 
     awaited: Callable[[], None] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Argument, **kwargs: Argument
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait once, then do what the library does."""
+        """Wait once, then call the library."""
         _await(self)
         return super().update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportUnknownMemberType]
 
 
 class ArrivingWindowLayer(RecordingWindowLayer):
-    """Likewise with a sliding window."""
+    """`ArrivingLayer` with a sliding window."""
 
     awaited: Callable[[], None] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Argument, **kwargs: Argument
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait once, then do what the library does."""
+        """Wait once, then call the library."""
         _await(self)
         return super().update(key_states, value_states, *args, **kwargs)
 
@@ -202,23 +221,23 @@ def _await(layer: ArrivingLayer | ArrivingWindowLayer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """Tensors for the leading `columns` columns of a cache, to be filled by loads. Window layers hold the last ones."""
+    """Tensors for the leading `columns` columns of a cache, filled by loads. Window layers hold the last columns."""
 
     shape: CacheShape
     padding: tuple[int, ...]
     columns: int
     spans: Spans
-    """One run for each layer."""
+    """One run per layer."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         return sum(span.keys.nbytes + span.values.nbytes for group in self.spans for layer in group for span in layer)
 
 
 def restoration(shape: CacheShape, padding: tuple[int, ...], columns: int) -> Restoration:
-    """Allocate what loads will fill. The filler of padding columns is zero, so that masked numbers are finite ones."""
-    # Tensors made in inference mode cannot be written by other threads, and the caller may be in it.
+    """Allocate tensors for loads. Padding columns are zero, so that masked values are finite."""
+    # Other threads cannot write to tensors made in inference mode, which may be on here.
     with torch.inference_mode(mode=False):
         spans = tuple(tuple((_blank_span(layer, padding, columns),) for layer in group) for group in shape.groups)
     return Restoration(shape, padding, columns, spans)
@@ -237,14 +256,14 @@ def _blank_span(layer: CachedLayer, padding: tuple[int, ...], columns: int) -> S
 
 
 def restored_cache(restored: Restoration, columns: int, wait: Wait | None = None) -> DynamicCache:
-    """The cache after its leading `columns` columns were loaded.
+    """A cache of the leading `columns` columns of `restored`.
 
-    Fewer than were asked for are possible only where no layer has a window: window tensors end at one column.
+    Window tensors end at one fixed column, so with windows `columns` must be all of them.
 
     Args:
         restored: the tensors.
-        columns: how many of their columns count.
-        wait: called by each layer at its first use; None when all is there.
+        columns: valid columns.
+        wait: called by each layer at its first use; None if all layers are loaded.
     """
     if columns > restored.columns or (columns < restored.columns and restored.shape.has_windows):
         raise ValueError(f"cannot resume at column {columns}: tensors were made for {restored.columns}")
@@ -268,10 +287,10 @@ def _refill(layer: Layer, span: Span, columns: int) -> None:
 
 
 def recorded_spans(shape: CacheShape, cache: DynamicCache, columns: int) -> Spans | None:
-    """All that `cache` knows of its first `columns` columns: for each group, for each layer, its spans in order.
+    """All KV of the first `columns` columns of `cache`.
 
     Returns:
-        None when the cache does not have exactly that length, because the model went on with a cache of its own.
+        None if the cache has another length, because the model replaced it with its own.
     """
     groups: list[tuple[tuple[Span, ...], ...]] = []
     for group in shape.groups:
@@ -290,7 +309,7 @@ _SMALL_TOKENS = 64
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Join runs of small spans (the steps of decoding), so that a chunk is not copied token by token."""
+    """Join runs of small spans (decode steps), so that a chunk is not copied token by token."""
     joined: list[Span] = []
     run: list[Span] = []
 

@@ -1,73 +1,206 @@
-"""One call that the cache can serve: its rows, their keys, and which chunks it completed."""
+"""One `generate` call: its prompt, the rows of its batch with their chunk keys, and its report.
+
+A batch is padded on the left, so that all rows end at the same column. Row `i` has `pad_i` columns of padding; its
+token `t` is in column `pad_i + t`. The library's cache has one length for all rows, counted in columns. Resuming at
+column `C` needs the KV of the first `C - pad_i` tokens of each row. The attention mask hides padding columns.
+"""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationConfig
 
-from kvtier.connect.transformers.positions import moving_rope
-from kvtier.connect.transformers.report import Report
-from kvtier.connect.transformers.restore import Asked, Restored
-from kvtier.connect.transformers.rows import kept_tokens, row_end, row_tokens
-from kvtier.connect.transformers.support import Options
-from kvtier.connect.transformers.upstream import Argument, Model, Output, integers
+from kvtier.connect.transformers.caches import Argument, Model, Output, integers
+from kvtier.connect.transformers.identity import moving_rope
+from kvtier.connect.transformers.restore import Restored, RowRequest, row_tokens
+from kvtier.connect.transformers.support import Options, padding_mask, reason_against
+from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain, Extra
 from kvtier.runtime.recorder import Recorder, Served
-from kvtier.types import Place, Prefix
+from kvtier.types import NextTurn, Place, Prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReport:
+    """What one `generate` call restored, computed and stored. Tokens are summed over the rows of a batch."""
+
+    prompt_tokens: int = 0
+    """Tokens of all prompts, without padding."""
+    restored_tokens: int = 0
+    """Prompt tokens whose KV was restored."""
+    restored_by_source: dict[str, int] = field(default_factory=dict[str, int])
+    """Restored tokens by place: ``host``, or the name of a lower tier."""
+    computed_tokens: int = 0
+    """Prompt tokens that the model computed."""
+    generated_tokens: int = 0
+    """New tokens, up to and including each row's end token; 0 for a call without the cache."""
+    ttft_s: float = 0.0
+    """Seconds from the call to the first new token, including all of kvtier's work."""
+    lookup_s: float = 0.0
+    """Part of `ttft_s`: keys and lookups."""
+    load_s: float = 0.0
+    """Part of `ttft_s`: waiting for loads."""
+    wall_s: float = 0.0
+    """Seconds of the whole call."""
+    stored_chunks: int = 0
+    """Objects (a chunk of one KV group) passed on for storing. The copies go on after the call."""
+    uncached_reason: str = ""
+    """Why the call, or a part of it, went without the cache; empty if nothing did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCounts:
+    """Results of all stores so far, in objects."""
+
+    held: int = 0
+    """Stored: readable in host memory, and on the way to the tiers that the write policy selects."""
+    dropped: int = 0
+    """Not admitted, no room in time, failed, or refused because `held_calls` calls were still being stored."""
+    pending_calls: int = 0
+    """Calls whose KV is still being copied."""
+
+
+class Prompt(NamedTuple):
+    """The checked prompt of a call that the cache can serve."""
+
+    input_ids: torch.Tensor
+    """[rows, columns] tokens."""
+    mask: torch.Tensor
+    padding: tuple[int, ...]
+    """Columns of padding before each row."""
+    extras: list[Extra]
+    end_tokens: frozenset[int]
+
+
+def prompt_of(
+    model: Model,
+    inputs: Argument,
+    given: GenerationConfig | None,
+    arguments: dict[str, Argument],
+    *,
+    accepts_padding: bool,
+) -> Prompt | str:
+    """The prompt in the arguments of `generate`; or the reason why the cache cannot serve the call."""
+    options = Options(arguments, given, model.generation_config)
+    reason = reason_against(model, options)
+    if reason:
+        return reason
+    input_ids = inputs if inputs is not None else arguments.get("input_ids")
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        return "the prompt is no tensor input_ids [rows, columns]"
+    mask = padding_mask(input_ids, options)
+    if mask.shape != input_ids.shape:
+        return f"attention_mask has shape {tuple(mask.shape)}; allowed: that of input_ids, {tuple(input_ids.shape)}"
+    padding = left_padding(mask)
+    if padding is None:
+        return "attention_mask pads on the right, has holes or hides a whole row; allowed: padding on the left"
+    if any(padding) and not accepts_padding:
+        return f"{type(model).__name__} takes no position_ids: KV of a padded row may depend on its padding"
+    extras: list[Extra] = []
+    rope = moving_rope(model)
+    if rope is not None:
+        columns = input_ids.shape[1]
+        side = rope.side(columns - min(padding), options.total_tokens(columns))
+        # A chunked prefill starts with the frequencies of a short text.
+        if side is None or (side == "long" and options.get("prefill_chunk_size")):
+            return f"the text may cross the {rope.original_tokens} tokens at which the position encoding changes"
+        extras.append(Extra("rope", side.encode()))
+    return Prompt(input_ids, mask, padding, extras, options.tokens("eos_token_id"))
+
+
+def left_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
+    """Columns of padding before each row.
+
+    Args:
+        mask: [rows, columns]; zero hides a column.
+
+    Returns:
+        None if any row is padded elsewhere than on the left, has a hole, or has no token.
+    """
+    shown = mask != 0
+    columns = shown.shape[1]
+    padding = columns - shown.sum(dim=1)
+    expected = torch.arange(columns, device=mask.device)[None, :] >= padding[:, None]
+    if not bool((shown == expected).all()) or bool((padding >= columns).any()):
+        return None
+    return tuple(integers(padding))
+
+
+def session_names(session: object, rows: int) -> tuple[Sequence[str | None], str]:
+    """The session name of each row; if invalid, no names and what is wrong."""
+    none = [None] * rows
+    if session is None:
+        return none, ""
+    given = cast("Sequence[object]", session) if isinstance(session, list | tuple) else [session]
+    names = [name for name in given if name is None or isinstance(name, str)]
+    if len(names) == len(given) == rows:
+        return names, ""
+    return none, f"session = {session!r}; allowed: a string, or one for each of {rows} rows"
+
+
+def checked_turn(session: object, next_turn: object) -> NextTurn | None:
+    """Check the arguments of `Attachment.expects`.
+
+    Raises:
+        ConfigError: `session` is no string, or `next_turn` is unknown.
+    """
+    if not isinstance(session, str):
+        raise ConfigError(f"session is {session!r}; allowed: a string")
+    try:
+        return None if next_turn is None else NextTurn(next_turn)
+    except ValueError:
+        allowed = ", ".join(repr(turn.value) for turn in NextTurn)
+        raise ConfigError(f"next_turn is {next_turn!r}; allowed: {allowed}, None") from None
 
 
 def sequences_of(output: Output) -> torch.Tensor:
-    """[rows, columns] tokens of what `generate` returned: prompts, then what was generated."""
+    """[rows, columns] prompt and generated tokens in the output of `generate`."""
     return output if isinstance(output, torch.Tensor) else output.sequences
 
 
-def extras_of(model: Model, options: Options, columns: int, padding: Sequence[int]) -> list[Extra] | str:
-    """What besides its tokens the KV of a call depends on; or why that cannot be said."""
-    rope = moving_rope(model)
-    if rope is None:
-        return []
-    side = rope.side(columns - min(padding), options.total_tokens(columns))
-    # A prefill in pieces begins with the frequencies of a short text.
-    if side is None or (side == "long" and options.get("prefill_chunk_size")):
-        return f"the text may cross the {rope.original_tokens} tokens at which the position encoding changes"
-    return [Extra("rope", side.encode())]
+def row_end(sequence: Sequence[int], prompt_tokens: int, end_tokens: Collection[int]) -> int:
+    """Length of a row up to its first generated end token. After that the library feeds padding.
+
+    Args:
+        sequence: the row's prompt and generated tokens, without left padding.
+        prompt_tokens: length of the prompt.
+        end_tokens: tokens that end a row.
+    """
+    for position in range(prompt_tokens, len(sequence)):
+        if sequence[position] in end_tokens:
+            return position + 1
+    return len(sequence)
 
 
 @dataclass(slots=True)
-class Row:
+class CallRow:
     """One row of a call."""
 
-    asked: Asked
+    request: RowRequest
     prompt_tokens: int
     chain: Chain
     restored_tokens: int = 0
 
-    @classmethod
-    def begun(cls, name: str, tokens: Sequence[int], pad: int, chain: Chain, session: str | None) -> "Row":
-        """Name the chunks of a prompt of `tokens`, which are preceded by `pad` columns of padding."""
-        chain.extend(tokens)
-        return cls(Asked(name, pad, chain.prefix(), session), len(tokens), chain)
-
     def new_places(self, sequence: torch.Tensor, end_tokens: frozenset[int], groups: int) -> tuple[Prefix, list[Place]]:
-        """The chunks that this call completed, of each of `groups` KV groups.
-
-        Only whole ones, and none of which a part was restored: those are known.
+        """The full chunks that this call completed, in each KV group. A partly restored chunk is stored already.
 
         Args:
             sequence: the row's tokens with its padding.
             end_tokens: tokens that end a row.
-            groups: how many KV groups there are.
+            groups: number of KV groups.
         """
-        tokens = integers(sequence[self.asked.pad :])
-        kept = kept_tokens(tokens, row_end(tokens, self.prompt_tokens, end_tokens))
+        tokens = integers(sequence[self.request.pad :])
+        # The last token of a sequence was sampled but never fed to the model, so it has no KV.
+        kept = min(row_end(tokens, self.prompt_tokens, end_tokens), len(tokens) - 1)
         self.chain.extend(tokens[self.prompt_tokens : kept])
-        # The prompt's last token has KV only if another was generated after it; so the kept tokens may be fewer.
-        return self.places(-(-self.restored_tokens // self.asked.prefix.chunk_tokens), kept, groups)
+        return self.places(-(-self.restored_tokens // self.request.prefix.chunk_tokens), kept, groups)
 
     def places(self, first: int, tokens: int, groups: int) -> tuple[Prefix, list[Place]]:
-        """The whole chunks of the leading `tokens` tokens, from chunk `first` on."""
+        """The full chunks of the leading `tokens` tokens, from chunk `first` on."""
         prefix = self.chain.prefix()
         size = prefix.chunk_tokens
         chunks = range(first, tokens // size)
@@ -78,15 +211,13 @@ class Row:
 
 @dataclass(slots=True)
 class Call:
-    """The rows of a call, and what it needs when it ends."""
+    """A call's rows, and what its report needs."""
 
     number: int
-    input_ids: torch.Tensor
-    mask: torch.Tensor
-    end_tokens: frozenset[int]
-    rows: list[Row]
+    prompt: Prompt
+    rows: list[CallRow]
     keys_s: float
-    """Seconds that naming the chunks took."""
+    """Seconds spent on chunk keys."""
     arrived_s: float
     recorder: Recorder | None = None
 
@@ -94,39 +225,34 @@ class Call:
     def begun(
         cls,
         number: int,
-        *,
+        prompt: Prompt,
         root: bytes,
         chunk_tokens: int,
-        extras: Sequence[Extra],
-        input_ids: torch.Tensor,
-        mask: torch.Tensor,
-        padding: Sequence[int],
-        end_tokens: frozenset[int],
         sessions: Sequence[str | None],
         recorder: Recorder | None = None,
     ) -> "Call":
-        """Name the chunks of each row."""
+        """Compute the chunk keys of each row."""
         started, arrived_s = time.perf_counter(), time.monotonic()
-        rows = [
-            Row.begun(f"{number}/{index}", integers(tokens[pad:]), pad, Chain(root, chunk_tokens, extras), session)
-            for index, (tokens, pad, session) in enumerate(zip(input_ids, padding, sessions, strict=True))
-        ]
-        keys_s = time.perf_counter() - started
-        return cls(number, input_ids, mask, end_tokens, rows, keys_s, arrived_s, recorder)
+        rows: list[CallRow] = []
+        for index, (row, pad, session) in enumerate(zip(prompt.input_ids, prompt.padding, sessions, strict=True)):
+            tokens, chain = integers(row[pad:]), Chain(root, chunk_tokens, prompt.extras)
+            chain.extend(tokens)
+            rows.append(CallRow(RowRequest(f"{number}/{index}", pad, chain.prefix(), session), len(tokens), chain))
+        return cls(number, prompt, rows, time.perf_counter() - started, arrived_s, recorder)
 
-    def report(self, output: Output, restored: Restored, clock: "FirstToken", reason: str) -> Report:
-        """What the call did, before anything of it is stored."""
+    def report(self, output: Output, restored: Restored, clock: "FirstToken", reason: str) -> CallReport:
+        """The report before anything is stored."""
         prompt_tokens = sum(row.prompt_tokens for row in self.rows)
         generated_tokens = 0
         for row, sequence in zip(self.rows, sequences_of(output), strict=True):
-            row.restored_tokens = row_tokens(restored.columns, row.asked.pad)
-            tokens = integers(sequence[row.asked.pad :])
-            new_tokens = row_end(tokens, row.prompt_tokens, self.end_tokens) - row.prompt_tokens
+            row.restored_tokens = row_tokens(restored.columns, row.request.pad)
+            tokens = integers(sequence[row.request.pad :])
+            new_tokens = row_end(tokens, row.prompt_tokens, self.prompt.end_tokens) - row.prompt_tokens
             generated_tokens += new_tokens
             if self.recorder is not None:
-                keys = row.asked.prefix.keys
-                self.recorder.served(Served(self.arrived_s, keys, row.prompt_tokens, new_tokens, row.asked.session))
-        return Report(
+                keys = row.request.prefix.keys
+                self.recorder.served(Served(self.arrived_s, keys, row.prompt_tokens, new_tokens, row.request.session))
+        return CallReport(
             prompt_tokens=prompt_tokens,
             restored_tokens=restored.tokens,
             restored_by_source=restored.sources,
@@ -141,21 +267,21 @@ class Call:
 
 
 class FirstToken(StoppingCriteria):
-    """Notes when the first new token was there. It never stops anything, and works beside any streamer."""
+    """Records the time of the first new token. Never stops generation; works with any streamer."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._first: float | None = None
-        self._go_on: torch.Tensor | None = None
+        self._continue: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Argument, **_: Argument) -> Argument:  # noqa: ARG002
         """Called by the library after each new token."""
-        if self._first is None or self._go_on is None:
+        if self._first is None or self._continue is None:
             if input_ids.device.type == "cuda":
                 torch.cuda.current_stream(input_ids.device).synchronize()
             self._first = time.perf_counter()
-            self._go_on = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        return self._go_on
+            self._continue = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return self._continue
 
     def among(self, others: Argument) -> StoppingCriteriaList:
         """The caller's stopping criteria and this one."""
@@ -163,7 +289,7 @@ class FirstToken(StoppingCriteria):
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first new token; 0 when there was none."""
+        """Seconds to the first new token; 0 without one."""
         return 0.0 if self._first is None else self._first - self._started
 
     @property

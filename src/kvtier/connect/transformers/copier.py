@@ -1,13 +1,15 @@
-"""Moves chunks between the library's cache tensors and host slots. Called from mover threads.
+"""Copies chunks between the library's cache tensors and host slots. Called from transfer threads.
 
-`blocks` is (first token, token after the last) of a row. A request is one row of one cache; the copier knows it from
-`expose` until `forget`, and keeps its tensors alive for that time.
+`blocks` is (first token, token after the last) of a row. A request is one row of one cache; the copier holds its
+tensors from `expose` until `forget`.
 
-On the CPU a copy is complete on return. It is made with numpy, because torch would start a team of threads in every
-mover thread and take the processor from the model. On a device a `StagedCopy` makes it: it first waits for
-what the engine had queued when the request was exposed. The fence is an event behind the copy.
+On the CPU a copy is complete on return. It uses numpy: torch would start a thread pool in every transfer thread and
+take cores from the model. On a device a `StagedCopy` makes it, after everything that the engine had queued when the
+request was exposed. The fence is an event behind the copy. A layerwise load (`LayerReadiness`) runs in `LayerOrder`,
+lowest layer first.
 
-A load whose layers are waited for one by one (`LayerReadiness`) goes over a `LayerOrder`, lowest layer first.
+A layer's share of a payload is K as [head, token, dim], then V likewise. In the tensors each head's tokens are
+contiguous, or, in the records of a window layer, each token's heads.
 """
 
 import threading
@@ -21,82 +23,204 @@ import numpy.typing as npt
 import torch
 
 from kvtier.connect.transformers.caches import CachedLayer, CacheShape, Span, Spans
-from kvtier.connect.transformers.parts import SpanPlan, Step, chunk_pieces, extents, span_plan, steps_of
 from kvtier.device.base import Fence
-from kvtier.device.copy_descriptors import joined
+from kvtier.device.copy_descriptors import CopyDescriptors, joined, table
 from kvtier.device.layers import ChunkScatter, LayerOrder, LayerReadiness
-from kvtier.device.page_lock import cuda_page_lock
 from kvtier.device.staged_copy import PayloadPart, StagedCopy
 from kvtier.device.streams import Event
-from kvtier.layout import KvLayout
-from kvtier.runtime.arena import PageLock
+from kvtier.layout import GroupLayout, KvLayout
 from kvtier.types import RequestId
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as a KV number: bytes are moved, whatever they mean, and numpy knows no bfloat16."""
+"""Integers as wide as a KV number, since numpy has no bfloat16."""
 
 CPU_WORKERS = 2
-"""Threads that copy at the same time on a CPU; more take the processor from the model."""
+"""Threads that copy at the same time on a CPU. More would take cores from the model."""
 
 MOVED_AT_ONCE = 64
-"""Chunks whose layers one thread gives to a device before others have a say."""
+"""Chunks whose next layers one thread copies to a device at once."""
 
-Plans: TypeAlias = dict[tuple[int, int], tuple[SpanPlan, ...]]
+STEP_BYTES_MIN = 1 << 20
+"""Smaller layers are copied together with the next; smaller copies do not saturate the bus."""
 
 _SETTLE_S = 1e-3
 
+Numbers: TypeAlias = npt.NDArray[np.int64]
 StagedCopyOf: TypeAlias = Callable[[torch.device], StagedCopy | None]
-"""What moves bytes to and from a device; None where a thread can do it itself."""
+"""Makes the copier of a device; None if the transfer threads can copy there themselves."""
+
+
+# ---- where the bytes of a chunk are --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a cache: where the tokens of one request lie."""
+class LayerStep:
+    """Layers of a group that are copied together."""
+
+    first: int
+    """Position in the group."""
+    stop: int
+    rank: int
+    """Number of the first layer in the model."""
+    layers: tuple[int, ...]
+    """Numbers in the model."""
+    device: torch.device
+
+
+def layer_steps(layers: Sequence[CachedLayer], layout: GroupLayout) -> tuple[LayerStep, ...]:
+    """Cut a group's layers into steps, each on one device."""
+    steps: list[LayerStep] = []
+    first = 0
+    for stop in range(1, len(layers) + 1):
+        is_end = stop == len(layers) or layers[stop].device != layers[first].device
+        if is_end or sum(layout.layer_bytes[first:stop]) >= STEP_BYTES_MIN:
+            numbers = tuple(layer.index for layer in layers[first:stop])
+            steps.append(LayerStep(first, stop, numbers[0], numbers, layers[first].device))
+            first = stop
+    return tuple(steps)
+
+
+def extents(layout: GroupLayout, first: int, stop: int) -> list[tuple[int, int, int, int]]:
+    """(first layer, layer after the last, offset, end) of runs of layers without padding between them in a payload."""
+    runs: list[tuple[int, int, int, int]] = []
+    for layer in range(first, stop):
+        begin = layout.layer_offsets[layer]
+        end = begin + layout.layer_bytes[layer]
+        if runs and runs[-1][3] == begin:
+            runs[-1] = (runs[-1][0], layer + 1, runs[-1][2], end)
+        else:
+            runs.append((layer, layer + 1, begin, end))
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPlan:
+    """Addresses of one span of one layer of one row. Each array has a number per head of K, then per head of V."""
+
+    start: int
+    stop: int
+    offsets: Numbers
+    """Of the chunk's first token in the layer's share of a payload."""
+    addresses: Numbers
+    """Of the span's first column."""
+    token_bytes: Numbers
+    """From one token to the next in a payload."""
+    column_bytes: Numbers
+    """From one column to the next in the tensor."""
+    is_dense: bool
+    """`token_bytes` equals `column_bytes`."""
+
+    def pieces(self, begin: int, end: int, at: int) -> CopyDescriptors | None:
+        """Copies for a chunk of columns [begin, end), its layer at `at` in its part; None without common columns."""
+        first, last = max(begin, self.start), min(end, self.stop)
+        if first >= last:
+            return None
+        offsets = self.offsets + (at + (first - begin) * self.token_bytes)
+        addresses = self.addresses + (first - self.start) * self.column_bytes
+        if self.is_dense:
+            return table(offsets, addresses, (last - first) * self.token_bytes)
+        tokens = np.arange(last - first)[None]
+        return table(
+            offsets[:, None] + tokens * self.token_bytes[:, None],
+            addresses[:, None] + tokens * self.column_bytes[:, None],
+            self.token_bytes[:, None],
+        )
+
+
+def span_plan(layer: CachedLayer, span: Span, row: int, chunk_tokens: int) -> SpanPlan:
+    """Addresses of the K and V of one row of a span.
+
+    Raises:
+        ValueError: the numbers of a head are not contiguous.
+    """
+    columns: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
+    base = 0
+    for tensor, heads, dim in (
+        (span.keys, layer.key_heads, layer.key_dim),
+        (span.values, layer.value_heads, layer.value_dim),
+    ):
+        size = tensor.element_size()
+        _, per_head, per_column, per_number = tensor.stride()
+        if per_number != 1 and dim > 1:
+            raise ValueError(f"layer {layer.index}: KV of strides {tensor.stride()}; allowed: contiguous heads")
+        number = np.arange(heads, dtype=np.int64)
+        ones = np.ones(heads, np.int64)
+        begin = tensor.data_ptr() + row * tensor.stride(0) * size
+        columns.append(
+            (
+                base + number * (chunk_tokens * dim * size),
+                begin + number * (per_head * size),
+                ones * (dim * size),
+                ones * (per_column * size),
+            )
+        )
+        base += heads * chunk_tokens * dim * size
+    offsets, addresses, token_bytes, column_bytes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    is_dense = bool((token_bytes == column_bytes).all())
+    return SpanPlan(span.start, span.stop, offsets, addresses, token_bytes, column_bytes, is_dense)
+
+
+def chunk_pieces(plans: Sequence[SpanPlan], begin: int, end: int, at: int) -> CopyDescriptors:
+    """Copies for one layer of a chunk of columns [begin, end), by offset in a part where the layer is at `at`."""
+    found = [pieces for plan in plans if (pieces := plan.pieces(begin, end, at)) is not None]
+    if len(found) == 1:
+        return found[0]
+    every = joined(found)
+    return every[np.argsort(every[:, 0], kind="stable")]
+
+
+# ---- the copier ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedRow:
+    """One row of a cache: the tensors of one request."""
 
     row: int
     pad: int
     spans: Spans
-    """For each group, for each of its layers, the runs of columns that there are."""
     readiness: LayerReadiness | None
-    """Who waits for single layers; None when nobody does."""
+    """Of a layerwise load; None for other requests."""
     ready: dict[torch.device, Event]
-    """For each device with stages, an event behind all that the engine had queued on these tensors."""
+    """Per device: an event behind everything that the engine had queued on these tensors."""
     plans: dict[tuple[int, int], tuple[SpanPlan, ...]] = field(
         default_factory=dict[tuple[int, int], "tuple[SpanPlan, ...]"]
     )
-    """For each (group, layer) that was asked for, where its spans lie."""
+    """By (group, layer), computed on demand."""
 
 
 class Fences:
-    """Events behind the copies of one chunk, one for each device."""
+    """Events behind the copies of one chunk, one per device."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events = events
 
 
-class _Carried(ChunkScatter):
+class _LayerwiseScatter(ChunkScatter):
     """A chunk that is scattered in layer order."""
 
-    def __init__(self, chunk: "_Chunk", row: Row, group: int, payload: memoryview, steps: Sequence[Step]) -> None:
-        # Not beside chunks of another load: its tensors may be younger than what this one's are ready after.
+    def __init__(
+        self, chunk: "_ChunkCopy", row: ExposedRow, group: int, payload: memoryview, steps: Sequence[LayerStep]
+    ) -> None:
+        # Not together with chunks of another load, whose tensors may become ready later.
         super().__init__((group, row.readiness), [step.rank for step in steps])
         self.chunk, self.row, self.group, self.payload = chunk, row, group, payload
         self.events: dict[torch.device, Event] = {}
 
 
 class CacheCopier:
-    """Gathers and scatters chunks of the rows that were exposed. Thread-safe.
+    """Gathers and scatters chunks of exposed rows. Thread-safe.
 
     Args:
         shape: the model's KV groups.
-        layout: their layout, made of `shape`.
-        staged_copy_of: what moves bytes on a device; tests give a device in threads.
+        layout: of `shape`.
+        staged_copy_of: makes the copier of a device; tests simulate a device.
     """
 
     def __init__(self, shape: CacheShape, layout: KvLayout, staged_copy_of: StagedCopyOf | None = None) -> None:
         self._shape = shape
         self._layout = layout
-        self._rows: dict[RequestId, Row] = {}
+        self._rows: dict[RequestId, ExposedRow] = {}
         self._lock = threading.Lock()
         self._gathers = threading.BoundedSemaphore(CPU_WORKERS)
         devices = dict.fromkeys(layer.device for layer in shape.layers)
@@ -104,45 +228,39 @@ class CacheCopier:
         self._staged_copies: dict[torch.device, StagedCopy] = {
             device: staged for device, staged in found.items() if staged is not None
         }
-        self._steps = [steps_of(layers, told) for layers, told in zip(shape.groups, layout.groups, strict=True)]
+        self._steps = [layer_steps(layers, group) for layers, group in zip(shape.groups, layout.groups, strict=True)]
         on_device = bool(self._staged_copies)
-        # One thread gives work to a device, so that an event behind the last copy is behind all before it.
+        # One thread submits all copies to a device, so an event behind the last copy is behind all earlier ones.
         self._layer_order = LayerOrder(
-            self._carry, at_once=MOVED_AT_ONCE if on_device else 1, workers=1 if on_device else CPU_WORKERS
+            self._scatter_step, at_once=MOVED_AT_ONCE if on_device else 1, workers=1 if on_device else CPU_WORKERS
         )
 
     def expose(
         self, request: RequestId, row: int, pad: int, spans: Spans, readiness: LayerReadiness | None = None
     ) -> None:
-        """Let `request` be copied from and to these tensors until `forget`.
+        """Hold these tensors for copies of `request` until `forget`.
 
         Args:
             request: a row's load or store.
             row: its number in the tensors.
             pad: columns of padding before its first token.
             spans: the tensors.
-            readiness: told of each layer that a scatter has brought, or is about to.
+            readiness: updated with each scattered layer.
         """
         ready = {device: staged.now() for device, staged in self._staged_copies.items()}
         with self._lock:
-            self._rows[request] = Row(row, pad, spans, readiness, ready)
+            self._rows[request] = ExposedRow(row, pad, spans, readiness, ready)
 
     def forget(self, request: RequestId) -> None:
-        """Let go of the tensors of `request`; unknown is fine."""
+        """Release the tensors of `request`; an unknown request is ignored."""
         with self._lock:
             self._rows.pop(request, None)
-
-    @property
-    def exposed(self) -> int:
-        """Rows whose tensors are held."""
-        with self._lock:
-            return len(self._rows)
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
         """Copy the tokens `blocks` of a row into `payload`.
 
         Raises:
-            LookupError: the request is not exposed, or its tensors do not have all of the tokens.
+            LookupError: the request is not exposed, or its tensors lack some of the tokens.
             ValueError: `blocks` is no run of at most a chunk's tokens.
         """
         row, chunk = self._chunk(request, group, blocks, is_gather=True)
@@ -150,7 +268,7 @@ class CacheCopier:
             return self._at_once(row, chunk, group, payload, lambda staged, parts, after: staged.gather(parts, after))
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
-        """Copy `payload` into the tokens `blocks` of a row, as far as its tensors have room for them.
+        """Copy `payload` into the tokens `blocks` of a row. Tokens outside of its tensors are skipped.
 
         Raises:
             LookupError: the request is not exposed.
@@ -159,7 +277,7 @@ class CacheCopier:
         row, chunk = self._chunk(request, group, blocks, is_gather=False)
         if row.readiness is None:
             return self._at_once(row, chunk, group, payload, lambda staged, parts, after: staged.scatter(parts, after))
-        job = _Carried(chunk, row, group, payload, self._steps[group])
+        job = _LayerwiseScatter(chunk, row, group, payload, self._steps[group])
         try:
             self._layer_order.run(job)
         except BaseException:
@@ -173,7 +291,7 @@ class CacheCopier:
 
     def _chunk(
         self, request: RequestId, group: int, blocks: tuple[int, ...], *, is_gather: bool
-    ) -> "tuple[Row, _Chunk]":
+    ) -> "tuple[ExposedRow, _ChunkCopy]":
         with self._lock:
             row = self._rows.get(request)
         if row is None:
@@ -181,20 +299,20 @@ class CacheCopier:
         start, stop = blocks
         if not 0 <= start < stop <= start + self._layout.chunk_tokens:
             raise ValueError(f"blocks {blocks} is no run of 1 to {self._layout.chunk_tokens} tokens")
-        chunk = _Chunk(row, row.pad + start, row.pad + stop, self._layout.chunk_tokens, is_gather=is_gather)
+        chunk = _ChunkCopy(row, row.pad + start, row.pad + stop, self._layout.chunk_tokens, is_gather=is_gather)
         for spans in row.spans[group]:
             chunk.check(spans)
         return row, chunk
 
     def _at_once(
         self,
-        row: Row,
-        chunk: "_Chunk",
+        row: ExposedRow,
+        chunk: "_ChunkCopy",
         group: int,
         payload: memoryview,
         begin: Callable[[StagedCopy, Sequence[PayloadPart], Event], Event],
     ) -> Fence | None:
-        """Copy all layers, in as few calls as there are devices."""
+        """Copy all layers, with one call per device."""
         parts: dict[torch.device, list[PayloadPart]] = {}
         for step in self._steps[group]:
             if step.device not in self._staged_copies:
@@ -203,38 +321,40 @@ class CacheCopier:
                 parts.setdefault(step.device, []).extend(self._parts(chunk, row, group, step, payload))
         events: list[Event] = []
         try:
-            for device, told in parts.items():
-                events.append(begin(self._staged_copies[device], told, row.ready[device]))
+            for device, found in parts.items():
+                events.append(begin(self._staged_copies[device], found, row.ready[device]))
         except BaseException:
             _settle(events)
             raise
         return Fences(events) if events else None
 
-    def _carry(self, jobs: Sequence[ChunkScatter]) -> None:
-        """Scatter the next step of jobs that are at the same one."""
-        carried = [job for job in jobs if isinstance(job, _Carried)]
-        group, step = carried[0].group, self._steps[carried[0].group][carried[0].step]
+    def _scatter_step(self, jobs: Sequence[ChunkScatter]) -> None:
+        """Scatter the next step of jobs that are at the same step."""
+        scatters = [job for job in jobs if isinstance(job, _LayerwiseScatter)]
+        group, step = scatters[0].group, self._steps[scatters[0].group][scatters[0].step]
         staged = self._staged_copies.get(step.device)
         events: list[Event] = []
         if staged is None:
-            for job in carried:
+            for job in scatters:
                 self._copy(job.chunk, job.row, group, step, job.payload)
         else:
-            # The tensors of all rows of a load were there before the first was exposed.
-            parts = [part for job in carried for part in self._parts(job.chunk, job.row, group, step, job.payload)]
-            events = [staged.scatter(parts, carried[-1].row.ready[step.device])]
-            for job in carried:
+            # All rows of a load have their tensors before the first is exposed.
+            parts = [part for job in scatters for part in self._parts(job.chunk, job.row, group, step, job.payload)]
+            events = [staged.scatter(parts, scatters[-1].row.ready[step.device])]
+            for job in scatters:
                 job.events[step.device] = events[0]
-        readiness = carried[0].row.readiness
+        readiness = scatters[0].row.readiness
         if readiness is not None:
-            readiness.arrived(step.layers, len(carried), events)
+            readiness.arrived(step.layers, len(scatters), events)
 
-    def _copy(self, chunk: "_Chunk", row: Row, group: int, step: Step, payload: memoryview) -> None:
+    def _copy(self, chunk: "_ChunkCopy", row: ExposedRow, group: int, step: LayerStep, payload: memoryview) -> None:
         offsets = self._layout.groups[group].layer_offsets
         for number in range(step.first, step.stop):
             chunk.copy(self._shape.groups[group][number], row.spans[group][number], payload, offsets[number])
 
-    def _parts(self, chunk: "_Chunk", row: Row, group: int, step: Step, payload: memoryview) -> Iterator[PayloadPart]:
+    def _parts(
+        self, chunk: "_ChunkCopy", row: ExposedRow, group: int, step: LayerStep, payload: memoryview
+    ) -> Iterator[PayloadPart]:
         layout = self._layout.groups[group]
         for first, stop, begin, end in extents(layout, step.first, step.stop):
             offsets = [offset - begin for offset in layout.layer_offsets[first:stop]]
@@ -244,8 +364,8 @@ class CacheCopier:
             ]
             yield PayloadPart(payload[begin:end], pieces[0] if len(pieces) == 1 else joined(pieces))
 
-    def _plans(self, row: Row, group: int, number: int) -> tuple[SpanPlan, ...]:
-        # Two threads may make the same plan; either is right.
+    def _plans(self, row: ExposedRow, group: int, number: int) -> tuple[SpanPlan, ...]:
+        # Two threads may compute the same plan, with equal results.
         known = row.plans.get((group, number))
         if known is None:
             layer = self._shape.groups[group][number]
@@ -255,22 +375,22 @@ class CacheCopier:
         return known
 
 
-class _Chunk:
-    """One chunk of one row on its way."""
+class _ChunkCopy:
+    """The copy of one chunk of one row."""
 
-    def __init__(self, row: Row, start: int, stop: int, chunk_tokens: int, *, is_gather: bool) -> None:
+    def __init__(self, row: ExposedRow, start: int, stop: int, chunk_tokens: int, *, is_gather: bool) -> None:
         self._row, self.start, self.stop = row, start, stop
         self._chunk_tokens = chunk_tokens
         self._is_gather = is_gather
 
     def check(self, spans: Sequence[Span]) -> None:
-        """Refuse to gather what is not all there: bytes of an earlier chunk would leave with it."""
+        """Refuse to gather an incomplete chunk, which would store stale bytes of an earlier chunk."""
         found = sum(max(0, min(self.stop, span.stop) - max(self.start, span.start)) for span in spans)
         if self._is_gather and found != self.stop - self.start:
             raise LookupError(f"only {found} of {self.stop - self.start} tokens are in the cache's tensors")
 
     def copy(self, layer: CachedLayer, spans: Sequence[Span], payload: memoryview, offset: int) -> None:
-        """Copy one layer's K and V between `spans` and its part of `payload`, which begins at `offset`."""
+        """Copy one layer's K and V between `spans` and `payload`, from `offset` on."""
         tokens = self._chunk_tokens
         key_bytes, value_bytes = tokens * layer.key_bytes_per_token, tokens * layer.value_bytes_per_token
         slot_keys = _typed(payload[offset : offset + key_bytes], layer, layer.key_heads, layer.key_dim)
@@ -290,7 +410,7 @@ class _Chunk:
 
 
 def _settle(events: Iterable[Event]) -> None:
-    """Wait for copies whose chunk has failed: until they have ended, nobody else may have its slot."""
+    """Wait for the running copies of a failed chunk: until they end, its slot must not be reused."""
     for event in events:
         while not event.query():
             time.sleep(_SETTLE_S)
@@ -302,19 +422,6 @@ def _staged_copy(device: torch.device) -> StagedCopy | None:
     from kvtier.device.cuda import CudaStreams  # noqa: PLC0415 - needs a driver
 
     return StagedCopy(CudaStreams(device))
-
-
-def host_page_lock(shape: CacheShape, mode: str) -> PageLock | None:
-    """What page-locks host memory for copies to and from the GPU; None where there is none, or `mode` is ``off``.
-
-    Args:
-        shape: tells whether some layer lies on a CUDA device.
-        mode: the setting `host.page_lock`. With ``auto`` memory that cannot be locked is used as it is.
-
-    Raises (from what is returned):
-        ConfigError: the mode is ``on`` and the memory cannot be locked.
-    """
-    return cuda_page_lock(mode) if any(layer.device.type == "cuda" for layer in shape.layers) else None
 
 
 def _typed(part: memoryview, layer: CachedLayer, heads: int, dim: int) -> torch.Tensor:

@@ -1,48 +1,118 @@
-"""Who a model is: the fingerprint of its weights and settings, and a cheap watch for changes while it is in use.
+"""Identity of a model: the fingerprint of its weights and settings, and the detection of changes while it is in use.
 
-The weights' digest covers the tensors in memory (`state_dict` and the buffers that it leaves out) or, where the caller
-names the checkpoint that they came from, its files. Everything else comes from the model's configuration, which enters
-whole but for the fields of `IGNORED_FIELDS`: a field that we do not know may change the numbers, and then a miss is
-right.
+The weights' digest covers the tensors in memory (`state_dict` and the buffers that it omits), or the files of the
+checkpoint that the caller names. The whole configuration enters the fingerprint, except `IGNORED_FIELDS`: an unknown
+field may change KV, and then a miss is right.
+
+Some position encodings depend on the length of the text. With ``dynamic`` and ``longrope`` scaling, a text beyond the
+original length has other frequencies from its first token on, so its KV must not be used for a shorter text, nor the
+reverse. A call is cached only if it stays on one side of that length, and the side is part of its keys.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
+from transformers.generation.utils import GenerationMixin
 
 from kvtier.connect.hf_config import UNRELATED_FIELDS, plain
-from kvtier.connect.transformers.positions import MovingRope, moving_rope, rope_settings
-from kvtier.connect.transformers.upstream import Argument, Model
+from kvtier.connect.transformers.caches import Argument, Model, ModelConfig
 from kvtier.errors import UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, digest_tensors
-
-logger = logging.getLogger(__name__)
 
 IGNORED_FIELDS = UNRELATED_FIELDS | {
     "dtype", "torch_dtype", "_attn_implementation", "_attn_implementation_internal", "rope_parameters", "rope_scaling",
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor",
 }  # fmt: skip
-"""Fields that cannot change a token's KV, or that enter on their own."""
+"""Fields that cannot change a token's KV, or that enter the fingerprint separately."""
 
 ADAPTER_STATE = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
-"""What an adapter layer of the peft library says of itself: which adapters count, and how much."""
+"""State of an adapter layer of the peft library: which adapters are active, and their scaling."""
+
+
+_ROPE_FIELDS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+
+
+def rope_settings(config: ModelConfig) -> dict[str, object]:
+    """The rotary position encoding in a decoder's configuration."""
+    values = {field: getattr(config, field, None) for field in _ROPE_FIELDS}
+    return {field: value for field, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class MovingRope:
+    """A position encoding that changes with the length of the text."""
+
+    original_tokens: int
+    """Length up to which the original frequencies are used."""
+    has_long_side: bool
+    """All longer texts have the same frequencies, so they can share KV."""
+
+    def side(self, prompt_tokens: int, total_tokens: int) -> str | None:
+        """``short`` or ``long``: the side that a call stays on; None if it may cross, or its side cannot be cached.
+
+        Args:
+            prompt_tokens: of the longest row, without padding.
+            total_tokens: the most it can grow to.
+        """
+        # One token less than the length: there "dynamic" scaling keeps its frequencies from earlier calls.
+        if total_tokens < self.original_tokens:
+            return "short"
+        return "long" if self.has_long_side and prompt_tokens > self.original_tokens else None
+
+
+def moving_rope(model: Model) -> MovingRope | None:
+    """The model's position encoding if it depends on the text's length; otherwise None."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = {(kind, length) for kind, length in _rope_kinds(config) if kind in {"dynamic", "longrope"}}
+    if not kinds:
+        return None
+    # A model that prepares inputs in its own way may drop the cache at the crossing, as Phi-3 does.
+    library: Argument = vars(GenerationMixin)["prepare_inputs_for_generation"]
+    is_plain = cast("Model", type(model)).prepare_inputs_for_generation is library
+    lengths = {length for _, length in kinds}
+    has_long_side = is_plain and len(lengths) == 1 and all(kind == "longrope" for kind, _ in kinds)
+    return MovingRope(min(lengths), has_long_side)
+
+
+def _rope_kinds(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    """(kind of scaling, original length) of each set of frequencies; some models have one per type of layer."""
+    found: object = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(found, Mapping):
+        return
+    fields = cast("Mapping[str, object]", found)
+    nested = [cast("Mapping[str, object]", value) for value in fields.values() if isinstance(value, Mapping)]
+    for settings in nested or [fields]:
+        kind = str(settings.get("rope_type") or settings.get("type") or "default")
+        original = settings.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        # "dynamic" scaling always begins at the model's own maximum.
+        length = original if original and kind != "dynamic" else getattr(config, "max_position_embeddings", 0)
+        yield kind, int(cast("int", length))
 
 
 def weights_digest(model: Model, checkpoint: Path | None, cache_file: Path | None) -> WeightsDigest:
-    """The digest of the model's weights, and what it cost.
+    """The digest of the model's weights, with its cost.
 
     Args:
-        model: whose tensors are digested when there is no checkpoint.
-        checkpoint: file or directory that the weights came from. The caller vouches that the model still has them.
-        cache_file: where the digests of checkpoint files are kept.
+        model: its tensors are digested if there is no checkpoint.
+        checkpoint: file or directory of the weights. The caller guarantees that the model still has them.
+        cache_file: caches the digests of checkpoint files.
 
     Raises:
         ConfigError: the checkpoint cannot be read.
-        UnsupportedModelError: the tensors are not in memory, or are of a kind whose bytes cannot be read.
+        UnsupportedModelError: the tensors are not in memory, or their bytes cannot be read.
     """
     if checkpoint is not None:
         return digest_files(checkpoint_files(checkpoint), cache_file)
@@ -77,24 +147,21 @@ def fingerprint(
 
 
 def adapter_state(model: Model) -> Iterator[tuple[str, object]]:
-    """(name, what it says) of each adapter layer.
-
-    The adapters' weights are tensors like others; which of them are active, and with what factor, is told here.
-    """
+    """(name, state) of each adapter layer. The adapters' weights are part of the weights' digest."""
     for name, module in model.named_modules():
         if "scaling" in vars(module):
             yield name, _adapter_fields(module)
 
 
 def _adapter_fields(module: torch.nn.Module) -> dict[str, object]:
-    # Attention layers of many models have a number called scaling, too; for them this is that number.
+    # In many models attention layers have a number called scaling, too; this then is that number.
     return {field: getattr(module, field, None) for field in ADAPTER_STATE}
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
     rope = moving_rope(model)
     named: dict[str, object] = dict(model.state_dict(keep_vars=True))
-    # Buffers that no checkpoint holds: inverse frequencies and the like, but for those that change with the length.
+    # Buffers outside of checkpoints, such as inverse frequencies, except those that change with the text's length.
     named |= {name: buffer for name, buffer in model.named_buffers() if not _is_moving(name, rope)}
     seen: set[tuple[int, tuple[int, ...], torch.dtype]] = set()
     for name, value in named.items():
@@ -103,11 +170,11 @@ def _tensors(model: Model) -> Iterator[tuple[str, str, tuple[int, ...], memoryvi
             continue
         if value.device.type == "meta":
             raise UnsupportedModelError(
-                f"weight {name!r} is not in memory (device meta), so the model cannot be told from others; allowed: a "
+                f"weight {name!r} is not in memory (device meta), so the model cannot be identified; allowed: a "
                 "model whose weights are in memory, or attach(..., checkpoint=PATH) with the files they came from"
             )
         tensor = value.detach()
-        # Tied weights are digested once, under the first of their names.
+        # Tied weights are digested once, under their first name.
         same = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
         if tensor.numel() and same in seen:
             continue
@@ -134,23 +201,23 @@ _SAMPLED_TENSORS = 16
 _SAMPLED_VALUES = 8
 
 
-class Watch:
-    """Notices cheaply that a model is no longer what it was: well under a millisecond for hundreds of tensors.
+class ModelWatch:
+    """Detects changes of a model, in well under a millisecond for hundreds of tensors.
 
-    It sees every tensor that was replaced, and every change in place that torch counts (all but those through `.data`).
-    Of the latter it sees those of a few values of a few tensors, so an update of all weights shows; one of a few
-    tensors through `.data` may not, and needs `Attachment.set_epoch`.
+    It sees every replaced tensor, and every in-place change that torch counts, which excludes those through `.data`. Of
+    these it sees only changes of a few sampled values: an update of all weights shows. An update of a few tensors
+    through `.data` may not show, and needs `Attachment.set_epoch`.
     """
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._seen = self._look()
-        # Views stay right as long as no tensor moves, which `_look` tells.
+        # The views are valid as long as no tensor moves, which `_look` detects.
         self._views = _sample_views([*model.parameters()])
         self._values = _read(self._views)
 
     def has_changed(self) -> bool:
-        """Whether it has, since this was made."""
+        """Whether the model has changed since this was made."""
         return self._look() != self._seen or _read(self._views) != self._values
 
     def _look(self) -> tuple[object, ...]:
@@ -165,7 +232,7 @@ class Watch:
             held: dict[str, Argument] = vars(module)
             parameters: dict[str, torch.Tensor | None] = held["_parameters"]
             buffers: dict[str, torch.Tensor | None] = held["_buffers"]
-            # The same as parameters() and buffers(), in one walk and without names.
+            # Same as parameters() and buffers(), in one pass.
             for tensor in parameters.values():
                 if tensor is not None:
                     seen += (tensor.data_ptr(), _version(tensor))
@@ -194,5 +261,5 @@ def _sample_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _read(views: list[torch.Tensor]) -> list[float]:
     if len({(view.device, view.dtype) for view in views}) > 1:
         views = [view.to("cpu", torch.float32) for view in views]
-    # Not a number is not equal to itself, and would look like a change at every call.
+    # NaN is not equal to itself, and would count as a change at every call.
     return cast("Argument", torch.cat(views).float().nan_to_num(0.0)).tolist() if views else []

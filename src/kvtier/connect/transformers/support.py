@@ -1,7 +1,6 @@
-"""What can be served correctly: which models, and which calls.
+"""Supported models and calls.
 
-A model that cannot be is refused when it is attached. A call that cannot be is computed as if kvtier were not there,
-and its report says why: a cache may cost speed, never an answer.
+An unsupported model is refused by `attach`. An unsupported call is computed without the cache, and its report says why.
 """
 
 import inspect
@@ -14,24 +13,32 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.utils import GenerationMixin
 
-from kvtier.connect.transformers.caches import CachedLayer, CacheShape, group_layers
-from kvtier.connect.transformers.upstream import GENERATE, Argument, Layer, Model, integers
+from kvtier.connect.transformers.caches import (
+    Argument,
+    CachedLayer,
+    CacheShape,
+    Layer,
+    Model,
+    group_layers,
+    integers,
+)
 from kvtier.errors import UnsupportedModelError
 
 _ALLOWED = "allowed: decoder-only models whose layers have full or sliding-window attention and the library's own cache"
 _PROBE_TOKENS = 6
 _PROBE_COMMON = 3
 _LEAK_MAX = 0.1
-"""The most that later tokens may change the KV of earlier ones, relative to its size. It is 0 but for the rounding of
-mixtures of experts, whose matrices are cut by what all tokens choose; attention that looks ahead changes much more."""
+"""Largest change of a token's KV by later tokens, relative to its size. It is 0 except for rounding in mixtures of
+experts, whose matrix shapes depend on the routing of all tokens. Attention to later tokens changes KV much more."""
 
 
 def check_model(model: object) -> Model:
-    """Refuse what can be refused before anything is computed.
+    """Refuse a model by its class and configuration, before anything is computed.
 
     Raises:
-        UnsupportedModelError: the message says what was found, and what is allowed.
+        UnsupportedModelError: the message says what was found and what is allowed.
     """
     if not isinstance(model, PreTrainedModel):
         hint = "; for a peft model pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
@@ -65,10 +72,10 @@ _SERVED_LAYERS = {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def inspect_cache(model: Model) -> CacheShape:
-    """Find the layers of the model's cache, by letting it read a few tokens twice.
+    """Find the layers of the model's cache, by running the model on a few tokens twice.
 
     Raises:
-        UnsupportedModelError: a layer's cache is of another class, or later tokens change the KV of earlier ones.
+        UnsupportedModelError: a layer's cache is of another class, or later tokens change the KV of earlier tokens.
     """
     name = type(model).__name__
     decoder = model.config.get_text_config(decoder=True)
@@ -77,7 +84,7 @@ def inspect_cache(model: Model) -> CacheShape:
     except Exception as error:
         raise UnsupportedModelError(f"{name}: the library has no dynamic cache for it: {error}; {_ALLOWED}") from error
     for index, layer in enumerate(cache.layers):
-        # Layers that share the KV of another one, or have none, hold nothing.
+        # A layer that shares another layer's KV, or has none, has a DummyLayer.
         kind = type(layer)
         if kind not in _SERVED_LAYERS and kind.__name__ != "DummyLayer":
             raise UnsupportedModelError(f"{name}: layer {index} has a cache of class {kind.__name__}; {_ALLOWED}")
@@ -96,7 +103,7 @@ def inspect_cache(model: Model) -> CacheShape:
 
 
 def _probe(model: Model, cache: DynamicCache, variant: int) -> DynamicCache:
-    """The cache after a few tokens, of which the last ones depend on `variant`."""
+    """The cache after a few tokens; the last of them depend on `variant`."""
     tokens = _plain_tokens(model, _PROBE_TOKENS + 3)
     last = tokens[_PROBE_COMMON:_PROBE_TOKENS] if variant == 0 else tokens[_PROBE_TOKENS:]
     input_ids = torch.tensor([tokens[:_PROBE_COMMON] + last], device=model.device)
@@ -113,10 +120,10 @@ def _probe(model: Model, cache: DynamicCache, variant: int) -> DynamicCache:
 
 
 def _plain_tokens(model: Model, count: int) -> list[int]:
-    """Tokens without a special meaning, so that a multimodal model looks for no image."""
+    """Tokens without a special meaning, so that a multimodal model expects no image."""
     config = model.config
-    told = {**config.to_dict(), **config.get_text_config(decoder=True).to_dict()}
-    special = {value for name, value in told.items() if name.endswith(("_token_id", "_token_index"))}
+    fields = {**config.to_dict(), **config.get_text_config(decoder=True).to_dict()}
+    special = {value for name, value in fields.items() if name.endswith(("_token_id", "_token_index"))}
     size = config.get_text_config(decoder=True).vocab_size
     plain = [token for token in range(min(size, 1000)) if token not in special]
     return [plain[(position * 7 + 3) % len(plain)] for position in range(count)]
@@ -147,7 +154,7 @@ def _cached_layer(name: str, index: int, layer: Layer) -> CachedLayer:
 
 
 def _difference(first: Layer, second: Layer) -> float:
-    """How far two runs differ in the tokens that they had in common; window layers may have dropped the first ones."""
+    """Relative difference of two runs in their common tokens. Window layers may have dropped the first of them."""
     if first.keys is None:
         return 0.0
     seen = first.keys.shape[-2] - (_PROBE_TOKENS - _PROBE_COMMON)
@@ -162,7 +169,7 @@ def _difference(first: Layer, second: Layer) -> float:
 
 
 def is_compiled(model: Model) -> bool:
-    """Whether `torch.compile` has had to do with the model: what it has traced must not wait for a layer."""
+    """Whether `torch.compile` was applied to the model. Traced code must not wait for a layer."""
     return any(
         getattr(module, "_compiled_call_impl", None) is not None
         or hasattr(module.forward, "_torchdynamo_orig_callable")
@@ -172,7 +179,7 @@ def is_compiled(model: Model) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A call's generation options, read as the library reads them: argument, given configuration, the model's own."""
+    """A call's generation options, in the library's order: argument, given configuration, the model's own."""
 
     arguments: Mapping[str, Argument]
     given: GenerationConfig | None
@@ -186,7 +193,7 @@ class Options:
         return value if value is not None else getattr(self.own, name, None)
 
     def tokens(self, name: str) -> frozenset[int]:
-        """An option that holds one token, several, or none."""
+        """The tokens of an option: one, several, or none."""
         value = self.get(name)
         if value is None:
             return frozenset()
@@ -195,20 +202,20 @@ class Options:
         return frozenset(cast("list[int]", value) if isinstance(value, (list, tuple, set)) else [int(value)])
 
     def total_tokens(self, prompt_columns: int) -> int:
-        """The most columns that the call can end with."""
+        """Largest number of columns at the end of the call."""
         new_tokens = self.get("max_new_tokens")
         if new_tokens is not None:
             return prompt_columns + int(new_tokens)
         length = self.get("max_length")
-        # Without any limit the library takes 20 new tokens.
+        # The library's default is 20 new tokens.
         return max(int(length), prompt_columns + 1) if length is not None else prompt_columns + 20
 
 
 _GENERATE_ARGUMENTS = {
-    *inspect.signature(GENERATE).parameters,
+    *inspect.signature(vars(GenerationMixin)["generate"]).parameters,
     *("input_ids", "attention_mask", "past_key_values", "use_cache", "tokenizer", "return_dict"),
 }  # fmt: skip
-"""Arguments of `generate` that are no input of the model, or that are looked at elsewhere."""
+"""Arguments of `generate` that are no input of the model, or are checked elsewhere."""
 
 _OFF: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
@@ -230,17 +237,17 @@ _OFF: dict[str, tuple[object, ...]] = {
     "output_hidden_states": (None, False),
     "output_attentions": (None, False),
 }
-"""Options that the cache cannot serve, with the values that switch them off."""
+"""Options that the cache cannot serve, with the values that turn them off."""
 
 
 _IN_PIECES_SINCE = (5, 23)
-"""The first release seen to continue a filled cache with a prefill in pieces; 5.17 gives wrong tokens."""
+"""First release whose chunked prefill continues a filled cache correctly; 5.17 generates wrong tokens."""
 
 CONTINUES_IN_PIECES = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= _IN_PIECES_SINCE
 
 
 def reason_against(model: Model, options: Options) -> str:
-    """Why a call with these options is computed without the cache; empty when nothing is against it."""
+    """Why a call with these options is computed without the cache; empty if it can be cached."""
     return _reason_in_options(options) or _reason_around(model)
 
 
@@ -271,7 +278,7 @@ def _reason_around(model: Model) -> str:
     if model.training:
         return "the model is in training mode; call model.eval()"
     if torch.is_autocast_enabled(model.device.type):
-        return "autocast is on, so that KV depends on where the call is made"
+        return "autocast is on, so KV depends on the caller's context"
     processes = torch.distributed
     if processes.is_available() and processes.is_initialized() and processes.get_world_size() > 1:
         return "torch.distributed runs with several processes"
@@ -279,9 +286,9 @@ def _reason_around(model: Model) -> str:
 
 
 def padding_mask(input_ids: torch.Tensor, options: Options) -> torch.Tensor:
-    """The attention mask that was given, or else the one that the library would infer.
+    """The given attention mask, or the one that the library infers from padding tokens.
 
-    It takes the padding token for padding, unless that is an end token too.
+    The library infers none if the padding token is also an end token.
     """
     given = options.arguments.get("attention_mask")
     if isinstance(given, torch.Tensor):
@@ -293,5 +300,5 @@ def padding_mask(input_ids: torch.Tensor, options: Options) -> torch.Tensor:
 
 
 def accepts_padding(model: Model) -> bool:
-    """Whether a row's KV is the same whatever its padding: where positions are an input, counted from the mask."""
+    """Whether a row's KV is independent of its padding, because positions are an input, counted from the mask."""
     return "position_ids" in inspect.signature(model.forward).parameters

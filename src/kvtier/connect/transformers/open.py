@@ -1,0 +1,92 @@
+"""Opens a session for a model in its current state: KV layout, fingerprint, copier."""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvtier.config.sections import Config
+from kvtier.connect.transformers import identity
+from kvtier.connect.transformers.caches import CacheShape, Model
+from kvtier.connect.transformers.copier import CacheCopier
+from kvtier.connect.transformers.open_requests import OpenRequests
+from kvtier.connect.transformers.restore import Restorer
+from kvtier.connect.transformers.support import inspect_cache
+from kvtier.device.page_lock import cuda_page_lock
+from kvtier.keys.fingerprint import Fingerprint
+from kvtier.keys.weights import WeightsDigest, home_cache
+from kvtier.layout import KvLayout
+from kvtier.runtime import open as runtime
+from kvtier.runtime.base import Session
+from kvtier.runtime.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 1
+"""The library resumes at any token, so a chunk may have any number of tokens."""
+
+CHUNKS_AT_ONCE = 32
+"""Chunks scattered at the same time, each held by a thread that mostly sleeps. Layers are copied in the model's order,
+so with many chunks the first layers are complete early."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSession:
+    """A session for one state of a model."""
+
+    shape: CacheShape
+    layout: KvLayout
+    session: Session
+    requests: OpenRequests
+    restorer: Restorer
+    root: bytes
+    """Root of the model's key chains."""
+    watch: identity.ModelWatch
+    """Detects changes of the model."""
+    fingerprint: Fingerprint
+    weights: WeightsDigest
+    recorder: Recorder | None
+
+
+def open_model(model: Model, config: Config, *, checkpoint: Path | None, revision: str, epoch: int) -> ModelSession:
+    """Inspect the model, digest its weights, and open a session.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served.
+        ConfigError: a setting cannot be used.
+    """
+    watch = identity.ModelWatch(model)
+    shape = inspect_cache(model)
+    layout = shape.layout(runtime.choose_chunk_tokens(config.store.chunk_tokens, _ALIGNMENT))
+    weights = identity.weights_digest(model, checkpoint, home_cache() if checkpoint else None)
+    logger.info(
+        "weights of %s: %.1f MB, of which %.1f MB were digested in %.2f s",
+        type(model).__name__,
+        weights.total_bytes / 1e6,
+        weights.hashed_bytes / 1e6,
+        weights.seconds,
+    )
+    dtype = next(shape.layers).dtype
+    fingerprint = identity.fingerprint(model, weights.digest, revision=revision, epoch=epoch, dtype=dtype)
+    copier = CacheCopier(shape, layout)
+    has_cuda = any(layer.device.type == "cuda" for layer in shape.layers)
+    limits = replace(config.limits, scatters_in_flight=max(config.limits.scatters_in_flight, CHUNKS_AT_ONCE))
+    opened = runtime.open_session(
+        replace(config, limits=limits),
+        layout,
+        fingerprint.digest,
+        copier,
+        page_lock=cuda_page_lock(config.host.page_lock) if has_cuda else None,
+        copy_threads=CHUNKS_AT_ONCE,
+    )
+    requests = OpenRequests(opened.session, copier)
+    restorer = Restorer(
+        opened.session,
+        copier,
+        requests,
+        shape,
+        probe_deadline_s=config.limits.probe_deadline_s,
+        load_deadline_s=config.limits.load_deadline_s,
+    )
+    return ModelSession(
+        shape, layout, opened.session, requests, restorer, opened.root, watch, fingerprint, weights, opened.recorder
+    )
