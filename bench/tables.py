@@ -1,4 +1,7 @@
-"""Write the tables of the documents from the committed records: `python bench/tables.py` (`--check` only compares)."""
+"""Write the tables and the picture of the documents from the committed records: `python bench/tables.py`.
+
+With `--check` the documents are only compared.
+"""
 
 import json
 import re
@@ -6,17 +9,21 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.config.kinds import size_text
+from kvtier.report.chart import Chart, Colours, write_charts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TOP = Path(__file__).parents[1]
 RECORDS = TOP / "bench" / "records"
-README = TOP / "README.md"
+BENCHMARKS = TOP / "docs" / "benchmarks.md"
+PICTURE = TOP / "docs" / "images" / "ttft.svg"
 DOCUMENTS = (
-    README,
     TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md",
-    TOP / "docs" / "benchmarks.md",
+    BENCHMARKS,
 )
 """Documents with tables."""
 CEILINGS = """The ceiling is memcpy with as many threads, or fio with buffers in huge pages, which overwrites its files
@@ -206,6 +213,30 @@ def vllm(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def ttft_bars(record: dict[str, Any]) -> dict[str, tuple[float, str]]:
+    """Bars of the README's picture: label to seconds and colour."""
+    ttft = record["results"]["ttft"]
+    return {
+        "computed again": (ttft["none"]["miss"]["median_s"], "computed"),
+        "vLLM's tiering, disk": (ttft["native"]["disk"]["median_s"], "alone"),
+        "vLLM's tiering, host memory": (ttft["native"]["host"]["median_s"], "alone"),
+        "kvtier, disk, after a restart": (ttft["kvtier"]["disk"]["median_s"], "tiered"),
+        "kvtier, host memory": (ttft["kvtier"]["host"]["median_s"], "tiered"),
+    }
+
+
+def _draw_ttft(axes: "Axes", record: dict[str, Any], colours: Colours) -> None:
+    bars = ttft_bars(record)
+    drawn = axes.barh(list(bars), [it[0] for it in bars.values()], color=[colours[it[1]] for it in bars.values()])
+    axes.bar_label(drawn, [f"{it[0]:.2f} s" for it in bars.values()], padding=4)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds to the first token")
+    axes.set_xlim(0, 1.12 * max(it[0] for it in bars.values()))
+
+
+TTFT = Chart("Time to first token, prompt of 8,000 tokens", _draw_ttft, size=(8.0, 2.8))
+
+
 def multiturn_cpu(record: dict[str, Any]) -> str:
     """Conversations whose KV does not fit on the device, from `bench/multiturn.py --record`."""
     results, settings = record["results"], {name: it["value"] for name, it in record["settings"].items()}
@@ -289,3 +320,4 @@ if __name__ == "__main__":
         if "--check" in sys.argv and before != after:
             sys.exit(f"{document.name}: a table differs from its record; run python bench/tables.py")
         document.write_text(after, encoding="utf-8")
+    write_charts("ttft.svg", PICTURE, {"ttft": TTFT}, json.loads((RECORDS / "vllm.json").read_text(encoding="utf-8")))

@@ -1,5 +1,6 @@
 """What the documents say is what the records and the code say."""
 
+import json
 import re
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def test_the_tables_are_made_from_the_records(document):
     assert tables.rendered(document, text) == text
 
 
+def test_the_picture_shows_the_records_figures():
+    record = json.loads((tables.RECORDS / "vllm.json").read_text(encoding="utf-8"))
+    drawn = tables.PICTURE.read_text(encoding="utf-8")
+    bars = tables.ttft_bars(record)
+    assert len(bars) == 5
+    assert [label for label, (seconds, _) in bars.items() if f"{seconds:.2f} s<" not in drawn] == []
+
+
 def test_every_table_is_in_a_document():
     shown = {
         name for document in tables.DOCUMENTS for name in re.findall(r"<!-- table: (\w+) -->", document.read_text())
@@ -28,10 +37,10 @@ def test_every_table_is_in_a_document():
 
 
 def test_a_changed_figure_would_be_noticed():
-    text = tables.README.read_text(encoding="utf-8")
+    text = tables.BENCHMARKS.read_text(encoding="utf-8")
     changed = re.sub(r"(\| without kvtier \| )[\d,]+ ms", r"\g<1>1 ms", text)
     assert changed != text
-    assert tables.rendered(tables.README, changed) == text
+    assert tables.rendered(tables.BENCHMARKS, changed) == text
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(TOP)))
