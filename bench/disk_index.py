@@ -1,8 +1,9 @@
-"""Opening a disk store of ten million objects and asking it for 512 names: seconds, memory.
+"""Time and memory to open a disk store of ten million objects and to look up 512 names.
 
     python bench/disk_index.py --dir DIR --record bench/records/index.json
 
-The store's segments are sparse files with a whole index and no frames, so that ten million objects take 0.5 GB.
+The store's segments are sparse files with a full index and no frames, so ten million objects take 0.5 GB. ADR 8 quotes
+the record.
 """
 
 import argparse
@@ -24,17 +25,17 @@ from kvtier.types import ObjectName
 
 SEGMENT_BYTES = 1 << 30
 OBJECTS_PER_SEGMENT = 220_000
-ROOM_BYTES = 20 << 10
-"""Of the cap for each object: the index has room for one in 16 KiB."""
+OBJECT_BYTES = 20 << 10
+"""Capacity per object: the index allows one object per 16 KiB."""
 NAMES = 512
 LOOKUPS = 200
 NEVER_S = 3600.0
 
 
 def make(root: Path, objects: int, seed: int) -> None:
-    """A store of `objects` with drawn names, of 4 KiB each."""
+    """Create a store of `objects` random names, 4 KiB each."""
     tier = DiskTier(root, capacity_bytes=4 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES, sync_interval_s=NEVER_S)
-    store_id = tier._pool._store_id  # noqa: SLF001 - segments of another store would be foreign
+    store_id = tier._pool._store_id  # noqa: SLF001 - segments carry the id of their store
     tier.close()
     segments = root / "segments"
     for path in segments.iterdir():
@@ -56,9 +57,9 @@ def make(root: Path, objects: int, seed: int) -> None:
 
 
 def measure(root: Path, objects: int, seed: int) -> dict[str, float]:
-    """Open the store, and ask it for names from all over it."""
+    """Open the store and look up random names."""
     began_s, cpu_s = time.perf_counter(), time.process_time()
-    capacity_bytes = objects * ROOM_BYTES + 4 * SEGMENT_BYTES
+    capacity_bytes = objects * OBJECT_BYTES + 4 * SEGMENT_BYTES
     tier = DiskTier(root, capacity_bytes=capacity_bytes, segment_bytes=SEGMENT_BYTES, sync_interval_s=NEVER_S)
     opened = {"open_s": time.perf_counter() - began_s, "open_cpu_s": time.process_time() - cpu_s}
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -73,9 +74,12 @@ def measure(root: Path, objects: int, seed: int) -> dict[str, float]:
         times.append(time.perf_counter() - began_s)
         if not all(held):
             raise RuntimeError(f"{held.count(False)} of {NAMES} names are not found")
-    told = {"objects": tier.object_count, **opened, "peak_bytes": peak_bytes}
+    results = {"objects": tier.object_count, **opened, "peak_bytes": peak_bytes}
     tier.close()
-    return told | {"lookup_ms": 1e3 * statistics.median(times), "lookup_p90_ms": 1e3 * sorted(times)[9 * LOOKUPS // 10]}
+    return results | {
+        "lookup_ms": 1e3 * statistics.median(times),
+        "lookup_p90_ms": 1e3 * sorted(times)[9 * LOOKUPS // 10],
+    }
 
 
 def _names(draw: np.random.Generator, count: int) -> np.ndarray:
@@ -83,7 +87,7 @@ def _names(draw: np.random.Generator, count: int) -> np.ndarray:
 
 
 def main() -> None:
-    """Make the store in another process, whose memory does not count; measure; write the record."""
+    """Create the store in another process, whose memory does not count; measure; write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the drive in question")
     parser.add_argument("--objects", type=int, default=10_000_000)

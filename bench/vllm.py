@@ -1,11 +1,11 @@
-"""kvtier in vLLM next to no connector and to vLLM's native tiering, on one machine in one run.
+"""vLLM with no connector, with its native tiering and with kvtier, in one run.
 
-    .venv-vllm/bin/python bench/vllm.py --record bench/records/vllm.json     (--quick: a minute, to see that it runs)
+    .venv-vllm/bin/python bench/vllm.py --record bench/records/vllm.json     (--quick: a smoke test of a minute)
 
-Parts: time to first token of a long prompt as a miss, from host memory, and from disk in a new process; what a miss
-costs more than without a connector; a prompt larger than host memory; conversations that grow under memory pressure,
-and others with pauses that fit host memory; and a directory that is made slow, where loading must never cost more than
-computing. vLLM computes with one core and leaves the others to the rest, as it does by itself on a small machine.
+Parts: time to first token of a long prompt as a miss, from host memory, and from disk in a new process; the cost of a
+miss; a prompt larger than host memory; growing conversations under memory pressure; conversations with pauses that fit
+host memory; and a slowed-down directory, where loading must never take longer than computing. vLLM computes on one
+core, its default on a small machine. `python bench/tables.py` makes a table of docs/benchmarks.md from the record.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[1]
-# Engines run in processes that inherit this path: without the folder of this file, whose name would hide vLLM's.
+# Engine processes inherit this path, so it must not have the folder of this file, which would hide vLLM.
 sys.path[:1] = [str(TOP / "tests" / "vllm")]
 sys.path.append(str(TOP / "bench" / "vllm_arms"))
 
@@ -35,7 +35,7 @@ from kvtier.bench.record import Setting, make_record  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
 
 FACTORS = (0.1, 0.8, 1.25, 2.0, 10.0)
-"""How long the slowed directory would take for a prompt, as a share of computing it."""
+"""Load time of a prompt from the slowed directory over its compute time."""
 
 RESAMPLES = 10_000
 
@@ -62,18 +62,18 @@ def first_tokens(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
                 samples.append(_timed(engine, tokens, arm, "disk"))
                 engine.drain()
                 engine.forget()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for arm in ARMS:
-        told[arm] = {}
+        results[arm] = {}
         for kind in ("miss", "host", "disk"):
             rows = [it for it in samples if (it["arm"], it["kind"]) == (arm, kind)]
             if rows:
-                told[arm][kind] = summary([it["s"] for it in rows]) | {"restored": rows[-1]["restored"]}
+                results[arm][kind] = summary([it["s"] for it in rows]) | {"restored": rows[-1]["restored"]}
     firsts = {arm: [it["token"] for it in samples if (it["arm"], it["kind"]) == (arm, "miss")] for arm in ARMS}
-    told["same_tokens"] = (
+    results["same_tokens"] = (
         all(it["token"] in firsts["none"] for it in samples) and len(set(map(str, firsts.values()))) == 1
     )
-    return told, samples
+    return results, samples
 
 
 def _timed(engine: Engine, tokens: list[int], arm: str, kind: str) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def _timed(engine: Engine, tokens: list[int], arm: str, kind: str) -> dict[str, 
 
 
 def misses(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
-    """What a miss costs more than without a connector: every prompt is asked of every arm, in changing order.
+    """The extra cost of a miss: every prompt goes to every arm, in random order.
 
-    By the clock, and by the processor time of what is ours: that is exact where the clock is not.
+    Measured as elapsed time, and more exactly as CPU time of the connector's own code.
     """
     sizes, samples = bench.sizes, []
     draw = random.Random(seed)  # noqa: S311 - seeded on purpose
@@ -114,13 +114,13 @@ def misses(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
         samples.append({"part": "misses", **row})
     for engine in engines.values():
         engine.close()
-    told: dict[str, Any] = {"tokens": sizes.pair_tokens, "pairs": sizes.pairs}
+    results: dict[str, Any] = {"tokens": sizes.pair_tokens, "pairs": sizes.pairs}
     for arm in ARMS[1:]:
         ratios = [row[arm]["s"] / row["none"]["s"] for row in rows]
         cpu = [row[arm]["cpu_s"] / row["none"]["cpu_s"] for row in rows]
-        told[arm] = {"ttft": interval(ratios, draw), "cpu": interval(cpu, draw)}
-    told["kvtier"]["own_cpu"] = interval([row["kvtier"]["own_cpu_s"] / row["none"]["cpu_s"] for row in rows], draw)
-    return told, samples
+        results[arm] = {"ttft": interval(ratios, draw), "cpu": interval(cpu, draw)}
+    results["kvtier"]["own_cpu"] = interval([row["kvtier"]["own_cpu_s"] / row["none"]["cpu_s"] for row in rows], draw)
+    return results, samples
 
 
 def _own_s(engine: Engine, arm: str) -> float:
@@ -128,7 +128,7 @@ def _own_s(engine: Engine, arm: str) -> float:
 
 
 def interval(ratios: list[float], draw: random.Random) -> dict[str, float]:
-    """The median of ratios, with a 95 % interval by drawing them anew."""
+    """The median of ratios with a 95 % bootstrap interval."""
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     return {
         "ratio": statistics.median(ratios),
@@ -138,27 +138,27 @@ def interval(ratios: list[float], draw: random.Random) -> dict[str, float]:
 
 
 def larger_than_host(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
-    """A prompt whose KV does not fit into host memory, asked again by a new process."""
+    """A prompt whose KV exceeds host memory, repeated in a new process."""
     sizes, samples = bench.sizes, []
     tokens = prompt(sizes.prompt_tokens, seed)
-    told: dict[str, Any] = {"host_bytes": sizes.small_host_bytes}
+    results: dict[str, Any] = {"host_bytes": sizes.small_host_bytes}
     for arm in ARMS[1:]:
         directory = bench.store(arm, "ttft")
         if not stored_bytes(directory):
-            # Stored with room enough, so that both start from a full store; the first part has done it already.
+            # Store it with enough host memory; `first_tokens` may have done so already.
             with bench.engine(arm, directory) as engine:
                 ask(engine, tokens)
                 settle(engine, directory)
         forget_pages(directory)
         with bench.engine(arm, directory, host_bytes=sizes.small_host_bytes) as engine:
             answer = ask(engine, tokens)
-        told[arm] = {"ttft_s": answer.ttft_s, "restored": answer.cached, "of": len(tokens)}
-        samples.append({"part": "large", "arm": arm, **told[arm]})
-    return told, samples
+        results[arm] = {"ttft_s": answer.ttft_s, "restored": answer.cached, "of": len(tokens)}
+        samples.append({"part": "large", "arm": arm, **results[arm]})
+    return results, samples
 
 
 def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
-    """Conversations that grow turn by turn, all asked at once, in an engine that cannot hold them all."""
+    """Growing conversations, all at once, in an engine that cannot hold them all."""
     sizes, samples = bench.sizes, []
     arms = (*ARMS, PROTECTED)
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
@@ -168,10 +168,10 @@ def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
             runs[arm].append(_talk(bench, arm, bench.store(arm, f"talk{repeat}"), seed))
             samples.append({"part": "talk", "arm": arm, "repeat": repeat, **runs[arm][-1]})
             print(f"talk {repeat}, {arm}: {runs[arm][-1]['s']:.1f} s", file=sys.stderr, flush=True)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for arm, done in runs.items():
         rates = [sizes.conversations * sizes.turns / run["s"] for run in done]
-        told[arm] = {
+        results[arm] = {
             "requests_per_s": statistics.median(rates),
             "requests_per_s_min": min(rates),
             "requests_per_s_max": max(rates),
@@ -180,7 +180,7 @@ def conversations(bench: Bench, seed: int) -> tuple[dict[str, Any], Samples]:
             "preemptions": max(run["preemptions"] for run in done),
             "ttft": summary([wait for run in done for turn in run["ttft_s"] for wait in turn if wait is not None]),
         }
-    return told, samples
+    return results, samples
 
 
 def _talk(bench: Bench, arm: str, directory: Path, seed: int) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _talk(bench: Bench, arm: str, directory: Path, seed: int) -> dict[str, Any]:
 
 
 def thinking(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
-    """Conversations with pauses whose KV fits host memory: kvtier and native tiering in turn, a fresh store each."""
+    """Conversations with pauses whose KV fits host memory: kvtier and native tiering alternate, with new stores."""
     sizes, samples, pairs = bench.sizes, [], []
     texts = [
         [
@@ -214,25 +214,25 @@ def thinking(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
         for number in range(sizes.think_conversations)
     ]
     for pair in range(sizes.think_pairs):
-        told = {}
+        results = {}
         for arm in ("kvtier", "native") if pair % 2 else ("native", "kvtier"):
             with bench.engine(arm, bench.store(arm, f"think{pair}"), engine_bytes=sizes.engine_bytes) as engine:
                 cpu_s, began = engine.cpu_s(), time.perf_counter()
                 turns = engine.converse(texts, count=sizes.answer_tokens, think_s=1.0, limit_s=1800.0)
-                told[arm] = {
+                results[arm] = {
                     "s": time.perf_counter() - began,
                     "cpu_s": engine.cpu_s() - cpu_s,
                     "cached_tokens": sum(it["cached"] for it in turns),
                     "ttft": summary([it["ttft_s"] for it in turns]),
                 }
                 samples.append({"part": "think", "arm": arm, "pair": pair, "turns": turns})
-        pairs.append(told | {"ratio": told["kvtier"]["s"] / told["native"]["s"]})
+        pairs.append(results | {"ratio": results["kvtier"]["s"] / results["native"]["s"]})
         print(f"think {pair}: {pairs[-1]}", file=sys.stderr, flush=True)
     return pairs, samples
 
 
 def throttled(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
-    """A stored prompt from a directory of any speed, next to computing it: each prompt by both, one after the other."""
+    """Prompts loaded from a directory slowed to several rates, next to computing them, in alternating order."""
     from throttle import RATE  # noqa: PLC0415
 
     sizes, samples = bench.sizes, []
@@ -246,7 +246,7 @@ def throttled(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
                 ask(engine, tokens)
                 settle(engine, directory)
         stored = stored_bytes(directory / "objects")
-        told = []
+        results = []
         for factor in FACTORS:
             rate = stored / len(prompts) / (factor * statistics.median(computed))
             environment = {RATE: str(rate)}
@@ -254,7 +254,7 @@ def throttled(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
             with bench.engine(
                 "kvtier", directory, environment=environment, sabotage="throttle:throttle_reads"
             ) as engine:
-                ask(engine, prompt(sizes.throttled_tokens, seed + 4000))  # nobody knows how fast it computes before
+                ask(engine, prompt(sizes.throttled_tokens, seed + 4000))  # measures the prefill rate
                 for number, tokens in enumerate(prompts):
                     order = (engine, plain) if number % 2 else (plain, engine)
                     times = {id(it): ask(it, tokens).ttft_s or math.nan for it in order}
@@ -265,7 +265,7 @@ def throttled(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
                     samples.append({"part": "slow", "factor": factor, "s": pairs[-1][0], "computed_s": pairs[-1][1]})
             ours_s, computed_s = map(sum, zip(*pairs, strict=True))
             ratios = [one / other for one, other in pairs]
-            told.append(
+            results.append(
                 {
                     "load_over_compute": factor,
                     "bytes_per_s": rate,
@@ -275,7 +275,7 @@ def throttled(bench: Bench, seed: int) -> tuple[list[dict[str, Any]], Samples]:
                     "all": ours_s / computed_s,
                 }
             )
-    return told, samples
+    return results, samples
 
 
 PARTS: dict[str, Callable[[Bench, int], tuple[Any, Samples]]] = {
@@ -291,9 +291,9 @@ PARTS: dict[str, Callable[[Bench, int], tuple[Any, Samples]]] = {
 def main() -> None:
     """Run the parts, print a summary, write the record."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few samples: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few samples: a smoke test")
     parser.add_argument(
-        "--part", action="append", choices=list(PARTS), help="only this part, the rest of the record stays; repeatable"
+        "--part", action="append", choices=list(PARTS), help="only this part; the record keeps the others; repeatable"
     )
     parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the drive in question")
     parser.add_argument("--record", type=Path, help="write the JSON record to this file, after each part")
@@ -324,7 +324,7 @@ def main() -> None:
 
 
 def _kept(path: Path | None) -> tuple[dict[str, Any], Samples]:
-    """What a record holds of parts that this run leaves out; each says when and with what it was made."""
+    """The parts of an earlier record that this run leaves out; each has its own time, commit and sizes."""
     if path is None or not path.exists():
         return {}, []
     known = json.loads(path.read_text(encoding="utf-8"))

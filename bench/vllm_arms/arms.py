@@ -1,4 +1,4 @@
-"""What `bench/vllm.py` compares, and how one answer is measured."""
+"""Arms and sizes of `bench/vllm.py`, and the measurement of one answer."""
 
 import os
 import statistics
@@ -12,11 +12,11 @@ from typing import Any
 from harness import Answer, Ask, Engine
 
 DTYPE = "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()) else "float32"
-"""What this processor computes fast: without instructions for bfloat16 it takes nine times as long."""
+"""A processor without bfloat16 instructions computes it nine times slower than float32."""
 
 VALUE_BYTES = 2 if DTYPE == "bfloat16" else 4
 TALK_TOKENS_MAX = 2048
-"""Of the longest conversation."""
+"""Length of the longest conversation."""
 
 QUIET_S = 0.5
 QUIET_DEADLINE_S = 60.0
@@ -24,37 +24,37 @@ QUIET_DEADLINE_S = 60.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of all parts."""
 
     model: str
     prompt_tokens: int
     prompts: int
     """Samples of each time to first token."""
     pair_tokens: int
-    """Of the prompts that measure what a miss costs: short ones, in which a store weighs more."""
+    """Prompts that measure the cost of a miss; short, so that a store has more weight."""
     pairs: int
     talks: int
-    """Runs of each arm with the growing conversations, in turn."""
+    """Runs of each arm with the growing conversations."""
     conversations: int
     turns: int
     first_tokens: int
     turn_tokens: int
     answer_tokens: int
     running: int
-    """Requests that the engine runs at once."""
+    """Largest batch of the engine."""
     think_conversations: int
     think_turns: int
     think_first_tokens: int
     think_turn_tokens: int
     think_pairs: int
-    """Runs of each arm, in turn."""
+    """Runs of each arm."""
     throttled_tokens: int
     throttled_prompts: int
     host_bytes: int
     small_host_bytes: int
-    """Less than the prompt takes."""
+    """Smaller than the KV of the prompt."""
     engine_bytes: int
-    """Of the engine's own KV memory, in float32, half of it in bfloat16: less than the conversations take."""
+    """KV memory of the engine in float32, half of it in bfloat16; smaller than the conversations' KV."""
 
 
 FULL = Sizes(
@@ -118,7 +118,7 @@ MEANS = {
 
 
 def connector(arm: str, directory: Path, host_bytes: int) -> dict[str, Any] | None:
-    """The `kv_transfer_config` of an arm, with as much host memory for each."""
+    """The `kv_transfer_config` of an arm; all arms have the same host memory."""
     if arm == "none":
         return None
     shared = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -131,7 +131,7 @@ def connector(arm: str, directory: Path, host_bytes: int) -> dict[str, Any] | No
             "spec_name": "MemcpyTieringSpec",
             "spec_module_path": "native_tiering",
             "cpu_bytes_to_use": host_bytes,
-            # As large as kvtier's chunks, and with the tokens that are generated: neither is the default.
+            # Chunks of kvtier's size, and generated tokens too: neither is the default.
             "blocks_per_chunk": 2,
             "offload_prompt_only": False,
             "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
@@ -144,7 +144,7 @@ class Bench:
     """Engines of one run.
 
     Args:
-        sizes: how much of everything.
+        sizes: of all parts.
         models: directory with the checkpoint.
         work: for stores and logs.
     """
@@ -156,7 +156,7 @@ class Bench:
         self._count = 0
 
     def store(self, arm: str, purpose: str) -> Path:
-        """Where an arm keeps its files for a purpose."""
+        """The directory of an arm for a purpose."""
         directory = self._work / f"{arm}-{purpose}"
         directory.mkdir(exist_ok=True)
         return directory
@@ -171,7 +171,7 @@ class Bench:
         environment: dict[str, str] | None = None,
         sabotage: str = "",
     ) -> Engine:
-        """An engine of an arm, that has answered two prompts to warm up."""
+        """An engine of an arm, warmed up with two prompts."""
         sizes = self.sizes
         self._count += 1
         engine = Engine(
@@ -179,7 +179,7 @@ class Bench:
             self._work / f"engine{self._count}.log",
             connector(arm, directory, host_bytes or sizes.host_bytes),
             dtype=DTYPE,
-            # vLLM wants room for one request of the greatest length.
+            # vLLM requires memory for one request of the maximum length.
             max_model_len=TALK_TOKENS_MAX if engine_bytes else sizes.prompt_tokens + 256,
             kv_cache_memory_bytes=engine_bytes * VALUE_BYTES // 4 or 2 * sizes.host_bytes,
             max_num_seqs=sizes.running,
@@ -193,12 +193,12 @@ class Bench:
 
 
 def ask(engine: Engine, tokens: Sequence[int]) -> Answer:
-    """The answer to a prompt, of one token."""
+    """One token after a prompt."""
     return engine.ask(Ask(tokens, count=1, logprobs=None), limit_s=600.0)[0]
 
 
 def settle(engine: Engine, directory: Path) -> None:
-    """Wait until everything that was to be stored has been: nobody else's turn is disturbed by it."""
+    """Wait until all stores have ended, so that they do not disturb the next measurement."""
     engine.drain()
     until_s = time.monotonic() + QUIET_DEADLINE_S
     before = -1
@@ -211,7 +211,7 @@ def settle(engine: Engine, directory: Path) -> None:
 
 
 def stored_bytes(directory: Path) -> int:
-    """Bytes of all files below `directory`; some may come and go meanwhile."""
+    """Bytes of all files below `directory`, which may change meanwhile."""
     total = 0
     for path in directory.rglob("*"):
         with suppress(FileNotFoundError):
@@ -220,7 +220,7 @@ def stored_bytes(directory: Path) -> int:
 
 
 def forget_pages(directory: Path) -> None:
-    """Ask the kernel to keep nothing of the store's files in its cache."""
+    """Drop the store's files from the page cache."""
     for path in (path for path in directory.rglob("*") if path.is_file()):
         number = os.open(path, os.O_RDONLY)
         try:
@@ -231,5 +231,5 @@ def forget_pages(directory: Path) -> None:
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest of some times."""
+    """Median, smallest and largest."""
     return {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}

@@ -1,8 +1,8 @@
-"""vLLM's own tiered offloading, made to run on a CPU: the yardstick of `bench/vllm.py`.
+"""vLLM's own tiered offloading on a CPU: the baseline of `bench/vllm.py`.
 
-vLLM refuses it there, because its worker copies with CUDA. Everything else (scheduler half, tiers in host memory and in
-a file system, eviction, back-pressure) does not care, so only the worker is replaced: by one that copies with memcpy,
-in a thread of its own, page by page. Named by `spec_name` and `spec_module_path` in `kv_connector_extra_config`.
+vLLM refuses it there, because its worker copies with CUDA. Everything else (scheduler side, tiers in host memory and in
+a file system, eviction, back-pressure) is unchanged. This worker copies with memcpy in a thread of its own, page by
+page. Named by `spec_name` and `spec_module_path` in `kv_connector_extra_config`.
 """
 
 import time
@@ -23,13 +23,13 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class Page(NamedTuple):
-    """One block of one tensor, and where it lies in host memory."""
+    """One block of one tensor, and its position in host memory."""
 
     tensor: int
     block: int
     chunk: int
     place: int
-    """Of the block in its chunk."""
+    """Position of the block in its chunk."""
 
 
 class MemcpyWorker(OffloadingWorker):
@@ -67,16 +67,16 @@ class MemcpyWorker(OffloadingWorker):
         return self._submit(job_id, dst_spec, src_spec.block_ids, is_store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """What has ended since the last call."""
+        """Transfers that have ended since the last call."""
         ended = [job for job, future in self._jobs.items() if future.done()]
         return [self._jobs.pop(job).result() for job in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until these have ended."""
+        """Wait for these transfers."""
         wait([self._jobs[job] for job in job_ids if job in self._jobs])
 
     def shutdown(self) -> None:
-        """End the thread, then let go of the memory."""
+        """End the thread, then release the memory."""
         self._thread.shutdown()
         self._host.clear()
         self._blocks.clear()
@@ -113,10 +113,10 @@ class MemcpyWorker(OffloadingWorker):
 
 
 class MemcpyTieringSpec(TieringOffloadingSpec):
-    """vLLM's tiering with the worker above."""
+    """vLLM's tiering with `MemcpyWorker`."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The worker of this process; made once."""
+        """The worker of this process, created once."""
         if self._worker is None:
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,

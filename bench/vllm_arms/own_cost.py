@@ -1,6 +1,6 @@
-"""What the connector's own code takes of the processor: all its threads, and its calls within the engine's.
+"""CPU time of the connector's own code: its threads, and its calls in the engine's threads.
 
-A clock cannot tell one percent of a step on a machine that others use as well; this counts the work itself.
+Elapsed time cannot resolve one percent of a step on a shared machine; CPU time can.
 """
 
 import functools
@@ -13,13 +13,13 @@ from kvtier.connect.vllm import KvtierConnector
 
 
 class _Calls:
-    """Time spent in calls of the connector, whose methods call each other."""
+    """CPU time of calls of the connector, whose methods may be nested."""
 
     seconds = 0.0
     depth = 0
 
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, with its time added up. The engine calls all of them from one thread."""
+        """The method, with its time added. The engine calls all of them from one thread."""
 
         @functools.wraps(method)
         def call(*arguments: object, **named: object) -> object:
@@ -39,13 +39,13 @@ _CALLS = _Calls()
 
 
 def count() -> None:
-    """From now on; called in the engine's process before it is built."""
+    """Start counting; called in the engine's process before the engine is built."""
     for name, member in list(vars(KvtierConnector).items()):
         if callable(member) and not name.startswith("__"):
             setattr(KvtierConnector, name, _CALLS.counted(member))
 
 
 def own_cpu_s() -> float:
-    """Processor seconds so far."""
+    """CPU seconds so far."""
     ours = [thread.ident for thread in threading.enumerate() if thread.name.startswith("kvtier")]
     return _CALLS.seconds + sum(time.clock_gettime(time.pthread_getcpuclockid(it)) for it in ours if it is not None)

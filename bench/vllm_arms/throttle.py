@@ -1,4 +1,4 @@
-"""A directory tier as slow as it is told to be: all reads together get so many bytes a second and no more."""
+"""Limits the read bandwidth of the directory tiers of a process."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ RATE = "BENCH_READ_BYTES_PER_S"
 
 
 def throttle_reads() -> None:
-    """Slow down every directory tier of this process to the rate in the environment."""
+    """Limit all reads together to the rate in the environment."""
     bytes_per_s = float(os.environ[RATE])
     lock = threading.Lock()
     free_s = 0.0
