@@ -65,10 +65,10 @@ TELLTALE_DOCUMENTS_MAX = 100
 
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("environment", "src/kvtier/bench/demo_process.py"): "starts processes with an environment of their own",
+    ("environment", "src/kvtier/demo/worker.py"): "starts processes with an environment of their own",
     ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
     ("prints", "src/kvtier/report/table.py"): "prints the tables of commands",
-    ("prints", "src/kvtier/bench/demo_pass.py"): "a process that speaks JSON lines to the one that started it",
+    ("prints", "src/kvtier/demo/worker.py"): "a process that sends JSON lines to its parent",
     ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
     ("endless_waits", "src/kvtier/runtime/session_thread.py"): "one call for each thread that waits for its answer",
     (

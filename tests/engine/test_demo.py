@@ -6,15 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from kvtier.bench.demo import DemoSettings
-from kvtier.bench.demo_model import SHAPES
-from kvtier.bench.demo_pass import Job, run
-from kvtier.bench.demo_trace import make_plan, read_trace, train_tokenizer
-from kvtier.cli.demo import DEFAULTS
+from kvtier.demo.model import SHAPES
+from kvtier.demo.trace import plan_requests, read_trace, train_tokenizer
+from kvtier.demo.worker import PassJob, run_pass
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -155,7 +154,7 @@ def passes_under(temporary: Path) -> list[Path]:
 
 def is_pass(command_line: Path, temporary: Path) -> bool:
     told = read(command_line)
-    return b"kvtier.bench.demo_pass" in told and str(temporary).encode() in told
+    return b"kvtier.demo.worker" in told and str(temporary).encode() in told
 
 
 def read(path: Path) -> bytes:
@@ -167,31 +166,31 @@ def read(path: Path) -> bytes:
 
 def do_pass(plan, directory, namespace):
     events = []
-    job = Job(
+    job = PassJob(
         shape=SHAPES["tiny"],
         seed=3,
         new_tokens=4,
         threads=1,
-        steps=plan.steps,
+        requests=plan.requests,
         directory=str(directory),
         namespace=namespace,
     )
-    run(job, events.append)
+    run_pass(job, events.append)
     return [sum(it["restored"].values()) for it in events if it["event"] == "request"]
 
 
 def test_namespaces_in_one_directory_do_not_see_each_other(tmp_path):
-    plan = make_plan(read_trace(), sessions=12, requests=1)
+    plan = plan_requests(read_trace(), sessions=12, requests=1)
     assert do_pass(plan, tmp_path / "store", "one") == [0]
     assert do_pass(plan, tmp_path / "store", "two") == [0]
     assert do_pass(plan, tmp_path / "store", "one")[0] > 0
 
 
 def test_a_job_survives_the_way_to_its_process(tmp_path):
-    plan = make_plan(read_trace(), sessions=1, requests=2)
-    job = Job(SHAPES["tiny"], 1, 2, 3, plan.steps, None, "space")
-    job.write(tmp_path / "job.json")
-    assert Job.read(tmp_path / "job.json") == job
+    plan = plan_requests(read_trace(), sessions=1, requests=2)
+    job = PassJob(SHAPES["tiny"], 1, 2, 3, plan.requests, None, "space")
+    (tmp_path / "job.json").write_text(json.dumps(asdict(job)))
+    assert PassJob.read(tmp_path / "job.json") == job
 
 
 def test_the_tokenizer_is_the_same_every_time():
@@ -200,12 +199,7 @@ def test_the_tokenizer_is_the_same_every_time():
 
 
 def test_every_conversation_but_its_first_request_continues_an_earlier_one():
-    plan = make_plan(read_trace(), sessions=12, requests=None)
-    assert len(plan.steps) == plan.requests_in_trace == 162
-    assert all((step.parent is None) == (step.turn == 0) for step in plan.steps)
-    assert all(plan.steps[step.parent].session == step.session for step in plan.steps if step.parent is not None)
-
-
-def test_the_defaults_that_the_help_shows_are_those_that_are_used():
-    settings = DemoSettings()
-    assert {name: getattr(settings, name) for name in DEFAULTS} == DEFAULTS
+    plan = plan_requests(read_trace(), sessions=12, requests=None)
+    assert len(plan.requests) == plan.requests_in_trace == 162
+    assert all((it.parent is None) == (it.turn == 0) for it in plan.requests)
+    assert all(plan.requests[it.parent].session == it.session for it in plan.requests if it.parent is not None)

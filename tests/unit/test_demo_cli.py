@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtier.bench import demo
 from kvtier.cli.main import run
+from kvtier.demo import run as demo_run
 
 
 @pytest.fixture(autouse=True)
@@ -11,8 +11,8 @@ def no_pass(monkeypatch):
     def refuse(*_arguments):
         raise AssertionError("a pass was started")
 
-    monkeypatch.setattr(demo, "pass_events", refuse)
-    monkeypatch.setattr(demo, "check_libraries", lambda: None)
+    monkeypatch.setattr(demo_run, "pass_events", refuse)
+    monkeypatch.setattr(demo_run, "check_libraries", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_wrong_setting_in_the_environment_is_refused_before_any_pass(monkeypat
 
 def test_missing_libraries_are_named_with_what_brings_them(monkeypatch, capsys):
     monkeypatch.undo()
-    monkeypatch.setattr(demo, "NEEDED", ("json", "no_such_library"))
+    monkeypatch.setattr(demo_run, "NEEDED", ("json", "no_such_library"))
     assert run(["demo", "--json"]) == 2
     told = capsys.readouterr().err
     assert "needs no_such_library" in told

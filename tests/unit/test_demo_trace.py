@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from kvtier.bench.demo_trace import (
+from kvtier.demo.trace import (
     TRACE,
-    Row,
-    Step,
+    PlannedRequest,
+    TraceLine,
     build_prompt,
     choose_sessions,
     find_parent,
@@ -25,10 +25,10 @@ def test_the_trace_is_the_whole_one_and_sorted_by_time():
 
 
 def test_a_prompt_holds_the_earlier_prompt_and_its_answer():
-    steps = [Step(0, 0, None, (1, 2, 3)), Step(0, 1, 0, (4, 5)), Step(0, 2, 1, ())]
+    steps = [PlannedRequest(0, 0, None, (1, 2, 3)), PlannedRequest(0, 1, 0, (4, 5)), PlannedRequest(0, 2, 1, ())]
     prompts, answers = [], []
-    for position in range(3):
-        prompts.append(build_prompt(steps, position, prompts, answers))
+    for position, step in enumerate(steps):
+        prompts.append(build_prompt(step, prompts, answers))
         answers.append([90 + position, 91 + position])
     assert prompts == [[1, 2, 3], [1, 2, 3, 90, 91, 4, 5], [1, 2, 3, 90, 91, 4, 5, 91, 92]]
 
@@ -36,8 +36,8 @@ def test_a_prompt_holds_the_earlier_prompt_and_its_answer():
 def test_a_branch_continues_the_request_that_it_left_from_not_the_latest():
     texts = ["task", "task. look here", "task. look there"]
     assert find_parent(texts, 2) == 0
-    steps = [Step(0, 0, None, (1,)), Step(0, 1, 0, (2,)), Step(0, 2, 0, (3,))]
-    assert build_prompt(steps, 2, [[1], [1, 50, 2]], [[50], [60]]) == [1, 50, 3]
+    steps = [PlannedRequest(0, 0, None, (1,)), PlannedRequest(0, 1, 0, (2,)), PlannedRequest(0, 2, 0, (3,))]
+    assert build_prompt(steps[2], [[1], [1, 50, 2]], [[50], [60]]) == [1, 50, 3]
 
 
 def test_of_several_beginnings_the_longest_is_continued():
@@ -55,7 +55,12 @@ def test_a_text_that_continues_nothing_begins_anew():
 
 
 def test_the_shortest_conversations_are_chosen_and_their_order_in_time_is_kept():
-    rows = [Row(1, "long", "xxxx"), Row(2, "short", "x"), Row(3, "middle", "xx"), Row(4, "short", "x")]
+    rows = [
+        TraceLine(1, "long", "xxxx"),
+        TraceLine(2, "short", "x"),
+        TraceLine(3, "middle", "xx"),
+        TraceLine(4, "short", "x"),
+    ]
     assert [row.time_us for row in choose_sessions(rows, 2)] == [2, 3, 4]
 
 

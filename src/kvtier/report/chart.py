@@ -63,8 +63,6 @@ class Chart(Generic[Subject]):
     draw: "Callable[[Axes, Subject, Colours], None]"
     caption: str = ""
     """Shown below it in a page."""
-    size: tuple[float, float] = (6.6, 4.4)
-    """Width and height in inches, in a page."""
 
 
 Charts = Mapping[str, Chart[Subject]]
@@ -93,7 +91,7 @@ def svg(chart: Chart[Subject], subject: Subject, name: str) -> str:
     from matplotlib.figure import Figure
 
     with mpl.rc_context(RC):
-        figure = Figure(figsize=chart.size, layout="constrained")
+        figure = Figure(figsize=(6.6, 4.4), layout="constrained")
         axes = figure.subplots()
         chart.draw(axes, subject, MARKED)
         _style(axes, MARKED)

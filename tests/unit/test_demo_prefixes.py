@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.bench.demo_ledger import ENTRIES_MAX, Entry, Ledger, forget_without_store, read_ledger
-from kvtier.bench.demo_oracle import StoredPrefixes
+from kvtier.demo.prefixes import (
+    RUNS_MAX,
+    EarlierRun,
+    StoredPrefixes,
+    add_to_history,
+    drop_stale_history,
+    read_history,
+)
 
 
 def test_nothing_stored_nothing_restorable():
@@ -41,11 +47,6 @@ def test_a_chunk_counts_only_with_all_that_comes_before_it():
     assert stored.restorable_tokens([1, 2, 9, 4, 5, 6, 7]) == 2
 
 
-def test_an_impossible_chunk_is_refused():
-    with pytest.raises(ValueError, match="chunk_tokens must be at least 1, got 0"):
-        StoredPrefixes(0)
-
-
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
 
 
@@ -67,46 +68,44 @@ def test_what_is_stored_can_be_handed_on():
     assert StoredPrefixes(2, stored.digests).restorable_tokens([1, 2, 3, 4, 5]) == 4
 
 
-def test_the_ledger_gives_back_the_latest_call_of_the_same_model(tmp_path):
-    ledger = Ledger()
-    for number, identity in enumerate(["a", "b", "a", "b"]):
-        ledger = ledger.with_entry(Entry(f"space{number}", identity, 256, (f"digest{number}",)))
-    ledger.write(tmp_path)
-    found = read_ledger(tmp_path)
-    assert found == ledger
-    assert found.latest("a") == Entry("space2", "a", 256, ("digest2",))
-    assert found.latest("c") is None
+def add_runs(directory, *identities):
+    runs = [EarlierRun(f"space{number}", it, 256, (f"digest{number}",)) for number, it in enumerate(identities)]
+    for run in runs:
+        add_to_history(directory, run)
+    return runs
+
+
+def test_the_history_is_read_back_and_private(tmp_path):
+    runs = add_runs(tmp_path, "a", "b", "a")
+    assert read_history(tmp_path) == runs
     assert [it.name for it in tmp_path.iterdir()] == ["demo.json"]
+    assert (tmp_path / "demo.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_ledger_replaces_a_namespace_and_forgets_the_oldest():
-    ledger = Ledger()
-    for number in range(ENTRIES_MAX + 3):
-        ledger = ledger.with_entry(Entry(f"space{number}", "a", 256, ()))
-    ledger = ledger.with_entry(Entry("space5", "a", 256, ("more",)))
-    assert len(ledger.entries) == ENTRIES_MAX
-    assert ledger.entries[-1] == Entry("space5", "a", 256, ("more",))
-    assert [it.namespace for it in ledger.entries].count("space5") == 1
+def test_the_history_replaces_a_namespace_and_drops_the_oldest(tmp_path):
+    add_runs(tmp_path, *["a"] * (RUNS_MAX + 3))
+    add_to_history(tmp_path, EarlierRun("space5", "a", 256, ("more",)))
+    found = read_history(tmp_path)
+    assert len(found) == RUNS_MAX
+    assert found[-1] == EarlierRun("space5", "a", 256, ("more",))
+    assert [it.namespace for it in found].count("space5") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"version": 9, "entries": []}', b'{"version": 1}', b"\xff", b"7"])
-def test_a_damaged_ledger_means_no_earlier_call(tmp_path, content):
+def test_a_damaged_history_means_no_earlier_run(tmp_path, content):
+    assert read_history(tmp_path / "nowhere") == []
     (tmp_path / "demo.json").write_bytes(content)
-    assert read_ledger(tmp_path) == Ledger()
+    assert read_history(tmp_path) == []
 
 
-def test_no_ledger_means_no_earlier_call(tmp_path):
-    assert read_ledger(tmp_path / "nowhere") == Ledger()
-
-
-def test_a_ledger_whose_store_was_purged_goes_and_other_files_stay(tmp_path):
-    Ledger().with_entry(Entry("space", "a", 256, ())).write(tmp_path)
+def test_the_history_of_a_purged_store_is_removed_and_other_files_stay(tmp_path):
+    add_runs(tmp_path, "a")
     (tmp_path / "kvtier-store.json").write_text("{}")
-    forget_without_store(tmp_path)
-    assert read_ledger(tmp_path).entries
+    drop_stale_history(tmp_path)
+    assert read_history(tmp_path)
     (tmp_path / "kvtier-store.json").unlink()
-    forget_without_store(tmp_path)
+    drop_stale_history(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "demo.json").write_text('{"somebody": "else"}')
-    forget_without_store(tmp_path)
+    (tmp_path / "demo.json").write_text('{"another": "program"}')
+    drop_stale_history(tmp_path)
     assert [it.name for it in tmp_path.iterdir()] == ["demo.json"]

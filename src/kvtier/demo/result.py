@@ -1,17 +1,17 @@
-"""What a demo found: every request of every pass, and the sums that the table, the JSON and the report are made of."""
+"""The demo's results: every request of every pass, and the sums that the table, the JSON and the report are made of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
 import numpy as np
 
 RESTORED_SHARE_MIN = 0.9
-"""The warm pass must restore at least this share of what an independent count says can be restored."""
+"""Restored over restorable tokens that the warm pass must reach."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RequestResult:
     """One request of one pass."""
 
     session: int
@@ -19,47 +19,42 @@ class Sample:
     prompt_tokens: int
     answer: tuple[int, ...]
     ttft_ms: float
-    """From calling `generate` to the first new token."""
+    """From the call of `generate` to the first new token."""
     total_ms: float
-    """From calling `generate` to its return."""
+    """From the call of `generate` to its return."""
     restored: Mapping[str, int]
-    """Leading prompt tokens whose KV was brought back, by the place it came from."""
+    """Leading prompt tokens whose KV was loaded, by tier."""
     restorable_tokens: int
-    """What the oracle says; 0 in the pass without kvtier."""
+    """As `StoredPrefixes` counts them; 0 in the pass without kvtier."""
     margins: tuple[float, ...]
-    """For each token of the answer, the distance between the logits of the best and the second best token."""
+    """For each new token, the logit of the best token less that of the second best."""
 
     @property
     def restored_tokens(self) -> int:
-        """Of all places."""
+        """Of all tiers."""
         return sum(self.restored.values())
-
-    @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that went through the model."""
-        return self.prompt_tokens - self.restored_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassResult:
     """All requests, sent once through one process."""
 
     name: str
-    samples: tuple[Sample, ...]
+    samples: tuple[RequestResult, ...]
     set_up_s: float
-    """Making the model, one short request to warm up, and attaching kvtier."""
+    """Building the model, a request to warm up, and attaching kvtier."""
     wall_s: float
-    """From the first request to the last answer, and until everything that was stored is on disk."""
+    """From the first request until the last answer is there and all stores are on disk."""
     flush_s: float
     """The part of `wall_s` after the last answer."""
     lost: int = 0
-    """Stored objects that did not reach the disk in time."""
+    """Objects that did not reach the disk in time."""
     disk_bytes: int = 0
     """Bytes of the store's files after this pass."""
     written_bytes: int = 0
-    """By how much `disk_bytes` grew in this pass."""
+    """Growth of `disk_bytes` in this pass."""
     load: float = 0.0
-    """Processes that wanted to run on this machine, over the minute before the pass; the demo's own ones included."""
+    """Load average of the machine over the minute before the pass, earlier passes included."""
 
     @property
     def input_tokens(self) -> int:
@@ -68,36 +63,36 @@ class Pass:
 
     @property
     def restored_tokens(self) -> int:
-        """Prompt tokens whose KV was brought back."""
+        """Prompt tokens whose KV was loaded."""
         return sum(it.restored_tokens for it in self.samples)
 
     @property
     def computed_tokens(self) -> int:
         """Prompt tokens that went through the model."""
-        return sum(it.computed_tokens for it in self.samples)
+        return self.input_tokens - self.restored_tokens
 
     @property
     def restorable_tokens(self) -> int:
-        """Prompt tokens that a perfect cache would have brought back."""
+        """Prompt tokens that a perfect cache would have restored."""
         return sum(it.restorable_tokens for it in self.samples)
 
     @property
     def restored_by_tier(self) -> dict[str, int]:
-        """Restored tokens by the place they came from."""
+        """Restored tokens by tier."""
         total: dict[str, int] = {}
         for sample in self.samples:
-            for place, tokens in sample.restored.items():
-                total[place] = total.get(place, 0) + tokens
+            for tier, tokens in sample.restored.items():
+                total[tier] = total.get(tier, 0) + tokens
         return total
 
     @property
     def hit_rate(self) -> float:
-        """Restored tokens over input tokens."""
+        """Restored over input tokens."""
         return self.restored_tokens / self.input_tokens
 
     @property
     def restored_share(self) -> float:
-        """Restored tokens over restorable tokens; 1 where there was nothing to restore."""
+        """Restored over restorable tokens; 1 if nothing was restorable."""
         return self.restored_tokens / self.restorable_tokens if self.restorable_tokens else 1.0
 
     @property
@@ -106,11 +101,11 @@ class Pass:
         return sum(it.ttft_ms for it in self.samples) / sum(it.total_ms for it in self.samples)
 
     def ttft_ms(self, percent: float) -> float:
-        """A percentile of the time to first token; between two samples it is interpolated."""
+        """A percentile of the time to first token, interpolated between samples."""
         return float(np.percentile([it.ttft_ms for it in self.samples], percent))
 
     def as_dict(self) -> dict[str, object]:
-        """The sums by the names of the JSON contract."""
+        """The sums as in the JSON output."""
         return {
             "name": self.name,
             "requests": len(self.samples),
@@ -132,15 +127,15 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """The first place where two passes gave different tokens."""
+class AnswerDifference:
+    """The first token at which two passes answered differently."""
 
     passes: tuple[str, str]
     session: int
     turn: int
     token: int
     margin: float
-    """Logits between the best two tokens in the first pass; as small as float32's rounding means a tie, no wrong KV."""
+    """Of that token in the first pass. One near float32's rounding error is a tie, not wrong KV."""
 
     def __str__(self) -> str:
         one, other = self.passes
@@ -152,7 +147,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """A whole demo."""
+    """All passes of a demo and its conditions."""
 
     model: str
     """The model in one line."""
@@ -167,47 +162,48 @@ class DemoResult:
     threads: int
     chunk_tokens: int
     new_tokens: int
-    passes: tuple[Pass, ...]
+    passes: tuple[PassResult, ...]
     elapsed_s: float
     """From the start of the command to the end of the last pass."""
     tokenizer_s: float
     directory: str | None
-    """The store, where it was kept."""
+    """The store; None if it was temporary."""
     machine: Mapping[str, object]
     software: Mapping[str, str]
     cache_settings: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
-    """kvtier's own settings: (value, where from) by name."""
+    """kvtier's settings: value and origin by name."""
     notes: tuple[str, ...] = ()
 
-    def find_pass(self, name: str) -> Pass:
+    def find_pass(self, name: str) -> PassResult:
         """The pass of that name."""
         return next(it for it in self.passes if it.name == name)
 
     @property
-    def difference(self) -> Difference | None:
-        """The first difference between the tokens of the first pass and those of another; None when there is none."""
+    def difference(self) -> AnswerDifference | None:
+        """The first difference between the answers of the first pass and another; None if there is none."""
         first, *others = self.passes
-        found = (find_difference(first, other) for other in others)
-        return next((it for it in found if it is not None), None)
+        return next((it for other in others if (it := find_difference(first, other)) is not None), None)
 
     @property
-    def is_identical(self) -> bool:
-        """Whether all passes gave the same tokens for every request."""
-        return self.difference is None
-
-    @property
-    def is_good(self) -> bool:
-        """Whether the demo shows what it promises: the same tokens, and enough of them not computed again."""
-        return self.is_identical and self.find_pass("warm").restored_share >= RESTORED_SHARE_MIN
+    def problems(self) -> list[str]:
+        """Why the demo failed: different answers, or too few restored tokens."""
+        found = [] if self.difference is None else [f"not identical: {self.difference}"]
+        warm = self.find_pass("warm")
+        if warm.restored_share < RESTORED_SHARE_MIN:
+            found.append(
+                f"the warm pass restored {warm.restored_tokens:,} of {warm.restorable_tokens:,} restorable tokens "
+                f"({warm.restored_share:.1%}); at least {RESTORED_SHARE_MIN:.0%} were expected"
+            )
+        return found
 
     @property
     def margin(self) -> float:
-        """The closest greedy choice of all passes, in logits."""
+        """The smallest margin of all passes, in logits."""
         return min(margin for it in self.passes for sample in it.samples for margin in sample.margins)
 
     @property
     def rounding(self) -> float:
-        """The largest change of a margin between the first pass and another: what rounding does to logits."""
+        """The largest change of a margin between the first pass and another, for requests with equal answers."""
         first, *others = self.passes
         changes = (
             abs(before - after)
@@ -220,27 +216,26 @@ class DemoResult:
 
     @property
     def miss_cost(self) -> tuple[float, int] | None:
-        """What kvtier costs where it cannot help.
+        """The cost of kvtier for requests that it cannot help.
 
         Returns:
-            The median, over the requests for which the cold pass restored nothing, of its time to first token over that
-            of the pass without kvtier; and how many requests that were. None when there were none.
+            Over the requests for which the cold pass restored nothing: the median of its time to first token over that
+            of the pass without kvtier, and their number. None if there are none.
         """
         pairs = zip(self.find_pass("none").samples, self.find_pass("cold").samples, strict=True)
         ratios = [cold.ttft_ms / none.ttft_ms for none, cold in pairs if not cold.restored_tokens]
         return (median(ratios), len(ratios)) if ratios else None
 
     def speed_up(self, name: str, percent: float = 50) -> float:
-        """Time to first token without kvtier over that of the pass `name`, at a percentile."""
+        """Time to first token without kvtier over that of a pass, at a percentile."""
         return self.find_pass("none").ttft_ms(percent) / self.find_pass(name).ttft_ms(percent)
 
     def as_dict(self) -> dict[str, object]:
-        """The result by the names of the JSON contract, without the samples."""
-        cost = self.miss_cost
-        difference = self.difference
+        """The JSON output, without samples."""
+        cost, difference = self.miss_cost, self.difference
         return {
             "model": self.model,
-            "identical": self.is_identical,
+            "identical": difference is None,
             "passes": [it.as_dict() for it in self.passes],
             "model_details": {
                 **self.shape,
@@ -284,21 +279,12 @@ class DemoResult:
         ]
 
 
-def find_difference(one: Pass, other: Pass) -> Difference | None:
-    """The first place where two passes gave different tokens."""
+def find_difference(one: PassResult, other: PassResult) -> AnswerDifference | None:
+    """The first token at which two passes answered differently."""
     for left, right in zip(one.samples, other.samples, strict=True):
         if left.answer != right.answer:
-            token = _first_difference(left.answer, right.answer)
-            return Difference(
-                passes=(one.name, other.name),
-                session=left.session,
-                turn=left.turn,
-                token=token,
-                margin=left.margins[token],
-            )
+            pairs = enumerate(zip(left.answer, right.answer, strict=False))
+            shorter = min(len(left.answer), len(right.answer))
+            token = next((place for place, (a, b) in pairs if a != b), shorter)
+            return AnswerDifference((one.name, other.name), left.session, left.turn, token, left.margins[token])
     return None
-
-
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))

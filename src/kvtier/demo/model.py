@@ -1,0 +1,74 @@
+"""The demo's model: a small Llama with random weights from a seed; nothing is downloaded.
+
+Its answers mean nothing. But it computes what a trained model of this shape computes, at the same cost, and its keys
+and values depend on every earlier token. A KV cache sees no more than that.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.demo.trace import VOCABULARY
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+POSITIONS = 16384
+"""Longest prompt with its answer, in tokens; the longest of the trace is under half of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """The sizes of a Llama in float32: grouped-query attention, so fewer KV heads than heads."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * (self.hidden // self.heads) * 4
+
+
+SHAPES = {
+    "tiny": LlamaShape(hidden=64, layers=2, intermediate=176, heads=4, kv_heads=2),
+    "small": LlamaShape(hidden=384, layers=6, intermediate=1024, heads=6, kv_heads=2),
+    "medium": LlamaShape(hidden=512, layers=8, intermediate=1408, heads=8, kv_heads=2),
+}
+
+WHY = {
+    "tiny": "for a quick check that everything works; too small for meaningful times",
+    "small": "the smallest at which prefill, not decoding, takes most of the time on two cores",
+    "medium": "about three times the work of 'small', for a machine with more cores",
+}
+
+
+def build_model(shape: LlamaShape, seed: int) -> "LlamaForCausalLM":
+    """A model with normally distributed random weights; the same seed gives the same weights.
+
+    The standard deviation is 1/sqrt(hidden), so that a layer's output is about as large as its input. With the usual
+    0.02 attention of a model as narrow as this is almost uniform, and the output hardly depends on the context.
+    """
+    import torch  # noqa: PLC0415  an extra, needed only here
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=POSITIONS,
+        initializer_range=shape.hidden**-0.5,
+        tie_word_embeddings=False,
+        # No token ends an answer, so every answer has the same length.
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    return LlamaForCausalLM(config).eval()

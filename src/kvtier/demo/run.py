@@ -1,0 +1,340 @@
+"""The passes of the demo, each in its own process.
+
+`none` is the engine alone, `cold` has kvtier with an empty store, `warm` reads in a new process what `cold` stored. In
+a directory of an earlier call, `reopened` reads what that call stored.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvtier.bench.record import Setting, cores, machine, make_record, software
+from kvtier.config.loader import load
+from kvtier.config.schema import settings as settings_of
+from kvtier.config.sections import SECTIONS, value_of
+from kvtier.demo.model import SHAPES, WHY
+from kvtier.demo.prefixes import EarlierRun, StoredPrefixes, add_to_history, drop_stale_history, read_history
+from kvtier.demo.result import DemoResult, PassResult, RequestResult
+from kvtier.demo.trace import RequestPlan, build_prompt, plan_requests, read_trace
+from kvtier.demo.worker import PassJob, pass_events
+from kvtier.errors import ConfigError
+from kvtier.report.output import write_json
+from kvtier.tier.marker import ALLOWED, open_store, read_marker
+from kvtier.tier.store_root import opening
+
+NEEDED = ("torch", "transformers", "tokenizers")
+
+
+class DemoProgress(Protocol):
+    """Receives the progress of a demo."""
+
+    def note(self, text: str) -> None:
+        """A step without requests begins, or a pass has ended."""
+        ...
+
+    def begin_pass(self, name: str, requests_total: int) -> None:
+        """A pass begins; all passes together have `requests_total` requests."""
+        ...
+
+    def advance(self) -> None:
+        """One more request has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """What to run."""
+
+    directory: Path | None
+    """Where the store is kept; None: in a temporary directory, removed at the end."""
+    model_size: str
+    sessions: int
+    requests: int | None
+    seed: int
+    new_tokens: int
+    threads: int
+    """Of torch; 0: one for each core."""
+
+    def __post_init__(self) -> None:
+        if self.model_size not in SHAPES:
+            raise ConfigError(f"--model-size must be one of {', '.join(SHAPES)}, got {self.model_size!r}")
+        for name, value, least, most in (
+            ("seed", self.seed, 0, 2**63 - 1),
+            ("new-tokens", self.new_tokens, 1, 256),
+            ("threads", self.threads, 0, 1024),
+        ):
+            if not least <= value <= most:
+                raise ConfigError(f"--{name} must be in {least}..{most}, got {value}")
+        if self.directory is not None and self.directory.exists() and not self.directory.is_dir():
+            raise ConfigError(f"--dir {str(self.directory)!r} is not a directory; give a directory or a new path")
+
+
+def check_libraries() -> None:
+    """Refuse to run without a library that the demo needs.
+
+    Raises:
+        ConfigError: one is missing; the message has the command that installs it.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the demo needs {', '.join(missing)}, not installed here; `pip install 'kvtier[transformers]'` installs it"
+        )
+
+
+def run_demo(settings: DemoSettings, progress: DemoProgress) -> DemoResult:
+    """Run all passes.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        DemoError: a pass failed.
+    """
+    cache_settings = _cache_settings()
+    begin_s = time.perf_counter()
+    with _work_directory() as work:
+        progress.note("training the tokenizer on the conversations' text")
+        plan = plan_requests(read_trace(), sessions=settings.sessions, requests=settings.requests)
+        tokenizer_s = time.perf_counter() - begin_s
+        passes = _Passes(settings, plan, work, _open_store(settings.directory, work), progress)
+        results = passes.run()
+        return DemoResult(
+            model=passes.describe_model(),
+            why=WHY[settings.model_size],
+            conversations=_describe_requests(plan),
+            shape=asdict(passes.shape),
+            parameters=passes.parameters,
+            kv_bytes_per_token=passes.shape.kv_bytes_per_token,
+            seed=settings.seed,
+            threads=passes.threads,
+            chunk_tokens=passes.chunk_tokens,
+            new_tokens=settings.new_tokens,
+            passes=results,
+            elapsed_s=time.perf_counter() - begin_s,
+            tokenizer_s=tokenizer_s,
+            directory=None if settings.directory is None else str(settings.directory),
+            machine=machine(passes.store),
+            software=software(),
+            cache_settings=cache_settings,
+            notes=tuple(passes.notes),
+        )
+
+
+def write_record(path: Path, result: DemoResult, settings: DemoSettings, origins: Mapping[str, str]) -> None:
+    """Write the JSON record: results, samples and conditions. The path of the store is not in it.
+
+    Args:
+        path: the file.
+        result: of the run.
+        settings: of the run.
+        origins: ``flag`` or ``default`` for each field of `settings`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    directory = None if settings.directory is None else "given"
+    values = {**asdict(settings), "directory": directory, "threads": result.threads}
+    named = {name: Setting(value, origins[name]) for name, value in values.items()}
+    named |= {name: Setting(value, origin) for name, (value, origin) in result.cache_settings.items()}
+    record = make_record(
+        "demo",
+        settings=named,
+        seed=settings.seed,
+        results={**result.as_dict(), "directory": directory},
+        samples=result.samples_as_dicts(),
+        directory=settings.directory or Path(),
+    )
+    write_json("--record", path, record)
+
+
+def _cache_settings() -> dict[str, tuple[str, str]]:
+    """Value and origin of each setting of kvtier, as the passes will read them; secrets are hidden.
+
+    Raises:
+        ConfigError: the file or the environment has a wrong one.
+    """
+    loaded = load()
+    return {
+        setting.name: (setting.kind.show(value_of(loaded.config, setting)), str(loaded.origins[setting.name]))
+        for section in SECTIONS.values()
+        for setting in settings_of(section)
+    }
+
+
+def _open_store(directory: Path | None, work: Path) -> Path:
+    """The store's directory; one that cannot be used is refused before the first pass."""
+    if directory is None:
+        return work / "store"
+    drop_stale_history(directory)
+    with opening("directory", directory, ALLOWED):
+        open_store(directory)
+    return directory.resolve()
+
+
+class _Passes:
+    """All passes over one plan."""
+
+    def __init__(
+        self, settings: DemoSettings, plan: RequestPlan, work: Path, store: Path, progress: DemoProgress
+    ) -> None:
+        self.settings, self.plan, self.work, self.store, self.progress = settings, plan, work, store, progress
+        self.shape = SHAPES[settings.model_size]
+        self.threads = settings.threads or cores()
+        self.parameters = 0
+        self.chunk_tokens = 0
+        self.requests_total = 0
+        self.notes: list[str] = []
+
+    def run(self) -> tuple[PassResult, ...]:
+        identity = self._identity()
+        earlier = next((it for it in reversed(read_history(self.store)) if it.identity == identity), None)
+        namespace = f"demo-{secrets.token_hex(8)}"
+        self.requests_total = len(self.plan.requests) * (3 if earlier is None else 4)
+        none, _ = self._pass("none", None)
+        cold, stored = self._pass("cold", namespace)
+        self._keep(namespace, identity, stored)
+        warm, stored = self._pass("warm", namespace, stored)
+        self._keep(namespace, identity, stored)
+        if earlier is None:
+            return none, cold, warm
+        digests = earlier.digests if earlier.chunk_tokens == self.chunk_tokens else ()
+        reopened, stored = self._pass("reopened", earlier.namespace, digests)
+        self._keep(earlier.namespace, identity, stored)
+        return none, cold, warm, reopened
+
+    def _identity(self) -> str:
+        """Equal for calls that can use each other's KV: model, tokenizer and store."""
+        marker = read_marker(self.store) if self.store.exists() else None
+        members = {
+            **asdict(self.shape),
+            "seed": self.settings.seed,
+            "tokenizer": self.plan.tokenizer_digest,
+            "store": None if marker is None else marker.store_id,
+        }
+        return json.dumps(members, sort_keys=True)
+
+    def _keep(self, namespace: str, identity: str, digests: Sequence[str]) -> None:
+        """Add a pass's prefixes to the history of the store, unless the store is temporary."""
+        if self.settings.directory is not None:
+            add_to_history(self.store, EarlierRun(namespace, identity, self.chunk_tokens, tuple(digests)))
+
+    def _pass(self, name: str, namespace: str | None, digests: Sequence[str] = ()) -> tuple[PassResult, Sequence[str]]:
+        """Run one pass; returns the digests of the prefixes that are stored after it, too."""
+        self.progress.begin_pass(name, self.requests_total)
+        job = PassJob(
+            shape=self.shape,
+            seed=self.settings.seed,
+            new_tokens=self.settings.new_tokens,
+            threads=self.threads,
+            requests=self.plan.requests,
+            directory=None if namespace is None else str(self.store),
+            namespace=namespace or "",
+        )
+        before_bytes = directory_bytes(self.store)
+        load_average = os.getloadavg()[0]
+        with contextlib.closing(pass_events(name, job, self.work)) as events:
+            ready = next(events)
+            self.parameters = int(ready["parameters"])
+            self.chunk_tokens = int(ready["chunk_tokens"]) or self.chunk_tokens
+            answered: list[Mapping[str, Any]] = []
+            done: Mapping[str, Any] = {}
+            for event in events:
+                if event["event"] == "request":
+                    answered.append(event)
+                    self.progress.advance()
+                else:
+                    done = event
+        prefixes = None if namespace is None else StoredPrefixes(self.chunk_tokens, digests)
+        after_bytes = directory_bytes(self.store)
+        result = PassResult(
+            name=name,
+            samples=self._samples(answered, prefixes),
+            set_up_s=ready["set_up_s"],
+            wall_s=done["wall_s"],
+            flush_s=done["flush_s"],
+            lost=done["lost"],
+            disk_bytes=0 if namespace is None else after_bytes,
+            written_bytes=after_bytes - before_bytes,
+            load=load_average,
+        )
+        for reason in dict.fromkeys(str(it["uncached_reason"]) for it in answered if it["uncached_reason"]):
+            self.notes.append(f"pass {name}: some requests were not cached: {reason}")
+        self.progress.note(f"{name}: {len(answered)} requests in {result.wall_s:.1f} s")
+        return result, () if prefixes is None else sorted(prefixes.digests)
+
+    def _samples(
+        self, events: Sequence[Mapping[str, Any]], prefixes: StoredPrefixes | None
+    ) -> tuple[RequestResult, ...]:
+        prompts: list[list[int]] = []
+        answers: list[list[int]] = []
+        samples: list[RequestResult] = []
+        for request, event in zip(self.plan.requests, events, strict=True):
+            prompt = build_prompt(request, prompts, answers)
+            answer: list[int] = event["answer"]
+            samples.append(
+                RequestResult(
+                    session=request.session,
+                    turn=request.turn,
+                    prompt_tokens=len(prompt),
+                    answer=tuple(answer),
+                    ttft_ms=event["ttft_ms"],
+                    total_ms=event["total_ms"],
+                    restored=event["restored"],
+                    restorable_tokens=0 if prefixes is None else prefixes.restorable_tokens(prompt),
+                    margins=tuple(event["margins"]),
+                )
+            )
+            if prefixes is not None:
+                prefixes.store(prompt, answer)
+            prompts.append(prompt)
+            answers.append(answer)
+        return tuple(samples)
+
+    def describe_model(self) -> str:
+        shape = self.shape
+        return (
+            f"{self.settings.model_size}: Llama-shaped, {self.parameters / 1e6:.1f} M parameters, {shape.layers} "
+            f"layers, hidden {shape.hidden}, {shape.heads} heads on {shape.kv_heads} KV heads, float32, normally "
+            "distributed random weights"
+        )
+
+
+def directory_bytes(directory: Path) -> int:
+    """Bytes of all files under `directory`; 0 when there is none."""
+    total = 0
+    for root, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a draft may be renamed meanwhile
+                total += (Path(root) / name).stat().st_size
+    return total
+
+
+@contextlib.contextmanager
+def _work_directory() -> Generator[Path]:
+    """A temporary directory that is removed however the demo ends, SIGTERM included."""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as work:
+            yield Path(work)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _describe_requests(plan: RequestPlan) -> str:
+    return (
+        f"{len(plan.requests)} of the trace's {plan.requests_in_trace} requests, from {plan.sessions} of its "
+        f"{plan.sessions_in_trace} conversations (those with the least text), sent one after another in the order "
+        f"of their time stamps without waiting in between"
+    )
