@@ -99,7 +99,7 @@ def test_damaged_objects_are_healed_by_the_next_pass(tmp_path: Path, make: Tiers
     with session_over(tier, engine) as session:
         store_all(session, "first")
         session.poll(0.2)
-        while session._cache.owed_count or session._cache.in_flight:
+        while session._cache.pending_count or session._cache.in_flight:
             session.poll(0.05)
         flip = damage(tier, root, dice, share)
     assert flip()

@@ -9,7 +9,7 @@ import pytest
 from tests import sim
 from tests.sim import engine
 
-from kvtier.core import asking, boundary, cache, debts, health, host, lower, traffic, waiting, work
+from kvtier.core import asking, boundary, cache, health, host, lower, pending_writes, traffic, waiting, work
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import Window
 from kvtier.types import Outcome
@@ -119,13 +119,13 @@ def a_window_is_one_chunk_short(patch: Patch) -> None:
 
 @mutant
 def write_through_writes_nothing(patch: Patch) -> None:
-    real = debts.Debts.owe
+    real = pending_writes.PendingWrites.owe
 
-    def owe(self: debts.Debts, entry: work.Entry, now_s: float) -> None:
+    def mark_pending(self: pending_writes.PendingWrites, entry: work.Entry, now_s: float) -> None:
         if self._limits.write_policy is not WritePolicy.THROUGH:
             real(self, entry, now_s)
 
-    patch.setattr(debts.Debts, "owe", owe)
+    patch.setattr(pending_writes.PendingWrites, "mark_pending", mark_pending)
 
 
 @pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)

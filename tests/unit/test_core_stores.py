@@ -261,7 +261,7 @@ def test_a_large_object_does_not_go_beyond_the_counts() -> None:
     core.answer(core.going(Link.DEMOTE)[0])
     assert [one.group for one in core.going(Link.DEMOTE)] == [0, 1]
     core.run()
-    assert core.cache.owed_count == 0
+    assert core.cache.pending_count == 0
 
 
 def test_write_back_lets_as_many_small_objects_leave_as_may_be_on_their_way() -> None:
@@ -295,9 +295,9 @@ def test_write_through_demotes_as_soon_as_the_copy_is_ready() -> None:
     assert not core.going(Link.DEMOTE)
     core.answer(core.going(Link.GATHER)[0])
     assert [one.tier for one in core.going(Link.DEMOTE)] == ["disk", "shared"]
-    assert core.cache.owed_count == 1
+    assert core.cache.pending_count == 1
     core.run()
-    assert core.cache.owed_count == 0
+    assert core.cache.pending_count == 0
 
 
 def test_write_back_demotes_when_an_object_has_to_leave() -> None:
@@ -391,11 +391,11 @@ def test_flush_demotes_what_is_owed_parents_first() -> None:
     core = Driver(write_policy=WritePolicy.BACK, demotes=1)
     core.store("a", prefix_of("abc"))
     core.run()
-    assert core.cache.owed_count == 3
+    assert core.cache.pending_count == 3
     core.flush()
     core.run()
     assert [one.key.decode() for one in core.sent if one.link is Link.DEMOTE] == ["a", "ab", "abc"]
-    assert core.cache.owed_count == 0
+    assert core.cache.pending_count == 0
     core.flush()
     assert not core.out
 
@@ -428,7 +428,7 @@ def test_a_refused_demotion_is_no_fault_of_the_tier() -> None:
     core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED)
     assert not core.notices()
     assert core.cache.tally.demotions_dropped == 1
-    assert core.cache.owed_count == 0
+    assert core.cache.pending_count == 0
 
 
 @pytest.mark.parametrize(

@@ -412,7 +412,7 @@ def test_a_new_copy_is_not_owed_to_a_tier_that_takes_no_writes() -> None:
     fail_demotions(core, 1)
     core.store("a", prefix_of("ab"))
     core.run()
-    assert core.cache.owed_count == 0
+    assert core.cache.pending_count == 0
     assert not core.held["disk"]
 
 

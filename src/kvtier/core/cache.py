@@ -19,13 +19,13 @@ from typing import Final
 
 from kvtier.core.asking import Asking
 from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
-from kvtier.core.debts import Debts
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.lower import Lowers
 from kvtier.core.meters import Belief, Meter
 from kvtier.core.offers import Appraiser, Asked
 from kvtier.core.patience import Patience
+from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.residency import PRESENCE, READABLE
 from kvtier.core.sources import lookup_sources
 from kvtier.core.tally import Tally
@@ -97,12 +97,12 @@ class Cache:
         self._tally = Tally()
         self._asking = Asking(self._lowers, self._limits, ranks, new_id, self._commands, self._tally)
         self._meters = {place: Meter.believing(beliefs.get(place)) for place in (HOST, *tiers)}
-        self._debts = Debts(self._host, self._lowers, self._limits, self._tally)
+        self._pending_writes = PendingWrites(self._host, self._lowers, self._limits, self._tally)
         self._waiting = Waiting(
             layout=layout,
             limits=self._limits,
             host=self._host,
-            debts=self._debts,
+            pending_writes=self._pending_writes,
             order=[HOST, *tiers],
             tally=self._tally,
             events=self._events,
@@ -113,7 +113,7 @@ class Cache:
             host=self._host,
             lowers=self._lowers,
             asking=self._asking,
-            debts=self._debts,
+            pending_writes=self._pending_writes,
             waiting=self._waiting,
             tally=self._tally,
             meters=self._meters,
@@ -191,9 +191,9 @@ class Cache:
         return self._host
 
     @property
-    def owed_count(self) -> int:
+    def pending_count(self) -> int:
         """Objects that some tier is still to receive."""
-        return len(self._host.owed_objects())
+        return len(self._host.pending_objects())
 
     @property
     def in_flight(self) -> int:
@@ -288,7 +288,7 @@ class Cache:
 
     def flush(self, now_s: float) -> None:
         """Demote everything that is owed, whatever the policy says about when."""
-        self._debts.flush()
+        self._pending_writes.flush()
         self._traffic.advance(now_s)
 
     # ---- answers ---------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Host:
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
         # Counting who could leave keeps a full house cheap: no search for a victim that cannot exist.
         self._idle_clean = [0] * len(self.slots)
-        self._idle_owed = [0] * len(self.slots)
+        self._idle_pending = [0] * len(self.slots)
         # A search that found nobody is not made again before somebody may have become free to leave: while many stores
         # wait for slots whose demotions are slow, each of them asks at every step.
         self._is_searched = [False] * len(self.slots)
@@ -103,27 +103,27 @@ class Host:
         entry.pins -= 1
         if not entry.pins:
             self._count(entry, 1)
-            self._leave_if_paid(entry)
+            self._leave_if_written(entry)
 
-    def owe(self, entry: Entry, tiers: frozenset[str]) -> None:
+    def mark_pending(self, entry: Entry, tiers: frozenset[str]) -> None:
         """`tiers` are still to receive the object, which is here or about to be."""
         self._count(entry, -1)
-        entry.owed |= tiers
+        entry.pending |= tiers
         self._count(entry, 1)
 
-    def paid(self, entry: Entry, tier: str) -> None:
+    def mark_written(self, entry: Entry, tier: str) -> None:
         """`tier` has received the object, or will not."""
         self._count(entry, -1)
-        entry.owed -= {tier}
+        entry.pending -= {tier}
         self._count(entry, 1)
-        self._leave_if_paid(entry)
+        self._leave_if_written(entry)
 
     def has_room(self, group: int) -> bool:
         """Whether a slot of `group` is free, or may be."""
         return bool(self._free[group] or self._idle_clean[group])
 
     def take_slot(self, group: int) -> int | None:
-        """A free slot, evicting an object that is neither pinned nor owed to a tier; None when there is none."""
+        """A free slot, evicting an object that is neither pinned nor pending to a tier; None when there is none."""
         if not self._free[group]:
             if not self._idle_clean[group] or self._is_searched[group]:
                 return None
@@ -134,15 +134,15 @@ class Host:
             self._evict(victim)
         return self._free[group].pop()
 
-    def oldest_owed(self, group: int) -> Entry | None:
+    def oldest_pending(self, group: int) -> Entry | None:
         """The object that would leave next, of those that only a debt to a tier keeps."""
-        if not self._idle_owed[group]:
+        if not self._idle_pending[group]:
             return None
         entries = self.entries[group]
 
         def stays(name: bytes) -> bool:
             entry = entries[ChunkKey(name)]
-            return not (entry.owed and _is_idle(entry, may_owe=True))
+            return not (entry.pending and _is_idle(entry, may_be_pending=True))
 
         return self._victim(group, stays)
 
@@ -176,10 +176,10 @@ class Host:
         """Slots of `group` that hold something."""
         return self.slots[group] - len(self._free[group])
 
-    def owed_objects(self) -> list[Entry]:
+    def pending_objects(self) -> list[Entry]:
         """Every readable object that some tier is still to receive, parents before children."""
-        owed = [entry for entries in self.entries for entry in entries.values() if entry.owed]
-        return sorted(owed, key=lambda entry: entry.depth)
+        pending = [entry for entries in self.entries for entry in entries.values() if entry.pending]
+        return sorted(pending, key=lambda entry: entry.depth)
 
     def check(self) -> None:
         """Assert that slots, sets, pins and counts agree.
@@ -189,7 +189,7 @@ class Host:
         """
         for group, entries in enumerate(self.entries):
             slots = self._free[group] + [entry.slot for entry in self.lost if entry.group == group]
-            readable = clean = owed = leaving = 0
+            readable = clean = pending = leaving = 0
             for key, entry in entries.items():
                 slots.append(entry.slot)
                 state = entry.residency
@@ -197,17 +197,17 @@ class Host:
                 if state in READABLE:
                     readable += 1
                     assert key in self.readable[group], "the set of readable keys lacks one"
-                    clean += state is READY and not entry.pins and not entry.owed
-                    owed += state is READY and not entry.pins and bool(entry.owed)
+                    clean += state is READY and not entry.pins and not entry.pending
+                    pending += state is READY and not entry.pins and bool(entry.pending)
                     leaving += state is LEAVING
-                    assert state is READY or entry.pins or entry.owed, "nothing keeps what is leaving"
+                    assert state is READY or entry.pins or entry.pending, "nothing keeps what is leaving"
                 else:
                     assert state in COMING, "an absent entry was kept"
             slots.sort()
             assert slots == list(range(self.slots[group])), "a slot is lost or shared"
             assert readable == len(self.readable[group]), "the set of readable keys is stale"
             assert clean == self._idle_clean[group], "the count of idle objects is wrong"
-            assert owed == self._idle_owed[group], "the count of idle owed objects is wrong"
+            assert pending == self._idle_pending[group], "the count of idle pending objects is wrong"
             assert leaving == self.leaving[group], "the count of leaving objects is wrong"
             if self._is_searched[group]:
                 assert self._victim(group, self._must_stay(group)) is None, "somebody who could leave is not looked for"
@@ -215,7 +215,7 @@ class Host:
 
     def _must_stay(self, group: int) -> Callable[[bytes], bool]:
         entries = self.entries[group]
-        return lambda name: not _is_idle(entries[ChunkKey(name)], may_owe=False)
+        return lambda name: not _is_idle(entries[ChunkKey(name)], may_be_pending=False)
 
     def _victim(self, group: int, is_pinned: Callable[[bytes], bool]) -> Entry | None:
         name = self._evictors[group].victim(is_pinned)
@@ -242,19 +242,19 @@ class Host:
         self._is_searched[entry.group] = False
         self.departures += 1
 
-    def _leave_if_paid(self, entry: Entry) -> None:
-        if entry.residency is LEAVING and not entry.pins and not entry.owed:
+    def _leave_if_written(self, entry: Entry) -> None:
+        if entry.residency is LEAVING and not entry.pins and not entry.pending:
             self._evict(entry)
 
     def _count(self, entry: Entry, step: int) -> None:
         if entry.residency is not READY or entry.pins:
             return
-        if entry.owed:
-            self._idle_owed[entry.group] += step
+        if entry.pending:
+            self._idle_pending[entry.group] += step
         else:
             self._idle_clean[entry.group] += step
             self._is_searched[entry.group] &= step < 0
 
 
-def _is_idle(entry: Entry, *, may_owe: bool) -> bool:
-    return entry.residency is READY and not entry.pins and (may_owe or not entry.owed)
+def _is_idle(entry: Entry, *, may_be_pending: bool) -> bool:
+    return entry.residency is READY and not entry.pins and (may_be_pending or not entry.pending)

@@ -141,5 +141,5 @@ class Lowers:
         for lower in self:
             lower.check()
             for entry in lower.queue:
-                assert lower.name in entry.owed, "a demotion waits that is not owed"
+                assert lower.name in entry.pending, "a demotion waits that is not owed"
                 assert entry.residency in READABLE, "a demotion waits for what is not whole"

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtier.core.asking import Asking
-from kvtier.core.debts import Debts
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.lower import Lower, Lowers
 from kvtier.core.meters import Meter
+from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.residency import COMING, READABLE, Change
 from kvtier.core.tally import Tally
 from kvtier.core.waiting import Waiting
@@ -36,7 +36,7 @@ class Traffic:
         host: Host,
         lowers: Lowers,
         asking: Asking,
-        debts: Debts,
+        pending_writes: PendingWrites,
         waiting: Waiting,
         tally: Tally,
         meters: dict[str, Meter],
@@ -49,7 +49,7 @@ class Traffic:
         self._host = host
         self._lowers = lowers
         self._asking = asking
-        self._debts = debts
+        self._pending_writes = pending_writes
         self._waiting = waiting
         self._tally = tally
         self._meters = meters
@@ -134,7 +134,7 @@ class Traffic:
         assert store is not None
         waiters, entry.waiters = entry.waiters, []
         if flight.outcome is DONE:
-            self._debts.owe(entry, now_s)
+            self._pending_writes.mark_pending(entry, now_s)
             self._host.arrived(entry)
             self._waiting.settle_store(store, is_held=True)
             if waiters:
@@ -198,7 +198,7 @@ class Traffic:
         if flight.outcome is not DONE:
             self._tally.demotions_dropped += 1
         self._host.unpin(entry)
-        self._host.paid(entry, lower.name)
+        self._host.mark_written(entry, lower.name)
 
     def _measured(self, place: str, flight: Flight, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
@@ -285,7 +285,7 @@ class Traffic:
                     is_starving |= not self._host.has_room(place.group)
                     break
                 else:
-                    slot = self._debts.slot_for_load(place.group, len(load.todo))
+                    slot = self._pending_writes.slot_for_load(place.group, len(load.todo))
                     if slot is None:
                         is_starving = True
                         break
@@ -332,7 +332,7 @@ class Traffic:
                 elif self._out[GATHER] >= self._limits.gathers:
                     return has_gathered
                 else:
-                    slot = self._debts.slot_for_store(place.group, self._waiting.chunks)
+                    slot = self._pending_writes.slot_for_store(place.group, self._waiting.chunks)
                     if slot is None:
                         full.add(place.group)
                         break
@@ -357,7 +357,7 @@ class Traffic:
             # While a write is on trial, its answer decides about the rest.
             while lower.queue and not lower.health[DEMOTE].is_trial:
                 if not lower.may_tell(now_s):
-                    self._debts.drop_next(lower.name)
+                    self._pending_writes.drop_next(lower.name)
                     has_dropped = True
                     continue
                 entry = next(iter(lower.queue))

@@ -7,9 +7,9 @@ from collections import deque
 from itertools import islice, takewhile
 
 from kvtier.core.boundary import longest_boundary
-from kvtier.core.debts import Debts
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
+from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.residency import READABLE
 from kvtier.core.sources import load_sources
 from kvtier.core.tally import Tally
@@ -31,7 +31,7 @@ class Waiting:
         layout: KvLayout,
         limits: Limits,
         host: Host,
-        debts: Debts,
+        pending_writes: PendingWrites,
         order: list[str],
         tally: Tally,
         events: list[Event],
@@ -48,7 +48,7 @@ class Waiting:
         self._layout = layout
         self._limits = limits
         self._host = host
-        self._debts = debts
+        self._pending_writes = pending_writes
         self._order = order
         self._tally = tally
         self._events = events
@@ -68,7 +68,7 @@ class Waiting:
                 self.attach(load, place, entry)
         # Deepest first, so that by recency alone a child leaves before its parent.
         for entry in reversed(found):
-            self._debts.use(entry, now_s, load.session)
+            self._pending_writes.use(entry, now_s, load.session)
         self._end_load_if_settled(load)
 
     def begin_store(self, store: Store, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
@@ -87,7 +87,7 @@ class Waiting:
                 self._tally.unqueued += 1
                 self.settle_store(store, is_held=False)
         for entry in reversed(found):
-            self._debts.use(entry, now_s, store.session)
+            self._pending_writes.use(entry, now_s, store.session)
 
     # ---- an object that is here, coming, or not coming after all ---------------------------------------------------
 

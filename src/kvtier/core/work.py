@@ -33,7 +33,7 @@ class Entry:
     """Scatters queued or in flight, and demotions in flight."""
     stuck: int = 0
     """Of these, demotions whose deadline has passed."""
-    owed: frozenset[str] = NOBODY
+    pending: frozenset[str] = NOBODY
     """Lower tiers that the write policy still wants to receive it."""
     queued: frozenset[str] = NOBODY
     """Of these, the tiers whose queue it has entered."""

@@ -259,11 +259,11 @@ class LocalSession:
         while self._clock() < until_s:
             self._cache.flush(self._clock())
             self._pass_on()
-            if not self._cache.in_flight and not self._cache.owed_count:
+            if not self._cache.in_flight and not self._cache.pending_count:
                 break
             self._settle(self._mover.take(min(FLUSH_STEP_S, max(0.0, until_s - self._clock()))))
             self._cache.tick(self._clock())
-        return self._cache.owed_count + self._cache.tally.demotions_dropped - lost_before
+        return self._cache.pending_count + self._cache.tally.demotions_dropped - lost_before
 
     @property
     def _is_shut(self) -> bool:

@@ -9,7 +9,7 @@ from kvtier.core.work import Entry
 from kvtier.types import Link
 
 
-class Debts:
+class PendingWrites:
     """Who is owed what. A debt keeps its object in host memory until it is paid or forgotten."""
 
     def __init__(self, host: Host, lowers: Lowers, limits: Limits, tally: Tally) -> None:
@@ -22,9 +22,9 @@ class Debts:
         """A request of `session` uses the object; with the selective policy this may make demotions due."""
         self._host.touch(entry, session)
         if entry.is_fresh and entry.uses == self._limits.selective_uses and entry.residency is READY:
-            self.owe(entry, now_s)
+            self.mark_pending(entry, now_s)
 
-    def owe(self, entry: Entry, now_s: float) -> None:
+    def mark_pending(self, entry: Entry, now_s: float) -> None:
         """A copy from the engine: should lower tiers have it, and is it time?"""
         policy = self._limits.write_policy
         if policy is WritePolicy.SELECTIVE and entry.uses < self._limits.selective_uses:
@@ -32,13 +32,13 @@ class Debts:
         entry.is_fresh = False
         tiers = frozenset([lower.name for lower in self._lowers.all if lower.may_tell(now_s)])
         if tiers:
-            self._host.owe(entry, tiers)
+            self._host.mark_pending(entry, tiers)
             if policy is not WritePolicy.BACK:
                 self._queue(entry)
 
     def flush(self) -> None:
         """Queue every demotion that is owed."""
-        for entry in self._host.owed_objects():
+        for entry in self._host.pending_objects():
             self._queue(entry)
 
     def slot_for_store(self, group: int, wanted: int) -> int | None:
@@ -52,7 +52,7 @@ class Debts:
         """The same for a load, which does not wait for a demotion but with write-back: the demotion is forgotten."""
         slot = self.slot_for_store(group, wanted)
         if slot is None and self._limits.write_policy is not WritePolicy.BACK:
-            entry = self._host.oldest_owed(group)
+            entry = self._host.oldest_pending(group)
             if entry is not None:
                 self._forget(entry)
                 slot = self._host.take_slot(group)
@@ -70,7 +70,7 @@ class Debts:
         size_bytes = self._host.object_bytes[group]
         most = min((it.most(Link.DEMOTE, size_bytes) + it.late[Link.DEMOTE] for it in self._lowers), default=0)
         while self._host.leaving[group] < min(wanted, most):
-            entry = self._host.oldest_owed(group)
+            entry = self._host.oldest_pending(group)
             if entry is None:
                 break
             self._host.leave(entry)
@@ -81,15 +81,15 @@ class Debts:
         """`tier` takes no writes: the first demotion in its queue will not be made."""
         entry, _ = self._lowers[tier].queue.popitem(last=False)
         self._tally.demotions_dropped += 1
-        self._host.paid(entry, tier)
+        self._host.mark_written(entry, tier)
 
     def _queue(self, entry: Entry) -> None:
-        for tier in sorted(entry.owed - entry.queued):
+        for tier in sorted(entry.pending - entry.queued):
             entry.queued |= {tier}
             self._lowers[tier].queue[entry] = None
 
     def _forget(self, entry: Entry) -> None:
-        self._tally.demotions_dropped += len(entry.owed)
-        for tier in sorted(entry.owed):
+        self._tally.demotions_dropped += len(entry.pending)
+        for tier in sorted(entry.pending):
             self._lowers[tier].queue.pop(entry, None)
-            self._host.paid(entry, tier)
+            self._host.mark_written(entry, tier)
