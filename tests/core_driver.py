@@ -81,7 +81,7 @@ class Driver:
         self.held: dict[str, set[Item]] = {tier: set() for tier in tiers}
         """What the tiers hold; used by `run` only."""
         self.out: dict[int, Transfer] = {}
-        self.questions: dict[int, Probe] = {}
+        self.probes: dict[int, Probe] = {}
         self.drops: list[Drop] = []
         self.tells: list[Tell] = []
         self.cancelled: list[int] = []
@@ -173,13 +173,13 @@ class Driver:
         for _ in range(self.ranks):
             self.cache.probed(probe.id, present, self.now_s)
         self.cache.advance(self.now_s)
-        self.questions.pop(probe.id, None)
+        self.probes.pop(probe.id, None)
         self._take()
 
     def run(self, *, links: Sequence[Link] = tuple(Link), keep: Callable[[Transfer], bool] = lambda one: False) -> None:
         """Answer all probes, and all transfers on `links` that are not to `keep`, until nothing is left to answer."""
         while True:
-            for probe in list(self.questions.values()):
+            for probe in list(self.probes.values()):
                 self.tell(probe, [item in self.held[probe.tier] for item in probe.objects])
             ready = [one for one in self.out.values() if one.link in links and not keep(one)]
             if not ready:
@@ -203,7 +203,7 @@ class Driver:
                 self.out[command.id] = command
                 self.sent.append(command)
             elif isinstance(command, Probe):
-                self.questions[command.id] = command
+                self.probes[command.id] = command
             elif isinstance(command, Drop):
                 self.drops.append(command)
                 self.held[command.tier].discard((command.key, command.group))

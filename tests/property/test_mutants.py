@@ -9,7 +9,7 @@ import pytest
 from tests import sim
 from tests.sim import engine
 
-from kvtier.core import asking, boundary, cache, health, host, lower, pending_writes, traffic, waiting, work
+from kvtier.core import boundary, cache, health, host, lower, pending_writes, probes, traffic, waiting, work
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import Window
 from kvtier.types import Outcome
@@ -60,12 +60,12 @@ def a_failed_transfer_counts_as_done(patch: Patch) -> None:
 
 @mutant
 def a_probe_counts_although_a_rank_lacks_the_object(patch: Patch) -> None:
-    real = asking.Asking.answered
+    real = probes.Probes.answered
 
-    def answered(self: asking.Asking, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
+    def answered(self: probes.Probes, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         real(self, probe_id, present and [True] * len(present), now_s)
 
-    patch.setattr(asking.Asking, "answered", answered)
+    patch.setattr(probes.Probes, "answered", answered)
 
 
 @mutant
@@ -84,7 +84,7 @@ def a_load_is_not_answered_on_release(patch: Patch) -> None:
 
 @mutant
 def a_probe_has_no_deadline(patch: Patch) -> None:
-    patch.setattr(asking.Asking, "expire", lambda self, now_s: False)
+    patch.setattr(probes.Probes, "expire", lambda self, now_s: False)
 
 
 @mutant

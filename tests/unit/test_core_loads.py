@@ -321,7 +321,7 @@ def test_a_probe_counts_what_every_rank_has() -> None:
     core = Driver(ranks=2)
     prompt = prefix_of("ab")
     core.lookup("r", prompt)
-    (probe,) = core.questions.values()
+    (probe,) = core.probes.values()
     core.cache.probed(probe.id, [True, True], 0.0)
     assert core.lookup("r", prompt).presence is Presence.PROBING
     core.cache.probed(probe.id, [True, False], 0.0)

@@ -18,14 +18,14 @@ def test_a_lookup_asks_each_tier_once_for_what_is_not_here() -> None:
     prompt = prefix_of("ab")
     answer = core.lookup("r", prompt)
     assert (answer.tokens, answer.presence) == (4, Presence.PROBING)
-    assert [(probe.tier, probe.objects) for probe in core.questions.values()] == [
+    assert [(probe.tier, probe.objects) for probe in core.probes.values()] == [
         ("disk", ((key("ab"), 0),)),
         ("shared", ((key("ab"), 0),)),
     ]
     core.lookup("r", prompt)
     core.lookup("r", prefix_of("ab"))
-    assert len(core.questions) == 2
-    first, second = core.questions.values()
+    assert len(core.probes) == 2
+    first, second = core.probes.values()
     core.tell(first, [False])
     assert core.lookup("r", prompt).presence is Presence.PROBING
     core.tell(second, [True])
@@ -37,14 +37,14 @@ def test_a_lookup_asks_each_tier_once_for_what_is_not_here() -> None:
 def test_a_tier_that_no_request_asks_is_asked_for_nothing() -> None:
     core = Driver(tiers=("disk", "shared"), tier_failures=2)
     core.lookup("r", prefix_of("a"))
-    asked, other = core.questions.values()
+    asked, other = core.probes.values()
     core.tell(other, [False])
     for round_ in range(3):
         core.check_tiers()
-        (check,) = (it for it in core.questions.values() if it is not asked)
+        (check,) = (it for it in core.probes.values() if it is not asked)
         assert (check.tier, check.objects) == ("shared", ())
         core.check_tiers()  # one question is open
-        assert len(core.questions) == 2
+        assert len(core.probes) == 2
         core.tell(check, None if round_ else [])
     assert not core.cache.is_up("shared"), "two failures in a row"
     assert core.cache.is_up("disk")
@@ -54,7 +54,7 @@ def test_a_longer_prompt_of_the_same_request_asks_only_for_what_is_new() -> None
     core = Driver()
     core.lookup("r", prefix_of("a"))
     core.lookup("r", prefix_of("ab"))
-    assert [probe.objects for probe in core.questions.values()] == [((key("a"), 0),), ((key("ab"), 0),)]
+    assert [probe.objects for probe in core.probes.values()] == [((key("a"), 0),), ((key("ab"), 0),)]
 
 
 def test_what_left_host_memory_between_two_lookups_is_asked_for() -> None:
@@ -78,14 +78,14 @@ def test_a_lookup_is_not_probing_when_nothing_could_be_added() -> None:
     core.run()
     answer = core.lookup("r", prompt)
     assert (answer.tokens, answer.presence) == (12, Presence.READY)
-    assert core.questions, "the window's older chunks may be of use to a shorter prompt"
+    assert core.probes, "the window's older chunks may be of use to a shorter prompt"
 
 
 def test_an_unanswered_probe_means_absent_after_its_deadline() -> None:
     core = Driver(probe_deadline_s=2.0, tier_failures=1)
     prompt = prefix_of("a")
     core.lookup("r", prompt)
-    (probe,) = core.questions.values()
+    (probe,) = core.probes.values()
     assert core.cache.next_deadline() == 2.0
     core.wait(2.0)
     assert core.lookup("r", prompt).presence is Presence.ABSENT
@@ -100,10 +100,10 @@ def test_a_probe_that_was_answered_has_no_deadline_any_more() -> None:
     core.lookup("a", prefix_of("a"))
     core.now_s = 1.0
     core.lookup("b", prefix_of("b"))
-    core.tell(next(iter(core.questions.values())), [True])
+    core.tell(next(iter(core.probes.values())), [True])
     assert core.cache.next_deadline() == 3.0
     core.lookup("c", prefix_of("c"))
-    core.tell(next(iter(core.questions.values())), [True])
+    core.tell(next(iter(core.probes.values())), [True])
     core.wait(5.0)
     assert core.lookup("a", prefix_of("a")).tokens == 4
     assert core.lookup("b", prefix_of("b")).tokens == 4
@@ -113,7 +113,7 @@ def test_a_probe_that_was_answered_has_no_deadline_any_more() -> None:
 def test_the_fastest_tier_is_read_whoever_answered_first() -> None:
     core = Driver(tiers=("disk", "shared"))
     core.lookup("a", prefix_of("a"))
-    disk, shared = core.questions.values()
+    disk, shared = core.probes.values()
     core.tell(shared, [True])
     core.tell(disk, [True])
     core.load("a", prefix_of("a"))
@@ -124,7 +124,7 @@ def test_a_failed_probe_means_absent() -> None:
     core = Driver()
     prompt = prefix_of("a")
     core.lookup("r", prompt)
-    core.tell(next(iter(core.questions.values())), None)
+    core.tell(next(iter(core.probes.values())), None)
     assert core.lookup("r", prompt).presence is Presence.ABSENT
 
 
@@ -132,7 +132,7 @@ def test_a_released_request_forgets_what_it_was_told() -> None:
     core = Driver()
     prompt = prefix_of("a")
     core.lookup("r", prompt)
-    (probe,) = core.questions.values()
+    (probe,) = core.probes.values()
     core.release("r")
     core.tell(probe, [True])
     assert core.lookup("r", prompt).presence is Presence.PROBING, "the new request of that name asks anew"
@@ -150,15 +150,15 @@ def test_only_so_many_requests_are_kept_in_mind() -> None:
 def test_a_tier_that_is_down_is_neither_asked_nor_believed() -> None:
     core = Driver(tiers=("disk", "shared"), tier_failures=1)
     core.lookup("a", prefix_of("a"))
-    disk, shared = core.questions.values()
+    disk, shared = core.probes.values()
     core.tell(shared, [True])
     core.tell(disk, [True])
     assert core.lookup("a", prefix_of("a")).sources == (("disk", 4),)
     core.lookup("b", prefix_of("b"))
-    core.tell(next(probe for probe in core.questions.values() if probe.tier == "disk"), None)
+    core.tell(next(probe for probe in core.probes.values() if probe.tier == "disk"), None)
     assert core.lookup("a", prefix_of("a")).sources == (("shared", 4),)
     core.lookup("c", prefix_of("c"))
-    assert {probe.tier for probe in core.questions.values()} == {"shared"}
+    assert {probe.tier for probe in core.probes.values()} == {"shared"}
 
 
 def test_an_object_that_vanished_since_the_probe_is_a_miss() -> None:
@@ -284,7 +284,7 @@ def test_writes_that_fail_or_hang_do_not_stop_reads() -> None:
     assert len(core.going(Link.DEMOTE)) == 1, "one trial at a time"
     core.wait(2.0)
     core.lookup("z", prefix_of("z"))
-    assert core.questions, "the trial hangs, and the tier is asked"
+    assert core.probes, "the trial hangs, and the tier is asked"
     assert not core.notices()
 
 
@@ -371,9 +371,9 @@ def test_a_probe_is_a_trial_too() -> None:
     fail_promotions(core, 1)
     core.wait(5.0)
     core.lookup("a", prefix_of("a"))
-    assert len(core.questions) == 1
+    assert len(core.probes) == 1
     core.lookup("b", prefix_of("b"))
-    assert len(core.questions) == 1
+    assert len(core.probes) == 1
     core.run()
     assert [notice.is_up for notice in core.notices()] == [False, True]
 
@@ -482,7 +482,7 @@ def test_a_tier_whose_budget_is_stuck_is_not_asked_though_it_is_up() -> None:
     core.wait(2.0)
     assert [done.request for done in core.loaded()] == ["a", "b"], "nobody waits for a budget that is stuck"
     core.lookup("c", prefix_of("c"))
-    assert not core.questions
+    assert not core.probes
 
 
 def test_stores_go_on_while_their_tier_hangs() -> None:

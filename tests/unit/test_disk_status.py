@@ -221,7 +221,7 @@ def test_a_session_says_whether_it_uses_the_tier(tmp_path):
     sampler.sample(0.0)
     assert told_now(tier).is_up is True
     core.lookup("r", prefix_of("a"))
-    core.tell(next(iter(core.questions.values())), None)
+    core.tell(next(iter(core.probes.values())), None)
     gauges()
     sampler.sample(FIGURES_EVERY_S)
     assert told_now(tier).is_up is False

@@ -17,7 +17,6 @@ from itertools import count
 from types import MappingProxyType
 from typing import Final
 
-from kvtier.core.asking import Asking
 from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
@@ -26,12 +25,13 @@ from kvtier.core.meters import Belief, Meter
 from kvtier.core.offers import Appraiser, Asked
 from kvtier.core.patience import Patience
 from kvtier.core.pending_writes import PendingWrites
+from kvtier.core.probes import Probes
 from kvtier.core.residency import PRESENCE, READABLE
 from kvtier.core.sources import lookup_sources
 from kvtier.core.tally import Tally
 from kvtier.core.traffic import Traffic
 from kvtier.core.waiting import Waiting
-from kvtier.core.work import HOST, Known, Load, Store
+from kvtier.core.work import HOST, Load, ProbeAnswers, Store
 from kvtier.errors import BadCallError
 from kvtier.layout import History, KvLayout
 from kvtier.policy.base import Evictor
@@ -95,7 +95,7 @@ class Cache:
         self._host = Host(slots, evictor, layout)
         self._lowers = Lowers(tiers, self._limits, min(slots), self._events, down)
         self._tally = Tally()
-        self._asking = Asking(self._lowers, self._limits, ranks, new_id, self._commands, self._tally)
+        self._probes = Probes(self._lowers, self._limits, ranks, new_id, self._commands, self._tally)
         self._meters = {place: Meter.believing(beliefs.get(place)) for place in (HOST, *tiers)}
         self._pending_writes = PendingWrites(self._host, self._lowers, self._limits, self._tally)
         self._waiting = Waiting(
@@ -112,7 +112,7 @@ class Cache:
             ranks=ranks,
             host=self._host,
             lowers=self._lowers,
-            asking=self._asking,
+            probes=self._probes,
             pending_writes=self._pending_writes,
             waiting=self._waiting,
             tally=self._tally,
@@ -146,7 +146,7 @@ class Cache:
             asked = Asked(prefix, resident_tokens, _in_host, runs)
             offers = self._appraiser.offers(asked, tokens, tokens, now_s)
             return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), offers, tokens)
-        known = self._asking.ask(request, prefix, self._host, now_s)
+        known = self._probes.ask(request, prefix, self._host, now_s)
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
         @cache  # asked for the boundary, for where it comes from and for what it takes
@@ -198,7 +198,7 @@ class Cache:
     @property
     def in_flight(self) -> int:
         """Commands that are out and will be answered."""
-        return len(self._traffic.flights) + len(self._asking)
+        return len(self._traffic.flights) + len(self._probes)
 
     def copies(self) -> dict[int, RequestId]:
         """The transfers to and from the engine's blocks that are out, and the request of each."""
@@ -214,11 +214,11 @@ class Cache:
 
     def check_tiers(self, now_s: float) -> None:
         """See whether the tiers answer; to be called about once a second."""
-        self._asking.check(now_s)
+        self._probes.check(now_s)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next, if nothing else happens."""
-        ends = [self._traffic.next_deadline(), self._asking.next_deadline()]
+        ends = [self._traffic.next_deadline(), self._probes.next_deadline()]
         return min((end for end in ends if end is not None), default=None)
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class Cache:
 
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """One rank's answer to a probe; None when the tier failed."""
-        self._asking.answered(probe_id, present, now_s)
+        self._probes.answered(probe_id, present, now_s)
         self._may_move = True  # demotions may have waited for the tier's trial
 
     def advance(self, now_s: float) -> None:
@@ -316,7 +316,7 @@ class Cache:
         self.advance(now_s)
 
     def _expire(self, now_s: float) -> None:
-        self._may_move |= self._asking.expire(now_s) | self._traffic.expire(now_s)
+        self._may_move |= self._probes.expire(now_s) | self._traffic.expire(now_s)
 
     # ---- output ----------------------------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Cache:
             self._commands += [Tell(lower.name, session, next_turn) for lower in self._lowers.all]
 
     def _stop(self, request: RequestId) -> None:
-        self._asking.forget(request)
+        self._probes.forget(request)
         load = self._waiting.loads.get(request)
         if load is not None:
             self._traffic.stop_load(load)
@@ -368,12 +368,12 @@ class Cache:
     def _is_ready(self, prefix: Prefix) -> Callable[[int, int], bool]:
         return lambda group, chunk: prefix.keys[chunk] in self._host.readable[group]
 
-    def _place_of(self, known: Known | None, key: ChunkKey, group: int) -> str | None:
+    def _place_of(self, known: ProbeAnswers | None, key: ChunkKey, group: int) -> str | None:
         entry = self._host.find(key, group)
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
         if known is not None:
-            for tier in known.below.get((key, group), ()):
+            for tier in known.held_by.get((key, group), ()):
                 if self._lowers[tier].health[Link.PROMOTE].is_up():
                     return tier
         return None

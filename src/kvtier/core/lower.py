@@ -52,7 +52,7 @@ class Lower:
         """Whether to give it reads now: they are healthy or due for a trial, and not all of their budget is stuck."""
         return self.late[PROMOTE] < self.limit[PROMOTE] and self.health[PROMOTE].may_ask(now_s)
 
-    def may_tell(self, now_s: float) -> bool:
+    def can_write(self, now_s: float) -> bool:
         """Whether to give it writes now: the same of writes."""
         return self.late[DEMOTE] < self.limit[DEMOTE] and self.health[DEMOTE].may_ask(now_s)
 

@@ -30,7 +30,7 @@ class PendingWrites:
         if policy is WritePolicy.SELECTIVE and entry.uses < self._limits.selective_uses:
             return
         entry.is_fresh = False
-        tiers = frozenset([lower.name for lower in self._lowers.all if lower.may_tell(now_s)])
+        tiers = frozenset([lower.name for lower in self._lowers.all if lower.can_write(now_s)])
         if tiers:
             self._host.mark_pending(entry, tiers)
             if policy is not WritePolicy.BACK:

@@ -8,12 +8,12 @@ time.
 from collections import deque
 from collections.abc import Callable
 
-from kvtier.core.asking import Asking
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.lower import Lower, Lowers
 from kvtier.core.meters import Meter
 from kvtier.core.pending_writes import PendingWrites
+from kvtier.core.probes import Probes
 from kvtier.core.residency import COMING, READABLE, Change
 from kvtier.core.tally import Tally
 from kvtier.core.waiting import Waiting
@@ -35,7 +35,7 @@ class Traffic:
         ranks: int,
         host: Host,
         lowers: Lowers,
-        asking: Asking,
+        probes: Probes,
         pending_writes: PendingWrites,
         waiting: Waiting,
         tally: Tally,
@@ -48,7 +48,7 @@ class Traffic:
         self._ranks = ranks
         self._host = host
         self._lowers = lowers
-        self._asking = asking
+        self._probes = probes
         self._pending_writes = pending_writes
         self._waiting = waiting
         self._tally = tally
@@ -215,7 +215,7 @@ class Traffic:
         entry = self._host.find(key, 0)
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
-        return next(iter(self._asking.tiers_for(load.request, (key, 0))), HOST)
+        return next(iter(self._probes.tiers_for(load.request, (key, 0))), HOST)
 
     def _judge(self, flight: Flight, now_s: float) -> None:
         if flight.outcome is CANCELLED:
@@ -297,12 +297,12 @@ class Traffic:
     def first_tier(self, load: Load) -> str:
         """Where the next promotion of `load`, which has some left, comes from first."""
         place, key = load.todo[0]
-        return self._asking.tiers_for(load.request, (key, place.group))[0]
+        return self._probes.tiers_for(load.request, (key, place.group))[0]
 
     def _next_tier(self, load: Load, place: Place, key: ChunkKey, now_s: float) -> Lower | None:
         item = (key, place.group)
         tried = load.tried.get(item, ())
-        for tier in self._asking.tiers_for(load.request, item):
+        for tier in self._probes.tiers_for(load.request, item):
             if tier not in tried and self._lowers[tier].may_ask(now_s):
                 return self._lowers[tier]
         return None
@@ -356,7 +356,7 @@ class Traffic:
         for lower in self._lowers.all:
             # While a write is on trial, its answer decides about the rest.
             while lower.queue and not lower.health[DEMOTE].is_trial:
-                if not lower.may_tell(now_s):
+                if not lower.can_write(now_s):
                     self._pending_writes.drop_next(lower.name)
                     has_dropped = True
                     continue

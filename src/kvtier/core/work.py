@@ -141,7 +141,7 @@ Waiter = tuple[Load | Store, Place, ChunkKey]
 
 
 @dataclass(slots=True, eq=False)
-class Question:
+class OpenProbe:
     """One probe that is out."""
 
     tier: str
@@ -153,15 +153,15 @@ class Question:
 
 
 @dataclass(slots=True, eq=False)
-class Known:
-    """What lower tiers have said about one request's objects; lives as long as the request."""
+class ProbeAnswers:
+    """What lower tiers have tiers about one request's objects; lives as long as the request."""
 
-    asked_prefix: Prefix | None = None
+    prefix: Prefix | None = None
     """The prefix of the last lookup: the same one again asks nothing new, unless something has left host memory."""
     departures: int = 0
     """How many objects had left host memory by then."""
-    asked: set[Item] = field(default_factory=set[Item])
-    below: dict[Item, list[str]] = field(default_factory=dict[Item, list[str]])
+    probed: set[Item] = field(default_factory=set[Item])
+    held_by: dict[Item, list[str]] = field(default_factory=dict[Item, list[str]])
     open_probes: set[int] = field(default_factory=set[int])
 
 

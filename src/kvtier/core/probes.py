@@ -1,4 +1,4 @@
-"""What lower tiers have been asked, and what they have said. Hints only: the reader verifies."""
+"""What lower tiers have been asked, and what they have tiers. Hints only: the reader verifies."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,13 +7,13 @@ from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.lower import Lowers
 from kvtier.core.tally import Tally
-from kvtier.core.work import Item, Known, Question
+from kvtier.core.work import Item, OpenProbe, ProbeAnswers
 from kvtier.types import Command, Link, Prefix, Probe, RequestId
 
 NOBODY = RequestId("")
 
 
-class Asking:
+class Probes:
     """Probes, by request. Answers live as long as the request."""
 
     def __init__(
@@ -31,15 +31,15 @@ class Asking:
         self._new_id = new_id
         self._commands = commands
         self._tally = tally
-        self._known: dict[RequestId, Known] = {}
+        self._known: dict[RequestId, ProbeAnswers] = {}
         self._order = list(lowers.by_name)
-        self._questions: dict[int, Question] = {}
+        self._open: dict[int, OpenProbe] = {}
         self._deadlines: deque[tuple[float, int]] = deque()
 
     def __len__(self) -> int:
-        return len(self._questions)
+        return len(self._open)
 
-    def ask(self, request: RequestId, prefix: Prefix, host: Host, now_s: float) -> Known | None:
+    def ask(self, request: RequestId, prefix: Prefix, host: Host, now_s: float) -> ProbeAnswers | None:
         """Ask every tier whose reads are healthy for what is not in host memory; each object once per request.
 
         Returns:
@@ -52,18 +52,18 @@ class Asking:
             if len(self._known) >= self._limits.requests:
                 self._tally.unasked += 1
                 return None
-            known = self._known[request] = Known()
-        if known.asked_prefix is prefix and known.departures == host.departures:
+            known = self._known[request] = ProbeAnswers()
+        if known.prefix is prefix and known.departures == host.departures:
             return known
-        known.asked_prefix, known.departures = prefix, host.departures
+        known.prefix, known.departures = prefix, host.departures
         unasked = tuple(
             (key, group)
             for group, entries in enumerate(host.entries)
             for key in prefix.keys
-            if key not in entries and (key, group) not in known.asked
+            if key not in entries and (key, group) not in known.probed
         )
         if unasked:
-            known.asked.update(unasked)
+            known.probed.update(unasked)
             for lower in self._lowers:
                 if lower.may_ask(now_s):
                     lower.health[Link.PROMOTE].asked()
@@ -71,49 +71,49 @@ class Asking:
         return known
 
     def check(self, now_s: float) -> None:
-        """Ask each tier that has no open question about no objects: its health is known although no request asks."""
-        asked = {question.tier for question in self._questions.values()}
+        """Ask each tier that has no open probe_state about no objects: its health is known although no request asks."""
+        asked = {probe_state.tier for probe_state in self._open.values()}
         for lower in self._lowers:
             if lower.name not in asked and lower.may_ask(now_s):
                 lower.health[Link.PROMOTE].asked()
-                self._send(NOBODY, Known(), lower.name, (), now_s)
+                self._send(NOBODY, ProbeAnswers(), lower.name, (), now_s)
 
     def answered(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """One rank's answer; None when the tier failed. An answer that nobody waits for is ignored."""
-        question = self._questions.get(probe_id)
-        if question is None:
+        probe_state = self._open.get(probe_id)
+        if probe_state is None:
             return
         if present is None:
-            question.is_failed = True
+            probe_state.is_failed = True
         else:
-            question.present = [a and b for a, b in zip(question.present, present, strict=True)]
-        question.ranks_left -= 1
-        if question.ranks_left:
+            probe_state.present = [a and b for a, b in zip(probe_state.present, present, strict=True)]
+        probe_state.ranks_left -= 1
+        if probe_state.ranks_left:
             return
-        known = self._close(probe_id, question, now_s)
-        if known is not None and not question.is_failed:
-            for item, is_there in zip(question.objects, question.present, strict=True):
+        known = self._close(probe_id, probe_state, now_s)
+        if known is not None and not probe_state.is_failed:
+            for item, is_there in zip(probe_state.objects, probe_state.present, strict=True):
                 if is_there:
-                    said = known.below.setdefault(item, [])
-                    said.append(question.tier)
-                    if len(said) > 1:
-                        said.sort(key=self._order.index)  # the fastest first, whoever answered first
+                    tiers = known.held_by.setdefault(item, [])
+                    tiers.append(probe_state.tier)
+                    if len(tiers) > 1:
+                        tiers.sort(key=self._order.index)  # the fastest first, whoever answered first
 
     def expire(self, now_s: float) -> bool:
         """Unanswered after the deadline means absent, and counts against the tier; returns whether anything changed."""
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now_s:
             probe_id = self._deadlines.popleft()[1]
-            question = self._questions.get(probe_id)
-            if question is not None:
-                question.is_failed = True
-                self._close(probe_id, question, now_s)
+            probe_state = self._open.get(probe_id)
+            if probe_state is not None:
+                probe_state.is_failed = True
+                self._close(probe_id, probe_state, now_s)
                 changed = True
         return changed
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do."""
-        while self._deadlines and self._deadlines[0][1] not in self._questions:
+        while self._deadlines and self._deadlines[0][1] not in self._open:
             self._deadlines.popleft()
         return self._deadlines[0][0] if self._deadlines else None
 
@@ -121,28 +121,30 @@ class Asking:
         """The request is gone."""
         known = self._known.pop(request, None)
         for probe_id in known.open_probes if known is not None else ():
-            self._questions[probe_id].request = NOBODY
+            self._open[probe_id].request = NOBODY
 
     def tiers_for(self, request: RequestId, item: Item) -> Sequence[str]:
-        """The tiers to try for an object: those that said they hold it, or all when none did.
+        """The tiers to try for an object: those that tiers they hold it, or all when none did.
 
         (A load asks only for what can be had. If no tier has it, it was in host memory at the lookup and left since.)
         """
         known = self._known.get(request)
-        said = known.below.get(item) if known is not None else None
-        return said or self._order
+        tiers = known.held_by.get(item) if known is not None else None
+        return tiers or self._order
 
-    def _send(self, request: RequestId, known: Known, tier: str, objects: tuple[Item, ...], now_s: float) -> None:
+    def _send(
+        self, request: RequestId, known: ProbeAnswers, tier: str, objects: tuple[Item, ...], now_s: float
+    ) -> None:
         probe = Probe(self._new_id(), tier, objects, now_s + self._limits.probe_deadline_s)
-        self._questions[probe.id] = Question(tier, request, objects, self._ranks, [True] * len(objects))
+        self._open[probe.id] = OpenProbe(tier, request, objects, self._ranks, [True] * len(objects))
         self._deadlines.append((probe.deadline_s, probe.id))
         known.open_probes.add(probe.id)
         self._commands.append(probe)
 
-    def _close(self, probe_id: int, question: Question, now_s: float) -> Known | None:
-        del self._questions[probe_id]
-        self._lowers.judge(question.tier, Link.PROMOTE, now_s, is_fault=question.is_failed)
-        known = self._known.get(question.request)
+    def _close(self, probe_id: int, probe_state: OpenProbe, now_s: float) -> ProbeAnswers | None:
+        del self._open[probe_id]
+        self._lowers.judge(probe_state.tier, Link.PROMOTE, now_s, is_fault=probe_state.is_failed)
+        known = self._known.get(probe_state.request)
         if known is not None:
             known.open_probes.discard(probe_id)
         return known
