@@ -9,7 +9,18 @@ import pytest
 from tests import sim
 from tests.sim import engine
 
-from kvtier.core import boundary, cache, health, host, lower, pending_writes, probes, traffic, waiting, work
+from kvtier.core import (
+    boundary,
+    cache,
+    circuit_breaker,
+    host,
+    pending_writes,
+    probes,
+    tier_state,
+    traffic,
+    waiting,
+    work,
+)
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import Window
 from kvtier.types import Outcome
@@ -89,12 +100,12 @@ def a_probe_has_no_deadline(patch: Patch) -> None:
 
 @mutant
 def a_budget_is_not_kept(patch: Patch) -> None:
-    patch.setattr(lower.Lower, "has_room", lambda self, link, size_bytes: True)
+    patch.setattr(tier_state.TierState, "has_room", lambda self, link, size_bytes: True)
 
 
 @mutant
 def the_breaker_never_opens(patch: Patch) -> None:
-    patch.setattr(health.Health, "failed", lambda self, now_s: False)
+    patch.setattr(circuit_breaker.CircuitBreaker, "failed", lambda self, now_s: False)
 
 
 @mutant

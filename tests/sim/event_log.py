@@ -10,8 +10,8 @@ from tests.sim.trace import RecordKind
 from tests.sim.world import Item, Violation, World
 
 from kvtier.core.cache import Cache
-from kvtier.core.lower import WAYS
 from kvtier.core.residency import Residency
+from kvtier.core.tier_state import WAYS
 from kvtier.layout import History
 from kvtier.types import (
     Cancel,

@@ -1,9 +1,9 @@
-"""Lower tiers: a hint is never believed, a failure is a miss, and one that hangs holds up nobody else."""
+"""TierState tiers: a hint is never believed, a failure is a miss, and one that hangs holds up nobody else."""
 
 import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
 
-from kvtier.core import lower
+from kvtier.core import tier_state
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import History, Window
 from kvtier.types import Drop, Link, Outcome, Presence, RequestId, StoreDone
@@ -202,7 +202,7 @@ def test_what_a_load_did_not_read_behind_a_bad_copy_is_replaced_when_it_is_store
 
 
 def test_a_doubt_ends_when_the_copy_is_read_and_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "DOUBTED_MAX", 2)
+    monkeypatch.setattr(tier_state, "DOUBTED_MAX", 2)
     core = Driver(slots=16, promotes=1)
     core.fill("disk", prefix_of("abcde"))
     core.load("r", prefix_of("abcde"))

@@ -20,7 +20,6 @@ from typing import Final
 from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
-from kvtier.core.lower import Lowers
 from kvtier.core.meters import Belief, Meter
 from kvtier.core.offers import Appraiser, Asked
 from kvtier.core.patience import Patience
@@ -29,6 +28,7 @@ from kvtier.core.probes import Probes
 from kvtier.core.residency import PRESENCE, READABLE
 from kvtier.core.sources import lookup_sources
 from kvtier.core.tally import Tally
+from kvtier.core.tier_state import TierStates
 from kvtier.core.traffic import Traffic
 from kvtier.core.waiting import Waiting
 from kvtier.core.work import HOST, Load, ProbeAnswers, Store
@@ -93,11 +93,11 @@ class Cache:
         self._events: list[Event] = []
         new_id = count(1).__next__
         self._host = Host(slots, evictor, layout)
-        self._lowers = Lowers(tiers, self._limits, min(slots), self._events, down)
+        self._tiers = TierStates(tiers, self._limits, min(slots), self._events, down)
         self._tally = Tally()
-        self._probes = Probes(self._lowers, self._limits, ranks, new_id, self._commands, self._tally)
+        self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self._tally)
         self._meters = {place: Meter.believing(beliefs.get(place)) for place in (HOST, *tiers)}
-        self._pending_writes = PendingWrites(self._host, self._lowers, self._limits, self._tally)
+        self._pending_writes = PendingWrites(self._host, self._tiers, self._limits, self._tally)
         self._waiting = Waiting(
             layout=layout,
             limits=self._limits,
@@ -111,7 +111,7 @@ class Cache:
             limits=self._limits,
             ranks=ranks,
             host=self._host,
-            lowers=self._lowers,
+            tiers=self._tiers,
             probes=self._probes,
             pending_writes=self._pending_writes,
             waiting=self._waiting,
@@ -163,7 +163,7 @@ class Cache:
             presence = Presence.ARRIVING
         else:
             presence = Presence.READY if tokens else Presence.ABSENT
-        order = [HOST, *self._lowers.by_name]
+        order = [HOST, *self._tiers.by_name]
         sources = lookup_sources(self._layout.groups, prefix, tokens, lambda g, c: place_of(g, c) or HOST, order)
         offers: tuple[Offer, ...] = ()
         if presence is not Presence.PROBING:
@@ -210,7 +210,7 @@ class Cache:
 
     def is_up(self, tier: str) -> bool:
         """Whether `tier` is read; otherwise reads failed lately, and none is made for a while."""
-        return self._lowers[tier].health[Link.PROMOTE].is_up()
+        return self._tiers[tier].breakers[Link.PROMOTE].is_up()
 
     def check_tiers(self, now_s: float) -> None:
         """See whether the tiers answer; to be called about once a second."""
@@ -346,7 +346,7 @@ class Cache:
         for session in [session for session in self._unsaid if session not in storing]:
             next_turn = self._unsaid.pop(session)
             self._host.expects(session, next_turn)
-            self._commands += [Tell(lower.name, session, next_turn) for lower in self._lowers.all]
+            self._commands += [Tell(tier_state.name, session, next_turn) for tier_state in self._tiers.all]
 
     def _stop(self, request: RequestId) -> None:
         self._probes.forget(request)
@@ -374,7 +374,7 @@ class Cache:
             return HOST if entry.residency in READABLE else entry.source
         if known is not None:
             for tier in known.held_by.get((key, group), ()):
-                if self._lowers[tier].health[Link.PROMOTE].is_up():
+                if self._tiers[tier].breakers[Link.PROMOTE].is_up():
                     return tier
         return None
 

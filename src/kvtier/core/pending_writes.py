@@ -2,9 +2,9 @@
 
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits, WritePolicy
-from kvtier.core.lower import Lowers
 from kvtier.core.residency import READY
 from kvtier.core.tally import Tally
+from kvtier.core.tier_state import TierStates
 from kvtier.core.work import Entry
 from kvtier.types import Link
 
@@ -12,9 +12,9 @@ from kvtier.types import Link
 class PendingWrites:
     """Who is owed what. A debt keeps its object in host memory until it is paid or forgotten."""
 
-    def __init__(self, host: Host, lowers: Lowers, limits: Limits, tally: Tally) -> None:
+    def __init__(self, host: Host, tiers: TierStates, limits: Limits, tally: Tally) -> None:
         self._host = host
-        self._lowers = lowers
+        self._tiers = tiers
         self._limits = limits
         self._tally = tally
 
@@ -30,7 +30,7 @@ class PendingWrites:
         if policy is WritePolicy.SELECTIVE and entry.uses < self._limits.selective_uses:
             return
         entry.is_fresh = False
-        tiers = frozenset([lower.name for lower in self._lowers.all if lower.can_write(now_s)])
+        tiers = frozenset([tier_state.name for tier_state in self._tiers.all if tier_state.can_write(now_s)])
         if tiers:
             self._host.mark_pending(entry, tiers)
             if policy is not WritePolicy.BACK:
@@ -68,7 +68,7 @@ class PendingWrites:
             return False
         before = self._host.leaving[group]
         size_bytes = self._host.object_bytes[group]
-        most = min((it.most(Link.DEMOTE, size_bytes) + it.late[Link.DEMOTE] for it in self._lowers), default=0)
+        most = min((it.most(Link.DEMOTE, size_bytes) + it.late[Link.DEMOTE] for it in self._tiers), default=0)
         while self._host.leaving[group] < min(wanted, most):
             entry = self._host.oldest_pending(group)
             if entry is None:
@@ -79,17 +79,17 @@ class PendingWrites:
 
     def drop_next(self, tier: str) -> None:
         """`tier` takes no writes: the first demotion in its queue will not be made."""
-        entry, _ = self._lowers[tier].queue.popitem(last=False)
+        entry, _ = self._tiers[tier].queue.popitem(last=False)
         self._tally.demotions_dropped += 1
         self._host.mark_written(entry, tier)
 
     def _queue(self, entry: Entry) -> None:
         for tier in sorted(entry.pending - entry.queued):
             entry.queued |= {tier}
-            self._lowers[tier].queue[entry] = None
+            self._tiers[tier].queue[entry] = None
 
     def _forget(self, entry: Entry) -> None:
         self._tally.demotions_dropped += len(entry.pending)
         for tier in sorted(entry.pending):
-            self._lowers[tier].queue.pop(entry, None)
+            self._tiers[tier].queue.pop(entry, None)
             self._host.mark_written(entry, tier)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
-from kvtier.core.lower import Lowers
 from kvtier.core.tally import Tally
+from kvtier.core.tier_state import TierStates
 from kvtier.core.work import Item, OpenProbe, ProbeAnswers
 from kvtier.types import Command, Link, Prefix, Probe, RequestId
 
@@ -18,21 +18,21 @@ class Probes:
 
     def __init__(
         self,
-        lowers: Lowers,
+        tiers: TierStates,
         limits: Limits,
         ranks: int,
         new_id: Callable[[], int],
         commands: list[Command],
         tally: Tally,
     ) -> None:
-        self._lowers = lowers
+        self._tiers = tiers
         self._limits = limits
         self._ranks = ranks
         self._new_id = new_id
         self._commands = commands
         self._tally = tally
         self._known: dict[RequestId, ProbeAnswers] = {}
-        self._order = list(lowers.by_name)
+        self._order = list(tiers.by_name)
         self._open: dict[int, OpenProbe] = {}
         self._deadlines: deque[tuple[float, int]] = deque()
 
@@ -47,7 +47,7 @@ class Probes:
         """
         known = self._known.get(request)
         if known is None:
-            if not len(self._lowers):
+            if not len(self._tiers):
                 return None
             if len(self._known) >= self._limits.requests:
                 self._tally.unasked += 1
@@ -64,19 +64,19 @@ class Probes:
         )
         if unasked:
             known.probed.update(unasked)
-            for lower in self._lowers:
-                if lower.may_ask(now_s):
-                    lower.health[Link.PROMOTE].asked()
-                    self._send(request, known, lower.name, unasked, now_s)
+            for tier_state in self._tiers:
+                if tier_state.can_read(now_s):
+                    tier_state.breakers[Link.PROMOTE].attempted()
+                    self._send(request, known, tier_state.name, unasked, now_s)
         return known
 
     def check(self, now_s: float) -> None:
         """Ask each tier that has no open probe_state about no objects: its health is known although no request asks."""
         asked = {probe_state.tier for probe_state in self._open.values()}
-        for lower in self._lowers:
-            if lower.name not in asked and lower.may_ask(now_s):
-                lower.health[Link.PROMOTE].asked()
-                self._send(NOBODY, ProbeAnswers(), lower.name, (), now_s)
+        for tier_state in self._tiers:
+            if tier_state.name not in asked and tier_state.can_read(now_s):
+                tier_state.breakers[Link.PROMOTE].attempted()
+                self._send(NOBODY, ProbeAnswers(), tier_state.name, (), now_s)
 
     def answered(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """One rank's answer; None when the tier failed. An answer that nobody waits for is ignored."""
@@ -143,7 +143,7 @@ class Probes:
 
     def _close(self, probe_id: int, probe_state: OpenProbe, now_s: float) -> ProbeAnswers | None:
         del self._open[probe_id]
-        self._lowers.judge(probe_state.tier, Link.PROMOTE, now_s, is_fault=probe_state.is_failed)
+        self._tiers.judge(probe_state.tier, Link.PROMOTE, now_s, is_fault=probe_state.is_failed)
         known = self._known.get(probe_state.request)
         if known is not None:
             known.open_probes.discard(probe_id)

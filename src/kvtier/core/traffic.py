@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
-from kvtier.core.lower import Lower, Lowers
 from kvtier.core.meters import Meter
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.residency import COMING, READABLE, Change
 from kvtier.core.tally import Tally
+from kvtier.core.tier_state import TierState, TierStates
 from kvtier.core.waiting import Waiting
 from kvtier.core.work import HOST, SEVERITY, Entry, Flight, Load, Store, Waiter
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Place, Prefix, Transfer
@@ -34,7 +34,7 @@ class Traffic:
         limits: Limits,
         ranks: int,
         host: Host,
-        lowers: Lowers,
+        tiers: TierStates,
         probes: Probes,
         pending_writes: PendingWrites,
         waiting: Waiting,
@@ -47,7 +47,7 @@ class Traffic:
         self._limits = limits
         self._ranks = ranks
         self._host = host
-        self._lowers = lowers
+        self._tiers = tiers
         self._probes = probes
         self._pending_writes = pending_writes
         self._waiting = waiting
@@ -161,19 +161,19 @@ class Traffic:
             self._waiting.fail(load, place)
 
     def _promoted(self, flight: Flight, now_s: float) -> None:
-        lower, entry = self._lowers[flight.transfer.tier], flight.entry
-        lower.ended(PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
-        self._measured(lower.name, flight, now_s)
+        tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
+        tier_state.ended(PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
+        self._measured(tier_state.name, flight, now_s)
         if flight.outcome is DONE or flight.outcome is CORRUPT:
-            lower.end_doubt((entry.key, entry.group))
+            tier_state.end_doubt((entry.key, entry.group))
         elif flight.is_fault and now_s < flight.transfer.deadline_s:
-            lower.doubt([(entry.key, entry.group)])  # as in a bad block: the tier has a copy that cannot be read
+            tier_state.doubt([(entry.key, entry.group)])  # as in a bad block: the tier has a copy that cannot be read
         if flight.outcome is CORRUPT:
             self._tally.corrupt += 1
-            self._commands.append(Drop(lower.name, entry.key, entry.group))
+            self._commands.append(Drop(tier_state.name, entry.key, entry.group))
             for work, _, _ in entry.waiters:
                 if isinstance(work, Load):
-                    lower.doubt((key, place.group) for place, key in work.todo)
+                    tier_state.doubt((key, place.group) for place, key in work.todo)
         if flight.is_late:
             self._host.settled(entry)
             return
@@ -185,12 +185,12 @@ class Traffic:
             return
         self._host.failed(entry)
         if flight.outcome is not CANCELLED:
-            _blame(lower.name, entry, waiters)
+            _blame(tier_state.name, entry, waiters)
         self._waiting.retry(waiters)
 
     def _demoted(self, flight: Flight, now_s: float) -> None:
-        lower, entry = self._lowers[flight.transfer.tier], flight.entry
-        lower.ended(DEMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
+        tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
+        tier_state.ended(DEMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         if flight.is_late:
             self._host.unstuck(entry)
         else:
@@ -198,7 +198,7 @@ class Traffic:
         if flight.outcome is not DONE:
             self._tally.demotions_dropped += 1
         self._host.unpin(entry)
-        self._host.mark_written(entry, lower.name)
+        self._host.mark_written(entry, tier_state.name)
 
     def _measured(self, place: str, flight: Flight, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
@@ -219,17 +219,17 @@ class Traffic:
 
     def _judge(self, flight: Flight, now_s: float) -> None:
         if flight.outcome is CANCELLED:
-            self._lowers[flight.transfer.tier].health[flight.transfer.link].unanswered()
+            self._tiers[flight.transfer.tier].breakers[flight.transfer.link].inconclusive()
         else:
-            self._lowers.judge(flight.transfer.tier, flight.transfer.link, now_s, is_fault=flight.is_fault)
+            self._tiers.judge(flight.transfer.tier, flight.transfer.link, now_s, is_fault=flight.is_fault)
 
     def _too_late(self, flight: Flight, now_s: float) -> None:
         """A transfer's deadline has passed: nobody waits for it any more, but its thread may still run."""
         flight.is_late = True
         self._tally.late += 1
         transfer, entry = flight.transfer, flight.entry
-        self._lowers[transfer.tier].late[transfer.link] += 1
-        self._lowers.judge(transfer.tier, transfer.link, now_s, is_fault=True)
+        self._tiers[transfer.tier].late[transfer.link] += 1
+        self._tiers.judge(transfer.tier, transfer.link, now_s, is_fault=True)
         if transfer.link is PROMOTE:
             waiters, entry.waiters = entry.waiters, []
             self._host.late(entry)
@@ -274,14 +274,14 @@ class Traffic:
             while load.todo:
                 place, key = load.todo[0]
                 entry = self._host.find(key, place.group)
-                lower = self._next_tier(load, place, key, now_s) if entry is None else None
+                tier_state = self._next_tier(load, place, key, now_s) if entry is None else None
                 if entry is not None:
                     load.todo.popleft()
                     self._waiting.attach(load, place, entry)
-                elif lower is None:
+                elif tier_state is None:
                     load.todo.popleft()
                     self._waiting.fail(load, place)
-                elif not lower.has_room(PROMOTE, self._host.object_bytes[place.group]):
+                elif not tier_state.has_room(PROMOTE, self._host.object_bytes[place.group]):
                     is_starving |= not self._host.has_room(place.group)
                     break
                 else:
@@ -290,7 +290,7 @@ class Traffic:
                         is_starving = True
                         break
                     load.todo.popleft()
-                    self._promote(load, (place, key), slot, lower, now_s)
+                    self._promote(load, (place, key), slot, tier_state, now_s)
                     has_promoted = True
         return is_starving, has_promoted
 
@@ -299,23 +299,25 @@ class Traffic:
         place, key = load.todo[0]
         return self._probes.tiers_for(load.request, (key, place.group))[0]
 
-    def _next_tier(self, load: Load, place: Place, key: ChunkKey, now_s: float) -> Lower | None:
+    def _next_tier(self, load: Load, place: Place, key: ChunkKey, now_s: float) -> TierState | None:
         item = (key, place.group)
         tried = load.tried.get(item, ())
         for tier in self._probes.tiers_for(load.request, item):
-            if tier not in tried and self._lowers[tier].may_ask(now_s):
-                return self._lowers[tier]
+            if tier not in tried and self._tiers[tier].can_read(now_s):
+                return self._tiers[tier]
         return None
 
-    def _promote(self, load: Load, item: tuple[Place, ChunkKey], slot: int, lower: Lower, now_s: float) -> None:
+    def _promote(
+        self, load: Load, item: tuple[Place, ChunkKey], slot: int, tier_state: TierState, now_s: float
+    ) -> None:
         place, key = item
         entry = self._new_entry(load.prefix, place, key, slot, load.session)
-        entry.source = lower.name
+        entry.source = tier_state.name
         self._host.enter(entry, Change.PROMOTE)
         self._waiting.attach(load, place, entry)
-        lower.began(PROMOTE, self._host.object_bytes[entry.group])
-        self._meters[lower.name].began(self._host.object_bytes[entry.group], now_s)
-        self._send(PROMOTE, entry, now_s, tier=lower.name)
+        tier_state.began(PROMOTE, self._host.object_bytes[entry.group])
+        self._meters[tier_state.name].began(self._host.object_bytes[entry.group], now_s)
+        self._send(PROMOTE, entry, now_s, tier=tier_state.name)
 
     def _advance_stores(self, now_s: float) -> bool:
         """Returns whether a gather has begun."""
@@ -353,23 +355,23 @@ class Traffic:
     def _advance_demotions(self, now_s: float) -> bool:
         """Returns whether a debt was dropped, which may have made room for somebody."""
         has_dropped = False
-        for lower in self._lowers.all:
+        for tier_state in self._tiers.all:
             # While a write is on trial, its answer decides about the rest.
-            while lower.queue and not lower.health[DEMOTE].is_trial:
-                if not lower.can_write(now_s):
-                    self._pending_writes.drop_next(lower.name)
+            while tier_state.queue and not tier_state.breakers[DEMOTE].is_trial:
+                if not tier_state.can_write(now_s):
+                    self._pending_writes.drop_next(tier_state.name)
                     has_dropped = True
                     continue
-                entry = next(iter(lower.queue))
+                entry = next(iter(tier_state.queue))
                 size_bytes = self._host.object_bytes[entry.group]
-                if not lower.has_room(DEMOTE, size_bytes):
+                if not tier_state.has_room(DEMOTE, size_bytes):
                     break
-                del lower.queue[entry]
-                lower.began(DEMOTE, size_bytes)
+                del tier_state.queue[entry]
+                tier_state.began(DEMOTE, size_bytes)
                 self._host.pin(entry)
-                if lower.end_doubt((entry.key, entry.group)):  # a tier leaves what it has as it is
-                    self._commands.append(Drop(lower.name, entry.key, entry.group))
-                self._send(DEMOTE, entry, now_s, tier=lower.name)
+                if tier_state.end_doubt((entry.key, entry.group)):  # a tier leaves what it has as it is
+                    self._commands.append(Drop(tier_state.name, entry.key, entry.group))
+                self._send(DEMOTE, entry, now_s, tier=tier_state.name)
         return has_dropped
 
     def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, session: str | None) -> Entry:
@@ -432,7 +434,7 @@ class Traffic:
                 assert not entry.waiters or entry.residency in COMING, "somebody waits for what is here"
         assert out[GATHER] == self._out[GATHER] <= self._limits.gathers, "gathers over budget"
         assert out[SCATTER] == self._out[SCATTER] <= self._limits.scatters, "scatters over budget"
-        self._lowers.check(out)
+        self._tiers.check(out)
         self._waiting.check()
 
 

@@ -34,7 +34,7 @@ class Entry:
     stuck: int = 0
     """Of these, demotions whose deadline has passed."""
     pending: frozenset[str] = NOBODY
-    """Lower tiers that the write policy still wants to receive it."""
+    """TierState tiers that the write policy still wants to receive it."""
     queued: frozenset[str] = NOBODY
     """Of these, the tiers whose queue it has entered."""
     uses: int = 1

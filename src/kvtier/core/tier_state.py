@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from kvtier.core.health import Health
+from kvtier.core.circuit_breaker import CircuitBreaker
 from kvtier.core.limits import Limits
 from kvtier.core.residency import READABLE
 from kvtier.core.work import Entry, Item
@@ -17,12 +17,12 @@ DOUBTED_MAX = 1 << 16
 """Objects of a tier that are doubted at once; of more, the oldest are trusted again."""
 
 
-class Lower:
+class TierState:
     """One lower tier: its breakers, its budgets and its queue of demotions."""
 
     def __init__(self, name: str, limits: Limits, in_flight_max: int) -> None:
         self.name = name
-        self.health = {link: Health(limits.tier_failures, limits.tier_retry_s) for link in WAYS}
+        self.breakers = {link: CircuitBreaker(limits.tier_failures, limits.tier_retry_s) for link in WAYS}
         """PROMOTE: of reads, which are promotions and probes. DEMOTE: of writes. A full disk still reads."""
         self.queue: OrderedDict[Entry, None] = OrderedDict()
         """What waits for a demotion, in order; each owes this tier."""
@@ -48,13 +48,13 @@ class Lower:
         """How many transfers of `size_bytes` each may be out at once."""
         return max(self.limit[link], min(self._most, self._small_bytes // size_bytes))
 
-    def may_ask(self, now_s: float) -> bool:
+    def can_read(self, now_s: float) -> bool:
         """Whether to give it reads now: they are healthy or due for a trial, and not all of their budget is stuck."""
-        return self.late[PROMOTE] < self.limit[PROMOTE] and self.health[PROMOTE].may_ask(now_s)
+        return self.late[PROMOTE] < self.limit[PROMOTE] and self.breakers[PROMOTE].allows(now_s)
 
     def can_write(self, now_s: float) -> bool:
         """Whether to give it writes now: the same of writes."""
-        return self.late[DEMOTE] < self.limit[DEMOTE] and self.health[DEMOTE].may_ask(now_s)
+        return self.late[DEMOTE] < self.limit[DEMOTE] and self.breakers[DEMOTE].allows(now_s)
 
     def doubt(self, items: Iterable[Item]) -> None:
         """What the tier holds of `items` may be bad: reading failed, or it lies behind a bad copy and was not read."""
@@ -68,7 +68,7 @@ class Lower:
 
     def began(self, link: Link, size_bytes: int) -> None:
         """One transfer, of `size_bytes`, goes out."""
-        self.health[link].asked()
+        self.breakers[link].attempted()
         self.out[link] += 1
         self.out_bytes[link] += size_bytes
 
@@ -92,7 +92,7 @@ class Lower:
             assert bool(out) == bool(out_bytes), f"bytes of {link.value}s miscounted"
 
 
-class Lowers:
+class TierStates:
     """All lower tiers, fastest first."""
 
     def __init__(
@@ -101,17 +101,17 @@ class Lowers:
         # A quarter of the slots for the promotions of all tiers, a quarter for their demotions: though all of them
         # hang, half of host memory goes on.
         in_flight_max = max(1, slots_min // (4 * max(1, len(names))))
-        self.by_name = {name: Lower(name, limits, in_flight_max) for name in names}
+        self.by_name = {name: TierState(name, limits, in_flight_max) for name in names}
         self.all = tuple(self.by_name.values())
         for name in down:
-            for health in self.by_name[name].health.values():
-                health.begin_down()
+            for breaker in self.by_name[name].breakers.values():
+                breaker.open_now()
         self._events = events
 
-    def __iter__(self) -> Iterator[Lower]:
+    def __iter__(self) -> Iterator[TierState]:
         return iter(self.all)
 
-    def __getitem__(self, name: str) -> Lower:
+    def __getitem__(self, name: str) -> TierState:
         return self.by_name[name]
 
     def __len__(self) -> int:
@@ -119,16 +119,18 @@ class Lowers:
 
     def judge(self, name: str, link: Link, now_s: float, *, is_fault: bool) -> None:
         """A read (`link` PROMOTE) or a write (DEMOTE) of a tier has ended; a change of health is a notice."""
-        lower, way = self.by_name[name], WAYS[link]
-        health = lower.health[link]
+        tier_state, way = self.by_name[name], WAYS[link]
+        breaker = tier_state.breakers[link]
         if is_fault:
-            if health.failed(now_s):
-                detail = f"{way}s failed {health.failures} times in a row; the next try is in {health.rest_s:g} s"
+            if breaker.failed(now_s):
+                detail = (
+                    f"{way}s failed {breaker.failures} times in a row; the next try is in {breaker.retry_delay_s:g} s"
+                )
                 self._events.append(TierNotice(name, way, is_up=False, detail=detail))
-        elif health.succeeded():
+        elif breaker.succeeded():
             self._events.append(TierNotice(name, way, is_up=True, detail=f"{way}s succeed again"))
-            for other in lower.health.values():
-                other.end_rest(now_s)  # what made both fail may be over
+            for other in tier_state.breakers.values():
+                other.retry_now(now_s)  # what made both fail may be over
 
     def check(self, out: dict[Link, int]) -> None:
         """Assert that budgets hold and that only what is owed waits; `out` are the transfers in flight by link.
@@ -137,9 +139,9 @@ class Lowers:
             AssertionError: that is not so, which is a mistake in the core.
         """
         for link in (PROMOTE, DEMOTE):
-            assert out[link] == sum([lower.out[link] for lower in self]), f"{link.value}s miscounted"
-        for lower in self:
-            lower.check()
-            for entry in lower.queue:
-                assert lower.name in entry.pending, "a demotion waits that is not owed"
+            assert out[link] == sum([tier_state.out[link] for tier_state in self]), f"{link.value}s miscounted"
+        for tier_state in self:
+            tier_state.check()
+            for entry in tier_state.queue:
+                assert tier_state.name in entry.pending, "a demotion waits that is not owed"
                 assert entry.residency in READABLE, "a demotion waits for what is not whole"
