@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.core.planner import Piece, Planner
-from kvtier.types import Lookup, Offer, Presence
+from kvtier.types import LoadOption, Lookup, Presence
 
 Measured = Sequence[tuple[int, float]]
 """(tokens, seconds)."""
@@ -69,13 +69,13 @@ def choose(context: int, offered: Sequence[int], *, computed: Measured, loaded: 
     planner = Planner()
     for tokens, seconds in computed:
         planner.prefilled([Piece(tokens, 0)], seconds)
-    offers = tuple(
-        Offer(tokens, place, seconds := between(loaded, tokens), seconds / 2, is_known=bool(loaded))
+    options = tuple(
+        LoadOption(tokens, place, seconds := between(loaded, tokens), seconds / 2, is_known=bool(loaded))
         for tokens in offered
         if tokens
     )
     most = max(offered)
-    lookup = Lookup(most, most, Presence.READY if most else Presence.ABSENT, offers=offers)
+    lookup = Lookup(most, most, Presence.READY if most else Presence.ABSENT, options=options)
     plan = planner.plan(lookup, context, now_s=0.0)
     # A trial explores an unknown link; it is not the planner's best estimate.
     return 0 if plan.is_trial or plan.tokens not in offered else plan.tokens

@@ -133,7 +133,7 @@ class Cancel(NamedTuple):
 Command = Transfer | Probe | Drop | Tell | Cancel
 
 
-class Offer(NamedTuple):
+class LoadOption(NamedTuple):
     """What a load would take."""
 
     tokens: int
@@ -163,7 +163,7 @@ class Lookup:
     presence: Presence
     sources: tuple[tuple[str, int], ...] = ()
     """(place, tokens) for the tokens of a load, "host" first."""
-    offers: tuple[Offer, ...] = ()
+    options: tuple[LoadOption, ...] = ()
     """What loading would take: up to `tokens`, and up to shorter boundaries that do without the slower places. None
     while PROBING."""
     history_tokens: int = 0

@@ -13,7 +13,7 @@ from kvtier.core.patience import Patience
 from kvtier.core.planner import ACCOUNT_START_S, COMPUTED_SHARE, REST_S_MAX, SAVED_SHARE, SLACK, SLACK_S_MIN, Planner
 from kvtier.core.prefill import Costs, Piece, Prefill
 from kvtier.layout import History, State, Validity, Window
-from kvtier.types import Link, LoadDone, Lookup, Offer, Place, Presence, RequestId
+from kvtier.types import Link, LoadDone, LoadOption, Lookup, Place, Presence, RequestId
 
 EPSILON_S = 1e-6
 CUT_S = 0.003
@@ -167,8 +167,8 @@ def test_whoever_decides_how_loads_end_takes_no_more_than_was_set_aside(seed: in
         now_s += REST_S_MAX
         tokens, comes = int(100 * 100 ** dice.random()), dice.random() < good
         load_s = dice.random() * tokens * 1e-3
-        offer = Offer(tokens, "disk", load_s, dice.random() * load_s, is_known=True)
-        plan = planner.plan(Lookup(tokens, 0, Presence.ARRIVING, (), (offer,)), tokens, now_s=now_s)
+        option = LoadOption(tokens, "disk", load_s, dice.random() * load_s, is_known=True)
+        plan = planner.plan(Lookup(tokens, 0, Presence.ARRIVING, (), (option,)), tokens, now_s=now_s)
         if plan.patience is not None:
             took_s = min(load_s, plan.patience.allowance_s) if comes else plan.patience.allowance_s
             done = LoadDone(RequestId("r"), tokens if comes else 0, tokens, (), (), was_cut=not comes)

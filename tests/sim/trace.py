@@ -16,9 +16,9 @@ from kvtier.types import (
     Drop,
     Link,
     LoadDone,
+    LoadOption,
     Lookup,
     NextTurn,
-    Offer,
     Outcome,
     Presence,
     Probe,
@@ -76,8 +76,8 @@ MEMBERS: dict[Enum, int] = {
 }
 
 FIELDS: dict[type, tuple[RecordKind | None, Callable[[Any], tuple[object, ...]]]] = {
-    Lookup: (None, lambda a: (a.tokens, a.ready_tokens, a.presence, a.sources, a.offers, a.history_tokens)),
-    Offer: (None, lambda a: (a.tokens, a.place, a.seconds)),
+    Lookup: (None, lambda a: (a.tokens, a.ready_tokens, a.presence, a.sources, a.options, a.history_tokens)),
+    LoadOption: (None, lambda a: (a.tokens, a.place, a.seconds)),
     LoadDone: (RecordKind.LOAD_DONE, lambda a: (a.request, a.tokens, a.failed, a.sources, a.was_cut)),
     StoreDone: (RecordKind.STORE_DONE, lambda a: (a.request, a.held, a.dropped)),
     TierNotice: (RecordKind.TIER_NOTICE, lambda a: (a.tier, a.way, a.is_up)),

@@ -129,7 +129,7 @@ def offered(session, prefix):
     while time.monotonic() < until_s:
         priors = session.lookup(RequestId("b"), prefix)
         if priors.presence is not Presence.PROBING:
-            return priors.offers[0]
+            return priors.options[0]
         time.sleep(0.001)
     raise AssertionError("the directory did not answer")
 
@@ -146,9 +146,9 @@ def test_a_session_plans_with_what_the_probe_measured(tmp_path):
     for config, is_known in ((config_with(tmp_path, *links, flags=flags), True), (plain, False)):
         session = open_with(config)
         try:
-            offer = offered(session, prefix)
+            option = offered(session, prefix)
         finally:
             session.close(30)
         # Five seconds for an object, as the probe says. Without it a link that nobody knows is believed to be fast.
-        assert offer.is_known is is_known
-        assert (offer.seconds > 4.9) is is_known
+        assert option.is_known is is_known
+        assert (option.seconds > 4.9) is is_known

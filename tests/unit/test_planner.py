@@ -15,20 +15,22 @@ from kvtier.core.planner import (
     Planner,
 )
 from kvtier.core.prefill import PRIOR_PER_TOKEN_S, PRIOR_STEP_TOKENS, TOKENS_MIN, Prefill
-from kvtier.types import LoadDone, Lookup, Offer, Presence, RequestId
+from kvtier.types import LoadDone, LoadOption, Lookup, Presence, RequestId
 
 PER_TOKEN_S = 1e-3
 TOTAL = 1000
 """A prompt whose computing takes a second."""
 
 
-def offer(tokens: int, seconds: float, *, wait_s: float = 0.001, place: str = "disk", is_known: bool = True) -> Offer:
-    return Offer(tokens, place, seconds, wait_s, is_known)
+def option(
+    tokens: int, seconds: float, *, wait_s: float = 0.001, place: str = "disk", is_known: bool = True
+) -> LoadOption:
+    return LoadOption(tokens, place, seconds, wait_s, is_known)
 
 
-def lookup_of(*offers: Offer) -> Lookup:
-    tokens = offers[-1].tokens if offers else 0
-    return Lookup(tokens, 0, Presence.ARRIVING if offers else Presence.ABSENT, (), offers)
+def lookup_of(*options: LoadOption) -> Lookup:
+    tokens = options[-1].tokens if options else 0
+    return Lookup(tokens, 0, Presence.ARRIVING if options else Presence.ABSENT, (), options)
 
 
 def taught() -> Planner:
@@ -60,7 +62,7 @@ def test_nothing_is_loaded_when_nothing_is_offered() -> None:
 
 
 def test_the_offer_that_saves_most_is_taken() -> None:
-    lookup = lookup_of(offer(300, 0.01, place="host"), offer(900, 0.01), offer(920, 0.5, place="far"))
+    lookup = lookup_of(option(300, 0.01, place="host"), option(900, 0.01), option(920, 0.5, place="far"))
     plan = taught().plan(lookup, TOTAL, now_s=0.0)
     assert plan.tokens == 900
     assert plan.saved_s == pytest.approx(0.89, rel=0.01)
@@ -68,28 +70,28 @@ def test_the_offer_that_saves_most_is_taken() -> None:
 
 
 def test_a_boundary_that_the_engine_holds_already_is_no_offer() -> None:
-    lookup = lookup_of(offer(500, 0.0), offer(900, 0.1))
+    lookup = lookup_of(option(500, 0.0), option(900, 0.1))
     plan = taught().plan(lookup, TOTAL, resident_tokens=500, now_s=0.0)
     assert plan.tokens == 900
     assert plan.recompute_s == pytest.approx(0.5, rel=0.01)
-    assert taught().plan(lookup_of(offer(500, 0.0)), TOTAL, resident_tokens=500, now_s=0.0).tokens == 500
+    assert taught().plan(lookup_of(option(500, 0.0)), TOTAL, resident_tokens=500, now_s=0.0).tokens == 500
 
 
 def test_an_offer_past_the_prompt_is_none() -> None:
-    assert taught().plan(lookup_of(offer(1024, 0.0)), TOTAL, now_s=0.0).tokens == 0
+    assert taught().plan(lookup_of(option(1024, 0.0)), TOTAL, now_s=0.0).tokens == 0
 
 
 def test_what_a_load_takes_besides_counts() -> None:
     planner = taught()
     planner.waited(0.5)
-    assert planner.plan(lookup_of(offer(400, 0.0)), TOTAL, now_s=0.0).tokens == 0
-    assert planner.plan(lookup_of(offer(900, 0.0)), TOTAL, now_s=0.0).tokens == 900
+    assert planner.plan(lookup_of(option(400, 0.0)), TOTAL, now_s=0.0).tokens == 0
+    assert planner.plan(lookup_of(option(900, 0.0)), TOTAL, now_s=0.0).tokens == 900
 
 
 def test_what_loads_took_besides_is_forgotten_while_nobody_can_see_it() -> None:
     planner = taught()
     planner.waited(5.0)  # once, for a reason that has gone
-    lookup = lookup_of(offer(900, 0.01))
+    lookup = lookup_of(option(900, 0.01))
     assert planner.plan(lookup, TOTAL, now_s=0.0).tokens == 0
     for _ in range(30):
         planner.prefilled([Piece(TOTAL, 0)], TOTAL * PER_TOKEN_S)
@@ -97,7 +99,7 @@ def test_what_loads_took_besides_is_forgotten_while_nobody_can_see_it() -> None:
 
 
 def test_a_load_that_is_over_before_the_engine_is_free_costs_nothing() -> None:
-    planner, lookup = taught(), lookup_of(offer(900, 2.0))
+    planner, lookup = taught(), lookup_of(option(900, 2.0))
     assert planner.plan(lookup, TOTAL, now_s=0.0).is_trial  # too slow
     plan = planner.plan(lookup, TOTAL, ahead_s=2.0, now_s=0.0)
     assert (plan.tokens, plan.load_s, plan.is_trial) == (900, 0.0, False)
@@ -105,14 +107,14 @@ def test_a_load_that_is_over_before_the_engine_is_free_costs_nothing() -> None:
 
 def test_switched_off_it_loads_all_there_is_to_the_end() -> None:
     planner = Planner(is_on=False)
-    plan = planner.plan(lookup_of(offer(300, 0.0), offer(900, 50.0)), TOTAL, now_s=0.0)
+    plan = planner.plan(lookup_of(option(300, 0.0), option(900, 50.0)), TOTAL, now_s=0.0)
     assert (plan.tokens, plan.patience) == (900, None)
     end(planner, plan, tokens=0, seconds=60.0, now_s=60.0)
-    assert planner.plan(lookup_of(offer(900, 50.0)), TOTAL, now_s=60.0).tokens == 900
+    assert planner.plan(lookup_of(option(900, 50.0)), TOTAL, now_s=60.0).tokens == 900
 
 
 def test_a_plan_has_no_effect() -> None:
-    planner, lookup = taught(), lookup_of(offer(900, 0.1))
+    planner, lookup = taught(), lookup_of(option(900, 0.1))
     assert planner.plan(lookup, TOTAL, now_s=0.0) == planner.plan(lookup, TOTAL, now_s=0.0)
 
 
@@ -120,7 +122,7 @@ def test_a_plan_has_no_effect() -> None:
 
 
 def test_a_load_may_lose_its_slack_and_twice_its_wait() -> None:
-    plan = taught().plan(lookup_of(offer(900, 0.3, wait_s=0.2)), TOTAL, now_s=0.0)
+    plan = taught().plan(lookup_of(option(900, 0.3, wait_s=0.2)), TOTAL, now_s=0.0)
     assert plan.patience is not None
     assert plan.patience.allowance_s == pytest.approx(SLACK + RISKS * 0.2, rel=0.01)
     assert plan.patience.saved_s(0, 900) == pytest.approx(0.9, rel=0.01)
@@ -130,13 +132,13 @@ def test_a_load_whose_first_tokens_are_cheap_to_compute_may_get_to_the_dear_ones
     planner = Planner()
     for tokens in (100, 1000, 10_000):
         planner.prefilled([Piece(tokens, 0)], tokens * tokens / 2 * 1e-8)
-    plan = planner.plan(lookup_of(offer(9000, 0.27, wait_s=0.0)), 10_000, now_s=0.0)  # 30 us a token, even at 3000
+    plan = planner.plan(lookup_of(option(9000, 0.27, wait_s=0.0)), 10_000, now_s=0.0)  # 30 us a token, even at 3000
     assert plan.risk_s == pytest.approx(0.045, rel=0.02)
     assert (plan.tokens, plan.is_trial) == (9000, False)
 
 
 def test_the_time_in_which_the_engine_computes_for_others_is_given_to_a_load_that_knows_its_link() -> None:
-    planner, lookup = taught(), lookup_of(offer(900, 0.3, wait_s=0.2))
+    planner, lookup = taught(), lookup_of(option(900, 0.3, wait_s=0.2))
     plan = planner.plan(lookup, TOTAL, ahead_s=5.0, now_s=0.0)
     assert plan.patience is not None
     assert plan.patience.free_s == 5.0
@@ -148,8 +150,8 @@ def test_the_time_in_which_the_engine_computes_for_others_is_given_to_a_load_tha
 
 
 def test_a_prompt_is_not_computed_while_those_that_come_meanwhile_would_wait_for_it() -> None:
-    planner, first = taught(), lookup_of(offer(2000, 0.5))
-    lookup = lookup_of(offer(900, 1.1))
+    planner, first = taught(), lookup_of(option(2000, 0.5))
+    lookup = lookup_of(option(900, 1.1))
     assert planner.plan(lookup, TOTAL, now_s=0.0).is_trial
     plan = planner.plan(first, 2010, now_s=0.0)
     planner.begun(plan, 0.0)
@@ -162,32 +164,32 @@ def test_a_prompt_is_not_computed_while_those_that_come_meanwhile_would_wait_for
 
 
 def test_no_more_is_lent_than_a_load_may_bring() -> None:
-    plan = taught().plan(lookup_of(offer(900, 0.4, wait_s=0.3)), TOTAL, now_s=0.0)
+    plan = taught().plan(lookup_of(option(900, 0.4, wait_s=0.3)), TOTAL, now_s=0.0)
     assert plan.patience is not None
     assert plan.patience.allowance_s == pytest.approx(SLACK + 0.5, rel=0.01)
 
 
 def test_a_load_that_brings_little_may_be_a_little_late() -> None:
-    plan = taught().plan(lookup_of(offer(900, 0.7, wait_s=0.3)), TOTAL, now_s=0.0)
+    plan = taught().plan(lookup_of(option(900, 0.7, wait_s=0.3)), TOTAL, now_s=0.0)
     assert plan.patience is not None
     assert plan.patience.allowance_s == pytest.approx(SLACK + LATE * 0.3, rel=0.01)
 
 
 def test_a_short_prompt_has_some_milliseconds_too() -> None:
-    plan = taught().plan(lookup_of(offer(9, 0.0, wait_s=0.0)), 10, now_s=0.0)
+    plan = taught().plan(lookup_of(option(9, 0.0, wait_s=0.0)), 10, now_s=0.0)
     assert plan.patience is not None
     assert plan.patience.allowance_s == pytest.approx(SLACK_S_MIN)
 
 
 @pytest.mark.parametrize(("tokens", "first_look_s"), [(1000, 0.1), (10_000, 0.2), (100_000, 0.4)])
 def test_the_first_look_at_a_link_is_given_its_share_of_the_prompt(tokens: int, first_look_s: float) -> None:
-    plan = taught().plan(lookup_of(offer(900, 0.0, is_known=False)), tokens, now_s=0.0)
+    plan = taught().plan(lookup_of(option(900, 0.0, is_known=False)), tokens, now_s=0.0)
     assert plan.patience is not None
     assert plan.patience.allowance_s == pytest.approx(0.03 * tokens * PER_TOKEN_S + first_look_s, rel=0.01)
 
 
 def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
-    planner, lookup = taught(), lookup_of(offer(900, 0.0, is_known=False))
+    planner, lookup = taught(), lookup_of(option(900, 0.0, is_known=False))
     first = planner.plan(lookup, TOTAL, now_s=0.0)
     planner.begun(first, 0.0)
     second = planner.plan(lookup, TOTAL, now_s=0.0)
@@ -203,7 +205,7 @@ def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
 
 def test_who_has_lost_too_much_lends_no_more_until_it_is_earned() -> None:
     planner = Planner()
-    near, far = lookup_of(offer(900, 0.1, wait_s=0.01)), lookup_of(offer(900, 0.5, wait_s=0.4))
+    near, far = lookup_of(option(900, 0.1, wait_s=0.01)), lookup_of(option(900, 0.5, wait_s=0.4))
     for tokens in (100, 1000):
         planner.prefilled([Piece(tokens, 0)], tokens * PER_TOKEN_S)
     for now_s in range(0, 5 * int(REST_S_MAX), int(REST_S_MAX)):
@@ -223,7 +225,7 @@ def test_who_has_lost_too_much_lends_no_more_until_it_is_earned() -> None:
 def test_what_loads_have_saved_is_lent_in_part() -> None:
     planner = taught()
     before_s = planner.snapshot()["account_s"]
-    end(planner, planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=0.0), tokens=900, seconds=0.1, now_s=0.1)
+    end(planner, planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=0.0), tokens=900, seconds=0.1, now_s=0.1)
     assert planner.snapshot()["account_s"] - before_s == pytest.approx(0.08, rel=0.02)
     assert planner.snapshot()["saved_s"] == pytest.approx(0.8, rel=0.02)
 
@@ -242,18 +244,18 @@ def test_the_account_has_an_end() -> None:
 def test_a_place_that_has_cost_a_load_rests_twice_as_long_each_time() -> None:
     planner, now_s, rests = taught(), 0.0, []
     for _ in range(8):
-        plan = planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=now_s)
+        plan = planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=now_s)
         assert plan.tokens == 900
         lose(planner, plan, now_s)
         later = (now_s + half / 2 for half in range(4 * int(REST_S_MAX)))
-        again_s = next(at_s for at_s in later if planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=at_s).tokens)
+        again_s = next(at_s for at_s in later if planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=at_s).tokens)
         rests.append(again_s - now_s)
         now_s = again_s
     assert rests == [REST_S_MIN, 2, 4, 8, 16, REST_S_MAX, REST_S_MAX, REST_S_MAX]
 
 
 def test_loads_that_fail_together_are_one_failure() -> None:
-    planner, lookup = taught(), lookup_of(offer(900, 0.1))
+    planner, lookup = taught(), lookup_of(option(900, 0.1))
     plans = [planner.plan(lookup, TOTAL, now_s=0.0) for _ in range(3)]
     for plan in plans:
         lose(planner, plan, 0.0)
@@ -262,7 +264,7 @@ def test_loads_that_fail_together_are_one_failure() -> None:
 
 
 def test_a_load_that_succeeds_ends_it() -> None:
-    planner, lookup = taught(), lookup_of(offer(900, 0.1))
+    planner, lookup = taught(), lookup_of(option(900, 0.1))
     for now_s in (0.0, REST_S_MIN):
         lose(planner, planner.plan(lookup, TOTAL, now_s=now_s), now_s)
     end(planner, planner.plan(lookup, TOTAL, now_s=9.0), tokens=900, seconds=0.1, now_s=9.0)
@@ -274,26 +276,26 @@ def test_a_load_that_succeeds_ends_it() -> None:
 def test_who_can_afford_what_was_lost_is_not_kept_from_it() -> None:
     """A short prompt that was unlucky says nothing about a long one."""
     planner = taught()
-    lose(planner, planner.plan(lookup_of(offer(9, 0.001)), 10, now_s=0.0), 0.0)
-    assert planner.plan(lookup_of(offer(9, 0.001)), 10, now_s=0.1).tokens == 0
-    assert planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=0.1).tokens == 900
+    lose(planner, planner.plan(lookup_of(option(9, 0.001)), 10, now_s=0.0), 0.0)
+    assert planner.plan(lookup_of(option(9, 0.001)), 10, now_s=0.1).tokens == 0
+    assert planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=0.1).tokens == 900
 
 
 def test_other_places_are_used_meanwhile() -> None:
     planner = taught()
-    lose(planner, planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=0.0), 0.0)
-    plan = planner.plan(lookup_of(offer(300, 0.01, place="host"), offer(900, 0.1)), TOTAL, now_s=0.1)
+    lose(planner, planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=0.0), 0.0)
+    plan = planner.plan(lookup_of(option(300, 0.01, place="host"), option(900, 0.1)), TOTAL, now_s=0.1)
     assert (plan.tokens, plan.place) == (300, "host")
 
 
 def test_a_hole_in_what_was_stored_says_nothing_about_the_link() -> None:
-    planner, lookup = taught(), lookup_of(offer(900, 0.1))
+    planner, lookup = taught(), lookup_of(option(900, 0.1))
     end(planner, planner.plan(lookup, TOTAL, now_s=0.0), tokens=0, seconds=0.01, now_s=0.01)
     assert planner.plan(lookup, TOTAL, now_s=0.02).tokens == 900
 
 
 def test_a_link_that_is_believed_slow_is_tried_now_and_then_within_the_slack() -> None:
-    planner, lookup = taught(), lookup_of(offer(300, 0.01, place="host"), offer(900, 5.0))
+    planner, lookup = taught(), lookup_of(option(300, 0.01, place="host"), option(900, 5.0))
     plan = planner.plan(lookup, TOTAL, now_s=0.0)
     assert (plan.tokens, plan.is_trial) == (900, True)
     assert plan.saved_s < 0
@@ -309,15 +311,15 @@ def test_a_link_that_is_believed_slow_is_tried_now_and_then_within_the_slack() -
 
 def test_a_try_that_fails_keeps_nobody_from_what_pays() -> None:
     planner = taught()
-    lose(planner, planner.plan(lookup_of(offer(900, 5.0)), TOTAL, now_s=0.0), 0.05)
-    assert planner.plan(lookup_of(offer(900, 0.1)), TOTAL, now_s=0.06).tokens == 900
+    lose(planner, planner.plan(lookup_of(option(900, 5.0)), TOTAL, now_s=0.0), 0.05)
+    assert planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=0.06).tokens == 900
 
 
 def test_nothing_is_tried_where_even_a_fast_link_would_hardly_help() -> None:
     planner = taught()
-    assert planner.plan(lookup_of(offer(880, 0.05, place="host"), offer(900, 0.1)), TOTAL, now_s=0.0).tokens == 880
+    assert planner.plan(lookup_of(option(880, 0.05, place="host"), option(900, 0.1)), TOTAL, now_s=0.0).tokens == 880
     planner.waited(2.0)
-    assert planner.plan(lookup_of(offer(900, 0.0)), TOTAL, now_s=0.0).tokens == 0
+    assert planner.plan(lookup_of(option(900, 0.0)), TOTAL, now_s=0.0).tokens == 0
 
 
 # ---- what computing takes --------------------------------------------------------------------------------------------

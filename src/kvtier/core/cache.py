@@ -20,8 +20,8 @@ from typing import Final
 from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
+from kvtier.core.load_options import CostModel, LookupQuery
 from kvtier.core.meters import Belief, Meter
-from kvtier.core.offers import Appraiser, Asked
 from kvtier.core.patience import Patience
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
@@ -40,9 +40,9 @@ from kvtier.types import (
     Command,
     Event,
     Link,
+    LoadOption,
     Lookup,
     NextTurn,
-    Offer,
     Outcome,
     Place,
     Prefix,
@@ -120,7 +120,7 @@ class Cache:
             new_id=new_id,
             commands=self._commands,
         )
-        self._appraiser = Appraiser(
+        self._cost_model = CostModel(
             layout=layout,
             host=self._host,
             meters=self._meters,
@@ -134,7 +134,7 @@ class Cache:
     def lookup(self, request: RequestId, prefix: Prefix, now_s: float, *, resident_tokens: int = 0) -> Lookup:
         """How many leading tokens can be given. Asks lower tiers once per request and object; otherwise no effect.
 
-        What it offers does without the leading `resident_tokens`, which the engine holds.
+        What it options does without the leading `resident_tokens`, which the engine holds.
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
@@ -143,9 +143,9 @@ class Cache:
             tokens = len(prefix.keys) * prefix.chunk_tokens
             if not tokens:
                 return NOTHING
-            asked = Asked(prefix, resident_tokens, _in_host, runs)
-            offers = self._appraiser.offers(asked, tokens, tokens, now_s)
-            return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), offers, tokens)
+            asked = LookupQuery(prefix, resident_tokens, _in_host, runs)
+            options = self._cost_model.options(asked, tokens, tokens, now_s)
+            return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), options, tokens)
         known = self._probes.ask(request, prefix, self._host, now_s)
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
@@ -165,15 +165,17 @@ class Cache:
             presence = Presence.READY if tokens else Presence.ABSENT
         order = [HOST, *self._tiers.by_name]
         sources = lookup_sources(self._layout.groups, prefix, tokens, lambda g, c: place_of(g, c) or HOST, order)
-        offers: tuple[Offer, ...] = ()
+        options: tuple[LoadOption, ...] = ()
         if presence is not Presence.PROBING:
-            offers = self._appraiser.offers(Asked(prefix, resident_tokens, place_of, runs), ready, tokens, now_s)
+            options = self._cost_model.options(
+                LookupQuery(prefix, resident_tokens, place_of, runs), ready, tokens, now_s
+            )
         history_tokens = tokens
         full = tokens // prefix.chunk_tokens
         if self._has_history and full < len(prefix.keys):
             run = history_run(self._layout.groups, prefix, can_be_had, [max(run, full) for run in runs])
             history_tokens = max(tokens, run * prefix.chunk_tokens)
-        return Lookup(tokens, ready, presence, sources, offers, history_tokens)
+        return Lookup(tokens, ready, presence, sources, options, history_tokens)
 
     def presence(self, key: ChunkKey, group: int) -> Presence:
         """Whether host memory has or will have one object."""

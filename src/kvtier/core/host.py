@@ -87,7 +87,7 @@ class Host:
             entry.residency = after(entry.residency, Change.WANTED)
             self.leaving[entry.group] -= 1
             self._count(entry, 1)
-            self._offer(entry, session)
+            self._option(entry, session)
         elif entry.residency is READY:
             self._evictors[entry.group].touched(Held(entry.key, entry.parent, session))
 
@@ -164,7 +164,7 @@ class Host:
         """The thread behind a late demotion has answered at last."""
         entry.stuck -= 1
         if entry.residency is READY:
-            self._offer(entry, entry.session)
+            self._option(entry, entry.session)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
         """Who goes on with `session`, for evictors that take hints."""
@@ -231,7 +231,7 @@ class Host:
         self._free[entry.group].append(entry.slot)
         self.evictions += 1
 
-    def _offer(self, entry: Entry, session: str | None) -> None:
+    def _option(self, entry: Entry, session: str | None) -> None:
         """The evictor may choose `entry` (again)."""
         if not entry.stuck:
             self._is_searched[entry.group] = False

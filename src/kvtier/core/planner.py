@@ -1,6 +1,6 @@
 """Load or compute: for each request the way that is expected to be faster, and a bound on what a mistake costs.
 
-The core says what loads would take (`Lookup.offers`), the engine's steps say what computing takes (`prefill`); the plan
+The core says what loads would take (`Lookup.options`), the engine's steps say what computing takes (`prefill`); the plan
 is the least sum. That is a guess about links, and links change. So three things bound what it may cost:
 
 - A load is cut when it no longer pays (`patience`). The time in which the engine computes for others costs it nothing.
@@ -11,7 +11,7 @@ is the least sum. That is a guess about links, and links change. So three things
   what they have lost. A wait behind other loads costs it nothing, as far as the engine would be computing their tokens
   if it were not for them. So all requests together lose at most that income, what the account had at the start, and
   what the loads were lent that were open when it ran dry: whatever the links do. A load on a known link gets no more
-  patience for that wait, which its offer counts already. If the link stalls, the engine must not stall as long.
+  patience for that wait, which its option counts already. If the link stalls, the engine must not stall as long.
 - A link that cost a load, or is believed to be slower than computing, rests; then one load tries it again, within
   `SLACK`. The rest doubles with each try that fails, from a second to half a minute, and ends with one that succeeds.
 
@@ -26,7 +26,7 @@ from math import inf, sqrt
 
 from kvtier.core.patience import Patience
 from kvtier.core.prefill import Piece, Prefill
-from kvtier.types import LoadDone, Lookup, Offer
+from kvtier.types import LoadDone, LoadOption, Lookup
 
 __all__ = ["Piece", "Plan", "Planner"]
 
@@ -175,12 +175,12 @@ class Planner:
             ahead_s=ahead_s,
             spared_s=self._spared_s,
         )
-        offers = [offer for offer in lookup.offers if resident_tokens < offer.tokens <= total_tokens]
-        if not offers:
+        options = [option for option in lookup.options if resident_tokens < option.tokens <= total_tokens]
+        if not options:
             return nothing
         if not self._is_on:
-            return self._loading(nothing, offers[-1])
-        paying = [self._patient(self._loading(nothing, offer), offer) for offer in offers]
+            return self._loading(nothing, options[-1])
+        paying = [self._patient(self._loading(nothing, option), option) for option in options]
         wise = [nothing, *(plan for plan in paying if self._is_wise(plan, now_s))]
         best = max(wise, key=lambda plan: plan.saved_s - self._holds_up_s(plan, now_s, beside_s))
         longest = paying[-1]
@@ -236,30 +236,30 @@ class Planner:
 
     # ---- how a plan is made ----------------------------------------------------------------------------------------
 
-    def _loading(self, nothing: Plan, offer: Offer) -> Plan:
-        compute_s = self.seconds(nothing.total_tokens - offer.tokens, offer.tokens)
-        load_s = max(0.0, offer.seconds - nothing.ahead_s) + self._overhead_s
-        return replace(nothing, tokens=offer.tokens, compute_s=compute_s, load_s=load_s, place=offer.place)
+    def _loading(self, nothing: Plan, option: LoadOption) -> Plan:
+        compute_s = self.seconds(nothing.total_tokens - option.tokens, option.tokens)
+        load_s = max(0.0, option.seconds - nothing.ahead_s) + self._overhead_s
+        return replace(nothing, tokens=option.tokens, compute_s=compute_s, load_s=load_s, place=option.place)
 
-    def _patient(self, plan: Plan, offer: Offer) -> Plan:
+    def _patient(self, plan: Plan, option: LoadOption) -> Plan:
         """With the patience for its risk, if that can be afforded."""
-        risk_s = self._risk_s(plan.resident_tokens, offer)
+        risk_s = self._risk_s(plan.resident_tokens, option)
         needed_s = min(RISKS * risk_s, max(LATE * risk_s, plan.saved_s))
-        if not offer.is_known:
+        if not option.is_known:
             unknown_s = min(max(UNKNOWN_S_MIN, COMPUTED_SHARE * plan.recompute_s), UNKNOWN_S_MAX)
             needed_s = max(needed_s, unknown_s, self._spared_s)
         lent_s = needed_s if self._account_s > 0 else min(needed_s, self._spared_s)
         return replace(plan, risk_s=risk_s, patience=self._patience(_slack_s(plan) + lent_s, plan.ahead_s))
 
-    def _risk_s(self, start: int, offer: Offer) -> float:
+    def _risk_s(self, start: int, option: LoadOption) -> float:
         """First nothing comes; then, perhaps, tokens that are cheaper to compute than to load, before the dear ones."""
-        pace_s = (offer.seconds - offer.wait_s) / (offer.tokens - start)
+        pace_s = (option.seconds - option.wait_s) / (option.tokens - start)
         cheap_s, per_pair_s = self.seconds_per_token, self._prefill.costs.per_pair_s
         if pace_s <= cheap_s + per_pair_s * start:
-            return offer.wait_s
-        even = (pace_s - cheap_s) / per_pair_s if per_pair_s else float(offer.tokens)
-        worst = min(offer.tokens, int(even))
-        return offer.wait_s + pace_s * (worst - start) - self._patience(0.0).saved_s(start, worst)
+            return option.wait_s
+        even = (pace_s - cheap_s) / per_pair_s if per_pair_s else float(option.tokens)
+        worst = min(option.tokens, int(even))
+        return option.wait_s + pace_s * (worst - start) - self._patience(0.0).saved_s(start, worst)
 
     def _patience(self, allowance_s: float, ahead_s: float = 0.0) -> Patience:
         return Patience(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s, ahead_s)

@@ -20,7 +20,7 @@ from kvtier.core.waiting import Waiting
 from kvtier.core.work import HOST, SEVERITY, Entry, Flight, Load, Store, Waiter
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Place, Prefix, Transfer
 
-# Asked for at every step; on its class, up to Python 3.11, a member costs as much as two calls.
+# LookupQuery for at every step; on its class, up to Python 3.11, a member costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
 DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
 

@@ -1,6 +1,6 @@
-"""What it takes to load what a lookup found: for each way of doing without the slowest places, one offer.
+"""What it takes to load what a lookup found: for each way of doing without the slowest places, one option.
 
-Nothing between two offers is worth considering. Along one place the time of a load grows evenly with its tokens, while
+Nothing between two options is worth considering. Along one place the time of a load grows evenly with its tokens, while
 a token is the dearer to compute the later it comes. So if the first chunk of a place pays, all of its chunks do.
 """
 
@@ -13,10 +13,10 @@ from kvtier.core.meters import Meter
 from kvtier.core.residency import READABLE
 from kvtier.core.work import HOST, Load
 from kvtier.layout import History, KvLayout
-from kvtier.types import Offer, Prefix
+from kvtier.types import LoadOption, Prefix
 
 
-class Asked(NamedTuple):
+class LookupQuery(NamedTuple):
     """One lookup."""
 
     prefix: Prefix
@@ -28,7 +28,7 @@ class Asked(NamedTuple):
     """The leading chunks of each group that are readable in host memory."""
 
 
-class Appraiser:
+class CostModel:
     """Knows the links, and what is on its way over them.
 
     Args:
@@ -58,7 +58,7 @@ class Appraiser:
         self._scatters = scatters
         self._first_tier = first_tier
 
-    def offers(self, asked: Asked, ready: int, tokens: int, now_s: float) -> tuple[Offer, ...]:
+    def options(self, asked: LookupQuery, ready: int, tokens: int, now_s: float) -> tuple[LoadOption, ...]:
         """The boundaries worth loading up to, shortest first.
 
         Args:
@@ -70,15 +70,15 @@ class Appraiser:
         if tokens <= asked.resident_tokens:
             return ()
         ends = {ready, tokens, *(self._without_slowest(asked, count) for count in range(1, len(self._meters) - 1))}
-        return tuple(self._offer(asked, end, now_s) for end in sorted(ends) if end > asked.resident_tokens)
+        return tuple(self._option(asked, end, now_s) for end in sorted(ends) if end > asked.resident_tokens)
 
-    def _without_slowest(self, asked: Asked, count: int) -> int:
+    def _without_slowest(self, asked: LookupQuery, count: int) -> int:
         allowed = list(self._meters)[:-count]
         return longest_boundary(
             self._groups, asked.prefix, lambda group, chunk: asked.place_of(group, chunk) in allowed, asked.runs
         )
 
-    def _offer(self, asked: Asked, end: int, now_s: float) -> Offer:
+    def _option(self, asked: LookupQuery, end: int, now_s: float) -> LoadOption:
         total_bytes, wanted = self._bytes(asked, end)
         queues = self._queues()
         scatter = self._meters[HOST]
@@ -95,9 +95,9 @@ class Appraiser:
         seconds = max(scatter_s, promote_s + scatter_first_s)
         if not self._has_history_only:
             wait_s = seconds  # the boundary is valid as a whole, or not at all
-        return Offer(end, slowest, seconds, wait_s, is_known)
+        return LoadOption(end, slowest, seconds, wait_s, is_known)
 
-    def _bytes(self, asked: Asked, end: int) -> tuple[int, dict[str, int]]:
+    def _bytes(self, asked: LookupQuery, end: int) -> tuple[int, dict[str, int]]:
         """Bytes of a load up to `end`, and those that each lower tier that it waits for is still to be asked for."""
         prefix, here = asked.prefix, asked.resident_tokens // asked.prefix.chunk_tokens
         shared = self._shared_chunks(prefix)

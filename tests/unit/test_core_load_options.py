@@ -7,7 +7,7 @@ from kvtier.core.boundary import needed_chunks
 from kvtier.core.meters import LOOK_S, UNKNOWN_BYTES_PER_S, Meter
 from kvtier.core.patience import Patience
 from kvtier.layout import ALIGNMENT, History, State, Window
-from kvtier.types import Link, LoadDone, Offer, Outcome, Place, Prefix, Presence, RequestId
+from kvtier.types import Link, LoadDone, LoadOption, Outcome, Place, Prefix, Presence, RequestId
 
 MB = 1 << 20
 
@@ -105,7 +105,7 @@ def test_a_load_may_have_to_wait_for_its_first_chunk_while_others_come() -> None
     assert meter.lead_s == pytest.approx(0.1)
 
 
-# ---- offers ----------------------------------------------------------------------------------------------------------
+# ---- options ----------------------------------------------------------------------------------------------------------
 
 
 def paced(core: Driver, *, host_s: float = 1e-6, **tiers: float) -> None:
@@ -116,13 +116,13 @@ def paced(core: Driver, *, host_s: float = 1e-6, **tiers: float) -> None:
         meter.is_known, meter._knows_flow = True, True
 
 
-def offers(core: Driver, request: str, prefix: Prefix, resident_tokens: int = 0) -> list[tuple[int, str, float]]:
+def options(core: Driver, request: str, prefix: Prefix, resident_tokens: int = 0) -> list[tuple[int, str, float]]:
     core.lookup(request, prefix)
     for probe in list(core.probes.values()):
         core.tell(probe, [item in core.held[probe.tier] for item in probe.objects])
     found = core.cache.lookup(RequestId(request), prefix, core.now_s, resident_tokens=resident_tokens)
     assert found.presence is not Presence.PROBING
-    return [(offer.tokens, offer.place, round(offer.seconds, 4)) for offer in found.offers]
+    return [(option.tokens, option.place, round(option.seconds, 4)) for option in found.options]
 
 
 def test_host_memory_and_a_tier_are_two_offers() -> None:
@@ -131,17 +131,17 @@ def test_host_memory_and_a_tier_are_two_offers() -> None:
     core.store("s", prefix_of("ab"))
     core.run()
     paced(core, host_s=0.001, disk=0.1)
-    assert offers(core, "r", prefix) == [(2 * CHUNK, "host", 0.002), (6 * CHUNK, "disk", 0.401)]
-    assert core.cache.lookup(RequestId("r"), prefix, 0.0).offers[-1] == Offer(6 * CHUNK, "disk", 0.401, 0.1, True)
+    assert options(core, "r", prefix) == [(2 * CHUNK, "host", 0.002), (6 * CHUNK, "disk", 0.401)]
+    assert core.cache.lookup(RequestId("r"), prefix, 0.0).options[-1] == LoadOption(6 * CHUNK, "disk", 0.401, 0.1, True)
 
 
 def test_what_the_engine_holds_costs_nothing() -> None:
     core, prefix = Driver(slots=64), prefix_of("abcdef")
     core.fill("disk", prefix)
     paced(core, disk=0.1)
-    assert offers(core, "r", prefix, 4 * CHUNK) == [(6 * CHUNK, "disk", 0.2)]
-    assert offers(core, "r", prefix, 4 * CHUNK + 1) == [(6 * CHUNK, "disk", 0.2)]
-    assert offers(core, "r", prefix, 6 * CHUNK) == []
+    assert options(core, "r", prefix, 4 * CHUNK) == [(6 * CHUNK, "disk", 0.2)]
+    assert options(core, "r", prefix, 4 * CHUNK + 1) == [(6 * CHUNK, "disk", 0.2)]
+    assert options(core, "r", prefix, 6 * CHUNK) == []
 
 
 def test_what_all_is_here_is_one_offer() -> None:
@@ -149,8 +149,8 @@ def test_what_all_is_here_is_one_offer() -> None:
     core.store("s", prefix)
     core.run()
     paced(core, host_s=0.01)
-    assert offers(core, "r", prefix) == [(6 * CHUNK, "host", 0.06)]
-    assert offers(core, "r", prefix, 5 * CHUNK) == [(6 * CHUNK, "host", 0.01)]
+    assert options(core, "r", prefix) == [(6 * CHUNK, "host", 0.06)]
+    assert options(core, "r", prefix, 5 * CHUNK) == [(6 * CHUNK, "host", 0.01)]
 
 
 def test_copies_to_the_engine_that_wait_for_their_turn_come_first() -> None:
@@ -161,7 +161,7 @@ def test_copies_to_the_engine_that_wait_for_their_turn_come_first() -> None:
     paced(core, host_s=0.01)
     core.load("other", first)
     assert len(core.going(Link.SCATTER)) == 2
-    assert offers(core, "r", second) == [(3 * CHUNK, "host", 0.09)]
+    assert options(core, "r", second) == [(3 * CHUNK, "host", 0.09)]
 
 
 def test_while_a_tier_is_asked_there_is_no_offer() -> None:
@@ -169,7 +169,7 @@ def test_while_a_tier_is_asked_there_is_no_offer() -> None:
     core.store("s", prefix_of("a"))
     core.run()
     found = core.lookup("r", prefix)
-    assert (found.presence, found.ready_tokens, found.offers) == (Presence.PROBING, CHUNK, ())
+    assert (found.presence, found.ready_tokens, found.options) == (Presence.PROBING, CHUNK, ())
 
 
 def test_each_tier_that_can_be_done_without_makes_an_offer() -> None:
@@ -179,7 +179,7 @@ def test_each_tier_that_can_be_done_without_makes_an_offer() -> None:
     core.fill("far", prefix)
     paced(core, disk=0.01, shared=0.1, far=1.0)
     expected = [(2 * CHUNK, "disk", 0.02), (4 * CHUNK, "shared", 0.22), (6 * CHUNK, "far", 2.22)]
-    assert offers(core, "r", prefix) == expected
+    assert options(core, "r", prefix) == expected
 
 
 def test_who_comes_later_waits_for_who_came_before() -> None:
@@ -187,9 +187,9 @@ def test_who_comes_later_waits_for_who_came_before() -> None:
     core.fill("disk", first)
     core.fill("disk", second)
     paced(core, disk=0.1)
-    offers(core, "a", first)
+    options(core, "a", first)
     core.load("a", first)
-    assert offers(core, "b", second) == [(3 * CHUNK, "disk", 0.9)]
+    assert options(core, "b", second) == [(3 * CHUNK, "disk", 0.9)]
 
 
 def test_who_shares_a_prefix_that_is_being_loaded_waits_for_it_and_no_longer() -> None:
@@ -197,26 +197,26 @@ def test_who_shares_a_prefix_that_is_being_loaded_waits_for_it_and_no_longer() -
     core.fill("disk", first)
     core.fill("disk", second)
     paced(core, disk=0.1)
-    offers(core, "a", first)
+    options(core, "a", first)
     core.load("a", first)
     assert len(core.going(Link.PROMOTE)) == 3  # the others wait for their turn
-    assert offers(core, "b", first) == [(6 * CHUNK, "disk", 0.7)]  # and the pace of the first, which is under way
-    assert offers(core, "c", second) == [(6 * CHUNK, "disk", 0.7)]
+    assert options(core, "b", first) == [(6 * CHUNK, "disk", 0.7)]  # and the pace of the first, which is under way
+    assert options(core, "c", second) == [(6 * CHUNK, "disk", 0.7)]
 
 
 def test_a_window_and_a_state_are_loaded_for_the_end_only() -> None:
     core, prefix = Driver(slots=64, groups=(History(), Window(CHUNK), State())), prefix_of("abcd")
     core.fill("disk", prefix)
     paced(core, disk=0.1)
-    assert offers(core, "r", prefix) == [(4 * CHUNK, "disk", 0.6)]
-    (offer,) = core.cache.lookup(RequestId("r"), prefix, core.now_s).offers
-    assert offer.wait_s == offer.seconds  # a part of it is worth nothing
+    assert options(core, "r", prefix) == [(4 * CHUNK, "disk", 0.6)]
+    (option,) = core.cache.lookup(RequestId("r"), prefix, core.now_s).options
+    assert option.wait_s == option.seconds  # a part of it is worth nothing
 
 
 def test_every_promotion_and_scatter_is_measured() -> None:
     core, prefix = Driver(slots=64), prefix_of("ab")
     core.fill("disk", prefix)
-    offers(core, "r", prefix)
+    options(core, "r", prefix)
     core.load("r", prefix)
     core.wait(0.5)
     core.run(links=[Link.PROMOTE])
@@ -232,7 +232,7 @@ def test_every_promotion_and_scatter_is_measured() -> None:
 
 def load(core: Driver, prefix: Prefix, patience: Patience, *, resident_tokens: int = 0) -> None:
     tokens = len(prefix.keys) * CHUNK
-    offers(core, "r", prefix)
+    options(core, "r", prefix)
     places = [
         Place(index, chunk, (chunk,))
         for index, group in enumerate(core.layout.groups)
@@ -339,7 +339,7 @@ def test_a_load_that_was_cut_before_anything_came_tells_that_it_takes_longer() -
 def test_who_waits_behind_others_tells_nothing_of_the_link() -> None:
     core, prefix = filled("abcd")
     core.fill("disk", prefix_of("xy"))
-    offers(core, "other", prefix_of("xy"))
+    options(core, "other", prefix_of("xy"))
     core.load("other", prefix_of("xy"))
     load(core, prefix, Patience(1.0, 0.25))
     core.wait(1.0)
