@@ -4,7 +4,7 @@ import pytest
 from tests.core_driver import CHUNK, Driver, prefix_of
 
 from kvtier.core.boundary import needed_chunks
-from kvtier.core.meters import LOOK_S, UNKNOWN_BYTES_PER_S, Meter
+from kvtier.core.link_estimates import LOOK_S, UNKNOWN_BYTES_PER_S, LinkEstimator
 from kvtier.core.patience import Patience
 from kvtier.layout import ALIGNMENT, History, State, Window
 from kvtier.types import Link, LoadDone, LoadOption, Outcome, Place, Prefix, Presence, RequestId
@@ -12,97 +12,97 @@ from kvtier.types import Link, LoadDone, LoadOption, Outcome, Place, Prefix, Pre
 MB = 1 << 20
 
 
-def known(first_s: float, bytes_per_s: float, first_bytes: int = MB) -> Meter:
-    return Meter(first_s=first_s, bytes_per_s=bytes_per_s, first_bytes=first_bytes, is_known=True)
+def known(first_s: float, bytes_per_s: float, first_bytes: int = MB) -> LinkEstimator:
+    return LinkEstimator(first_s=first_s, bytes_per_s=bytes_per_s, first_bytes=first_bytes, is_known=True)
 
 
-# ---- meters ----------------------------------------------------------------------------------------------------------
+# ---- estimators ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_link_that_nobody_used_is_believed_to_be_fast() -> None:
-    first_s, all_s = Meter().seconds(100 * MB, 0, 0.0)
+    first_s, all_s = LinkEstimator().seconds(100 * MB, 0, 0.0)
     assert all_s == pytest.approx(first_s + 100 * MB / UNKNOWN_BYTES_PER_S)
-    assert not Meter().is_known
+    assert not LinkEstimator().is_known
 
 
 def test_the_first_wait_and_the_flow_after_it_are_told_apart() -> None:
-    meter = Meter()
+    estimator = LinkEstimator()
     for _ in range(10):
-        meter.began(MB, 0.0)
+        estimator.began(MB, 0.0)
     for number in range(10):
-        meter.ended(MB, 0.1 + 0.02 * number, is_moved=True)
-    assert meter.first_s == pytest.approx(0.1)
-    assert meter.first_bytes == 3 * MB  # came within half of the wait after the first one
-    first_s, all_s = meter.seconds(103 * MB, 0, 9.0)
+        estimator.ended(MB, 0.1 + 0.02 * number, is_moved=True)
+    assert estimator.first_s == pytest.approx(0.1)
+    assert estimator.first_bytes == 3 * MB  # came within half of the wait after the first one
+    first_s, all_s = estimator.seconds(103 * MB, 0, 9.0)
     assert (first_s, all_s) == (pytest.approx(0.1), pytest.approx(0.1 + 100 * 0.18 / 7, rel=0.01))
 
 
 def test_what_travels_side_by_side_is_no_flow() -> None:
-    meter = Meter()
+    estimator = LinkEstimator()
     for start_s in (0.0, 1.0):
         for _ in range(4):
-            meter.began(MB, start_s)
+            estimator.began(MB, start_s)
         for _ in range(4):
-            meter.ended(MB, start_s + 0.1, is_moved=True)
-    assert meter.seconds(4 * MB, 0, 9.0)[1] == pytest.approx(0.1)
-    assert meter.seconds(8 * MB, 0, 9.0)[1] == pytest.approx(0.2)
+            estimator.ended(MB, start_s + 0.1, is_moved=True)
+    assert estimator.seconds(4 * MB, 0, 9.0)[1] == pytest.approx(0.1)
+    assert estimator.seconds(8 * MB, 0, 9.0)[1] == pytest.approx(0.2)
 
 
 def test_a_small_burst_does_not_hide_how_much_comes_together() -> None:
-    meter = known(0.1, 40 * MB, 4 * MB)
-    meter.began(MB, 0.0)
-    meter.ended(MB, 0.1, is_moved=True)
-    assert meter.first_bytes == 4 * MB
+    estimator = known(0.1, 40 * MB, 4 * MB)
+    estimator.began(MB, 0.0)
+    estimator.ended(MB, 0.1, is_moved=True)
+    assert estimator.first_bytes == 4 * MB
 
 
 def test_bad_news_is_believed_at_once_and_good_news_by_half() -> None:
-    meter = known(0.01, 100 * MB)
-    meter.began(MB, 0.0)
-    meter.ended(MB, 1.0, is_moved=True)
-    assert meter.first_s == pytest.approx(1.0)
-    meter.began(MB, 2.0)
-    meter.ended(MB, 2.01, is_moved=True)
-    assert meter.first_s == pytest.approx(0.1)
+    estimator = known(0.01, 100 * MB)
+    estimator.began(MB, 0.0)
+    estimator.ended(MB, 1.0, is_moved=True)
+    assert estimator.first_s == pytest.approx(1.0)
+    estimator.began(MB, 2.0)
+    estimator.ended(MB, 2.01, is_moved=True)
+    assert estimator.first_s == pytest.approx(0.1)
 
 
 def test_a_link_that_is_never_idle_is_looked_at_all_the_same() -> None:
-    meter = known(0.001, 1000 * MB)
+    estimator = known(0.001, 1000 * MB)
     for number in range(200):
-        meter.began(MB, number * 0.01)
+        estimator.began(MB, number * 0.01)
         if number:
-            meter.ended(MB, number * 0.01, is_moved=True)
-    assert meter.out == 1
-    assert meter.bytes_per_s == pytest.approx(100 * MB, rel=0.1)
+            estimator.ended(MB, number * 0.01, is_moved=True)
+    assert estimator.out == 1
+    assert estimator.bytes_per_s == pytest.approx(100 * MB, rel=0.1)
     assert 4 * LOOK_S < 200 * 0.01
 
 
 def test_what_does_not_come_is_not_expected_to_come_soon() -> None:
-    meter = known(0.01, 100 * MB)
-    meter.began(MB, 0.0)
-    assert meter.seconds(MB, 0, 3.0)[0] == pytest.approx(3.0)
-    meter.ended(MB, 4.0, is_moved=False)  # given up
-    assert meter.seconds(MB, 0, 9.0)[0] == pytest.approx(4.0)
-    meter.began(MB, 10.0)
-    meter.ended(MB, 10.001, is_moved=False)  # cancelled before it could tell anything
-    assert meter.seconds(MB, 0, 11.0)[0] == pytest.approx(4.0)
+    estimator = known(0.01, 100 * MB)
+    estimator.began(MB, 0.0)
+    assert estimator.seconds(MB, 0, 3.0)[0] == pytest.approx(3.0)
+    estimator.ended(MB, 4.0, is_moved=False)  # given up
+    assert estimator.seconds(MB, 0, 9.0)[0] == pytest.approx(4.0)
+    estimator.began(MB, 10.0)
+    estimator.ended(MB, 10.001, is_moved=False)  # cancelled before it could tell anything
+    assert estimator.seconds(MB, 0, 11.0)[0] == pytest.approx(4.0)
 
 
 def test_what_is_on_its_way_comes_first() -> None:
-    meter = known(0.01, 100 * MB)
-    assert meter.seconds(MB, 50 * MB, 0.0)[0] == pytest.approx(0.51)
+    estimator = known(0.01, 100 * MB)
+    assert estimator.seconds(MB, 50 * MB, 0.0)[0] == pytest.approx(0.51)
 
 
 def test_a_load_may_have_to_wait_for_its_first_chunk_while_others_come() -> None:
-    meter = known(0.01, 100 * MB)
-    meter.led(0.3, has_come=True)
-    assert meter.seconds(MB, 0, 0.0) == (pytest.approx(0.3), pytest.approx(0.3))
-    assert meter.seconds(101 * MB, 0, 0.0) == (pytest.approx(0.3), pytest.approx(1.01))
-    meter.led(0.1, has_come=False)  # given up sooner than it usually comes
-    assert meter.lead_s == pytest.approx(0.3)
-    meter.led(0.5, has_come=False)
-    assert meter.lead_s == pytest.approx(0.5)
-    meter.led(0.02, has_come=True)
-    assert meter.lead_s == pytest.approx(0.1)
+    estimator = known(0.01, 100 * MB)
+    estimator.record_lead(0.3, has_come=True)
+    assert estimator.seconds(MB, 0, 0.0) == (pytest.approx(0.3), pytest.approx(0.3))
+    assert estimator.seconds(101 * MB, 0, 0.0) == (pytest.approx(0.3), pytest.approx(1.01))
+    estimator.record_lead(0.1, has_come=False)  # given up sooner than it usually comes
+    assert estimator.lead_s == pytest.approx(0.3)
+    estimator.record_lead(0.5, has_come=False)
+    assert estimator.lead_s == pytest.approx(0.5)
+    estimator.record_lead(0.02, has_come=True)
+    assert estimator.lead_s == pytest.approx(0.1)
 
 
 # ---- options ----------------------------------------------------------------------------------------------------------
@@ -111,9 +111,9 @@ def test_a_load_may_have_to_wait_for_its_first_chunk_while_others_come() -> None
 def paced(core: Driver, *, host_s: float = 1e-6, **tiers: float) -> None:
     """Every object takes so many seconds on its way from each place, one after the other."""
     for place, seconds in {"host": host_s, **tiers}.items():
-        core.cache._meters[place] = meter = core.cache._meters[place]
-        meter.first_s, meter.first_bytes, meter.bytes_per_s = seconds, ALIGNMENT, ALIGNMENT / seconds
-        meter.is_known, meter._knows_flow = True, True
+        core.cache._estimators[place] = estimator = core.cache._estimators[place]
+        estimator.first_s, estimator.first_bytes, estimator.bytes_per_s = seconds, ALIGNMENT, ALIGNMENT / seconds
+        estimator.is_known, estimator._knows_flow = True, True
 
 
 def options(core: Driver, request: str, prefix: Prefix, resident_tokens: int = 0) -> list[tuple[int, str, float]]:
@@ -222,9 +222,9 @@ def test_every_promotion_and_scatter_is_measured() -> None:
     core.run(links=[Link.PROMOTE])
     core.wait(0.25)
     core.run()
-    meters = core.cache._meters
-    assert (meters["disk"].first_s, meters["host"].first_s) == (pytest.approx(0.5), pytest.approx(0.25))
-    assert not any(meter.out for meter in meters.values())
+    estimators = core.cache._estimators
+    assert (estimators["disk"].first_s, estimators["host"].first_s) == (pytest.approx(0.5), pytest.approx(0.25))
+    assert not any(estimator.out for estimator in estimators.values())
 
 
 # ---- patience --------------------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_what_waiting_for_the_first_chunk_takes_is_remembered() -> None:
     core.run(links=[Link.SCATTER])
     core.wait(0.4)
     promote(core, 1)
-    assert (core.cache._meters["disk"].first_s, core.cache._meters["disk"].lead_s) == (
+    assert (core.cache._estimators["disk"].first_s, core.cache._estimators["disk"].lead_s) == (
         pytest.approx(0.3),
         pytest.approx(0.7),
     )
@@ -333,7 +333,7 @@ def test_a_load_that_was_cut_before_anything_came_tells_that_it_takes_longer() -
     core, prefix = filled("abcd")
     load(core, prefix, Patience(1.0, 0.25))
     core.wait(1.0)
-    assert core.cache._meters["disk"].lead_s == pytest.approx(1.0)
+    assert core.cache._estimators["disk"].lead_s == pytest.approx(1.0)
 
 
 def test_who_waits_behind_others_tells_nothing_of_the_link() -> None:
@@ -343,7 +343,7 @@ def test_who_waits_behind_others_tells_nothing_of_the_link() -> None:
     core.load("other", prefix_of("xy"))
     load(core, prefix, Patience(1.0, 0.25))
     core.wait(1.0)
-    assert core.cache._meters["disk"].lead_s == 0.0
+    assert core.cache._estimators["disk"].lead_s == 0.0
 
 
 def test_a_part_of_what_counts_as_a_whole_only_is_worth_nothing() -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvtier.config.loader import load
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
-from kvtier.core.meters import Belief, Meter
+from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.work import HOST
 from kvtier.device.cpu import CpuCopier
 from kvtier.errors import ConfigError
@@ -21,7 +21,7 @@ from kvtier.runtime.session_thread import wait_for
 from kvtier.types import ChunkKey, Place, Prefix, Presence, RequestId, StoreDone
 
 MIB = 1 << 20
-SLOW = Belief(first_s=0.1, first_bytes=4 * MIB, bytes_per_s=50e6)
+SLOW = LinkPrior(first_s=0.1, first_bytes=4 * MIB, bytes_per_s=50e6)
 
 
 def measure(op, size, depth, rate, latency_us):
@@ -36,30 +36,30 @@ def config_with(tmp_path, *links, flags=()):
 
 
 def test_a_believed_link_is_told_as_it_was_measured():
-    meter = Meter.believing(SLOW)
-    assert meter.is_known
-    assert meter.seconds(54 * MIB, 0, 0.0) == (0.1, pytest.approx(0.1 + 50 * MIB / 50e6))
+    estimator = LinkEstimator.from_prior(SLOW)
+    assert estimator.is_known
+    assert estimator.seconds(54 * MIB, 0, 0.0) == (0.1, pytest.approx(0.1 + 50 * MIB / 50e6))
 
 
 def test_without_a_belief_nothing_is_known():
-    assert Meter.believing(None) == Meter()
-    assert not Meter().is_known
+    assert LinkEstimator.from_prior(None) == LinkEstimator()
+    assert not LinkEstimator().is_known
 
 
 @pytest.mark.parametrize(("took_s", "least", "most"), [(0.4, 0.4, 0.4), (0.001, 0.005, 0.05)])
 def test_what_is_seen_corrects_the_belief(took_s, least, most):
-    meter = Meter.believing(SLOW)
-    meter.began(MIB, 0.0)
-    meter.ended(MIB, took_s, is_moved=True)
+    estimator = LinkEstimator.from_prior(SLOW)
+    estimator.began(MIB, 0.0)
+    estimator.ended(MIB, took_s, is_moved=True)
     # Bad news is believed at once, good news half the way.
-    assert least <= meter.first_s <= most
+    assert least <= estimator.first_s <= most
 
 
 def test_the_flow_is_not_guessed_from_the_first_objects_again():
-    meter = Meter.believing(SLOW)
-    meter.began(MIB, 0.0)
-    meter.ended(MIB, 0.1, is_moved=True)
-    assert meter.bytes_per_s == SLOW.bytes_per_s
+    estimator = LinkEstimator.from_prior(SLOW)
+    estimator.began(MIB, 0.0)
+    estimator.ended(MIB, 0.1, is_moved=True)
+    assert estimator.bytes_per_s == SLOW.bytes_per_s
 
 
 def test_a_record_gives_the_nearest_measure_and_the_time_to_verify(tmp_path):
@@ -73,7 +73,7 @@ def test_a_record_gives_the_nearest_measure_and_the_time_to_verify(tmp_path):
     priors = link_priors(config, 4 * MIB)
     assert set(priors) == {HOST, "disk"}
     # A copy that was measured with a quarter of the bytes takes four times as long.
-    assert priors[HOST] == Belief(pytest.approx(4 * 125e-6), 4 * MIB, pytest.approx(8e9))
+    assert priors[HOST] == LinkPrior(pytest.approx(4 * 125e-6), 4 * MIB, pytest.approx(8e9))
     # Four reading threads are the default. Two GB/s, and ten for the checksum, one after the other.
     first_s, first_bytes, rate = priors["disk"]
     assert (first_bytes, rate) == (16 * MIB, pytest.approx(1e9 / (1 / 2 + 1 / 10)))
@@ -113,10 +113,10 @@ def test_the_core_starts_with_them():
         tiers=["disk", "other"],
         evictor=lambda: make_evictor("lru"),
         limits=Limits(),
-        beliefs={"disk": SLOW},
+        link_priors={"disk": SLOW},
     )
-    assert cache._meters["disk"].seconds(4 * MIB, 0, 0.0)[1] == pytest.approx(0.1)
-    assert not cache._meters["other"].is_known
+    assert cache._estimators["disk"].seconds(4 * MIB, 0, 0.0)[1] == pytest.approx(0.1)
+    assert not cache._estimators["other"].is_known
 
 
 def open_with(config):

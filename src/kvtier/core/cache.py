@@ -20,8 +20,8 @@ from typing import Final
 from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
+from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_options import CostModel, LookupQuery
-from kvtier.core.meters import Belief, Meter
 from kvtier.core.patience import Patience
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
@@ -51,7 +51,7 @@ from kvtier.types import (
     Tell,
 )
 
-NO_BELIEFS: Final[Mapping[str, Belief]] = MappingProxyType({})
+NO_PRIORS: Final[Mapping[str, LinkPrior]] = MappingProxyType({})
 
 
 class Cache:
@@ -64,7 +64,7 @@ class Cache:
         evictor: makes one host evictor for each group.
         ranks: how many ranks answer each command.
         down: those of the tiers that do not work yet.
-        beliefs: how fast places are believed to be before they are seen; by name, host memory's too.
+        link_priors: how fast places are believed to be before they are seen; by name, host memory's too.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Cache:
         limits: Limits | None = None,
         ranks: int = 1,
         down: Collection[str] = (),
-        beliefs: Mapping[str, Belief] = NO_BELIEFS,
+        link_priors: Mapping[str, LinkPrior] = NO_PRIORS,
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 2:
             raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
@@ -96,7 +96,7 @@ class Cache:
         self._tiers = TierStates(tiers, self._limits, min(slots), self._events, down)
         self._tally = Tally()
         self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self._tally)
-        self._meters = {place: Meter.believing(beliefs.get(place)) for place in (HOST, *tiers)}
+        self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in (HOST, *tiers)}
         self._pending_writes = PendingWrites(self._host, self._tiers, self._limits, self._tally)
         self._waiting = Waiting(
             layout=layout,
@@ -116,14 +116,14 @@ class Cache:
             pending_writes=self._pending_writes,
             waiting=self._waiting,
             tally=self._tally,
-            meters=self._meters,
+            estimators=self._estimators,
             new_id=new_id,
             commands=self._commands,
         )
         self._cost_model = CostModel(
             layout=layout,
             host=self._host,
-            meters=self._meters,
+            estimators=self._estimators,
             loads=self._waiting.loads.values(),
             scatters=lambda: len(self._waiting.scatters),
             first_tier=self._traffic.first_tier,

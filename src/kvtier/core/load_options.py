@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvtier.core.boundary import longest_boundary, needed_chunks
 from kvtier.core.host import Host
-from kvtier.core.meters import Meter
+from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.residency import READABLE
 from kvtier.core.work import HOST, Load
 from kvtier.layout import History, KvLayout
@@ -34,7 +34,7 @@ class CostModel:
     Args:
         layout: the model's KV groups.
         host: host memory.
-        meters: of every place that a load may come from, fastest first; the host's is the way from there to the engine.
+        estimators: of every place that a load may come from, fastest first; the host's is the way from there to the engine.
         loads: the open loads; asked each time.
         scatters: how many objects in host memory wait for their copy to the engine.
         first_tier: where the next promotion of an open load that has some left comes from first.
@@ -45,7 +45,7 @@ class CostModel:
         *,
         layout: KvLayout,
         host: Host,
-        meters: dict[str, Meter],
+        estimators: dict[str, LinkEstimator],
         loads: Collection[Load],
         scatters: Callable[[], int],
         first_tier: Callable[[Load], str],
@@ -53,7 +53,7 @@ class CostModel:
         self._groups = layout.groups
         self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
         self._host = host
-        self._meters = meters
+        self._estimators = estimators
         self._loads = loads
         self._scatters = scatters
         self._first_tier = first_tier
@@ -69,11 +69,11 @@ class CostModel:
         """
         if tokens <= asked.resident_tokens:
             return ()
-        ends = {ready, tokens, *(self._without_slowest(asked, count) for count in range(1, len(self._meters) - 1))}
+        ends = {ready, tokens, *(self._without_slowest(asked, count) for count in range(1, len(self._estimators) - 1))}
         return tuple(self._option(asked, end, now_s) for end in sorted(ends) if end > asked.resident_tokens)
 
     def _without_slowest(self, asked: LookupQuery, count: int) -> int:
-        allowed = list(self._meters)[:-count]
+        allowed = list(self._estimators)[:-count]
         return longest_boundary(
             self._groups, asked.prefix, lambda group, chunk: asked.place_of(group, chunk) in allowed, asked.runs
         )
@@ -81,16 +81,16 @@ class CostModel:
     def _option(self, asked: LookupQuery, end: int, now_s: float) -> LoadOption:
         total_bytes, wanted = self._bytes(asked, end)
         queues = self._queues()
-        scatter = self._meters[HOST]
+        scatter = self._estimators[HOST]
         scatter_first_s, scatter_s = scatter.seconds(total_bytes, queues[HOST], now_s)
         promote_s, wait_s = 0.0, scatter_first_s
         slowest, is_known = HOST, scatter.is_known
-        for place, meter in self._meters.items():
+        for place, estimator in self._estimators.items():
             if place in wanted:
-                first_s, all_s = meter.seconds(wanted[place], queues[place], now_s)
+                first_s, all_s = estimator.seconds(wanted[place], queues[place], now_s)
                 promote_s += all_s
                 wait_s = max(wait_s, first_s)
-                slowest, is_known = place, is_known and meter.is_known
+                slowest, is_known = place, is_known and estimator.is_known
         # What has been promoted is scattered while the next is promoted; the last one's scatter remains.
         seconds = max(scatter_s, promote_s + scatter_first_s)
         if not self._has_history_only:
@@ -126,7 +126,7 @@ class CostModel:
 
     def _queues(self) -> dict[str, int]:
         """Bytes that open loads are still to get from each place."""
-        queues = {place: meter.out_bytes for place, meter in self._meters.items()}
+        queues = {place: estimator.out_bytes for place, estimator in self._estimators.items()}
         mean = sum(group.payload_bytes for group in self._groups) // len(self._groups)
         queues[HOST] += self._scatters() * mean
         for load in self._loads:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
-from kvtier.core.meters import Meter
+from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.residency import COMING, READABLE, Change
@@ -39,7 +39,7 @@ class Traffic:
         pending_writes: PendingWrites,
         waiting: Waiting,
         tally: Tally,
-        meters: dict[str, Meter],
+        estimators: dict[str, LinkEstimator],
         new_id: Callable[[], int],
         commands: list[Command],
     ) -> None:
@@ -52,7 +52,7 @@ class Traffic:
         self._pending_writes = pending_writes
         self._waiting = waiting
         self._tally = tally
-        self._meters = meters
+        self._estimators = estimators
         self._new_id = new_id
         self._commands = commands
         self._out = {GATHER: 0, SCATTER: 0}
@@ -202,12 +202,12 @@ class Traffic:
 
     def _measured(self, place: str, flight: Flight, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
-        self._meters[place].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
+        self._estimators[place].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
 
     def _led(self, load: Load, place: str, now_s: float) -> None:
         """Something of use has come to `load` for the first time, or nothing in time: what waiting for it took."""
         if load.is_alone and self._waiting.has_history_only and (load.has_led or load.was_cut):
-            self._meters[place].led(now_s - load.begun_s, has_come=load.has_led)
+            self._estimators[place].record_lead(now_s - load.begun_s, has_come=load.has_led)
 
     def _leading_place(self, load: Load) -> str:
         """Where the first chunk comes from that `load` needs and has not."""
@@ -260,11 +260,11 @@ class Traffic:
         return has_dropped or (has_promoted and len(loads) > 1) or (has_gathered and bool(loads))
 
     def _advance_scatters(self, now_s: float) -> None:
-        queue, meter = self._waiting.scatters, self._meters[HOST]
+        queue, estimator = self._waiting.scatters, self._estimators[HOST]
         for _ in range(min(len(queue), self._limits.scatters - self._out[SCATTER])):
             load, place, entry = queue.popleft()
             self._out[SCATTER] += 1
-            meter.began(self._host.object_bytes[entry.group], now_s)
+            estimator.began(self._host.object_bytes[entry.group], now_s)
             self._send(SCATTER, entry, now_s, place=place, load=load)
 
     def _advance_loads(self, now_s: float) -> tuple[bool, bool]:
@@ -316,7 +316,7 @@ class Traffic:
         self._host.enter(entry, Change.PROMOTE)
         self._waiting.attach(load, place, entry)
         tier_state.began(PROMOTE, self._host.object_bytes[entry.group])
-        self._meters[tier_state.name].began(self._host.object_bytes[entry.group], now_s)
+        self._estimators[tier_state.name].began(self._host.object_bytes[entry.group], now_s)
         self._send(PROMOTE, entry, now_s, tier=tier_state.name)
 
     def _advance_stores(self, now_s: float) -> bool:

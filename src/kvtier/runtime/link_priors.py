@@ -5,13 +5,13 @@ from math import log2
 
 from kvtier.config.links import Links, Speed, fastest, read_links
 from kvtier.config.sections import Config
-from kvtier.core.meters import Belief
+from kvtier.core.link_estimates import LinkPrior
 from kvtier.core.work import HOST
 
 SECTION_MARK = "planner.probe_file"
 
 
-def link_priors(config: Config, object_bytes: int) -> dict[str, Belief]:
+def link_priors(config: Config, object_bytes: int) -> dict[str, LinkPrior]:
     """How fast each place is believed to be; empty without a record.
 
     Args:
@@ -31,7 +31,7 @@ def link_priors(config: Config, object_bytes: int) -> dict[str, Belief]:
     }
     depth_most = config.limits.loads_in_flight
     hash_rate = fastest(links, "checksum", "hash")
-    found: dict[str, Belief] = {}
+    found: dict[str, LinkPrior] = {}
     for place, (link, op, threads) in wanted.items():
         speed = _nearest(links, link, op, object_bytes, min(threads, depth_most))
         if speed is not None:
@@ -48,11 +48,11 @@ def _nearest(links: Links, link: str, op: str, size_bytes: int, depth: int) -> S
     return min((it for it in links.get(link, ()) if it.op == op), key=distance, default=None)
 
 
-def _belief(speed: Speed, object_bytes: int, hash_rate: float | None) -> Belief:
+def _belief(speed: Speed, object_bytes: int, hash_rate: float | None) -> LinkPrior:
     """What is larger than what was measured takes longer in proportion. What a tier gives is verified, besides."""
     first_s = speed.first_s * max(1.0, object_bytes / speed.size_bytes)
     seconds_per_byte = 1 / speed.bytes_per_s
     if hash_rate is not None:
         first_s += object_bytes / hash_rate
         seconds_per_byte += 1 / hash_rate
-    return Belief(first_s, speed.depth * object_bytes, 1 / seconds_per_byte)
+    return LinkPrior(first_s, speed.depth * object_bytes, 1 / seconds_per_byte)

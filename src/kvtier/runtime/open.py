@@ -150,7 +150,7 @@ def open_core(
         evictor=lambda: make_evictor(config.host.evictor),
         limits=_limits(config),
         down=ranks.down,
-        beliefs=link_priors(config, max(group.payload_bytes for group in layout.groups)),
+        link_priors=link_priors(config, max(group.payload_bytes for group in layout.groups)),
     )
     recorder = None
     if config.trace.path is not None:

@@ -7,7 +7,7 @@ of good news and what was believed, the geometric mean. So a plan counts on what
 good look at a link that was bad is half the way back.
 
 Nothing is known of a link that nobody used. It is then believed to be fast, because only a try can tell; unless
-somebody has measured it before (`Belief`).
+somebody has measured it before (`LinkPrior`).
 """
 
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ TOGETHER = 0.5
 """What comes within this share of the first wait has come together with the first object."""
 
 
-class Belief(NamedTuple):
-    """What is believed of a link before anything went over it; as in `Meter`."""
+class LinkPrior(NamedTuple):
+    """What is believed of a link before anything went over it; as in `LinkEstimator`."""
 
     first_s: float
     first_bytes: int
@@ -32,7 +32,7 @@ class Belief(NamedTuple):
 
 
 @dataclass(slots=True)
-class Meter:
+class LinkEstimator:
     """One link."""
 
     first_s: float = UNKNOWN_FIRST_S
@@ -58,13 +58,13 @@ class Meter:
     _flow_bytes: int = field(default=0, init=False)
 
     @classmethod
-    def believing(cls, belief: Belief | None) -> "Meter":
+    def from_prior(cls, belief: LinkPrior | None) -> "LinkEstimator":
         """A link of which `belief` says what to expect, until it is seen; None: nothing is known."""
         if belief is None:
             return cls()
-        meter = cls(first_s=belief.first_s, first_bytes=belief.first_bytes, bytes_per_s=belief.bytes_per_s)
-        meter.is_known = meter._knows_flow = True
-        return meter
+        estimator = cls(first_s=belief.first_s, first_bytes=belief.first_bytes, bytes_per_s=belief.bytes_per_s)
+        estimator.is_known = estimator._knows_flow = True
+        return estimator
 
     def began(self, size_bytes: int, now_s: float) -> None:
         """An object is on its way."""
@@ -82,7 +82,7 @@ class Meter:
             self._moved(size_bytes, now_s)
         elif self._is_waiting and not self.out:
             # Given up. It would have taken longer than this, and this may be news.
-            self._believe_first(max(self.first_s, now_s - self._moved_s))
+            self._update_first(max(self.first_s, now_s - self._moved_s))
 
     def seconds(self, size_bytes: int, queue_bytes: int, now_s: float) -> tuple[float, float]:
         """Expected seconds until some of `size_bytes` more is of use, and until all have come.
@@ -101,7 +101,7 @@ class Meter:
         lead_s = max(first_s, self.lead_s)
         return queue_s + lead_s, queue_s + max(lead_s, first_s + flow_s)
 
-    def led(self, seconds: float, *, has_come: bool) -> None:
+    def record_lead(self, seconds: float, *, has_come: bool) -> None:
         """A load that had the link to itself had its first chunk after so long, or gave up then."""
         seconds = seconds if has_come else max(seconds, self.lead_s)
         self.lead_s = max(seconds, sqrt(self.lead_s * seconds))
@@ -109,7 +109,7 @@ class Meter:
     def _moved(self, size_bytes: int, now_s: float) -> None:
         if self._is_waiting:
             wait_s = now_s - self._moved_s
-            self._believe_first(wait_s)
+            self._update_first(wait_s)
             self._is_waiting = False
             self._flow_since_s, self._flow_bytes = now_s, 0
             self._together_until_s, self._together_bytes = now_s + TOGETHER * wait_s, 0
@@ -124,16 +124,16 @@ class Meter:
             flow_s = now_s - self._flow_since_s
             # Less than what travels side by side, or a shorter time than it takes, tells nothing of how it goes on.
             if self._flow_bytes >= self.first_bytes and flow_s >= self.first_s and (not self.out or flow_s >= LOOK_S):
-                self._believe_flow(self._flow_bytes / flow_s)
+                self._update_flow(self._flow_bytes / flow_s)
                 self._flow_since_s, self._flow_bytes = now_s, 0
         self._moved_s = now_s
 
-    def _believe_first(self, seconds: float) -> None:
+    def _update_first(self, seconds: float) -> None:
         seconds = max(seconds, INSTANT_S)
         self.first_s = max(seconds, sqrt(self.first_s * seconds)) if self.is_known else seconds
         self.is_known = True
 
-    def _believe_flow(self, bytes_per_s: float) -> None:
+    def _update_flow(self, bytes_per_s: float) -> None:
         usual = sqrt(self.bytes_per_s * bytes_per_s) if self._knows_flow else bytes_per_s
         self.bytes_per_s = min(bytes_per_s, usual)
         self._knows_flow = True
