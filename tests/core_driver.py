@@ -65,7 +65,7 @@ class Driver:
             "probe_deadline_s": LONG_S,
             "load_deadline_s": LONG_S,
             "transfer_deadline_s": LONG_S,
-            "store_patience_s": LONG_S,
+            "store_deadline_s": LONG_S,
         }
         self.cache = Cache(
             layout=layout,

@@ -179,7 +179,7 @@ class World:
             ]
             self._open[request] = answer
             self.planner.begun(plan, self.now_s)
-            self.cache.load(request, prefix, plan.tokens, places, self.now_s, patience=plan.patience)
+            self.cache.load(request, prefix, plan.tokens, places, self.now_s, budget=plan.budget)
             self._settle()
         else:
             self._compute(answer)

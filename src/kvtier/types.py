@@ -184,7 +184,7 @@ class LoadDone:
     sources: tuple[tuple[str, int], ...] = ()
     """(place the bytes came from, tokens), for the tokens delivered."""
     was_cut: bool = False
-    """It had ceased to pay (`Patience`): compute the rest, do not ask again."""
+    """It had ceased to pay (`LoadBudget`): compute the rest, do not ask again."""
 
 
 @dataclass(frozen=True, slots=True)

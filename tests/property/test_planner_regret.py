@@ -9,8 +9,16 @@ from tests.core_driver import CHUNK, Driver, prefix_of
 from tests.planner_world import STEP_TOKENS, Speed, World
 
 from kvtier.core.boundary import needed_chunks
-from kvtier.core.patience import Patience
-from kvtier.core.planner import ACCOUNT_START_S, COMPUTED_SHARE, REST_S_MAX, SAVED_SHARE, SLACK, SLACK_S_MIN, Planner
+from kvtier.core.load_budget import LoadBudget
+from kvtier.core.planner import (
+    BACKOFF_S_MAX,
+    COMPUTED_SHARE,
+    LOSS_BUDGET_START_S,
+    SAVED_SHARE,
+    SLACK,
+    SLACK_S_MIN,
+    Planner,
+)
 from kvtier.core.prefill import Costs, Piece, Prefill
 from kvtier.layout import History, State, Validity, Window
 from kvtier.types import Link, LoadDone, LoadOption, Lookup, Place, Presence, RequestId
@@ -64,7 +72,7 @@ def test_a_load_costs_no_more_than_the_best_moment_to_stop_it(
     free_s: float,
 ) -> None:
     """Whatever comes when: against all moments, the one before it began among them."""
-    patience = Patience(allowance_s, per_token_s, per_pair_s, free_s)
+    budget = LoadBudget(allowance_s, per_token_s, per_pair_s, free_s)
     core, prefix = Driver(slots=64), prefix_of("abcdefghij"[: len(arrivals)])
     tokens = len(arrivals) * CHUNK
     resident = min(resident, tokens - 1)
@@ -74,9 +82,9 @@ def test_a_load_costs_no_more_than_the_best_moment_to_stop_it(
     (group,) = core.layout.groups
     places = [Place(0, chunk, (chunk,)) for chunk in needed_chunks(group, prefix, tokens)]
     places = [place for place in places if (place.chunk + 1) * prefix.chunk_tokens > resident]
-    core.cache.load(RequestId("r"), prefix, tokens, places, core.now_s, resident_tokens=resident, patience=patience)
+    core.cache.load(RequestId("r"), prefix, tokens, places, core.now_s, resident_tokens=resident, budget=budget)
     core._take()
-    best_s = free_s + patience.saved_s(resident, tokens)  # what computing everything would take, after the others
+    best_s = free_s + budget.saved_s(resident, tokens)  # what computing everything would take, after the others
     here = set(range(resident // CHUNK))
     due = sorted((arrivals[place.chunk], prefix.keys[place.chunk], place.chunk) for place in places)
     while not (done := core.loaded()):
@@ -88,12 +96,12 @@ def test_a_load_costs_no_more_than_the_best_moment_to_stop_it(
             core.run(links=[Link.SCATTER])
             here.add(chunk)
             reached = next(number for number in range(len(arrivals) + 1) if number not in here) * CHUNK
-            best_s = min(best_s, max(core.now_s, free_s) + patience.saved_s(max(reached, resident), tokens))
+            best_s = min(best_s, max(core.now_s, free_s) + budget.saved_s(max(reached, resident), tokens))
         else:
             core.now_s = cut_s
             core.cache.tick(cut_s)
             core._take()
-    took_s = max(core.now_s, free_s) + patience.saved_s(max(done[0].tokens, resident), tokens)
+    took_s = max(core.now_s, free_s) + budget.saved_s(max(done[0].tokens, resident), tokens)
     assert took_s <= best_s + allowance_s + EPSILON_S
     assert done[0].was_cut == (done[0].tokens < tokens)
 
@@ -108,7 +116,7 @@ def test_a_tier_that_changes_costs_what_was_set_aside_at_most(
 ) -> None:
     world = World(engine, speeds, groups=kinds, threads=count)
     world.teach()
-    before_s = world.planner.snapshot()["account_s"]
+    before_s = world.planner.snapshot()["loss_budget_s"]
     for tokens, pause_s in asked:
         world.ask(tokens)
         world.wait(pause_s)
@@ -117,13 +125,13 @@ def test_a_tier_that_changes_costs_what_was_set_aside_at_most(
         slack_s = max(SLACK_S_MIN, SLACK * answer.recompute_s)
         # What a step costs besides its tokens counts by tokens, but is spared or not as a whole.
         error_s = CUT_S + FIT * answer.recompute_s + engine.per_step_s
-        allowance_s = answer.plan.patience.allowance_s if answer.plan.patience is not None else 0.0
+        allowance_s = answer.plan.budget.allowance_s if answer.plan.budget is not None else 0.0
         assert answer.regret_s <= allowance_s + error_s, answer
         lost_s += max(0.0, answer.regret_s - slack_s - error_s)
         saved_s += max(0.0, -answer.regret_s)
         set_aside_s += SLACK * world.compute_s(answer.tokens - answer.loaded, answer.loaded)
         overdraft_s = max(overdraft_s, allowance_s)
-    assert lost_s <= before_s + ACCOUNT_START_S + SAVED_SHARE * saved_s + set_aside_s + overdraft_s + EPSILON_S
+    assert lost_s <= before_s + LOSS_BUDGET_START_S + SAVED_SHARE * saved_s + set_aside_s + overdraft_s + EPSILON_S
 
 
 bursts = st.lists(
@@ -139,17 +147,17 @@ def test_an_engine_that_computes_all_prompts_is_kept_waiting_no_longer_than_was_
     """Prompts arrive together. Links stall in the middle, get slower or come back; loads fail together."""
     world = World(engine, speeds, threads=count, slots=512, is_one=True)
     world.teach()
-    set_aside_s = world.planner.snapshot()["account_s"] + ACCOUNT_START_S
+    set_aside_s = world.planner.snapshot()["loss_budget_s"] + LOSS_BUDGET_START_S
     for number, (together, pause_s) in enumerate(asked):
         world.ask_together(together, f"burst {number}")
         world.wait(pause_s)
         overdraft_s = 0.0
         for answer in world.answers[-len(together) :]:
             recompute_s = world.compute_s(answer.tokens, 0)
-            patience = answer.plan.patience
+            budget = answer.plan.budget
             set_aside_s += (SLACK + COMPUTED_SHARE + FIT) * recompute_s + CUT_S + engine.per_step_s
             set_aside_s += SAVED_SHARE * (recompute_s - world.compute_s(answer.tokens - answer.loaded, answer.loaded))
-            overdraft_s = max(overdraft_s, patience.allowance_s if patience is not None else 0.0)
+            overdraft_s = max(overdraft_s, budget.allowance_s if budget is not None else 0.0)
         lost_s = max(0.0, world.free_s - world.free_without_s)
         assert lost_s <= set_aside_s + overdraft_s + EPSILON_S
 
@@ -161,27 +169,27 @@ def test_whoever_decides_how_loads_end_takes_no_more_than_was_set_aside(seed: in
     planner = Planner()
     for tokens in (100, 1000, 10_000):
         planner.prefilled([Piece(tokens, 0)], tokens * 1e-3)
-    account_s = planner.snapshot()["account_s"]
+    loss_budget_s = planner.snapshot()["loss_budget_s"]
     lost_s = saved_s = computed_s = most_s = now_s = 0.0
     for _ in range(60):
-        now_s += REST_S_MAX
+        now_s += BACKOFF_S_MAX
         tokens, comes = int(100 * 100 ** dice.random()), dice.random() < good
         load_s = dice.random() * tokens * 1e-3
         option = LoadOption(tokens, "disk", load_s, dice.random() * load_s, is_known=True)
         plan = planner.plan(Lookup(tokens, 0, Presence.ARRIVING, (), (option,)), tokens, now_s=now_s)
-        if plan.patience is not None:
-            took_s = min(load_s, plan.patience.allowance_s) if comes else plan.patience.allowance_s
+        if plan.budget is not None:
+            took_s = min(load_s, plan.budget.allowance_s) if comes else plan.budget.allowance_s
             done = LoadDone(RequestId("r"), tokens if comes else 0, tokens, (), (), was_cut=not comes)
             planner.begun(plan, now_s)
             planner.ended(plan, done, took_s, now_s)
             slack_s = max(SLACK_S_MIN, SLACK * plan.recompute_s)
             lost_s += 0.0 if comes else took_s - slack_s
-            saved_s += plan.patience.saved_s(0, tokens) - took_s if comes else 0.0
+            saved_s += plan.budget.saved_s(0, tokens) - took_s if comes else 0.0
             most_s = max(most_s, took_s)
-        if not (plan.patience is not None and comes):
+        if not (plan.budget is not None and comes):
             planner.prefilled([Piece(tokens, 0)], tokens * 1e-3)
             computed_s += tokens * 1e-3
-    assert lost_s <= account_s + SAVED_SHARE * saved_s + SLACK * computed_s + most_s + EPSILON_S
+    assert lost_s <= loss_budget_s + SAVED_SHARE * saved_s + SLACK * computed_s + most_s + EPSILON_S
 
 
 @settings(max_examples=40, deadline=None)
@@ -193,11 +201,11 @@ def test_a_steady_tier_is_used_as_well_as_by_trying_every_boundary(
     world.teach()
     for tokens in (40_000, 40_000, 10_000):
         world.ask(tokens)
-        world.wait(REST_S_MAX)
+        world.wait(BACKOFF_S_MAX)
     world.answers.clear()
     for tokens, _ in asked:
         world.ask(tokens)
-        world.wait(REST_S_MAX)
+        world.wait(BACKOFF_S_MAX)
     # One more round of the tier's threads, which the link's two numbers do not tell apart from a share of a round.
     round_s = first_s + count / chunks_per_s
     for answer in world.answers:
@@ -223,7 +231,7 @@ def test_a_tier_that_has_recovered_is_used_again(
 
 
 def _is_used(world: World, tokens: int) -> bool:
-    world.wait(REST_S_MAX)
+    world.wait(BACKOFF_S_MAX)
     (answer,) = world.ask(tokens)
     return answer.ttft_s < 0.5 * answer.recompute_s
 

@@ -12,7 +12,7 @@ from tests.sim.world import Condition, Item, World
 
 from kvtier.core.boundary import needed_chunks
 from kvtier.core.cache import Cache
-from kvtier.core.patience import Patience
+from kvtier.core.load_budget import LoadBudget
 from kvtier.types import ChunkKey, LoadDone, Lookup, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
 
 LOOKUPS_MAX = 8
@@ -31,7 +31,7 @@ class Operation:
     blocks: dict[tuple[int, int], int]
     tokens: int = 0
     resident_tokens: int = 0
-    patience: Patience | None = None
+    budget: LoadBudget | None = None
 
     def item(self, place: tuple[int, int]) -> Item:
         """Object at (group, chunk)."""
@@ -195,13 +195,13 @@ class SimEngine:
             for chunk in needed_chunks(group, job.prefix, tokens):
                 if (chunk + 1) * job.prefix.chunk_tokens > resident:
                     blocks[index, chunk] = self._world.new_block(None)
-        patience = None
+        budget = None
         if self._scenario.mode is not Mode.QUIET and dice.random() < 0.3:
             free_s = max(0.0, dice.uniform(-0.05, 0.05))
-            patience = Patience(dice.uniform(0, 0.1), dice.uniform(0, 0.01), dice.uniform(0, 0.001), free_s)
+            budget = LoadBudget(dice.uniform(0, 0.1), dice.uniform(0, 0.01), dice.uniform(0, 0.001), free_s)
         now_s = self._world.now_s
-        operation = job.load = Operation(job.prefix, now_s, blocks, tokens, resident, patience)
-        self._world.note(RecordKind.LOAD, job.request, tokens, resident, patience is not None, sorted(blocks))
+        operation = job.load = Operation(job.prefix, now_s, blocks, tokens, resident, budget)
+        self._world.note(RecordKind.LOAD, job.request, tokens, resident, budget is not None, sorted(blocks))
         self._observer.load_begun(job, operation)
         self._cache.load(
             job.request,
@@ -210,7 +210,7 @@ class SimEngine:
             _places(blocks),
             now_s,
             resident_tokens=resident,
-            patience=patience,
+            budget=budget,
             session=job.session,
         )
 

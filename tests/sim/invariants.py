@@ -155,20 +155,20 @@ class Invariants:
 
     def _expect_patience(self, job: SimJob, operation: Operation, done: LoadDone) -> None:
         """A load is cut exactly when its regret has risen by the allowance, computed from the arrival times."""
-        arrivals, patience = self._log.arrivals.pop(operation), operation.patience
-        if patience is None:
-            _expect(not done.was_cut, "a load without patience to go on", done)
+        arrivals, budget = self._log.arrivals.pop(operation), operation.budget
+        if budget is None:
+            _expect(not done.was_cut, "a load without budget to go on", done)
             return
         here = [set[ChunkKey]() for _ in self._groups]
         lowest_s = end_s = 0.0
         is_over_due = False
         for time_s, (key, group) in [*arrivals, (self._world.now_s, (ChunkKey(b""), 0))]:
-            end_s = operation.start_s + patience.free_s + lowest_s + patience.allowance_s + self._worth(operation, here)
+            end_s = operation.start_s + budget.free_s + lowest_s + budget.allowance_s + self._worth(operation, here)
             if time_s >= end_s - ROUNDING_S:
                 is_over_due = True
                 break
             here[group].add(key)
-            costly_s = max(0.0, time_s - operation.start_s - patience.free_s)
+            costly_s = max(0.0, time_s - operation.start_s - budget.free_s)
             lowest_s = min(lowest_s, costly_s - self._worth(operation, here))
         _expect(is_over_due or not done.was_cut, "not to be cut while it pays", done)
         latest_s = end_s + self._scenario.device_s[1] + SLACK_S
@@ -176,13 +176,13 @@ class Invariants:
 
     def _worth(self, operation: Operation, here: list[set[ChunkKey]]) -> float:
         """Compute time saved by the leading chunks that have arrived."""
-        if operation.patience is None or not self._scenario.has_history_only:
+        if operation.budget is None or not self._scenario.has_history_only:
             return 0.0
         size, keys = operation.prefix.chunk_tokens, operation.prefix.keys
         chunks = operation.resident_tokens // size
         while chunks < len(keys) and all(keys[chunks] in of_group for of_group in here):
             chunks += 1
-        return operation.patience.saved_s(operation.resident_tokens, chunks * size)
+        return operation.budget.saved_s(operation.resident_tokens, chunks * size)
 
     def _longest_up_to(self, job: SimJob, is_there: Callable[[int, int], bool], tokens: int) -> int:
         return longest(self._groups, job.prefix, is_there, tokens)
@@ -203,7 +203,7 @@ class Invariants:
         if self._scenario.mode is Mode.QUIET:
             _expect(done.dropped == 0, "a quiet store drops nothing", done)
             self._acknowledged.update(items)
-        self._in_time(job, operation.start_s + self._scenario.limits.store_patience_s, done)
+        self._in_time(job, operation.start_s + self._scenario.limits.store_deadline_s, done)
 
     def _in_time(self, job: SimJob, end_s: float, done: LoadDone | StoreDone) -> None:
         if job.released_s is not None:

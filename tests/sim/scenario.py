@@ -153,7 +153,7 @@ def _draw_limits(dice: Random, mode: Mode) -> Limits:
         probe_deadline_s=AGES_S if is_calm else dice.uniform(0.02, 0.3),
         load_deadline_s=AGES_S if is_calm else dice.uniform(0.1, 1.5),
         transfer_deadline_s=AGES_S if is_calm else dice.uniform(0.1, 1.0),
-        store_patience_s=AGES_S if is_calm else dice.uniform(0.02, 1.0),
+        store_deadline_s=AGES_S if is_calm else dice.uniform(0.02, 1.0),
         tier_failures=dice.randint(1, 4),
         tier_retry_s=dice.uniform(0.02, 0.5),
         write_policy=dice.choice(list(WritePolicy)),

@@ -70,7 +70,7 @@ def test_what_a_session_is_still_storing_is_told_before_what_it_says():
 
 def test_a_store_that_fails_or_is_given_up_holds_no_news_back():
     for end in (lambda core: core.release("r"), lambda core: core.wait(2.0)):
-        core, (evictor,) = listening(slots=2, store_patience_s=1.0)
+        core, (evictor,) = listening(slots=2, store_deadline_s=1.0)
         core.store("r", prefix_of("abcd"), session=A)  # more than fits
         core.expects("a", NextTurn.USER)
         assert not core.tells

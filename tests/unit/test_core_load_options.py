@@ -5,7 +5,7 @@ from tests.core_driver import CHUNK, Driver, prefix_of
 
 from kvtier.core.boundary import needed_chunks
 from kvtier.core.link_estimates import LOOK_S, UNKNOWN_BYTES_PER_S, LinkEstimator
-from kvtier.core.patience import Patience
+from kvtier.core.load_budget import LoadBudget
 from kvtier.layout import ALIGNMENT, History, State, Window
 from kvtier.types import Link, LoadDone, LoadOption, Outcome, Place, Prefix, Presence, RequestId
 
@@ -227,10 +227,10 @@ def test_every_promotion_and_scatter_is_measured() -> None:
     assert not any(estimator.out for estimator in estimators.values())
 
 
-# ---- patience --------------------------------------------------------------------------------------------------------
+# ---- budget --------------------------------------------------------------------------------------------------------
 
 
-def load(core: Driver, prefix: Prefix, patience: Patience, *, resident_tokens: int = 0) -> None:
+def load(core: Driver, prefix: Prefix, budget: LoadBudget, *, resident_tokens: int = 0) -> None:
     tokens = len(prefix.keys) * CHUNK
     options(core, "r", prefix)
     places = [
@@ -239,9 +239,7 @@ def load(core: Driver, prefix: Prefix, patience: Patience, *, resident_tokens: i
         for chunk in needed_chunks(group, prefix, tokens)
         if (chunk + 1) * prefix.chunk_tokens > resident_tokens
     ]
-    core.cache.load(
-        RequestId("r"), prefix, tokens, places, core.now_s, resident_tokens=resident_tokens, patience=patience
-    )
+    core.cache.load(RequestId("r"), prefix, tokens, places, core.now_s, resident_tokens=resident_tokens, budget=budget)
     core._take()
 
 
@@ -260,7 +258,7 @@ def filled(text: str, **rest: object) -> tuple[Driver, Prefix]:
 
 def test_a_load_of_which_nothing_comes_is_cut() -> None:
     core, prefix = filled("abcd")
-    load(core, prefix, Patience(1.0, 0.25))
+    load(core, prefix, LoadBudget(1.0, 0.25))
     assert core.cache.next_deadline() == pytest.approx(1.0)
     core.wait(0.99)
     assert core.loaded() == []
@@ -272,7 +270,7 @@ def test_a_load_of_which_nothing_comes_is_cut() -> None:
 
 def test_each_chunk_that_comes_is_worth_some_time() -> None:
     core, prefix = filled("abcd")
-    load(core, prefix, Patience(1.0, 0.25))  # a chunk of four tokens spares a second
+    load(core, prefix, LoadBudget(1.0, 0.25))  # a chunk of four tokens spares a second
     core.wait(0.5)
     promote(core, 1)
     assert core.cache.next_deadline() == pytest.approx(1.5)  # half a second was gained: the lowest regret is -0.5
@@ -285,7 +283,7 @@ def test_each_chunk_that_comes_is_worth_some_time() -> None:
 
 def test_a_chunk_behind_a_hole_is_worth_nothing_yet() -> None:
     core, prefix = filled("abcd")
-    load(core, prefix, Patience(1.0, 10.0))
+    load(core, prefix, LoadBudget(1.0, 10.0))
     core.wait(0.5)
     for transfer in core.going(Link.PROMOTE)[1:]:
         core.answer(transfer)
@@ -297,7 +295,7 @@ def test_a_chunk_behind_a_hole_is_worth_nothing_yet() -> None:
 
 def test_a_load_that_comes_in_time_is_whole() -> None:
     core, prefix = filled("abcd")
-    load(core, prefix, Patience(1.0, 0.25))
+    load(core, prefix, LoadBudget(1.0, 0.25))
     for _ in range(4):
         core.wait(0.9)
         promote(core, 1)
@@ -306,7 +304,7 @@ def test_a_load_that_comes_in_time_is_whole() -> None:
 
 def test_what_is_resident_is_worth_nothing() -> None:
     core, prefix = filled("abcd")
-    load(core, prefix, Patience(1.0, 0.25), resident_tokens=2 * CHUNK)
+    load(core, prefix, LoadBudget(1.0, 0.25), resident_tokens=2 * CHUNK)
     core.wait(0.5)
     promote(core, 1)
     assert core.cache.next_deadline() == pytest.approx(1.5)
@@ -316,7 +314,7 @@ def test_what_is_resident_is_worth_nothing() -> None:
 
 def test_what_waiting_for_the_first_chunk_takes_is_remembered() -> None:
     core, prefix = filled("abcd")
-    load(core, prefix, Patience(1.0, 0.25))
+    load(core, prefix, LoadBudget(1.0, 0.25))
     core.wait(0.3)
     for transfer in core.going(Link.PROMOTE)[1:]:
         core.answer(transfer)
@@ -331,7 +329,7 @@ def test_what_waiting_for_the_first_chunk_takes_is_remembered() -> None:
 
 def test_a_load_that_was_cut_before_anything_came_tells_that_it_takes_longer() -> None:
     core, prefix = filled("abcd")
-    load(core, prefix, Patience(1.0, 0.25))
+    load(core, prefix, LoadBudget(1.0, 0.25))
     core.wait(1.0)
     assert core.cache._estimators["disk"].lead_s == pytest.approx(1.0)
 
@@ -341,14 +339,14 @@ def test_who_waits_behind_others_tells_nothing_of_the_link() -> None:
     core.fill("disk", prefix_of("xy"))
     options(core, "other", prefix_of("xy"))
     core.load("other", prefix_of("xy"))
-    load(core, prefix, Patience(1.0, 0.25))
+    load(core, prefix, LoadBudget(1.0, 0.25))
     core.wait(1.0)
     assert core.cache._estimators["disk"].lead_s == 0.0
 
 
 def test_a_part_of_what_counts_as_a_whole_only_is_worth_nothing() -> None:
     core, prefix = filled("abcd", groups=(History(), State()))
-    load(core, prefix, Patience(1.0, 10.0))
+    load(core, prefix, LoadBudget(1.0, 10.0))
     core.wait(0.9)
     promote(core, 4)
     assert core.cache.next_deadline() == pytest.approx(1.0)
@@ -358,7 +356,7 @@ def test_a_part_of_what_counts_as_a_whole_only_is_worth_nothing() -> None:
 
 def test_a_cut_waits_for_the_copies_into_the_engine() -> None:
     core, prefix = filled("ab")
-    load(core, prefix, Patience(1.0, 0.25))
+    load(core, prefix, LoadBudget(1.0, 0.25))
     core.answer(core.going(Link.PROMOTE)[0])
     core.wait(1.0)
     assert core.loaded() == []
@@ -369,7 +367,7 @@ def test_a_cut_waits_for_the_copies_into_the_engine() -> None:
 
 def test_the_deadline_of_all_loads_stays() -> None:
     core, prefix = filled("ab", load_deadline_s=2.0)
-    load(core, prefix, Patience(100.0, 0.25))
+    load(core, prefix, LoadBudget(100.0, 0.25))
     core.wait(2.0)
     (done,) = core.loaded()
     assert (done.tokens, done.was_cut) == (0, False)
@@ -377,7 +375,7 @@ def test_the_deadline_of_all_loads_stays() -> None:
 
 def test_what_arrives_after_a_cut_is_kept() -> None:
     core, prefix = filled("ab")
-    load(core, prefix, Patience(1.0, 0.25))
+    load(core, prefix, LoadBudget(1.0, 0.25))
     core.wait(1.0)
     for transfer in core.going(Link.PROMOTE):
         core.answer(transfer, Outcome.DONE)
@@ -386,7 +384,7 @@ def test_what_arrives_after_a_cut_is_kept() -> None:
 
 def test_the_time_in_which_the_engine_is_busy_costs_nothing() -> None:
     core, prefix = filled("abcd")
-    load(core, prefix, Patience(1.0, 0.25, free_s=3.0))
+    load(core, prefix, LoadBudget(1.0, 0.25, free_s=3.0))
     assert core.cache.next_deadline() == pytest.approx(4.0)
     core.wait(2.5)
     promote(core, 1)  # gained a second, and no time was lost yet: the lowest regret is -1

@@ -1,4 +1,4 @@
-"""Stores: what is acknowledged is readable, room is made on demand, and patience ends."""
+"""Stores: what is acknowledged is readable, room is made on demand, and budget ends."""
 
 import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
@@ -117,7 +117,7 @@ def test_a_prompt_that_is_used_again_outlives_one_that_is_not() -> None:
 
 
 def test_a_store_waits_for_room_only_while_its_patience_lasts() -> None:
-    core = Driver(slots=2, tiers=(), store_patience_s=3.0)
+    core = Driver(slots=2, tiers=(), store_deadline_s=3.0)
     core.store("a", prefix_of("ab"))
     core.store("b", prefix_of("yz"))
     assert core.cache.next_deadline() == 3.0
@@ -132,7 +132,7 @@ def test_a_store_waits_for_room_only_while_its_patience_lasts() -> None:
 
 
 def test_what_others_brought_while_a_store_waited_for_room_is_held_when_its_patience_ends() -> None:
-    core = Driver(slots=2, store_patience_s=10)
+    core = Driver(slots=2, store_deadline_s=10)
     core.store("m", prefix_of("m"))
     core.store("n", prefix_of("n"))
     core.run(links=[Link.GATHER])  # both slots are kept by what the tier is still to receive
@@ -156,7 +156,7 @@ def test_a_group_without_room_does_not_keep_others_waiting() -> None:
 
 
 def test_patience_ends_also_for_who_waits_for_somebody_elses_promotion() -> None:
-    core = Driver(store_patience_s=3.0)
+    core = Driver(store_deadline_s=3.0)
     core.load("r", prefix_of("a"))
     core.store("a", prefix_of("a"))
     core.wait(3.0)

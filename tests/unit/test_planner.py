@@ -3,10 +3,10 @@
 import pytest
 
 from kvtier.core.planner import (
-    ACCOUNT_START_S,
+    BACKOFF_S_MAX,
+    BACKOFF_S_MIN,
     LATE,
-    REST_S_MAX,
-    REST_S_MIN,
+    LOSS_BUDGET_START_S,
     RISKS,
     SLACK,
     SLACK_S_MIN,
@@ -47,9 +47,9 @@ def end(planner: Planner, plan: Plan, *, tokens: int, seconds: float, now_s: flo
 
 
 def lose(planner: Planner, plan: Plan, now_s: float) -> None:
-    """The load brings nothing, and is cut as late as its patience allows."""
-    assert plan.patience is not None
-    end(planner, plan, tokens=0, seconds=plan.patience.allowance_s, now_s=now_s, was_cut=True)
+    """The load brings nothing, and is cut as late as its budget allows."""
+    assert plan.budget is not None
+    end(planner, plan, tokens=0, seconds=plan.budget.allowance_s, now_s=now_s, was_cut=True)
 
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_a_load_that_is_over_before_the_engine_is_free_costs_nothing() -> None:
 def test_switched_off_it_loads_all_there_is_to_the_end() -> None:
     planner = Planner(is_on=False)
     plan = planner.plan(lookup_of(option(300, 0.0), option(900, 50.0)), TOTAL, now_s=0.0)
-    assert (plan.tokens, plan.patience) == (900, None)
+    assert (plan.tokens, plan.budget) == (900, None)
     end(planner, plan, tokens=0, seconds=60.0, now_s=60.0)
     assert planner.plan(lookup_of(option(900, 50.0)), TOTAL, now_s=60.0).tokens == 900
 
@@ -118,14 +118,14 @@ def test_a_plan_has_no_effect() -> None:
     assert planner.plan(lookup, TOTAL, now_s=0.0) == planner.plan(lookup, TOTAL, now_s=0.0)
 
 
-# ---- patience --------------------------------------------------------------------------------------------------------
+# ---- budget --------------------------------------------------------------------------------------------------------
 
 
 def test_a_load_may_lose_its_slack_and_twice_its_wait() -> None:
     plan = taught().plan(lookup_of(option(900, 0.3, wait_s=0.2)), TOTAL, now_s=0.0)
-    assert plan.patience is not None
-    assert plan.patience.allowance_s == pytest.approx(SLACK + RISKS * 0.2, rel=0.01)
-    assert plan.patience.saved_s(0, 900) == pytest.approx(0.9, rel=0.01)
+    assert plan.budget is not None
+    assert plan.budget.allowance_s == pytest.approx(SLACK + RISKS * 0.2, rel=0.01)
+    assert plan.budget.saved_s(0, 900) == pytest.approx(0.9, rel=0.01)
 
 
 def test_a_load_whose_first_tokens_are_cheap_to_compute_may_get_to_the_dear_ones() -> None:
@@ -140,12 +140,12 @@ def test_a_load_whose_first_tokens_are_cheap_to_compute_may_get_to_the_dear_ones
 def test_the_time_in_which_the_engine_computes_for_others_is_given_to_a_load_that_knows_its_link() -> None:
     planner, lookup = taught(), lookup_of(option(900, 0.3, wait_s=0.2))
     plan = planner.plan(lookup, TOTAL, ahead_s=5.0, now_s=0.0)
-    assert plan.patience is not None
-    assert plan.patience.free_s == 5.0
-    assert plan.patience.allowance_s == pytest.approx(SLACK + RISKS * 0.2, rel=0.01)
-    before_s = planner.snapshot()["account_s"]
+    assert plan.budget is not None
+    assert plan.budget.free_s == 5.0
+    assert plan.budget.allowance_s == pytest.approx(SLACK + RISKS * 0.2, rel=0.01)
+    before_s = planner.snapshot()["loss_budget_s"]
     end(planner, plan, tokens=0, seconds=5.0, now_s=5.0)  # later than expected, but nothing was lost
-    assert planner.snapshot()["account_s"] == before_s
+    assert planner.snapshot()["loss_budget_s"] == before_s
     assert planner.plan(lookup, TOTAL, now_s=5.0).tokens == 900  # so the place does not rest
 
 
@@ -165,27 +165,27 @@ def test_a_prompt_is_not_computed_while_those_that_come_meanwhile_would_wait_for
 
 def test_no_more_is_lent_than_a_load_may_bring() -> None:
     plan = taught().plan(lookup_of(option(900, 0.4, wait_s=0.3)), TOTAL, now_s=0.0)
-    assert plan.patience is not None
-    assert plan.patience.allowance_s == pytest.approx(SLACK + 0.5, rel=0.01)
+    assert plan.budget is not None
+    assert plan.budget.allowance_s == pytest.approx(SLACK + 0.5, rel=0.01)
 
 
 def test_a_load_that_brings_little_may_be_a_little_late() -> None:
     plan = taught().plan(lookup_of(option(900, 0.7, wait_s=0.3)), TOTAL, now_s=0.0)
-    assert plan.patience is not None
-    assert plan.patience.allowance_s == pytest.approx(SLACK + LATE * 0.3, rel=0.01)
+    assert plan.budget is not None
+    assert plan.budget.allowance_s == pytest.approx(SLACK + LATE * 0.3, rel=0.01)
 
 
 def test_a_short_prompt_has_some_milliseconds_too() -> None:
     plan = taught().plan(lookup_of(option(9, 0.0, wait_s=0.0)), 10, now_s=0.0)
-    assert plan.patience is not None
-    assert plan.patience.allowance_s == pytest.approx(SLACK_S_MIN)
+    assert plan.budget is not None
+    assert plan.budget.allowance_s == pytest.approx(SLACK_S_MIN)
 
 
 @pytest.mark.parametrize(("tokens", "first_look_s"), [(1000, 0.1), (10_000, 0.2), (100_000, 0.4)])
 def test_the_first_look_at_a_link_is_given_its_share_of_the_prompt(tokens: int, first_look_s: float) -> None:
     plan = taught().plan(lookup_of(option(900, 0.0, is_known=False)), tokens, now_s=0.0)
-    assert plan.patience is not None
-    assert plan.patience.allowance_s == pytest.approx(0.03 * tokens * PER_TOKEN_S + first_look_s, rel=0.01)
+    assert plan.budget is not None
+    assert plan.budget.allowance_s == pytest.approx(0.03 * tokens * PER_TOKEN_S + first_look_s, rel=0.01)
 
 
 def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
@@ -194,8 +194,8 @@ def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
     planner.begun(first, 0.0)
     second = planner.plan(lookup, TOTAL, now_s=0.0)
     assert second.spared_s == pytest.approx(0.9, rel=0.01)
-    assert second.patience is not None
-    assert second.patience.allowance_s == pytest.approx(SLACK + 0.9, rel=0.01)
+    assert second.budget is not None
+    assert second.budget.allowance_s == pytest.approx(SLACK + 0.9, rel=0.01)
     planner.dropped(first)
     assert planner.plan(lookup, TOTAL, now_s=0.0).spared_s == 0.0
 
@@ -208,12 +208,12 @@ def test_who_has_lost_too_much_lends_no_more_until_it_is_earned() -> None:
     near, far = lookup_of(option(900, 0.1, wait_s=0.01)), lookup_of(option(900, 0.5, wait_s=0.4))
     for tokens in (100, 1000):
         planner.prefilled([Piece(tokens, 0)], tokens * PER_TOKEN_S)
-    for now_s in range(0, 5 * int(REST_S_MAX), int(REST_S_MAX)):
+    for now_s in range(0, 5 * int(BACKOFF_S_MAX), int(BACKOFF_S_MAX)):
         plan = planner.plan(far, TOTAL, now_s=now_s)
         assert plan.tokens == 900
         lose(planner, plan, now_s)
-    assert planner.snapshot()["account_s"] < 0
-    now_s += 2 * REST_S_MAX
+    assert planner.snapshot()["loss_budget_s"] < 0
+    now_s += 2 * BACKOFF_S_MAX
     assert planner.plan(far, TOTAL, now_s=now_s).is_trial  # within its slack, at a venture
     assert not planner.plan(near, TOTAL, now_s=now_s).is_trial
     for _ in range(40):
@@ -224,18 +224,18 @@ def test_who_has_lost_too_much_lends_no_more_until_it_is_earned() -> None:
 
 def test_what_loads_have_saved_is_lent_in_part() -> None:
     planner = taught()
-    before_s = planner.snapshot()["account_s"]
+    before_s = planner.snapshot()["loss_budget_s"]
     end(planner, planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=0.0), tokens=900, seconds=0.1, now_s=0.1)
-    assert planner.snapshot()["account_s"] - before_s == pytest.approx(0.08, rel=0.02)
+    assert planner.snapshot()["loss_budget_s"] - before_s == pytest.approx(0.08, rel=0.02)
     assert planner.snapshot()["saved_s"] == pytest.approx(0.8, rel=0.02)
 
 
 def test_the_account_has_an_end() -> None:
     planner = Planner()
-    assert planner.snapshot()["account_s"] == ACCOUNT_START_S
+    assert planner.snapshot()["loss_budget_s"] == LOSS_BUDGET_START_S
     for _ in range(1000):
         planner.prefilled([Piece(1000, 0)], 1.0)
-    assert planner.snapshot()["account_s"] == 10.0
+    assert planner.snapshot()["loss_budget_s"] == 10.0
 
 
 # ---- rests -----------------------------------------------------------------------------------------------------------
@@ -247,11 +247,11 @@ def test_a_place_that_has_cost_a_load_rests_twice_as_long_each_time() -> None:
         plan = planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=now_s)
         assert plan.tokens == 900
         lose(planner, plan, now_s)
-        later = (now_s + half / 2 for half in range(4 * int(REST_S_MAX)))
+        later = (now_s + half / 2 for half in range(4 * int(BACKOFF_S_MAX)))
         again_s = next(at_s for at_s in later if planner.plan(lookup_of(option(900, 0.1)), TOTAL, now_s=at_s).tokens)
         rests.append(again_s - now_s)
         now_s = again_s
-    assert rests == [REST_S_MIN, 2, 4, 8, 16, REST_S_MAX, REST_S_MAX, REST_S_MAX]
+    assert rests == [BACKOFF_S_MIN, 2, 4, 8, 16, BACKOFF_S_MAX, BACKOFF_S_MAX, BACKOFF_S_MAX]
 
 
 def test_loads_that_fail_together_are_one_failure() -> None:
@@ -259,18 +259,18 @@ def test_loads_that_fail_together_are_one_failure() -> None:
     plans = [planner.plan(lookup, TOTAL, now_s=0.0) for _ in range(3)]
     for plan in plans:
         lose(planner, plan, 0.0)
-    assert not planner.plan(lookup, TOTAL, now_s=0.9 * REST_S_MIN).tokens
-    assert planner.plan(lookup, TOTAL, now_s=REST_S_MIN).tokens
+    assert not planner.plan(lookup, TOTAL, now_s=0.9 * BACKOFF_S_MIN).tokens
+    assert planner.plan(lookup, TOTAL, now_s=BACKOFF_S_MIN).tokens
 
 
 def test_a_load_that_succeeds_ends_it() -> None:
     planner, lookup = taught(), lookup_of(option(900, 0.1))
-    for now_s in (0.0, REST_S_MIN):
+    for now_s in (0.0, BACKOFF_S_MIN):
         lose(planner, planner.plan(lookup, TOTAL, now_s=now_s), now_s)
     end(planner, planner.plan(lookup, TOTAL, now_s=9.0), tokens=900, seconds=0.1, now_s=9.0)
     lose(planner, planner.plan(lookup, TOTAL, now_s=9.0), 9.0)
     assert not planner.plan(lookup, TOTAL, now_s=9.0).tokens
-    assert planner.plan(lookup, TOTAL, now_s=9.0 + REST_S_MIN).tokens
+    assert planner.plan(lookup, TOTAL, now_s=9.0 + BACKOFF_S_MIN).tokens
 
 
 def test_who_can_afford_what_was_lost_is_not_kept_from_it() -> None:
@@ -299,8 +299,8 @@ def test_a_link_that_is_believed_slow_is_tried_now_and_then_within_the_slack() -
     plan = planner.plan(lookup, TOTAL, now_s=0.0)
     assert (plan.tokens, plan.is_trial) == (900, True)
     assert plan.saved_s < 0
-    assert plan.patience is not None
-    assert plan.patience.allowance_s == pytest.approx(SLACK, rel=0.01)
+    assert plan.budget is not None
+    assert plan.budget.allowance_s == pytest.approx(SLACK, rel=0.01)
     planner.begun(plan, 0.0)
     assert planner.plan(lookup, TOTAL, now_s=0.01).tokens == 300  # one at a time
     planner.ended(plan, LoadDone(RequestId("r"), 300, 900, (), (), was_cut=True), 0.06, 0.06)

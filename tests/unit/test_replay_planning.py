@@ -12,7 +12,7 @@ from tests.unit.test_replay_tiers import BLOCK, CHUNK, Listed, agents, hits, rep
 
 from kvtier.cli.main import run
 from kvtier.cli.replay_ending import interruptible
-from kvtier.core.patience import Patience
+from kvtier.core.load_budget import LoadBudget
 from kvtier.core.planner import Planner
 from kvtier.replay import journal
 from kvtier.replay.comparing import sweep_tiers
@@ -236,7 +236,7 @@ def test_tiers_are_replayed_in_several_ways_side_by_side(capsys):
 @pytest.mark.parametrize("is_hasty", [False, True])
 def test_a_planner_that_loses_to_no_planner_is_told_of(is_hasty, capsys, monkeypatch):
     if is_hasty:  # each load is cut at once
-        monkeypatch.setattr(Patience, "cut_s", lambda patience, lowest_s, saved_s: 1e-6)
+        monkeypatch.setattr(LoadBudget, "cut_s", lambda budget, lowest_s, saved_s: 1e-6)
         monkeypatch.setattr(Planner, "_is_wise", lambda planner, plan, now_s: True)
     one = [*SEVERAL[:8], "--jobs", "1"]
     assert run([*one, "--json"]) == 0

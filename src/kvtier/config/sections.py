@@ -131,7 +131,7 @@ class LimitsConfig(Section):
     )
     load_deadline_s: float = setting(30.0, Seconds(1e-2, 3600), "How long a load may take; after it, recomputed.")
     transfer_deadline_s: float = setting(10.0, Seconds(1e-2, 3600), "How long one transfer may take; then it failed.")
-    store_patience_s: float = setting(10.0, Seconds(0, 3600), "How long a store waits for room before it is dropped.")
+    store_deadline_s: float = setting(10.0, Seconds(0, 3600), "How long a store waits for room before it is dropped.")
     open_deadline_s: float = setting(
         30.0, Seconds(1e-2, 3600), "How long start waits for a tier to open; it may come in later."
     )

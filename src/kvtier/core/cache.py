@@ -21,8 +21,8 @@ from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
+from kvtier.core.load_budget import LoadBudget
 from kvtier.core.load_options import CostModel, LookupQuery
-from kvtier.core.patience import Patience
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.residency import PRESENCE, READABLE
@@ -234,10 +234,10 @@ class Cache:
         now_s: float,
         *,
         resident_tokens: int = 0,
-        patience: Patience | None = None,
+        budget: LoadBudget | None = None,
         session: str | None = None,
     ) -> None:
-        """Bring the leading `tokens` to `places`; one LoadDone follows, early when it no longer pays (`patience`).
+        """Bring the leading `tokens` to `places`; one LoadDone follows, early when it no longer pays (`budget`).
 
         Raises:
             BadCallError: a load of this request is under way; `tokens` is no boundary; a place is not in the prefix,
@@ -250,7 +250,7 @@ class Cache:
         self._check_load(prefix, tokens, places, resident_tokens)
         deadline_s = now_s + self._limits.load_deadline_s
         load = Load(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), session)
-        load.begin(now_s, patience, is_alone=not self._waiting.loads)
+        load.begin(now_s, budget, is_alone=not self._waiting.loads)
         self._waiting.begin_load(load, [(place, prefix.keys[place.chunk]) for place in places], now_s)
         self._traffic.advance(now_s)
 
@@ -264,7 +264,7 @@ class Cache:
         """
         self.tick(now_s)
         self._check_places(prefix, places)
-        store = Store(request, prefix, session, now_s + self._limits.store_patience_s, deque(), len(places))
+        store = Store(request, prefix, session, now_s + self._limits.store_deadline_s, deque(), len(places))
         self._waiting.begin_store(store, [(place, prefix.keys[place.chunk]) for place in places], now_s)
         self._traffic.advance(now_s)
         self._waiting.end_store_if_settled(store)

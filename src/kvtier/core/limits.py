@@ -32,7 +32,7 @@ class Limits:
     probe_deadline_s: float = 0.5
     load_deadline_s: float = 30.0
     transfer_deadline_s: float = 10.0
-    store_patience_s: float = 10.0
+    store_deadline_s: float = 10.0
     tier_failures: int = 3
     tier_retry_s: float = 5.0
     write_policy: WritePolicy = WritePolicy.THROUGH

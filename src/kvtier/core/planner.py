@@ -3,7 +3,7 @@
 The core says what loads would take (`Lookup.options`), the engine's steps say what computing takes (`prefill`); the plan
 is the least sum. That is a guess about links, and links change. So three things bound what it may cost:
 
-- A load is cut when it no longer pays (`patience`). The time in which the engine computes for others costs it nothing.
+- A load is cut when it no longer pays (`budget`). The time in which the engine computes for others costs it nothing.
   It may lose `SLACK` of the time that computing everything would take. A try of a link that rests may lose no more.
 - A link that needs some time before its first byte could never be used so. As long as there is something in the
   planner's account, a load may therefore lose, on top, twice what it is expected to have lost at its worst moment. The
@@ -11,7 +11,7 @@ is the least sum. That is a guess about links, and links change. So three things
   what they have lost. A wait behind other loads costs it nothing, as far as the engine would be computing their tokens
   if it were not for them. So all requests together lose at most that income, what the account had at the start, and
   what the loads were lent that were open when it ran dry: whatever the links do. A load on a known link gets no more
-  patience for that wait, which its option counts already. If the link stalls, the engine must not stall as long.
+  budget for that wait, which its option counts already. If the link stalls, the engine must not stall as long.
 - A link that cost a load, or is believed to be slower than computing, rests; then one load tries it again, within
   `SLACK`. The rest doubles with each try that fails, from a second to half a minute, and ends with one that succeeds.
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
 
-from kvtier.core.patience import Patience
+from kvtier.core.load_budget import LoadBudget
 from kvtier.core.prefill import Piece, Prefill
 from kvtier.types import LoadDone, LoadOption, Lookup
 
@@ -35,8 +35,8 @@ COMPUTED_SHARE = 0.02
 """Share of what was computed that may be lost besides; with `SLACK` it is what users are promised: 5 %."""
 SLACK_S_MIN = 0.005
 """Below this nobody notices, and threads wake up late."""
-ACCOUNT_START_S = 1.0
-ACCOUNT_MOST_S = 10.0
+LOSS_BUDGET_START_S = 1.0
+LOSS_BUDGET_MAX_S = 10.0
 SAVED_SHARE = 0.1
 """Share of what was saved that may be lost again."""
 RISKS = 2.0
@@ -50,9 +50,9 @@ some tens of milliseconds before the first byte, and few more than the most."""
 OVERHEAD_HALF_S = 10.0
 """After so long of computing, half of what loads took besides is forgotten: else one bad moment would keep everybody
 from loading, and nobody would ever see that it has passed."""
-REST_S_MIN = 1.0
-REST_S_MAX = 30.0
-REST_GROWTH = 2.0
+BACKOFF_S_MIN = 1.0
+BACKOFF_S_MAX = 30.0
+BACKOFF_GROWTH = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Plan:
     """Expected time of computing what is left."""
     load_s: float = 0.0
     """Expected time of the load, as far as the engine is not busy with others anyway."""
-    patience: Patience | None = None
+    budget: LoadBudget | None = None
     """For the load; None: it goes on to the end."""
     is_trial: bool = False
     """It is not expected to pay: a link that is believed slow is tried again."""
@@ -89,11 +89,11 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Rest:
+class _Backoff:
     """A place that is left alone for a while."""
 
     until_s: float = 0.0
-    seconds: float = REST_S_MIN
+    seconds: float = BACKOFF_S_MIN
     lost_s: float = 0.0
     """What a load has lost on it. Who cannot afford that does not load from it; for others, only tries wait."""
 
@@ -110,13 +110,13 @@ class Planner:
         self._step_tokens = step_tokens
         self._is_on = is_on
         self._prefill = Prefill()
-        self._account_s = ACCOUNT_START_S
+        self._loss_budget_s = LOSS_BUDGET_START_S
         self._overhead_s = 0.0
         self._open: dict[int, float] = {}
         """Of each load that has begun and not ended, by its plan's `id`: when its prompt is expected to be ready."""
         self._spared_s = 0.0
         """What computing would take that these are to spare."""
-        self._rests: dict[str, _Rest] = {}
+        self._backoffs: dict[str, _Backoff] = {}
         self._counts = {"loads": 0, "loads_cut": 0, "trials": 0}
         self._saved_s = 0.0
 
@@ -180,12 +180,12 @@ class Planner:
             return nothing
         if not self._is_on:
             return self._loading(nothing, options[-1])
-        paying = [self._patient(self._loading(nothing, option), option) for option in options]
+        paying = [self._with_budget(self._loading(nothing, option), option) for option in options]
         wise = [nothing, *(plan for plan in paying if self._is_wise(plan, now_s))]
         best = max(wise, key=lambda plan: plan.saved_s - self._holds_up_s(plan, now_s, beside_s))
         longest = paying[-1]
         if longest.tokens > best.tokens and self._is_worth_a_try(longest, best, now_s):
-            return replace(longest, is_trial=True, patience=self._patience(_slack_s(longest), ahead_s))
+            return replace(longest, is_trial=True, budget=self._budget(_slack_s(longest), ahead_s))
         return best
 
     def begun(self, plan: Plan, now_s: float) -> None:
@@ -195,15 +195,15 @@ class Planner:
         self._spared_s += plan.recompute_s - plan.compute_s
         self._counts["trials"] += plan.is_trial
         if plan.is_trial:
-            rest = self._rests.setdefault(plan.place, _Rest())
+            rest = self._backoffs.setdefault(plan.place, _Backoff())
             rest.until_s, rest.lost_s = now_s + rest.seconds, 0.0
 
     def ended(self, plan: Plan, done: LoadDone, seconds: float, now_s: float) -> None:
         """The load of `plan` took `seconds`, and ended as `done` says."""
         self.dropped(plan)
-        if plan.patience is None:
+        if plan.budget is None:
             return
-        regret_s = plan.patience.regret_s(seconds, plan.patience.saved_s(plan.resident_tokens, done.tokens))
+        regret_s = plan.budget.regret_s(seconds, plan.budget.saved_s(plan.resident_tokens, done.tokens))
         lost_s = max(0.0, regret_s - plan.spared_s - _slack_s(plan))
         self._earn(SAVED_SHARE * max(0.0, -regret_s) - lost_s)
         self._saved_s -= regret_s
@@ -211,7 +211,7 @@ class Planner:
         if done.was_cut or lost_s:
             self._failed(plan, regret_s, now_s)
         elif done.tokens >= plan.tokens:
-            self._rests.pop(plan.place, None)
+            self._backoffs.pop(plan.place, None)
 
     def dropped(self, plan: Plan) -> None:
         """Nobody waits for the load of `plan` any more; nothing is to be learned from it."""
@@ -230,7 +230,7 @@ class Planner:
             **{f"{name}_s": value for name, value in zip(("per_step", "per_token", "per_pair"), costs, strict=True)},
             **self._counts,
             "overhead_s": self._overhead_s,
-            "account_s": self._account_s,
+            "loss_budget_s": self._loss_budget_s,
             "saved_s": self._saved_s,
         }
 
@@ -241,15 +241,15 @@ class Planner:
         load_s = max(0.0, option.seconds - nothing.ahead_s) + self._overhead_s
         return replace(nothing, tokens=option.tokens, compute_s=compute_s, load_s=load_s, place=option.place)
 
-    def _patient(self, plan: Plan, option: LoadOption) -> Plan:
-        """With the patience for its risk, if that can be afforded."""
+    def _with_budget(self, plan: Plan, option: LoadOption) -> Plan:
+        """With the budget for its risk, if that can be afforded."""
         risk_s = self._risk_s(plan.resident_tokens, option)
         needed_s = min(RISKS * risk_s, max(LATE * risk_s, plan.saved_s))
         if not option.is_known:
             unknown_s = min(max(UNKNOWN_S_MIN, COMPUTED_SHARE * plan.recompute_s), UNKNOWN_S_MAX)
             needed_s = max(needed_s, unknown_s, self._spared_s)
-        lent_s = needed_s if self._account_s > 0 else min(needed_s, self._spared_s)
-        return replace(plan, risk_s=risk_s, patience=self._patience(_slack_s(plan) + lent_s, plan.ahead_s))
+        lent_s = needed_s if self._loss_budget_s > 0 else min(needed_s, self._spared_s)
+        return replace(plan, risk_s=risk_s, budget=self._budget(_slack_s(plan) + lent_s, plan.ahead_s))
 
     def _risk_s(self, start: int, option: LoadOption) -> float:
         """First nothing comes; then, perhaps, tokens that are cheaper to compute than to load, before the dear ones."""
@@ -259,16 +259,16 @@ class Planner:
             return option.wait_s
         even = (pace_s - cheap_s) / per_pair_s if per_pair_s else float(option.tokens)
         worst = min(option.tokens, int(even))
-        return option.wait_s + pace_s * (worst - start) - self._patience(0.0).saved_s(start, worst)
+        return option.wait_s + pace_s * (worst - start) - self._budget(0.0).saved_s(start, worst)
 
-    def _patience(self, allowance_s: float, ahead_s: float = 0.0) -> Patience:
-        return Patience(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s, ahead_s)
+    def _budget(self, allowance_s: float, ahead_s: float = 0.0) -> LoadBudget:
+        return LoadBudget(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s, ahead_s)
 
     def _is_wise(self, plan: Plan, now_s: float) -> bool:
-        """Whether the load pays, its place does not rest, and its patience is enough for what is expected."""
-        rest = self._rests.get(plan.place)
+        """Whether the load pays, its place does not rest, and its budget is enough for what is expected."""
+        rest = self._backoffs.get(plan.place)
         is_resting = rest is not None and now_s < rest.until_s and _slack_s(plan) <= rest.lost_s
-        return not is_resting and plan.patience is not None and plan.risk_s <= plan.patience.cut_s(0.0, 0.0)
+        return not is_resting and plan.budget is not None and plan.risk_s <= plan.budget.cut_s(0.0, 0.0)
 
     def _holds_up_s(self, plan: Plan, now_s: float, beside_s: float) -> float:
         """How long the next prompt that comes waits while this one is computed, within what open loads spare."""
@@ -279,24 +279,24 @@ class Planner:
 
     def _is_worth_a_try(self, plan: Plan, best: Plan, now_s: float) -> bool:
         """Whether the place has rested, no load tells how it is, and it would bring more than a try may cost."""
-        rest = self._rests.get(plan.place)
+        rest = self._backoffs.get(plan.place)
         has_rested = rest is None or now_s >= rest.until_s
         # However fast the place may be: the faster ones below it are needed, too, and take their time.
         gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
         return has_rested and not self._open and gain_s > _slack_s(plan)
 
     def _failed(self, plan: Plan, regret_s: float, now_s: float) -> None:
-        rest = self._rests.get(plan.place)
+        rest = self._backoffs.get(plan.place)
         if rest is None:
-            rest = self._rests[plan.place] = _Rest()
+            rest = self._backoffs[plan.place] = _Backoff()
         elif plan.is_trial or now_s >= rest.until_s:
-            rest.seconds = min(REST_GROWTH * rest.seconds, REST_S_MAX)
+            rest.seconds = min(BACKOFF_GROWTH * rest.seconds, BACKOFF_S_MAX)
         rest.until_s = max(rest.until_s, now_s + rest.seconds)
         if not plan.is_trial:
             rest.lost_s = max(rest.lost_s, regret_s)
 
     def _earn(self, seconds: float) -> None:
-        self._account_s = min(self._account_s + seconds, ACCOUNT_MOST_S)
+        self._loss_budget_s = min(self._loss_budget_s + seconds, LOSS_BUDGET_MAX_S)
 
 
 def _slack_s(plan: Plan) -> float:

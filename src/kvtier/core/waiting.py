@@ -235,7 +235,7 @@ class Waiting:
         return [load for load in self.loads.values() if load.end_s <= now_s and not load.is_over]
 
     def overdue_stores(self, now_s: float) -> list[Store]:
-        """Stores whose patience has run out."""
+        """Stores whose budget has run out."""
         began_before = takewhile(lambda store: store.deadline_s <= now_s, self.stores)
         return [store for store in began_before if not store.is_over]
 

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from kvtier.core.patience import Patience
+from kvtier.core.load_budget import LoadBudget
 from kvtier.core.residency import Residency
 from kvtier.types import ChunkKey, Outcome, Place, Prefix, RequestId, Transfer
 
@@ -56,7 +56,7 @@ class Load:
     unsettled: int
     """Places neither delivered nor failed."""
     session: str | None
-    patience: Patience | None = None
+    budget: LoadBudget | None = None
     begun_s: float = 0.0
     is_alone: bool = False
     """No other load was open when it began."""
@@ -85,12 +85,12 @@ class Load:
         """When it is over, unless more comes until then."""
         return min(self.deadline_s, self.cut_s)
 
-    def begin(self, now_s: float, patience: Patience | None, *, is_alone: bool) -> None:
-        """The time and the patience count from now on."""
-        self.begun_s, self.patience, self.is_alone = now_s, patience, is_alone
+    def begin(self, now_s: float, budget: LoadBudget | None, *, is_alone: bool) -> None:
+        """The time and the budget count from now on."""
+        self.begun_s, self.budget, self.is_alone = now_s, budget, is_alone
         self.run = self.resident_tokens // self.prefix.chunk_tokens
-        if patience is not None:
-            self.cut_s = now_s + patience.cut_s(0.0, 0.0)
+        if budget is not None:
+            self.cut_s = now_s + budget.cut_s(0.0, 0.0)
 
     def advanced(self, groups: int, now_s: float) -> None:
         """Something was delivered to a load whose every chunk is of use when those before it are there."""
@@ -99,11 +99,11 @@ class Load:
             self.run += 1
         self.has_led |= self.run > before
         # What comes after the cut has come too late, though nobody may have looked at the clock since.
-        if self.patience is not None and self.run > before and now_s < self.cut_s:
-            saved_s = self.patience.saved_s(self.resident_tokens, self.run * self.prefix.chunk_tokens)
-            regret_s = self.patience.regret_s(now_s - self.begun_s, saved_s)
+        if self.budget is not None and self.run > before and now_s < self.cut_s:
+            saved_s = self.budget.saved_s(self.resident_tokens, self.run * self.prefix.chunk_tokens)
+            regret_s = self.budget.regret_s(now_s - self.begun_s, saved_s)
             self.lowest_regret_s = min(self.lowest_regret_s, regret_s)
-            self.cut_s = self.begun_s + self.patience.cut_s(self.lowest_regret_s, saved_s)
+            self.cut_s = self.begun_s + self.budget.cut_s(self.lowest_regret_s, saved_s)
 
     def _has(self, chunk: int, groups: int) -> bool:
         for group in range(groups):  # noqa: SIM110  `all` would make a generator for every object that comes
@@ -133,7 +133,7 @@ class Store:
     attached: list["Entry"] = field(default_factory=list["Entry"])
     """Entries it has waited on, to be found again when it gives up."""
     is_over: bool = False
-    """Released or out of patience: what has not begun will not."""
+    """Released or out of budget: what has not begun will not."""
 
 
 Waiter = tuple[Load | Store, Place, ChunkKey]

@@ -171,7 +171,7 @@ class Node:
             plan.tokens,
             _places(chunks),
             self._agenda.now_s,
-            patience=plan.patience,
+            budget=plan.budget,
             session=job.session,
         )
         self._watch()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier.core.patience import Patience
+from kvtier.core.load_budget import LoadBudget
 from kvtier.types import Event, Lookup, NextTurn, Place, Prefix, RequestId
 
 
@@ -40,13 +40,13 @@ class Session(Protocol):
         places: Sequence[Place],
         *,
         resident_tokens: int = 0,
-        patience: Patience | None = None,
+        budget: LoadBudget | None = None,
         session: str | None = None,
     ) -> None:
         """Bring the leading `tokens` to `places`; exactly one `LoadDone` follows, whatever happens.
 
         `resident_tokens` are leading tokens that the engine holds already, for every group: nothing is asked for them.
-        A load that no longer pays by its `patience` ends early, with what has come.
+        A load that no longer pays by its `budget` ends early, with what has come.
 
         Raises:
             BadCallError: the arguments do not fit; then no `LoadDone` follows.

@@ -241,7 +241,7 @@ def _limits(config: Config) -> Limits:
         probe_deadline_s=limits.probe_deadline_s,
         load_deadline_s=limits.load_deadline_s,
         transfer_deadline_s=limits.transfer_deadline_s,
-        store_patience_s=limits.store_patience_s,
+        store_deadline_s=limits.store_deadline_s,
         tier_failures=limits.tier_failures,
         tier_retry_s=limits.tier_retry_s,
         write_policy=WritePolicy(config.store.write_policy),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.core.cache import Cache
-from kvtier.core.patience import Patience
+from kvtier.core.load_budget import LoadBudget
 from kvtier.errors import BadCallError
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
@@ -127,7 +127,7 @@ class LocalSession:
         places: Sequence[Place],
         *,
         resident_tokens: int = 0,
-        patience: Patience | None = None,
+        budget: LoadBudget | None = None,
         session: str | None = None,
     ) -> None:
         """See `Session`."""
@@ -146,7 +146,7 @@ class LocalSession:
                 places,
                 pending.time_s,
                 resident_tokens=resident_tokens,
-                patience=patience,
+                budget=budget,
                 session=session,
             )
             self._pass_on()

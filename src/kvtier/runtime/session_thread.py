@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from kvtier.core.patience import Patience
+from kvtier.core.load_budget import LoadBudget
 from kvtier.errors import KvError
 from kvtier.runtime.base import Closed
 from kvtier.runtime.session import LocalSession
@@ -75,13 +75,13 @@ class SessionThread:
         places: Sequence[Place],
         *,
         resident_tokens: int = 0,
-        patience: Patience | None = None,
+        budget: LoadBudget | None = None,
         session: str | None = None,
     ) -> None:
         """See `Session`."""
         self._call(
             lambda: self._session.load(
-                request, prefix, tokens, places, resident_tokens=resident_tokens, patience=patience, session=session
+                request, prefix, tokens, places, resident_tokens=resident_tokens, budget=budget, session=session
             )
         )
 

@@ -100,7 +100,7 @@ class Loads:
             plan.tokens,
             load.places,
             resident_tokens=plan.resident_tokens,
-            patience=plan.patience,
+            budget=plan.budget,
             session=load.tracked.hint.session,
         )
         return True

@@ -12,7 +12,7 @@ stopping.)
 from typing import NamedTuple
 
 
-class Patience(NamedTuple):
+class LoadBudget(NamedTuple):
     """What a load is worth; made by the planner, kept by the core."""
 
     allowance_s: float
