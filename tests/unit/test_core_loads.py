@@ -153,7 +153,7 @@ def test_a_corrupt_copy_is_dropped_and_the_next_tier_tried() -> None:
     core.answer(second)
     core.run()
     assert core.loaded()[0].sources == (("shared", 4),)
-    assert core.cache.tally.corrupt == 1
+    assert core.cache.counters.corrupt == 1
 
 
 def test_no_tier_is_asked_twice_for_the_same_object_by_one_load() -> None:

@@ -128,7 +128,7 @@ def test_a_store_waits_for_room_only_while_its_patience_lasts() -> None:
     assert core.cache.next_deadline() is None
     core.run()
     assert core.stored() == [StoreDone(RequestId("a"), 2, 0)]
-    assert core.cache.tally.stores_dropped == 2
+    assert core.cache.counters.stores_dropped == 2
 
 
 def test_what_others_brought_while_a_store_waited_for_room_is_held_when_its_patience_ends() -> None:
@@ -347,7 +347,7 @@ def test_write_back_to_a_tier_that_is_down_makes_room_at_once() -> None:
     core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     assert not core.notices()[0].is_up
     assert len(core.going(Link.GATHER)) == 2
-    assert core.cache.tally.demotions_dropped == 2
+    assert core.cache.counters.demotions_dropped == 2
 
 
 def test_a_victim_that_is_on_its_way_does_not_shield_its_parents() -> None:
@@ -408,7 +408,7 @@ def test_a_load_does_not_wait_for_a_demotion() -> None:
     core.fill("disk", prefix_of("z"))
     core.load("r", prefix_of("z"))
     assert core.going(Link.PROMOTE), "a debt was forgotten"
-    assert core.cache.tally.demotions_dropped == 1
+    assert core.cache.counters.demotions_dropped == 1
     core.run()
     assert len(core.held["disk"]) == 8
 
@@ -427,7 +427,7 @@ def test_a_refused_demotion_is_no_fault_of_the_tier() -> None:
     core.run(links=[Link.GATHER])
     core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED)
     assert not core.notices()
-    assert core.cache.tally.demotions_dropped == 1
+    assert core.cache.counters.demotions_dropped == 1
     assert core.cache.pending_count == 0
 
 

@@ -384,7 +384,7 @@ def test_demotions_wait_for_the_answer_of_a_trial() -> None:
     core.run(links=[Link.GATHER])
     core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
     (before,) = core.going(Link.DEMOTE)
-    assert core.cache.tally.demotions_dropped == 4, "what waited for a tier that takes no writes is not written"
+    assert core.cache.counters.demotions_dropped == 4, "what waited for a tier that takes no writes is not written"
     core.wait(5.0)
     core.store("b", prefix_of("xyz"))
     core.run(links=[Link.GATHER])
@@ -425,7 +425,7 @@ def test_a_hanging_tier_is_a_miss_and_the_next_tier_is_tried() -> None:
     assert core.cancelled == [stuck.id]
     core.run(keep=lambda one: one is stuck)
     assert core.loaded()[0].sources == (("shared", 4),)
-    assert core.cache.tally.late == 1
+    assert core.cache.counters.late == 1
 
 
 def test_a_late_promotions_slot_is_not_reused_before_its_thread_answers() -> None:

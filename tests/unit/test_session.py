@@ -338,7 +338,7 @@ def test_a_limit_that_is_reached_is_logged_once(caplog, name):
         stored(session, f"b{number}", prefix_of(2, seed=number), places_of(range(2)))
         session._next_second_s = 0.0
         session.poll()
-    assert (cache.tally.unasked if name == "requests" else cache.tally.unqueued) > 1
+    assert (cache.counters.unprobed if name == "requests" else cache.counters.unqueued) > 1
     (record,) = caplog.records
     assert record.getMessage().startswith(f"limits.{name} is reached")
     session.close()

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Final
 
 from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
+from kvtier.core.counters import Counters
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
@@ -27,7 +28,6 @@ from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.residency import PRESENCE, READABLE
 from kvtier.core.sources import lookup_sources
-from kvtier.core.tally import Tally
 from kvtier.core.tier_state import TierStates
 from kvtier.core.traffic import Traffic
 from kvtier.core.waiting import Waiting
@@ -94,17 +94,17 @@ class Cache:
         new_id = count(1).__next__
         self._host = Host(slots, evictor, layout)
         self._tiers = TierStates(tiers, self._limits, min(slots), self._events, down)
-        self._tally = Tally()
-        self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self._tally)
+        self._counters = Counters()
+        self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self._counters)
         self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in (HOST, *tiers)}
-        self._pending_writes = PendingWrites(self._host, self._tiers, self._limits, self._tally)
+        self._pending_writes = PendingWrites(self._host, self._tiers, self._limits, self._counters)
         self._waiting = Waiting(
             layout=layout,
             limits=self._limits,
             host=self._host,
             pending_writes=self._pending_writes,
             order=[HOST, *tiers],
-            tally=self._tally,
+            counters=self._counters,
             events=self._events,
         )
         self._traffic = Traffic(
@@ -115,7 +115,7 @@ class Cache:
             probes=self._probes,
             pending_writes=self._pending_writes,
             waiting=self._waiting,
-            tally=self._tally,
+            counters=self._counters,
             estimators=self._estimators,
             new_id=new_id,
             commands=self._commands,
@@ -183,9 +183,9 @@ class Cache:
         return Presence.ABSENT if entry is None else PRESENCE[entry.residency]
 
     @property
-    def tally(self) -> Tally:
+    def counters(self) -> Counters:
         """What has been counted so far."""
-        return self._tally
+        return self._counters
 
     @property
     def host(self) -> Host:

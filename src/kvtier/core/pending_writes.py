@@ -1,9 +1,9 @@
 """What lower tiers are owed: which copies from the engine they should have, and when, by the write policy."""
 
+from kvtier.core.counters import Counters
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.core.residency import READY
-from kvtier.core.tally import Tally
 from kvtier.core.tier_state import TierStates
 from kvtier.core.work import Entry
 from kvtier.types import Link
@@ -12,11 +12,11 @@ from kvtier.types import Link
 class PendingWrites:
     """Who is owed what. A debt keeps its object in host memory until it is paid or forgotten."""
 
-    def __init__(self, host: Host, tiers: TierStates, limits: Limits, tally: Tally) -> None:
+    def __init__(self, host: Host, tiers: TierStates, limits: Limits, counters: Counters) -> None:
         self._host = host
         self._tiers = tiers
         self._limits = limits
-        self._tally = tally
+        self._counters = counters
 
     def use(self, entry: Entry, now_s: float, session: str | None) -> None:
         """A request of `session` uses the object; with the selective policy this may make demotions due."""
@@ -80,7 +80,7 @@ class PendingWrites:
     def drop_next(self, tier: str) -> None:
         """`tier` takes no writes: the first demotion in its queue will not be made."""
         entry, _ = self._tiers[tier].queue.popitem(last=False)
-        self._tally.demotions_dropped += 1
+        self._counters.demotions_dropped += 1
         self._host.mark_written(entry, tier)
 
     def _queue(self, entry: Entry) -> None:
@@ -89,7 +89,7 @@ class PendingWrites:
             self._tiers[tier].queue[entry] = None
 
     def _forget(self, entry: Entry) -> None:
-        self._tally.demotions_dropped += len(entry.pending)
+        self._counters.demotions_dropped += len(entry.pending)
         for tier in sorted(entry.pending):
             self._tiers[tier].queue.pop(entry, None)
             self._host.mark_written(entry, tier)

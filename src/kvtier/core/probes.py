@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvtier.core.counters import Counters
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
-from kvtier.core.tally import Tally
 from kvtier.core.tier_state import TierStates
 from kvtier.core.work import Item, OpenProbe, ProbeAnswers
 from kvtier.types import Command, Link, Prefix, Probe, RequestId
@@ -23,14 +23,14 @@ class Probes:
         ranks: int,
         new_id: Callable[[], int],
         commands: list[Command],
-        tally: Tally,
+        counters: Counters,
     ) -> None:
         self._tiers = tiers
         self._limits = limits
         self._ranks = ranks
         self._new_id = new_id
         self._commands = commands
-        self._tally = tally
+        self._counters = counters
         self._known: dict[RequestId, ProbeAnswers] = {}
         self._order = list(tiers.by_name)
         self._open: dict[int, OpenProbe] = {}
@@ -50,24 +50,24 @@ class Probes:
             if not len(self._tiers):
                 return None
             if len(self._known) >= self._limits.requests:
-                self._tally.unasked += 1
+                self._counters.unprobed += 1
                 return None
             known = self._known[request] = ProbeAnswers()
         if known.prefix is prefix and known.departures == host.departures:
             return known
         known.prefix, known.departures = prefix, host.departures
-        unasked = tuple(
+        unprobed = tuple(
             (key, group)
             for group, entries in enumerate(host.entries)
             for key in prefix.keys
             if key not in entries and (key, group) not in known.probed
         )
-        if unasked:
-            known.probed.update(unasked)
+        if unprobed:
+            known.probed.update(unprobed)
             for tier_state in self._tiers:
                 if tier_state.can_read(now_s):
                     tier_state.breakers[Link.PROMOTE].attempted()
-                    self._send(request, known, tier_state.name, unasked, now_s)
+                    self._send(request, known, tier_state.name, unprobed, now_s)
         return known
 
     def check(self, now_s: float) -> None:

@@ -8,13 +8,13 @@ time.
 from collections import deque
 from collections.abc import Callable
 
+from kvtier.core.counters import Counters
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.residency import COMING, READABLE, Change
-from kvtier.core.tally import Tally
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.core.waiting import Waiting
 from kvtier.core.work import HOST, SEVERITY, Entry, Flight, Load, Store, Waiter
@@ -38,7 +38,7 @@ class Traffic:
         probes: Probes,
         pending_writes: PendingWrites,
         waiting: Waiting,
-        tally: Tally,
+        counters: Counters,
         estimators: dict[str, LinkEstimator],
         new_id: Callable[[], int],
         commands: list[Command],
@@ -51,7 +51,7 @@ class Traffic:
         self._probes = probes
         self._pending_writes = pending_writes
         self._waiting = waiting
-        self._tally = tally
+        self._counters = counters
         self._estimators = estimators
         self._new_id = new_id
         self._commands = commands
@@ -169,7 +169,7 @@ class Traffic:
         elif flight.is_fault and now_s < flight.transfer.deadline_s:
             tier_state.doubt([(entry.key, entry.group)])  # as in a bad block: the tier has a copy that cannot be read
         if flight.outcome is CORRUPT:
-            self._tally.corrupt += 1
+            self._counters.corrupt += 1
             self._commands.append(Drop(tier_state.name, entry.key, entry.group))
             for work, _, _ in entry.waiters:
                 if isinstance(work, Load):
@@ -196,7 +196,7 @@ class Traffic:
         else:
             self._judge(flight, now_s)
         if flight.outcome is not DONE:
-            self._tally.demotions_dropped += 1
+            self._counters.demotions_dropped += 1
         self._host.unpin(entry)
         self._host.mark_written(entry, tier_state.name)
 
@@ -226,7 +226,7 @@ class Traffic:
     def _too_late(self, flight: Flight, now_s: float) -> None:
         """A transfer's deadline has passed: nobody waits for it any more, but its thread may still run."""
         flight.is_late = True
-        self._tally.late += 1
+        self._counters.late += 1
         transfer, entry = flight.transfer, flight.entry
         self._tiers[transfer.tier].late[transfer.link] += 1
         self._tiers.judge(transfer.tier, transfer.link, now_s, is_fault=True)

@@ -7,12 +7,12 @@ from collections import deque
 from itertools import islice, takewhile
 
 from kvtier.core.boundary import longest_boundary
+from kvtier.core.counters import Counters
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.residency import READABLE
 from kvtier.core.sources import load_sources
-from kvtier.core.tally import Tally
 from kvtier.core.work import HOST, Entry, Load, Store, Waiter
 from kvtier.layout import History, KvLayout
 from kvtier.types import ChunkKey, Event, LoadDone, Place, RequestId, StoreDone
@@ -33,7 +33,7 @@ class Waiting:
         host: Host,
         pending_writes: PendingWrites,
         order: list[str],
-        tally: Tally,
+        counters: Counters,
         events: list[Event],
     ) -> None:
         self.loads: dict[RequestId, Load] = {}
@@ -50,7 +50,7 @@ class Waiting:
         self._host = host
         self._pending_writes = pending_writes
         self._order = order
-        self._tally = tally
+        self._counters = counters
         self._events = events
 
     # ---- begin -----------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Waiting:
                 store.todo.append((place, key))
                 self.chunks += 1
             else:
-                self._tally.unqueued += 1
+                self._counters.unqueued += 1
                 self.settle_store(store, is_held=False)
         for entry in reversed(found):
             self._pending_writes.use(entry, now_s, store.session)
@@ -132,7 +132,7 @@ class Waiting:
                 work.todo.append((place, key))
                 self.chunks += 1
             else:
-                self._tally.unqueued += 1
+                self._counters.unqueued += 1
                 self.settle_store(work, is_held=False)
                 self.end_store_if_settled(work)
 
@@ -164,7 +164,7 @@ class Waiting:
         store.unsettled -= 1
         store.held += is_held
         store.dropped += not is_held
-        self._tally.stores_dropped += not is_held
+        self._counters.stores_dropped += not is_held
 
     # ---- end -------------------------------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ class _Run:
             convoys=sum(it.convoys for it in tallies),
             skipped_tokens=planning.skipped_tokens,
             dropped_chunks=sum(it.dropped_chunks for it in tallies),
-            dropped_demotions=sum(node.cache.tally.demotions_dropped for node in self._nodes),
+            dropped_demotions=sum(node.cache.counters.demotions_dropped for node in self._nodes),
             busy_share=sum(it.busy_s for it in tallies) / server_s,
             busy_share_without=busy_without_s / server_s,
             over_time=self._over_time(),

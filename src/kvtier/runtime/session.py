@@ -253,7 +253,7 @@ class LocalSession:
 
     def _flush(self, until_s: float) -> int:
         """Demote what lower tiers are owed; how many objects have not come there by `until_s`."""
-        lost_before = self._cache.tally.demotions_dropped
+        lost_before = self._cache.counters.demotions_dropped
         self._cache.stop(self._clock())
         # Each round: what has arrived is owed to the tiers, what is owed goes out, what has gone out is completed.
         while self._clock() < until_s:
@@ -263,7 +263,7 @@ class LocalSession:
                 break
             self._settle(self._mover.take(min(FLUSH_STEP_S, max(0.0, until_s - self._clock()))))
             self._cache.tick(self._clock())
-        return self._cache.pending_count + self._cache.tally.demotions_dropped - lost_before
+        return self._cache.pending_count + self._cache.counters.demotions_dropped - lost_before
 
     @property
     def _is_shut(self) -> bool:
@@ -298,10 +298,10 @@ class LocalSession:
             self._tell(event)
 
     def _warn_of_limits(self) -> None:
-        tally = self._cache.tally
+        counters = self._cache.counters
         for name, count, effect in (
-            ("requests", tally.unasked, "for further requests lower tiers are not asked"),
-            ("waiting_chunks", tally.unqueued, "further objects are not stored"),
+            ("requests", counters.unprobed, "for further requests lower tiers are not asked"),
+            ("waiting_chunks", counters.unqueued, "further objects are not stored"),
         ):
             if count and name not in self._warned:
                 self._warned.add(name)

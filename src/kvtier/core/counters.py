@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Tally:
+class Counters:
     """Totals since the core was made."""
 
     stores_dropped: int = 0
@@ -15,7 +15,7 @@ class Tally:
     """Copies in a lower tier that failed their check."""
     late: int = 0
     """Transfers whose deadline passed."""
-    unasked: int = 0
+    unprobed: int = 0
     """Lookups that asked no lower tier because `Limits.requests` were tracked."""
     unqueued: int = 0
     """Objects that a store did not keep because `Limits.waiting_chunks` waited for a slot."""
