@@ -222,7 +222,7 @@ class TtftBenchmark:
             "directory__capacity_bytes": settings.disk_bytes,
             "limits__load_deadline_s": 120.0,
             "limits__transfer_deadline_s": 60.0,
-            "limits__store_patience_s": 60.0,
+            "limits__store_deadline_s": 60.0,
         }
         self._layout = inspect_cache(model).layout(settings.chunk_tokens)
         self._disk_host_bytes = max(1 << 20, _DISK_HOST_CHUNKS * chunk_bytes(self._layout))

@@ -16,7 +16,7 @@ def known(first_s: float, bytes_per_s: float, first_bytes: int = MB) -> LinkEsti
     return LinkEstimator(first_s=first_s, bytes_per_s=bytes_per_s, first_bytes=first_bytes, is_known=True)
 
 
-# ---- estimators ----------------------------------------------------------------------------------------------------------
+# ---- estimators ------------------------------------------------------------------------------------------------------
 
 
 def test_a_link_that_nobody_used_is_believed_to_be_fast() -> None:
@@ -105,7 +105,7 @@ def test_a_load_may_have_to_wait_for_its_first_chunk_while_others_come() -> None
     assert estimator.lead_s == pytest.approx(0.1)
 
 
-# ---- options ----------------------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 def paced(core: Driver, *, host_s: float = 1e-6, **tiers: float) -> None:

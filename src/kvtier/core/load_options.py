@@ -34,7 +34,7 @@ class CostModel:
     Args:
         layout: the model's KV groups.
         host: host memory.
-        estimators: of every place that a load may come from, fastest first; the host's is the way from there to the engine.
+        estimators: one for each place, fastest first; host memory's is of the link from there to the engine.
         loads: the open loads; asked each time.
         scatters: how many objects in host memory wait for their copy to the engine.
         first_tier: where the next promotion of an open load that has some left comes from first.

@@ -1,7 +1,6 @@
 """Load or compute: for each request the way that is expected to be faster, and a bound on what a mistake costs.
 
-The core says what loads would take (`Lookup.options`), the engine's steps say what computing takes (`prefill`); the plan
-is the least sum. That is a guess about links, and links change. So three things bound what it may cost:
+The core estimates load times (`Lookup.options`), `prefill` estimates computing times; the plan is the least sum. That is a guess about links, and links change. So three things bound what it may cost:
 
 - A load is cut when it no longer pays (`budget`). The time in which the engine computes for others costs it nothing.
   It may lose `SLACK` of the time that computing everything would take. A try of a link that rests may lose no more.
