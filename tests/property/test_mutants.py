@@ -54,7 +54,7 @@ def the_slot_of_a_late_promotion_is_reused_at_once(patch: Patch) -> None:
 
 @mutant
 def a_chunk_is_readable_before_it_has_arrived(patch: Patch) -> None:
-    def attach(self: waiting.Waiting, load: work.Load, place: object, entry: work.Entry) -> None:
+    def attach(self: waiting.Waiting, load: work.LoadOperation, place: object, entry: work.HostEntry) -> None:
         self._host.pin(entry)
         self.scatters.append((load, place, entry))
 
@@ -110,7 +110,7 @@ def the_breaker_never_opens(patch: Patch) -> None:
 
 @mutant
 def a_load_goes_on_when_it_no_longer_pays(patch: Patch) -> None:
-    patch.setattr(work.Load, "end_s", property(lambda self: self.deadline_s))
+    patch.setattr(work.LoadOperation, "end_s", property(lambda self: self.deadline_s))
 
 
 # ---- boundaries and lower tiers --------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def a_window_is_one_chunk_short(patch: Patch) -> None:
 def write_through_writes_nothing(patch: Patch) -> None:
     real = pending_writes.PendingWrites.owe
 
-    def mark_pending(self: pending_writes.PendingWrites, entry: work.Entry, now_s: float) -> None:
+    def mark_pending(self: pending_writes.PendingWrites, entry: work.HostEntry, now_s: float) -> None:
         if self._limits.write_policy is not WritePolicy.THROUGH:
             real(self, entry, now_s)
 

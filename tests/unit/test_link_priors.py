@@ -10,7 +10,7 @@ from kvtier.config.loader import load
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
-from kvtier.core.work import HOST
+from kvtier.core.records import HOST
 from kvtier.device.cpu import CpuCopier
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout

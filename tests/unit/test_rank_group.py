@@ -22,7 +22,7 @@ from tests.rig import (
 )
 
 from kvtier.core.cache import Cache
-from kvtier.core.work import SEVERITY
+from kvtier.core.records import SEVERITY
 from kvtier.errors import ConfigError
 from kvtier.keys.names import object_name
 from kvtier.policy.registry import make_evictor

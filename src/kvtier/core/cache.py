@@ -24,14 +24,14 @@ from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.load_options import CostModel, LookupQuery
+from kvtier.core.operations import OpenOperations
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
+from kvtier.core.records import HOST, LoadOperation, ProbeAnswers, StoreOperation
 from kvtier.core.residency import PRESENCE, READABLE
 from kvtier.core.sources import lookup_sources
 from kvtier.core.tier_state import TierStates
 from kvtier.core.traffic import Traffic
-from kvtier.core.waiting import Waiting
-from kvtier.core.work import HOST, Load, ProbeAnswers, Store
 from kvtier.errors import BadCallError
 from kvtier.layout import History, KvLayout
 from kvtier.policy.base import Evictor
@@ -98,7 +98,7 @@ class Cache:
         self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self._counters)
         self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in (HOST, *tiers)}
         self._pending_writes = PendingWrites(self._host, self._tiers, self._limits, self._counters)
-        self._waiting = Waiting(
+        self._operations = OpenOperations(
             layout=layout,
             limits=self._limits,
             host=self._host,
@@ -114,7 +114,7 @@ class Cache:
             tiers=self._tiers,
             probes=self._probes,
             pending_writes=self._pending_writes,
-            waiting=self._waiting,
+            operations=self._operations,
             counters=self._counters,
             estimators=self._estimators,
             new_id=new_id,
@@ -124,8 +124,8 @@ class Cache:
             layout=layout,
             host=self._host,
             estimators=self._estimators,
-            loads=self._waiting.loads.values(),
-            scatters=lambda: len(self._waiting.scatters),
+            loads=self._operations.loads.values(),
+            scatters=lambda: len(self._operations.scatters),
             first_tier=self._traffic.first_tier,
         )
 
@@ -245,13 +245,13 @@ class Cache:
                 place.
         """
         self._expire(now_s)  # and no more: what waits for a slot must not take what is about to be loaded
-        if request in self._waiting.loads:
+        if request in self._operations.loads:
             raise BadCallError(f"request {request!r} has a load under way")
         self._check_load(prefix, tokens, places, resident_tokens)
         deadline_s = now_s + self._limits.load_deadline_s
-        load = Load(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), session)
-        load.begin(now_s, budget, is_alone=not self._waiting.loads)
-        self._waiting.begin_load(load, [(place, prefix.keys[place.chunk]) for place in places], now_s)
+        load = LoadOperation(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), session)
+        load.begin(now_s, budget, is_alone=not self._operations.loads)
+        self._operations.begin_load(load, [(place, prefix.keys[place.chunk]) for place in places], now_s)
         self._traffic.advance(now_s)
 
     def store(
@@ -264,10 +264,10 @@ class Cache:
         """
         self.tick(now_s)
         self._check_places(prefix, places)
-        store = Store(request, prefix, session, now_s + self._limits.store_deadline_s, deque(), len(places))
-        self._waiting.begin_store(store, [(place, prefix.keys[place.chunk]) for place in places], now_s)
+        store = StoreOperation(request, prefix, session, now_s + self._limits.store_deadline_s, deque(), len(places))
+        self._operations.begin_store(store, [(place, prefix.keys[place.chunk]) for place in places], now_s)
         self._traffic.advance(now_s)
-        self._waiting.end_store_if_settled(store)
+        self._operations.end_store_if_settled(store)
 
     def release(self, request: RequestId, now_s: float) -> None:
         """Forget `request`: what has not begun will not; its Done events follow when nothing is in flight."""
@@ -284,7 +284,7 @@ class Cache:
 
     def stop(self, now_s: float) -> None:
         """Release every request that has a load or a store under way; none of them begins anything more."""
-        for request in dict.fromkeys([*self._waiting.loads, *(store.request for store in self._waiting.stores)]):
+        for request in dict.fromkeys([*self._operations.loads, *(store.request for store in self._operations.stores)]):
             self._stop(request)
         self._traffic.advance(now_s)
 
@@ -344,7 +344,7 @@ class Cache:
         self._traffic.check()
 
     def _say(self) -> None:
-        storing = {store.session for store in self._waiting.stores}
+        storing = {store.session for store in self._operations.stores}
         for session in [session for session in self._unsaid if session not in storing]:
             next_turn = self._unsaid.pop(session)
             self._host.expects(session, next_turn)
@@ -352,11 +352,11 @@ class Cache:
 
     def _stop(self, request: RequestId) -> None:
         self._probes.forget(request)
-        load = self._waiting.loads.get(request)
+        load = self._operations.loads.get(request)
         if load is not None:
             self._traffic.stop_load(load)
-        for store in [store for store in self._waiting.stores if store.request == request]:
-            self._waiting.give_up(store)
+        for store in [store for store in self._operations.stores if store.request == request]:
+            self._operations.give_up(store)
 
     # ---- small things ----------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ The only place that changes either.
 
 from collections.abc import Callable, Sequence
 
+from kvtier.core.records import HostEntry
 from kvtier.core.residency import COMING, LEAVING, READABLE, READY, Change, Residency, after
-from kvtier.core.work import Entry
 from kvtier.layout import KvLayout
 from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.types import ChunkKey, NextTurn
@@ -28,9 +28,9 @@ class Host:
         layout: KvLayout,
     ) -> None:
         self.slots = tuple(slots)
-        self.entries: list[dict[ChunkKey, Entry]] = [{} for _ in slots]
+        self.entries: list[dict[ChunkKey, HostEntry]] = [{} for _ in slots]
         self.readable: list[set[ChunkKey]] = [set() for _ in slots]
-        self.lost: list[Entry] = []
+        self.lost: list[HostEntry] = []
         self.leaving = [0] * len(self.slots)
         """Objects of each group that are LEAVING: slots that will be free soon."""
         self.evictions = 0
@@ -46,41 +46,41 @@ class Host:
         # wait for slots whose demotions are slow, each of them asks at every step.
         self._is_searched = [False] * len(self.slots)
 
-    def find(self, key: ChunkKey, group: int) -> Entry | None:
+    def find(self, key: ChunkKey, group: int) -> HostEntry | None:
         """The object's entry, unless it is absent or lost."""
         return self.entries[group].get(key)
 
-    def enter(self, entry: Entry, change: Change) -> None:
+    def enter(self, entry: HostEntry, change: Change) -> None:
         """Put `entry` into its slot, which `take_slot` gave; `change` is GATHER or PROMOTE."""
         entry.residency = after(entry.residency, change)
         self.entries[entry.group][entry.key] = entry
 
-    def arrived(self, entry: Entry) -> None:
+    def arrived(self, entry: HostEntry) -> None:
         """The bytes are in the slot."""
         entry.residency = after(entry.residency, Change.ARRIVED)
         self.readable[entry.group].add(entry.key)
         self._count(entry, 1)
         self._evictors[entry.group].added(Held(entry.key, entry.parent, entry.session))
 
-    def failed(self, entry: Entry) -> None:
+    def failed(self, entry: HostEntry) -> None:
         """The bytes did not come; the slot is free again."""
         entry.residency = after(entry.residency, Change.FAILED)
         self._depart(entry)
         self._free[entry.group].append(entry.slot)
 
-    def late(self, entry: Entry) -> None:
+    def late(self, entry: HostEntry) -> None:
         """Nobody waits any more, but a thread may still write: nobody finds it, the slot is not free."""
         entry.residency = after(entry.residency, Change.LATE)
         self._depart(entry)
         self.lost.append(entry)
 
-    def settled(self, entry: Entry) -> None:
+    def settled(self, entry: HostEntry) -> None:
         """The thread behind a late promotion has answered at last."""
         entry.residency = after(entry.residency, Change.SETTLED)
         self.lost.remove(entry)
         self._free[entry.group].append(entry.slot)
 
-    def touch(self, entry: Entry, session: str | None) -> None:
+    def touch(self, entry: HostEntry, session: str | None) -> None:
         """A request of `session` uses the object."""
         entry.uses += 1
         if entry.residency is LEAVING:
@@ -91,13 +91,13 @@ class Host:
         elif entry.residency is READY:
             self._evictors[entry.group].touched(Held(entry.key, entry.parent, session))
 
-    def pin(self, entry: Entry) -> None:
+    def pin(self, entry: HostEntry) -> None:
         """Forbid eviction once more."""
         if not entry.pins:
             self._count(entry, -1)
         entry.pins += 1
 
-    def unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: HostEntry) -> None:
         """Take one pin back."""
         assert entry.pins > 0, "unpinned more often than pinned"
         entry.pins -= 1
@@ -105,13 +105,13 @@ class Host:
             self._count(entry, 1)
             self._leave_if_written(entry)
 
-    def mark_pending(self, entry: Entry, tiers: frozenset[str]) -> None:
+    def mark_pending(self, entry: HostEntry, tiers: frozenset[str]) -> None:
         """`tiers` are still to receive the object, which is here or about to be."""
         self._count(entry, -1)
         entry.pending |= tiers
         self._count(entry, 1)
 
-    def mark_written(self, entry: Entry, tier: str) -> None:
+    def mark_written(self, entry: HostEntry, tier: str) -> None:
         """`tier` has received the object, or will not."""
         self._count(entry, -1)
         entry.pending -= {tier}
@@ -134,7 +134,7 @@ class Host:
             self._evict(victim)
         return self._free[group].pop()
 
-    def oldest_pending(self, group: int) -> Entry | None:
+    def oldest_pending(self, group: int) -> HostEntry | None:
         """The object that would leave next, of those that only a debt to a tier keeps."""
         if not self._idle_pending[group]:
             return None
@@ -146,7 +146,7 @@ class Host:
 
         return self._victim(group, stays)
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: HostEntry) -> None:
         """`entry` is a victim that leaves as soon as its tiers have received it."""
         self._count(entry, -1)
         entry.residency = after(entry.residency, Change.LEAVE)
@@ -154,13 +154,13 @@ class Host:
         self._is_searched[entry.group] = False
         self._evictors[entry.group].removed(entry.key)
 
-    def stuck(self, entry: Entry) -> None:
+    def stuck(self, entry: HostEntry) -> None:
         """A late demotion reads the slot, nobody knows how long: until then the evictor need not spare its parents."""
         entry.stuck += 1
         self._is_searched[entry.group] = False
         self._evictors[entry.group].removed(entry.key)
 
-    def unstuck(self, entry: Entry) -> None:
+    def unstuck(self, entry: HostEntry) -> None:
         """The thread behind a late demotion has answered at last."""
         entry.stuck -= 1
         if entry.residency is READY:
@@ -176,7 +176,7 @@ class Host:
         """Slots of `group` that hold something."""
         return self.slots[group] - len(self._free[group])
 
-    def pending_objects(self) -> list[Entry]:
+    def pending_objects(self) -> list[HostEntry]:
         """Every readable object that some tier is still to receive, parents before children."""
         pending = [entry for entries in self.entries for entry in entries.values() if entry.pending]
         return sorted(pending, key=lambda entry: entry.depth)
@@ -217,11 +217,11 @@ class Host:
         entries = self.entries[group]
         return lambda name: not _is_idle(entries[ChunkKey(name)], may_be_pending=False)
 
-    def _victim(self, group: int, is_pinned: Callable[[bytes], bool]) -> Entry | None:
+    def _victim(self, group: int, is_pinned: Callable[[bytes], bool]) -> HostEntry | None:
         name = self._evictors[group].victim(is_pinned)
         return None if name is None else self.entries[group][ChunkKey(name)]
 
-    def _evict(self, entry: Entry) -> None:
+    def _evict(self, entry: HostEntry) -> None:
         self._count(entry, -1)
         self.leaving[entry.group] -= entry.residency is LEAVING
         entry.residency = after(entry.residency, Change.EVICTED)
@@ -231,22 +231,22 @@ class Host:
         self._free[entry.group].append(entry.slot)
         self.evictions += 1
 
-    def _option(self, entry: Entry, session: str | None) -> None:
+    def _option(self, entry: HostEntry, session: str | None) -> None:
         """The evictor may choose `entry` (again)."""
         if not entry.stuck:
             self._is_searched[entry.group] = False
             self._evictors[entry.group].added(Held(entry.key, entry.parent, session))
 
-    def _depart(self, entry: Entry) -> None:
+    def _depart(self, entry: HostEntry) -> None:
         del self.entries[entry.group][entry.key]
         self._is_searched[entry.group] = False
         self.departures += 1
 
-    def _leave_if_written(self, entry: Entry) -> None:
+    def _leave_if_written(self, entry: HostEntry) -> None:
         if entry.residency is LEAVING and not entry.pins and not entry.pending:
             self._evict(entry)
 
-    def _count(self, entry: Entry, step: int) -> None:
+    def _count(self, entry: HostEntry, step: int) -> None:
         if entry.residency is not READY or entry.pins:
             return
         if entry.pending:
@@ -256,5 +256,5 @@ class Host:
             self._is_searched[entry.group] &= step < 0
 
 
-def _is_idle(entry: Entry, *, may_be_pending: bool) -> bool:
+def _is_idle(entry: HostEntry, *, may_be_pending: bool) -> bool:
     return entry.residency is READY and not entry.pins and (may_be_pending or not entry.pending)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from kvtier.core.boundary import longest_boundary, needed_chunks
 from kvtier.core.host import Host
 from kvtier.core.link_estimates import LinkEstimator
+from kvtier.core.records import HOST, LoadOperation
 from kvtier.core.residency import READABLE
-from kvtier.core.work import HOST, Load
 from kvtier.layout import History, KvLayout
 from kvtier.types import LoadOption, Prefix
 
@@ -46,9 +46,9 @@ class CostModel:
         layout: KvLayout,
         host: Host,
         estimators: dict[str, LinkEstimator],
-        loads: Collection[Load],
+        loads: Collection[LoadOperation],
         scatters: Callable[[], int],
-        first_tier: Callable[[Load], str],
+        first_tier: Callable[[LoadOperation], str],
     ) -> None:
         self._groups = layout.groups
         self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)

@@ -3,9 +3,9 @@
 from kvtier.core.counters import Counters
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits, WritePolicy
+from kvtier.core.records import HostEntry
 from kvtier.core.residency import READY
 from kvtier.core.tier_state import TierStates
-from kvtier.core.work import Entry
 from kvtier.types import Link
 
 
@@ -18,13 +18,13 @@ class PendingWrites:
         self._limits = limits
         self._counters = counters
 
-    def use(self, entry: Entry, now_s: float, session: str | None) -> None:
+    def use(self, entry: HostEntry, now_s: float, session: str | None) -> None:
         """A request of `session` uses the object; with the selective policy this may make demotions due."""
         self._host.touch(entry, session)
         if entry.is_fresh and entry.uses == self._limits.selective_uses and entry.residency is READY:
             self.mark_pending(entry, now_s)
 
-    def mark_pending(self, entry: Entry, now_s: float) -> None:
+    def mark_pending(self, entry: HostEntry, now_s: float) -> None:
         """A copy from the engine: should lower tiers have it, and is it time?"""
         policy = self._limits.write_policy
         if policy is WritePolicy.SELECTIVE and entry.uses < self._limits.selective_uses:
@@ -83,12 +83,12 @@ class PendingWrites:
         self._counters.demotions_dropped += 1
         self._host.mark_written(entry, tier)
 
-    def _queue(self, entry: Entry) -> None:
+    def _queue(self, entry: HostEntry) -> None:
         for tier in sorted(entry.pending - entry.queued):
             entry.queued |= {tier}
             self._tiers[tier].queue[entry] = None
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: HostEntry) -> None:
         self._counters.demotions_dropped += len(entry.pending)
         for tier in sorted(entry.pending):
             self._tiers[tier].queue.pop(entry, None)

@@ -1,4 +1,4 @@
-"""Load or compute: for each request the way that is expected to be faster, and a bound on what a mistake costs.
+"""LoadOperation or compute: for each request the way that is expected to be faster, and a bound on what a mistake costs.
 
 The core estimates load times (`Lookup.options`), `prefill` estimates computing times; the plan is the least sum. That is a guess about links, and links change. So three things bound what it may cost:
 
@@ -61,7 +61,7 @@ class Plan:
     total_tokens: int
     resident_tokens: int
     tokens: int
-    """Load up to here: a valid boundary past the resident tokens, or these themselves: load nothing."""
+    """LoadOperation up to here: a valid boundary past the resident tokens, or these themselves: load nothing."""
     recompute_s: float
     """Expected time without any load."""
     compute_s: float = 0.0

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from kvtier.core.counters import Counters
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
+from kvtier.core.records import Item, OpenProbe, ProbeAnswers
 from kvtier.core.tier_state import TierStates
-from kvtier.core.work import Item, OpenProbe, ProbeAnswers
 from kvtier.types import Command, Link, Prefix, Probe, RequestId
 
 NOBODY = RequestId("")

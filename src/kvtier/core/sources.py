@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.core.boundary import needed_chunks
-from kvtier.core.work import HOST
+from kvtier.core.records import HOST
 from kvtier.layout import GroupLayout
 from kvtier.types import Prefix
 

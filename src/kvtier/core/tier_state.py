@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtier.core.circuit_breaker import CircuitBreaker
 from kvtier.core.limits import Limits
+from kvtier.core.records import HostEntry, Item
 from kvtier.core.residency import READABLE
-from kvtier.core.work import Entry, Item
 from kvtier.types import Event, Link, TierNotice, Way
 
 # Names of their own, as in `traffic`.
@@ -24,7 +24,7 @@ class TierState:
         self.name = name
         self.breakers = {link: CircuitBreaker(limits.tier_failures, limits.tier_retry_s) for link in WAYS}
         """PROMOTE: of reads, which are promotions and probes. DEMOTE: of writes. A full disk still reads."""
-        self.queue: OrderedDict[Entry, None] = OrderedDict()
+        self.queue: OrderedDict[HostEntry, None] = OrderedDict()
         """What waits for a demotion, in order; each owes this tier."""
         self.out = {PROMOTE: 0, DEMOTE: 0}
         self.out_bytes = {PROMOTE: 0, DEMOTE: 0}

@@ -1,6 +1,6 @@
 """The transfers that are out: what may go out now, and what an answer means.
 
-The rule that keeps everybody moving: nobody holds a slot while waiting for another one. What is readable is scattered
+The rule that keeps everybody moving: nobody holds a slot while operations for another one. What is readable is scattered
 at once and out of order; a promotion needs one slot and gives it back; stores take what loads leave over, for a bounded
 time.
 """
@@ -12,12 +12,12 @@ from kvtier.core.counters import Counters
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
+from kvtier.core.operations import OpenOperations
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
+from kvtier.core.records import HOST, SEVERITY, HostEntry, InFlightTransfer, LoadOperation, StoreOperation, Waiter
 from kvtier.core.residency import COMING, READABLE, Change
 from kvtier.core.tier_state import TierState, TierStates
-from kvtier.core.waiting import Waiting
-from kvtier.core.work import HOST, SEVERITY, Entry, Flight, Load, Store, Waiter
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Place, Prefix, Transfer
 
 # LookupQuery for at every step; on its class, up to Python 3.11, a member costs as much as two calls.
@@ -37,20 +37,20 @@ class Traffic:
         tiers: TierStates,
         probes: Probes,
         pending_writes: PendingWrites,
-        waiting: Waiting,
+        operations: OpenOperations,
         counters: Counters,
         estimators: dict[str, LinkEstimator],
         new_id: Callable[[], int],
         commands: list[Command],
     ) -> None:
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, InFlightTransfer] = {}
         self._limits = limits
         self._ranks = ranks
         self._host = host
         self._tiers = tiers
         self._probes = probes
         self._pending_writes = pending_writes
-        self._waiting = waiting
+        self._operations = operations
         self._counters = counters
         self._estimators = estimators
         self._new_id = new_id
@@ -58,9 +58,9 @@ class Traffic:
         self._out = {GATHER: 0, SCATTER: 0}
         self._deadlines: deque[tuple[float, int]] = deque()
 
-    def stop_load(self, load: Load) -> None:
+    def stop_load(self, load: LoadOperation) -> None:
         """End `load` as soon as nothing of it is in flight."""
-        self._waiting.stop_load(load)
+        self._operations.stop_load(load)
         unwanted = [
             flight
             for flight in self.flights.values()
@@ -68,7 +68,7 @@ class Traffic:
         ]
         self._cancel([flight for flight in unwanted if not flight.is_cancelled])
 
-    def _cancel(self, flights: list[Flight]) -> None:
+    def _cancel(self, flights: list[InFlightTransfer]) -> None:
         for flight in flights:
             flight.is_cancelled = True
         if flights:
@@ -84,13 +84,13 @@ class Traffic:
             if flight is not None:
                 self._too_late(flight, now_s)
                 changed = True
-        for load in self._waiting.overdue_loads(now_s):
+        for load in self._operations.overdue_loads(now_s):
             load.was_cut = now_s < load.deadline_s
             self._led(load, self._leading_place(load), now_s)
             self.stop_load(load)
             changed = True
-        for store in self._waiting.overdue_stores(now_s):
-            self._waiting.give_up(store)
+        for store in self._operations.overdue_stores(now_s):
+            self._operations.give_up(store)
             changed = True
         return changed
 
@@ -98,7 +98,7 @@ class Traffic:
         """When `expire` has something to do, if nothing else happens."""
         while self._deadlines and self._deadlines[0][1] not in self.flights:
             self._deadlines.popleft()
-        ends = self._waiting.deadlines()
+        ends = self._operations.deadlines()
         if self._deadlines:
             ends.append(self._deadlines[0][0])
         return min(ends, default=None)
@@ -128,7 +128,7 @@ class Traffic:
             self._promoted(flight, now_s)
         return True
 
-    def _gathered(self, flight: Flight, now_s: float) -> None:
+    def _gathered(self, flight: InFlightTransfer, now_s: float) -> None:
         self._out[GATHER] -= 1
         store, entry = flight.store, flight.entry
         assert store is not None
@@ -136,16 +136,16 @@ class Traffic:
         if flight.outcome is DONE:
             self._pending_writes.mark_pending(entry, now_s)
             self._host.arrived(entry)
-            self._waiting.settle_store(store, is_held=True)
+            self._operations.settle_store(store, is_held=True)
             if waiters:
-                self._waiting.serve(waiters, entry)
+                self._operations.serve(waiters, entry)
         else:
             self._host.failed(entry)
-            self._waiting.settle_store(store, is_held=False)
-            self._waiting.retry(waiters)
-        self._waiting.end_store_if_settled(store)
+            self._operations.settle_store(store, is_held=False)
+            self._operations.retry(waiters)
+        self._operations.end_store_if_settled(store)
 
-    def _scattered(self, flight: Flight, now_s: float) -> None:
+    def _scattered(self, flight: InFlightTransfer, now_s: float) -> None:
         self._out[SCATTER] -= 1
         self._measured(HOST, flight, now_s)
         load, place, entry = flight.load, flight.place, flight.entry
@@ -154,13 +154,13 @@ class Traffic:
         self._host.unpin(entry)
         if flight.outcome is DONE:
             source, had_led = entry.source, load.has_led
-            self._waiting.delivered(load, place, entry, now_s)
+            self._operations.delivered(load, place, entry, now_s)
             if not had_led:
                 self._led(load, source, now_s)
         else:
-            self._waiting.fail(load, place)
+            self._operations.fail(load, place)
 
-    def _promoted(self, flight: Flight, now_s: float) -> None:
+    def _promoted(self, flight: InFlightTransfer, now_s: float) -> None:
         tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
         tier_state.ended(PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         self._measured(tier_state.name, flight, now_s)
@@ -172,7 +172,7 @@ class Traffic:
             self._counters.corrupt += 1
             self._commands.append(Drop(tier_state.name, entry.key, entry.group))
             for work, _, _ in entry.waiters:
-                if isinstance(work, Load):
+                if isinstance(work, LoadOperation):
                     tier_state.doubt((key, place.group) for place, key in work.todo)
         if flight.is_late:
             self._host.settled(entry)
@@ -181,14 +181,14 @@ class Traffic:
         waiters, entry.waiters = entry.waiters, []
         if flight.outcome is DONE:
             self._host.arrived(entry)
-            self._waiting.serve(waiters, entry)
+            self._operations.serve(waiters, entry)
             return
         self._host.failed(entry)
         if flight.outcome is not CANCELLED:
             _blame(tier_state.name, entry, waiters)
-        self._waiting.retry(waiters)
+        self._operations.retry(waiters)
 
-    def _demoted(self, flight: Flight, now_s: float) -> None:
+    def _demoted(self, flight: InFlightTransfer, now_s: float) -> None:
         tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
         tier_state.ended(DEMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         if flight.is_late:
@@ -200,16 +200,16 @@ class Traffic:
         self._host.unpin(entry)
         self._host.mark_written(entry, tier_state.name)
 
-    def _measured(self, place: str, flight: Flight, now_s: float) -> None:
+    def _measured(self, place: str, flight: InFlightTransfer, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
         self._estimators[place].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
 
-    def _led(self, load: Load, place: str, now_s: float) -> None:
-        """Something of use has come to `load` for the first time, or nothing in time: what waiting for it took."""
-        if load.is_alone and self._waiting.has_history_only and (load.has_led or load.was_cut):
+    def _led(self, load: LoadOperation, place: str, now_s: float) -> None:
+        """Something of use has come to `load` for the first time, or nothing in time: what operations for it took."""
+        if load.is_alone and self._operations.has_history_only and (load.has_led or load.was_cut):
             self._estimators[place].record_lead(now_s - load.begun_s, has_come=load.has_led)
 
-    def _leading_place(self, load: Load) -> str:
+    def _leading_place(self, load: LoadOperation) -> str:
         """Where the first chunk comes from that `load` needs and has not."""
         key = load.prefix.keys[load.run]
         entry = self._host.find(key, 0)
@@ -217,13 +217,13 @@ class Traffic:
             return HOST if entry.residency in READABLE else entry.source
         return next(iter(self._probes.tiers_for(load.request, (key, 0))), HOST)
 
-    def _judge(self, flight: Flight, now_s: float) -> None:
+    def _judge(self, flight: InFlightTransfer, now_s: float) -> None:
         if flight.outcome is CANCELLED:
             self._tiers[flight.transfer.tier].breakers[flight.transfer.link].inconclusive()
         else:
             self._tiers.judge(flight.transfer.tier, flight.transfer.link, now_s, is_fault=flight.is_fault)
 
-    def _too_late(self, flight: Flight, now_s: float) -> None:
+    def _too_late(self, flight: InFlightTransfer, now_s: float) -> None:
         """A transfer's deadline has passed: nobody waits for it any more, but its thread may still run."""
         flight.is_late = True
         self._counters.late += 1
@@ -234,7 +234,7 @@ class Traffic:
             waiters, entry.waiters = entry.waiters, []
             self._host.late(entry)
             _blame(transfer.tier, entry, waiters)
-            self._waiting.retry(waiters)
+            self._operations.retry(waiters)
         else:
             self._host.stuck(entry)
         self._cancel([flight])
@@ -243,24 +243,24 @@ class Traffic:
 
     def advance(self, now_s: float) -> None:
         """Issue whatever budgets and slots allow: readers first, then loads, then stores, then demotions."""
-        if self._waiting.scatters:
+        if self._operations.scatters:
             self._advance_scatters(now_s)
-        # What one begins, another one may be waiting for, and a dropped debt makes room: again, until nothing moves.
+        # What one begins, another one may be operations for, and a dropped debt makes room: again, until nothing moves.
         while self._advance_once(now_s):
             pass
-        if self._waiting.scatters:
+        if self._operations.scatters:
             self._advance_scatters(now_s)
 
     def _advance_once(self, now_s: float) -> bool:
         """Returns whether this may have helped somebody who was looked at before."""
-        loads = self._waiting.loads
+        loads = self._operations.loads
         is_starving, has_promoted = self._advance_loads(now_s) if loads else (False, False)
-        has_gathered = bool(self._waiting.stores) and not is_starving and self._advance_stores(now_s)
+        has_gathered = bool(self._operations.stores) and not is_starving and self._advance_stores(now_s)
         has_dropped = self._advance_demotions(now_s)
         return has_dropped or (has_promoted and len(loads) > 1) or (has_gathered and bool(loads))
 
     def _advance_scatters(self, now_s: float) -> None:
-        queue, estimator = self._waiting.scatters, self._estimators[HOST]
+        queue, estimator = self._operations.scatters, self._estimators[HOST]
         for _ in range(min(len(queue), self._limits.scatters - self._out[SCATTER])):
             load, place, entry = queue.popleft()
             self._out[SCATTER] += 1
@@ -270,17 +270,17 @@ class Traffic:
     def _advance_loads(self, now_s: float) -> tuple[bool, bool]:
         """Returns whether some load wants a slot that nobody can give, and whether a promotion has begun."""
         is_starving = has_promoted = False
-        for load in list(self._waiting.loads.values()):
+        for load in list(self._operations.loads.values()):
             while load.todo:
                 place, key = load.todo[0]
                 entry = self._host.find(key, place.group)
                 tier_state = self._next_tier(load, place, key, now_s) if entry is None else None
                 if entry is not None:
                     load.todo.popleft()
-                    self._waiting.attach(load, place, entry)
+                    self._operations.attach(load, place, entry)
                 elif tier_state is None:
                     load.todo.popleft()
-                    self._waiting.fail(load, place)
+                    self._operations.fail(load, place)
                 elif not tier_state.has_room(PROMOTE, self._host.object_bytes[place.group]):
                     is_starving |= not self._host.has_room(place.group)
                     break
@@ -294,12 +294,12 @@ class Traffic:
                     has_promoted = True
         return is_starving, has_promoted
 
-    def first_tier(self, load: Load) -> str:
+    def first_tier(self, load: LoadOperation) -> str:
         """Where the next promotion of `load`, which has some left, comes from first."""
         place, key = load.todo[0]
         return self._probes.tiers_for(load.request, (key, place.group))[0]
 
-    def _next_tier(self, load: Load, place: Place, key: ChunkKey, now_s: float) -> TierState | None:
+    def _next_tier(self, load: LoadOperation, place: Place, key: ChunkKey, now_s: float) -> TierState | None:
         item = (key, place.group)
         tried = load.tried.get(item, ())
         for tier in self._probes.tiers_for(load.request, item):
@@ -308,13 +308,13 @@ class Traffic:
         return None
 
     def _promote(
-        self, load: Load, item: tuple[Place, ChunkKey], slot: int, tier_state: TierState, now_s: float
+        self, load: LoadOperation, item: tuple[Place, ChunkKey], slot: int, tier_state: TierState, now_s: float
     ) -> None:
         place, key = item
         entry = self._new_entry(load.prefix, place, key, slot, load.session)
         entry.source = tier_state.name
         self._host.enter(entry, Change.PROMOTE)
-        self._waiting.attach(load, place, entry)
+        self._operations.attach(load, place, entry)
         tier_state.began(PROMOTE, self._host.object_bytes[entry.group])
         self._estimators[tier_state.name].began(self._host.object_bytes[entry.group], now_s)
         self._send(PROMOTE, entry, now_s, tier=tier_state.name)
@@ -323,18 +323,18 @@ class Traffic:
         """Returns whether a gather has begun."""
         has_gathered = False
         full: set[int] = set()
-        for store in list(self._waiting.stores):
+        for store in list(self._operations.stores):
             while store.todo:
                 place, key = store.todo[0]
                 if place.group in full:
                     break  # where nobody made room for the one before, nobody makes room for this one
                 entry = self._host.find(key, place.group)
                 if entry is not None:
-                    self._waiting.join(store, place, key, entry)
+                    self._operations.join(store, place, key, entry)
                 elif self._out[GATHER] >= self._limits.gathers:
                     return has_gathered
                 else:
-                    slot = self._pending_writes.slot_for_store(place.group, self._waiting.chunks)
+                    slot = self._pending_writes.slot_for_store(place.group, self._operations.chunks)
                     if slot is None:
                         full.add(place.group)
                         break
@@ -345,9 +345,9 @@ class Traffic:
                     self._send(GATHER, entry, now_s, place=place, store=store)
                     has_gathered = True
                 store.todo.popleft()
-                self._waiting.chunks -= 1
+                self._operations.chunks -= 1
             if not store.todo:
-                self._waiting.end_store_if_settled(store)
+                self._operations.end_store_if_settled(store)
             elif len(full) == len(self._host.slots):
                 break
         return has_gathered
@@ -374,21 +374,21 @@ class Traffic:
                 self._send(DEMOTE, entry, now_s, tier=tier_state.name)
         return has_dropped
 
-    def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, session: str | None) -> Entry:
+    def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, session: str | None) -> HostEntry:
         depth = place.chunk
-        parent = prefix.keys[depth - 1] if depth and self._waiting.has_parents[place.group] else None
-        return Entry(key, place.group, slot, parent, depth, session)
+        parent = prefix.keys[depth - 1] if depth and self._operations.has_parents[place.group] else None
+        return HostEntry(key, place.group, slot, parent, depth, session)
 
     def _send(
         self,
         link: Link,
-        entry: Entry,
+        entry: HostEntry,
         now_s: float,
         *,
         tier: str = "",
         place: Place | None = None,
-        load: Load | None = None,
-        store: Store | None = None,
+        load: LoadOperation | None = None,
+        store: StoreOperation | None = None,
     ) -> None:
         work = load or store
         transfer = Transfer(  # by position: this is made for every object that moves, and names cost half as much again
@@ -405,7 +405,7 @@ class Traffic:
             now_s + self._limits.transfer_deadline_s,
             entry.session,
         )
-        self.flights[transfer.id] = Flight(transfer, entry, self._ranks, load, store, place)
+        self.flights[transfer.id] = InFlightTransfer(transfer, entry, self._ranks, load, store, place)
         if tier:
             # Only tiers can be late: a device copy cannot be abandoned, its blocks and slot are in use until it ends.
             self._deadlines.append((transfer.deadline_s, transfer.id))
@@ -417,8 +417,8 @@ class Traffic:
         Raises:
             AssertionError: they do not, which is a mistake in the core.
         """
-        pins: dict[Entry, int] = {}
-        for _, _, entry in self._waiting.scatters:
+        pins: dict[HostEntry, int] = {}
+        for _, _, entry in self._operations.scatters:
             pins[entry] = pins.get(entry, 0) + 1
         out = dict.fromkeys(Link, 0)
         for flight in self.flights.values():
@@ -435,11 +435,11 @@ class Traffic:
         assert out[GATHER] == self._out[GATHER] <= self._limits.gathers, "gathers over budget"
         assert out[SCATTER] == self._out[SCATTER] <= self._limits.scatters, "scatters over budget"
         self._tiers.check(out)
-        self._waiting.check()
+        self._operations.check()
 
 
-def _blame(tier: str, entry: Entry, waiters: list[Waiter]) -> None:
+def _blame(tier: str, entry: HostEntry, waiters: list[Waiter]) -> None:
     """Loads that waited do not try this tier again for this object."""
     for work, _, _ in waiters:
-        if isinstance(work, Load):
+        if isinstance(work, LoadOperation):
             work.tried.setdefault((entry.key, entry.group), set()).add(tier)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
-from kvtier.core.work import HOST
+from kvtier.core.records import HOST
 from kvtier.layout import KvLayout
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics

@@ -6,7 +6,7 @@ from math import log2
 from kvtier.config.links import Links, Speed, fastest, read_links
 from kvtier.config.sections import Config
 from kvtier.core.link_estimates import LinkPrior
-from kvtier.core.work import HOST
+from kvtier.core.records import HOST
 
 SECTION_MARK = "planner.probe_file"
 

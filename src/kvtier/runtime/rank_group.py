@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvtier.core.work import SEVERITY
+from kvtier.core.records import SEVERITY
 from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.jobs import Completion, TierView, Work
 from kvtier.runtime.mover import Mover

@@ -16,7 +16,7 @@ Item = tuple[ChunkKey, int]
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class HostEntry:
     """One object with a slot in host memory."""
 
     key: ChunkKey
@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class LoadOperation:
     """One load of one request, until its LoadDone."""
 
     request: RequestId
@@ -73,7 +73,7 @@ class Load:
     delivered: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     """(group, chunk) -> where its bytes came from."""
     failed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    attached: list["Entry"] = field(default_factory=list["Entry"])
+    attached: list["HostEntry"] = field(default_factory=list["HostEntry"])
     """Entries it has waited on, to be found again when it is stopped."""
     cut: int = 1 << 62
     """The first chunk of a history that failed; what lies behind it is of no use."""
@@ -118,7 +118,7 @@ class Load:
 
 
 @dataclass(slots=True, eq=False)
-class Store:
+class StoreOperation:
     """One store of one request, until its StoreDone."""
 
     request: RequestId
@@ -130,13 +130,13 @@ class Store:
     unsettled: int
     held: int = 0
     dropped: int = 0
-    attached: list["Entry"] = field(default_factory=list["Entry"])
+    attached: list["HostEntry"] = field(default_factory=list["HostEntry"])
     """Entries it has waited on, to be found again when it gives up."""
     is_over: bool = False
     """Released or out of budget: what has not begun will not."""
 
 
-Waiter = tuple[Load | Store, Place, ChunkKey]
+Waiter = tuple[LoadOperation | StoreOperation, Place, ChunkKey]
 """Work that an object is awaited by, where it belongs, and the object's key."""
 
 
@@ -166,14 +166,14 @@ class ProbeAnswers:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightTransfer:
     """One transfer that is out."""
 
     transfer: Transfer
-    entry: Entry
+    entry: HostEntry
     ranks_left: int
-    load: Load | None = None
-    store: Store | None = None
+    load: LoadOperation | None = None
+    store: StoreOperation | None = None
     place: Place | None = None
     outcome: Outcome = Outcome.DONE
     is_fault: bool = False

@@ -11,14 +11,14 @@ from kvtier.core.counters import Counters
 from kvtier.core.host import Host
 from kvtier.core.limits import Limits
 from kvtier.core.pending_writes import PendingWrites
+from kvtier.core.records import HOST, HostEntry, LoadOperation, StoreOperation, Waiter
 from kvtier.core.residency import READABLE
 from kvtier.core.sources import load_sources
-from kvtier.core.work import HOST, Entry, Load, Store, Waiter
 from kvtier.layout import History, KvLayout
 from kvtier.types import ChunkKey, Event, LoadDone, Place, RequestId, StoreDone
 
 
-class Waiting:
+class OpenOperations:
     """The open loads and stores.
 
     Args:
@@ -36,12 +36,12 @@ class Waiting:
         counters: Counters,
         events: list[Event],
     ) -> None:
-        self.loads: dict[RequestId, Load] = {}
-        self.stores: dict[Store, None] = {}
+        self.loads: dict[RequestId, LoadOperation] = {}
+        self.stores: dict[StoreOperation, None] = {}
         """In the order in which they began, which is that of their deadlines, too."""
         self.chunks = 0
         """Objects of all stores that wait for a slot."""
-        self.scatters: deque[tuple[Load, Place, Entry]] = deque()
+        self.scatters: deque[tuple[LoadOperation, Place, HostEntry]] = deque()
         """What is here and to be scattered; each holds a pin."""
         self.has_parents = [isinstance(group.validity, History) for group in layout.groups]
         self.has_history_only = all(self.has_parents)
@@ -55,10 +55,10 @@ class Waiting:
 
     # ---- begin -----------------------------------------------------------------------------------------------------
 
-    def begin_load(self, load: Load, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
+    def begin_load(self, load: LoadOperation, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
         """Scatter what is readable, wait for what is coming, promote the rest."""
         self.loads[load.request] = load
-        found: list[Entry] = []
+        found: list[HostEntry] = []
         for place, key in places:
             entry = self._host.find(key, place.group)
             if entry is None:
@@ -71,10 +71,10 @@ class Waiting:
             self._pending_writes.use(entry, now_s, load.session)
         self._end_load_if_settled(load)
 
-    def begin_store(self, store: Store, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
+    def begin_store(self, store: StoreOperation, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
         """Gather what is not in host memory, as far as the queue has room."""
         self.stores[store] = None
-        found: list[Entry] = []
+        found: list[HostEntry] = []
         for place, key in places:
             entry = self._host.find(key, place.group)
             if entry is not None:
@@ -91,7 +91,7 @@ class Waiting:
 
     # ---- an object that is here, coming, or not coming after all ---------------------------------------------------
 
-    def attach(self, load: Load, place: Place, entry: Entry) -> None:
+    def attach(self, load: LoadOperation, place: Place, entry: HostEntry) -> None:
         """`load` needs an object that is here or coming."""
         if entry.residency in READABLE:
             self._host.pin(entry)
@@ -100,7 +100,7 @@ class Waiting:
             load.attached.append(entry)
             entry.waiters.append((load, place, entry.key))
 
-    def join(self, store: Store, place: Place, key: ChunkKey, entry: Entry) -> None:
+    def join(self, store: StoreOperation, place: Place, key: ChunkKey, entry: HostEntry) -> None:
         """`store` brings an object that is here or coming: there is nothing to move."""
         if entry.residency in READABLE:
             self.settle_store(store, is_held=True)
@@ -108,10 +108,10 @@ class Waiting:
             store.attached.append(entry)
             entry.waiters.append((store, place, key))
 
-    def serve(self, waiters: list[Waiter], entry: Entry) -> None:
+    def serve(self, waiters: list[Waiter], entry: HostEntry) -> None:
         """The object has come."""
         for work, place, _ in waiters:
-            if isinstance(work, Load):
+            if isinstance(work, LoadOperation):
                 if place.chunk > work.cut:
                     self.fail(work, place)
                 else:
@@ -123,7 +123,7 @@ class Waiting:
     def retry(self, waiters: list[Waiter]) -> None:
         """The object did not come after all: a load tries the next tier, a store gathers it itself."""
         for work, place, key in waiters:
-            if isinstance(work, Load):
+            if isinstance(work, LoadOperation):
                 if place.chunk > work.cut:
                     self.fail(work, place)
                 else:
@@ -138,7 +138,7 @@ class Waiting:
 
     # ---- one object of a load or store is settled --------------------------------------------------------------------
 
-    def delivered(self, load: Load, place: Place, entry: Entry, now_s: float) -> None:
+    def delivered(self, load: LoadOperation, place: Place, entry: HostEntry, now_s: float) -> None:
         """`place` has its bytes."""
         load.delivered[place.group, place.chunk] = entry.source
         entry.source = HOST  # whoever uses it from now on finds it here
@@ -147,7 +147,7 @@ class Waiting:
             load.advanced(len(self.has_parents), now_s)
         self._end_load_if_settled(load)
 
-    def fail(self, load: Load, place: Place) -> None:
+    def fail(self, load: LoadOperation, place: Place) -> None:
         """`place` will not be delivered. Past a hole in a history nothing is of use, so the rest is not promoted."""
         load.lose(place)
         if self.has_parents[place.group] and place.chunk < load.cut:
@@ -159,7 +159,7 @@ class Waiting:
             load.todo = deque(kept)
         self._end_load_if_settled(load)
 
-    def settle_store(self, store: Store, *, is_held: bool) -> None:
+    def settle_store(self, store: StoreOperation, *, is_held: bool) -> None:
         """One object of `store` is held, or is not."""
         store.unsettled -= 1
         store.held += is_held
@@ -168,12 +168,12 @@ class Waiting:
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
-    def stop_load(self, load: Load) -> None:
+    def stop_load(self, load: LoadOperation) -> None:
         """What has not begun will not."""
         load.is_over = True
         for place in self._detach(load):
             load.lose(place)
-        kept: deque[tuple[Load, Place, Entry]] = deque()
+        kept: deque[tuple[LoadOperation, Place, HostEntry]] = deque()
         for item in self.scatters:
             if item[0] is load:
                 self._host.unpin(item[2])
@@ -183,7 +183,7 @@ class Waiting:
         self.scatters = kept
         self._end_load_if_settled(load)
 
-    def give_up(self, store: Store) -> None:
+    def give_up(self, store: StoreOperation) -> None:
         """What still waits, for room or for somebody else's transfer, is dropped."""
         store.is_over = True
         for place, key in store.todo:  # others may have brought it since it was looked for
@@ -195,7 +195,7 @@ class Waiting:
             self.settle_store(store, is_held=False)
         self.end_store_if_settled(store)
 
-    def _detach(self, work: Load | Store) -> list[Place]:
+    def _detach(self, work: LoadOperation | StoreOperation) -> list[Place]:
         """Take `work` off everything that it waits for; returns the places that waited."""
         places = [place for place, _ in work.todo]
         work.todo.clear()
@@ -205,7 +205,7 @@ class Waiting:
         work.attached.clear()
         return places
 
-    def _end_load_if_settled(self, load: Load) -> None:
+    def _end_load_if_settled(self, load: LoadOperation) -> None:
         if load.unsettled or self.loads.get(load.request) is not load:
             return
         del self.loads[load.request]
@@ -222,7 +222,7 @@ class Waiting:
         failed = tuple(sorted(load.failed))
         self._events.append(LoadDone(load.request, tokens, load.tokens, failed, sources, load.was_cut))
 
-    def end_store_if_settled(self, store: Store) -> None:
+    def end_store_if_settled(self, store: StoreOperation) -> None:
         """Say so when nothing of `store` is left to do."""
         if not store.unsettled and store in self.stores:
             del self.stores[store]
@@ -230,11 +230,11 @@ class Waiting:
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def overdue_loads(self, now_s: float) -> list[Load]:
+    def overdue_loads(self, now_s: float) -> list[LoadOperation]:
         """Loads whose deadline has passed, or that no longer pay."""
         return [load for load in self.loads.values() if load.end_s <= now_s and not load.is_over]
 
-    def overdue_stores(self, now_s: float) -> list[Store]:
+    def overdue_stores(self, now_s: float) -> list[StoreOperation]:
         """Stores whose budget has run out."""
         began_before = takewhile(lambda store: store.deadline_s <= now_s, self.stores)
         return [store for store in began_before if not store.is_over]
@@ -251,6 +251,6 @@ class Waiting:
             AssertionError: they are not, which is a mistake in the core.
         """
         chunks = sum([len(store.todo) for store in self.stores])
-        assert chunks == self.chunks <= self._limits.waiting_chunks, "waiting stores miscounted or over budget"
+        assert chunks == self.chunks <= self._limits.waiting_chunks, "operations stores miscounted or over budget"
         for work in (*self.loads.values(), *self.stores):
             assert work.unsettled > 0, "a load or store ended without saying so"
