@@ -14,7 +14,7 @@ from tests import sim
 from tests.sim.__main__ import main
 from tests.sim.scenario import Mode
 
-from kvtier.core import traffic
+from kvtier.core import transfer_scheduler
 from kvtier.types import Outcome
 
 
@@ -81,7 +81,7 @@ def test_the_runner_counts_the_seeds_that_held(
 def test_the_runner_names_the_seed_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(traffic, "SEVERITY", dict.fromkeys(Outcome, 0))
+    monkeypatch.setattr(transfer_scheduler, "SEVERITY", dict.fromkeys(Outcome, 0))
     assert run_main(monkeypatch, "--seeds", "0:50", "--failures", "1", "--trace") == 1
     out = capsys.readouterr().out
     assert "seed " in out.splitlines()[0]

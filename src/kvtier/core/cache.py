@@ -31,7 +31,7 @@ from kvtier.core.records import HOST, LoadOperation, ProbeAnswers, StoreOperatio
 from kvtier.core.residency import PRESENCE, READABLE
 from kvtier.core.sources import lookup_sources
 from kvtier.core.tier_state import TierStates
-from kvtier.core.traffic import Traffic
+from kvtier.core.transfer_scheduler import TransferScheduler
 from kvtier.errors import BadCallError
 from kvtier.layout import History, KvLayout
 from kvtier.policy.base import Evictor
@@ -107,7 +107,7 @@ class Cache:
             counters=self._counters,
             events=self._events,
         )
-        self._traffic = Traffic(
+        self._transfers = TransferScheduler(
             limits=self._limits,
             ranks=ranks,
             host=self._host,
@@ -126,7 +126,7 @@ class Cache:
             estimators=self._estimators,
             loads=self._operations.loads.values(),
             scatters=lambda: len(self._operations.scatters),
-            first_tier=self._traffic.first_tier,
+            first_tier=self._transfers.first_tier,
         )
 
     # ---- questions -------------------------------------------------------------------------------------------------
@@ -200,13 +200,13 @@ class Cache:
     @property
     def in_flight(self) -> int:
         """Commands that are out and will be answered."""
-        return len(self._traffic.flights) + len(self._probes)
+        return len(self._transfers.flights) + len(self._probes)
 
     def copies(self) -> dict[int, RequestId]:
         """The transfers to and from the engine's blocks that are out, and the request of each."""
         return {
             flight.transfer.id: flight.transfer.request
-            for flight in self._traffic.flights.values()
+            for flight in self._transfers.flights.values()
             if flight.transfer.request is not None
         }
 
@@ -220,7 +220,7 @@ class Cache:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next, if nothing else happens."""
-        ends = [self._traffic.next_deadline(), self._probes.next_deadline()]
+        ends = [self._transfers.next_deadline(), self._probes.next_deadline()]
         return min((end for end in ends if end is not None), default=None)
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Cache:
         load = LoadOperation(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), session)
         load.begin(now_s, budget, is_alone=not self._operations.loads)
         self._operations.begin_load(load, [(place, prefix.keys[place.chunk]) for place in places], now_s)
-        self._traffic.advance(now_s)
+        self._transfers.advance(now_s)
 
     def store(
         self, request: RequestId, prefix: Prefix, places: Sequence[Place], now_s: float, session: str | None = None
@@ -266,13 +266,13 @@ class Cache:
         self._check_places(prefix, places)
         store = StoreOperation(request, prefix, session, now_s + self._limits.store_deadline_s, deque(), len(places))
         self._operations.begin_store(store, [(place, prefix.keys[place.chunk]) for place in places], now_s)
-        self._traffic.advance(now_s)
+        self._transfers.advance(now_s)
         self._operations.end_store_if_settled(store)
 
     def release(self, request: RequestId, now_s: float) -> None:
         """Forget `request`: what has not begun will not; its Done events follow when nothing is in flight."""
         self._stop(request)
-        self._traffic.advance(now_s)
+        self._transfers.advance(now_s)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
         """A response to `session` is over, and `next_turn` goes on. Evictors that take hints are told with `advance`.
@@ -286,18 +286,18 @@ class Cache:
         """Release every request that has a load or a store under way; none of them begins anything more."""
         for request in dict.fromkeys([*self._operations.loads, *(store.request for store in self._operations.stores)]):
             self._stop(request)
-        self._traffic.advance(now_s)
+        self._transfers.advance(now_s)
 
     def flush(self, now_s: float) -> None:
         """Demote everything that is owed, whatever the policy says about when."""
         self._pending_writes.flush()
-        self._traffic.advance(now_s)
+        self._transfers.advance(now_s)
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
     def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool = False) -> None:
         """One rank's answer to a transfer. `is_fault`: the tier failed, as against a refusal or a cancellation."""
-        self._may_move |= self._traffic.complete(transfer_id, outcome, now_s, is_fault=is_fault)
+        self._may_move |= self._transfers.complete(transfer_id, outcome, now_s, is_fault=is_fault)
 
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """One rank's answer to a probe; None when the tier failed."""
@@ -308,7 +308,7 @@ class Cache:
         """Begin what answers have made possible; after many of them once, since one look costs as much as an answer."""
         if self._may_move:
             self._may_move = False
-            self._traffic.advance(now_s)
+            self._transfers.advance(now_s)
         if self._unsaid:
             self._say()
 
@@ -318,7 +318,7 @@ class Cache:
         self.advance(now_s)
 
     def _expire(self, now_s: float) -> None:
-        self._may_move |= self._probes.expire(now_s) | self._traffic.expire(now_s)
+        self._may_move |= self._probes.expire(now_s) | self._transfers.expire(now_s)
 
     # ---- output ----------------------------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class Cache:
             AssertionError: one does not hold, which is a mistake in the core.
         """
         self._host.check()
-        self._traffic.check()
+        self._transfers.check()
 
     def _say(self) -> None:
         storing = {store.session for store in self._operations.stores}
@@ -354,7 +354,7 @@ class Cache:
         self._probes.forget(request)
         load = self._operations.loads.get(request)
         if load is not None:
-            self._traffic.stop_load(load)
+            self._transfers.stop_load(load)
         for store in [store for store in self._operations.stores if store.request == request]:
             self._operations.give_up(store)
 

@@ -25,7 +25,7 @@ GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.
 DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
 
 
-class Traffic:
+class TransferScheduler:
     """Everything that is on its way between the engine, host memory and the lower tiers."""
 
     def __init__(
