@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvtier.core.boundary import needed_chunks
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
-from kvtier.core.planner import Piece, Plan, Planner
+from kvtier.core.planner import LoadPlan, Piece, Planner
 from kvtier.core.prefill import Costs
 from kvtier.layout import GroupLayout, History, KvLayout, Validity
 from kvtier.policy.lru import Lru
@@ -63,7 +63,7 @@ class Answer:
 
     request: RequestId
     tokens: int
-    plan: Plan
+    plan: LoadPlan
     start_s: float
     recompute_s: float
     best_s: float

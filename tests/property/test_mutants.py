@@ -43,13 +43,13 @@ def mutant(plant: Mutant) -> Mutant:
 
 @mutant
 def a_pin_is_never_released(patch: Patch) -> None:
-    patch.setattr(host.Host, "unpin", lambda self, entry: None)
+    patch.setattr(host.HostMemory, "unpin", lambda self, entry: None)
 
 
 @mutant
 def the_slot_of_a_late_promotion_is_reused_at_once(patch: Patch) -> None:
-    patch.setattr(host.Host, "late", host.Host.failed)
-    patch.setattr(host.Host, "settled", lambda self, entry: None)
+    patch.setattr(host.HostMemory, "late", host.HostMemory.failed)
+    patch.setattr(host.HostMemory, "settled", lambda self, entry: None)
 
 
 @mutant

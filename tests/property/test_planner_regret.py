@@ -19,7 +19,7 @@ from kvtier.core.planner import (
     SLACK_S_MIN,
     Planner,
 )
-from kvtier.core.prefill import Costs, Piece, Prefill
+from kvtier.core.prefill import Piece, PrefillCosts, PrefillEstimator
 from kvtier.layout import History, State, Validity, Window
 from kvtier.types import Link, LoadDone, LoadOption, Lookup, Place, Presence, RequestId
 
@@ -35,7 +35,7 @@ def powers(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(0, 1).map(lambda share: low * (high / low) ** share)
 
 
-costs = st.builds(Costs, powers(1e-3, 3e-2), powers(2e-5, 5e-4), st.one_of(st.just(0.0), powers(1e-10, 1e-8)))
+costs = st.builds(PrefillCosts, powers(1e-3, 3e-2), powers(2e-5, 5e-4), st.one_of(st.just(0.0), powers(1e-10, 1e-8)))
 prompts = st.lists(st.tuples(powers(512, 30_000).map(int), st.floats(0, 2)), min_size=1, max_size=12)
 groups = st.sampled_from([(History(),), (History(), Window(1024)), (History(), State())])
 threads = st.sampled_from([1, 4, 16])
@@ -112,7 +112,11 @@ def test_a_load_costs_no_more_than_the_best_moment_to_stop_it(
 @settings(max_examples=40, deadline=None)
 @given(costs, changing(), prompts, groups, threads)
 def test_a_tier_that_changes_costs_what_was_set_aside_at_most(
-    engine: Costs, speeds: Sequence[Speed], asked: Sequence[tuple[int, float]], kinds: Sequence[Validity], count: int
+    engine: PrefillCosts,
+    speeds: Sequence[Speed],
+    asked: Sequence[tuple[int, float]],
+    kinds: Sequence[Validity],
+    count: int,
 ) -> None:
     world = World(engine, speeds, groups=kinds, threads=count)
     world.teach()
@@ -142,7 +146,7 @@ bursts = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(costs, changing(), bursts, threads)
 def test_an_engine_that_computes_all_prompts_is_kept_waiting_no_longer_than_was_set_aside(
-    engine: Costs, speeds: Sequence[Speed], asked: Sequence[tuple[Sequence[int], float]], count: int
+    engine: PrefillCosts, speeds: Sequence[Speed], asked: Sequence[tuple[Sequence[int], float]], count: int
 ) -> None:
     """Prompts arrive together. Links stall in the middle, get slower or come back; loads fail together."""
     world = World(engine, speeds, threads=count, slots=512, is_one=True)
@@ -195,7 +199,7 @@ def test_whoever_decides_how_loads_end_takes_no_more_than_was_set_aside(seed: in
 @settings(max_examples=40, deadline=None)
 @given(costs, powers(1e-4, 0.05), powers(20, 2000), prompts, st.sampled_from([1, 4]))
 def test_a_steady_tier_is_used_as_well_as_by_trying_every_boundary(
-    engine: Costs, first_s: float, chunks_per_s: float, asked: Sequence[tuple[int, float]], count: int
+    engine: PrefillCosts, first_s: float, chunks_per_s: float, asked: Sequence[tuple[int, float]], count: int
 ) -> None:
     world = World(engine, [Speed(0, first_s, chunks_per_s)], threads=count, slots=256)
     world.teach()
@@ -216,7 +220,7 @@ def test_a_steady_tier_is_used_as_well_as_by_trying_every_boundary(
 @settings(max_examples=20, deadline=None)
 @given(costs, changing(slowest=2.0), st.integers(4_000, 20_000), groups)
 def test_a_tier_that_has_recovered_is_used_again(
-    engine: Costs, speeds: Sequence[Speed], tokens: int, kinds: Sequence[Validity]
+    engine: PrefillCosts, speeds: Sequence[Speed], tokens: int, kinds: Sequence[Validity]
 ) -> None:
     """As soon as a rest is over, and what it had cost is earned again."""
     end_s = speeds[-1].since_s + 20.0
@@ -242,7 +246,7 @@ def _is_used(world: World, tokens: int) -> bool:
 @settings(deadline=None)
 @given(costs, powers(1e-6, 1e-2), powers(1e-6, 1e-2), st.floats(0, 1), st.integers(1, 60), st.integers(0, 60))
 def test_no_boundary_within_a_place_beats_its_ends(
-    engine: Costs, host_s: float, below_s: float, first_s: float, chunks: int, ready: int
+    engine: PrefillCosts, host_s: float, below_s: float, first_s: float, chunks: int, ready: int
 ) -> None:
     """So a plan need not try them. Seconds for each chunk: `host_s` up to `ready`, `below_s` after that."""
     ready = min(ready, chunks)
@@ -259,9 +263,9 @@ def test_no_boundary_within_a_place_beats_its_ends(
 
 @settings(deadline=None)
 @given(costs, st.integers(0, 2**32))
-def test_the_cost_of_computing_is_found(engine: Costs, seed: int) -> None:
+def test_the_cost_of_computing_is_found(engine: PrefillCosts, seed: int) -> None:
     """From exact times of steps of several sizes; one step of each twenty takes ten times as long."""
-    prefill, dice = Prefill(), Random(seed)
+    prefill, dice = PrefillEstimator(), Random(seed)
 
     def took_s(piece: Piece) -> float:
         return engine.per_step_s + piece.tokens * engine.per_token_s + piece.pairs * engine.per_pair_s

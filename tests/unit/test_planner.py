@@ -10,11 +10,11 @@ from kvtier.core.planner import (
     RISKS,
     SLACK,
     SLACK_S_MIN,
+    LoadPlan,
     Piece,
-    Plan,
     Planner,
 )
-from kvtier.core.prefill import PRIOR_PER_TOKEN_S, PRIOR_STEP_TOKENS, TOKENS_MIN, Prefill
+from kvtier.core.prefill import PRIOR_PER_TOKEN_S, PRIOR_STEP_TOKENS, TOKENS_MIN, PrefillEstimator
 from kvtier.types import LoadDone, LoadOption, Lookup, Presence, RequestId
 
 PER_TOKEN_S = 1e-3
@@ -41,12 +41,12 @@ def taught() -> Planner:
     return planner
 
 
-def end(planner: Planner, plan: Plan, *, tokens: int, seconds: float, now_s: float, was_cut: bool = False) -> None:
+def end(planner: Planner, plan: LoadPlan, *, tokens: int, seconds: float, now_s: float, was_cut: bool = False) -> None:
     planner.begun(plan, now_s - seconds)
     planner.ended(plan, LoadDone(RequestId("r"), tokens, plan.tokens, (), (), was_cut), seconds, now_s)
 
 
-def lose(planner: Planner, plan: Plan, now_s: float) -> None:
+def lose(planner: Planner, plan: LoadPlan, now_s: float) -> None:
     """The load brings nothing, and is cut as late as its budget allows."""
     assert plan.budget is not None
     end(planner, plan, tokens=0, seconds=plan.budget.allowance_s, now_s=now_s, was_cut=True)
@@ -354,14 +354,14 @@ def test_one_step_alone_tells_the_speed_of_the_machine() -> None:
 
 
 def test_a_step_of_several_requests_counts_as_the_sum_of_its_pieces() -> None:
-    apart, together = Prefill(), Prefill()
+    apart, together = PrefillEstimator(), PrefillEstimator()
     apart.add([Piece(1000, 0)], 0.1)
     together.add([Piece(500, 250), Piece(500, 250)], 0.1)
     assert together.costs == apart.costs
 
 
 def test_decoding_tells_nothing_of_prefill() -> None:
-    prefill = Prefill()
+    prefill = PrefillEstimator()
     before = prefill.costs
     prefill.add([Piece(1, 50_000)] * 64, 0.05)
     prefill.add([Piece(TOKENS_MIN - 1, 0)], 0.05)
@@ -387,7 +387,7 @@ def test_an_engine_that_has_become_faster_is_believed() -> None:
 
 
 def test_what_is_kept_of_the_past_has_a_limit() -> None:
-    prefill = Prefill()
+    prefill = PrefillEstimator()
     for number in range(500):
         prefill.add([Piece(16 << number % 14, (number * number) << number % 16)], 0.01 + number)
     assert len(prefill._seen) <= 64

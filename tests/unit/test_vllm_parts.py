@@ -19,7 +19,7 @@ from kvtier.connect.vllm.settings import settings_from
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import StoreSelection
 from kvtier.connect.vllm.worker import LoadReport
-from kvtier.core.planner import Plan, Planner
+from kvtier.core.planner import LoadPlan, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, State, Window
@@ -150,7 +150,7 @@ class NoSession:
 
 def loading(loads: Loads, request: TrackedRequest, prefix: Prefix, *, resident: int = 0, is_async: bool = True):
     tokens = len(prefix.keys) * prefix.chunk_tokens
-    plan = Plan(tokens + 1, resident, tokens, 1.0)
+    plan = LoadPlan(tokens + 1, resident, tokens, 1.0)
     match = PrefixMatch(plan, prefix, Lookup(tokens, tokens, Presence.READY), is_async)
     _, tables = tables_of("llama32", tokens)
     return loads.register(request, match, tables)
@@ -202,7 +202,7 @@ def test_with_windows_a_load_counts_whole_or_not_at_all():
 
 def test_where_loaded_tokens_come_from_leaves_out_what_vllm_has():
     lookup = Lookup(1024, 512, Presence.ARRIVING, (("host", 512), ("directory", 512)))
-    match = PrefixMatch(Plan(1100, 256, 1024, 1.0), prefix_of(list(range(1024))), lookup, is_async=True)
+    match = PrefixMatch(LoadPlan(1100, 256, 1024, 1.0), prefix_of(list(range(1024))), lookup, is_async=True)
     assert match.sources == [("directory", 512), ("host", 256)]
 
 

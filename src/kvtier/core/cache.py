@@ -19,7 +19,7 @@ from typing import Final
 
 from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.counters import Counters
-from kvtier.core.host import Host
+from kvtier.core.host import HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_budget import LoadBudget
@@ -92,7 +92,7 @@ class Cache:
         self._commands: list[Command] = []
         self._events: list[Event] = []
         new_id = count(1).__next__
-        self._host = Host(slots, evictor, layout)
+        self._host = HostMemory(slots, evictor, layout)
         self._tiers = TierStates(tiers, self._limits, min(slots), self._events, down)
         self._counters = Counters()
         self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self._counters)
@@ -188,8 +188,8 @@ class Cache:
         return self._counters
 
     @property
-    def host(self) -> Host:
-        """Host memory, to be read only."""
+    def host(self) -> HostMemory:
+        """HostMemory memory, to be read only."""
         return self._host
 
     @property

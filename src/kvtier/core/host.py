@@ -1,4 +1,4 @@
-"""Host memory as the core sees it: which object is in which slot, and who may leave.
+"""HostMemory memory as the core sees it: which object is in which slot, and who may leave.
 
 The only place that changes either.
 """
@@ -12,7 +12,7 @@ from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.types import ChunkKey, NextTurn
 
 
-class Host:
+class HostMemory:
     """The slots of every KV group and the objects in them.
 
     Args:

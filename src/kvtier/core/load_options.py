@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kvtier.core.boundary import longest_boundary, needed_chunks
-from kvtier.core.host import Host
+from kvtier.core.host import HostMemory
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.records import HOST, LoadOperation
 from kvtier.core.residency import READABLE
@@ -44,7 +44,7 @@ class CostModel:
         self,
         *,
         layout: KvLayout,
-        host: Host,
+        host: HostMemory,
         estimators: dict[str, LinkEstimator],
         loads: Collection[LoadOperation],
         scatters: Callable[[], int],

@@ -8,7 +8,7 @@ from itertools import islice, takewhile
 
 from kvtier.core.boundary import longest_boundary
 from kvtier.core.counters import Counters
-from kvtier.core.host import Host
+from kvtier.core.host import HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.records import HOST, HostEntry, LoadOperation, StoreOperation, Waiter
@@ -30,7 +30,7 @@ class OpenOperations:
         *,
         layout: KvLayout,
         limits: Limits,
-        host: Host,
+        host: HostMemory,
         pending_writes: PendingWrites,
         order: list[str],
         counters: Counters,

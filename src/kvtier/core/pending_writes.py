@@ -1,7 +1,7 @@
 """What lower tiers are owed: which copies from the engine they should have, and when, by the write policy."""
 
 from kvtier.core.counters import Counters
-from kvtier.core.host import Host
+from kvtier.core.host import HostMemory
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.core.records import HostEntry
 from kvtier.core.residency import READY
@@ -12,7 +12,7 @@ from kvtier.types import Link
 class PendingWrites:
     """Who is owed what. A debt keeps its object in host memory until it is paid or forgotten."""
 
-    def __init__(self, host: Host, tiers: TierStates, limits: Limits, counters: Counters) -> None:
+    def __init__(self, host: HostMemory, tiers: TierStates, limits: Limits, counters: Counters) -> None:
         self._host = host
         self._tiers = tiers
         self._limits = limits

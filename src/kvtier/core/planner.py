@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from math import inf, sqrt
 
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.prefill import Piece, Prefill
+from kvtier.core.prefill import Piece, PrefillEstimator
 from kvtier.types import LoadDone, LoadOption, Lookup
 
-__all__ = ["Piece", "Plan", "Planner"]
+__all__ = ["Piece", "LoadPlan", "Planner"]
 
 SLACK = 0.03
 COMPUTED_SHARE = 0.02
@@ -55,7 +55,7 @@ BACKOFF_GROWTH = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """What to do about one prompt."""
 
     total_tokens: int
@@ -108,7 +108,7 @@ class Planner:
     def __init__(self, *, step_tokens: int = 0, is_on: bool = True) -> None:
         self._step_tokens = step_tokens
         self._is_on = is_on
-        self._prefill = Prefill()
+        self._prefill = PrefillEstimator()
         self._loss_budget_s = LOSS_BUDGET_START_S
         self._overhead_s = 0.0
         self._open: dict[int, float] = {}
@@ -153,7 +153,7 @@ class Planner:
         ahead_s: float = 0.0,
         beside_s: float = inf,
         now_s: float,
-    ) -> Plan:
+    ) -> LoadPlan:
         """What to do about a prompt. Has no effect.
 
         Args:
@@ -165,7 +165,7 @@ class Planner:
             now_s: the time.
         """
         recompute_s = self.seconds(total_tokens - resident_tokens, resident_tokens)
-        nothing = Plan(
+        nothing = LoadPlan(
             total_tokens,
             resident_tokens,
             resident_tokens,
@@ -187,7 +187,7 @@ class Planner:
             return replace(longest, is_trial=True, budget=self._budget(_slack_s(longest), ahead_s))
         return best
 
-    def begun(self, plan: Plan, now_s: float) -> None:
+    def begun(self, plan: LoadPlan, now_s: float) -> None:
         """The load of `plan` begins; `ended` or `dropped` follows."""
         self._counts["loads"] += 1
         self._open[id(plan)] = now_s + plan.ahead_s + plan.load_s
@@ -197,7 +197,7 @@ class Planner:
             rest = self._backoffs.setdefault(plan.place, _Backoff())
             rest.until_s, rest.lost_s = now_s + rest.seconds, 0.0
 
-    def ended(self, plan: Plan, done: LoadDone, seconds: float, now_s: float) -> None:
+    def ended(self, plan: LoadPlan, done: LoadDone, seconds: float, now_s: float) -> None:
         """The load of `plan` took `seconds`, and ended as `done` says."""
         self.dropped(plan)
         if plan.budget is None:
@@ -212,7 +212,7 @@ class Planner:
         elif done.tokens >= plan.tokens:
             self._backoffs.pop(plan.place, None)
 
-    def dropped(self, plan: Plan) -> None:
+    def dropped(self, plan: LoadPlan) -> None:
         """Nobody waits for the load of `plan` any more; nothing is to be learned from it."""
         self._open.pop(id(plan), None)
         self._spared_s = self._spared_s - plan.recompute_s + plan.compute_s if self._open else 0.0
@@ -235,12 +235,12 @@ class Planner:
 
     # ---- how a plan is made ----------------------------------------------------------------------------------------
 
-    def _loading(self, nothing: Plan, option: LoadOption) -> Plan:
+    def _loading(self, nothing: LoadPlan, option: LoadOption) -> LoadPlan:
         compute_s = self.seconds(nothing.total_tokens - option.tokens, option.tokens)
         load_s = max(0.0, option.seconds - nothing.ahead_s) + self._overhead_s
         return replace(nothing, tokens=option.tokens, compute_s=compute_s, load_s=load_s, place=option.place)
 
-    def _with_budget(self, plan: Plan, option: LoadOption) -> Plan:
+    def _with_budget(self, plan: LoadPlan, option: LoadOption) -> LoadPlan:
         """With the budget for its risk, if that can be afforded."""
         risk_s = self._risk_s(plan.resident_tokens, option)
         needed_s = min(RISKS * risk_s, max(LATE * risk_s, plan.saved_s))
@@ -263,20 +263,20 @@ class Planner:
     def _budget(self, allowance_s: float, ahead_s: float = 0.0) -> LoadBudget:
         return LoadBudget(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s, ahead_s)
 
-    def _is_wise(self, plan: Plan, now_s: float) -> bool:
+    def _is_wise(self, plan: LoadPlan, now_s: float) -> bool:
         """Whether the load pays, its place does not rest, and its budget is enough for what is expected."""
         rest = self._backoffs.get(plan.place)
         is_resting = rest is not None and now_s < rest.until_s and _slack_s(plan) <= rest.lost_s
         return not is_resting and plan.budget is not None and plan.risk_s <= plan.budget.cut_s(0.0, 0.0)
 
-    def _holds_up_s(self, plan: Plan, now_s: float, beside_s: float) -> float:
+    def _holds_up_s(self, plan: LoadPlan, now_s: float, beside_s: float) -> float:
         """How long the next prompt that comes waits while this one is computed, within what open loads spare."""
         begin_s = now_s + plan.ahead_s + plan.load_s
         ready_s = min((ready_s for ready_s in self._open.values() if ready_s > begin_s), default=inf)
         again_s = min(begin_s + plan.compute_s, now_s + beside_s)
         return min(max(0.0, again_s - ready_s), self._spared_s)
 
-    def _is_worth_a_try(self, plan: Plan, best: Plan, now_s: float) -> bool:
+    def _is_worth_a_try(self, plan: LoadPlan, best: LoadPlan, now_s: float) -> bool:
         """Whether the place has rested, no load tells how it is, and it would bring more than a try may cost."""
         rest = self._backoffs.get(plan.place)
         has_rested = rest is None or now_s >= rest.until_s
@@ -284,7 +284,7 @@ class Planner:
         gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
         return has_rested and not self._open and gain_s > _slack_s(plan)
 
-    def _failed(self, plan: Plan, regret_s: float, now_s: float) -> None:
+    def _failed(self, plan: LoadPlan, regret_s: float, now_s: float) -> None:
         rest = self._backoffs.get(plan.place)
         if rest is None:
             rest = self._backoffs[plan.place] = _Backoff()
@@ -298,5 +298,5 @@ class Planner:
         self._loss_budget_s = min(self._loss_budget_s + seconds, LOSS_BUDGET_MAX_S)
 
 
-def _slack_s(plan: Plan) -> float:
+def _slack_s(plan: LoadPlan) -> float:
     return max(SLACK_S_MIN, SLACK * plan.recompute_s)

@@ -44,7 +44,7 @@ class Piece(NamedTuple):
         return self.tokens * (self.context_tokens + self.tokens / 2)
 
 
-class Costs(NamedTuple):
+class PrefillCosts(NamedTuple):
     """Seconds for each step, token and pair."""
 
     per_step_s: float = PRIOR_STEP_TOKENS * PRIOR_PER_TOKEN_S
@@ -58,17 +58,17 @@ class _Seen(NamedTuple):
     seconds: float
 
 
-class Prefill:
+class PrefillEstimator:
     """The speed of one engine."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int], _Seen] = {}
-        self._costs = Costs()
+        self._costs = PrefillCosts()
         self._news = 0
         """Steps that the costs do not know of."""
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> PrefillCosts:
         """What fits best."""
         if self._news >= FIT_STEPS:
             self._costs, self._news = _fitted(self._seen.values()), 0
@@ -96,7 +96,7 @@ class Prefill:
 Matrix = list[list[float]]
 
 
-def _fitted(seen: Collection[_Seen]) -> Costs:
+def _fitted(seen: Collection[_Seen]) -> PrefillCosts:
     """Non-negative least squares: of three unknowns, every choice of those that may be above zero is tried.
 
     Each size gives an equation `terms . costs = 1`, what a step should take over what it took: so all count alike. What
@@ -117,10 +117,10 @@ def _fitted(seen: Collection[_Seen]) -> Costs:
                 line[column] += weighted * other
     choices = [chosen for count in (1, 2, 3) for chosen in combinations(range(3), count)]
     fits = [fit for fit in (_solved(normal, chosen) for chosen in choices) if fit is not None and min(fit) >= 0]
-    return min(fits, key=lambda fit: _error(normal, fit), default=Costs())
+    return min(fits, key=lambda fit: _error(normal, fit), default=PrefillCosts())
 
 
-def _solved(normal: Matrix, chosen: Sequence[int]) -> Costs | None:
+def _solved(normal: Matrix, chosen: Sequence[int]) -> PrefillCosts | None:
     """The costs that fit best when only those that are `chosen` are not zero; None when that cannot be told."""
     scale = [sqrt(normal[one][one]) for one in chosen]
     table = [
@@ -137,10 +137,10 @@ def _solved(normal: Matrix, chosen: Sequence[int]) -> Costs | None:
     costs = [0.0, 0.0, 0.0]
     for number, one in enumerate(chosen):
         costs[one] = table[number][-1] / table[number][number] / scale[number]
-    return Costs(*costs)
+    return PrefillCosts(*costs)
 
 
-def _error(normal: Matrix, costs: Costs) -> float:
+def _error(normal: Matrix, costs: PrefillCosts) -> float:
     """Sum of squares of what the costs leave unexplained, up to a constant."""
     return sum(
         cost * (sum(a * b for a, b in zip(line, costs, strict=False)) - 2 * line[3])

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtier.core.counters import Counters
-from kvtier.core.host import Host
+from kvtier.core.host import HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.records import Item, OpenProbe, ProbeAnswers
 from kvtier.core.tier_state import TierStates
@@ -39,7 +39,7 @@ class Probes:
     def __len__(self) -> int:
         return len(self._open)
 
-    def ask(self, request: RequestId, prefix: Prefix, host: Host, now_s: float) -> ProbeAnswers | None:
+    def ask(self, request: RequestId, prefix: Prefix, host: HostMemory, now_s: float) -> ProbeAnswers | None:
         """Ask every tier whose reads are healthy for what is not in host memory; each object once per request.
 
         Returns:

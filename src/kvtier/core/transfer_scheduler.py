@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtier.core.counters import Counters
-from kvtier.core.host import Host
+from kvtier.core.host import HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import OpenOperations
@@ -33,7 +33,7 @@ class TransferScheduler:
         *,
         limits: Limits,
         ranks: int,
-        host: Host,
+        host: HostMemory,
         tiers: TierStates,
         probes: Probes,
         pending_writes: PendingWrites,

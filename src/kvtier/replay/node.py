@@ -11,7 +11,7 @@ from heapq import heappop, heappush, nsmallest
 
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
-from kvtier.core.planner import Piece, Plan, Planner
+from kvtier.core.planner import LoadPlan, Piece, Planner
 from kvtier.core.residency import READABLE
 from kvtier.policy.base import Held
 from kvtier.replay.cost import Prefill
@@ -49,7 +49,7 @@ class Job:
     """Leading tokens that could have been loaded."""
     planner: int = 0
     """Which of the node's planners plans it."""
-    plan: Plan | None = None
+    plan: LoadPlan | None = None
     planned_s: float = 0.0
     ahead_s: float = 0.0
     """How long prompts before this one would keep the engine busy, when it was planned."""

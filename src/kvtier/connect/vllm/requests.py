@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.vllm_types import Request, StateOffer
-from kvtier.core.planner import Plan
+from kvtier.core.planner import LoadPlan
 from kvtier.runtime.recorder import Served
 from kvtier.types import Lookup, NextTurn, Prefix, RequestId
 
@@ -80,7 +80,7 @@ class LookupAnswer(NamedTuple):
 class PrefixMatch:
     """The load that was offered to vLLM for a request."""
 
-    plan: Plan
+    plan: LoadPlan
     prefix: Prefix
     lookup: Lookup
     is_async: bool
