@@ -15,7 +15,7 @@ from kvtier.core.boundary import needed_chunks
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
 from kvtier.core.planner import LoadPlan, Piece, Planner
-from kvtier.core.prefill import Costs
+from kvtier.core.prefill import PrefillCosts
 from kvtier.layout import GroupLayout, History, KvLayout, Validity
 from kvtier.policy.lru import Lru
 from kvtier.types import Cancel, ChunkKey, Link, LoadDone, Outcome, Place, Prefix, Presence, Probe, RequestId, Transfer
@@ -87,7 +87,7 @@ class World:
 
     def __init__(
         self,
-        costs: Costs,
+        costs: PrefillCosts,
         speeds: Sequence[Speed],
         *,
         groups: Sequence[Validity] = (History(),),

@@ -14,12 +14,12 @@ from kvtier.core import (
     cache,
     circuit_breaker,
     host,
+    operations,
     pending_writes,
     probes,
+    records,
     tier_state,
-    traffic,
-    waiting,
-    work,
+    transfer_scheduler,
 )
 from kvtier.core.limits import WritePolicy
 from kvtier.layout import Window
@@ -54,11 +54,13 @@ def the_slot_of_a_late_promotion_is_reused_at_once(patch: Patch) -> None:
 
 @mutant
 def a_chunk_is_readable_before_it_has_arrived(patch: Patch) -> None:
-    def attach(self: waiting.Waiting, load: work.LoadOperation, place: object, entry: work.HostEntry) -> None:
+    def attach(
+        self: operations.OpenOperations, load: records.LoadOperation, place: object, entry: records.HostEntry
+    ) -> None:
         self._host.pin(entry)
         self.scatters.append((load, place, entry))
 
-    patch.setattr(waiting.Waiting, "attach", attach)
+    patch.setattr(operations.OpenOperations, "attach", attach)
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -66,7 +68,7 @@ def a_chunk_is_readable_before_it_has_arrived(patch: Patch) -> None:
 
 @mutant
 def a_failed_transfer_counts_as_done(patch: Patch) -> None:
-    patch.setattr(traffic, "SEVERITY", dict.fromkeys(Outcome, 0))
+    patch.setattr(transfer_scheduler, "SEVERITY", dict.fromkeys(Outcome, 0))
 
 
 @mutant
@@ -81,8 +83,8 @@ def a_probe_counts_although_a_rank_lacks_the_object(patch: Patch) -> None:
 
 @mutant
 def only_the_first_waiter_gets_an_arrived_chunk(patch: Patch) -> None:
-    real = waiting.Waiting.serve
-    patch.setattr(waiting.Waiting, "serve", lambda self, waiters, entry: real(self, waiters[:1], entry))
+    real = operations.OpenOperations.serve
+    patch.setattr(operations.OpenOperations, "serve", lambda self, waiters, entry: real(self, waiters[:1], entry))
 
 
 # ---- ends, deadlines and budgets -------------------------------------------------------------------------------------
@@ -90,7 +92,7 @@ def only_the_first_waiter_gets_an_arrived_chunk(patch: Patch) -> None:
 
 @mutant
 def a_load_is_not_answered_on_release(patch: Patch) -> None:
-    patch.setattr(cache.Cache, "release", lambda self, request, now_s: self._waiting.loads.pop(request, None))
+    patch.setattr(cache.Cache, "release", lambda self, request, now_s: self._operations.loads.pop(request, None))
 
 
 @mutant
@@ -110,7 +112,7 @@ def the_breaker_never_opens(patch: Patch) -> None:
 
 @mutant
 def a_load_goes_on_when_it_no_longer_pays(patch: Patch) -> None:
-    patch.setattr(work.LoadOperation, "end_s", property(lambda self: self.deadline_s))
+    patch.setattr(records.LoadOperation, "end_s", property(lambda self: self.deadline_s))
 
 
 # ---- boundaries and lower tiers --------------------------------------------------------------------------------------
@@ -130,9 +132,9 @@ def a_window_is_one_chunk_short(patch: Patch) -> None:
 
 @mutant
 def write_through_writes_nothing(patch: Patch) -> None:
-    real = pending_writes.PendingWrites.owe
+    real = pending_writes.PendingWrites.mark_pending
 
-    def mark_pending(self: pending_writes.PendingWrites, entry: work.HostEntry, now_s: float) -> None:
+    def mark_pending(self: pending_writes.PendingWrites, entry: records.HostEntry, now_s: float) -> None:
         if self._limits.write_policy is not WritePolicy.THROUGH:
             real(self, entry, now_s)
 

@@ -1,22 +1,22 @@
-"""LoadOperation or compute: for each request the way that is expected to be faster, and a bound on what a mistake costs.
+"""Chooses how many tokens of a request to load and how many to compute, and bounds the cost of wrong estimates.
 
-The core estimates load times (`Lookup.options`), `prefill` estimates computing times; the plan is the least sum. That is a guess about links, and links change. So three things bound what it may cost:
+The core estimates what loads take (`Lookup.options`), `prefill` what computing takes. The plan is the option with the
+least sum. Estimates of links may be wrong, so three rules bound the loss:
 
-- A load is cut when it no longer pays (`budget`). The time in which the engine computes for others costs it nothing.
-  It may lose `SLACK` of the time that computing everything would take. A try of a link that rests may lose no more.
-- A link that needs some time before its first byte could never be used so. As long as there is something in the
-  planner's account, a load may therefore lose, on top, twice what it is expected to have lost at its worst moment. The
-  account gets `COMPUTED_SHARE` of the time that went into computing and a tenth of what loads have saved, and pays for
-  what they have lost. A wait behind other loads costs it nothing, as far as the engine would be computing their tokens
-  if it were not for them. So all requests together lose at most that income, what the account had at the start, and
-  what the loads were lent that were open when it ran dry: whatever the links do. A load on a known link gets no more
-  budget for that wait, which its option counts already. If the link stalls, the engine must not stall as long.
-- A link that cost a load, or is believed to be slower than computing, rests; then one load tries it again, within
-  `SLACK`. The rest doubles with each try that fails, from a second to half a minute, and ends with one that succeeds.
+- A load is cut when it no longer pays (`load_budget`). Time in which the engine computes for other requests is free. A
+  load may lose `SLACK` of the time that computing the whole prompt takes. So may a trial of a link in back-off.
+- With that rule alone, a link with a latency before its first byte could never be used. So while the loss budget is
+  positive, a load may lose, in addition, `RISKS` times its expected loss at its worst moment. The loss budget gains
+  `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses are charged to it.
+  A wait behind other loads is not charged, up to the time that those loads save. So all requests together lose at most
+  that income, the initial loss budget, and the grants of loads that were open when it ran out, whatever the links do.
+  A load over a known link gets no extra time for such a wait: its option includes it, and a stalled link must not stall
+  the engine.
+- A link that cost a load, or is estimated to be slower than computing, goes into back-off. Then one load tries it,
+  within `SLACK`. The back-off doubles with each failed trial, from a second to half a minute, and ends with a success.
 
-Prompts that arrive together share the engine. While it computes one, those whose loads end meanwhile wait. A plan
-counts the longest of these waits, up to what open loads spare. So a load that is chosen for it makes its request no
-later than without any loads.
+Prompts that arrive together share the engine. While it computes one prompt, others wait whose loads have ended. A plan
+includes the longest of these waits, up to what open loads save. So no request finishes later than without any loads.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from kvtier.core.load_budget import LoadBudget
 from kvtier.core.prefill import Piece, PrefillEstimator
 from kvtier.types import LoadDone, LoadOption, Lookup
 
-__all__ = ["Piece", "LoadPlan", "Planner"]
+__all__ = ["LoadPlan", "Piece", "Planner"]
 
 SLACK = 0.03
 COMPUTED_SHARE = 0.02

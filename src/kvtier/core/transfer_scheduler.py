@@ -1,8 +1,8 @@
-"""The transfers that are out: what may go out now, and what an answer means.
+"""Decides which transfers start, and handles their completions.
 
-The rule that keeps everybody moving: nobody holds a slot while operations for another one. What is readable is scattered
-at once and out of order; a promotion needs one slot and gives it back; stores take what loads leave over, for a bounded
-time.
+Deadlock cannot occur because no operation holds a slot while it waits for another slot. Readable objects are scattered
+at once, in any order. A promotion needs one slot and frees it after its scatters. Stores use the slots that loads do
+not need, and wait for a bounded time.
 """
 
 from collections import deque
