@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from kvtier import plan, size
+from kvtier import size
 from kvtier.cli.main import run
+from kvtier.plan.load import load
+from kvtier.plan.plan import make_plan, to_json
 
 HERE = Path(__file__).parent
 LINES = 800
@@ -87,7 +89,7 @@ def sizes() -> object:
 
 
 def plans(name: str) -> object:
-    return plan.as_dict(plan.make_plan(plan.load(**PLANS[name]), with_levers=name == "samsung"))
+    return to_json(make_plan(load(**PLANS[name]), with_sensitivities=name == "samsung"))
 
 
 def sections(folder: Path) -> Iterator[tuple[str, object]]:

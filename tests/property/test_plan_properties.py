@@ -5,12 +5,12 @@ import math
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from kvtier.plan import load, make_plan
 from kvtier.plan.inputs import Inputs
-from kvtier.plan.limits import ceiling, uses
-from kvtier.plan.operate import operate
-from kvtier.plan.planning import capacity
-from kvtier.plan.setup import set_up
+from kvtier.plan.limits import ceiling, used_shares
+from kvtier.plan.load import load
+from kvtier.plan.plan import capacity, make_plan
+from kvtier.plan.queueing import operate
+from kvtier.plan.resolve import resolve
 
 # Shrinking an example of thirty inputs takes minutes and tells nothing that the inputs themselves do not.
 checked = settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
@@ -55,8 +55,8 @@ def sites(draw) -> Inputs:
 @given(sites(), st.floats(1.01, 50))
 @checked
 def test_more_users_need_no_less_capacity_and_bandwidth(inputs, times):
-    setup = set_up(inputs)
-    more = set_up(inputs.change({"traffic.users": math.ceil(inputs.traffic.users * times)}))
+    setup = resolve(inputs)
+    more = resolve(inputs.change({"traffic.users": math.ceil(inputs.traffic.users * times)}))
     for share in (0.5, 0.9, 0.99):
         few, many = capacity(setup, share), capacity(more, share)
         assert many.read_burst_bytes_per_s >= few.read_burst_bytes_per_s
@@ -67,7 +67,7 @@ def test_more_users_need_no_less_capacity_and_bandwidth(inputs, times):
 @given(sites())
 @checked
 def test_where_nothing_is_reused_tiers_buy_nothing(inputs):
-    plan = make_plan(inputs.change({"traffic.reuse": 0.0}), with_levers=False)
+    plan = make_plan(inputs.change({"traffic.reuse": 0.0}), with_sensitivities=False)
     assert math.isclose(plan.tiered.users_at_ttft, plan.alone.users_at_ttft, rel_tol=1e-9)
     assert math.isclose(plan.tiered.throughput_users, plan.alone.throughput_users, rel_tol=1e-9)
     assert math.isclose(plan.tiered.ttft_s, plan.alone.ttft_s, rel_tol=1e-9)
@@ -80,7 +80,7 @@ def test_where_nothing_is_reused_tiers_buy_nothing(inputs):
 @checked
 def test_tiers_never_make_anybody_wait_longer(inputs, share):
     """What loads more slowly than it computes is computed: so however slow the drives, they do not hurt."""
-    setup = set_up(inputs)
+    setup = resolve(inputs)
     most = ceiling(setup, with_tiers=False)
     rate = share * next(it for it in most.limits if it.name == "GPU time").requests_per_s
     alone, tiered = (operate(setup, rate, with_tiers=with_tiers) for with_tiers in (False, True))
@@ -93,29 +93,30 @@ def test_tiers_never_make_anybody_wait_longer(inputs, share):
 @checked
 def test_the_limit_that_binds_really_binds(inputs):
     """Relaxing it changes the answer; relaxing another does not."""
-    top = ceiling(set_up(inputs), with_tiers=True)
-    assume(0 < top.requests_per_s < math.inf)
+    top = ceiling(resolve(inputs), with_tiers=True)
+    assume(0 < top.binding.requests_per_s < math.inf)
     for name, (knob, times) in RELAXED_BY.items():
         if name not in {it.name for it in top.limits}:
             continue
         relaxed = inputs.change({knob: inputs.value(knob) * times})
-        answer = ceiling(set_up(relaxed), with_tiers=True).requests_per_s
+        answer = ceiling(resolve(relaxed), with_tiers=True).binding.requests_per_s
         if name == top.binding.name:
             others = [it.requests_per_s for it in top.limits if it.name != name]
-            assert answer > top.requests_per_s or min(others) <= top.requests_per_s * (1 + 1e-6)
+            assert answer > top.binding.requests_per_s or min(others) <= top.binding.requests_per_s * (1 + 1e-6)
             assert answer <= min(others) * (1 + 1e-6)  # the next limit holds now
         else:
-            assert math.isclose(answer, top.requests_per_s, rel_tol=1e-9)
+            assert math.isclose(answer, top.binding.requests_per_s, rel_tol=1e-9)
 
 
 @given(sites())
 @checked
 def test_at_the_ceiling_the_binding_limit_is_used_up_and_no_other_is_exceeded(inputs):
-    setup = set_up(inputs)
+    setup = resolve(inputs)
     top = ceiling(setup, with_tiers=True)
-    assume(0 < top.requests_per_s < math.inf)
+    assume(0 < top.binding.requests_per_s < math.inf)
     below, above = (
-        uses(setup, operate(setup, top.requests_per_s * times, with_tiers=True)) for times in (1 - 1e-9, 1 + 1e-9)
+        used_shares(setup, operate(setup, top.binding.requests_per_s * times, with_tiers=True))
+        for times in (1 - 1e-9, 1 + 1e-9)
     )
     assert max(below.values()) <= 1
     assert above[top.binding.name] > 1
@@ -124,13 +125,13 @@ def test_at_the_ceiling_the_binding_limit_is_used_up_and_no_other_is_exceeded(in
 @given(sites(), st.floats(0.02, 0.9))
 @checked
 def test_shares_add_up_and_more_capacity_never_finds_less(inputs, share):
-    setup = set_up(inputs)
+    setup = resolve(inputs)
     rate = share * setup.replicas / operate(setup, 1e-6, with_tiers=True).gpu_seconds
     point = operate(setup, rate, with_tiers=True)
-    computed = point.computed_tokens / setup.demand.input_tokens
+    computed = point.computed_tokens / setup.workload.input_tokens
     assert math.isclose(point.hit_rate + computed, 1.0, rel_tol=1e-9)
-    assert -1e-9 <= point.hit_rate <= setup.demand.reuse + 1e-9
-    larger = set_up(inputs.change({"host.capacity_bytes": 2 * inputs.host.capacity_bytes + 2**38}))
+    assert -1e-9 <= point.hit_rate <= setup.workload.reuse + 1e-9
+    larger = resolve(inputs.change({"host.capacity_bytes": 2 * inputs.host.capacity_bytes + 2**38}))
     assume(inputs.host.capacity_bytes)  # a place that was not there changes where things are loaded from
     assert operate(larger, rate, with_tiers=True).hit_rate >= point.hit_rate - 1e-9
 
@@ -148,6 +149,6 @@ def test_twice_of_everything_serves_twice_as_many(inputs):
         }
     )
     for with_tiers in (False, True):
-        once = ceiling(set_up(single), with_tiers=with_tiers)
-        twice = ceiling(set_up(doubled), with_tiers=with_tiers)
-        assert math.isclose(twice.requests_per_s, 2 * once.requests_per_s, rel_tol=1e-6)
+        once = ceiling(resolve(single), with_tiers=with_tiers)
+        twice = ceiling(resolve(doubled), with_tiers=with_tiers)
+        assert math.isclose(twice.binding.requests_per_s, 2 * once.binding.requests_per_s, rel_tol=1e-6)

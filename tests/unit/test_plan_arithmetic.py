@@ -7,27 +7,27 @@ from collections import OrderedDict
 
 import pytest
 
-from kvtier.plan import load, make_plan
 from kvtier.plan.limits import life_years
-from kvtier.plan.operate import fetch_s, operate, prefill_s
-from kvtier.plan.planning import capacity, gpus_needed
-from kvtier.plan.reuse import lognormal_curve
-from kvtier.plan.setup import set_up
+from kvtier.plan.load import load
+from kvtier.plan.plan import capacity, gpus_needed, make_plan
+from kvtier.plan.queueing import fetch_s, operate, prefill_s
+from kvtier.plan.resolve import resolve
+from kvtier.plan.workload import lognormal_curve
 
 
 def setup(**changes):
     """Llama-3.1-8B by default; names with two underscores for the point: ``traffic__users=3``."""
     values = {"model.name": "llama-3.1-8b"} | {name.replace("__", "."): value for name, value in changes.items()}
-    return set_up(load(options=values))
+    return resolve(load(options=values))
 
 
 def planned(**changes):
     values = {"model.name": "llama-3.1-8b"} | {name.replace("__", "."): value for name, value in changes.items()}
-    return make_plan(load(options=values), with_levers=False)
+    return make_plan(load(options=values), with_sensitivities=False)
 
 
 def test_a_chunk_of_llama_8b_is_33_55_mb_and_89_of_them_are_3_gb():
-    shape = setup().shape
+    shape = setup().model
     assert shape.token_bytes * 256 == 33_554_432
     assert shape.stored_bytes(89 * 256) == pytest.approx(2.986e9, rel=1e-3)
 
@@ -40,14 +40,14 @@ def test_a_terabyte_holds_3_million_tokens_of_llama_70b():
 
 def test_240_users_who_read_89_chunks_every_20_s_read_36_gb_a_second():
     asked = setup(traffic__users=240, traffic__interval_s=20.0)
-    assert asked.demand.requests_per_s == 12
-    assert asked.demand.requests_per_s * asked.shape.stored_bytes(89 * 256) == pytest.approx(35.8e9, rel=2e-3)
+    assert asked.workload.requests_per_s == 12
+    assert asked.workload.requests_per_s * asked.model.stored_bytes(89 * 256) == pytest.approx(35.8e9, rel=2e-3)
 
 
 def test_the_bandwidth_that_hits_need_is_queries_times_what_each_reuses():
     asked = setup(traffic__users=240, traffic__reuse=0.5, target__burst=2.0)
     needed = capacity(asked, 0.95)
-    by_hand = 12 * 0.95 * 0.5 * asked.demand.input_tokens * 131_072
+    by_hand = 12 * 0.95 * 0.5 * asked.workload.input_tokens * 131_072
     assert needed.read_bytes_per_s == pytest.approx(by_hand)
     assert needed.read_burst_bytes_per_s == pytest.approx(2 * by_hand)
     assert needed.hit_rate == pytest.approx(0.95 * 0.5)
@@ -66,7 +66,7 @@ def test_prefill_is_two_operations_for_each_parameter_and_the_attention():
 
 def test_gpt_oss_windows_save_attention():
     """Half of its layers attend to 128 tokens, so a long prompt costs about half the pairs of tokens."""
-    shape = setup(model__name="gpt-oss-20b").shape
+    shape = setup(model__name="gpt-oss-20b").model
     full = next(run for run in shape.attention if run.window_tokens is None)
     pairs = 100_000 * 100_000 / 2
     assert shape.attention_flop(100_000, 100_000) == pytest.approx(full.layers * full.flop_per_pair * pairs, rel=0.01)
@@ -101,7 +101,7 @@ def test_waiting_is_that_of_a_simulated_queue(load_share):
     light = operate(asked, 1e-6, with_tiers=True)
     rate = load_share / light.gpu_seconds
     point = operate(asked, rate, with_tiers=True)
-    demand = asked.demand
+    demand = asked.workload
     first = prefill_s(asked, demand.first_tokens - demand.prefix_tokens, demand.first_tokens)
     later = prefill_s(asked, demand.later_tokens - demand.reusable_tokens, demand.later_tokens)
     simulated = lindley_mean_wait(random.Random(5), rate, [first, later], [0.25, 0.75], 400_000)
@@ -189,7 +189,7 @@ def test_an_hour_of_chat_written_through_wears_ten_drives_ten_times_a_day():
         disk__count=10,
         disk__capacity_bytes=7_680_000_000_000,
     )
-    point = operate(plan.setup, 40_900 / 12_035, with_tiers=True)
+    point = operate(plan.deployment, 40_900 / 12_035, with_tiers=True)
     assert point.write_bytes_per_s["disk"] == pytest.approx(8.7e9, rel=0.05)
     assert point.write_bytes_per_s["disk"] * 86_400 / 76.8e12 == pytest.approx(9.8, rel=0.05)
 
@@ -205,10 +205,10 @@ def test_kv_is_worth_keeping_for_what_computing_it_costs():
     plan = planned(
         price__gpu=20_000.0, price__drive=2_000.0, price__host_memory_per_gb=5.0, disk__filled=1.0, disk__count=3
     )
-    tokens = plan.setup.demand.reusable_tokens
-    compute_s = prefill_s(plan.setup, tokens, tokens) / (tokens * 131_072)  # of one byte
+    tokens = plan.deployment.workload.reusable_tokens
+    compute_s = prefill_s(plan.deployment, tokens, tokens) / (tokens * 131_072)  # of one byte
     by_hand = compute_s * plan.inputs.disk.capacity_bytes * 20_000 / 2_000
-    rows = {(it.place, it.instead_of): it.residence_s for it in plan.break_evens}
+    rows = {(it.tier, it.instead_of): it.residence_s for it in plan.break_evens}
     assert rows["disk", "computing it again"] == pytest.approx(by_hand)
     assert rows["host", "reading it from a drive"] == pytest.approx(1e9 / 14.5e9 * 2_000 / 5)
 
@@ -242,4 +242,4 @@ def test_without_prices_there_is_no_cost_and_it_says_what_is_missing():
 
 def test_mla_is_stored_once_on_every_rank():
     plan = planned(model__name="deepseek-r1", model__tp=8, model__weights="fp8", gpu__name="h200-sxm")
-    assert plan.setup.shape.token_bytes == 8 * 70_272
+    assert plan.deployment.model.token_bytes == 8 * 70_272

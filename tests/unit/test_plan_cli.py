@@ -110,13 +110,13 @@ def test_the_text_fits_into_100_columns_and_ends_with_the_answer(capsys, argumen
     lines = told(capsys, *arguments).splitlines()
     assert [line for line in lines if len(line) > 100] == []
     assert any(line.startswith("Within ") for line in lines[-12:])
-    assert any(line.startswith(("What binds", "Even a single")) for line in lines[-12:])
+    assert any(line.startswith(("Binding limit", "A single request")) for line in lines[-12:])
 
 
 def test_every_input_that_was_used_is_printed_with_its_origin(capsys, tmp_path):
     (tmp_path / "site.toml").write_text("[gpu]\nflops_share = 0.4\n[price]\ngpu = 20000\n")
     out = told(capsys, MODEL, "--file", str(tmp_path / "site.toml"), "--gpus", "16", "--set", "target.burst=3")
-    assumptions = out.partition("Assumptions")[2].partition("What tiers buy")[0]
+    assumptions = out.partition("Assumptions")[2].partition("Gains of tiers")[0]
     for name in SETTINGS:
         is_used = not name.startswith(("shared.", "traffic.trace", "traffic.load", "price."))
         assert (f"{name} = " in assumptions) or not is_used, name

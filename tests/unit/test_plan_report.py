@@ -3,15 +3,18 @@
 import pytest
 from tests.unit.test_report import check_page
 
-from kvtier.plan import compare, load, make_plan
-from kvtier.plan.report import charts, render_report, write_plot
-from kvtier.plan.series import (
+from kvtier.plan.load import load
+from kvtier.plan.plan import make_plan
+from kvtier.plan.published import compare
+from kvtier.plan.report import (
     capacity_curves,
+    charts,
     cost_curves,
     crossing,
-    has_prices,
+    render_report,
     single_prompt_curves,
     ttft_curves,
+    write_plot,
 )
 
 pytest.importorskip("matplotlib")
@@ -59,7 +62,7 @@ def test_computing_and_fetching_cross_where_they_are_equal():
         "shared.capacity_bytes": 10**15,
         "shared.adapter_bytes_per_s": 50e9,
     }
-    plan = make_plan(load(options=values), with_levers=False)
+    plan = make_plan(load(options=values), with_sensitivities=False)
     computed, *fetched = single_prompt_curves(plan)
     network = next(it for it in fetched if it.kind == "shared")
     at = crossing(computed, network)
@@ -70,9 +73,8 @@ def test_computing_and_fetching_cross_where_they_are_equal():
 
 
 def test_costs_are_energy_without_prices_and_money_with():
-    free = make_plan(load(options={"model.name": "llama-3.1-8b"}), with_levers=False)
-    paid = make_plan(load(options={"model.name": "llama-3.1-8b", "price.gpu": 20_000.0}), with_levers=False)
-    assert (has_prices(free), has_prices(paid)) == (False, True)
+    free = make_plan(load(options={"model.name": "llama-3.1-8b"}), with_sensitivities=False)
+    paid = make_plan(load(options={"model.name": "llama-3.1-8b", "price.gpu": 20_000.0}), with_sensitivities=False)
     for plan in (free, paid):
         for curve in cost_curves(plan):
             assert curve.y[0] > 10 * curve.y[-1] > 0

@@ -5,31 +5,31 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.plan import compare, load, make_plan
 from kvtier.plan.inputs import SETTINGS
-from kvtier.plan.reading import STATED, example_names, example_tables
-from kvtier.plan.stated import HOW, figure_names
+from kvtier.plan.load import PUBLISHED, example_names, example_tables, load
+from kvtier.plan.plan import make_plan
+from kvtier.plan.published import FIGURES, HOW, compare
 
 TOP = Path(__file__).parents[2]
 DOCUMENT = TOP / "docs" / "planning.md"
 OFF_AT_MOST = {"arithmetic": 0.06, "calibrated": 0.05, "predicted": 0.13}
-"""By how much a figure of each sort may differ from the stated one."""
+"""By how much a figure of each sort may differ from the published one."""
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return make_plan(load(example="samsung"), with_levers=False)
+    return make_plan(load(example="samsung"), with_sensitivities=False)
 
 
 @pytest.fixture(scope="module")
-def stated(plan):
+def figures(plan):
     return compare("samsung", plan)
 
 
-def test_every_figure_is_as_near_as_its_kind_promises(stated):
-    far = [(it.text, it.off) for it in stated if abs(it.off) > OFF_AT_MOST.get(it.how, 10)]
+def test_every_figure_is_as_near_as_its_kind_promises(figures):
+    far = [(it.text, it.off) for it in figures if abs(it.off) > OFF_AT_MOST.get(it.how, 10)]
     assert far == []
-    assert {it.how for it in stated} == set(HOW)
+    assert {it.how for it in figures} == set(HOW)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_every_figure_is_as_near_as_its_kind_promises(stated):
         ("53 %", 0.53),
     ],
 )
-def test_all_that_they_state_is_there(stated, text, value):
-    assert [it.stated for it in stated if text in it.text] == [value]
+def test_all_that_they_state_is_there(figures, text, value):
+    assert [it.published for it in figures if text in it.text] == [value]
 
 
 def test_their_own_figures_agree_with_one_another():
@@ -62,7 +62,7 @@ def test_reads_stop_rising_where_the_gpus_are_full():
     reads = {
         users: sum(
             make_plan(
-                load(example="samsung", options={"traffic.users": users}), with_levers=False
+                load(example="samsung", options={"traffic.users": users}), with_sensitivities=False
             ).tiered.point.read_bytes_per_s.values()
         )
         for users in (140, 240, 280, 400)
@@ -74,17 +74,17 @@ def test_reads_stop_rising_where_the_gpus_are_full():
 
 def test_what_was_calibrated_is_what_makes_the_figure(plan):
     """Negative control: without its calibration each figure is another."""
-    freed = make_plan(load(example="samsung").change({"gpu.memory_share": 0.92}), with_levers=False)
+    freed = make_plan(load(example="samsung").change({"gpu.memory_share": 0.92}), with_sensitivities=False)
     assert freed.alone.users_at_ttft > 1.15 * plan.alone.users_at_ttft
-    faster = make_plan(load(example="samsung").change({"software.load_bytes_per_s": 12e9}), with_levers=False)
+    faster = make_plan(load(example="samsung").change({"software.load_bytes_per_s": 12e9}), with_sensitivities=False)
     assert faster.tiered.users_at_ttft > 1.15 * plan.tiered.users_at_ttft
-    beside = make_plan(load(example="samsung").change({"software.loads_block": False}), with_levers=False)
+    beside = make_plan(load(example="samsung").change({"software.loads_block": False}), with_sensitivities=False)
     assert beside.tiered.users_at_ttft == pytest.approx(354, abs=1)  # the document says so
 
 
 def test_the_time_to_first_token_is_flat_up_to_140_users():
     times = [
-        make_plan(load(example="samsung", options={"traffic.users": users}), with_levers=False).tiered.ttft_s
+        make_plan(load(example="samsung", options={"traffic.users": users}), with_sensitivities=False).tiered.ttft_s
         for users in (20, 80, 140)
     ]
     assert times == pytest.approx([0.5] * 3, abs=0.06)
@@ -93,21 +93,23 @@ def test_the_time_to_first_token_is_flat_up_to_140_users():
 def test_every_example_is_made_of_known_inputs_and_figures():
     for name in example_names():
         tables = example_tables(name)
-        named = {f"{section}.{key}" for section, table in tables.items() if section != STATED for key in table}
+        named = {f"{section}.{key}" for section, table in tables.items() if section != PUBLISHED for key in table}
         assert named <= set(SETTINGS)
-        assert {it["figure"] for it in tables[STATED]} <= set(figure_names())
-        assert {it["how"] for it in tables[STATED]} <= set(HOW)
+        assert {it["figure"] for it in tables[PUBLISHED]} <= set(FIGURES)
+        assert {it["how"] for it in tables[PUBLISHED]} <= set(HOW)
 
 
-def table_of(stated) -> str:
-    lines = ["| they state | there | here | | why |", "| --- | ---: | ---: | --- | --- |"]
-    lines += [f"| {it.text} | {it.show(it.stated)} | {it.show(it.computed)} | {it.how} | {it.note} |" for it in stated]
+def table_of(figures) -> str:
+    lines = ["| figure | published | plan | | why |", "| --- | ---: | ---: | --- | --- |"]
+    lines += [
+        f"| {it.text} | {it.show(it.published)} | {it.show(it.computed)} | {it.how} | {it.note} |" for it in figures
+    ]
     return "\n".join(lines)
 
 
-def test_the_document_has_these_figures(stated):
+def test_the_document_has_these_figures(figures):
     (written,) = re.findall(r"<!-- table: samsung -->\n(.*?)\n<!-- end -->", DOCUMENT.read_text(), re.DOTALL)
-    assert written == table_of(stated)
+    assert written == table_of(figures)
 
 
 def test_the_documents_python_runs(capsys):
@@ -120,7 +122,7 @@ def test_the_documents_file_of_inputs_is_read(tmp_path):
     (text,) = re.findall(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     path = tmp_path / "site.toml"
     path.write_text(text)
-    plan = make_plan(load(file=path, options={"model.name": "llama-3.1-8b"}), with_levers=False)
+    plan = make_plan(load(file=path, options={"model.name": "llama-3.1-8b"}), with_sensitivities=False)
     assert plan.inputs.disk.capacity_bytes == 7_680_000_000_000
     assert plan.inputs.disk.read_bytes_per_s == 13e9
     assert plan.tiered.cost.missing == ()

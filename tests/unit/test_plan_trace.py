@@ -7,7 +7,8 @@ import random
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.plan import load, make_plan
+from kvtier.plan.load import load
+from kvtier.plan.plan import make_plan
 from kvtier.plan.trace import read_trace
 
 BLOCK = 64
@@ -115,10 +116,10 @@ def test_a_csv_tells_arrivals_and_lengths_and_asks_for_the_reuse(tmp_path):
     summary = read_trace(path, 1.0)
     assert (summary.requests, summary.input_tokens, summary.duration_s) == (60, 1029.5, 59.0)
     assert summary.curve is None
-    with pytest.raises(ConfigError, match=r"does not tell what is reused; set traffic\.reuse"):
+    with pytest.raises(ConfigError, match=r"no block ids to measure reuse; set traffic\.reuse"):
         make_plan(load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path)}))
     inputs = load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path), "traffic.reuse": "0.5"})
-    demand = make_plan(inputs, with_levers=False).setup.demand
+    demand = make_plan(inputs, with_sensitivities=False).deployment.workload
     assert (demand.reuse, demand.requests_per_s) == (pytest.approx(0.5), pytest.approx(60 / 59))
 
 
@@ -127,13 +128,13 @@ def test_a_plan_of_a_trace_speaks_of_queries_and_grows_with_its_load(tmp_path, r
     once, twice = (
         make_plan(
             load(options={"model.name": "llama-3.1-8b", "traffic.trace": str(path), "traffic.load": times}),
-            with_levers=False,
+            with_sensitivities=False,
         )
         for times in (1.0, 2.0)
     )
-    assert twice.asked_users == pytest.approx(2 * once.asked_users)
+    assert twice.requested_users == pytest.approx(2 * once.requested_users)
     assert twice.tiered.users_at_ttft == pytest.approx(once.tiered.users_at_ttft)
-    assert once.setup.demand.reuse == pytest.approx(
+    assert once.deployment.workload.reuse == pytest.approx(
         slow_count(requests, 1e9)[1] / sum(tokens for _, tokens, _, _ in requests)
     )
 

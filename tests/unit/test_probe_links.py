@@ -7,7 +7,7 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.config.links import Speed, fastest, read_links
 from kvtier.errors import ConfigError
-from kvtier.plan import load
+from kvtier.plan.load import load
 
 
 def measure(op, size, depth, rate, latency_us):

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
-from kvtier.plan.catalogue import catalogue
+from kvtier.plan.hardware import catalogue
 from kvtier.replay.cost import Prefill
 from kvtier.replay.links import TierSpec
 from kvtier.replay.speeds import Probed, find_part, prefill_of

@@ -1,8 +1,9 @@
 """Sections and settings in general: typed fields with a kind, checked when made; TOML files of such sections."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -70,6 +71,13 @@ def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object
         shown = "(hidden)" if isinstance(setting.kind, Hidden) else _short(raw)
         message = f"{setting.name} = {shown} (from {origin}): {error}; allowed: {setting.kind.allowed}"
         raise ConfigError(message) from None
+
+
+def near(word: str, words: Sequence[str]) -> str:
+    """The end of a message about an unknown word: the nearest words, and all of them where they are few."""
+    close = get_close_matches(word.lower(), words, n=3, cutoff=0.5)
+    suggestion = f"; did you mean {' or '.join(close)}?" if close else ""
+    return suggestion if close and len(words) > 24 else f"{suggestion or ';'} known here: {', '.join(words)}"
 
 
 def read_toml(path: Path) -> dict[str, Any]:

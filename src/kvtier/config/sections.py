@@ -5,14 +5,13 @@ To add one: a line here, nothing else. The loader, the environment, `--set`, `co
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.codec import registry as codecs
 from kvtier.config.kinds import Choice, Count, Hidden, Location, Named, Seconds, Size, Switch
-from kvtier.config.schema import Section, Setting, setting, settings
+from kvtier.config.schema import Section, Setting, near, setting, settings
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
 from kvtier.policy.registry import EVICTORS
@@ -233,7 +232,7 @@ def find_section(section: str, origin: str) -> type[Section]:
         ConfigError: there is none; the message names those that are known, and the nearest.
     """
     if section not in SECTIONS:
-        raise ConfigError(f"{section} (from {origin}): unknown section{_known(section, list(SECTIONS))}")
+        raise ConfigError(f"{section} (from {origin}): unknown section{near(section, list(SECTIONS))}")
     return SECTIONS[section]
 
 
@@ -245,15 +244,10 @@ def find(section: type[Section], key: str, origin: str) -> Setting:
     """
     known = {setting.key: setting for setting in settings(section)}
     if key not in known:
-        raise ConfigError(f"{section.section}.{key} (from {origin}): unknown setting{_known(key, list(known))}")
+        raise ConfigError(f"{section.section}.{key} (from {origin}): unknown setting{near(key, list(known))}")
     return known[key]
 
 
 def value_of(config: Config, setting: Setting) -> object:
     """What `config` says for `setting`."""
     return getattr(getattr(config, setting.section), setting.key)
-
-
-def _known(word: str, words: list[str]) -> str:
-    near = get_close_matches(word, words, n=1)
-    return (f"; did you mean {near[0]}?" if near else ";") + f" known here: {', '.join(words)}"

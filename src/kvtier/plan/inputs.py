@@ -1,65 +1,181 @@
-"""Every input of a plan: its section, default, what is allowed, what it is for, and where the default comes from.
+"""Inputs of a plan: section, default, allowed values, meaning, and the source of the default.
 
-To add one: a line here. The file reader, `--set`, the list of assumptions, the messages and the sensitivity follow.
-A 0 means "from the catalogue", "from the model" or "not given" where the line says so.
+To add an input, add a line here. The file reader, `--set`, the list of assumptions, the messages and the sensitivity
+follow. A 0 means "from the catalogue", "from the model" or "not given" where the line says so.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from kvtier.config.kinds import Choice, Count, Seconds, Switch
+from kvtier.config.kinds import Choice, Count, Seconds, Size, Switch, parse_size, size_text
 from kvtier.config.schema import Section, Setting, setting, settings
-from kvtier.plan.kinds import Capacity, Maybe, Rate, Real, Word
+from kvtier.report.format import bytes_text, power_text
 
+NAME_MAX = 400
 _CATALOGUE = "from the catalogue"
 _TOKENS = Count(0, 10**8)
 
 
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Printable text without line ends: a name, or a path."""
+
+    allowed: str
+
+    def read(self, raw: object, *, is_text: bool) -> str:
+        """Read a text."""
+        del is_text
+        if not isinstance(raw, str) or not raw.isprintable() or len(raw) > NAME_MAX:
+            raise ValueError("not a name")
+        return raw.strip()
+
+    def show(self, value: object) -> str:
+        """The text."""
+        return str(value) or "(none)"
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number, also written ``6.98e9``."""
+
+    least: float
+    most: float
+    zero_means: str = ""
+    """Meaning of 0, where it is not a number; then it is allowed."""
+    none_means: str = ""
+    """Meaning of None or ``auto``, where it is allowed."""
+
+    @property
+    def allowed(self) -> str:
+        """The range, and the special values."""
+        zero = f"; 0: {self.zero_means}" if self.zero_means else ""
+        none = f", or auto: {self.none_means}" if self.none_means else ""
+        return f"a number from {self.least:g} to {self.most:g}{zero}{none}"
+
+    def read(self, raw: object, *, is_text: bool) -> float | None:
+        """Read a number, or its text."""
+        if self.none_means and (raw is None or raw == "auto"):
+            return None
+        if is_text and isinstance(raw, str):
+            raw = _float(raw)
+        return _within(raw, self.least, self.most, zero_allowed=bool(self.zero_means))
+
+    def show(self, value: object) -> str:
+        """The number, or the meaning of a special value."""
+        if not isinstance(value, int | float):
+            return self.none_means or str(value)
+        return self.zero_means if value == 0 and self.zero_means else power_text(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSize(Size):
+    """Bytes, shown in the units in which they are round: decimal for drives, binary for memory."""
+
+    zero_means: str = "none"
+
+    def show(self, value: object) -> str:
+        """The size with its unit."""
+        if not isinstance(value, int):
+            return str(value)
+        text = size_text(value) if value % 2**20 == 0 else bytes_text(value)
+        return text if value else self.zero_means
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Bytes a second: a number, or a size such as ``14.5 GB/s``."""
+
+    zero_means: str = _CATALOGUE
+    least: ClassVar[float] = 1e6
+    most: ClassVar[float] = 1e16
+
+    @property
+    def allowed(self) -> str:
+        """The range and the forms."""
+        span = f"{bytes_text(self.least)}/s to {bytes_text(self.most)}/s"
+        return f"bytes a second as a number, or a size such as 14.5 GB/s; from {span}; 0: {self.zero_means}"
+
+    def read(self, raw: object, *, is_text: bool) -> float:
+        """Read a number, or a text with or without ``/s``."""
+        del is_text
+        if isinstance(raw, str):
+            text = raw.strip().removesuffix("/s")
+            try:
+                raw = float(text)
+            except ValueError:
+                raw = parse_size(text)
+        return _within(raw, self.least, self.most, zero_allowed=True)
+
+    def show(self, value: object) -> str:
+        """The rate with its unit."""
+        return f"{bytes_text(value)}/s" if isinstance(value, int | float) and value else self.zero_means
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text.strip().replace(",", ""))
+    except ValueError:
+        raise ValueError("not a number") from None
+
+
+def _within(raw: object, least: float, most: float, *, zero_allowed: bool) -> float:
+    if not isinstance(raw, int | float) or isinstance(raw, bool) or not math.isfinite(raw):
+        raise ValueError("not a number")
+    if raw == 0 and zero_allowed:
+        return 0.0
+    if raw < least:
+        raise ValueError("too small")
+    if raw > most:
+        raise ValueError("too large")
+    return float(raw)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model(Section):
-    """What is served."""
+class ModelInputs(Section):
+    """The model and its formats."""
 
     section: ClassVar[str] = "model"
 
-    name: str = setting("", Word("a name that `kvtier size` knows, or a config.json"), "The model.")
-    kv_dtype: str = setting("bf16", Word("a format that `kvtier size` knows, such as bf16 or fp8"), "Format of the KV.")
+    name: str = setting("", Name("a name that `kvtier size` knows, or a config.json"), "The model.")
+    kv_dtype: str = setting("bf16", Name("a format that `kvtier size` knows, such as bf16 or fp8"), "Format of the KV.")
     weights: Literal["bf16", "fp8", "fp4"] = setting("bf16", Choice(("bf16", "fp8", "fp4")), "Format of the weights.")
-    tp: int = setting(1, Count(1, 1024), "GPUs that serve one copy of the model (tensor parallel).")
+    tp: int = setting(1, Count(1, 1024), "GPUs of one copy of the model (tensor parallel).")
     parameters: float = setting(
-        0.0, Real(1e6, 1e14, "from the model"), "All parameters: they take GPU memory, and decoding reads them."
+        0.0, Number(1e6, 1e14, "from the model"), "All parameters: they fill GPU memory, and decoding reads them."
     )
     active_parameters: float = setting(
-        0.0, Real(1e6, 1e14, "from the model"), "Parameters that each prompt token is multiplied with."
+        0.0, Number(1e6, 1e14, "from the model"), "Parameters multiplied with each prompt token."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu(Section):
-    """The GPUs, and how much of their data sheet an engine reaches."""
+class GpuInputs(Section):
+    """The GPUs, and the share of the data sheet that an engine reaches."""
 
     section: ClassVar[str] = "gpu"
 
-    name: str = setting("h100-sxm", Word("a GPU of the catalogue"), "The kind of GPU.")
+    name: str = setting("h100-sxm", Name("a GPU of the catalogue"), "The kind of GPU.")
     count: int = setting(8, Count(1, 10**6), "GPUs.")
-    flops: float = setting(0.0, Real(1e9, 1e18, _CATALOGUE), "Peak FLOP/s of one GPU, dense, in the weights' format.")
-    memory_bytes: int = setting(0, Capacity(0, 2**50, _CATALOGUE), "Memory of one GPU.")
+    flops: float = setting(0.0, Number(1e9, 1e18, _CATALOGUE), "Peak FLOP/s of one GPU, dense, in the weights' format.")
+    memory_bytes: int = setting(0, RoundSize(0, 2**50, _CATALOGUE), "Memory of one GPU.")
     memory_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of that memory.")
     link_bytes_per_s: float = setting(0.0, Rate(), "Link of one GPU to its host, one direction.")
-    watts: float = setting(0.0, Real(1, 1e5, _CATALOGUE), "Most power that one GPU takes.")
-    flops_share: float = setting(0.5, Real(0.01, 1), "Share of the peak that prefill reaches (MFU).", "rule of thumb")
+    watts: float = setting(0.0, Number(1, 1e5, _CATALOGUE), "Maximum power of one GPU.")
+    flops_share: float = setting(0.5, Number(0.01, 1), "Share of the peak that prefill reaches (MFU).", "rule of thumb")
     memory_rate_share: float = setting(
         0.8,
-        Real(0.01, 1),
+        Number(0.01, 1),
         "Share of the bandwidth that decoding reaches.",
         "NVIDIA AIConfigurator, system files, 2026-08-21",
     )
     memory_share: float = setting(
-        0.92, Real(0.05, 1), "Share of GPU memory that the engine may take.", "vLLM 0.32, gpu_memory_utilization"
+        0.92, Number(0.05, 1), "Share of GPU memory that the engine may take.", "vLLM 0.32, gpu_memory_utilization"
     )
     other_bytes: int = setting(
         3_758_096_384,
-        Capacity(0, 2**42),
+        RoundSize(0, 2**42),
         "GPU memory for activations and libraries.",
         "NVIDIA AIConfigurator, system files, 2026-08-21",
     )
@@ -67,173 +183,173 @@ class Gpu(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic(Section):
-    """Who asks what, and how often. With a trace, most of it is measured there."""
+class TrafficInputs(Section):
+    """Requests: rate, lengths and reuse. With a trace, most of them are measured there."""
 
     section: ClassVar[str] = "traffic"
 
     users: int = setting(80, Count(1, 10**9), "Users at the same time.", "LMBenchmark, multi-round QA")
     turns: int = setting(10, Count(1, 10**5), "Queries of one conversation.", "LMBenchmark, multi-round QA")
-    interval_s: float = setting(20.0, Seconds(1e-3, 1e7), "From one query of a user to the next, on average.")
+    interval_s: float = setting(20.0, Seconds(1e-3, 1e7), "Mean time between two queries of a user.")
     interval_cv: float = setting(
         1.7,
-        Real(0, 20, "always the same"),
-        "Spread of that interval: standard deviation over mean.",
+        Number(0, 20, "constant"),
+        "Coefficient of variation of that interval.",
         "fitted to Mooncake's conversation trace",
     )
-    prefix_tokens: int = setting(1000, _TOKENS, "System prompt that all share.", "LMBenchmark, multi-round QA")
-    history_tokens: int = setting(20_000, _TOKENS, "What a conversation begins with.", "LMBenchmark, long run")
-    question_tokens: int = setting(100, Count(1, 10**8), "What each query adds.")
+    prefix_tokens: int = setting(1000, _TOKENS, "Tokens of the shared system prompt.", "LMBenchmark, multi-round QA")
+    history_tokens: int = setting(
+        20_000, _TOKENS, "Tokens of a conversation before its first query.", "LMBenchmark, long run"
+    )
+    question_tokens: int = setting(100, Count(1, 10**8), "Tokens that each query adds.")
     answer_tokens: int = setting(100, Count(1, 10**7), "Tokens of an answer.", "LMBenchmark, long run")
     reuse: float | None = setting(
-        None, Maybe(Real(0, 1), "from turns and lengths"), "Share of prompt tokens that some prompt before had."
+        None, Number(0, 1, none_means="from turns and lengths"), "Share of prompt tokens of earlier prompts."
     )
     arrivals_cv2: float = setting(
-        1.0, Real(0, 100), "Squared coefficient of variation of the times between queries; 1: independent users."
+        1.0, Number(0, 100), "Squared coefficient of variation of the times between queries; 1: independent users."
     )
-    trace: str = setting("", Word("a trace file, .jsonl or .csv, also .gz"), "Measure the traffic in this file.")
+    trace: str = setting("", Name("a trace file, .jsonl or .csv, also .gz"), "Measure the traffic in this file.")
     trace_window_s: float = setting(
-        86_400.0, Seconds(1, 1e8), "Sessions of a trace without absolute times start spread over so long."
+        86_400.0, Seconds(1, 1e8), "Time over which sessions start, for a trace without absolute times."
     )
     day_share: float = setting(
-        1.0, Real(0.001, 1), "Average of a day over this load; drives wear by the day, all else is for the busy hours."
+        1.0,
+        Number(0.001, 1),
+        "Average load of a day over this load, for the wear of drives only.",
     )
-    load: float = setting(1.0, Real(1e-6, 1e9), "Requests a second, as a multiple of the trace's; with a trace only.")
+    load: float = setting(1.0, Number(1e-6, 1e9), "Requests a second, as a multiple of the trace's; with a trace only.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target(Section):
-    """What is good enough."""
+class TargetInputs(Section):
+    """Service levels and margins."""
 
     section: ClassVar[str] = "target"
 
-    ttft_s: float = setting(1.0, Seconds(1e-3, 1e5), "Mean time to first token, at most.")
-    tpot_s: float = setting(0.0, Real(1e-4, 1e3, "no limit"), "Time for each further token, at most, in seconds.")
-    hit_share: float = setting(0.95, Real(0.01, 0.9999), "Share of what can be reused that the tiers must hold.")
-    burst: float = setting(
-        2.0, Real(1, 100), "Provide so many times the average bandwidth.", "Samsung PM1753 paper, 2025"
-    )
-    life_years: float = setting(5.0, Real(0.1, 50), "How long the drives must last.")
+    ttft_s: float = setting(1.0, Seconds(1e-3, 1e5), "Limit of the mean time to first token.")
+    tpot_s: float = setting(0.0, Number(1e-4, 1e3, "no limit"), "Limit of the time per output token, in seconds.")
+    hit_share: float = setting(0.95, Number(0.01, 0.9999), "Share of reusable tokens that the tiers must hold.")
+    burst: float = setting(2.0, Number(1, 100), "Bandwidth to provide over the average.", "Samsung PM1753 paper, 2025")
+    life_years: float = setting(5.0, Number(0.1, 50), "Required life of the drives.")
     gpu_used: float = setting(
-        0.7, Real(0.05, 1), "Share of the measured throughput to plan with, in the formula for GPUs.", "rule of thumb"
+        0.7, Number(0.05, 1), "Share of the measured throughput to plan with, in the formula for GPUs.", "rule of thumb"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host(Section):
+class HostInputs(Section):
     """Host memory of all hosts together."""
 
     section: ClassVar[str] = "host"
 
-    capacity_bytes: int = setting(2**40, Capacity(0, 2**60), "Host memory for KV; 0: none.")
-    memory: str = setting("ddr5-4800", Word("a memory of the catalogue"), "The kind of memory.")
+    capacity_bytes: int = setting(2**40, RoundSize(0, 2**60), "Host memory for KV; 0: none.")
+    memory: str = setting("ddr5-4800", Name("a memory of the catalogue"), "The kind of memory.")
     channels: int = setting(16, Count(1, 10**6), "Memory channels, of all sockets together.")
     channel_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of one channel.")
-    share: float = setting(0.5, Real(0.01, 1), "Share of that bandwidth that KV may use.", "rule of thumb")
+    share: float = setting(0.5, Number(0.01, 1), "Share of that bandwidth for KV.", "rule of thumb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disk(Section):
+class DiskInputs(Section):
     """Local drives, of all hosts together."""
 
     section: ClassVar[str] = "disk"
 
-    name: str = setting("pm1753", Word("a drive of the catalogue"), "The kind of drive.")
+    name: str = setting("pm1753", Name("a drive of the catalogue"), "The kind of drive.")
     count: int = setting(4, Count(0, 10**6), "Drives; 0: none.")
-    capacity_bytes: int = setting(0, Capacity(0, 2**55, _CATALOGUE), "Capacity of one drive.")
+    capacity_bytes: int = setting(0, RoundSize(0, 2**55, _CATALOGUE), "Capacity of one drive.")
     read_bytes_per_s: float = setting(0.0, Rate(), "Reads of one drive, sequential.")
     write_bytes_per_s: float = setting(0.0, Rate(), "Writes of one drive, sequential.")
-    drive_writes_per_day: float = setting(0.0, Real(0.001, 1000, _CATALOGUE), "Rated drive writes a day.")
-    rated_years: float = setting(5.0, Real(0.1, 30), "For so many years.", "the usual warranty")
-    wear: float = setting(1.0, Real(0.01, 100), "Wear of a byte of KV against one of the rating's workload.")
-    watts: float = setting(0.0, Real(0.1, 1000, _CATALOGUE), "Power of one drive at work.")
-    filled: float = setting(0.9, Real(0.05, 1), "Share of the capacity that KV may fill.", "rule of thumb")
-    command_bytes: int = setting(2**20, Capacity(4096, 2**30), "Bytes of one command (the drive's MDTS).")
+    drive_writes_per_day: float = setting(0.0, Number(0.001, 1000, _CATALOGUE), "Rated drive writes a day.")
+    rated_years: float = setting(5.0, Number(0.1, 30), "Years for which that is rated.", "the usual warranty")
+    wear: float = setting(1.0, Number(0.01, 100), "Wear of a byte of KV over that of a byte of the rating's workload.")
+    watts: float = setting(0.0, Number(0.1, 1000, _CATALOGUE), "Power of one active drive.")
+    filled: float = setting(0.9, Number(0.05, 1), "Share of the capacity for KV.", "rule of thumb")
+    command_bytes: int = setting(2**20, RoundSize(4096, 2**30), "Bytes of one command (the drive's MDTS).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared(Section):
-    """Storage that a cluster shares, behind a network."""
+class SharedInputs(Section):
+    """Storage that the hosts share, behind a network."""
 
     section: ClassVar[str] = "shared"
 
-    capacity_bytes: int = setting(0, Capacity(0, 2**70), "Shared storage for KV; 0: none.")
-    network: str = setting("nic-400g", Word("a network of the catalogue"), "The kind of network adapter.")
+    capacity_bytes: int = setting(0, RoundSize(0, 2**70), "Shared storage for KV; 0: none.")
+    network: str = setting("nic-400g", Name("a network of the catalogue"), "The kind of network adapter.")
     adapters: int = setting(1, Count(1, 10**6), "Network adapters, of all hosts together.")
     adapter_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of one adapter, one direction.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Software(Section):
-    """What the cache software does with the hardware."""
+class SoftwareInputs(Section):
+    """Behaviour of the engine and the cache."""
 
     section: ClassVar[str] = "software"
 
     chunk_tokens: int = setting(256, Count(1, 2**20), "Tokens of a chunk.")
     load_bytes_per_s: float = setting(
-        0.0, Rate(zero_means="link times link_share"), "Load stream that the software reaches, for one GPU."
+        0.0, Rate(zero_means="link times link_share"), "Load bandwidth that the software reaches, for one GPU."
     )
-    link_share: float = setting(0.8, Real(0.01, 1), "Share of the GPU's link that loads reach.", "rule of thumb")
+    link_share: float = setting(0.8, Number(0.01, 1), "Share of the GPU's link that loads reach.", "rule of thumb")
     loads_block: bool = setting(
-        default=False, kind=Switch(), help="The GPU waits while a prompt loads, instead of serving others."
+        default=False, kind=Switch(), help="The GPU waits while a prompt loads, instead of serving other requests."
     )
     skips_slow_loads: bool = setting(
-        default=True, kind=Switch(), help="What would load more slowly than it computes is computed."
+        default=True, kind=Switch(), help="Prompts that load more slowly than they compute are computed."
     )
-    gpu_reuse: bool = setting(
-        default=True, kind=Switch(), help="With tiers, the engine also reuses what is still in GPU memory."
-    )
-    chunks_in_flight: int = setting(4, Count(1, 10**4), "Chunks that one loading prompt reads at a time.")
-    write_share: float = setting(1.0, Real(0, 1), "Share of new KV that is written to the drives (admission).")
+    gpu_reuse: bool = setting(default=True, kind=Switch(), help="With tiers, the engine also reuses KV in GPU memory.")
+    chunks_in_flight: int = setting(4, Count(1, 10**4), "Chunks that one loading prompt reads in parallel.")
+    write_share: float = setting(1.0, Number(0, 1), "Share of new KV that is written to the drives (admission).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Price(Section):
-    """Prices, all yours: kvtier ships none. 0: not given, and what needs it is not computed."""
+class PriceInputs(Section):
+    """Prices. kvtier ships none; figures that need a missing price are left out."""
 
     section: ClassVar[str] = "price"
 
-    currency: str = setting("USD", Word("a currency or another unit"), "Unit of all prices.")
-    years: float = setting(3.0, Real(0.1, 50), "What is bought is used for so long.", "Samsung PM1753 paper, 2025")
-    gpu: float = setting(0.0, Real(1e-9, 1e9, "not given"), "One GPU.")
+    currency: str = setting("USD", Name("a currency or another unit"), "Unit of all prices.")
+    years: float = setting(3.0, Number(0.1, 50), "Years of use of what is bought.", "Samsung PM1753 paper, 2025")
+    gpu: float = setting(0.0, Number(1e-9, 1e9, "not given"), "One GPU.")
     server: float = setting(
         0.0,
-        Real(1e-9, 1e12, "not given"),
-        "All but GPUs, host memory and drives; where price.gpu is not given, with GPUs.",
+        Number(1e-9, 1e12, "not given"),
+        "Servers without GPUs, host memory and drives; with GPUs where price.gpu is not given.",
     )
-    host_memory_per_gb: float = setting(0.0, Real(1e-9, 1e9, "not given"), "Host memory, for 10^9 bytes.")
-    drive: float = setting(0.0, Real(1e-9, 1e9, "not given"), "One drive.")
-    shared_per_tb: float = setting(0.0, Real(1e-9, 1e9, "not given"), "Shared storage, for 10^12 bytes.")
-    energy_per_kwh: float = setting(0.0, Real(1e-9, 1e6, "not given"), "Energy.")
+    host_memory_per_gb: float = setting(0.0, Number(1e-9, 1e9, "not given"), "Host memory, for 10^9 bytes.")
+    drive: float = setting(0.0, Number(1e-9, 1e9, "not given"), "One drive.")
+    shared_per_tb: float = setting(0.0, Number(1e-9, 1e9, "not given"), "Shared storage, for 10^12 bytes.")
+    energy_per_kwh: float = setting(0.0, Number(1e-9, 1e6, "not given"), "Energy.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Power(Section):
-    """Power of what is neither drive nor GPU at full load."""
+class PowerInputs(Section):
+    """Power besides drives and busy GPUs."""
 
     section: ClassVar[str] = "power"
 
     server_watts: float = setting(
-        1500.0, Real(1, 1e9), "Everything but GPUs and drives.", "rule of thumb, 8-GPU server"
+        1500.0, Number(1, 1e9), "Everything but GPUs and drives.", "rule of thumb, 8-GPU server"
     )
-    gpu_idle_share: float = setting(0.15, Real(0, 1), "What a GPU takes while it waits, of its most.", "rule of thumb")
-    pue: float = setting(1.0, Real(1, 5), "Power of the whole site over that of the machines; 1: without cooling.")
+    gpu_idle_share: float = setting(0.15, Number(0, 1), "Power of an idle GPU over its maximum.", "rule of thumb")
+    pue: float = setting(1.0, Number(1, 5), "Power of the site over that of the machines; 1: without cooling.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """All inputs of a plan, and by ``section.key`` where each came from."""
+    """All inputs of a plan, and the origin of each by ``section.key``."""
 
-    model: Model = field(default_factory=Model)
-    gpu: Gpu = field(default_factory=Gpu)
-    traffic: Traffic = field(default_factory=Traffic)
-    target: Target = field(default_factory=Target)
-    host: Host = field(default_factory=Host)
-    disk: Disk = field(default_factory=Disk)
-    shared: Shared = field(default_factory=Shared)
-    software: Software = field(default_factory=Software)
-    price: Price = field(default_factory=Price)
-    power: Power = field(default_factory=Power)
+    model: ModelInputs = field(default_factory=ModelInputs)
+    gpu: GpuInputs = field(default_factory=GpuInputs)
+    traffic: TrafficInputs = field(default_factory=TrafficInputs)
+    target: TargetInputs = field(default_factory=TargetInputs)
+    host: HostInputs = field(default_factory=HostInputs)
+    disk: DiskInputs = field(default_factory=DiskInputs)
+    shared: SharedInputs = field(default_factory=SharedInputs)
+    software: SoftwareInputs = field(default_factory=SoftwareInputs)
+    price: PriceInputs = field(default_factory=PriceInputs)
+    power: PowerInputs = field(default_factory=PowerInputs)
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def value(self, name: str) -> object:
@@ -242,7 +358,7 @@ class Inputs:
         return getattr(getattr(self, section), key)
 
     def origin(self, name: str) -> str:
-        """Where the value of ``section.key`` came from."""
+        """Origin of the value of ``section.key``."""
         source = SETTINGS[name].source
         return self.origins.get(name) or (f"default ({source})" if source else "default")
 
@@ -260,8 +376,20 @@ class Inputs:
 
 
 SECTIONS: dict[str, type[Section]] = {
-    kind.section: kind for kind in (Model, Gpu, Traffic, Target, Host, Disk, Shared, Software, Price, Power)
+    kind.section: kind
+    for kind in (
+        ModelInputs,
+        GpuInputs,
+        TrafficInputs,
+        TargetInputs,
+        HostInputs,
+        DiskInputs,
+        SharedInputs,
+        SoftwareInputs,
+        PriceInputs,
+        PowerInputs,
+    )
 }
 
-SETTINGS: dict[str, Setting] = {it.name: it for kind in SECTIONS.values() for it in settings(kind)}
+SETTINGS: dict[str, Setting] = {each.name: each for kind in SECTIONS.values() for each in settings(kind)}
 """By ``section.key``, in the order they are written."""

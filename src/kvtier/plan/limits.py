@@ -1,16 +1,17 @@
-"""Which limit binds, and which is next.
+"""Limits of a deployment: which one binds, and which is next.
 
-Each limit says how much of what is allowed a load uses; 1 is the limit. The load at which it first does is found for
-each alone, and the smallest of these loads is what the set-up can serve. So the answer changes when the limit that
-binds is raised, it does not when another is, and the second smallest is what one meets after mending the first.
+Each limit computes the used share of its budget at a load; it is met at 1. The load at which that happens first is
+found for each limit alone. The lowest of these loads is the most that the deployment serves. Raising the binding limit
+changes the answer, raising another one does not, and the second lowest load is met after the first limit is raised.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from kvtier.plan.operate import Point, decode_token_s, operate
-from kvtier.plan.setup import Setup
+from kvtier.plan.queueing import OperatingPoint, decode_token_s, operate
+from kvtier.plan.resolve import Deployment
 
 TTFT = "time to first token"
 """Name of the limit that every plan has."""
@@ -20,40 +21,39 @@ _DECADES_ABOVE = 2
 _BISECTIONS = 40
 _DAYS_PER_YEAR = 365.25
 
+Use = Callable[[Deployment, OperatingPoint], float]
+"""The used share of a budget."""
+
+_BANDWIDTHS = {
+    "host": ("host memory bandwidth", "host.channels, host.channel_bytes_per_s, host.share"),
+    "disk": ("drive bandwidth", "disk.count, disk.read_bytes_per_s, disk.write_bytes_per_s"),
+    "shared": ("network bandwidth", "shared.adapters, shared.adapter_bytes_per_s"),
+}
+"""Name of each tier's bandwidth limit, and the inputs that raise it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """One limit of a set-up."""
+    """One limit of a deployment."""
 
     name: str
     meaning: str
     raised_by: str
     """Inputs that raise it."""
     requests_per_s: float
-    """The load at which it is met, were it the only one; infinite when it is not met in reach."""
+    """The load at which this limit alone is met; infinite when it is not met in the searched range."""
     users: float
     """That load in users; with a trace's own pauses, in queries a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """The most that a set-up serves, and why not more."""
+    """The highest load that meets all limits, and the limits."""
 
-    with_tiers: bool
     limits: tuple[Limit, ...]
     """The tightest first."""
-    point: Point
-    """At the ceiling, or at almost no load where even that is too much."""
-
-    @property
-    def requests_per_s(self) -> float:
-        """The load at which the first limit is met."""
-        return self.limits[0].requests_per_s
-
-    @property
-    def users(self) -> float:
-        """That load in users."""
-        return self.limits[0].users
+    point: OperatingPoint
+    """At the ceiling, or at almost no load where even that exceeds a limit."""
 
     @property
     def binding(self) -> Limit:
@@ -62,203 +62,182 @@ class Ceiling:
 
     @property
     def next(self) -> Limit | None:
-        """The limit that is met when the first is mended."""
+        """The limit that is met after the first is raised."""
         return self.limits[1] if len(self.limits) > 1 else None
 
 
-Use = Callable[[Setup, Point], float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+@dataclass(frozen=True, slots=True)
+class LimitRule:
     """How a limit is checked."""
 
     name: str
     meaning: str
     raised_by: str
     used: Use
-    """Of what is allowed, 1 being the limit."""
 
 
-def rules_of(setup: Setup, *, with_tiers: bool) -> list[Rule]:
-    """The limits that a set-up has."""
-    target = setup.inputs.target
-    rules = [
-        Rule(
-            name=TTFT,
-            meaning=f"mean at most {target.ttft_s:g} s",
-            raised_by="target.ttft_s, or whatever makes its parts shorter",
-            used=lambda setup, point: point.ttft_s / setup.inputs.target.ttft_s,
+def rules(deployment: Deployment, *, with_tiers: bool) -> list[LimitRule]:
+    """The limits of a deployment."""
+    target = deployment.inputs.target
+    found = [
+        LimitRule(
+            TTFT,
+            f"mean at most {target.ttft_s:g} s",
+            "target.ttft_s, or any input that shortens its parts",
+            lambda _, point: point.ttft_s / target.ttft_s,
         ),
-        Rule(
-            name="GPU time",
-            meaning="prefill, decoding and what blocks them",
-            raised_by="gpu.count, gpu.flops, gpu.memory_bytes_per_s",
-            used=lambda _, point: point.gpu_used,
+        LimitRule(
+            "GPU time",
+            "prefill, decoding and blocking loads",
+            "gpu.count, gpu.flops, gpu.memory_bytes_per_s",
+            lambda _, point: point.gpu_used,
         ),
     ]
     if target.tpot_s:
-        rules.append(
-            Rule(
-                name="time per output token",
-                meaning=f"at most {target.tpot_s:g} s",
-                raised_by="target.tpot_s, gpu.memory_bytes_per_s, gpu.count",
-                used=lambda setup, point: point.tpot_s / setup.inputs.target.tpot_s,
+        found.append(
+            LimitRule(
+                "time per output token",
+                f"at most {target.tpot_s:g} s",
+                "target.tpot_s, gpu.memory_bytes_per_s, gpu.count",
+                lambda _, point: point.tpot_s / target.tpot_s,
             )
         )
-    if not with_tiers or not setup.places:
-        return rules
-    rules.append(
-        Rule(
-            name="load stream",
-            meaning="from a host to its GPUs",
-            raised_by="software.load_bytes_per_s, gpu.link_bytes_per_s, gpu.count",
-            used=_link_wanted,
+    if not with_tiers or not deployment.tiers:
+        return found
+    found.append(
+        LimitRule(
+            "load stream",
+            "from a host to its GPUs",
+            "software.load_bytes_per_s, gpu.link_bytes_per_s, gpu.count",
+            _link_used,
         )
     )
-    return [*rules, *_place_rules(setup)]
+    burst = f"{target.burst:g} x the average reads, and writes"
+    for tier in deployment.tiers:
+        name, raised_by = _BANDWIDTHS[tier.name]
+        used = _host_used if tier.name == "host" else partial(_bandwidth_used, tier=tier.name)
+        found.append(LimitRule(name, burst, raised_by, used))
+        if tier.name == "disk":
+            found.append(
+                LimitRule(
+                    "drive life",
+                    f"{target.life_years:g} years of these writes",
+                    "disk.count, disk.drive_writes_per_day, software.write_share",
+                    lambda deployment, point: target.life_years / max(life_years(deployment, point), 1e-9),
+                )
+            )
+    return found
 
 
-def _place_rules(setup: Setup) -> Iterator[Rule]:
-    burst = f"{setup.inputs.target.burst:g} x the average reads, and writes"
-    names = {it.name for it in setup.places}
-    if "host" in names:
-        yield Rule(
-            name="host memory bandwidth",
-            meaning=burst,
-            raised_by="host.channels, host.channel_bytes_per_s, host.share",
-            used=_host_used,
-        )
-    if "disk" in names:
-        yield Rule(
-            name="drive bandwidth",
-            meaning=burst,
-            raised_by="disk.count, disk.read_bytes_per_s, disk.write_bytes_per_s",
-            used=lambda setup, point: _bandwidth_used(setup, point, "disk"),
-        )
-        yield Rule(
-            name="drive life",
-            meaning=f"{setup.inputs.target.life_years:g} years of these writes",
-            raised_by="disk.count, disk.drive_writes_per_day, software.write_share",
-            used=lambda setup, point: setup.inputs.target.life_years / max(life_years(setup, point), 1e-9),
-        )
-    if "shared" in names:
-        yield Rule(
-            name="network bandwidth",
-            meaning=burst,
-            raised_by="shared.adapters, shared.adapter_bytes_per_s",
-            used=lambda setup, point: _bandwidth_used(setup, point, "shared"),
-        )
+def life_years(deployment: Deployment, point: OperatingPoint) -> float:
+    """Years until the drives have written their rating; infinite without writes.
 
-
-def life_years(setup: Setup, point: Point) -> float:
-    """Years until the drives have written what they are rated for; infinite when nothing is written.
-
-    A rating of d drive writes a day for y years is ``365 d y`` times the capacity (JESD218 counts so).
+    A rating of d drive writes a day for y years is ``365 d y`` times the capacity (as in JESD218).
     """
-    disk = setup.inputs.disk
-    day_share = setup.inputs.traffic.day_share
+    disk = deployment.inputs.disk
+    day_share = deployment.inputs.traffic.day_share
     written = point.write_bytes_per_s.get("disk", 0.0) * day_share * 86_400 * _DAYS_PER_YEAR * disk.wear
     rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day * _DAYS_PER_YEAR * disk.rated_years
     return rated / written if written else math.inf
 
 
-def _link_wanted(setup: Setup, point: Point) -> float:
-    return sum(point.wanted_bytes_per_s.values()) / setup.replicas / setup.load_bytes_per_s
+def _link_used(deployment: Deployment, point: OperatingPoint) -> float:
+    return sum(point.wanted_bytes_per_s.values()) / deployment.replicas / deployment.load_bytes_per_s
 
 
-def _bandwidth_used(setup: Setup, point: Point, name: str) -> float:
-    place = next(it for it in setup.places if it.name == name)
-    reads = setup.inputs.target.burst * point.wanted_bytes_per_s[name] / place.read_bytes_per_s
-    return reads + point.write_bytes_per_s[name] / place.write_bytes_per_s
+def _bandwidth_used(deployment: Deployment, point: OperatingPoint, tier: str) -> float:
+    hardware = next(it for it in deployment.tiers if it.name == tier)
+    reads = deployment.inputs.target.burst * point.wanted_bytes_per_s[tier] / hardware.read_bytes_per_s
+    return reads + point.write_bytes_per_s[tier] / hardware.write_bytes_per_s
 
 
-def _host_used(setup: Setup, point: Point) -> float:
-    """Host memory is the gateway: what comes from or goes to a lower tier crosses its channels twice."""
-    place = next(it for it in setup.places if it.name == "host")
+def _host_used(deployment: Deployment, point: OperatingPoint) -> float:
+    """Data from or to a lower tier crosses the channels of host memory twice."""
+    host = next(it for it in deployment.tiers if it.name == "host")
     below = sum(rate for name, rate in point.wanted_bytes_per_s.items() if name != "host")
     written = sum(point.write_bytes_per_s.values())
-    reads = setup.inputs.target.burst * (point.wanted_bytes_per_s["host"] + 2 * below)
-    return (reads + written) / place.read_bytes_per_s
+    reads = deployment.inputs.target.burst * (point.wanted_bytes_per_s["host"] + 2 * below)
+    return (reads + written) / host.read_bytes_per_s
 
 
-def ceiling(setup: Setup, *, with_tiers: bool) -> Ceiling:
-    """The most that the set-up serves, with all its limits in order."""
-    rules = rules_of(setup, with_tiers=with_tiers)
-    loads = _loads(setup)
-    points = [operate(setup, load, with_tiers=with_tiers) for load in loads]
+def ceiling(deployment: Deployment, *, with_tiers: bool) -> Ceiling:
+    """The highest load that meets all limits, with the limits in order."""
+    loads = _loads(deployment)
+    points = [operate(deployment, load, with_tiers=with_tiers) for load in loads]
     limits: list[Limit] = []
-    for rule in rules:
-        met = _first_met(rule.used, setup, loads, points, with_tiers=with_tiers)
+    for rule in rules(deployment, with_tiers=with_tiers):
+        met = _first_met(rule.used, deployment, loads, points, with_tiers=with_tiers)
         limits.append(
             Limit(
                 name=rule.name,
                 meaning=rule.meaning,
                 raised_by=rule.raised_by,
                 requests_per_s=met,
-                users=in_users(setup, met),
+                users=in_users(deployment, met),
             )
         )
     limits.sort(key=lambda it: it.requests_per_s)
     load = limits[0].requests_per_s or loads[0]
-    return Ceiling(with_tiers=with_tiers, limits=tuple(limits), point=operate(setup, load, with_tiers=with_tiers))
+    return Ceiling(limits=tuple(limits), point=operate(deployment, load, with_tiers=with_tiers))
 
 
-def highest_load(setup: Setup, *, with_tiers: bool, only: str = "") -> float:
-    """Requests a second at which the first limit is met, or the one named `only`: `ceiling` without the rest."""
-    used = [rule.used for rule in rules_of(setup, with_tiers=with_tiers) if not only or rule.name == only]
-    return _until_met(lambda it, point: max(use(it, point) for use in used), setup, with_tiers=with_tiers)
+def highest_load(deployment: Deployment, *, with_tiers: bool, only: str = "") -> float:
+    """Requests a second at which the first limit is met, or the limit `only`; cheaper than `ceiling`."""
+    used = [rule.used for rule in rules(deployment, with_tiers=with_tiers) if not only or rule.name == only]
+    return _until_met(lambda it, point: max(use(it, point) for use in used), deployment, with_tiers=with_tiers)
 
 
-def throughput(setup: Setup, *, with_tiers: bool) -> float:
-    """Requests a second that get done, however long they wait: what the GPUs and the pipes to them allow."""
-    return _until_met(_pipes_used, setup, with_tiers=with_tiers)
+def throughput(deployment: Deployment, *, with_tiers: bool) -> float:
+    """Requests a second that the GPUs and their pipes complete at most, with any waiting time."""
+    return _until_met(_pipes_used, deployment, with_tiers=with_tiers)
 
 
-def _pipes_used(setup: Setup, point: Point) -> float:
-    places = [point.read_bytes_per_s[it.name] / it.read_bytes_per_s for it in setup.places]
-    return max(point.gpu_used, point.link_used, *places) if places else point.gpu_used
+def _pipes_used(deployment: Deployment, point: OperatingPoint) -> float:
+    if not deployment.tiers:
+        return point.gpu_used
+    reads = [point.read_bytes_per_s[tier.name] / tier.read_bytes_per_s for tier in deployment.tiers]
+    return max(point.gpu_used, point.link_used, *reads)
 
 
-def in_users(setup: Setup, requests_per_s: float) -> float:
-    """A load in users; with a trace's own pauses there are none, and it stays in queries a second."""
-    return requests_per_s * setup.demand.interval_s
+def in_users(deployment: Deployment, requests_per_s: float) -> float:
+    """A load in users; with a trace's own pauses it stays in queries a second."""
+    return requests_per_s * deployment.workload.interval_s
 
 
-def _loads(setup: Setup) -> list[float]:
-    """From almost nothing to far beyond what decoding alone allows."""
-    most = setup.replicas / (setup.demand.answer_tokens * decode_token_s(setup))
+def _loads(deployment: Deployment) -> list[float]:
+    """From almost nothing to far beyond the load that decoding alone allows."""
+    most = deployment.replicas / (deployment.workload.answer_tokens * decode_token_s(deployment))
     steps = (_DECADES_BELOW + _DECADES_ABOVE) * _STEPS_PER_DECADE
     least = most / 10**_DECADES_BELOW
     return [least * 10 ** (step / _STEPS_PER_DECADE) for step in range(steps + 1)]
 
 
-def _until_met(used: Use, setup: Setup, *, with_tiers: bool) -> float:
-    points: list[Point] = []
-    loads = _loads(setup)
+def _until_met(used: Use, deployment: Deployment, *, with_tiers: bool) -> float:
+    points: list[OperatingPoint] = []
+    loads = _loads(deployment)
     for load in loads:
-        points.append(operate(setup, load, with_tiers=with_tiers))
-        if used(setup, points[-1]) > 1:
+        points.append(operate(deployment, load, with_tiers=with_tiers))
+        if used(deployment, points[-1]) > 1:
             break
-    return _first_met(used, setup, loads[: len(points)], points, with_tiers=with_tiers)
+    return _first_met(used, deployment, loads, points, with_tiers=with_tiers)
 
 
-def _first_met(used: Use, setup: Setup, loads: list[float], points: list[Point], *, with_tiers: bool) -> float:
-    over = next((n for n, point in enumerate(points) if used(setup, point) > 1), None)
-    if over is None:
-        return math.inf
-    if over == 0:
-        return 0.0
+def _first_met(
+    used: Use, deployment: Deployment, loads: list[float], points: list[OperatingPoint], *, with_tiers: bool
+) -> float:
+    over = next((n for n, point in enumerate(points) if used(deployment, point) > 1), None)
+    if not over:
+        return math.inf if over is None else 0.0
     low, high = loads[over - 1], loads[over]
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if used(setup, operate(setup, middle, with_tiers=with_tiers)) > 1:
+        if used(deployment, operate(deployment, middle, with_tiers=with_tiers)) > 1:
             high = middle
         else:
             low = middle
     return low
 
 
-def uses(setup: Setup, point: Point) -> Mapping[str, float]:
-    """How much of what is allowed each limit uses at one load, by the limit's name."""
-    return {rule.name: rule.used(setup, point) for rule in rules_of(setup, with_tiers=point.with_tiers)}
+def used_shares(deployment: Deployment, point: OperatingPoint) -> dict[str, float]:
+    """The used share of each limit's budget at one load, by the limit's name."""
+    return {rule.name: rule.used(deployment, point) for rule in rules(deployment, with_tiers=point.with_tiers)}

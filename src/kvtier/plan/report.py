@@ -1,24 +1,30 @@
-"""A plan's HTML report and charts."""
+"""A plan's HTML report, its charts, and their curves."""
 # matplotlib's own stubs leave keyword arguments without a type:
 # pyright: reportUnknownMemberType=false
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.plan.planning import Plan
-from kvtier.plan.series import (
-    capacity_curves,
-    capacity_marks,
-    cost_curves,
-    crossing,
-    has_prices,
-    single_prompt_curves,
-    ttft_curves,
+from kvtier.plan.cost import cost
+from kvtier.plan.limits import in_users
+from kvtier.plan.plan import Plan, Variant
+from kvtier.plan.published import PublishedFigure
+from kvtier.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
+from kvtier.plan.tables import (
+    TIER_NAMES,
+    assumptions,
+    circumstances,
+    conclusion,
+    heading,
+    load_text,
+    load_unit,
+    published_table,
+    tables,
 )
-from kvtier.plan.stated import Stated
-from kvtier.plan.tables import assumptions, circumstances, heading, load_text, stated_table, tables, verdict
 from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
 from kvtier.report.format import bytes_text, ratio_text, share_text, short_count, time_text
 from kvtier.report.output import write_file
@@ -35,6 +41,8 @@ from kvtier.report.page import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+POINTS = 120
+CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)
 LIMITS = (
     "Times are means, not percentiles: the slowest requests wait longer.",
     (
@@ -50,13 +58,24 @@ LIMITS = (
 )
 
 
-def write_report(path: Path, plan: Plan, stated: list[Stated] | None = None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One curve of a chart."""
+
+    name: str
+    kind: str
+    """Colour: the same in every chart."""
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
+def write_report(path: Path, plan: Plan, published: list[PublishedFigure]) -> None:
     """Write the HTML report.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_file("--report", path, render_report(plan, stated))
+    write_file("--report", path, render_report(plan, published))
 
 
 def write_plot(path: Path, plan: Plan) -> None:
@@ -68,41 +87,44 @@ def write_plot(path: Path, plan: Plan) -> None:
     write_charts("--plot", path, charts(plan), plan)
 
 
-def render_report(plan: Plan, stated: list[Stated] | None, made: datetime | None = None) -> str:
+def render_report(plan: Plan, published: list[PublishedFigure], made: datetime | None = None) -> str:
     """The HTML of the report."""
-    sources = [f"{name}: {source}; read {date}" for name, source, date in plan.sources]
+    sources = [f"{name}: {source}; read {date}" for name, source, date in plan.deployment.sources]
     return page_html(
         "kvtier plan",
         heading(plan),
-        paragraphs_html(verdict(plan)),
+        paragraphs_html(conclusion(plan)),
         definitions_html(circumstances(plan)),
         tiles_html(_tiles(plan)),
         figures_html(charts(plan), plan),
         *(table_html(it) for it in tables(plan)),
-        table_html(stated_table(stated, with_notes=True)) if stated else "",
+        table_html(published_table(published, with_notes=True)) if published else "",
         f'<div class="assumptions">{table_html(assumptions(plan))}{list_html(sources)}</div>',
-        section_html("What the plan does not model", list_html(LIMITS)),
+        section_html("Not modelled", list_html(LIMITS)),
         made=made,
     )
 
 
 def _tiles(plan: Plan) -> list[tuple[str, str]]:
-    alone, tiered = plan.alone, plan.tiered
-    is_users = plan.setup.demand.has_users
-    unit = "users" if is_users else "queries/s"
-    before, after = (load_text(it.users_at_ttft, is_users=is_users) for it in (alone, tiered))
+    alone, tiered, unit = plan.alone, plan.tiered, load_unit(plan)
+    users, requested, binding = (
+        load_text(plan, load) for load in (tiered.users_at_ttft, plan.requested_users, plan.binding.users)
+    )
     ratio = ratio_text(tiered.users_at_ttft, alone.users_at_ttft)
     return [
-        (f"{before} → {after}", f"{unit} within {plan.inputs.target.ttft_s:g} s to the first token ({ratio})"),
+        (
+            f"{load_text(plan, alone.users_at_ttft)} → {users}",
+            f"{unit} within {plan.inputs.target.ttft_s:g} s to the first token ({ratio})",
+        ),
         (
             ratio_text(tiered.output_tokens_per_s, alone.output_tokens_per_s),
-            f"tokens a second at {load_text(plan.asked_users, is_users=is_users)} {unit}",
+            f"tokens a second at {requested} {unit}",
         ),
         (
             f"{share_text(alone.point.hit_rate)} → {share_text(tiered.point.hit_rate)}",
             "of all prompt tokens found, not computed",
         ),
-        (plan.binding.name, f"binds, at {load_text(plan.binding.users, is_users=is_users)} {unit}"),
+        (plan.binding.name, f"binds, at {binding} {unit}"),
     ]
 
 
@@ -117,7 +139,7 @@ def charts(plan: Plan) -> Charts[Plan]:
         "capacity": Chart(
             "KV against conversations and context",
             _draw_capacity,
-            "Each conversation keeps its own KV. Dashed: the capacity of each tier. Both axes are logarithmic.",
+            "Each conversation has its own KV. Dashed: the capacity of each tier. Both axes are logarithmic.",
         ),
         "prompt": Chart(
             "One prompt: computed, or fetched",
@@ -130,23 +152,96 @@ def charts(plan: Plan) -> Charts[Plan]:
             "Dashed: the limit; a dot is where the mean meets it. Curves end where queues grow without bound.",
         ),
         "cost": Chart(
-            "What a million output tokens cost" if has_prices(plan) else "Energy of a million output tokens",
+            "Cost of a million output tokens" if _has_prices(plan) else "Energy of a million output tokens",
             _draw_cost,
-            "The same machines, used more and more: a curve ends where throughput saturates.",
+            "The same machines under growing load: a curve ends where throughput saturates.",
         ),
     }
 
 
+def capacity_curves(plan: Plan) -> list[Curve]:
+    """Bytes of KV against users, for several contexts that the model allows."""
+    model = plan.deployment.model
+    most = model.tokens_max or CONTEXTS[-1]
+    last = max(10_000.0, 10 * plan.binding.users, 10 * plan.requested_users)
+    users = (1.0, 10.0 ** math.ceil(math.log10(min(last, 1e7))))
+    return [
+        Curve(
+            name=f"{tokens // 1024:,}k tokens",
+            kind="tiered",
+            x=users,
+            y=tuple(model.stored_bytes(tokens) * it for it in users),
+        )
+        for tokens in [it for it in CONTEXTS if it <= most] or [most]
+    ]
+
+
+def single_prompt_curves(plan: Plan) -> list[Curve]:
+    """Seconds to the KV of one prompt on an idle machine: computed, or fetched from each tier."""
+    deployment = plan.deployment
+    least, most = 1_000.0, min(deployment.model.tokens_max or CONTEXTS[-1], CONTEXTS[-1])
+    tokens = tuple(least * (most / least) ** (step / (POINTS - 1)) for step in range(POINTS))
+    computed = Curve(
+        name="computed", kind="computed", x=tokens, y=tuple(prefill_s(deployment, it, it) for it in tokens)
+    )
+    return [computed] + [
+        Curve(
+            name=f"fetched from {TIER_NAMES[tier.name]}",
+            kind=tier.name,
+            x=tokens,
+            y=tuple(fetch_s(deployment, tier.name, it) for it in tokens),
+        )
+        for tier in deployment.tiers
+    ]
+
+
+def crossing(computed: Curve, fetched: Curve) -> float | None:
+    """Tokens from which on fetching is faster; None when it always or never is."""
+    faster = [fetch < compute for fetch, compute in zip(fetched.y, computed.y, strict=True)]
+    return fetched.x[faster.index(True)] if True in faster and not faster[0] else None
+
+
+def ttft_curves(plan: Plan) -> list[Curve]:
+    """Mean time to first token against the load, up to where queues grow without end."""
+    return [_variant_curve(plan, variant, lambda point: point.ttft_s) for variant in (plan.alone, plan.tiered)]
+
+
+def cost_curves(plan: Plan) -> list[Curve]:
+    """A million output tokens against the load: in money where prices are given, else in kWh."""
+
+    def of(point: OperatingPoint) -> float:
+        at_load = cost(plan.deployment, point, served_per_s=point.requests_per_s)
+        return at_load.per_million_output_tokens or 1e6 / at_load.tokens_per_s_per_watt / 3.6e6
+
+    return [_variant_curve(plan, variant, of) for variant in (plan.alone, plan.tiered)]
+
+
+def _variant_curve(plan: Plan, variant: Variant, of: Callable[[OperatingPoint], float]) -> Curve:
+    most = variant.throughput_per_s * 0.9999
+    rates = [most * (step + 1) / POINTS for step in range(POINTS)]
+    return Curve(
+        name="with tiers" if variant.with_tiers else "GPU memory alone",
+        kind="tiered" if variant.with_tiers else "alone",
+        x=tuple(in_users(plan.deployment, rate) for rate in rates),
+        y=tuple(of(operate(plan.deployment, rate, with_tiers=variant.with_tiers)) for rate in rates),
+    )
+
+
+def _has_prices(plan: Plan) -> bool:
+    return plan.tiered.cost.per_hour is not None
+
+
 def _draw_capacity(axes: "Axes", plan: Plan, colours: Colours) -> None:
-    curves, marks = capacity_curves(plan), capacity_marks(plan)
-    first, last = curves[0].x[0], curves[0].x[-1]
+    curves = capacity_curves(plan)
+    first, last = curves[0].x
     labels: list[tuple[float, str, str]] = []
-    for place, curve in enumerate(curves):
-        axes.plot(curve.x, curve.y, color=colours["tiered"], alpha=0.35 + 0.65 * (place + 1) / len(curves))
-        labels.append((curve.y[-1], curve.name, colours["tiered"]))
-    for name, kind, capacity_bytes in marks:
-        axes.hlines(capacity_bytes, first, last, colors=colours[kind], linewidth=1.4, linestyles=(0, (5, 3)))
-        labels.append((capacity_bytes, f"{name}, {bytes_text(capacity_bytes)}", colours[kind]))
+    for index, curve in enumerate(curves, 1):
+        axes.plot(curve.x, curve.y, color=colours[curve.kind], alpha=0.35 + 0.65 * index / len(curves))
+        labels.append((curve.y[-1], curve.name, colours[curve.kind]))
+    for tier in plan.tiers:
+        colour = colours[tier.name]
+        axes.hlines(tier.capacity_bytes, first, last, colors=colour, linewidth=1.4, linestyles=(0, (5, 3)))
+        labels.append((tier.capacity_bytes, f"{TIER_NAMES[tier.name]}, {bytes_text(tier.capacity_bytes)}", colour))
     axes.set(xscale="log", yscale="log", xlabel="conversations held", ylabel="KV")
     axes.yaxis.set_major_formatter(lambda value, _: bytes_text(value))
     # Leave room for the names to the right of the curves.
@@ -168,13 +263,12 @@ def _label_ends(axes: "Axes", x: float, labels: list[tuple[float, str, str]]) ->
 
 
 def _draw_single_prompt(axes: "Axes", plan: Plan, colours: Colours) -> None:
-    curves = single_prompt_curves(plan)
-    for curve in curves:
-        axes.plot(curve.x, curve.y, color=colours[curve.kind], label=curve.name)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="until its KV is there")
+    computed, *fetched = curves = single_prompt_curves(plan)
+    _plot(axes, curves, colours)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="time to its KV")
     floor = axes.get_ylim()[0]
-    for curve in curves[1:]:
-        at = crossing(curves[0], curve)
+    for curve in fetched:
+        at = crossing(computed, curve)
         if at is not None:
             axes.vlines(at, floor, curve.y[curve.x.index(at)], colors=colours[curve.kind], linewidth=1, linestyles=":")
     axes.set_ylim(bottom=floor)
@@ -185,50 +279,34 @@ def _draw_single_prompt(axes: "Axes", plan: Plan, colours: Colours) -> None:
 
 def _draw_ttft(axes: "Axes", plan: Plan, colours: Colours) -> None:
     limit_s = plan.inputs.target.ttft_s
-    curves = ttft_curves(plan)
-    for curve in curves:
-        axes.plot(curve.x, curve.y, color=colours[curve.kind], label=curve.name)
+    _plot(axes, ttft_curves(plan), colours)
     axes.axhline(limit_s, color=colours["soft"], linewidth=1.2, linestyle=(0, (5, 3)))
-    is_users = plan.setup.demand.has_users
-    for curve, side in zip(curves, (plan.alone, plan.tiered), strict=True):
-        axes.plot([side.users_at_ttft], [limit_s], "o", color=colours[curve.kind], markersize=7)
-        axes.annotate(
-            load_text(side.users_at_ttft, is_users=is_users),
-            (side.users_at_ttft, limit_s),
-            xytext=(-6, 7),
-            textcoords="offset points",
-            ha="right",
-            color=colours[curve.kind],
-            fontweight="bold",
-        )
-    axes.set(xlabel=_load_name(plan), ylabel="mean time to first token, s", ylim=(0, 3 * limit_s), xlim=(0, None))
-    _legend_above(axes)
+    for kind, variant in (("alone", plan.alone), ("tiered", plan.tiered)):
+        users = variant.users_at_ttft
+        _dot(axes, users, limit_s, load_text(plan, users), colours[kind], offset=(-6, 7), ha="right")
+    axes.set(xlabel=load_unit(plan), ylabel="mean time to first token, s", ylim=(0, 3 * limit_s), xlim=(0, None))
+    # Between the axes and the heading, where no curve is.
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, handlelength=1.4)
 
 
 def _draw_cost(axes: "Axes", plan: Plan, colours: Colours) -> None:
     curves = cost_curves(plan)
+    _plot(axes, curves, colours)
     for curve in curves:
-        axes.plot(curve.x, curve.y, color=colours[curve.kind], label=curve.name)
-        axes.plot(curve.x[-1:], curve.y[-1:], "o", color=colours[curve.kind], markersize=6)
-        axes.annotate(
-            f"{curve.y[-1]:.3g}",
-            (curve.x[-1], curve.y[-1]),
-            xytext=(0, -14),
-            textcoords="offset points",
-            ha="center",
-            color=colours[curve.kind],
-            fontweight="bold",
-        )
-    unit = plan.inputs.price.currency if has_prices(plan) else "kWh"
+        last = curve.y[-1]
+        _dot(axes, curve.x[-1], last, f"{last:.3g}", colours[curve.kind], offset=(0, -14), ha="center")
+    unit = plan.inputs.price.currency if _has_prices(plan) else "kWh"
     least = min(min(curve.y) for curve in curves)
-    axes.set(xlabel=_load_name(plan), ylabel=f"{unit} for a million output tokens", ylim=(0, 8 * least), xlim=(0, None))
+    axes.set(xlabel=load_unit(plan), ylabel=f"{unit} for a million output tokens", ylim=(0, 8 * least), xlim=(0, None))
     axes.legend(loc="upper right")
 
 
-def _load_name(plan: Plan) -> str:
-    return "users" if plan.setup.demand.has_users else "queries/s"
+def _plot(axes: "Axes", curves: list[Curve], colours: Colours) -> None:
+    for curve in curves:
+        axes.plot(curve.x, curve.y, color=colours[curve.kind], label=curve.name)
 
 
-def _legend_above(axes: "Axes") -> None:
-    """Place the legend between the axes and the heading, where no curve is."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, handlelength=1.4)
+def _dot(axes: "Axes", x: float, y: float, text: str, colour: str, *, offset: tuple[int, int], ha: str) -> None:
+    """A point with a label."""
+    axes.plot([x], [y], "o", color=colour, markersize=6)
+    axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", ha=ha, color=colour, fontweight="bold")

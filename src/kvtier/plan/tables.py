@@ -1,18 +1,17 @@
-"""A plan as tables of text, for the terminal and for the report alike."""
+"""A plan as text: summary, tables and conclusion, for the terminal and the HTML report."""
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from kvtier.config.kinds import seconds_text
-from kvtier.plan.catalogue import Item, catalogue
 from kvtier.plan.inputs import SETTINGS
 from kvtier.plan.limits import TTFT
-from kvtier.plan.planning import Plan, Side
-from kvtier.plan.sensitivity import STEP, Users
-from kvtier.plan.stated import HOW, Stated
+from kvtier.plan.plan import DriveLoad, Plan, Variant
+from kvtier.plan.published import HOW, PublishedFigure
+from kvtier.plan.sensitivity import STEP
 from kvtier.report.format import (
     NONE,
+    YEAR_S,
     bytes_text,
     count_text,
     digits,
@@ -23,204 +22,183 @@ from kvtier.report.format import (
 )
 from kvtier.report.table import Table
 
-LEVERS = 12
-"""How many inputs the table of what matters most has."""
+SENSITIVITIES = 12
+"""Inputs in the table of sensitivities."""
+TIER_NAMES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
 _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
-_PLACES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
 
 
 def heading(plan: Plan) -> str:
-    """What is planned, in a line."""
-    inputs, setup = plan.inputs, plan.setup
-    copies = "one copy" if setup.replicas == 1 else f"{setup.replicas} copies"
+    """Model and GPUs in one line."""
+    inputs, deployment = plan.inputs, plan.deployment
+    copies = "one copy" if deployment.replicas == 1 else f"{deployment.replicas} copies"
     spread = f", {copies} on {inputs.model.tp} each" if inputs.model.tp > 1 else ""
-    return f"{setup.shape.name} on {inputs.gpu.count} x {inputs.gpu.name}{spread}"
+    return f"{deployment.model.name} on {inputs.gpu.count} x {inputs.gpu.name}{spread}"
 
 
 def circumstances(plan: Plan) -> list[tuple[str, str]]:
-    """The set-up in a few lines: what, and how much."""
-    inputs, setup, demand = plan.inputs, plan.setup, plan.setup.demand
-    chunk_bytes = setup.shape.token_bytes * inputs.software.chunk_tokens
-    duplication = setup.shape.duplication
-    copies = f"; every byte in {duplication:g} copies, since ranks cannot split it" if duplication > 1 else ""
+    """Name and text of each line about the model and the workload."""
+    inputs, deployment, load, model = plan.inputs, plan.deployment, plan.deployment.workload, plan.deployment.model
+    chunk_tokens = inputs.software.chunk_tokens
+    copies = f"; {model.duplication:g} copies, since ranks cannot split it" if model.duplication > 1 else ""
     lines = [
         (
             "model",
             (
-                f"KV {inputs.model.kv_dtype}, weights {inputs.model.weights} ({bytes_text(setup.weight_bytes)}); "
-                f"{bytes_text(setup.kv_bytes)} left for KV beside each copy"
+                f"KV {inputs.model.kv_dtype}, weights {inputs.model.weights} ({bytes_text(deployment.weight_bytes)}); "
+                f"{bytes_text(deployment.kv_bytes)} for KV beside each copy"
             ),
         ),
         (
             "KV",
             (
-                f"{bytes_text(setup.shape.token_bytes)} a token, {bytes_text(chunk_bytes)} a chunk of "
-                f"{inputs.software.chunk_tokens} tokens, {bytes_text(setup.shape.stored_bytes(demand.session_tokens))} "
-                f"a conversation{copies}"
+                f"{bytes_text(model.token_bytes)} a token, {bytes_text(model.token_bytes * chunk_tokens)} a chunk of "
+                f"{chunk_tokens} tokens, {bytes_text(model.stored_bytes(load.session_tokens))} a conversation{copies}"
             ),
         ),
         ("traffic", _traffic(plan)),
         (
             "requests",
             (
-                f"prompts of {demand.input_tokens:,.0f} tokens, {demand.reuse:.1%} of them reusable; "
-                f"answers of {demand.answer_tokens:,.0f}"
+                f"prompts of {load.input_tokens:,.0f} tokens, {load.reuse:.1%} of them reusable; "
+                f"answers of {load.answer_tokens:,.0f}"
             ),
         ),
     ]
-    if demand.burst:
-        lines.append(("bursts", f"the busiest 10 s of the trace have {demand.burst:.1f} times its average"))
-    return lines + [("note", note) for note in demand.notes]
+    if load.burst:
+        lines.append(("bursts", f"the busiest 10 s of the trace have {load.burst:.1f} times its average"))
+    return lines + [("note", note) for note in load.notes]
 
 
 def _traffic(plan: Plan) -> str:
-    traffic, demand = plan.inputs.traffic, plan.setup.demand
-    rate = f"{demand.requests_per_s:,.3g} queries/s"
-    if not demand.has_users:
+    traffic, load = plan.inputs.traffic, plan.deployment.workload
+    rate = f"{load.requests_per_s:,.3g} queries/s"
+    if not load.has_users:
         times = "" if traffic.load == 1 else f", {traffic.load:g} times its load"
         return f"{rate}, as in {traffic.trace}{times}"
-    if plan.setup.trace:
-        return f"{rate} of {traffic.trace}, as from {plan.asked_users:,.0f} users"
+    if plan.deployment.trace:
+        return f"{rate} of {traffic.trace}, as from {plan.requested_users:,.0f} users"
     return f"{traffic.users:,} users, a query every {seconds_text(traffic.interval_s)} each: {rate}"
 
 
-def verdict(plan: Plan) -> list[str]:
-    """The answer in a few sentences."""
-    alone, tiered, unit = plan.alone, plan.tiered, _unit(plan)
-    limit_s = plan.inputs.target.ttft_s
-    ratio = ratio_text(tiered.users_at_ttft, alone.users_at_ttft)
+def conclusion(plan: Plan) -> list[str]:
+    """The result in a few sentences."""
+    alone, tiered = plan.alone.users_at_ttft, plan.tiered.users_at_ttft
+    unit, binding, following = load_unit(plan), plan.binding, plan.tiered.ceiling.next
+    ratio = ratio_text(tiered, alone)
     gain = f" ({ratio})" if ratio != NONE else ""
-    told = [
+    sentences = [
         (
-            f"Within {limit_s:g} s to the first token: {_load(plan, alone.users_at_ttft)} {unit} with GPU memory "
-            f"alone, {_load(plan, tiered.users_at_ttft)} with tiers{gain}."
+            f"Within {plan.inputs.target.ttft_s:g} s to the first token: {load_text(plan, alone)} {unit} with GPU "
+            f"memory alone, {load_text(plan, tiered)} with tiers{gain}."
         )
     ]
-    binding, following = plan.binding, tiered.ceiling.next
-    if not binding.users:
-        told.append(f"Even a single request is too much: {binding.name} ({binding.meaning}).")
-    else:
-        told.append(
-            f"What binds: {binding.name}, at {_load(plan, binding.users)} {unit} ({binding.meaning}). "
+    if binding.users:
+        sentences.append(
+            f"Binding limit: {binding.name}, at {load_text(plan, binding.users)} {unit} ({binding.meaning}). "
             f"Raised by {binding.raised_by}."
         )
-        told += _parts(plan)
+        sentences += _ttft_parts(plan)
+    else:
+        sentences.append(f"A single request exceeds a limit: {binding.name} ({binding.meaning}).")
     if following is not None and math.isfinite(following.users):
-        told.append(f"What is next: {following.name}, at {_load(plan, following.users)} {unit}.")
+        sentences.append(f"Next limit: {following.name}, at {load_text(plan, following.users)} {unit}.")
     over = [name for name, used in plan.used.items() if used > 1]
     if over:
-        told.append(
-            f"The load that is asked for, {_load(plan, plan.asked_users)} {unit}, is too much for: {', '.join(over)}."
+        sentences.append(
+            f"The requested load, {load_text(plan, plan.requested_users)} {unit}, exceeds: {', '.join(over)}."
         )
-    return told
+    return sentences
 
 
-def _parts(plan: Plan) -> list[str]:
-    """What the time to first token is made of where it binds, and which inputs move it most."""
-    top = plan.tiered.ceiling
-    if top.binding.name != TTFT or not math.isfinite(top.point.ttft_s):
+def _ttft_parts(plan: Plan) -> list[str]:
+    """The parts of the time to first token where it binds, and the inputs with the largest effect on it."""
+    point = plan.tiered.ceiling.point
+    if plan.binding.name != TTFT or not math.isfinite(point.ttft_s):
         return []
-    prefill_s = top.point.ttft_s - top.point.wait_s - top.point.load_s
-    told = [
+    prefill_s = point.ttft_s - point.wait_s - point.load_s
+    sentences = [
         (
-            f"The {top.point.ttft_s:.2g} s there: {time_text(top.point.wait_s)} waiting for the GPU, "
-            f"{time_text(top.point.load_s)} loading, {time_text(prefill_s)} computing."
+            f"The {point.ttft_s:.2g} s there: {time_text(point.wait_s)} waiting for the GPU, "
+            f"{time_text(point.load_s)} loading, {time_text(prefill_s)} computing."
         )
     ]
-    movers = [it for it in plan.levers if it.name.startswith(_HARDWARE)]
-    strongest = [it.name for it in sorted(movers, key=lambda it: -it.ttft_swing)[:3]]
-    return [*told, f"Of hardware and software, these move it most: {', '.join(strongest)}."] if strongest else told
+    inputs = [it for it in plan.sensitivities if it.name.startswith(_HARDWARE)]
+    if inputs:
+        strongest = ", ".join(it.name for it in sorted(inputs, key=lambda it: -it.ttft_swing)[:3])
+        sentences.append(f"Hardware and software inputs with the largest effect on it: {strongest}.")
+    return sentences
 
 
-def _unit(plan: Plan) -> str:
-    return "users" if plan.setup.demand.has_users else "queries/s"
+def load_unit(plan: Plan) -> str:
+    """Unit of loads in this plan."""
+    return "users" if plan.deployment.workload.has_users else "queries/s"
 
 
-def _load(plan: Plan, load: float) -> str:
-    return load_text(load, is_users=plan.setup.demand.has_users)
-
-
-def load_text(load: float, *, is_users: bool) -> str:
+def load_text(plan: Plan, load: float) -> str:
     """A load in whole users, or in queries a second."""
-    return count_text(load) if is_users or math.isinf(load) else digits(load)
+    return count_text(load) if plan.deployment.workload.has_users or math.isinf(load) else digits(load)
 
 
-def tables(plan: Plan, stated: list[Stated] | None = None) -> Iterator[Table]:
-    """Every table of a plan, in the order in which they are read."""
-    yield _buys(plan)
+def tables(plan: Plan) -> Iterator[Table]:
+    """Every table of a plan, in reading order."""
+    yield _gains(plan)
     yield _tiers(plan)
     if plan.drives is not None:
-        yield _drives(plan)
+        yield _drives(plan, plan.drives)
     yield _capacities(plan)
     yield _limits(plan)
     if plan.break_evens:
         yield _break_evens(plan)
-    if plan.levers:
-        yield _levers(plan)
-    if stated:
-        yield stated_table(stated)
+    if plan.sensitivities:
+        yield _sensitivities(plan)
 
 
-def _buys(plan: Plan) -> Table:
-    target, currency, unit = plan.inputs.target, plan.inputs.price.currency, _unit(plan)
-    asked = f"{_load(plan, plan.asked_users)} {unit}"
-    load = partial(_load, plan)
+def _gains(plan: Plan) -> Table:
+    currency, unit, missing = plan.inputs.price.currency, load_unit(plan), plan.tiered.cost.missing
+    requested = f"{load_text(plan, plan.requested_users)} {unit}"
+
+    def row(
+        name: str, of: Callable[[Variant], float | None], text: Callable[[float], str] = digits
+    ) -> tuple[str, str, str, str]:
+        before, after = of(plan.alone), of(plan.tiered)
+        return name, _optional(before, text), _optional(after, text), ratio_text(after, before)
+
+    def load(value: float) -> str:
+        return load_text(plan, value)
+
+    alone, tiered = plan.alone.point, plan.tiered.point
     rows = [
-        _row(plan, f"{unit} within {target.ttft_s:g} s to the first token", lambda it: it.users_at_ttft, load),
-        _row(plan, f"{unit} with every limit held", lambda it: it.ceiling.users, load),
-        _row(plan, f"{unit} at which throughput saturates", lambda it: it.throughput_users, load),
-        _row(plan, f"time to first token at {asked}", lambda it: it.ttft_s, time_text),
-        _row(plan, f"time per output token at {asked}", lambda it: it.point.tpot_s, time_text),
-        (
-            f"prompt tokens not computed at {asked}",
-            share_text(plan.alone.point.hit_rate),
-            share_text(plan.tiered.point.hit_rate),
-            "",
-        ),
-        _row(plan, f"output tokens/s at {asked}", lambda it: it.output_tokens_per_s, digits),
-        _row(plan, f"GPUs for {asked}", lambda it: it.gpus_needed, lambda it: f"{it:,.0f}"),
-        _row(plan, f"power at {asked}", lambda it: it.cost.watts, lambda it: f"{it / 1000:,.2f} kW"),
-        _row(plan, "output tokens/s per watt", lambda it: it.cost.tokens_per_s_per_watt, digits),
+        row(f"{unit} within {plan.inputs.target.ttft_s:g} s to the first token", lambda it: it.users_at_ttft, load),
+        row(f"{unit} within every limit", lambda it: it.ceiling.binding.users, load),
+        row(f"{unit} at which throughput saturates", lambda it: it.throughput_users, load),
+        row(f"time to first token at {requested}", lambda it: it.ttft_s, time_text),
+        row(f"time per output token at {requested}", lambda it: it.point.tpot_s, time_text),
+        (f"prompt tokens not computed at {requested}", share_text(alone.hit_rate), share_text(tiered.hit_rate), ""),
+        row(f"output tokens/s at {requested}", lambda it: it.output_tokens_per_s),
+        row(f"GPUs for {requested}", lambda it: it.gpus_needed, count_text),
+        row(f"power at {requested}", lambda it: it.cost.watts, lambda it: f"{it / 1000:,.2f} kW"),
+        row("output tokens/s per watt", lambda it: it.cost.tokens_per_s_per_watt),
     ]
     if plan.tiered.cost.per_hour is not None:
         rows += [
-            _row(plan, f"per hour, {currency}", lambda it: it.cost.per_hour, digits),
-            _row(plan, f"per million output tokens, {currency}", lambda it: it.cost.per_million_output_tokens, digits),
-            _row(plan, f"per million tokens in and out, {currency}", lambda it: it.cost.per_million_tokens, digits),
-            _row(
-                plan,
-                f"output tokens/s for 1,000 {currency}",
-                lambda it: None if it.cost.tokens_per_s_per_price is None else it.cost.tokens_per_s_per_price * 1000,
-                digits,
-            ),
+            row(f"per hour, {currency}", lambda it: it.cost.per_hour),
+            row(f"per million output tokens, {currency}", lambda it: it.cost.per_million_output_tokens),
+            row(f"per million tokens in and out, {currency}", lambda it: it.cost.per_million_tokens),
+            row(f"output tokens/s for 1,000 {currency}", lambda it: (it.cost.tokens_per_s_per_price or 0.0) * 1000),
         ]
-    missing = plan.tiered.cost.missing
-    note = f"Costs need prices, and these are yours to give: {', '.join(missing)}." if missing else ""
-    return Table(
-        title="What tiers buy",
-        columns=("", "GPU memory alone", "with tiers", "ratio"),
-        rows=tuple(rows),
-        numeric=3,
-        note=note,
-    )
+    note = f"Costs need prices as inputs: {', '.join(missing)}." if missing else ""
+    return Table(("", "GPU memory alone", "with tiers", "ratio"), rows, numeric=3, title="Gains of tiers", note=note)
 
 
-def _row(
-    plan: Plan, name: str, of: Callable[[Side], float | None], text: Callable[[float], str]
-) -> tuple[str, str, str, str]:
-    before, after = of(plan.alone), of(plan.tiered)
-    return (
-        name,
-        NONE if before is None else text(before),
-        NONE if after is None else text(after),
-        ratio_text(after, before),
-    )
+def _optional(value: float | None, text: Callable[[float], str]) -> str:
+    return NONE if value is None else text(value)
 
 
 def _tiers(plan: Plan) -> Table:
     rows = [
         (
-            _PLACES[it.name],
+            TIER_NAMES[it.name],
             bytes_text(it.capacity_bytes),
             f"{it.capacity_tokens / 1e6:,.2f} M",
             count_text(it.sessions),
@@ -232,25 +210,23 @@ def _tiers(plan: Plan) -> Table:
         for it in plan.tiers
     ]
     return Table(
-        title="Where the KV is",
-        columns=("place", "for KV", "tokens", "sessions", "kept for", "given", "read", "written"),
-        rows=tuple(rows),
+        ("tier", "for KV", "tokens", "sessions", "residence", "hits", "read", "written"),
+        rows,
         numeric=7,
-        note="Kept for: how long KV stays that nothing asks for. Given: share of all prompt tokens. All are averages.",
+        title="Tiers",
+        note="Residence: how long unused KV survives. Hits: share of all prompt tokens. All are averages.",
     )
 
 
-def _drives(plan: Plan) -> Table:
-    drives, disk, target = plan.drives, plan.inputs.disk, plan.inputs.target
-    assert drives is not None, "the caller has looked"
-    life = time_text(drives.life_years * 365.25 * 86_400)
+def _drives(plan: Plan, drives: DriveLoad) -> Table:
+    disk, target = plan.inputs.disk, plan.inputs.target
+    average, burst, wanted = (
+        rate_text(rate) for rate in (drives.read_bytes_per_s, drives.read_burst_bytes_per_s, drives.wanted_bytes_per_s)
+    )
     rows = [
         (
             "reads",
-            (
-                f"{rate_text(drives.read_bytes_per_s)} on average, {rate_text(drives.read_burst_bytes_per_s)} in "
-                f"bursts (x {target.burst:g})"
-            ),
+            f"{average} on average, {burst} in bursts (x {target.burst:g})",
             f"{rate_text(drives.provided_bytes_per_s)} by {disk.count} drives",
         ),
         (
@@ -266,24 +242,22 @@ def _drives(plan: Plan) -> Table:
         (
             "time",
             f"{share_text(drives.used)} of the drives' time, bursts and writes",
-            f"enough: {drives.drives_for_bandwidth} of them",
+            f"needs {drives.drives_for_bandwidth} drives",
         ),
         (
             "writes",
             f"{bytes_text(drives.written_bytes_per_day)} a day, {digits(drives.writes_per_day)} drive writes a day",
-            f"{drives.rated_writes_per_day:g} a day for {disk.rated_years:g} years is rated",
+            f"rated for {drives.rated_writes_per_day:g} a day for {disk.rated_years:g} years",
         ),
         (
             "life",
-            f"{life} of such days",
-            f"for {target.life_years:g} years: {drives.drives_for_life} of them",
+            f"{time_text(drives.life_years * YEAR_S)} of such days",
+            f"{target.life_years:g} years need {drives.drives_for_life} drives",
         ),
     ]
-    slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
-    note = (
-        f"{rate_text(drives.wanted_bytes_per_s)} would be read; the rest computes faster than it loads." if slow else ""
-    )
-    return Table(title="Drives", columns=("", "this load", "provided"), rows=tuple(rows), numeric=0, note=note)
+    is_slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
+    note = f"All hits are {wanted}; the rest computes faster than it loads." if is_slow else ""
+    return Table(("", "this load", "provided"), rows, title="Drives", note=note)
 
 
 def _capacities(plan: Plan) -> Table:
@@ -300,141 +274,107 @@ def _capacities(plan: Plan) -> Table:
         for it in plan.capacities
     ]
     return Table(
-        title="What tiers must hold",
-        columns=("of what can be reused", "hit rate", "kept for", "tokens", "KV", "read", "in bursts"),
-        rows=tuple(rows),
+        ("of possible hits", "hit rate", "residence", "tokens", "KV", "read", "in bursts"),
+        rows,
         numeric=6,
-        note=f"At {_load(plan, plan.asked_users)} {_unit(plan)}, GPU memory included; reads as if no hit came from it.",
+        title="Capacity for a share of the possible hits",
+        note=f"At {load_text(plan, plan.requested_users)} {load_unit(plan)}, GPU memory included; reads as if it had "
+        "no hits.",
     )
 
 
 def _limits(plan: Plan) -> Table:
-    unit = _unit(plan)
-    words = ("binds", "next")
     rows = [
         (
             limit.name,
             limit.meaning,
-            _load(plan, limit.users) if math.isfinite(limit.users) else "not met",
+            load_text(plan, limit.users) if math.isfinite(limit.users) else "not met",
             share_text(plan.used[limit.name]),
-            words[place] if place < len(words) and math.isfinite(limit.users) else "",
+            rank if math.isfinite(limit.users) else "",
         )
-        for place, limit in enumerate(plan.tiered.ceiling.limits)
+        for limit, rank in zip(plan.tiered.ceiling.limits, ("binds", "next", *[""] * 8), strict=False)
     ]
-    return Table(
-        title="Limits, with tiers",
-        columns=("limit", "what it says", f"met at {unit}", "used as asked", ""),
-        rows=tuple(rows),
-        numeric=3,
-    )
+    columns = ("limit", "meaning", f"met at {load_unit(plan)}", "used at load", "")
+    return Table(columns, rows, numeric=3, title="Limits, with tiers")
 
 
 def _break_evens(plan: Plan) -> Table:
     rows = [
         (
-            _PLACES[it.place],
+            TIER_NAMES[it.tier],
             it.instead_of,
             f"{time_text(it.per_price_ratio_s)} x price of a {it.saved_unit} / {it.unit}",
-            NONE if it.residence_s is None else time_text(it.residence_s),
+            _optional(it.residence_s, time_text),
         )
         for it in plan.break_evens
     ]
     return Table(
-        title="How long KV is worth keeping",
-        columns=("in", "instead of", "up to", "with your prices"),
-        rows=tuple(rows),
+        ("in", "instead of", "up to", "with your prices"),
+        rows,
         numeric=1,
-        note="The five-minute rule: keep what is asked for again within this time.",
+        title="How long KV is worth keeping",
+        note="The five-minute rule: keep KV that is reused within this time.",
     )
 
 
-def _levers(plan: Plan) -> Table:
-    users = plan.levers[0].users
+def _sensitivities(plan: Plan) -> Table:
+    planned = plan.sensitivities[0].users
     rows = [
         (
             it.name,
             SETTINGS[it.name].kind.show(it.value),
-            _users_text(plan, it.users_lower, lambda users: users.every_limit),
-            _users_text(plan, it.users_higher, lambda users: users.every_limit),
-            _users_text(plan, it.users_lower, lambda users: users.ttft),
-            _users_text(plan, it.users_higher, lambda users: users.ttft),
+            *(NONE if users is None else load_text(plan, users.every_limit) for users in tried),
+            *(NONE if users is None else load_text(plan, users.ttft) for users in tried),
         )
-        for it in plan.levers[:LEVERS]
+        for it in plan.sensitivities[:SENSITIVITIES]
+        for tried in ((it.users_lower, it.users_higher),)
         if it.swing > 0.001
     ]
     return Table(
-        title="What matters most",
-        columns=("input", "value", f"all limits -{STEP:.0%}", f"+{STEP:.0%}", f"TTFT -{STEP:.0%}", f"+{STEP:.0%}"),
-        rows=tuple(rows),
+        ("input", "value", f"all limits -{STEP:.0%}", f"+{STEP:.0%}", f"TTFT -{STEP:.0%}", f"+{STEP:.0%}"),
+        rows,
         numeric=4,
-        note=f"{_unit(plan).capitalize()} when one input alone is a fifth lower or higher. As planned: "
-        f"{_load(plan, users.every_limit)} with all limits held, {_load(plan, users.ttft)} within that of the TTFT.",
+        title="Sensitivity",
+        note=f"{load_unit(plan).capitalize()} with one input a fifth lower or higher. As planned: "
+        f"{load_text(plan, planned.every_limit)} within all limits, {load_text(plan, planned.ttft)} within that of the "
+        "TTFT.",
     )
 
 
-def _users_text(plan: Plan, users: Users | None, of: Callable[[Users], float]) -> str:
-    return NONE if users is None else _load(plan, of(users))
-
-
-def stated_table(stated: list[Stated], *, with_notes: bool = False) -> Table:
-    """What the example's source states against what the plan computes."""
-    columns = ("stated", "there", "here", "off", "", *(("why",) if with_notes else ()))
+def published_table(figures: list[PublishedFigure], *, with_notes: bool = False) -> Table:
+    """The published figures of an example beside those of the plan."""
+    columns = ("figure", "published", "plan", "off", "", *(("why",) if with_notes else ()))
     rows = [
-        (it.text, it.show(it.stated), it.show(it.computed), f"{it.off:+.0%}", it.how, it.note)[: len(columns)]
-        for it in stated
+        (it.text, it.show(it.published), it.show(it.computed), f"{it.off:+.0%}", it.how, it.note)[: len(columns)]
+        for it in figures
     ]
     note = "; ".join(f"{word}: {meaning}" for word, meaning in HOW.items())
-    return Table(columns, rows, title="What the source states, and what the plan computes", note=f"{note}.")
+    return Table(columns, rows, title="Published figures and those of the plan", note=f"{note}.")
 
 
 def assumptions(plan: Plan) -> Table:
-    """Every input that was used, its value, where it came from, and what it means."""
+    """Name, value, origin and meaning of every input in use."""
     rows = [
         (name, setting.kind.show(plan.inputs.value(name)), plan.inputs.origin(name), setting.help)
         for name, setting in SETTINGS.items()
         if _is_used(plan, name)
     ]
-    return Table(title="Assumptions", columns=("input", "value", "from", "what it is"), rows=tuple(rows), numeric=0)
+    return Table(("input", "value", "from", "meaning"), rows, title="Assumptions")
 
 
 def _is_used(plan: Plan, name: str) -> bool:
     section, _, key = name.partition(".")
     inputs = plan.inputs
-    has = {
+    if name in inputs.origins:
+        return True
+    if section == "traffic" and plan.deployment.trace:
+        has_users = plan.deployment.workload.has_users
+        by_users = {"turns", "interval_s", "interval_cv"} if has_users else set[str]()
+        return key in {"trace", "trace_window_s", "load", "arrivals_cv2", "reuse", *by_users}
+    is_used = {
         "host": inputs.host.capacity_bytes,
         "disk": inputs.disk.count,
         "shared": inputs.shared.capacity_bytes,
         "price": inputs.value(name),
     }
-    if name in inputs.origins:
-        return True
-    if section == "traffic" and plan.setup.trace:
-        own_pauses = not plan.setup.demand.has_users
-        return key in {"trace", "trace_window_s", "load", "arrivals_cv2", "reuse"} or (
-            not own_pauses and key in {"turns", "interval_s", "interval_cv"}
-        )
-    return bool(has.get(section, True)) and name not in {"traffic.trace", "traffic.trace_window_s", "traffic.load"}
-
-
-def hardware() -> Iterator[Table]:
-    """The catalogue, a table for each kind."""
-    columns = {
-        "gpu": ("bf16 TFLOP/s", "fp8 TFLOP/s", "memory", "its rate", "link", "watts"),
-        "drive": ("capacity", "read", "write", "drive writes a day", "watts"),
-        "memory": ("a channel",),
-        "network": ("an adapter",),
-    }
-    for kind, items in catalogue().items():
-        rows = tuple((it.name, *_figures(it)) for it in items.values())
-        names = columns[kind]
-        yield Table(title=kind, columns=("name", *names), rows=rows, numeric=len(names))
-
-
-def _figures(item: Item) -> Iterator[str]:
-    for key, value in item.values.items():
-        if key == "flops":
-            yield from (digits(value[form] / 1e12) if form in value else NONE for form in ("bf16", "fp8"))
-        elif key.endswith("bytes_per_s"):
-            yield f"{bytes_text(value)}/s"
-        else:
-            yield bytes_text(value) if key.endswith("bytes") else f"{value:g}"
+    return bool(is_used.get(section, True)) and name not in {"traffic.trace", "traffic.trace_window_s", "traffic.load"}

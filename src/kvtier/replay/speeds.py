@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from kvtier import size
 from kvtier.config.links import Links, fastest, read_links
+from kvtier.config.schema import near
 from kvtier.errors import ConfigError
-from kvtier.plan.catalogue import Item, catalogue
-from kvtier.plan.inputs import Gpu, Host, Software
-from kvtier.plan.reading import near
-from kvtier.plan.shape import shape_of
+from kvtier.plan.hardware import HardwareItem, catalogue
+from kvtier.plan.inputs import GpuInputs, HostInputs, SoftwareInputs
+from kvtier.plan.model_cost import model_cost
 from kvtier.replay.cost import Prefill
 
 _PART = re.compile(r"(?:([0-9]{1,6}) ?x ?)?(\S+)", re.ASCII)
-_LINK_SHARE, _MEMORY_SHARE, _FLOPS_SHARE = Software().link_share, Host().share, Gpu().flops_share
+_LINK_SHARE, _MEMORY_SHARE, _FLOPS_SHARE = SoftwareInputs().link_share, HostInputs().share, GpuInputs().flops_share
 """Of what a data sheet says, as `kvtier plan` has them."""
 _PROBED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "host": (("gpu", "to_gpu", "from_gpu"), ("host", "copy", "copy")),
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     """So many of one item of the catalogue."""
 
     number: int
-    item: Item
+    item: HardwareItem
 
     @property
     def source(self) -> str:
@@ -165,7 +165,7 @@ def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Part | Non
         if gpu is not None:
             tokens_per_s = gpu.number * float(gpu.item.values["flops"]["bf16"]) * _FLOPS_SHARE / flop
             source = f"{gpu.source}, {_FLOPS_SHARE:.0%} of their bf16 peak"
-    runs = shape_of(sized).attention
+    runs = model_cost(sized).attention
     full = sum(it.layers * it.flop_per_pair for it in runs if it.window_tokens is None)
     windows = tuple(
         (it.window_tokens, flop / (it.layers * it.flop_per_pair))

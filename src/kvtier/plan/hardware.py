@@ -1,0 +1,86 @@
+"""The hardware catalogue: `hardware.toml`, each entry with its source and date."""
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from kvtier.config.schema import near
+from kvtier.errors import ConfigError
+from kvtier.report.format import NONE, bytes_text, digits
+from kvtier.report.table import Table
+
+KINDS = {"gpu": "gpu.name", "drive": "disk.name", "memory": "host.memory", "network": "shared.network"}
+"""Kind of hardware to the input that names one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareItem:
+    """One piece of hardware with the figures of its source."""
+
+    kind: str
+    name: str
+    values: dict[str, Any]
+    """Bytes, bytes a second, FLOP/s by format of the weights, watts."""
+    source: str
+    date: str
+    """When the source was read."""
+
+
+@cache
+def catalogue() -> dict[str, dict[str, HardwareItem]]:
+    """Kind to name to item."""
+    tables = tomllib.loads((files("kvtier.plan") / "hardware.toml").read_text(encoding="utf-8"))
+    sources = tables["source"]
+    return {
+        kind: {
+            name: HardwareItem(
+                kind=kind,
+                name=name,
+                values={key: value for key, value in entry.items() if key != "source"},
+                source=sources[entry["source"]]["text"],
+                date=str(sources[entry["source"]]["date"]),
+            )
+            for name, entry in tables[kind].items()
+        }
+        for kind in KINDS
+    }
+
+
+def find(kind: str, name: str, origin: str) -> HardwareItem:
+    """The item `name` of a kind; case is ignored, blanks and underscores count as hyphens.
+
+    Raises:
+        ConfigError: there is none; the message names the nearest.
+    """
+    known = catalogue()[kind]
+    plain = name.lower().replace(" ", "-").replace("_", "-")
+    if plain not in known:
+        suggestion = near(plain, sorted(known))
+        raise ConfigError(f"{KINDS[kind]} = {name!r} (from {origin}): not in the catalogue of {kind}s{suggestion}")
+    return known[plain]
+
+
+def hardware_tables() -> Iterator[Table]:
+    """The catalogue, a table for each kind."""
+    columns = {
+        "gpu": ("bf16 TFLOP/s", "fp8 TFLOP/s", "memory", "its rate", "link", "watts"),
+        "drive": ("capacity", "read", "write", "drive writes a day", "watts"),
+        "memory": ("a channel",),
+        "network": ("an adapter",),
+    }
+    for kind, items in catalogue().items():
+        rows = [(item.name, *_cells(item)) for item in items.values()]
+        yield Table(("name", *columns[kind]), rows, numeric=len(columns[kind]), title=kind)
+
+
+def _cells(item: HardwareItem) -> Iterator[str]:
+    for key, value in item.values.items():
+        if key == "flops":
+            yield from (digits(value[form] / 1e12) if form in value else NONE for form in ("bf16", "fp8"))
+        elif key.endswith("bytes_per_s"):
+            yield f"{bytes_text(value)}/s"
+        else:
+            yield bytes_text(value) if key.endswith("bytes") else f"{value:g}"

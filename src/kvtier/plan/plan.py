@@ -1,0 +1,333 @@
+"""A plan: the deployment with GPU memory alone against the same with tiers, and the demands on the tiers."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from kvtier.plan.cost import BreakEven, Cost, break_evens, cost
+from kvtier.plan.inputs import SETTINGS, Inputs
+from kvtier.plan.limits import TTFT, Ceiling, Limit, ceiling, in_users, life_years, throughput, used_shares
+from kvtier.plan.queueing import GPU, OperatingPoint, operate
+from kvtier.plan.resolve import Deployment, resolve
+from kvtier.plan.sensitivity import InputSensitivity, sensitivities
+from kvtier.plan.workload import TraceSummary
+
+HIT_SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """The deployment with GPU memory alone, or with tiers."""
+
+    with_tiers: bool
+    ceiling: Ceiling
+    users_at_ttft: float
+    """Within the limit of the time to first token alone."""
+    throughput_per_s: float
+    """Requests a second that the GPUs complete at most."""
+    throughput_users: float
+    """Users beyond which throughput does not grow."""
+    served_per_s: float
+    """Requests a second at the requested load: all of them, or the most that the GPUs complete."""
+    point: OperatingPoint
+    """At the served load."""
+    ttft_s: float
+    """At the requested load; infinite where queues grow without end."""
+    output_tokens_per_s: float
+    gpus_needed: int | None
+    """For the requested load (`gpus_needed`); None where no number of them is enough."""
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTier:
+    """GPU memory or a tier, at the served load."""
+
+    name: str
+    capacity_bytes: float
+    capacity_tokens: float
+    sessions: float
+    residence_s: float
+    """Time for which it keeps unused KV; the end of the table (years) where it keeps everything."""
+    found: float
+    """Share of all prompt tokens that come from here."""
+    read_bytes_per_s: float
+    read_burst_bytes_per_s: float
+    provided_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityNeed:
+    """Capacity and bandwidth of all tiers together for a share of the possible hits."""
+
+    hit_share: float
+    hit_rate: float
+    """Share of all prompt tokens."""
+    residence_s: float
+    tokens: float
+    bytes: float
+    """Of KV; a tier that fills only a share of its capacity needs more."""
+    read_bytes_per_s: float
+    """Average, with all hits read from tiers."""
+    read_burst_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveLoad:
+    """The load on the drives."""
+
+    read_bytes_per_s: float
+    read_burst_bytes_per_s: float
+    wanted_bytes_per_s: float
+    """Reads if no hit were computed because its load is too slow."""
+    provided_bytes_per_s: float
+    used: float
+    """Share of their time: reads in bursts, and writes."""
+    chunk_bytes: float
+    chunks_read_per_s: float
+    depth: float
+    """Mean number of commands in flight, over all drives."""
+    depth_burst: float
+    written_bytes_per_day: float
+    writes_per_day: float
+    """Over the capacity of all drives."""
+    rated_writes_per_day: float
+    life_years: float
+    drives_for_bandwidth: int
+    drives_for_life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All results. Bytes, seconds, tokens and rates a second; shares from 0 to 1."""
+
+    deployment: Deployment
+    alone: Variant
+    tiered: Variant
+    tiers: tuple[PlannedTier, ...]
+    capacities: tuple[CapacityNeed, ...]
+    drives: DriveLoad | None
+    break_evens: tuple[BreakEven, ...]
+    used: dict[str, float]
+    """The used share of each limit's budget at the requested load."""
+    sensitivities: tuple[InputSensitivity, ...]
+    """The dependence of the number of users on each input, the strongest first."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """The inputs, with values from the catalogue and the model."""
+        return self.deployment.inputs
+
+    @property
+    def binding(self) -> Limit:
+        """The limit that is met first, with tiers."""
+        return self.tiered.ceiling.binding
+
+    @property
+    def requested_users(self) -> float:
+        """The requested load in users (with a trace's own pauses, in queries a second)."""
+        return in_users(self.deployment, self.deployment.workload.requests_per_s)
+
+
+def make_plan(inputs: Inputs, trace: TraceSummary | None = None, *, with_sensitivities: bool = True) -> Plan:
+    """Plan for the inputs.
+
+    Args:
+        inputs: from `kvtier.plan.load`.
+        trace: summary of the trace that they name, if it has been read already.
+        with_sensitivities: also compute the dependence on each input, which takes most of the time.
+
+    Raises:
+        ConfigError: an input is unknown, not allowed, or contradicts another.
+    """
+    deployment = resolve(inputs, trace)
+    tiered = _variant(deployment, with_tiers=True)
+    requested = operate(deployment, deployment.workload.requests_per_s, with_tiers=True)
+    shares = sorted({*HIT_SHARES, deployment.inputs.target.hit_share})
+    return Plan(
+        deployment=deployment,
+        alone=_variant(deployment, with_tiers=False),
+        tiered=tiered,
+        tiers=tuple(_tiers(deployment, tiered.point)),
+        capacities=tuple(capacity(deployment, share) for share in shares),
+        drives=_drives(deployment, tiered.point) if deployment.inputs.disk.count else None,
+        break_evens=tuple(break_evens(deployment)),
+        used=used_shares(deployment, requested),
+        sensitivities=tuple(sensitivities(inputs, deployment)) if with_sensitivities else (),
+    )
+
+
+def _variant(deployment: Deployment, *, with_tiers: bool) -> Variant:
+    requested = deployment.workload.requests_per_s
+    top = ceiling(deployment, with_tiers=with_tiers)
+    at_ttft = next(it for it in top.limits if it.name == TTFT)
+    most = throughput(deployment, with_tiers=with_tiers)
+    served = min(requested, most)
+    point = operate(deployment, served, with_tiers=with_tiers)
+    return Variant(
+        with_tiers=with_tiers,
+        ceiling=top,
+        users_at_ttft=at_ttft.users,
+        throughput_per_s=most,
+        throughput_users=in_users(deployment, most),
+        served_per_s=served,
+        point=point,
+        ttft_s=point.ttft_s if served == requested else math.inf,
+        output_tokens_per_s=served * deployment.workload.answer_tokens,
+        gpus_needed=gpus_needed(deployment, requested, at_ttft.requests_per_s),
+        cost=cost(deployment, point, served_per_s=served),
+    )
+
+
+def gpus_needed(deployment: Deployment, target_per_s: float, measured_per_s: float) -> int | None:
+    """GPUs for a throughput: target / (throughput of the small system x utilisation) x its GPUs, in whole replicas.
+
+    The throughput of the small system is the one within the limit of the time to first token; the utilisation is
+    ``target.gpu_used``. (The formula of the SNIA SDC 2025 talk on KV offload benchmarks.)
+    """
+    if not measured_per_s:
+        return None
+    replicas = target_per_s / (measured_per_s * deployment.inputs.target.gpu_used) * deployment.replicas
+    return math.ceil(replicas - 1e-9) * deployment.inputs.model.tp
+
+
+def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
+    """Capacity and reads of tiers for a share of the possible hits at the requested load."""
+    load, model = deployment.workload, deployment.model
+    residence_s = load.curve.residence_for(hit_share)
+    tokens = load.curve.tokens_held(residence_s, load.requests_per_s) + load.prefix_tokens
+    later = (1 - load.first_share) * load.reusable_tokens * hit_share
+    read = load.requests_per_s * model.stored_bytes(later)
+    hits = (load.first_share + (1 - load.first_share) * (1 - hit_share)) * load.prefix_tokens + later
+    return CapacityNeed(
+        hit_share=hit_share,
+        hit_rate=hits / load.input_tokens,
+        residence_s=residence_s,
+        tokens=tokens,
+        bytes=model.token_bytes * tokens,
+        read_bytes_per_s=read,
+        read_burst_bytes_per_s=read * deployment.inputs.target.burst,
+    )
+
+
+def _tiers(deployment: Deployment, point: OperatingPoint) -> list[PlannedTier]:
+    gpu = (GPU, deployment.kv_bytes * deployment.replicas, deployment.gpu_tokens * deployment.replicas, 0.0)
+    lower = [
+        (it.name, it.capacity_bytes, it.capacity_bytes / deployment.model.token_bytes, it.read_bytes_per_s)
+        for it in deployment.tiers
+    ]
+    return [
+        PlannedTier(
+            name=name,
+            capacity_bytes=capacity_bytes,
+            capacity_tokens=tokens,
+            sessions=tokens / deployment.workload.session_tokens,
+            residence_s=point.residence_s[name],
+            found=point.found[name],
+            read_bytes_per_s=point.read_bytes_per_s.get(name, 0.0),
+            read_burst_bytes_per_s=point.read_bytes_per_s.get(name, 0.0) * deployment.inputs.target.burst,
+            provided_bytes_per_s=provided,
+            write_bytes_per_s=point.write_bytes_per_s.get(name, 0.0),
+        )
+        for name, capacity_bytes, tokens, provided in (gpu, *lower)
+    ]
+
+
+def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
+    inputs = deployment.inputs
+    disk, software, target = inputs.disk, inputs.software, inputs.target
+    read, written = point.read_bytes_per_s["disk"], point.write_bytes_per_s["disk"]
+    chunk_bytes = deployment.model.token_bytes * software.chunk_tokens
+    all_read = sum(point.read_bytes_per_s.values())
+    # Little's law twice: the mean number of loading requests, and the commands of each in flight.
+    loading = point.loading * read / all_read if all_read else 0.0
+    depth = loading * software.chunks_in_flight * max(chunk_bytes / disk.command_bytes, 1.0)
+    wanted = point.wanted_bytes_per_s["disk"]
+    time_used = target.burst * wanted / disk.read_bytes_per_s + written / disk.write_bytes_per_s  # in drives
+    years = life_years(deployment, point)
+    written_per_day = written * 86_400 * inputs.traffic.day_share
+    return DriveLoad(
+        read_bytes_per_s=read,
+        read_burst_bytes_per_s=read * target.burst,
+        wanted_bytes_per_s=wanted,
+        provided_bytes_per_s=disk.count * disk.read_bytes_per_s,
+        used=time_used / disk.count,
+        chunk_bytes=chunk_bytes,
+        chunks_read_per_s=read / chunk_bytes,
+        depth=depth,
+        depth_burst=depth * target.burst,
+        written_bytes_per_day=written_per_day,
+        writes_per_day=written_per_day / (disk.count * disk.capacity_bytes),
+        rated_writes_per_day=disk.drive_writes_per_day,
+        life_years=years,
+        drives_for_bandwidth=max(math.ceil(time_used - 1e-9), 1),
+        drives_for_life=max(math.ceil(disk.count * target.life_years / years - 1e-9), 1),
+    )
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values: bytes, seconds, tokens, rates a second, shares from 0 to 1; infinity is null."""
+    deployment, load = plan.deployment, plan.deployment.workload
+    alone, tiered = plan.alone.users_at_ttft, plan.tiered.users_at_ttft
+    document: dict[str, Any] = {
+        "model": deployment.model.name,
+        "replicas": deployment.replicas,
+        "bytes_per_token_stored": deployment.model.token_bytes,
+        "chunk_bytes": deployment.model.token_bytes * plan.inputs.software.chunk_tokens,
+        "session_bytes": deployment.model.stored_bytes(load.session_tokens),
+        "gpu_kv_bytes_per_replica": deployment.kv_bytes,
+        "traffic": {
+            "requests_per_s": load.requests_per_s,
+            "users": plan.requested_users if load.has_users else None,
+            "input_tokens": load.input_tokens,
+            "output_tokens": load.answer_tokens,
+            "reusable_share": load.reuse,
+            "burst": load.burst,
+            "notes": load.notes,
+        },
+        "alone": _variant_json(plan.alone),
+        "tiered": _variant_json(plan.tiered),
+        "users_ratio": tiered / alone if alone else None,
+        "binding": plan.binding.name,
+        "next": plan.tiered.ceiling.next.name if plan.tiered.ceiling.next else None,
+        "used": plan.used,
+        "tiers": [asdict(it) for it in plan.tiers],
+        "capacities": [asdict(it) for it in plan.capacities],
+        "drives": asdict(plan.drives) if plan.drives else None,
+        "break_evens": [asdict(it) for it in plan.break_evens],
+        "sensitivity": [{**asdict(it), "swing": it.swing} for it in plan.sensitivities],
+        "inputs": {
+            name: {"value": plan.inputs.value(name), "from": plan.inputs.origin(name), "help": setting.help}
+            for name, setting in SETTINGS.items()
+        },
+        "sources": [{"name": name, "source": source, "date": date} for name, source, date in deployment.sources],
+    }
+    return cast("dict[str, Any]", _finite(document))
+
+
+def _variant_json(variant: Variant) -> dict[str, Any]:
+    return {
+        "users_at_ttft": variant.users_at_ttft,
+        "users_at_all_limits": variant.ceiling.binding.users,
+        "limits": [asdict(it) for it in variant.ceiling.limits],
+        "throughput_requests_per_s": variant.throughput_per_s,
+        "throughput_users": variant.throughput_users,
+        "served_requests_per_s": variant.served_per_s,
+        "ttft_s": variant.ttft_s,
+        "output_tokens_per_s": variant.output_tokens_per_s,
+        "gpus_needed": variant.gpus_needed,
+        "cost": asdict(variant.cost),
+        "point": {**asdict(variant.point), "hit_rate": variant.point.hit_rate},
+    }
+
+
+def _finite(value: object) -> object:
+    """`value` without infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(it) for key, it in cast("dict[str, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(it) for it in cast("list[object]", value)]
+    return value

@@ -1,0 +1,281 @@
+"""A deployment at a given load: hits, GPU time, and mean time to first token.
+
+The model has one server for each replica, its GPU, and pipes between it and the tiers.
+
+- Reuse: capacity determines residence time, which determines the hits (`kvtier.plan.workload`). Tiers are inclusive:
+  each holds the KV of those above it, so a tier adds the hits of its longer residence.
+- Prefill: ``2 P n`` for n computed tokens and P active parameters, and the attention (`ModelCost.attention_flop`).
+- Decoding: each step reads the weights once and every request's KV (Pope et al., "Efficiently Scaling Transformer
+  Inference", 2022, section 2). Its time is shared by the requests of a full batch.
+- Waiting: ``W = rho / (1 - rho) (ca2 + cs2) / 2 s`` (Kingman, 1961; for independent users it is Pollaczek and
+  Khinchine's exact formula). Decoding continues meanwhile, so it takes its share of the GPU from the prefills.
+- Loading: a pipe serves loads of about equal size one after another. A load of x seconds alone takes
+  ``x (1 + ca2 / 2 rho / (1 - rho))`` (the same formula with cs2 = 0). A prompt that loads more slowly than it computes
+  is computed, so the use of a pipe ends where its loads become that slow.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from kvtier.plan.resolve import Deployment
+
+GPU = "gpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestClass:
+    """Requests that find their KV in the same place."""
+
+    share: float
+    """Of all requests."""
+    computed_tokens: float
+    prompt_tokens: float
+    loaded_from: str
+    """Name of a tier; empty when nothing is loaded."""
+    loaded_tokens: float
+    wanted_share: float
+    """Share of requests in this class if no load were too slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatingPoint:
+    """The deployment at one load. Rates are of all replicas together; times are means."""
+
+    requests_per_s: float
+    with_tiers: bool
+    residence_s: dict[str, float]
+    """Time for which GPU memory and each tier keep unused KV."""
+    found: dict[str, float]
+    """Share of all prompt tokens from GPU memory and each tier."""
+    computed_tokens: float
+    """Of a prompt."""
+    prefill_s: float
+    load_s: float
+    wait_s: float
+    ttft_s: float
+    tpot_s: float
+    gpu_used: float
+    """Share of the GPU's time that requests need; above 1 the queue grows without end."""
+    gpu_busy: float
+    """Share of the time in which the GPU computes instead of waiting for a load."""
+    gpu_seconds: float
+    """Of one request, on one replica."""
+    read_bytes_per_s: dict[str, float]
+    wanted_bytes_per_s: dict[str, float]
+    """Reads if no hit were computed because its load is too slow."""
+    write_bytes_per_s: dict[str, float]
+    link_used: float
+    """Of the load bandwidth of a replica."""
+    loading: float
+    """Mean number of loading requests, by Little's law."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all prompt tokens that are not computed."""
+        return sum(self.found.values())
+
+
+def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) -> OperatingPoint:
+    """The deployment at a load, with its tiers or with GPU memory alone."""
+    load, model = deployment.workload, deployment.model
+    residence_s = _residences(deployment, requests_per_s, with_tiers=with_tiers)
+    classes = _request_classes(deployment, requests_per_s, residence_s, with_tiers=with_tiers)
+    rate = requests_per_s / deployment.replicas
+    read = dict.fromkeys((tier.name for tier in deployment.tiers), 0.0)
+    wanted = dict(read)
+    for each in classes:
+        if each.loaded_from:
+            bytes_per_s = requests_per_s * model.stored_bytes(each.loaded_tokens)
+            read[each.loaded_from] += each.share * bytes_per_s
+            wanted[each.loaded_from] += each.wanted_share * bytes_per_s
+    link_used = sum(read.values()) / deployment.replicas / deployment.load_bytes_per_s
+    seconds_per_byte = _seconds_per_byte(deployment, read, link_used)
+
+    prefills = [prefill_s(deployment, each.computed_tokens, each.prompt_tokens) for each in classes]
+    loads = [
+        model.stored_bytes(each.loaded_tokens) * seconds_per_byte[each.loaded_from] if each.loaded_from else 0.0
+        for each in classes
+    ]
+    blocking = loads if deployment.inputs.software.loads_block else [0.0] * len(classes)
+    services = [prefill + wait for prefill, wait in zip(prefills, blocking, strict=True)]
+    mean_s = _mean(classes, services)
+    decode_s = load.answer_tokens * decode_token_s(deployment)
+    free = 1 - rate * decode_s
+    prefill_mean, load_mean = _mean(classes, prefills), _mean(classes, loads)
+    gpu_used = rate * (mean_s + decode_s)
+    wait_s = ttft_s = math.inf
+    if free > 0 and gpu_used < 1 and math.isfinite(load_mean):
+        busy = rate * mean_s / free
+        square = _mean(classes, [it * it for it in services])
+        spread = (deployment.inputs.traffic.arrivals_cv2 + square / mean_s**2 - 1) / 2
+        wait_s = max(spread, 0.0) * busy / (1 - busy) * mean_s / free
+        # A prompt's own prefill shares the GPU with decoding; its load does not.
+        ttft_s = wait_s + load_mean + prefill_mean / free
+    tpot_s = _tpot_s(deployment, rate, mean_s)
+    computing = rate * prefill_mean + min(rate * load.answer_tokens * tpot_s, 1.0)
+    computed_tokens = _mean(classes, [each.computed_tokens for each in classes])
+    # All computed KV, of prompt and answer, is written to every tier.
+    written = requests_per_s * (computed_tokens + load.answer_tokens) * model.token_bytes if with_tiers else 0.0
+    write_share = deployment.inputs.software.write_share
+    return OperatingPoint(
+        requests_per_s=requests_per_s,
+        with_tiers=with_tiers,
+        residence_s=residence_s,
+        found=_found(deployment, classes),
+        computed_tokens=computed_tokens,
+        prefill_s=prefill_mean,
+        load_s=load_mean,
+        wait_s=wait_s,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        gpu_used=gpu_used,
+        gpu_busy=max(min(1 - rate * _mean(classes, blocking), computing), 0.0),
+        gpu_seconds=mean_s + decode_s,
+        read_bytes_per_s=read,
+        wanted_bytes_per_s=wanted,
+        write_bytes_per_s={name: written * (1.0 if name == "host" else write_share) for name in read},
+        link_used=link_used,
+        loading=requests_per_s * load_mean,
+    )
+
+
+def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: float) -> float:
+    """Seconds in which one idle replica computes the last tokens of a prompt."""
+    linear = 2.0 * deployment.inputs.model.active_parameters * computed_tokens
+    return (linear + deployment.model.attention_flop(computed_tokens, prompt_tokens)) / deployment.flops
+
+
+def decode_token_s(deployment: Deployment) -> float:
+    """Seconds of one replica for a decoded token, with a full batch."""
+    kv_bytes = deployment.model.gpu_bytes(deployment.workload.session_tokens)
+    reading = (deployment.weight_bytes / deployment.batch + kv_bytes) / deployment.memory_bytes_per_s
+    return max(reading, 2.0 * deployment.inputs.model.active_parameters / deployment.flops)
+
+
+def fetch_s(deployment: Deployment, tier: str, tokens: float) -> float:
+    """Seconds to load a prefix from an idle tier."""
+    return deployment.model.stored_bytes(tokens) * _seconds_per_byte(deployment, {}, 0.0)[tier]
+
+
+def _residences(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) -> dict[str, float]:
+    """Residence times in seconds, of the fastest place first."""
+    load = deployment.workload
+    # Users stay with their replica, so GPU memories add up; each holds its own copy of the common prefix.
+    held = {GPU: deployment.replicas * max(deployment.gpu_tokens - load.prefix_tokens, 0.0)}
+    for tier in deployment.tiers if with_tiers else ():
+        held[tier.name] = max(tier.capacity_bytes / deployment.model.token_bytes - load.prefix_tokens, 0.0)
+    return {name: load.curve.residence(tokens, requests_per_s) for name, tokens in held.items()}
+
+
+def _request_classes(
+    deployment: Deployment, requests_per_s: float, residence_s: dict[str, float], *, with_tiers: bool
+) -> list[RequestClass]:
+    load = deployment.workload
+    gpu_reuse = not with_tiers or deployment.inputs.software.gpu_reuse
+    # The common prefix is always cached: in GPU memory, or else in the fastest tier.
+    prefix_from = "" if gpu_reuse or not deployment.tiers else deployment.tiers[0].name
+    prefix, later = load.prefix_tokens, 1 - load.first_share
+    classes = [_request_class(load.first_share, prefix, load.first_tokens, prefix_from, prefix)]
+    reached = link_used = 0.0
+    rest = later
+    for place, seconds in residence_s.items():
+        if place == GPU and not gpu_reuse:
+            continue
+        found = load.curve.found_within(seconds)
+        share = later * max(found - reached, 0.0)
+        reached = max(reached, found)
+        loaded = 0.0 if place == GPU else max(load.reusable_tokens - (prefix if gpu_reuse else 0.0), 0.0)
+        each = _request_class(share, load.reusable_tokens, load.later_tokens, place, loaded)
+        if loaded and share:
+            kept, used = _worth_loading(deployment, each, requests_per_s, link_used)
+            each = replace(each, share=share * kept)
+            link_used += used
+        classes.append(each)
+        rest -= each.share
+    classes.append(_request_class(max(rest, 0.0), prefix, load.later_tokens, prefix_from, prefix))
+    return [each for each in classes if each.wanted_share > 0]
+
+
+def _worth_loading(
+    deployment: Deployment, each: RequestClass, requests_per_s: float, link_used: float
+) -> tuple[float, float]:
+    """Share of the requests that load before the pipes become slower than the GPU, and their use of the link."""
+    loaded_bytes = deployment.model.stored_bytes(each.loaded_tokens)
+    tier = next(it for it in deployment.tiers if it.name == each.loaded_from)
+    array = each.share * requests_per_s * loaded_bytes / tier.read_bytes_per_s
+    link = each.share * requests_per_s / deployment.replicas * loaded_bytes / deployment.load_bytes_per_s
+    if not deployment.inputs.software.skips_slow_loads:
+        return 1.0, link
+    saved_s = prefill_s(deployment, each.computed_tokens + each.loaded_tokens, each.prompt_tokens)
+    saved_s -= prefill_s(deployment, each.computed_tokens, each.prompt_tokens)
+    array_most = _use_at_most(deployment, saved_s * tier.read_bytes_per_s / loaded_bytes)
+    link_most = _use_at_most(deployment, saved_s * deployment.load_bytes_per_s / loaded_bytes) - link_used
+    kept = max(min(1.0, array_most / array, link_most / link), 0.0)
+    return kept, kept * link
+
+
+def _request_class(
+    share: float, hit_tokens: float, prompt_tokens: float, place: str, loaded_tokens: float
+) -> RequestClass:
+    hit_tokens = min(hit_tokens, prompt_tokens - 1)  # the last token is always computed: it gives the logits
+    is_loaded = bool(loaded_tokens and place)
+    return RequestClass(
+        share=share,
+        computed_tokens=prompt_tokens - hit_tokens,
+        prompt_tokens=prompt_tokens,
+        loaded_from=place if is_loaded else "",
+        loaded_tokens=loaded_tokens if is_loaded else 0.0,
+        wanted_share=share,
+    )
+
+
+def _seconds_per_byte(deployment: Deployment, read: dict[str, float], link_used: float) -> dict[str, float]:
+    """Seconds a byte from each tier to one request, while others load at the given rates."""
+    # Blocking loads run one at a time on a replica, so each has the whole link.
+    link_used = 0.0 if deployment.inputs.software.loads_block else link_used
+    return {
+        tier.name: max(
+            _stretch(deployment, link_used) / deployment.load_bytes_per_s,
+            _stretch(deployment, read.get(tier.name, 0.0) / tier.read_bytes_per_s) / tier.read_bytes_per_s,
+        )
+        for tier in deployment.tiers
+    }
+
+
+def _stretch(deployment: Deployment, used: float) -> float:
+    """Time of a load on a pipe that others use by the share `used`, over its time on an idle pipe."""
+    return 1 + deployment.inputs.traffic.arrivals_cv2 / 2 * used / (1 - used) if used < 1 else math.inf
+
+
+def _use_at_most(deployment: Deployment, stretch: float) -> float:
+    """Use of a pipe at which loads take `stretch` times longer: the inverse of `_stretch`."""
+    spread = deployment.inputs.traffic.arrivals_cv2 / 2
+    return (stretch - 1) / (stretch - 1 + spread) if stretch > 1 else 0.0
+
+
+def _tpot_s(deployment: Deployment, rate: float, service_s: float) -> float:
+    """Time for each further token, at a load of `rate` requests a second on one replica.
+
+    A step takes ``(W + B kv) / bandwidth`` of the time without prefills, and B is, by Little's law, the rate times the
+    tokens of an answer times this very time: solved for it.
+    """
+    load = deployment.workload
+    weights_s = deployment.weight_bytes / deployment.memory_bytes_per_s
+    kv_s = deployment.model.gpu_bytes(load.session_tokens) / deployment.memory_bytes_per_s
+    free = 1 - rate * service_s - rate * load.answer_tokens * kv_s
+    return max(weights_s / free, weights_s + kv_s) if free > 0 else math.inf
+
+
+def _found(deployment: Deployment, classes: list[RequestClass]) -> dict[str, float]:
+    found = {GPU: 0.0, **{tier.name: 0.0 for tier in deployment.tiers}}
+    for each in classes:
+        hit = each.prompt_tokens - each.computed_tokens
+        loaded = min(each.loaded_tokens, hit)
+        found[GPU] += each.share * (hit - loaded)
+        if each.loaded_from:
+            found[each.loaded_from] += each.share * loaded
+    return {name: tokens / deployment.workload.input_tokens for name, tokens in found.items()}
+
+
+def _mean(classes: list[RequestClass], values: list[float]) -> float:
+    return sum(each.share * value for each, value in zip(classes, values, strict=True))
