@@ -3,10 +3,10 @@
 import pytest
 
 from kvtier import size
+from kvtier.config.kinds import parse_count
 from kvtier.errors import ConfigError
 from kvtier.report.format import binary, both, decimal, exact
-from kvtier.size.check import check
-from kvtier.size.units import parse_count, parse_figure
+from kvtier.size.check import check, parse_figure
 
 SESSION, LONG = (4096, 1), (131_072, 1)
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from kvtier.size.check import parse_figure
 from kvtier.size.check import published_cells as cells
-from kvtier.size.units import parse_figure
 
 EXACT, ROUNDED, OTHER, WRONG = "exact", "rounded", "other unit", "wrong"
 

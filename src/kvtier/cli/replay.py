@@ -257,8 +257,8 @@ def _names(text: str) -> list[str]:
 
 
 def _capacities(text: str) -> list[int | None]:
+    from kvtier.config.kinds import parse_count
     from kvtier.errors import ConfigError
-    from kvtier.size.units import parse_count
 
     found: list[int | None] = []
     for it in text.split(","):

@@ -10,6 +10,7 @@ from typing import cast
 
 import click
 
+from kvtier.config.kinds import parse_count
 from kvtier.report.format import binary, decimal, exact
 from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
@@ -17,7 +18,6 @@ from kvtier.size import CHUNK_TOKENS, KvSize, Total, of
 from kvtier.size.catalogue import entries
 from kvtier.size.check import Verdict, check, published_cells
 from kvtier.size.sizes import reasons
-from kvtier.size.units import parse_count
 
 TOKENS = (4096, 131_072)
 """Session lengths shown without --tokens."""

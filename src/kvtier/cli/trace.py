@@ -136,8 +136,8 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
     Its sessions have the statistics that are given, or those of the trace --like: whole sessions of it, with their
     lengths, pauses and what they share, in another order and under new ids.
     """
+    from kvtier.config.kinds import parse_count
     from kvtier.errors import ConfigError
-    from kvtier.size.units import parse_count
     from kvtier.trace.synthesize import (
         SessionSource,
         StatisticalSource,

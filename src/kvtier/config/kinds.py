@@ -30,6 +30,8 @@ TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 _SIZE_UNITS_FOLDED = {unit.lower(): factor for unit, factor in SIZE_UNITS.items()}
 _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", re.ASCII)
+_SUFFIXED = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(|k|ki|m|mi|g|gi)", re.ASCII | re.IGNORECASE)
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _Number = TypeVar("_Number", int, float)
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -58,6 +60,19 @@ def parse_seconds(text: str) -> float:
     if found is None or factor is None:
         raise ValueError("not a duration")
     return float(found[1]) * factor
+
+
+def parse_count(text: str) -> int:
+    """Tokens or users of ``4096``, ``131,072``, ``128k`` (128,000) or ``128Ki`` (131,072).
+
+    Raises:
+        ValueError: it is not a whole number.
+    """
+    found = _SUFFIXED.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    count = Decimal(found[1]) * _SUFFIXES[found[2].lower()] if found else None
+    if count is None or count != int(count):
+        raise ValueError("not a whole number; 128k is 128,000 and 128Ki is 131,072")
+    return int(count)
 
 
 def size_text(count: int) -> str:

@@ -12,7 +12,7 @@ from kvtier.replay.speeds import DEFAULTS, OTHERS, UNKNOWN, Part, Probed, Speeds
 from kvtier.replay.tiered import HOST, Setup
 from kvtier.report.format import binary, decimal, short_count
 from kvtier.report.table import Table
-from kvtier.size.units import parse_figure
+from kvtier.size.check import parse_figure
 from kvtier.trace.stats import TraceStats
 
 _TIME = re.compile(r"([0-9.]{1,12}) ?(us|ms|s)", re.ASCII)

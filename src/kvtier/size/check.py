@@ -6,6 +6,7 @@ the same for the published tables in ``published.toml``.
 """
 
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ from kvtier.errors import ConfigError
 from kvtier.report.format import both, exact
 from kvtier.size.caches import LayerCache, TokenPart
 from kvtier.size.sizes import KvSize, of
-from kvtier.size.units import Figure, parse_figure
 
 Agreement = Literal["exact", "rounded", "coarse"]
 """Digits agree to the last one, to the last one of very few, or when cut off or rounded to fewer."""
@@ -39,6 +39,53 @@ _MIXED_COST = 2
 _COPIES_AT = (2, 4, 8, 16)
 """Tensor-parallel sizes whose copies a figure may include."""
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E")
+_FIGURE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([kmgtpe]?i?)b", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A size as printed in a document, such as ``150 KB``."""
+
+    text: str
+    number: float
+    prefix: str
+    """Upper case: "" for bytes, then "K", "M" ... "E"."""
+    is_binary: bool
+    """It says KiB, so 1,024 is meant; KB may mean either."""
+    step: float
+    """What the last printed digit counts: 0.01 for 1.47."""
+    rough: float
+    """The same without trailing zeros, which may be printed for their place alone: 10 for 150."""
+
+    def bytes(self, thousand: int) -> float:
+        """The figure in bytes, read with a kilo of `thousand`."""
+        return self.number * self.unit_bytes(thousand)
+
+    def unit_bytes(self, thousand: int) -> float:
+        """Bytes of the figure's unit, read with a kilo of `thousand`."""
+        return float(thousand) ** _PREFIXES.index(self.prefix)
+
+
+def parse_figure(text: str) -> Figure:
+    """Read a printed size.
+
+    Raises:
+        ValueError: it is not a size.
+    """
+    found = _FIGURE.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    if found is None or not float(found[1]):
+        raise ValueError("not a size; write it like 150 KB, 0.33 GB or 144 KiB")
+    digits, unit = found[1], found[2].upper()
+    decimals = len(digits.partition(".")[2])
+    zeros = 0 if decimals else len(digits) - len(digits.rstrip("0"))
+    return Figure(
+        text=text.strip(),
+        number=float(digits),
+        prefix=unit.removesuffix("I"),
+        is_binary=unit.endswith("I"),
+        step=10.0**-decimals,
+        rough=10.0 ** (zeros or -decimals),
+    )
 
 
 @dataclass(frozen=True, slots=True)
