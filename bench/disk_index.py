@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.bench.record import Setting, make_record
+from kvtier.bench.record import RecordedSetting, make_record
 from kvtier.report.output import write_json
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import BLOCK_BYTES, ENTRY, Header, pack_blocks, pack_header
@@ -105,7 +105,7 @@ def main() -> None:
         results = measure(root, given.objects, given.seed)
     print(results)
     if given.record is not None:
-        settings = {"objects": Setting(given.objects, "flag"), "names": Setting(NAMES, "default")}
+        settings = {"objects": RecordedSetting(given.objects, "flag"), "names": RecordedSetting(NAMES, "default")}
         write_json(
             "--record",
             given.record,

@@ -31,7 +31,7 @@ from harness import Ask, Engine, in_process  # noqa: E402
 from judge import prompt  # noqa: E402
 from models import make_checkpoint  # noqa: E402
 
-from kvtier.bench.record import Setting, make_record  # noqa: E402
+from kvtier.bench.record import RecordedSetting, make_record  # noqa: E402
 from kvtier.report.output import write_json  # noqa: E402
 
 FACTORS = (0.1, 0.8, 1.25, 2.0, 10.0)
@@ -303,8 +303,10 @@ def main() -> None:
     parts = given.part or list(PARTS)
     results, samples = _kept(given.record) if given.part else ({}, [])
     results |= {"arms": MEANS, "made": results.get("made", {})}
-    settings = {name: Setting(value, "flag" if given.quick else "default") for name, value in asdict(sizes).items()}
-    settings |= {"threads": Setting(1, "default"), "dtype": Setting(DTYPE, "default")}
+    settings = {
+        name: RecordedSetting(value, "flag" if given.quick else "default") for name, value in asdict(sizes).items()
+    }
+    settings |= {"threads": RecordedSetting(1, "default"), "dtype": RecordedSetting(DTYPE, "default")}
     with tempfile.TemporaryDirectory(prefix=".bench-vllm-", dir=given.dir) as folder:
         work = Path(folder).resolve()
         in_process(make_checkpoint, sizes.model, work / "models" / sizes.model)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvtier.bench.record import Setting
+from kvtier.bench.record import RecordedSetting
 from kvtier.cli.options import OutputFile, WorkDirectory, origin
 from kvtier.errors import KvError
 
@@ -40,9 +40,13 @@ def taken(kind: type[_Settings], given: Mapping[str, Any]) -> _Settings:
     return kind(**{spec.name: given[spec.name] for spec in fields(kind) if spec.name in given})  # pyright: ignore[reportArgumentType]
 
 
-def recorded_settings(given: Mapping[str, Any]) -> dict[str, Setting]:
+def recorded_settings(given: Mapping[str, Any]) -> dict[str, RecordedSetting]:
     """Every option of the running command except its files, with the origin of its value."""
-    return {name: Setting(value, origin(name)) for name, value in given.items() if not isinstance(value, Path | None)}
+    return {
+        name: RecordedSetting(value, origin(name))
+        for name, value in given.items()
+        if not isinstance(value, Path | None)
+    }
 
 
 def run(command: click.Command) -> None:

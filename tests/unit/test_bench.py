@@ -11,7 +11,7 @@ from kvtier.bench import core, io, io_samples
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
 from kvtier.bench.io import IoRepeats
 from kvtier.bench.io_report import notes
-from kvtier.bench.io_samples import FullTier, Sample, layout_of
+from kvtier.bench.io_samples import FullTier, IoSample, layout_of
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError, KvError
 from kvtier.runtime.jobs import Completion
@@ -226,7 +226,7 @@ def test_sizes_and_room_are_checked_before_anything_is_written(tmp_path, capsys)
 def row(device_bytes=None):
     found = IoRepeats(1.0, direct_io=True)
     for seconds, cpu_s, ceiling, plain in ((1.0, 0.1, 2.0, 1.5), (1 / 3, 0.3, 3.0, 1.0), (0.5, 0.2, 2.5, 2.0)):
-        found.add(Sample(seconds, cpu_s, [1.0], device_bytes), ceiling, plain)
+        found.add(IoSample(seconds, cpu_s, [1.0], device_bytes), ceiling, plain)
     return found.row("disk", "load", 65536, 2, frame=100)
 
 
@@ -274,7 +274,7 @@ class Drive:
 
     def disk(self, name, root, size, count, _threads, **_others):
         def spent():
-            return Sample(self.moved(size * count), 1.0, [1.0])
+            return IoSample(self.moved(size * count), 1.0, [1.0])
 
         root.mkdir()
         tier = SimpleNamespace(direct_io=True, root=root)
@@ -283,7 +283,7 @@ class Drive:
     def host_row(self, op, size, _count, repeats, _tick):
         self.now_s += repeats
         found = IoRepeats(1.0)
-        found.add(Sample(1.0, 1.0), 1.0, 1.0)
+        found.add(IoSample(1.0, 1.0), 1.0, 1.0)
         return found.row("host", op, size, 2)
 
 

@@ -4,13 +4,18 @@ import json
 import platform
 
 from kvtier.bench import record
-from kvtier.bench.record import Setting, file_system, make_record
+from kvtier.bench.record import RecordedSetting, file_system, make_record
 from kvtier.report.output import write_json
 
 
 def test_a_record_carries_the_conditions_and_is_plain_json(tmp_path):
     made = make_record(
-        "io", settings={"size": Setting(4, "flag")}, seed=7, results={"speed": 1.5}, samples=[1, 2], directory=tmp_path
+        "io",
+        settings={"size": RecordedSetting(4, "flag")},
+        seed=7,
+        results={"speed": 1.5},
+        samples=[1, 2],
+        directory=tmp_path,
     )
     write_json("--record", tmp_path / "io.json", made)
     read = json.loads((tmp_path / "io.json").read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
-from kvtier.bench.io_samples import SEGMENTS, FullTier, Sample, engine_blocks, host_sample, memcpy, segment_bytes
+from kvtier.bench.io_samples import SEGMENTS, FullTier, IoSample, engine_blocks, host_sample, memcpy, segment_bytes
 from kvtier.config.kinds import size_text
 from kvtier.errors import ConfigError
 from kvtier.tier.direct import can_direct
@@ -79,11 +79,11 @@ class IoRepeats:
     gigabytes: float
     """Moved by one sample."""
     samples: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
-    taken: list[Sample] = field(default_factory=list[Sample])
+    taken: list[IoSample] = field(default_factory=list[IoSample])
     ceilings: list[FioResult] = field(default_factory=list[FioResult])
     direct_io: bool = False
 
-    def add(self, sample: Sample, ceiling_gb_per_s: float, plain_gb_per_s: float) -> None:
+    def add(self, sample: IoSample, ceiling_gb_per_s: float, plain_gb_per_s: float) -> None:
         """Add one repeat."""
         self.samples.append((self.gigabytes / sample.seconds, ceiling_gb_per_s, plain_gb_per_s))
         self.taken.append(sample)
@@ -287,7 +287,7 @@ def _tier_rows(it: _IoRun, size: int, count: int, threads: int) -> list[IoRow]:
     ]
 
 
-def _sample(tier: FullTier, op: str, reads: int | None) -> Sample:
+def _sample(tier: FullTier, op: str, reads: int | None) -> IoSample:
     if reads is not None:
         tier.store()  # replaces what the last mix evicted
         return tier.mix(reads)

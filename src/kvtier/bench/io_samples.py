@@ -57,7 +57,7 @@ Blocks = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class IoSample:
     """One timed store, load or mix."""
 
     seconds: float
@@ -134,7 +134,7 @@ class FullTier:
             threads=Threads(read=threads, write=threads),
         )
 
-    def store(self) -> Sample:
+    def store(self) -> IoSample:
         """Store `count` new objects."""
         self._round += 1
         first = self._round * self.count
@@ -142,12 +142,12 @@ class FullTier:
             [(Link.DEMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)], replaces=True
         )
 
-    def load(self) -> Sample:
+    def load(self) -> IoSample:
         """Load the objects of the last store, and compare them with what was stored."""
         first = min(self._kept)
         return self._run([(Link.PROMOTE, first + n) for n in interleaved(self.count, self.streams, self._random)])
 
-    def mix(self, read_percent: int) -> Sample:
+    def mix(self, read_percent: int) -> IoSample:
         """Load `read_percent` of `count` objects of the last store, and store new ones for the rest."""
         first = min(self._kept)
         self._round += 1
@@ -166,7 +166,7 @@ class FullTier:
         self.arena.close()
         self.tier.close()
 
-    def _run(self, work: Sequence[tuple[Link, int]], *, replaces: bool = False) -> Sample:
+    def _run(self, work: Sequence[tuple[Link, int]], *, replaces: bool = False) -> IoSample:
         before = read_bytes()
         cpu_s, start_s = time.process_time(), time.perf_counter()
         used, latencies_s = self._move(work)
@@ -176,7 +176,7 @@ class FullTier:
         self._check(work, used)
         if replaces:
             self._kept = {number: slot for (_, number), slot in zip(work, used, strict=True)}
-        return Sample(seconds, cpu_s, latencies_s, device_bytes)
+        return IoSample(seconds, cpu_s, latencies_s, device_bytes)
 
     def _check(self, work: Sequence[tuple[Link, int]], used: Sequence[int]) -> None:
         """Compare the loaded slots with what was stored, and restore each slot's own bytes for the next store."""
@@ -282,7 +282,7 @@ def engine_blocks(size: int, count: int) -> list[Blocks]:
     ]
 
 
-def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: int) -> Sample:
+def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: int) -> IoSample:
     """Store `count` chunks from the engine's blocks to host slots, or load them, through core and mover.
 
     Raises:
@@ -352,10 +352,10 @@ def _events(session: LocalSession) -> Generator[Event, None, NoReturn]:
     raise KvError(f"the benchmark's request did not end within {DEADLINE_S:g} s")
 
 
-def _timed(act: Callable[[], None]) -> Sample:
+def _timed(act: Callable[[], None]) -> IoSample:
     cpu_s, start_s = time.process_time(), time.perf_counter()
     act()
-    return Sample(time.perf_counter() - start_s, time.process_time() - cpu_s)
+    return IoSample(time.perf_counter() - start_s, time.process_time() - cpu_s)
 
 
 def memcpy(source: list[Blocks], target: list[Blocks], threads: int) -> float:

@@ -24,7 +24,7 @@ GIT_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RecordedSetting:
     """The value of a setting and its origin: "default", "flag", "file", "environment" or "measured"."""
 
     value: object
@@ -34,7 +34,7 @@ class Setting:
 def make_record(
     benchmark: str,
     *,
-    settings: Mapping[str, Setting],
+    settings: Mapping[str, RecordedSetting],
     seed: int | None,
     results: object,
     samples: Sequence[object] = (),

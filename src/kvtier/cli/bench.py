@@ -29,7 +29,7 @@ def bench() -> None:
 def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     """CPU time of a prompt of 131,072 tokens before a byte moves: hashing, lookup, decisions."""
     from kvtier.bench import core as benchmark
-    from kvtier.bench.record import Setting, make_record
+    from kvtier.bench.record import RecordedSetting, make_record
     from kvtier.report.output import write_json
 
     with progress("core", repeats) as advance:
@@ -37,7 +37,10 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     summary = asdict(result)
     samples = summary.pop("samples")
     if record is not None:
-        settings = {"repeats": Setting(repeats, "flag"), "chunk_tokens": Setting(benchmark.CHUNK_TOKENS, "default")}
+        settings = {
+            "repeats": RecordedSetting(repeats, "flag"),
+            "chunk_tokens": RecordedSetting(benchmark.CHUNK_TOKENS, "default"),
+        }
         made = make_record("core", settings=settings, seed=seed, results=summary, samples=[samples])
         write_json("--record", record, made)
         tell_written(record)
@@ -117,7 +120,7 @@ def io(
 ) -> None:
     """Store and cold load through the whole path, next to memcpy and fio in the same run."""
     from kvtier.bench import io as benchmark
-    from kvtier.bench.record import Setting, make_record
+    from kvtier.bench.record import RecordedSetting, make_record
     from kvtier.report.output import write_json
 
     if report is not None:
@@ -134,7 +137,7 @@ def io(
         "repeats": given["repeats"] or (5 if is_thorough else 3),
         "sample_bytes": given["sample_bytes"] or (1 << 30 if is_thorough else 256 << 20),
     }
-    settings = {name: Setting(value, origin(name)) for name, value in values.items()}
+    settings = {name: RecordedSetting(value, origin(name)) for name, value in values.items()}
 
     def keep(result: benchmark.IoResult) -> None:
         if record is not None:

@@ -16,7 +16,7 @@ from kvtier.report.output import print_json
 from kvtier.report.table import print_table
 
 if TYPE_CHECKING:
-    from kvtier.bench.record import Setting
+    from kvtier.bench.record import RecordedSetting
     from kvtier.config.loader import Loaded
     from kvtier.probe.run import Effort, ProbeResult
 
@@ -106,8 +106,8 @@ def probe(
 
 def _effort(
     quick: bool, sizes: tuple[int, ...], depths: tuple[int, ...], seconds: float | None, write_bytes: int | None
-) -> "tuple[Effort, dict[str, Setting]]":
-    from kvtier.bench.record import Setting
+) -> "tuple[Effort, dict[str, RecordedSetting]]":
+    from kvtier.bench.record import RecordedSetting
     from kvtier.probe.run import QUICK, USUAL, Effort
 
     usual = QUICK if quick else USUAL
@@ -120,24 +120,24 @@ def _effort(
     values = {**asdict(effort), "sizes": list(effort.sizes), "depths": list(effort.depths)}
     usual_origin = "flag --quick" if quick else "default"
     return effort, {
-        name: Setting(it, "flag" if origin(name) == "flag" else usual_origin) for name, it in values.items()
+        name: RecordedSetting(it, "flag" if origin(name) == "flag" else usual_origin) for name, it in values.items()
     }
 
 
-def _settings(loaded: "Loaded", directory: Path | None) -> "dict[str, Setting]":
+def _settings(loaded: "Loaded", directory: Path | None) -> "dict[str, RecordedSetting]":
     """The configuration settings that affect the measures."""
-    from kvtier.bench.record import Setting
+    from kvtier.bench.record import RecordedSetting
     from kvtier.config.schema import settings
     from kvtier.config.sections import SECTIONS, value_of
 
     names = {"host.capacity_bytes", "host.page_lock", "directory.direct_io", "disk.direct_io"}
     configured = {
-        it.name: Setting(value_of(loaded.config, it), str(loaded.origins[it.name]))
+        it.name: RecordedSetting(value_of(loaded.config, it), str(loaded.origins[it.name]))
         for kind in SECTIONS.values()
         for it in settings(kind)
         if it.name in names
     }
-    return {**configured, "directory": Setting(None if directory is None else str(directory), "flag")}
+    return {**configured, "directory": RecordedSetting(None if directory is None else str(directory), "flag")}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvtier.bench.record import Setting, cores, machine, make_record, software
+from kvtier.bench.record import RecordedSetting, cores, machine, make_record, software
 from kvtier.config.loader import load
 from kvtier.config.schema import settings as settings_of
 from kvtier.config.sections import SECTIONS, value_of
@@ -142,8 +142,8 @@ def write_record(path: Path, result: DemoResult, settings: DemoSettings, origins
     """
     directory = None if settings.directory is None else "given"
     values = {**asdict(settings), "directory": directory, "threads": result.threads}
-    named = {name: Setting(value, origins[name]) for name, value in values.items()}
-    named |= {name: Setting(value, origin) for name, (value, origin) in result.cache_settings.items()}
+    named = {name: RecordedSetting(value, origins[name]) for name, value in values.items()}
+    named |= {name: RecordedSetting(value, origin) for name, (value, origin) in result.cache_settings.items()}
     record = make_record(
         "demo",
         settings=named,
