@@ -16,7 +16,6 @@ from kvtier.config.sections import Config, DirectoryConfig, HostConfig, LimitsCo
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
 from kvtier.device.base import Copier
-from kvtier.device.cpu import CpuCopier
 from kvtier.keys.chain import Chain
 from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.policy.registry import make_evictor
@@ -24,6 +23,7 @@ from kvtier.runtime.arena import Arena, chunk_bytes
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.session import LocalSession
+from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
 from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId, StoreDone
 
@@ -60,8 +60,8 @@ class Engine:
             for group in LAYOUT.groups
         ]
 
-    def copier(self) -> CpuCopier:
-        return CpuCopier(LAYOUT, self.groups)
+    def copier(self) -> HostCopier:
+        return HostCopier(LAYOUT, self.groups)
 
     def same(self, other: "Engine", places: Sequence[Place]) -> bool:
         return all(

@@ -1,14 +1,12 @@
 """Every tier through the shared contract suite."""
 
 import itertools
-import threading
 
 import pytest
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.fifo import Fifo
 from kvtier.runtime.deferred_tier import DeferredAheadTier, DeferredTier
-from kvtier.testing.faulty import Delay, Fail, FaultyTier, FlipBit, Hang, Truncate, Vanish
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
@@ -30,13 +28,7 @@ class TestMemoryFifo(TierContract):
         return lambda capacity_bytes: MemoryTier(capacity_bytes=capacity_bytes, evictor=Fifo())
 
 
-class TestFaultyWithoutFaults(TierContract):
-    @pytest.fixture
-    def make_tier(self):
-        return lambda capacity_bytes: FaultyTier(MemoryTier(capacity_bytes=capacity_bytes))
-
-
-class TestLate(TierContract):
+class TestDeferred(TierContract):
     @pytest.fixture
     def make_tier(self):
         def make(capacity_bytes: int) -> DeferredTier[MemoryTier]:
@@ -210,76 +202,3 @@ def test_memory_tells_what_it_holds():
     assert (tier.used_bytes, tier.object_count, tier.evictions) == (4 * BLOCK_BYTES, 2, 3)
     with pytest.raises(TierError, match="offset"):
         tier.read(object_name(4), empty_frame(1), -1)
-
-
-# The tier that other tests disturb theirs with must do what it says.
-
-
-@pytest.fixture
-def faulty():
-    tier = FaultyTier(MemoryTier(capacity_bytes=1 << 20))
-    tier.write(object_name(1), frame_of(1))
-    return tier
-
-
-def test_the_nth_operation_fails_and_no_other(faulty):
-    faulty.plan = {faulty.operation_count + 2: Fail("as told")}
-    into = empty_frame(2 * BLOCK_BYTES)
-    assert faulty.read(object_name(1), into) == 2 * BLOCK_BYTES
-    with pytest.raises(TierError, match="as told"):
-        faulty.read(object_name(1), into)
-    assert faulty.read(object_name(1), into) == 2 * BLOCK_BYTES
-    assert faulty.counts == {"write": 1, "read": 3}
-
-
-def test_a_plan_may_be_a_function_of_the_operation(faulty):
-    faulty.plan = lambda operation: Fail() if (operation.kind, operation.kind_number) == ("contains", 2) else None
-    assert faulty.contains([object_name(1)]) == [True]
-    with pytest.raises(TierError):
-        faulty.contains([object_name(1)])
-    faulty.plan = {}
-    assert faulty.contains([object_name(1)]) == [True]
-
-
-def test_reads_can_be_cut_damaged_or_lost(faulty):
-    into = empty_frame(2 * BLOCK_BYTES)
-    faulty.plan = lambda _operation: Truncate(100)
-    assert faulty.read(object_name(1), into) == 100
-    faulty.plan = lambda _operation: FlipBit(8 * 5000 + 3)
-    assert faulty.read(object_name(1), into) == 2 * BLOCK_BYTES
-    assert [at for at in range(len(into)) if into[at] != frame_of(1)[at]] == [5000]
-    assert into[5000] ^ frame_of(1)[5000] == 8
-    faulty.plan = lambda _operation: Vanish()
-    assert faulty.read(object_name(1), into) is None
-    assert faulty.contains([object_name(1)]) == [False]
-    assert not faulty.write(object_name(2), frame_of(2))
-    faulty.plan = {}
-    assert faulty.contains([object_name(1), object_name(2)]) == [True, False]
-
-
-@pytest.mark.parametrize("fault", [Hang, Delay])
-def test_hangs_and_delays_last_until_they_are_released(faulty, fault):
-    released = threading.Event()
-    faulty.plan = lambda operation: fault(released) if operation.kind == "read" else None
-    outcome = []
-
-    def read():
-        try:
-            outcome.append(faulty.read(object_name(1), empty_frame(2 * BLOCK_BYTES)))
-        except TierError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    assert faulty.contains([object_name(1)]) == [True]  # others go on
-    assert not outcome
-    released.set()
-    thread.join(DEADLINE_S)
-    assert not thread.is_alive()
-    assert isinstance(outcome[0], TierError) if fault is Hang else outcome == [2 * BLOCK_BYTES]
-
-
-def test_a_hang_that_nobody_releases_ends_by_itself(faulty):
-    faulty.plan = lambda _operation: Delay(threading.Event(), deadline_s=0.01)
-    with pytest.raises(TierError, match="deadline"):
-        faulty.read(object_name(1), empty_frame(1))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.thread_streams import ThreadStreams
 from tiny_transformers import llama, tokens
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -29,7 +30,6 @@ from kvtier.device.layers import LayerReadiness
 from kvtier.device.staged_copy import StagedCopy
 from kvtier.layout import History, Window
 from kvtier.testing.copier import CopierContract, CopierWorld
-from kvtier.testing.streams import ThreadStreams
 from kvtier.types import RequestId
 
 pytestmark = pytest.mark.engine

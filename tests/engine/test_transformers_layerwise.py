@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attaching import Attach
+from tests.thread_streams import ThreadStreams
 from tiny_transformers import batch, gemma3, llama, tokens
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -16,7 +17,6 @@ from kvtier.connect.transformers import copier as module
 from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.connect.transformers.support import is_compiled
 from kvtier.device.staged_copy import StagedCopy
-from kvtier.testing.streams import ThreadStreams
 
 pytestmark = pytest.mark.engine
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from kvtier.codec.base import Codec
 from kvtier.device.base import Copier, Fence
-from kvtier.device.cpu import CpuCopier
 from kvtier.errors import TierError
 from kvtier.keys.names import object_name
 from kvtier.layout import GroupLayout, History, KvLayout, State
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.jobs import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
+from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import UNKNOWN, About, Tier
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
@@ -106,7 +106,7 @@ class World:
             rank=rank,
             fingerprint=FINGERPRINT,
             arena=self.arena,
-            copier=wrap(CpuCopier(self.layout, self.memory)),
+            copier=wrap(HostCopier(self.layout, self.memory)),
             tiers=self.tiers,
             codec=codec,
             threads=threads,

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.thread_streams import ThreadStreams
 
 from kvtier.device import staged_copy as module
 from kvtier.device.copy_descriptors import table
 from kvtier.device.staged_copy import PayloadPart, StagedCopy
 from kvtier.device.streams import Event
-from kvtier.testing.streams import ThreadStreams
 
 PIECE = 96
 PARTS = 12

@@ -11,13 +11,13 @@ from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.records import HOST
-from kvtier.device.cpu import CpuCopier
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.link_priors import link_priors
 from kvtier.runtime.open import open_session
 from kvtier.runtime.session_thread import wait_for
+from kvtier.testing.host_copier import HostCopier
 from kvtier.types import ChunkKey, Place, Prefix, Presence, RequestId, StoreDone
 
 MIB = 1 << 20
@@ -121,7 +121,7 @@ def test_the_core_starts_with_them():
 
 def open_with(config):
     layout = KvLayout(16, (GroupLayout(History(), (4096,), "x"),))
-    return open_session(config, layout, bytes(32), CpuCopier(layout, [[np.zeros((4, 1024), np.uint8)]])).session
+    return open_session(config, layout, bytes(32), HostCopier(layout, [[np.zeros((4, 1024), np.uint8)]])).session
 
 
 def offered(session, prefix):

@@ -15,13 +15,13 @@ from kvtier.codec.frame import frame_bytes
 from kvtier.config.sections import Config, LimitsConfig
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
-from kvtier.device.cpu import CpuCopier
 from kvtier.errors import KvError
 from kvtier.layout import GroupLayout, History, KvLayout, align_up
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.session import LocalSession
+from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
@@ -129,7 +129,7 @@ class FullTier:
             rank=0,
             fingerprint=FINGERPRINT,
             arena=self.arena,
-            copier=CpuCopier(self.layout, [[np.zeros((1, layer), np.uint8) for layer in layers]]),
+            copier=HostCopier(self.layout, [[np.zeros((1, layer), np.uint8) for layer in layers]]),
             tiers=tiers,
             threads=Threads(read=threads, write=threads),
         )
@@ -296,7 +296,7 @@ def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: i
         rank=0,
         fingerprint=FINGERPRINT,
         arena=arena,
-        copier=CpuCopier(layout, [engine]),
+        copier=HostCopier(layout, [engine]),
         tiers={},
         threads=Threads(device=threads),
     )

@@ -1,7 +1,7 @@
 """Interface of a device: streams of copies, and events that order them.
 
-`device.cuda` implements it for a GPU. `kvtier.testing.streams` implements it with threads that tests can pause, so that
-races of the code above are tested without a GPU.
+`device.cuda` implements it for a GPU. `tests/thread_streams.py` implements it with threads that tests can pause, so
+that races of the code above are tested without a GPU.
 """
 
 from collections.abc import Sequence

@@ -142,7 +142,7 @@ class ThreadStreams:
         self.streams.append(ThreadStream(self._pause_s))
         return self.streams[-1]
 
-    def stage(self, size_bytes: int, stream: Stream) -> int:  # noqa: ARG002 - memory of a CPU needs no queue
+    def stage(self, size_bytes: int, stream: Stream) -> int:
         """See `Streams`. It is full of noise."""
         self._stages.append(np.full(size_bytes + 256, 0xEE, np.uint8))
         return -(-int(self._stages[-1].ctypes.data) // 256) * 256

@@ -1,0 +1,110 @@
+"""A copier for numbered blocks in host memory, for tests and benchmarks. Engines have copiers of their own."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.device.base import Fence
+from kvtier.layout import KvLayout
+from kvtier.types import RequestId
+
+Blocks = npt.NDArray[np.uint8]
+"""One layer's blocks: uint8 [blocks, block_bytes], contiguous."""
+
+KEEP_LOCK_BYTES_MAX = 1 << 19
+"""Chunks up to this size are copied with the interpreter's lock held. That takes about 40 us, less than releasing and
+reacquiring the lock for each layer."""
+
+
+class _Group(NamedTuple):
+    layers: Sequence[tuple[int, int, memoryview]]
+    """Offset in the payload, bytes of a block, and memory of each layer."""
+    ids: range
+    """Block ids that every layer has."""
+    blocks: int
+    """Of a full chunk."""
+    payload_bytes: int
+    is_small: bool
+
+
+class HostCopier:
+    """Copies between numbered blocks and payloads. A chunk's address is the tuple of its block ids, in token order.
+
+    Block `i` of a chunk lies at ``layer_offsets[l] + i * block_bytes`` of layer `l`. The last chunk of a prompt may
+    have fewer blocks: gather zeroes the remaining bytes of each layer, and scatter skips them.
+
+    Args:
+        layout: the KV groups.
+        groups: for each group, the blocks of each layer; views of the engine's memory.
+    """
+
+    def __init__(self, layout: KvLayout, groups: Sequence[Sequence[Blocks]]) -> None:
+        self._groups = [
+            _Group(
+                layers=[
+                    (offset, layer.shape[1], layer.reshape(-1).data)
+                    for offset, layer in zip(group.layer_offsets, layers, strict=True)
+                ],
+                ids=range(min(len(layer) for layer in layers)),
+                blocks=group.layer_bytes[0] // layers[0].shape[1],
+                payload_bytes=group.layer_offsets[-1] + group.layer_bytes[-1],
+                is_small=sum(group.layer_bytes) <= KEEP_LOCK_BYTES_MAX,
+            )
+            for group, layers in zip(layout.groups, groups, strict=True)
+        ]
+
+    def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:  # noqa: ARG002
+        """Copy engine blocks into `payload`; complete on return.
+
+        Raises:
+            ValueError: too many or unknown blocks, or a payload that is too small. No byte was copied.
+        """
+        known = self._groups[group]
+        for slot, engine in _runs(known, blocks, payload):
+            _copy(slot, engine, is_small=known.is_small)
+        if missing := known.blocks - len(blocks):
+            for offset, size, _ in known.layers:
+                payload[offset + len(blocks) * size : offset + known.blocks * size] = bytes(missing * size)
+        return None
+
+    def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:  # noqa: ARG002
+        """Copy `payload` into engine blocks; complete on return. Raises as `gather`."""
+        known = self._groups[group]
+        for slot, engine in _runs(known, blocks, payload):
+            _copy(engine, slot, is_small=known.is_small)
+        return None
+
+    def done(self, fence: Fence) -> bool:  # noqa: ARG002
+        """Always: copies are complete on return."""
+        return True
+
+
+def _runs(group: _Group, blocks: tuple[int, ...], payload: memoryview) -> list[tuple[memoryview, memoryview]]:
+    """The bytes in the payload and in the engine of each run of consecutive blocks of each layer."""
+    count, first = len(blocks), blocks[0] if blocks else -1
+    if not 1 <= count <= group.blocks or min(blocks) not in group.ids or max(blocks) not in group.ids:
+        raise ValueError(f"a chunk has 1 to {group.blocks} blocks of {group.ids}, got {blocks}")
+    if payload.nbytes < group.payload_bytes:
+        raise ValueError(f"a payload has at least {group.payload_bytes} bytes, got {payload.nbytes}")
+    if blocks == tuple(range(first, first + count)):
+        runs = [(0, first, count)]
+    else:
+        runs = [(position, block, 1) for position, block in enumerate(blocks)]
+    flat = payload.cast("B")
+    return [
+        (
+            flat[offset + position * size : offset + (position + run) * size],
+            engine[block * size : (block + run) * size],
+        )
+        for offset, size, engine in group.layers
+        for position, block, run in runs
+    ]
+
+
+def _copy(target: memoryview, source: memoryview, *, is_small: bool) -> None:
+    if is_small:
+        target[:] = source
+    else:  # numpy releases the interpreter's lock
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
