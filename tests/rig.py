@@ -143,15 +143,16 @@ def looked_up(session, request: str, prefix: Prefix) -> Lookup:
 
 def stored(session, request: str, prefix: Prefix, places: Sequence[Place]) -> StoreDone:
     session.store(RequestId(request), prefix, places)
-    return _await(session, request, StoreDone)
+    return ended(session, request, StoreDone)
 
 
 def loaded(session, request: str, prefix: Prefix, tokens: int, places: Sequence[Place]) -> LoadDone:
     session.load(RequestId(request), prefix, tokens, places)
-    return _await(session, request, LoadDone)
+    return ended(session, request, LoadDone)
 
 
-def _await(session, request: str, kind: type):
+def ended(session, request: str, kind: type):
+    """Poll until an event of `kind` for `request`."""
     for _ in range(int(DEADLINE_S / 0.05)):
         for event in session.poll(0.05):
             if isinstance(event, kind) and event.request == request:

@@ -372,8 +372,3 @@ def test_whoever_waits_for_answers_can_be_woken() -> None:
         assert world.mover._inbox._queue.empty()
         world.mover.wake()
         world.done(world.transfer(Link.GATHER, 0, 0))
-
-
-def test_settings_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"threads\.read must be at least 1, got 0"):
-        Threads(read=0)

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from tests.rig import stored
 
 from kvtier.config.loader import load
 from kvtier.core.cache import Cache
@@ -16,9 +17,8 @@ from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.link_priors import link_priors
 from kvtier.runtime.open import open_session
-from kvtier.runtime.session_thread import wait_for
 from kvtier.testing.host_copier import HostCopier
-from kvtier.types import ChunkKey, Place, Prefix, Presence, RequestId, StoreDone
+from kvtier.types import ChunkKey, Place, Prefix, Presence, RequestId
 
 MIB = 1 << 20
 SLOW = LinkPrior(first_s=0.1, first_bytes=4 * MIB, bytes_per_s=50e6)
@@ -140,8 +140,7 @@ def test_a_session_plans_with_what_the_probe_measured(tmp_path):
     plain = load(environ={}, flags=flags).config
     prefix = Prefix((ChunkKey(bytes(32)),), 16)
     session = open_with(plain)
-    session.store(RequestId("a"), prefix, [Place(0, 0, (0, 1, 2, 3))])
-    assert wait_for(session, lambda event: isinstance(event, StoreDone), 60)[1]
+    stored(session, "a", prefix, [Place(0, 0, (0, 1, 2, 3))])
     session.close(30)
     for config, is_known in ((config_with(tmp_path, *links, flags=flags), True), (plain, False)):
         session = open_with(config)

@@ -9,6 +9,7 @@ from tests.rig import (
     CHUNK_TOKENS,
     LAYOUT,
     Engine,
+    ended,
     load_places,
     loaded,
     local,
@@ -28,7 +29,7 @@ from kvtier.runtime import session_thread as module_of_thread
 from kvtier.runtime.jobs import Completion, Threads
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import LocalSession
-from kvtier.runtime.session_thread import SessionError, SessionThread, wait_for
+from kvtier.runtime.session_thread import SessionError, SessionThread
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import LoadDone, Outcome, Presence, RequestId, StoreDone
 
@@ -267,13 +268,11 @@ def test_a_mistake_of_the_thread_ends_nothing_but_the_cache(monkeypatch, caplog,
 
     monkeypatch.setattr(owner, method, wrong)
     owner.load(RequestId("b"), prefix_of(2), 32, load_places(32))
-    events, is_there = wait_for(owner, lambda event: isinstance(event, LoadDone), 20.0)
-    assert is_there
-    assert [event.request for event in events] == ["b"]
+    ended(owner, "b", LoadDone)
     assert "mistake of its own" in caplog.text
     assert owner.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
     owner.store(RequestId("d"), prefix_of(2), places_of(range(2)))
-    assert wait_for(owner, lambda event: event.request == "d", 20.0)[1]
+    ended(owner, "d", StoreDone)
     owner.close()
 
 

@@ -73,17 +73,12 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """How many threads each queue has: one queue for the device, and three for every tier."""
+    """Threads of each worker queue. The device has one queue, each tier has three."""
 
     device: int = 2
     read: int = 4
     write: int = 2
     probe: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("device", "read", "write", "probe"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"threads.{name} must be at least 1, got {getattr(self, name)}")
 
 
 class Figures(NamedTuple):

@@ -8,7 +8,6 @@ call takes and returns plain values.
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -181,20 +180,3 @@ class SessionThread:
             self._events.extend(events)
             events.clear()
             self._news.notify_all()
-
-
-def wait_for(session: SessionThread, is_it: Callable[[Event], bool], deadline_s: float) -> tuple[list[Event], bool]:
-    """Poll until an event arrives that `is_it` accepts, at most `deadline_s` seconds.
-
-    Returns:
-        Every event seen on the way, and whether the wanted one is among them.
-    """
-    until_s = time.monotonic() + deadline_s
-    seen: list[Event] = []
-    while True:
-        batch = session.poll(max(0.0, until_s - time.monotonic()))
-        seen += batch
-        if any(is_it(event) for event in batch):
-            return seen, True
-        if time.monotonic() >= until_s:
-            return seen, False
