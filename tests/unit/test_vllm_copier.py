@@ -10,7 +10,7 @@ from tests.vllm_recorded import Recorded, recorded
 from tests.vllm_world import BLOCKS, PAGE_ORDER, VllmWorld, made, payload_of
 
 from kvtier.connect.vllm.copier import open_copier
-from kvtier.connect.vllm.cpu_copy import CpuPageCopy, Run, runs_of
+from kvtier.connect.vllm.cpu_copy import BlockRun, CpuPageCopy, runs_of
 from kvtier.connect.vllm.cuda_copy import CudaPageCopy
 from kvtier.connect.vllm.geometry import SKIP, Geometry
 from kvtier.connect.vllm.pages import engine_pages
@@ -136,7 +136,7 @@ def test_what_is_not_there_cannot_be_stored():
     ],
 )
 def test_neighbouring_blocks_are_copied_as_one(ids, runs):
-    assert runs_of(ids) == [Run(*run) for run in runs]
+    assert runs_of(ids) == [BlockRun(*run) for run in runs]
 
 
 # ---- where the pages are -----------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def _move(engine: Recorded, **fields: Any) -> None:
     ("breach", "told"),
     [
         (lambda engine: setattr(engine.config.kv_cache_tensors[0], "offset", 64), "begins -64 bytes after"),
-        (lambda engine: setattr(engine.config.kv_cache_tensors[0], "layer_stride", 4096), "not lie in one allocation"),
+        (lambda engine: setattr(engine.config.kv_cache_tensors[0], "layer_stride", 4096), "not in one allocation"),
         (lambda engine: setattr(engine.config.kv_cache_tensors[0], "block_stride", 4096), r"\(16384, 16384\) instead"),
         (lambda engine: _move(engine, shape=[BLOCKS, 1, 32, 128]), r"\(16384, 8192\) instead of \(16384, 16384\)"),
         (lambda engine: _move(engine, stride=[8192, 4096, 1, 32]), "KV of shape"),

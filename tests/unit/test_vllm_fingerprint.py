@@ -140,9 +140,9 @@ def test_code_that_comes_with_the_weights_counts(checkpoint):
     ("change", "detail"),
     [
         ({"load__load_format": "dummy"}, "random (load_format dummy)"),
-        ({"load__load_format": "tensorizer"}, "'tensorizer' does not read the files of a folder"),
+        ({"load__load_format": "tensorizer"}, "'tensorizer' does not read files of a folder"),
         ({"load__load_format": "somebody_elses"}, "'somebody_elses' does not read"),
-        ({"model__model": "someone/not-here"}, "someone/not-here are in no folder of this machine"),
+        ({"model__model": "someone/not-here"}, "someone/not-here are in no local folder"),
     ],
 )
 def test_an_engine_without_files_keeps_its_kv_to_itself(checkpoint, change, detail, monkeypatch):

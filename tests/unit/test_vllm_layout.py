@@ -319,9 +319,9 @@ def test_states_without_prefix_caching_are_refused():
     ("field", "value", "told"),
     [
         ("kv_quant_mode", SimpleNamespace(name="INT8_PER_TOKEN_HEAD"), "INT8_PER_TOKEN_HEAD is not supported. Use"),
-        ("tokens_per_state", 4, "one state for 4 tokens"),
+        ("tokens_per_state", 4, "one state per 4 tokens"),
         ("non_causal", True, "attends to later tokens"),
-        ("prefix_cacheable", False, "never uses this KV for a second request"),
+        ("prefix_cacheable", False, "never reuses this KV"),
         ("is_draft", True, "belongs to a draft model"),
     ],
 )

@@ -29,16 +29,16 @@ def test_engines_that_are_served(change):
     ("change", "told"),
     [
         ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported. Use tensor"),
-        ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size = 2 .* Leave it at 1"),
-        ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size = 4 .* Leave it at 1"),
-        ({"parallel__nnodes": 2}, "2 nodes is not supported.* Use one node for each engine"),
-        ({"model__is_encoder_decoder": True}, "encoder-decoder models are not supported.* Leave kvtier off"),
+        ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size = 2 .* Set it to 1"),
+        ({"parallel__prefill_context_parallel_size": 4}, "prefill_context_parallel_size = 4 .* Set it to 1"),
+        ({"parallel__nnodes": 2}, "2 nodes is not supported.* Use one node per engine"),
+        ({"model__is_encoder_decoder": True}, "encoder-decoder models are not supported.* Serve it without kvtier"),
         ({"model__runner_type": "pooling"}, "runner 'pooling' is not supported.* Use runner 'generate'"),
-        ({"model__enable_sleep_mode": True}, "enable_sleep_mode is not supported.* Leave it off"),
-        ({"weight_transfer_config": object()}, "weight_transfer_config is not supported.* Leave it off"),
+        ({"model__enable_sleep_mode": True}, "enable_sleep_mode is not supported.* Turn it off"),
+        ({"weight_transfer_config": object()}, "weight_transfer_config is not supported.* Turn it off"),
         ({"attention__use_non_causal": True}, "non-causal attention is not supported"),
-        ({"attention__hisparse_config": object()}, "HiSparse is not supported.* Leave it off"),
-        ({"cache__use_replayssm": True}, "use_replayssm is not supported.* Leave it off"),
+        ({"attention__hisparse_config": object()}, "HiSparse is not supported.* Turn it off"),
+        ({"cache__use_replayssm": True}, "use_replayssm is not supported.* Turn it off"),
         *(
             ({"speculative_config": SimpleNamespace(method=method)}, f"decoding with '{method}'.* Use one of medusa")
             for method in ("eagle", "eagle3", "mtp", "draft_model", "dflash", "a_new_one")

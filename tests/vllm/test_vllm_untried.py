@@ -20,7 +20,7 @@ SIZES = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-byt
 
 MISREADS = """
 import sys
-if any("connect.vllm.trial" in each for each in sys.orig_argv):
+if any("connect.vllm.selftest" in each for each in sys.orig_argv):
     from kvtier.connect.vllm.cpu_copy import CpuPageCopy
     inner = CpuPageCopy.scatter
     def scatter(self, group, ids, payload):
@@ -62,7 +62,7 @@ def test_an_untried_build_is_taken_after_its_test(path: Path, checkpoints: Path,
     del refused["kv_connector_extra_config"]["vllm.unsupported"]
     for transfer, told in (
         (json.dumps(refused), f"vLLM {VERSION} is not supported by this release of kvtier"),
-        (given(store), f"{store} holds no result of its test"),
+        (given(store), f"{store} holds no self-test result"),
     ):
         with pytest.raises(EngineError, match="the server has ended"), Server(model, log, transfer, *SIZES):
             pass

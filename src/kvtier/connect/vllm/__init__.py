@@ -1,10 +1,10 @@
-"""The vLLM engine: a KV connector that its workers and its scheduler load by name.
+"""vLLM: a KV connector that vLLM's workers and scheduler import by name.
 
     --kv-transfer-config '{"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm",
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                            "kv_connector_extra_config": {"directory": {"path": "/path/to/kv"}}}'
 
-The connector itself is imported when vLLM asks for it, so that the parts below work, and are tested, without vLLM.
+The connector is imported on demand, so that the other modules work, and are tested, without vLLM.
 """
 
 from typing import Any
@@ -15,10 +15,10 @@ __all__ = ["KvtierConnector"]  # pyright: ignore[reportUnsupportedDunderAll] (se
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class whose base is vLLM's
     if name == "KvtierConnector":
         from kvtier.connect.vllm.connector import KvtierConnector  # noqa: PLC0415
-        from kvtier.connect.vllm.internals import config_in_the_making  # noqa: PLC0415
+        from kvtier.connect.vllm.internals import config_being_made  # noqa: PLC0415
         from kvtier.connect.vllm.sides import check_start  # noqa: PLC0415
 
-        config = config_in_the_making()
+        config = config_being_made()
         if config is not None:
             check_start(config)  # before the weights are loaded
         return KvtierConnector

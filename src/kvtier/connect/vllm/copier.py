@@ -1,11 +1,11 @@
-"""Moves chunks between vLLM's blocks and host slots, and can be told that blocks have changed hands.
+"""Copies chunks between vLLM's blocks and host slots; copies can be revoked when blocks are reused.
 
-vLLM may give a block to another request while a copy of it is still under way. The scheduler knows when, and names the
-requests whose copies no longer count (`BlockCopier.revoke`), before the next step writes to the block:
+vLLM may give a block to another request while it is still being copied. The scheduler detects this and revokes the
+request's copies (`BlockCopier.revoke`) before the next step writes to the block:
 
-- none of their copies begins any more;
-- a gather that runs fails when it ends, whatever it has read, so the step need not wait for it;
-- a scatter that runs is waited for, since it writes.
+- copies that have not begun never begin;
+- a running gather fails when it ends, whatever it has read, so the step need not wait for it;
+- a running scatter is waited for, since it writes.
 """
 
 import threading
@@ -27,22 +27,21 @@ from kvtier.layout import KvLayout
 from kvtier.types import RequestId
 
 REVOKED_MAX = 1 << 16
-"""Requests that are remembered as revoked. The session has released them, so that the commands of those forgotten have
-been withdrawn long before."""
+"""Revoked requests remembered. The session has released them, so the commands of older ones are long canceled."""
 
 _POLL_S = 100e-6
-"""How often a device is asked whether a copy has ended."""
+"""How often a device is polled for the end of a copy."""
 
 
 class PageCopy(Protocol):
-    """What differs between devices. Thread-safe; ids and sizes have been checked."""
+    """Copies pages on one kind of device. Thread-safe; ids and sizes have been checked."""
 
     def gather(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
-        """Start copying the pages of these blocks into `payload`; None when that is complete on return."""
+        """Begin to copy the pages of these blocks into `payload`; None if the copy is complete on return."""
         ...
 
     def scatter(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
-        """Start copying `payload` into the pages of these blocks, but those that are `SKIP`."""
+        """Begin to copy `payload` into the pages of these blocks, except `SKIP`."""
         ...
 
     def done(self, fence: Fence) -> bool:
@@ -51,22 +50,22 @@ class PageCopy(Protocol):
 
 
 class RevokedError(RuntimeError):
-    """The blocks of this request may belong to another one by now."""
+    """The blocks of this request may have been reused."""
 
 
 class _Running:
-    """A copy under way; the fence of the copier."""
+    """A running copy; the copier's fence."""
 
     def __init__(self, request: RequestId, *, is_scatter: bool) -> None:
         self.request = request
         self.is_scatter = is_scatter
         self.below: Fence | None = None
-        """The device's own fence; None while the copy is being started, or ends before it returns."""
+        """The device's fence; None while the copy is being started, or if it completes before that."""
 
 
-class _Group(NamedTuple):
+class _AddressLayout(NamedTuple):
     table_blocks: tuple[int, ...]
-    """Blocks that an address names of each table."""
+    """Blocks of each table in an address."""
     payload_bytes: int
 
 
@@ -82,8 +81,8 @@ class BlockCopier:
 
     def __init__(self, pages: EnginePages, copy: PageCopy) -> None:
         self._groups = [
-            _Group(tuple(table.blocks for table in tables), told.layer_offsets[-1] + told.layer_bytes[-1])
-            for tables, told in zip(pages.groups, pages.layout.groups, strict=True)
+            _AddressLayout(tuple(table.blocks for table in tables), layout.layer_offsets[-1] + layout.layer_bytes[-1])
+            for tables, layout in zip(pages.groups, pages.layout.groups, strict=True)
         ]
         self._block_count = pages.block_count
         self._copy = copy
@@ -92,22 +91,22 @@ class BlockCopier:
         self._ended = threading.Condition()
 
     def gather(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
-        """Start copying vLLM's blocks into `payload`; None when the copy is complete on return.
+        """Begin to copy vLLM's blocks into `payload`; None if the copy is complete on return.
 
         Raises:
-            RevokedError: the request was revoked, before or meanwhile.
-            ValueError: no such group, an address that is none of its, or a payload that is too small.
+            RevokedError: the request was revoked, before or during the copy.
+            ValueError: an unknown group, an invalid address, or too small a payload.
         """
         if SKIP in blocks:
-            raise ValueError(f"a chunk with blocks that are not there cannot be stored, got {blocks}")
+            raise ValueError(f"a chunk with missing blocks cannot be stored, got {blocks}")
         ids = self._checked(group, blocks, payload)
         return self._run(_Running(request, is_scatter=False), lambda: self._copy.gather(group, ids, payload))
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:
-        """Start copying `payload` into vLLM's blocks, but those that are `SKIP`.
+        """Begin to copy `payload` into vLLM's blocks, except `SKIP`.
 
         Raises:
-            RevokedError: the request was revoked, before or meanwhile.
+            RevokedError: the request was revoked, before or during the copy.
             ValueError: see `gather`.
         """
         ids = self._checked(group, blocks, payload)
@@ -117,7 +116,7 @@ class BlockCopier:
         """Whether the copy behind `fence` is complete. Never blocks.
 
         Raises:
-            RevokedError: the request was revoked meanwhile.
+            RevokedError: the request was revoked during the copy.
         """
         assert isinstance(fence, _Running)
         assert fence.below is not None
@@ -127,15 +126,14 @@ class BlockCopier:
         return True
 
     def revoke(self, requests: Collection[RequestId], wait_s: float) -> bool:
-        """Let no copy of `requests` count any more.
+        """Stop all copies of `requests`, and of their commands that may still arrive.
 
         Args:
-            requests: ids that were given to stores and loads; those we never met are remembered, too, since their
-                commands may still be on their way.
-            wait_s: seconds to wait at most for scatters that run.
+            requests: ids of stores and loads; unknown ids are remembered, too.
+            wait_s: longest wait for running scatters, in seconds.
 
         Returns:
-            Whether no scatter of theirs runs any more. If one does, its blocks must not be given away yet.
+            False if a scatter still runs. Its blocks must not be reused yet.
         """
         until_s = time.monotonic() + wait_s
         wanted = frozenset(requests)
@@ -179,10 +177,10 @@ class BlockCopier:
 
     def _refuse_revoked(self, running: _Running) -> None:
         if running.request in self._revoked:
-            raise RevokedError(f"the blocks of {running.request} were taken back")
+            raise RevokedError(f"the blocks of {running.request} may have been reused")
 
     def _checked(self, group: int, blocks: tuple[int, ...], payload: memoryview) -> BlockIds:
-        """Everything that could make a copy go astray is checked before the first byte moves."""
+        """The block ids per table. All bounds are checked before the first byte is copied."""
         if not 0 <= group < len(self._groups):
             raise ValueError(f"no KV group {group}; there are {len(self._groups)}")
         known = self._groups[group]
@@ -198,33 +196,33 @@ class BlockCopier:
         return [list(islice(ids, count)) for count in known.table_blocks]
 
 
-class Opened(NamedTuple):
-    """What a worker needs to open its rank."""
+class OpenedCopier(NamedTuple):
+    """A worker's copier, and the layout of its KV."""
 
     copier: BlockCopier
     layout: KvLayout
-    """The worker's own: the names of its objects depend on it. Sizes and rules are those of `Geometry.layout`."""
+    """Sizes and rules are those of `Geometry.layout`. The worker's details are part of its objects' names."""
     device: torch.device
 
 
 def open_copier(
     geometry: Geometry, config: KvCacheConfig, tensors: Mapping[str, torch.Tensor], layers: Mapping[str, Layer]
-) -> Opened:
+) -> OpenedCopier:
     """The copier of a worker.
 
     Args:
-        geometry: made of the same `config`.
+        geometry: of the same `config`.
         config: the worker's `KVCacheConfig`.
-        tensors: what vLLM registers (`register_kv_caches`).
+        tensors: the tensors that vLLM registers (`register_kv_caches`).
         layers: the model's layers, `compilation_config.static_forward_context`.
 
     Raises:
-        UnsupportedModelError: KV does not lie as the configuration says, or on a device that we do not know.
+        UnsupportedModelError: the KV contradicts its configuration, or is on an unknown kind of device.
     """
     pages = engine_pages(geometry, config, tensors, layers)
     if pages.device.type not in _COPIES:
-        raise UnsupportedModelError(f"KV lies on {pages.device}; allowed: {' or '.join(_COPIES)}")
-    return Opened(BlockCopier(pages, _COPIES[pages.device.type](pages)), pages.layout, pages.device)
+        raise UnsupportedModelError(f"KV is on device {pages.device}; allowed: {' or '.join(_COPIES)}")
+    return OpenedCopier(BlockCopier(pages, _COPIES[pages.device.type](pages)), pages.layout, pages.device)
 
 
 _COPIES: dict[str, Callable[[EnginePages], PageCopy]] = {"cpu": CpuPageCopy, "cuda": CudaPageCopy}

@@ -1,8 +1,8 @@
 """Copies pages on a CPU, at the speed of memory.
 
-numpy does it: it releases the interpreter's lock, so that several threads copy at once and the engine goes on
-meanwhile, and it takes no thread of torch's own pool, which would take the processor from the model. To get the lock
-back costs up to the 5 ms that another thread may keep it, so one call copies a run of blocks of all layers.
+numpy makes the copies: it releases the GIL, so several threads copy at once while the engine computes, and it uses no
+thread of torch's pool, which would take cores from the model. Reacquiring the GIL may take the 5 ms of a switch
+interval. So one call copies a run of blocks of all layers.
 """
 
 import math
@@ -19,18 +19,18 @@ from kvtier.device.base import Fence
 Bytes = npt.NDArray[np.uint8]
 
 
-class Run(NamedTuple):
-    """Blocks that follow each other in the chunk as well as in the engine."""
+class BlockRun(NamedTuple):
+    """Blocks that are adjacent both in the chunk and in the engine."""
 
     position: int
-    """Of the first one in the chunk."""
+    """Of the first block, in the chunk."""
     first: int
-    """Its id."""
+    """Id of the first block."""
     blocks: int
 
 
 class CpuPageCopy:
-    """A `PageCopy` whose copies are complete when they return."""
+    """A `PageCopy` whose copies are complete on return."""
 
     def __init__(self, pages: EnginePages) -> None:
         self._groups = [
@@ -45,22 +45,22 @@ class CpuPageCopy:
         return None
 
     def scatter(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
-        """Copy `payload` into the pages of these blocks, but those that are `SKIP`."""
+        """Copy `payload` into the pages of these blocks, except `SKIP`."""
         for slot, engine in self._pairs(group, ids, payload):
             np.copyto(engine, slot)
         return None
 
     def done(self, fence: Fence) -> bool:  # noqa: ARG002
-        """Always: no fence is given out."""
+        """Always true: no copy has a fence."""
         return True
 
     def _pairs(self, group: int, ids: BlockIds, payload: memoryview) -> Iterator[tuple[Bytes, Bytes]]:
-        """The bytes in the slot and in the engine of each run of blocks, in arrays of one shape."""
+        """(slot, engine) arrays of equal shape, for each run of blocks and stack of layers."""
         for (table, stacks), blocks in zip(self._groups[group], ids, strict=True):
             runs = runs_of(blocks)
             for stack, engine in stacks:
                 layers, _, *pieces = engine.shape
-                # A page is in one piece here, however many it has in the engine.
+                # In the slot a page is contiguous, however many pieces it has in the engine.
                 strides = [math.prod(pieces[number + 1 :]) for number in range(len(pieces))]
                 shape, steps = (layers, table.blocks, *pieces), (stack.step, table.page_bytes, *strides)
                 slot: Bytes = np.ndarray(shape, np.uint8, payload, stack.offset, steps)
@@ -69,14 +69,14 @@ class CpuPageCopy:
                     yield slot[:, there], engine[:, run.first : run.first + run.blocks]
 
 
-def runs_of(ids: Sequence[int]) -> list[Run]:
-    """The runs of consecutive ids, without those that are `SKIP`."""
-    runs: list[Run] = []
+def runs_of(ids: Sequence[int]) -> list[BlockRun]:
+    """The runs of consecutive ids, without `SKIP`."""
+    runs: list[BlockRun] = []
     start = 0
     for position in range(1, len(ids) + 1):
-        # `SKIP` begins no run either: the number after it is that of the null block, which is in no address.
+        # `SKIP` + 1 is the null block, which is in no address, so `SKIP` is always a run of its own.
         if position == len(ids) or ids[position] != ids[position - 1] + 1:
             if ids[start] != SKIP:
-                runs.append(Run(start, ids[start], position - start))
+                runs.append(BlockRun(start, ids[start], position - start))
             start = position
     return runs

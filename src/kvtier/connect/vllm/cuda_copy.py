@@ -1,14 +1,14 @@
-"""Copies pages on a CUDA device, beside what the engine computes.
+"""Copies pages on a CUDA device, concurrently with the engine's kernels.
 
-A chunk's pages lie scattered over the engine's memory in pieces of some KiB, too small for the copy engine to be fast.
-So they are first brought together on the device, in a buffer laid out like the payload, and cross the bus in one piece:
+A chunk's pages are scattered over the engine's memory in pieces of some KiB, too small for a fast transfer. So they are
+gathered on the device into a buffer laid out like the payload, which crosses the bus in one copy:
 
     gather    blocks --index_select--> buffer --copy--> payload
     scatter   payload --copy--> buffer --index_copy_--> blocks
 
-Each thread has a stream and a buffer of its own; on the stream one chunk follows the other, so the buffer is free when
-the next needs it. The fence is an event behind the last copy. Nothing waits for the engine's own stream: stores begin
-when a step's output is there, loads go to blocks that no step uses.
+Each thread has its own stream and buffer. Chunks are ordered on the stream, so the buffer is free when the next chunk
+needs it. The fence is an event behind the last copy. Nothing waits for the engine's own stream: stores begin after a
+step's output has returned, and loads write to blocks that no step uses.
 """
 
 import threading
@@ -24,7 +24,7 @@ from kvtier.device.base import Fence
 from kvtier.layout import align_up
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""Bytes are moved in the widest of these that fits."""
+"""Bytes are copied in the widest word that fits."""
 
 _WORD_BYTES_MAX = 8
 
@@ -36,15 +36,15 @@ class CudaFence:
         self.event = event
 
 
-class _Lane(threading.local):
-    """What a thread copies with."""
+class _ThreadState(threading.local):
+    """Stream and buffer of a thread."""
 
     stream: torch.cuda.Stream | None = None
     buffer: torch.Tensor | None = None
 
 
 class CudaPageCopy:
-    """A `PageCopy` by streams. On a CPU it copies at once, so that its arithmetic is tested where there is no GPU.
+    """A `PageCopy` on CUDA streams. On a CPU it copies at once, so that its arithmetic is tested without a GPU.
 
     Args:
         pages: the worker's KV memory.
@@ -53,12 +53,12 @@ class CudaPageCopy:
     def __init__(self, pages: EnginePages) -> None:
         self._pages = pages
         self._device = pages.device
-        # A payload has the same parts, each padded to more than a word.
+        # A payload has the same parts, with more padding.
         self._buffer_bytes = max(group.payload_bytes for group in pages.layout.groups)
-        self._lane = _Lane()
+        self._local = _ThreadState()
 
     def gather(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
-        """Start copying the pages of these blocks into `payload`."""
+        """Begin to copy the pages of these blocks into `payload`."""
         slot = torch.frombuffer(payload, dtype=torch.uint8)
         with self._on_stream():
             for table, near, stack in self._parts(group):
@@ -69,7 +69,7 @@ class CudaPageCopy:
             return self._fence()
 
     def scatter(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
-        """Start copying `payload` into the pages of these blocks, but those that are `SKIP`."""
+        """Begin to copy `payload` into the pages of these blocks, except `SKIP`."""
         slot = torch.frombuffer(payload, dtype=torch.uint8)
         with self._on_stream():
             for table, near, stack in self._parts(group):
@@ -92,40 +92,40 @@ class CudaPageCopy:
         if self._device.type != "cuda":
             yield
             return
-        if self._lane.stream is None:
-            self._lane.stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._lane.stream):
+        if self._local.stream is None:
+            self._local.stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._local.stream):
             try:
                 yield
             except BaseException:
-                # What was begun must have ended before anybody hears that the copy failed.
-                self._lane.stream.synchronize()
+                # Copies that have begun must end before the failure is reported.
+                self._local.stream.synchronize()
                 raise
 
     def _fence(self) -> Fence | None:
-        return CudaFence(self._lane.stream.record_event()) if self._lane.stream is not None else None
+        return CudaFence(self._local.stream.record_event()) if self._local.stream is not None else None
 
     def _index(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
     def _parts(self, group: int) -> Iterator[tuple[int, torch.Tensor, Stack]]:
-        """(number of the table, its part of the buffer, its pages in the engine) of each stack.
+        """(number of the table, part of the buffer, stack) for each stack.
 
         The part of the buffer is uint8 [layers, blocks of the chunk, pieces ..., bytes], without gaps.
         """
-        if self._lane.buffer is None:
-            self._lane.buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+        if self._local.buffer is None:
+            self._local.buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
         start = 0
         for number, table in enumerate(self._pages.groups[group]):
             for stack in table.stacks:
                 layers, _, *pieces = stack.pages.shape
                 stop = start + layers * table.blocks * table.page_bytes
-                yield number, self._lane.buffer[start:stop].view(layers, table.blocks, *pieces), stack
+                yield number, self._local.buffer[start:stop].view(layers, table.blocks, *pieces), stack
                 start = align_up(stop, _WORD_BYTES_MAX)
 
 
 def _pieces(near: torch.Tensor, stack: Stack) -> Iterator[tuple[torch.Tensor, slice]]:
-    """The parts of a stack in the buffer with their places in a payload, as few as its padding allows."""
+    """Parts of a stack in the buffer, with their positions in a payload; as few as padding allows."""
     layers = near.view(near.shape[0], -1)
     layer_bytes = layers.shape[1]
     if layer_bytes == stack.step or len(layers) == 1:
@@ -137,7 +137,7 @@ def _pieces(near: torch.Tensor, stack: Stack) -> Iterator[tuple[torch.Tensor, sl
 
 
 def _worded(engine: torch.Tensor, near: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tensors of bytes as tensors of the widest words that fit."""
-    told = [engine.storage_offset(), near.storage_offset(), engine.shape[-1], *engine.stride()[:-1]]
-    words = next(words for words in _WORDS if all(number % words.itemsize == 0 for number in told))
+    """Both byte tensors as tensors of the widest word that fits."""
+    numbers = [engine.storage_offset(), near.storage_offset(), engine.shape[-1], *engine.stride()[:-1]]
+    words = next(words for words in _WORDS if all(number % words.itemsize == 0 for number in numbers))
     return engine.view(words), near.view(words)

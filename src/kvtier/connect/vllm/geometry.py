@@ -1,17 +1,17 @@
-"""Where vLLM keeps a chunk: from a request's block tables to the addresses that the copier understands.
+"""Layout of chunks in vLLM's block tables: from a request's block ids to the addresses that the copier uses.
 
-vLLM sorts layers into groups by page size as much as by rule: Gemma-3's five sliding layers are five groups of one. We
-merge groups of one rule; each vLLM group is one `TableLayout`. The address of a chunk (`Place.blocks`) is the
+vLLM groups layers by page size as well as by attention rule: Gemma-3's five sliding layers are five groups of one. Here
+groups of one rule are merged, and each vLLM group is one `TableLayout`. The address of a chunk (`Place.blocks`) is the
 block ids of its tables, one table after the other, each in token order:
 
     group 0, sliding window, 2 tables of 4 blocks:   [ table 0: 7 8 9 10 | table 1: 31 32 33 34 ]
 
-`SKIP` in place of an id means that nothing is to be written there. Which blocks of a chunk a table names follows from
-the rule, for n tokens at the chunk's own end:
+`SKIP` replaces an id that must not be written. The rule decides which blocks of a chunk a table names, for n tokens at
+the end of the chunk:
 
-    history   all of them
-    window    those that reach into the last `window` tokens before n
-    state     the one that holds the state after n tokens
+    history   all blocks
+    window    the blocks that overlap the last `window` tokens before n
+    state     the block with the state after n tokens
 
 Everything here is arithmetic on lists; neither vLLM nor torch is imported.
 """
@@ -31,41 +31,41 @@ from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.types import Place
 
 SKIP = -1
-"""Stands in an address for a block that is not to be written."""
+"""Replaces a block id that must not be written."""
 
 NULL_BLOCK = 0
-"""vLLM's block that stands for "not kept": slid out of a window, or a state that was superseded."""
+"""vLLM's id for a block that is not kept: it slid out of a window, or its state was superseded."""
 
 
 class TableLayout(NamedTuple):
-    """One vLLM group, as a part of one of ours."""
+    """One vLLM group, as a part of a `Group`."""
 
     number: int
-    """Of the vLLM group: its place among the block tables."""
+    """Of the vLLM group: its index in the block tables."""
     block_tokens: int
     blocks: int
-    """How many blocks of a chunk an address names: the last ones of the chunk."""
+    """Blocks of a chunk in an address: the last ones of the chunk."""
     layers: tuple[str, ...]
     page_bytes: int
-    """Of one block of one layer, without padding."""
+    """Bytes of one block of one layer, without padding."""
     pages: str
-    """What lies inside a page, as far as the configuration tells."""
+    """Name of a page's contents, from the configuration."""
 
     def run(self, chunk: int, chunk_tokens: int) -> tuple[int, int]:
-        """First and last (exclusive) position in the block table of what an address of `chunk` names."""
+        """Range of block table positions in an address of `chunk`."""
         stop = (chunk + 1) * chunk_tokens // self.block_tokens
         return stop - self.blocks, stop
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of our groups: the vLLM groups that follow one rule."""
+    """The vLLM groups that follow one rule."""
 
     validity: Validity
     tables: tuple[TableLayout, ...]
 
     def needed_from(self, table: TableLayout, tokens: int) -> int:
-        """The first position in a block table that a request needs which resumes after `tokens`."""
+        """First block table position that a request needs to resume after `tokens`."""
         if isinstance(self.validity, History):
             return 0
         if isinstance(self.validity, Window):
@@ -75,12 +75,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one engine's KV is cut into chunks. The same in the scheduler and in every worker.
+    """Division of one engine's KV into chunks; equal in the scheduler and all workers.
 
     Args:
         chunk_tokens: tokens of a chunk.
-        alignment_tokens: tokens to which vLLM aligns hits, and blocks begin and end; divides `chunk_tokens`.
-        groups: ours, each of one rule.
+        alignment_tokens: alignment of vLLM's hits and blocks; divides `chunk_tokens`.
+        groups: one per rule.
     """
 
     chunk_tokens: int
@@ -92,12 +92,12 @@ class Geometry:
         """The geometry of an engine.
 
         Args:
-            config: `KVCacheConfig`, of the scheduler or of a worker.
-            chunk_tokens: the setting `store.chunk_tokens`; 0 chooses the smallest that fits and is at least 256.
+            config: `KVCacheConfig` of the scheduler or a worker.
+            chunk_tokens: the setting `store.chunk_tokens`; 0: the smallest valid size of at least 256.
 
         Raises:
-            UnsupportedModelError: KV of a kind, or in a place, that we do not know.
-            ConfigError: `chunk_tokens` is not a multiple of what vLLM aligns to.
+            UnsupportedModelError: KV of an unknown kind, or stored in an unknown way.
+            ConfigError: `chunk_tokens` is no multiple of vLLM's alignment.
         """
         check_groups(config)
         specs = [_spec_of(number, group) for number, group in enumerate(config.kv_cache_groups)]
@@ -112,51 +112,50 @@ class Geometry:
 
     @cached_property
     def layout(self) -> KvLayout:
-        """What the core needs to know. The `pages` of its groups lack what only a worker sees; see `layout_with`."""
+        """Layout for the core. The `pages` of its groups lack the details of a worker; see `layout_with`."""
         return self.layout_with({})
 
     def layout_with(self, details: Mapping[str, str]) -> KvLayout:
-        """The layout of a worker.
+        """Layout of a worker.
 
         Args:
-            details: for each layer what its configuration does not tell of the bytes of a page, such as the backend
-                that wrote them.
+            details: per layer: properties of a page that are not in its configuration, such as its attention backend.
         """
         return KvLayout(self.chunk_tokens, tuple(_group_layout(group, details) for group in self.groups))
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether some group keeps states, which are stored only from vLLM's offers."""
+        """Whether any group keeps states, which are stored only from vLLM's offers."""
         return any(isinstance(group.validity, State) for group in self.groups)
 
     @cached_property
     def can_load_in_part(self) -> bool:
-        """Whether vLLM can use the leading blocks of a load whose rest failed.
+        """Whether vLLM can use the leading blocks of a load that failed later on.
 
-        With several groups it takes no report of single blocks. With a window the blocks before the load's end were
-        never allocated, so no earlier boundary can be resumed from. Then a failed load counts for nothing.
+        With several groups vLLM takes no report of single blocks. With a window, blocks before the load's end were
+        never allocated, so no earlier boundary is valid. Then a partly failed load delivers nothing.
         """
         tables = [table for group in self.groups for table in group.tables]
         return len(tables) == 1 and isinstance(self.groups[0].validity, History)
 
     def hit_tokens(self, tokens: int) -> int:
-        """The most tokens that can be given to a prompt of so many: vLLM computes at least the last one itself."""
+        """The most tokens that a prompt of `tokens` can load: vLLM always computes the last token."""
         return max(tokens - 1, 0) // self.chunk_tokens * self.chunk_tokens
 
     def blocks(self, tokens: int) -> int:
-        """How many blocks so many tokens take at most."""
+        """The most blocks that `tokens` occupy."""
         return sum(-(-tokens // table.block_tokens) for group in self.groups for table in group.tables)
 
     # ---- stores ----------------------------------------------------------------------------------------------------
 
     def sources(self, chunks: Iterable[int], tables: BlockTables, offers: Iterable[StateOffer] = ()) -> list[Place]:
-        """Where chunks can be read from now; what is not all there is left out.
+        """Places to read chunks from; incomplete chunks are skipped.
 
         Args:
-            chunks: whose tokens have been computed, and are known.
+            chunks: computed chunks.
             tables: the request's.
-            offers: blocks with states that vLLM has offered for this request and that still hold them. States are taken
-                from nowhere else: a block at the right place of a table may hold the state of another boundary.
+            offers: states that vLLM offered for this request and that are still valid. A block table alone is not
+                enough: its block may hold the state of another boundary.
         """
         wanted = list(chunks)
         places: list[Place] = []
@@ -194,15 +193,15 @@ class Geometry:
     # ---- loads -----------------------------------------------------------------------------------------------------
 
     def targets(self, tokens: int, tables: BlockTables, resident_tokens: int = 0) -> list[Place] | None:
-        """Where a load of the leading `tokens` has to go; None when it cannot be done there.
+        """Places to write a load of the leading `tokens` to; None if the load does not fit the allocation.
 
-        vLLM takes every block that it allocated up to `tokens` for filled. So each of those that are not resident must
-        be one that we write, or nothing is loaded. Resident blocks are never written: others may be reading them.
+        vLLM takes every allocated block up to `tokens` for filled. So the load must write every such block that is not
+        resident, or nothing is loaded. Resident blocks are never written: other requests may be reading them.
 
         Args:
             tokens: a multiple of `chunk_tokens`.
             tables: the request's, allocated up to `tokens`.
-            resident_tokens: leading tokens whose KV vLLM has already.
+            resident_tokens: leading tokens in vLLM's own cache.
 
         Raises:
             ValueError: `tokens` is no boundary.
@@ -220,7 +219,7 @@ class Geometry:
         return places
 
     def unfilled(self, tables: BlockTables, delivered_tokens: int, wanted_tokens: int) -> set[int]:
-        """The blocks that vLLM takes for filled and that are not, after a load that ended early."""
+        """Blocks that vLLM takes for filled, but that a load of `delivered_tokens` did not fill."""
         found: set[int] = set()
         for group in self.groups:
             for table in group.tables:
@@ -256,7 +255,7 @@ def _fits(
     geometry: Geometry,
     tables: BlockTables,
 ) -> bool:
-    """Whether what vLLM allocated in one table is just what a load of `chunks` fills."""
+    """Whether a load of `chunks` fills exactly the blocks that vLLM allocated in one table."""
     ids = tables[table.number]
     stop = tokens // table.block_tokens
     resident = resident_tokens // table.block_tokens
@@ -267,23 +266,22 @@ def _fits(
 
 
 def _spec_of(number: int, group: KvCacheConfig) -> KvCacheSpec:
-    """The one spec of a group's layers.
+    """The spec of a group's layers.
 
-    A worker may have one for each layer where the scheduler has only the first one's: they must be alike in all that we
-    take from them.
+    A worker may have one spec per layer, where the scheduler has only the first. They must have equal pages.
     """
     specs = specs_of(group.kv_cache_spec)
-    told = {(type(spec).__name__, spec.block_size, _page_bytes(spec), _pages(spec)) for spec in specs}
-    if len(told) > 1:
+    kinds = {(type(spec).__name__, spec.block_size, _page_bytes(spec), _pages(spec)) for spec in specs}
+    if len(kinds) > 1:
         raise UnsupportedModelError(
-            f"KV group {number} has layers with different pages: {sorted(told)}. Serve the model without kvtier"
+            f"KV group {number} has layers with different pages: {sorted(kinds)}. Serve the model without kvtier"
         )
     return specs[0]
 
 
 def _table(config: KvCacheConfig, number: int, spec: KvCacheSpec, validity: Validity, chunk_tokens: int) -> TableLayout:
     group = config.kv_cache_groups[number]
-    # Layers that share another one's KV are in the group, but have no pages of their own.
+    # A layer that shares another layer's KV is in the group, but has no pages.
     placed = {layer for tensor in config.kv_cache_tensors for layer in tensor.layers}
     layers = tuple(layer for layer in group.layer_names if layer in placed)
     if not layers:
@@ -312,16 +310,12 @@ def _pages(spec: KvCacheSpec) -> str:
 
 def _group_layout(group: Group, details: Mapping[str, str]) -> GroupLayout:
     layer_bytes: list[int] = []
-    told: list[str] = []
+    names: list[str] = []
     for table in group.tables:
         layer_bytes += [table.blocks * table.page_bytes] * len(table.layers)
-        known = _distinct(details.get(layer, "") for layer in table.layers)
-        told.append(f"{len(table.layers)} layers of {table.blocks}x{table.block_tokens} {table.pages} {known}".rstrip())
-    pages = "; ".join(f"{len(list(same))} * {text}" for text, same in groupby(told))
+        found = [details.get(layer, "") for layer in table.layers]
+        detail = found[0] if len(set(found)) == 1 else ",".join(found)
+        name = f"{len(table.layers)} layers of {table.blocks}x{table.block_tokens} {table.pages} {detail}"
+        names.append(name.rstrip())
+    pages = "; ".join(f"{len(list(same))} * {text}" for text, same in groupby(names))
     return GroupLayout(group.validity, tuple(layer_bytes), pages)
-
-
-def _distinct(details: Iterable[str]) -> str:
-    """What all layers have in common in one word, or the word of each."""
-    told = list(details)
-    return told[0] if len(set(told)) == 1 else ",".join(told)

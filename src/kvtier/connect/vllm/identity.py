@@ -1,10 +1,10 @@
-"""Who a vLLM engine is: the fingerprint of its weights and of every setting that changes a token's KV.
+"""Identity of a vLLM engine: the fingerprint of its weights and of every setting that changes a token's KV.
 
-Every process of one engine comes to the same result. The weights' digest covers the files that the engine loaded them
-from. Where there are none that can be read, the engine gets a digest of its own: it then shares KV with nobody.
+All processes of one engine compute the same fingerprint. The weights' digest covers the files that the engine loaded.
+If they cannot be read, the engine gets a private digest, and shares KV with no other engine.
 
-What is not here: the backend and the processor that wrote a page (`pages`: part of every object's name), the rank (part
-of it, too), and what belongs to single requests (`requests`).
+Not part of the fingerprint: the attention backend and the processor (`pages`) and the rank, which are part of every
+object's name; and everything that belongs to single requests (`request_keys`).
 """
 
 import fcntl
@@ -33,31 +33,31 @@ logger = logging.getLogger(__name__)
 LOCAL_FORMATS = frozenset({
     "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "sharded_state",
 })  # fmt: skip
-"""Load formats that read the files of a checkpoint's folder."""
+"""Load formats that read files of a checkpoint's folder."""
 
 TURN_S = 900.0
-"""How long a process waits for another one of the same machine that digests the same checkpoint."""
+"""How long a process waits while another process of this machine digests a checkpoint."""
 
 _TURN_STEP_S = 0.2
 
 
 class EngineIdentity(NamedTuple):
-    """Who an engine is."""
+    """Fingerprint of an engine."""
 
     fingerprint: Fingerprint
     weights: WeightsDigest | None
-    """What the digest cost; None when there is none."""
+    """Digest of the weights, with its cost; None for a private engine."""
     is_private: bool
-    """The engine's KV is of use to no other one, now or later, and must not be kept below host memory."""
+    """No other engine can use this KV, now or later, so it is not written below host memory."""
     detail: str
     """Why it is private."""
 
 
 def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
-    """The fingerprint of an engine, the same in all its processes.
+    """The fingerprint of an engine.
 
     Args:
-        config: what the engine was started with.
+        config: the engine's.
         engine_version: vLLM's, such as ``0.32.0``; see `versions.build_of`.
 
     Raises:
@@ -76,7 +76,7 @@ def _fingerprint(config: VllmConfig, engine_version: str, weights: bytes) -> Fin
         dtype=plain_name(model.dtype),
         rope={"model_len": model.max_model_len} if _depends_on_length(settings) else {},
         other={
-            # What the bytes of a page are, and which numbers are in them, changes from one release to the next.
+            # The layout of pages and the numerics change between releases.
             "engine": ["vllm", *_release(engine_version)],
             "architectures": plain(model.architectures),
             "config": plain(settings),
@@ -86,7 +86,7 @@ def _fingerprint(config: VllmConfig, engine_version: str, weights: bytes) -> Fin
             "kv": [plain_name(cache.cache_dtype), plain(cache.kv_cache_dtype_skip_layers)],
             "state": [plain_name(cache.mamba_cache_dtype), plain_name(cache.mamba_ssm_cache_dtype)],
             "multimodal": _multimodal(model.multimodal_config),
-            # How heads are divided decides what each rank's share holds.
+            # The division of heads decides each rank's share.
             "ranks": config.parallel_config.tensor_parallel_size,
         },
     )
@@ -97,7 +97,7 @@ def _release(version: str) -> tuple[object, ...]:
 
 
 def _multimodal(settings: VllmConfig) -> object:
-    """What changes the numbers that an item of given content becomes."""
+    """Settings that change the embedding of an item."""
     if settings is None:
         return None
     names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method")
@@ -105,13 +105,13 @@ def _multimodal(settings: VllmConfig) -> object:
 
 
 def _words(value: object) -> object:
-    """`value`, or its fields when it is an object of settings."""
+    """`value`, or the fields of a settings object."""
     fields = getattr(value, "__dict__", None)
     return value if fields is None or isinstance(value, type) else dict(fields)
 
 
 def _depends_on_length(settings: Mapping[str, object]) -> bool:
-    """Whether rope is scaled by how long the engine lets prompts get: with ``longrope``, long and short factors."""
+    """Whether RoPE depends on the engine's maximum length: ``longrope`` has long and short factors."""
     return any(
         (name in {"rope_type", "type"} and value in {"longrope", "su"})
         or (isinstance(value, Mapping) and _depends_on_length(cast("Mapping[str, object]", value)))
@@ -120,23 +120,23 @@ def _depends_on_length(settings: Mapping[str, object]) -> bool:
 
 
 def _own_digest(config: VllmConfig) -> bytes:
-    """32 bytes that all processes of this engine agree on, and no other engine has."""
+    """32 bytes that only the processes of this engine have in common."""
     transfer = config.kv_transfer_config
     return hashlib.sha256(f"kvtier.own\0{transfer.engine_id}\0{config.instance_id}".encode()).digest()
 
 
 def _weights(config: VllmConfig) -> tuple[WeightsDigest | None, str]:
-    """The digest of the checkpoint; or none, and why."""
+    """The digest of the checkpoint; or None, and why."""
     model = config.model_config
     name = str(model.model_weights or model.model)
     load_format = plain_name(config.load_config.load_format)
     if load_format == "dummy":
         return None, "its weights are random (load_format dummy)"
     if load_format not in LOCAL_FORMATS:
-        return None, f"load_format {load_format!r} does not read the files of a folder"
+        return None, f"load_format {load_format!r} does not read files of a folder"
     folder = local_folder(name, model.revision, config.load_config.download_dir)
     if folder is None:
-        return None, f"the weights of {name} are in no folder of this machine"
+        return None, f"the weights of {name} are in no local folder"
     cache_file = home_cache()
     try:
         files = checkpoint_files(folder)
@@ -145,7 +145,7 @@ def _weights(config: VllmConfig) -> tuple[WeightsDigest | None, str]:
         with _in_turn(cache_file):
             digest = digest_files(files, cache_file)
     except ConfigError as error:
-        return None, f"the weights of {name} cannot be told from others: {error}"
+        return None, f"the weights of {name} cannot be identified: {error}"
     logger.info(
         "weights of %s: %.1f MB, of which %.1f MB were digested in %.2f s",
         name,
@@ -157,9 +157,9 @@ def _weights(config: VllmConfig) -> tuple[WeightsDigest | None, str]:
 
 
 def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
-    """Leave beside each store what the fingerprint is made of, so that the doctor can name what another one differs in.
+    """Write the fingerprint's ingredients beside each store, so that the doctor can name differences.
 
-    In a thread of its own, because a place may hang. A place that is not there yet gets it at the next start.
+    Runs in its own thread, since a file system may hang. A path that does not exist gets the note at the next start.
     """
     content: dict[str, object] = {"digest": fingerprint.digest.hex(), "of": json.loads(fingerprint.canonical)}
 
@@ -169,26 +169,26 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
                 if tier.path is not None:
                     notes.write(tier.path, "fingerprint", fingerprint.digest, content)
             except OSError as error:
-                logger.debug("what the fingerprint is made of cannot be written to %s: %s", tier.path, error)
+                logger.debug("the fingerprint's note cannot be written to %s: %s", tier.path, error)
 
     threading.Thread(target=run, name="kvtier note", daemon=True).start()
 
 
 def local_folder(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """Where the files of a model or adapter are: at the path `name`, or in the hub's cache on this machine."""
+    """Folder of a model or adapter: the path `name`, or its entry in the local hub cache; None without either."""
     place = Path(name).expanduser()
     if place.exists():
         return place
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         return Path(hub.snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
-    except (ImportError, OSError, ValueError):  # not installed; not in the cache; no name of the hub's
+    except (ImportError, OSError, ValueError):  # not installed; not in the cache; no valid hub name
         return None
 
 
 @contextmanager
 def _in_turn(cache_file: Path | None) -> Generator[None]:
-    """One process of this machine after the other: the first one digests, the rest find it done."""
+    """Lock out other processes of this machine: the first digests, and the others find the result."""
     if cache_file is None:
         yield
         return
@@ -208,7 +208,7 @@ def _is_locked(handle: int) -> bool:
 
 
 def adapter_files(folder: Path) -> Iterator[Path]:
-    """The files of an adapter that change its numbers: its weights and its configuration."""
+    """The weights and the configuration of an adapter."""
     for file in sorted(folder.iterdir()):
         if file.name.startswith(("adapter_", "new_embeddings")) or file.suffix == ".safetensors":
             yield file

@@ -1,7 +1,7 @@
-"""What the connector uses of vLLM, and what of it the vLLM that is installed lacks.
+"""The names of vLLM that the connector uses, and which of them the installed vLLM lacks.
 
-vLLM promises none of these names. They are looked up in vLLM's source, so nothing is imported: that takes a tenth of a
-second instead of five. A name that is there proves nothing about the bytes of a page; see `selftest` for that.
+vLLM guarantees none of these names. They are looked up in vLLM's source without importing it, which takes 0.1 s instead
+of 5 s. Names prove nothing about the layout of a page; see `selftest`.
 """
 
 import ast
@@ -97,14 +97,13 @@ USED: Mapping[str, Mapping[str, str]] = {
     },
     "lora/request.py": {"LoRARequest": "lora_name lora_path lora_int_id load_inplace is_3d_lora_weight"},
 }
-"""By file below vLLM's package, by class ("" for the file itself): what is used of it. Hooks, with their arguments, are
-those of the connector."""
+"""By file in vLLM's package, by class ("" for the module): the names in use. Hooks are checked apart."""
 
 _CONNECTOR = Path(__file__).with_name("connector.py")
 
 
 def package() -> Path | None:
-    """Where vLLM is installed; None where it is not. Nothing of it is imported."""
+    """Folder of the installed vLLM; None without one. Imports nothing."""
     found = find_spec("vllm")
     if found is None or found.origin is None or found.submodule_search_locations is None:  # a script called vllm.py
         return None
@@ -112,17 +111,17 @@ def package() -> Path | None:
 
 
 def missing(root: Path, connector: Path = _CONNECTOR) -> list[str]:
-    """What the connector uses and the vLLM at `root` lacks, such as ``v1/request.py: Request.status``.
+    """Names that the connector uses and the vLLM at `root` lacks, such as ``v1/request.py: Request.status``.
 
     Args:
         root: vLLM's package.
-        connector: the source of the connector, whose hooks must be vLLM's.
+        connector: source of the connector, whose hooks must match vLLM's.
     """
     source = _Source(root)
     found: list[str] = []
     for file, classes in USED.items():
         if source.tree(file) is None:
-            found.append(f"{file}: no such file, or not Python's source")
+            found.append(f"{file}: no such file, or not valid Python")
             continue
         for name, members in classes.items():
             if name and source.find(name, file) is None:
@@ -134,10 +133,10 @@ def missing(root: Path, connector: Path = _CONNECTOR) -> list[str]:
 
 
 def check_transfer_config(config: Mapping[str, object]) -> None:
-    """Compare ``--kv-transfer-config`` with what the installed vLLM takes, as far as its source shows.
+    """Check ``--kv-transfer-config`` against the source of the installed vLLM.
 
     Raises:
-        ConfigError: vLLM has no such field, or another set of values for it; the message names it.
+        ConfigError: an unknown field, or an invalid value; the message names it.
     """
     root = package()
     file, name = "config/kv_transfer.py", "KVTransferConfig"
@@ -151,18 +150,21 @@ def check_transfer_config(config: Mapping[str, object]) -> None:
     }
     for key, value in config.items():
         if key not in fields:
-            raise ConfigError(f"vLLM does not take this configuration: it knows no {key}; it knows {', '.join(fields)}")
+            raise ConfigError(
+                f"vLLM does not take this configuration: unknown field {key}; allowed: {', '.join(fields)}"
+            )
         allowed = source.literals(fields[key], file)
         if allowed and value not in allowed:
-            told = ", ".join(sorted(allowed))
-            raise ConfigError(f"vLLM does not take this configuration: {key} is {value!r}; it takes {told}")
+            raise ConfigError(
+                f"vLLM does not take this configuration: {key} = {value!r}; allowed: {', '.join(sorted(allowed))}"
+            )
 
 
-def config_in_the_making() -> VllmConfig | None:
-    """The configuration that is asking for the connector's class while it is made; None for other callers.
+def config_being_made() -> VllmConfig | None:
+    """The `VllmConfig` whose constructor is importing the connector, found on the stack; None for other callers.
 
-    vLLM gives a connector its configuration only after the weights are loaded: with large ones, half an hour later.
-    But `VllmConfig.__post_init__` looks at the class, in the server's process, before anything is loaded.
+    VLLM passes its configuration to a connector only after the weights are loaded, up to half an hour later. But
+    `VllmConfig.__post_init__` imports the connector's class before that, in the server's process.
     """
     frame = inspect.currentframe()
     for _ in range(_FRAMES_MAX):
@@ -171,7 +173,7 @@ def config_in_the_making() -> VllmConfig | None:
         found: Any = frame.f_locals.get("self")
         if frame.f_code.co_name == "__post_init__" and type(found).__name__ == "VllmConfig":
             transfer = found.kv_transfer_config
-            # Below a connector of connectors the settings are those of a configuration that is still to be made.
+            # Under a MultiConnector the settings belong to a configuration that does not exist yet.
             is_ours = getattr(transfer, "kv_connector_module_path", None) == "kvtier.connect.vllm"
             return found if is_ours and found.model_config is not None else None
         frame = frame.f_back
@@ -179,7 +181,7 @@ def config_in_the_making() -> VllmConfig | None:
 
 
 def _other_hooks(source: "_Source", connector: Path) -> Iterator[str]:
-    """Hooks of the connector that vLLM does not call, or calls with other arguments."""
+    """Hooks of the connector that vLLM lacks, or calls with other arguments."""
     theirs: dict[str, list[str]] = {}
     for name in ("SupportsHMA", "KVConnectorBase_V1"):
         theirs |= source.functions(name, _BASE)
@@ -194,7 +196,7 @@ def _other_hooks(source: "_Source", connector: Path) -> Iterator[str]:
 
 
 class _Source:
-    """Classes of a package, as its files define them.
+    """The classes of a package, from its source.
 
     Args:
         root: of the package.
@@ -205,7 +207,7 @@ class _Source:
         self._trees: dict[str, ast.Module | None] = {}
 
     def tree(self, file: str) -> ast.Module | None:
-        """A parsed file; None when it cannot be read as one."""
+        """A parsed file; None if it cannot be read or parsed."""
         if file not in self._trees:
             try:
                 self._trees[file] = ast.parse((self._root / file).read_bytes())
@@ -214,13 +216,13 @@ class _Source:
         return self._trees[file]
 
     def body(self, file: str) -> list[ast.stmt]:
-        """The statements of a file; none when it cannot be read."""
+        """The statements of a file; none if it cannot be read."""
         tree = self.tree(file)
         return [] if tree is None else tree.body
 
     @cached_property
     def _classes(self) -> dict[str, tuple[str, ast.ClassDef]]:
-        """By name, over all files that are used: a base may be in another one."""
+        """By name, over all files in `USED`: a base class may be in another file."""
         return {node.name: (file, node) for file in USED for node in self.body(file) if isinstance(node, ast.ClassDef)}
 
     def find(self, name: str, file: str) -> ast.ClassDef | None:
@@ -229,11 +231,11 @@ class _Source:
         return next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
 
     def members(self, name: str, file: str) -> set[str]:
-        """The attributes of a class of `file` and of its bases; without a name those of the file."""
+        """Attributes of a class of `file` and its bases; without a name, of the module."""
         if not name:
             return set(_defined(self.body(file)))
         found: set[str] = set()
-        for node in self._line(name, file):
+        for node in self._class_and_bases(name, file):
             found |= set(_defined(node.body))
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
@@ -241,16 +243,16 @@ class _Source:
         return found
 
     def functions(self, name: str, file: str) -> dict[str, list[str]]:
-        """The arguments of a class's functions, by name."""
+        """Arguments of a class's functions, by function."""
         return {
             each.name: _arguments(each)
-            for node in reversed(list(self._line(name, file)))
+            for node in reversed(list(self._class_and_bases(name, file)))
             for each in node.body
             if isinstance(each, ast.FunctionDef)
         }
 
     def literals(self, annotation: ast.AST, file: str) -> set[str]:
-        """The values of every ``Literal`` in `annotation`, also of those that it names; empty: unknown."""
+        """String values of every ``Literal`` in `annotation`, also through aliases; empty: unknown."""
         named = {
             target.id: each.value
             for each in self.body(file)
@@ -269,8 +271,8 @@ class _Source:
                     found.add(node.value)
         return found
 
-    def _line(self, name: str, file: str) -> Iterator[ast.ClassDef]:
-        """A class and its bases, as far as they are in files that are used."""
+    def _class_and_bases(self, name: str, file: str) -> Iterator[ast.ClassDef]:
+        """A class and its bases, as far as they are in files of `USED`."""
         found = self.find(name, file)
         waiting, seen = [] if found is None else [(file, found)], {name}
         while waiting:
@@ -300,6 +302,6 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _arguments(function: ast.FunctionDef) -> list[str]:
-    told = function.args
-    every = [*told.posonlyargs, *told.args, told.vararg, *told.kwonlyargs, told.kwarg]
+    args = function.args
+    every = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
     return [each.arg for each in every if each is not None]

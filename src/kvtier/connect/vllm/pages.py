@@ -1,9 +1,9 @@
-"""The bytes of each layer's pages, as views of vLLM's own memory.
+"""The bytes of each layer's pages, as views of vLLM's KV memory.
 
-vLLM registers one tensor for each layer, [blocks, heads, tokens, content] with strides that follow the engine's KV
-layout. What a page is, and where it lies, is told by vLLM's configuration; a view that disagrees is refused, since
-bytes copied on a guess would be wrong tokens later. A page whose parts lie apart (layouts that put heads outside of
-blocks) is read piece by piece, in the order in which the pieces lie in memory.
+vLLM registers one tensor per layer, [blocks, heads, tokens, content], with strides that follow the engine's KV layout.
+Its configuration says what a page is and where it is stored. A tensor that contradicts the configuration is refused:
+wrongly copied bytes would later produce wrong tokens. A page whose parts are not contiguous (layouts that put heads
+outside of blocks) is read in pieces, in memory order.
 """
 
 import math
@@ -20,16 +20,16 @@ from kvtier.errors import UnsupportedModelError
 from kvtier.layout import KvLayout
 
 BlockIds = Sequence[Sequence[int]]
-"""For each table of one of our groups the ids of its blocks."""
+"""Per table of a group: its block ids."""
 
 
 class Stack(NamedTuple):
-    """Layers that lie at equal distances, in the engine as well as in a payload: one copy takes them all."""
+    """Layers at equal distances both in the engine and in a payload, so that one copy moves all of them."""
 
     pages: torch.Tensor
     """uint8 [layers, blocks of the engine, pieces of a page ..., bytes of a piece]."""
     offset: int
-    """Where the first layer begins in a payload."""
+    """Offset of the first layer in a payload."""
     step: int
     """Bytes from one layer to the next in a payload."""
 
@@ -39,20 +39,20 @@ class TablePages:
     """The pages of one vLLM group's layers."""
 
     blocks: int
-    """Blocks that an address names."""
+    """Blocks in an address."""
     page_bytes: int
     stacks: tuple[Stack, ...]
 
 
 class EnginePages(NamedTuple):
-    """All pages of one worker, and what they are called."""
+    """All pages of one worker."""
 
     groups: tuple[tuple[TablePages, ...], ...]
-    """For each of our groups, its tables."""
+    """Per group, its tables."""
     layout: KvLayout
-    """The geometry's layout, with what only a worker knows of the bytes."""
+    """The geometry's layout, with the details of this worker."""
     block_count: int
-    """Blocks of the engine; ids are 0, the null block, to this, exclusive."""
+    """Blocks of the engine. Block 0 is the null block."""
     device: torch.device
 
 
@@ -62,13 +62,13 @@ def engine_pages(
     """The pages of a worker.
 
     Args:
-        geometry: made of the same `config`.
+        geometry: of the same `config`.
         config: the worker's `KVCacheConfig`.
-        tensors: what vLLM registers: for each layer its view.
-        layers: the model's layers, `static_forward_context`, which know the backend that writes their pages.
+        tensors: per layer: the tensor that vLLM registers.
+        layers: the model's layers, `static_forward_context`, which name their attention backend.
 
     Raises:
-        UnsupportedModelError: a view is not what, or where, the configuration says.
+        UnsupportedModelError: a tensor contradicts the configuration.
     """
     starts = _starts(config)
     found: dict[str, _Pages] = {}
@@ -80,12 +80,12 @@ def engine_pages(
                 found[name] = _pages(name, tensors[name], table, starts[name], config.num_blocks)
     device = next(iter(found.values())).view.device
     if len({(pages.view.device, pages.shift) for pages in found.values()}) > 1:
-        raise UnsupportedModelError("vLLM's KV tensors do not lie in one allocation, as its configuration says")
+        raise UnsupportedModelError("vLLM's KV tensors are not in one allocation, against its configuration")
     details = {name: f"{_backend(layers.get(name), device)} {pages.cut}".rstrip() for name, pages in found.items()}
     layout = geometry.layout_with(details)
     groups: list[tuple[TablePages, ...]] = []
-    for group, told in zip(geometry.groups, layout.groups, strict=True):
-        offsets = iter(told.layer_offsets)
+    for group, group_layout in zip(geometry.groups, layout.groups, strict=True):
+        offsets = iter(group_layout.layer_offsets)
         tables = [[(found[name].view, next(offsets)) for name in table.layers] for table in group.tables]
         groups.append(
             tuple(
@@ -97,7 +97,7 @@ def engine_pages(
 
 
 def _stacks(placed: list[tuple[torch.Tensor, int]]) -> Iterator[Stack]:
-    """All layers in one stack, or each in its own where their distances differ.
+    """All layers in one stack; or one stack per layer if their distances differ.
 
     Args:
         placed: (pages, offset in a payload) of each layer.
@@ -117,13 +117,13 @@ def _stacks(placed: list[tuple[torch.Tensor, int]]) -> Iterator[Stack]:
 class _Pages(NamedTuple):
     view: torch.Tensor
     shift: int
-    """Where vLLM's allocation begins in the tensor's storage, in bytes."""
+    """Offset of vLLM's allocation in the tensor's storage, in bytes."""
     cut: str
-    """How the kernel divides a block, where it does."""
+    """How the kernel divides a block; empty if it does not."""
 
 
 def _starts(config: KvCacheConfig) -> dict[str, tuple[int, int]]:
-    """For each layer its (offset, block stride) in the worker's KV memory, in bytes."""
+    """Per layer: (offset, block stride) in the worker's KV memory, in bytes."""
     return {
         layer: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)
         for tensor in config.kv_cache_tensors
@@ -133,8 +133,8 @@ def _starts(config: KvCacheConfig) -> dict[str, tuple[int, int]]:
 
 def _pages(name: str, tensor: object, table: TableLayout, start: tuple[int, int], block_count: int) -> _Pages:
     if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
-        told = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise UnsupportedModelError(f"layer {name}: KV is {told}; allowed: a tensor [blocks, heads, tokens, content]")
+        found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise UnsupportedModelError(f"layer {name}: KV is {found}; allowed: a tensor [blocks, heads, tokens, content]")
     width = tensor.element_size()
     parts, rest = divmod(tensor.shape[0], block_count)
     if rest or (tensor.stride(3) != 1 and tensor.shape[3] > 1):
@@ -146,8 +146,8 @@ def _pages(name: str, tensor: object, table: TableLayout, start: tuple[int, int]
     found = tensor.stride(0) * width * parts, math.prod(sizes)
     if shift < 0 or found != (start[1], table.page_bytes):
         raise UnsupportedModelError(
-            f"layer {name}: vLLM's KV tensor begins {shift} bytes after where its configuration says, with (block "
-            f"stride, page bytes) {found} instead of {(start[1], table.page_bytes)}"
+            f"layer {name}: vLLM's KV tensor begins {shift} bytes after its configured offset, with (block stride, "
+            f"page bytes) {found} instead of {(start[1], table.page_bytes)}"
         )
     pieces = _merged(sizes, strides)
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
@@ -160,7 +160,7 @@ def _pages(name: str, tensor: object, table: TableLayout, start: tuple[int, int]
 
 
 def _merged(sizes: list[int], strides: list[int]) -> list[tuple[int, int]]:
-    """The dimensions of a page from the outermost in memory to the innermost, those without gaps taken together."""
+    """(size, stride) of a page's dimensions, outermost first; dimensions without gaps are merged."""
     dims = sorted(((stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1), reverse=True)
     merged: list[tuple[int, int]] = []
     for stride, size in reversed(dims or [(1, 1)]):
@@ -172,11 +172,11 @@ def _merged(sizes: list[int], strides: list[int]) -> list[tuple[int, int]]:
 
 
 def _backend(layer: Layer, device: torch.device) -> str:
-    """Who wrote the bytes. On a CPU the kernels pack them for the vector unit they run on."""
+    """Name of the attention backend, which decides the bytes. On a CPU they also depend on the vector instructions."""
     backend = getattr(layer, "attn_backend", None)
     if backend is None and hasattr(layer, "get_attn_backend"):
         backend = layer.get_attn_backend()
-    told = [str(backend.get_name()) if backend is not None else type(layer).__name__]
+    names = [str(backend.get_name()) if backend is not None else type(layer).__name__]
     if device.type == "cpu":
-        told += [plain_name(getattr(layer, "isa", "")), torch.backends.cpu.get_cpu_capability()]
-    return ":".join(filter(None, told))
+        names += [plain_name(getattr(layer, "isa", "")), torch.backends.cpu.get_cpu_capability()]
+    return ":".join(filter(None, names))

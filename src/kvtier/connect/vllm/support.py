@@ -1,8 +1,8 @@
-"""What can be served correctly: which engines, which kinds of KV, and which requests.
+"""Supported engines, kinds of KV, and requests.
 
-An engine that cannot be is refused when it starts, with what was found and what to do. A request that cannot be is
-computed as if kvtier were not there. Kinds of KV are told apart by the exact names of vLLM's classes: a subclass of a
-kind we know may mean something else.
+An unsupported engine is refused at start, with what was found and what to do. An unsupported request is computed
+without the cache. Kinds of KV are identified by the exact names of vLLM's classes, since a subclass may have another
+meaning.
 """
 
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
@@ -10,24 +10,24 @@ from kvtier.errors import UnsupportedModelError
 from kvtier.layout import History, State, Validity, Window
 
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Ways of speculative decoding that keep no KV of their own. The others' KV depends on tokens that follow the chunk,
-which its key does not cover."""
+"""Methods of speculative decoding without KV of their own. The KV of the others depends on tokens after the chunk,
+which the chunk's key does not cover."""
 
 QUANTISATIONS = frozenset({"NONE", "FP8_PER_TENSOR"})
-"""Of KV. Others keep scales beside the numbers, and vLLM writes some of those anew at the first forward pass."""
+"""Supported KV quantisations. Others store scales separately, and vLLM recomputes some at the first forward."""
 
 _KINDS = "full attention, MLA, sliding window and Mamba-like states"
 _ADVICE = {
-    "ChunkedLocalAttentionSpec": ". With --disable-hybrid-kv-cache-manager vLLM keeps all blocks of these layers, "
-    "which is supported",
+    "ChunkedLocalAttentionSpec": ". Start vLLM with --disable-hybrid-kv-cache-manager: it then keeps all blocks "
+    "of these layers, which is supported",
 }
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Refuse an engine that cannot be served, by how it was started.
+    """Refuse an unsupported engine by its configuration.
 
     Raises:
-        UnsupportedModelError: the message says what was found, and what to do.
+        UnsupportedModelError: the message says what was found and what to do.
     """
     _check_ranks(config.parallel_config)
     _check_model(config)
@@ -35,30 +35,30 @@ def check_engine(config: VllmConfig) -> None:
     if speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV:
         raise UnsupportedModelError(
             f"speculative decoding with {speculative.method!r} is not supported: the draft layers' KV depends on "
-            f"tokens after the chunk that it belongs to. Use one of {', '.join(sorted(DRAFTS_WITHOUT_KV))}, or none"
+            f"tokens after its chunk. Use one of {', '.join(sorted(DRAFTS_WITHOUT_KV))}, or none"
         )
     cache = config.cache_config
     if getattr(cache, "use_replayssm", False):
         raise UnsupportedModelError(
-            "use_replayssm is not supported: a state's page is then not the whole state. Leave it off"
+            "use_replayssm is not supported: a page then holds only a part of a state. Turn it off"
         )
     if getattr(config.attention_config, "hisparse_config", None) is not None:
-        raise UnsupportedModelError("HiSparse is not supported: it moves KV to host memory itself. Leave it off")
+        raise UnsupportedModelError("HiSparse is not supported: it moves KV to host memory itself. Turn it off")
 
 
 def _check_ranks(parallel: VllmConfig) -> None:
-    for name, told in (
+    for name, advice in (
         ("pipeline_parallel_size", "Use tensor parallelism"),
-        ("decode_context_parallel_size", "Leave it at 1"),
-        ("prefill_context_parallel_size", "Leave it at 1"),
+        ("decode_context_parallel_size", "Set it to 1"),
+        ("prefill_context_parallel_size", "Set it to 1"),
     ):
         size = getattr(parallel, name)
         if size > 1:
-            raise UnsupportedModelError(f"{name} = {size} is not supported. {told}")
+            raise UnsupportedModelError(f"{name} = {size} is not supported. {advice}")
     if parallel.nnodes > 1:
         raise UnsupportedModelError(
-            f"an engine on {parallel.nnodes} nodes is not supported: scheduler and workers talk over sockets of one "
-            "machine. Use one node for each engine"
+            f"an engine on {parallel.nnodes} nodes is not supported: scheduler and workers communicate over local "
+            "sockets. Use one node per engine"
         )
 
 
@@ -66,45 +66,47 @@ def _check_model(config: VllmConfig) -> None:
     model = config.model_config
     if model.is_encoder_decoder:
         raise UnsupportedModelError(
-            "encoder-decoder models are not supported: their KV depends on the encoder's input. Leave kvtier off"
+            "encoder-decoder models are not supported: their KV depends on the encoder's input. Serve it without kvtier"
         )
     if model.runner_type != "generate":
         raise UnsupportedModelError(
-            f"runner {model.runner_type!r} is not supported: a pooling model's requests leave no KV to come back to. "
+            f"runner {model.runner_type!r} is not supported: a pooling model's requests leave no reusable KV. "
             "Use runner 'generate', or serve the model without kvtier"
         )
     if model.enable_sleep_mode or config.weight_transfer_config is not None:
         name = "enable_sleep_mode" if model.enable_sleep_mode else "weight_transfer_config"
         raise UnsupportedModelError(
-            f"{name} is not supported: KV or weights are replaced while the engine runs, and nothing tells kvtier. "
-            "Leave it off"
+            f"{name} is not supported: it replaces KV or weights while the engine runs, without notifying kvtier. "
+            "Turn it off"
         )
     if getattr(config.attention_config, "use_non_causal", False):
-        raise UnsupportedModelError("non-causal attention is not supported: no prefix has a KV of its own")
+        raise UnsupportedModelError(
+            "non-causal attention is not supported: KV then depends on later tokens. Serve the model without kvtier"
+        )
 
 
 def warnings(config: VllmConfig) -> list[str]:
-    """What works, but not as its user may expect; one sentence each."""
-    told: list[str] = []
+    """Problems of a configuration that works; one sentence each."""
+    found: list[str] = []
     transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy == "fail":
-        told.append(
+        found.append(
             "kv_load_failure_policy is 'fail', vLLM's default: a request whose KV cannot be loaded ends with an error "
             'instead of being computed. Set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
         )
     if transfer.kv_role != "kv_both":
-        told.append(f"kv_role is {transfer.kv_role!r}; kvtier both stores and loads, which vLLM calls 'kv_both'")
-    return told
+        found.append(f"kv_role is {transfer.kv_role!r}, but kvtier both stores and loads. Set it to 'kv_both'")
+    return found
 
 
 def check_groups(config: KvCacheConfig) -> None:
-    """Refuse KV that lies, or is used, in a way that we do not know.
+    """Refuse KV that is stored or used in an unknown way.
 
     Raises:
         UnsupportedModelError: the message names the group.
     """
     if config.kv_cache_layout is None:
-        raise UnsupportedModelError("vLLM does not say how it lays KV out (kv_cache_layout is not set)")
+        raise UnsupportedModelError("vLLM does not name its KV layout (kv_cache_layout is not set)")
     if not config.kv_cache_groups:
         raise UnsupportedModelError("the model keeps no KV. Serve it without kvtier")
     for number, group in enumerate(config.kv_cache_groups):
@@ -113,28 +115,28 @@ def check_groups(config: KvCacheConfig) -> None:
             raise UnsupportedModelError(f"{where}: role {plain_name(group.role)} is not supported")
         if group.is_eagle_group:
             raise UnsupportedModelError(
-                f"{where} belongs to a draft model, whose KV depends on tokens after the chunk that it belongs to. "
-                "Use speculative decoding without KV of its own, or none"
+                f"{where} belongs to a draft model, whose KV depends on tokens after its chunk. Use one of "
+                f"{', '.join(sorted(DRAFTS_WITHOUT_KV))}, or no speculative decoding"
             )
 
 
 def specs_of(spec: KvCacheSpec) -> list[KvCacheSpec]:
-    """The specs of a group's layers: of each where a worker has one for each, or the one that all share."""
+    """The specs of a group's layers: one per layer, or one for all."""
     return list(spec.kv_cache_specs.values()) if type(spec).__name__ == "UniformTypeKVCacheSpecs" else [spec]
 
 
 def validity_of(spec: KvCacheSpec, where: str) -> Validity:
-    """The rule by which vLLM uses pages of one kind.
+    """The rule of validity for pages of one kind.
 
-    At a boundary of n tokens vLLM's sliding window manager needs the last ``sliding_window - 1`` tokens, since the next
-    token is itself in its window (`SlidingWindowManager.get_num_skipped_tokens`, vLLM 0.32 and 0.33).
+    To resume after n tokens, vLLM's sliding window manager needs the last ``sliding_window - 1`` tokens, since the next
+    token counts, too (`SlidingWindowManager.get_num_skipped_tokens`, vLLM 0.32 and 0.33).
 
     Args:
         spec: of one layer, or of all layers of a group.
-        where: what an error calls them.
+        where: names the layers in an error.
 
     Raises:
-        UnsupportedModelError: a kind we do not know, or a way of using it; the message says which and what to do.
+        UnsupportedModelError: an unknown kind, or an unsupported use of it; the message says which and what to do.
     """
     kind = type(spec).__name__
     check = _CHECKS.get(kind)
@@ -142,24 +144,28 @@ def validity_of(spec: KvCacheSpec, where: str) -> Validity:
         advice = _ADVICE.get(kind, "")
         raise UnsupportedModelError(f"{where} has KV of kind {kind}, which is not supported; allowed: {_KINDS}{advice}")
     if not spec.prefix_cacheable:
-        raise UnsupportedModelError(f"{where}: vLLM itself never uses this KV for a second request")
+        raise UnsupportedModelError(f"{where}: vLLM itself never reuses this KV. Serve the model without kvtier")
     if getattr(spec, "is_draft", False):
-        raise UnsupportedModelError(f"{where} belongs to a draft model. Use speculative decoding without KV, or none")
+        raise UnsupportedModelError(
+            f"{where} belongs to a draft model. Use speculative decoding without KV of its own, or none"
+        )
     return check(spec, where)
 
 
 def _full_attention(spec: KvCacheSpec, where: str) -> Validity:
     _check_attention(spec, where)
     if spec.non_causal:
-        raise UnsupportedModelError(f"{where} attends to later tokens, so no prefix has a KV of its own")
-    # With the hybrid allocator off, layers with a window or a local chunk keep all blocks, like full attention.
+        raise UnsupportedModelError(
+            f"{where} attends to later tokens, so KV depends on them. Serve the model without kvtier"
+        )
+    # Without the hybrid allocator, layers with a window or a local chunk keep all blocks, like full attention.
     return History()
 
 
 def _mla(spec: KvCacheSpec, where: str) -> Validity:
     if spec.model_version is not None or plain_name(spec.cache_role) != "SPARSE":
-        told = f"model_version {spec.model_version}, cache_role {plain_name(spec.cache_role)}"
-        raise UnsupportedModelError(f"{where}: MLA with {told} is not supported. Serve the model without kvtier")
+        kind = f"model_version {spec.model_version}, cache_role {plain_name(spec.cache_role)}"
+        raise UnsupportedModelError(f"{where}: MLA with {kind} is not supported. Serve the model without kvtier")
     return _full_attention(spec, where)
 
 
@@ -174,11 +180,11 @@ def _sliding_window(spec: KvCacheSpec, where: str) -> Validity:
 def _state(spec: KvCacheSpec, where: str) -> Validity:
     if spec.mamba_cache_mode != "align":
         raise UnsupportedModelError(
-            f"{where} keeps recurrent states in mode {spec.mamba_cache_mode!r}, which leaves none at the end of a "
+            f"{where} keeps recurrent states in mode {spec.mamba_cache_mode!r}, without a state at the end of a "
             "chunk. Turn prefix caching on (--enable-prefix-caching)"
         )
     if spec.num_speculative_blocks:
-        raise UnsupportedModelError(f"{where}: states with speculative decoding are not supported. Leave it off")
+        raise UnsupportedModelError(f"{where}: states with speculative decoding are not supported. Turn it off")
     return State()
 
 
@@ -189,7 +195,10 @@ def _check_attention(spec: KvCacheSpec, where: str) -> None:
             f"{where}: KV quantised as {quantisation} is not supported. Use --kv-cache-dtype auto or fp8"
         )
     if spec.tokens_per_state != 1:
-        raise UnsupportedModelError(f"{where} keeps one state for {spec.tokens_per_state} tokens, not supported")
+        raise UnsupportedModelError(
+            f"{where} keeps one state per {spec.tokens_per_state} tokens, which is not supported. Serve the model "
+            "without kvtier"
+        )
 
 
 _CHECKS = {
@@ -201,21 +210,21 @@ _CHECKS = {
 
 
 def reason_against(request: Request, config: VllmConfig) -> str:
-    """Why a request is neither looked up nor stored; empty when nothing is against it."""
+    """Why a request cannot be cached; empty if it can."""
     if request.pooling_params is not None:
-        return "it asks for pooling"
+        return "it is a pooling request"
     if request.resumable:
-        # vLLM takes tokens back when the next piece of the input arrives.
-        return "its input comes in pieces, and tokens that were seen may be taken back"
+        # vLLM may remove tokens when the next part of the input arrives.
+        return "its input is streamed, so tokens may be removed again"
     if request.mm_features and not has_content_identifiers(config):
         return (
-            "its images or other items are numbered, not identified by content; turn on prefix caching or the "
-            "multimodal processor cache (mm_processor_cache_gb)"
+            "vLLM numbers its images or other items instead of identifying their content; turn on prefix caching or "
+            "the multimodal processor cache (mm_processor_cache_gb)"
         )
     return ""
 
 
 def has_content_identifiers(config: VllmConfig) -> bool:
-    """Whether vLLM identifies multimodal items by content: not with both of its caches off (renderers/base.py)."""
+    """Whether vLLM identifies multimodal items by content: not if both of its caches are off (renderers/base.py)."""
     settings = config.model_config.multimodal_config
     return config.cache_config.enable_prefix_caching or settings is None or settings.mm_processor_cache_gb > 0
