@@ -1,6 +1,7 @@
 """What the documents say is what the records and the code say."""
 
 import json
+import pkgutil
 import re
 from pathlib import Path
 
@@ -79,3 +80,24 @@ def test_the_readmes_python_runs(tmp_path, monkeypatch):
     exec(snippet, names)
     exec(snippet, names)
     assert names["kv"].last.restored_tokens == 512
+
+
+def test_the_life_of_a_chunk_names_functions_that_exist():
+    text = (TOP / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    life = text.partition("## Life of a chunk")[2].partition("\n## ")[0]
+    steps = re.findall(r"^(\d+)\. ", life, re.MULTILINE)
+    assert [int(step) for step in steps] == list(range(1, len(steps) + 1))
+    assert len(steps) <= 24
+    named = re.findall(r"`([a-z_.]+\.[A-Za-z_.]+)`", life)
+    assert len(named) >= 15
+    for path in named:
+        assert callable(pkgutil.resolve_name(f"kvtier.{path}")), path
+
+
+def test_every_file_that_the_architecture_names_exists():
+    text = (TOP / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+(?:\.py)?)`", text)
+    assert named
+    places = (TOP, TOP / "src" / "kvtier")
+    missing = [path for path in named if not any((it / path).exists() or (it / f"{path}.py").exists() for it in places)]
+    assert missing == []
