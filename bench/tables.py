@@ -234,7 +234,7 @@ def _draw_ttft(axes: "Axes", record: dict[str, Any], colours: Colours) -> None:
     axes.set_xlim(0, 1.12 * max(it[0] for it in bars.values()))
 
 
-TTFT = Chart("Time to first token, prompt of 8,000 tokens", _draw_ttft, size=(8.0, 2.8))
+TTFT = Chart("Time to first token, prompt of 8,000 tokens", _draw_ttft)
 
 
 def multiturn_cpu(record: dict[str, Any]) -> str:
