@@ -193,8 +193,11 @@ def test_a_session_that_fails_costs_speed_and_no_answer(
     assert kv.last.restored_tokens == 64, "and it goes on when the session does"
 
 
-def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_served(attached: Attach) -> None:
-    """Each call of kvtier in the user's thread raises once. What raises inside the model's forward fails that call."""
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.nightly)])
+def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_served(
+    attached: Attach, step: int
+) -> None:
+    """Every `step`-th call of kvtier in the user's thread raises once; inside the model's forward it fails the call."""
     model = llama()
     longer, _ = batch(tokens(70, 1) + tokens(40, 2))
     plain = model.generate(longer, **GREEDY)
@@ -217,7 +220,7 @@ def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_
 
     sites = run(None).sites
     assert len(sites) > 100
-    for site in sites:
+    for site in sites[::step]:
         run(site)
 
 

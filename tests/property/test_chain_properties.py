@@ -5,7 +5,7 @@ import struct
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.keys.chain import TOKEN_MAX, Chain, Extra, chunk_keys
@@ -17,7 +17,6 @@ extra_lists = st.lists(
     st.builds(Extra, st.sampled_from(["adapter", "image", "salt", "é"]), st.binary(max_size=4), st.integers(0, 70)),
     max_size=6,
 )
-checked = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def slow_key(tokens: list[int], chunk_tokens: int, extras: list[Extra], end: int) -> bytes:
@@ -36,7 +35,6 @@ def slow_key(tokens: list[int], chunk_tokens: int, extras: list[Extra], end: int
     return hashlib.sha256(parent + struct.pack("<I", end - start) + told).digest()
 
 
-@checked
 @given(token_lists, chunk_sizes, extra_lists)
 def test_keys_equal_the_slow_oracle(tokens, chunk_tokens, extras):
     ends = range(chunk_tokens, len(tokens) + 1, chunk_tokens)
@@ -45,7 +43,6 @@ def test_keys_equal_the_slow_oracle(tokens, chunk_tokens, extras):
     assert chunk_keys(ROOT, np.array(tokens, np.int64), chunk_tokens, extras) == wanted
 
 
-@checked
 @given(token_lists, chunk_sizes, extra_lists, st.lists(st.integers(0, 60), max_size=5))
 def test_growing_in_any_steps_gives_the_same_chain(tokens, chunk_tokens, extras, cuts):
     bounds = sorted({0, len(tokens), *(cut for cut in cuts if cut <= len(tokens))})
@@ -56,14 +53,12 @@ def test_growing_in_any_steps_gives_the_same_chain(tokens, chunk_tokens, extras,
         assert chain.keys == chunk_keys(ROOT, tokens[:stop], chunk_tokens, extras)
 
 
-@checked
 @given(token_lists, token_lists, chunk_sizes, extra_lists)
 def test_more_tokens_never_change_an_earlier_key(tokens, more, chunk_tokens, extras):
     keys = chunk_keys(ROOT, tokens, chunk_tokens, extras)
     assert chunk_keys(ROOT, tokens + more, chunk_tokens, extras)[: len(keys)] == keys
 
 
-@checked
 @given(st.lists(st.integers(0, TOKEN_MAX), min_size=1, max_size=60), chunk_sizes, extra_lists, st.data())
 def test_an_extra_changes_the_keys_from_its_chunk_on_and_no_other(tokens, chunk_tokens, extras, data):
     added = Extra("image", b"another", data.draw(st.integers(0, len(tokens) + 5)))
@@ -75,14 +70,12 @@ def test_an_extra_changes_the_keys_from_its_chunk_on_and_no_other(tokens, chunk_
     ]
 
 
-@checked
 @given(token_lists, chunk_sizes, st.permutations(range(6)), extra_lists)
 def test_the_order_of_extras_does_not_matter(tokens, chunk_tokens, order, extras):
     turned = [extras[index] for index in order if index < len(extras)]
     assert chunk_keys(ROOT, tokens, chunk_tokens, turned) == chunk_keys(ROOT, tokens, chunk_tokens, extras)
 
 
-@checked
 @given(token_lists, token_lists, chunk_sizes)
 def test_equal_keys_mean_equal_prefixes(one, other, chunk_tokens):
     keys, others = chunk_keys(ROOT, one, chunk_tokens), chunk_keys(ROOT, other, chunk_tokens)

@@ -29,7 +29,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps)
 def test_the_table_is_a_dict(steps):
     table, model = ObjectTable(ROWS_MAX), {}

@@ -67,7 +67,6 @@ def sealed(group: GroupLayout, codec, content: str, seed: int) -> tuple[bytes, b
     return bytes(seal(slot, group, identity, codec, scratch)), payload, identity
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(groups, codecs, contents, st.integers(0, 1 << 32))
 def test_open_gives_back_what_was_sealed(group, codec, content, seed):
     frame, payload, identity = sealed(group, codec, content, seed)
@@ -80,7 +79,6 @@ def test_open_gives_back_what_was_sealed(group, codec, content, seed):
     assert verify_frame(frame).identity == identity
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(groups, codecs, contents, st.integers(0, 1 << 32), st.data())
 def test_any_layers_are_read_on_their_own(group, codec, content, seed, data):
     frame, payload, identity = sealed(group, codec, content, seed)
@@ -98,7 +96,7 @@ def test_any_layers_are_read_on_their_own(group, codec, content, seed, data):
     assert into[last:] == b"\xbb" * (group.payload_bytes - last)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(groups, codecs, contents, st.integers(0, 1 << 32), st.data())
 def test_any_flipped_bit_is_refused(group, codec, content, seed, data):
     frame, _, identity = sealed(group, codec, content, seed)
@@ -126,7 +124,6 @@ def test_every_byte_of_a_small_frame_is_covered(name):
             verify_frame(damaged)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(0, 1 << 32), st.sampled_from(["raw", "zstd"]), st.integers(1, 40))
 def test_heads_of_noise_end_in_one_error_with_and_without_the_shortcut(seed, name, changes):
     """Random numbers in a head whose checksum is right; the shortcut for raw frames decides the same."""

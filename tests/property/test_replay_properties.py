@@ -3,7 +3,7 @@
 from functools import cache
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.replay.hits import replay
@@ -69,7 +69,6 @@ def best_prefix_closed(prompts, capacity):
 
 
 @given(prompts=trees(), capacity=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
 def test_min_is_the_best_that_keeps_whole_prefixes(prompts, capacity):
     prompts = [ids for ids in prompts if ids][:8] or [[0]]
     trace = Listed(prompts)
@@ -81,7 +80,6 @@ def test_min_is_the_best_that_keeps_whole_prefixes(prompts, capacity):
 
 
 @given(prompts=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=20))
-@settings(max_examples=80, deadline=None)
 def test_the_shortcut_for_a_cache_without_end_equals_the_long_way(prompts):
     # Also where ids break the prefix property.
     prompts = [list(dict.fromkeys(it)) for it in prompts]
@@ -90,7 +88,6 @@ def test_the_shortcut_for_a_cache_without_end_equals_the_long_way(prompts):
 
 
 @given(prompts=trees(), capacity=st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
 def test_more_capacity_never_hurts_lru_and_min_bounds_it(prompts, capacity):
     packed = read_arrays(Listed(prompts))
     small, large = (replay(packed, "lru", it * BLOCK).hit_tokens for it in (capacity, capacity + 1))

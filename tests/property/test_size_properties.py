@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtier import size
@@ -17,7 +17,6 @@ names = st.sampled_from(size.names())
 formats = st.sampled_from([name for name in NAMED if "mla" not in name] + ["int8:g64", "int4:g64", "int4:g128:sym"])
 
 
-UNTIMED = settings(deadline=None)
 """The first use of the catalogue reads it."""
 
 
@@ -48,7 +47,6 @@ def hybrid(draw: st.DrawFn) -> dict[str, Any]:
     )  # fmt: skip
 
 
-@UNTIMED
 @given(counts, powers, dims)
 def test_gqa_with_as_many_kv_heads_as_heads_is_mha(layers, heads, dim):
     mha = {key: value for key, value in plain(layers, heads, heads, dim).items() if key != "num_key_value_heads"}
@@ -57,7 +55,6 @@ def test_gqa_with_as_many_kv_heads_as_heads_is_mha(layers, heads, dim):
     )
 
 
-@UNTIMED
 @given(counts, powers, powers, dims)
 def test_gqa_is_mha_over_the_group(layers, keep, group, dim):
     heads = keep * group
@@ -67,7 +64,6 @@ def test_gqa_is_mha_over_the_group(layers, keep, group, dim):
     )
 
 
-@UNTIMED
 @given(counts, powers, dims, formats)
 def test_one_kv_head_of_a_latents_width_is_mla_twice(layers, heads, dim, dtype):
     """MLA has no factor 2: key and value are one."""
@@ -75,7 +71,6 @@ def test_one_kv_head_of_a_latents_width_is_mla_twice(layers, heads, dim, dtype):
     assert 2 * of(mla, dtype=dtype).bytes_per_token == of(plain(layers, heads, 1, dim), dtype=dtype).bytes_per_token
 
 
-@UNTIMED
 @given(names, powers)
 def test_ranks_sum_to_what_is_needed_or_to_copies(name, tp):
     model = size.model(name)
@@ -91,7 +86,6 @@ def test_ranks_sum_to_what_is_needed_or_to_copies(name, tp):
     assert kv.session_bytes_stored(4096) >= one.session_bytes_stored(4096)
 
 
-@UNTIMED
 @given(names, st.integers(1, 16))
 def test_stages_hold_every_layer_once(name, pp):
     layers = len(size.model(name).layers)
@@ -104,7 +98,6 @@ def test_stages_hold_every_layer_once(name, pp):
     assert kv.bytes_per_token_stored == kv.bytes_per_token
 
 
-@UNTIMED
 @given(windowed(), tokens)
 def test_a_window_longer_than_the_context_is_full_attention(config, count):
     whole = {**config, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
@@ -117,7 +110,6 @@ def test_a_window_longer_than_the_context_is_full_attention(config, count):
         assert kv.session_bytes(count) == kv.bytes_per_token_growing * count + kv.bytes_per_session_constant
 
 
-@UNTIMED
 @given(windowed() | hybrid(), tokens, tokens)
 def test_more_tokens_never_take_less(config, few, many):
     kv, (few, many) = of(config), sorted((few, many))
@@ -126,7 +118,6 @@ def test_more_tokens_never_take_less(config, few, many):
     assert kv.session_bytes(many) <= kv.session_bytes_stored(many)
 
 
-@UNTIMED
 @given(names, tokens, st.integers(1, 1 << 20))
 def test_users_multiply(name, count, users):
     kv = size.of(name)
@@ -135,7 +126,6 @@ def test_users_multiply(name, count, users):
     assert one.bytes_minimum <= one.bytes
 
 
-@UNTIMED
 @given(hybrid(), tokens)
 def test_a_state_does_not_grow_and_no_format_changes_it(config, count):
     kv = of(config)
@@ -144,14 +134,12 @@ def test_a_state_does_not_grow_and_no_format_changes_it(config, count):
     assert of(config, dtype="int4:g64").state_bytes == kv.state_bytes
 
 
-@UNTIMED
 @given(windowed())
 def test_formats_are_linear_in_bits(config):
     fp32, bf16, fp8, fp4 = (of(config, dtype=dtype).bytes_per_token for dtype in ("fp32", "bf16", "fp8", "fp4"))
     assert fp32 == 2 * bf16 == 4 * fp8 == 8 * fp4
 
 
-@UNTIMED
 @given(windowed(), formats, st.integers(1, 300))
 def test_scales_cost_what_they_weigh(config, dtype, group):
     """A grouped format lies between its bare bits and the same with a group for every element."""
@@ -161,7 +149,6 @@ def test_scales_cost_what_they_weigh(config, dtype, group):
     assert of(config, dtype=dtype).bytes_per_token >= bare
 
 
-@UNTIMED
 @given(names, st.sampled_from([16, 64, 256, 1000, 4096]), st.sampled_from(["bf16", "fp8", "nvfp4"]))
 def test_a_chunk_is_its_tokens_and_an_object_is_aligned(name, chunk_tokens, dtype):
     kv = size.of(name, chunk_tokens=chunk_tokens, dtype=dtype)
@@ -173,7 +160,6 @@ def test_a_chunk_is_its_tokens_and_an_object_is_aligned(name, chunk_tokens, dtyp
         assert each.frame_bytes > each.padded_bytes
 
 
-@UNTIMED
 @given(st.integers(2, 12), st.integers(0, 11), powers, dims)
 def test_shared_layers_keep_nothing(layers, shared, keep, dim):
     assume(shared < layers)
@@ -181,7 +167,6 @@ def test_shared_layers_keep_nothing(layers, shared, keep, dim):
     assert of(config).bytes_per_token == of(plain(layers - shared, keep, keep, dim)).bytes_per_token
 
 
-@UNTIMED
 @given(names, st.sampled_from(["bytes_per_token", "bytes_per_token_growing", "bytes_per_session_constant"]))
 def test_the_layers_add_up(name, field):
     kv = size.of(name)

@@ -282,7 +282,7 @@ class EventLog:
                 self._unusable_s[notice.tier] = self._world.now_s
             self.down.discard(which)
             self._back_due.discard(which)
-        elif self._troubled_s.get(which, -inf) < self._noticed_s.get(which, 0.0):
+        elif self._troubled_s.get(which, -inf) < self._noticed_s.get(which, 0.0) < self._world.now_s:
             raise Violation(f"{notice}, without a failed or late operation")
         else:
             self.down.add(which)

@@ -192,7 +192,7 @@ def test_without_learning_it_falls_below(monkeypatch):
     assert replay(read_arrays(open_trace(TRACE)), "adaptive", 3_000_000).hit_rate < FLOOR - 0.01
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=400)
 @given(STEPS)
 def test_a_victim_is_a_leaf_that_nobody_pins(steps):
     spares_parents_and_pins(Adaptive(), steps)

@@ -63,7 +63,7 @@ def parent_of(number: int) -> int | None:
     return None if number in (0, 9) else {5: 0}.get(number, number - 1)
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=400)
 @given(STEPS)
 def test_agrees_with_the_oracle(steps):
     fast, slow = Lru(), SlowLru()

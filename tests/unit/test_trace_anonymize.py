@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cli.main import run
@@ -50,7 +50,6 @@ rows = st.lists(st.tuples(st.floats(0, 50), ids, st.sampled_from([None, "eve", "
 
 
 @given(rows=rows, capacity=st.integers(1, 8), coarse_s=st.sampled_from([0.0, 0.5, 60.0]))
-@settings(max_examples=80, deadline=None)
 def test_any_trace_replays_to_the_same_figures(rows, capacity, coarse_s):
     numbers = {}
     small = [(pause, [numbers.setdefault(it, 100 + len(numbers)) for it in ids], who) for pause, ids, who in rows]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvtier.trace.arrays as packing
@@ -44,7 +44,6 @@ rows = st.lists(
 
 
 @given(rows=rows, step=st.sampled_from([1, 7, 1 << 16]), in_file=st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_columns_equal_a_slow_reading(rows, step, in_file):
     before = packing._STEP, packing.MEMORY_BYTES_MAX
     packing._STEP, packing.MEMORY_BYTES_MAX = step, 0 if in_file else 1 << 20

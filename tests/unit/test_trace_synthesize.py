@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cli.main import run
@@ -123,7 +123,6 @@ def test_a_seed_decides_everything(like):
     block=st.integers(1, 64),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None)
 def test_ids_name_whole_prefixes_whatever_the_statistics(
     tmp_path_factory, turns, first, grown, shared, share, block, seed
 ):
