@@ -32,10 +32,9 @@ from kvtier.bench.io_samples import FullTier
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Size, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
-from kvtier.cli.progress import progress
 from kvtier.config.kinds import size_text
 from kvtier.errors import ConfigError
-from kvtier.report.output import print_json, write_json
+from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table
 from kvtier.tier.direct import can_direct
 

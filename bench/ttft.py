@@ -40,12 +40,11 @@ from transformers import StoppingCriteria
 
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Size, tell_written
-from kvtier.cli.progress import progress
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.call import FirstToken
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.errors import ConfigError
-from kvtier.report.output import check_chart, print_json, write_json
+from kvtier.report.output import check_chart, print_json, progress, write_json
 from kvtier.report.table import Table, print_table
 from kvtier.runtime.arena import chunk_bytes
 

@@ -8,9 +8,8 @@ import click
 
 from kvtier.cli.options import OutputFile, Size, WorkDirectory, origin, tell_written
 from kvtier.cli.probe import ended_by_signals
-from kvtier.cli.progress import progress
 from kvtier.errors import ConfigError
-from kvtier.report.output import print_json
+from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 
 RECORD_HELP = "Also write the JSON record (commit, machine, settings, samples) to FILE."

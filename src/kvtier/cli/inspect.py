@@ -7,11 +7,10 @@ from pathlib import Path
 
 import click
 
-from kvtier.cli.progress import progress
 from kvtier.config.kinds import size_text
 from kvtier.config.loader import load
 from kvtier.errors import ConfigError
-from kvtier.report.output import print_json
+from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 from kvtier.store import DiskStore, StoreInspector, open_store
 from kvtier.store.base import Listing, ObjectRow, ObjectView, Purge, StoreStat, Verification

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtier.cli.options import OutputFile, Seconds, Size, WorkDirectory, origin, tell_written
-from kvtier.cli.progress import progress
-from kvtier.report.output import print_json
+from kvtier.report.output import print_json, progress
 from kvtier.report.table import print_table
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvtier.cli.options import tell_written
-from kvtier.cli.progress import progress
-from kvtier.report.output import print_json
+from kvtier.report.output import print_json, progress
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell would report it."""

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from kvtier.cli.options import OutputFile
-from kvtier.cli.progress import progress
 from kvtier.cli.replay import packed_trace, reading_options
+from kvtier.report.output import progress
 
 _TOLD_EVERY = 4096
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, cast
 
-from kvtier.cli.progress import progress
 from kvtier.config.kinds import size_text
 from kvtier.config.loader import Loaded, Origin, load
 from kvtier.config.machine import check
@@ -26,6 +25,7 @@ from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError, UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import checkpoint_files
+from kvtier.report.output import progress
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of

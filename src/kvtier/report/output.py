@@ -1,9 +1,11 @@
-"""JSON and files: an output path is checked before any work, and a file is replaced as a whole."""
+"""JSON, progress and files. Output paths are checked before any work; a file is replaced as a whole."""
 
 import json
 import os
 import secrets
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from importlib.util import find_spec
@@ -19,6 +21,20 @@ CHART_SUFFIXES = (".svg", ".png")
 def print_json(result: object) -> None:
     """Print `result`, a dataclass or plain values, to stdout."""
     click.echo(json.dumps(result, indent=2, default=_plain))
+
+
+@contextmanager
+def progress(label: str, total: float | None) -> Generator[Callable[[float], None]]:
+    """Show progress on stderr when it is a terminal; yields the function that advances it."""
+    if not sys.stderr.isatty():
+        yield lambda _advance: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda advance: bar.advance(task, advance)
 
 
 def write_json(option: str, path: Path, result: object) -> None:
