@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvtier.config.kinds import parse_seconds, parse_size
+from kvtier.config.kinds import parse_count, parse_seconds, parse_size
 
 
 class WorkDirectory(click.Path):
@@ -64,6 +64,19 @@ class Seconds(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - 
             return value if isinstance(value, float) else parse_seconds(value)
         except ValueError as error:
             self.fail(f"{value}: {error}; allowed: a number with a unit, such as 500ms", param, ctx)
+
+
+class CountOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
+    """Tokens or users: ``4096``, ``131,072``, ``128k`` or ``128Ki``."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ANN401
+        """See `click.ParamType`."""
+        try:
+            return value if isinstance(value, int) else parse_count(value)
+        except ValueError as error:
+            self.fail(f"{value!r} is {error}", param, ctx)
 
 
 def origin(name: str) -> str:

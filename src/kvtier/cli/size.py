@@ -6,18 +6,19 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import product
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
-from kvtier.config.kinds import parse_count
+from kvtier.cli.options import CountOption
 from kvtier.report.format import binary, decimal, exact
-from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
 from kvtier.size import CHUNK_TOKENS, KvSize, Total, of
 from kvtier.size.catalogue import entries
-from kvtier.size.check import Verdict, check, published_cells
 from kvtier.size.sizes import reasons
+
+if TYPE_CHECKING:
+    from kvtier.size.check import Verdict
 
 TOKENS = (4096, 131_072)
 """Session lengths shown without --tokens."""
@@ -27,33 +28,21 @@ FIELD_ENTRIES_SHOWN = 6
 WIDTH_MAX = 100
 
 
-class CountParam(click.ParamType[int]):
-    """Tokens or users: ``4096``, ``131,072``, ``128k`` or ``128Ki``."""
-
-    name = "count"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse the text of an option."""
-        try:
-            return value if isinstance(value, int) else parse_count(str(value))
-        except ValueError as error:
-            self.fail(f"{value!r} is {error}", param, ctx)
-
-
-COUNT = CountParam()
-
-
 @click.command()
 @click.argument("model", metavar="[MODEL]", required=False)
-@click.option("--tokens", type=COUNT, multiple=True, help="Tokens of a session; may be repeated [default: 4Ki, 128Ki].")
-@click.option("--users", type=COUNT, multiple=True, help="Sessions; may be repeated [default: 1].")
+@click.option(
+    "--tokens", type=CountOption(), multiple=True, help="Tokens of a session; repeatable [default: 4Ki, 128Ki]."
+)
+@click.option("--users", type=CountOption(), multiple=True, help="Sessions; repeatable [default: 1].")
 @click.option(
     "--dtype", default="bf16", show_default=True, help="Format: fp16, fp8, int8:g64, mxfp4, nvfp4, int4:g64, ..."
 )
 @click.option("--index-dtype", help="Format of an indexer's keys [default: as --dtype].")
 @click.option("--tp", type=int, default=1, show_default=True, help="Tensor-parallel ranks.")
 @click.option("--pp", type=int, default=1, show_default=True, help="Pipeline stages.")
-@click.option("--chunk-tokens", type=COUNT, default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk.")
+@click.option(
+    "--chunk-tokens", type=CountOption(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
+)
 @click.option(
     "--check", "figures", multiple=True, metavar="SIZE", help='Explain a figure such as "150 KB"; may be repeated.'
 )
@@ -89,15 +78,19 @@ def size(
         raise click.UsageError("name a MODEL, or use --list or --published")
     kv = of(model, dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
-    verdicts = [check(kv, figure, [(total.tokens, total.users) for total in totals]) for figure in figures]
+    verdicts: list[Verdict] = []
+    if figures:
+        from kvtier.size.check import check
+
+        verdicts = [check(kv, figure, [(total.tokens, total.users) for total in totals]) for figure in figures]
     if as_json:
-        print_json(_whole(_as_json(kv, totals, verdicts)))
+        _print_json(_as_json(kv, totals, verdicts))
     else:
         _print(kv, totals, verdicts)
     return 0
 
 
-def _as_json(kv: KvSize, totals: list[Total], verdicts: list[Verdict]) -> dict[str, object]:
+def _as_json(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> dict[str, object]:
     """The JSON document. Members may be added; these stay."""
     document: dict[str, object] = {
         "model": kv.model.name,
@@ -147,7 +140,7 @@ def _as_json(kv: KvSize, totals: list[Total], verdicts: list[Verdict]) -> dict[s
     return document
 
 
-def _print(kv: KvSize, totals: list[Total], verdicts: list[Verdict]) -> None:
+def _print(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> None:
     model = kv.model
     ranks = "".join(f", {name} {count}" for name, count in (("TP", kv.tp), ("PP", kv.pp)) if count > 1)
     _wrap(f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}", bold=True)
@@ -227,9 +220,11 @@ def _sizes(kv: KvSize) -> list[tuple[str, float]]:
 
 
 def _emit_published(*, as_json: bool) -> None:
+    from kvtier.size.check import published_cells
+
     cells = published_cells()
     if as_json:
-        print_json(_whole({"cells": [asdict(cell) for cell in cells]}))
+        _print_json({"cells": [asdict(cell) for cell in cells]})
         return
     for document in dict.fromkeys(cell.document for cell in cells):
         _wrap(document, bold=True)
@@ -262,7 +257,7 @@ def _emit_list(*, as_json: bool) -> None:
             }
             for entry, kv in models
         ]
-        print_json(_whole({"models": documents}))
+        _print_json({"models": documents})
         return
     rows = [
         (
@@ -275,6 +270,12 @@ def _emit_list(*, as_json: bool) -> None:
         for entry, kv in models
     ]
     print_table(Table(("model", "layers", "bytes a token", "growing", "constant"), rows, numeric=3))
+
+
+def _print_json(document: object) -> None:
+    from kvtier.report.output import print_json
+
+    print_json(_whole(document))
 
 
 def _whole(value: object) -> object:
