@@ -4,7 +4,7 @@ import pytest
 from tests.core_driver import CHUNK, Driver, prefix_of
 
 from kvtier.core.boundary import needed_chunks
-from kvtier.core.link_estimates import LOOK_S, UNKNOWN_BYTES_PER_S, LinkEstimator
+from kvtier.core.link_estimates import DEFAULT_BYTES_PER_S, SAMPLE_S, LinkEstimator
 from kvtier.core.load_budget import LoadBudget
 from kvtier.layout import ALIGNMENT, History, State, Window
 from kvtier.types import Link, LoadDone, LoadOption, Outcome, Place, Prefix, Presence, RequestId
@@ -21,7 +21,7 @@ def known(first_s: float, bytes_per_s: float, first_bytes: int = MB) -> LinkEsti
 
 def test_a_link_that_nobody_used_is_believed_to_be_fast() -> None:
     first_s, all_s = LinkEstimator().seconds(100 * MB, 0, 0.0)
-    assert all_s == pytest.approx(first_s + 100 * MB / UNKNOWN_BYTES_PER_S)
+    assert all_s == pytest.approx(first_s + 100 * MB / DEFAULT_BYTES_PER_S)
     assert not LinkEstimator().is_known
 
 
@@ -73,7 +73,7 @@ def test_a_link_that_is_never_idle_is_looked_at_all_the_same() -> None:
             estimator.ended(MB, number * 0.01, is_moved=True)
     assert estimator.out == 1
     assert estimator.bytes_per_s == pytest.approx(100 * MB, rel=0.1)
-    assert 4 * LOOK_S < 200 * 0.01
+    assert 4 * SAMPLE_S < 200 * 0.01
 
 
 def test_what_does_not_come_is_not_expected_to_come_soon() -> None:
@@ -113,7 +113,7 @@ def paced(core: Driver, *, host_s: float = 1e-6, **tiers: float) -> None:
     for place, seconds in {"host": host_s, **tiers}.items():
         core.cache._estimators[place] = estimator = core.cache._estimators[place]
         estimator.first_s, estimator.first_bytes, estimator.bytes_per_s = seconds, ALIGNMENT, ALIGNMENT / seconds
-        estimator.is_known, estimator._knows_flow = True, True
+        estimator.is_known, estimator._has_bandwidth = True, True
 
 
 def options(core: Driver, request: str, prefix: Prefix, resident_tokens: int = 0) -> list[tuple[int, str, float]]:

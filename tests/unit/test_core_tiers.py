@@ -202,7 +202,7 @@ def test_what_a_load_did_not_read_behind_a_bad_copy_is_replaced_when_it_is_store
 
 
 def test_a_doubt_ends_when_the_copy_is_read_and_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_state, "DOUBTED_MAX", 2)
+    monkeypatch.setattr(tier_state, "SUSPECT_MAX", 2)
     core = Driver(slots=16, promotes=1)
     core.fill("disk", prefix_of("abcde"))
     core.load("r", prefix_of("abcde"))

@@ -5,9 +5,9 @@ import pytest
 from kvtier.core.planner import (
     BACKOFF_S_MAX,
     BACKOFF_S_MIN,
-    LATE,
     LOSS_BUDGET_START_S,
-    RISKS,
+    RISK_FACTOR,
+    RISK_FACTOR_MIN,
     SLACK,
     SLACK_S_MIN,
     LoadPlan,
@@ -83,14 +83,14 @@ def test_an_offer_past_the_prompt_is_none() -> None:
 
 def test_what_a_load_takes_besides_counts() -> None:
     planner = taught()
-    planner.waited(0.5)
+    planner.record_overhead(0.5)
     assert planner.plan(lookup_of(option(400, 0.0)), TOTAL, now_s=0.0).tokens == 0
     assert planner.plan(lookup_of(option(900, 0.0)), TOTAL, now_s=0.0).tokens == 900
 
 
 def test_what_loads_took_besides_is_forgotten_while_nobody_can_see_it() -> None:
     planner = taught()
-    planner.waited(5.0)  # once, for a reason that has gone
+    planner.record_overhead(5.0)  # once, for a reason that has gone
     lookup = lookup_of(option(900, 0.01))
     assert planner.plan(lookup, TOTAL, now_s=0.0).tokens == 0
     for _ in range(30):
@@ -124,7 +124,7 @@ def test_a_plan_has_no_effect() -> None:
 def test_a_load_may_lose_its_slack_and_twice_its_wait() -> None:
     plan = taught().plan(lookup_of(option(900, 0.3, wait_s=0.2)), TOTAL, now_s=0.0)
     assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK + RISKS * 0.2, rel=0.01)
+    assert plan.budget.allowance_s == pytest.approx(SLACK + RISK_FACTOR * 0.2, rel=0.01)
     assert plan.budget.saved_s(0, 900) == pytest.approx(0.9, rel=0.01)
 
 
@@ -142,7 +142,7 @@ def test_the_time_in_which_the_engine_computes_for_others_is_given_to_a_load_tha
     plan = planner.plan(lookup, TOTAL, ahead_s=5.0, now_s=0.0)
     assert plan.budget is not None
     assert plan.budget.free_s == 5.0
-    assert plan.budget.allowance_s == pytest.approx(SLACK + RISKS * 0.2, rel=0.01)
+    assert plan.budget.allowance_s == pytest.approx(SLACK + RISK_FACTOR * 0.2, rel=0.01)
     before_s = planner.snapshot()["loss_budget_s"]
     end(planner, plan, tokens=0, seconds=5.0, now_s=5.0)  # later than expected, but nothing was lost
     assert planner.snapshot()["loss_budget_s"] == before_s
@@ -172,7 +172,7 @@ def test_no_more_is_lent_than_a_load_may_bring() -> None:
 def test_a_load_that_brings_little_may_be_a_little_late() -> None:
     plan = taught().plan(lookup_of(option(900, 0.7, wait_s=0.3)), TOTAL, now_s=0.0)
     assert plan.budget is not None
-    assert plan.budget.allowance_s == pytest.approx(SLACK + LATE * 0.3, rel=0.01)
+    assert plan.budget.allowance_s == pytest.approx(SLACK + RISK_FACTOR_MIN * 0.3, rel=0.01)
 
 
 def test_a_short_prompt_has_some_milliseconds_too() -> None:
@@ -193,11 +193,11 @@ def test_who_waits_behind_other_loads_may_wait_as_long_as_they_spare() -> None:
     first = planner.plan(lookup, TOTAL, now_s=0.0)
     planner.begun(first, 0.0)
     second = planner.plan(lookup, TOTAL, now_s=0.0)
-    assert second.spared_s == pytest.approx(0.9, rel=0.01)
+    assert second.saved_by_loads_s == pytest.approx(0.9, rel=0.01)
     assert second.budget is not None
     assert second.budget.allowance_s == pytest.approx(SLACK + 0.9, rel=0.01)
     planner.dropped(first)
-    assert planner.plan(lookup, TOTAL, now_s=0.0).spared_s == 0.0
+    assert planner.plan(lookup, TOTAL, now_s=0.0).saved_by_loads_s == 0.0
 
 
 # ---- the account -----------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_a_try_that_fails_keeps_nobody_from_what_pays() -> None:
 def test_nothing_is_tried_where_even_a_fast_link_would_hardly_help() -> None:
     planner = taught()
     assert planner.plan(lookup_of(option(880, 0.05, place="host"), option(900, 0.1)), TOTAL, now_s=0.0).tokens == 880
-    planner.waited(2.0)
+    planner.record_overhead(2.0)
     assert planner.plan(lookup_of(option(900, 0.0)), TOTAL, now_s=0.0).tokens == 0
 
 
@@ -390,4 +390,4 @@ def test_what_is_kept_of_the_past_has_a_limit() -> None:
     prefill = PrefillEstimator()
     for number in range(500):
         prefill.add([Piece(16 << number % 14, (number * number) << number % 16)], 0.01 + number)
-    assert len(prefill._seen) <= 64
+    assert len(prefill._averages) <= 64

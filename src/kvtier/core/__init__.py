@@ -1,1 +1,1 @@
-"""The decisions. Pure and synchronous: events and a time go in, transfers come out."""
+"""Decisions of the cache. Pure and synchronous: calls carry the time, and commands and events come out."""

@@ -1,13 +1,12 @@
-"""The core: what to give, what to keep, what to move. Pure and synchronous; DESIGN principles 1, 3 and 4.
+"""The core: decides what to load, keep and move. Pure and synchronous.
 
-Events go in (lookup, load, store, release, expects, complete, probed), each with the time; commands and events come out
-(`take_commands`, `take_events`), those that follow from answers after the next `advance` or `tick`. One owner calls it;
-it never blocks, and it never believes a lower tier.
+Calls carry the time. Commands and events are collected by `take_commands` and `take_events`. Those that follow from
+completions appear after the next `advance` or `tick`. The core has one owner, never blocks, and treats answers of lower
+tiers as hints.
 
-How it keeps its two promises:
-- never lie: an object is readable only in residency READY or LEAVING, to which only a transfer leads that every rank
-  reported DONE; whoever reads a slot holds a pin; a slot whose thread is late is not reused before the thread answers.
-- never stall: see `traffic`; and every wait has a deadline that `tick` lets pass.
+- Never lie: an object is readable only when READY or LEAVING, after every rank reported its transfer DONE. A reader of
+  a slot holds a pin. The slot of an overdue promotion is not reused before its thread has ended.
+- Never stall: see `transfer_scheduler`. Every wait has a deadline, which `tick` checks.
 """
 
 from collections import deque
@@ -55,16 +54,16 @@ NO_PRIORS: Final[Mapping[str, LinkPrior]] = MappingProxyType({})
 
 
 class Cache:
-    """One engine's host memory and what it knows of the tiers below.
+    """Host memory of one engine, and the state of the lower tiers.
 
     Args:
         layout: the model's KV groups.
         slots: host slots of each group, at least two each.
         tiers: names of the lower tiers, fastest first.
-        evictor: makes one host evictor for each group.
+        evictor: makes the evictor of a group in host memory.
         ranks: how many ranks answer each command.
-        down: those of the tiers that do not work yet.
-        link_priors: how fast places are believed to be before they are seen; by name, host memory's too.
+        down: tiers that are not open yet.
+        link_priors: estimates for links without measurements, by place.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class Cache:
         self._limits = limits or Limits()
         self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
         self._has_history = any(isinstance(group.validity, History) for group in layout.groups)
-        self._unsaid: dict[str, NextTurn | None] = {}
-        """What sessions expect, while stores of theirs are open: evictors are told of those first."""
+        self._next_turns: dict[str, NextTurn | None] = {}
+        """Next turns of sessions with open stores: evictors see the stores first."""
         self._may_move = False
-        """Something has ended, and what waited for it has not been looked at."""
+        """An operation has ended since the last `advance`."""
         self._commands: list[Command] = []
         self._events: list[Event] = []
         new_id = count(1).__next__
@@ -129,34 +128,34 @@ class Cache:
             first_tier=self._transfers.first_tier,
         )
 
-    # ---- questions -------------------------------------------------------------------------------------------------
+    # ---- lookup ----------------------------------------------------------------------------------------------------
 
     def lookup(self, request: RequestId, prefix: Prefix, now_s: float, *, resident_tokens: int = 0) -> Lookup:
-        """How many leading tokens can be given. Asks lower tiers once per request and object; otherwise no effect.
+        """How many leading tokens can be loaded. Sends probes, once per request and object.
 
-        What it options does without the leading `resident_tokens`, which the engine holds.
+        The options do not include the leading `resident_tokens`, which the engine holds.
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
         if self._has_history_only and min(runs) == len(prefix.keys):
-            # Everything is here: neither the rules of boundaries nor any tier has anything to add.
+            # Everything is in host memory: boundary rules and tiers cannot change the result.
             tokens = len(prefix.keys) * prefix.chunk_tokens
             if not tokens:
-                return NOTHING
-            asked = LookupQuery(prefix, resident_tokens, _in_host, runs)
-            options = self._cost_model.options(asked, tokens, tokens, now_s)
+                return NO_LOOKUP
+            query = LookupQuery(prefix, resident_tokens, _in_host, runs)
+            options = self._cost_model.options(query, tokens, tokens, now_s)
             return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), options, tokens)
-        known = self._probes.ask(request, prefix, self._host, now_s)
+        known = self._probes.send(request, prefix, self._host, now_s)
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
-        @cache  # asked for the boundary, for where it comes from and for what it takes
+        @cache  # used for the boundary, the sources and the options
         def place_of(group: int, chunk: int) -> str | None:
             return self._place_of(known, prefix.keys[chunk], group)
 
-        def can_be_had(group: int, chunk: int) -> bool:
+        def is_available(group: int, chunk: int) -> bool:
             return place_of(group, chunk) is not None
 
-        tokens = longest_boundary(self._layout.groups, prefix, can_be_had, runs)
+        tokens = longest_boundary(self._layout.groups, prefix, is_available, runs)
         if known is not None and known.open_probes and tokens < prefix.tokens:
             presence = Presence.PROBING
         elif tokens > ready:
@@ -173,37 +172,37 @@ class Cache:
         history_tokens = tokens
         full = tokens // prefix.chunk_tokens
         if self._has_history and full < len(prefix.keys):
-            run = history_run(self._layout.groups, prefix, can_be_had, [max(run, full) for run in runs])
+            run = history_run(self._layout.groups, prefix, is_available, [max(run, full) for run in runs])
             history_tokens = max(tokens, run * prefix.chunk_tokens)
         return Lookup(tokens, ready, presence, sources, options, history_tokens)
 
     def presence(self, key: ChunkKey, group: int) -> Presence:
-        """Whether host memory has or will have one object."""
+        """Whether host memory has, or will have, an object."""
         entry = self._host.find(key, group)
         return Presence.ABSENT if entry is None else PRESENCE[entry.residency]
 
     @property
     def counters(self) -> Counters:
-        """What has been counted so far."""
+        """Totals since the start."""
         return self._counters
 
     @property
     def host(self) -> HostMemory:
-        """HostMemory memory, to be read only."""
+        """Host memory, read-only."""
         return self._host
 
     @property
     def pending_count(self) -> int:
-        """Objects that some tier is still to receive."""
+        """Objects with pending writes."""
         return len(self._host.pending_objects())
 
     @property
     def in_flight(self) -> int:
-        """Commands that are out and will be answered."""
+        """Commands without an answer."""
         return len(self._transfers.flights) + len(self._probes)
 
     def copies(self) -> dict[int, RequestId]:
-        """The transfers to and from the engine's blocks that are out, and the request of each."""
+        """The request of each gather and scatter in flight, by transfer id."""
         return {
             flight.transfer.id: flight.transfer.request
             for flight in self._transfers.flights.values()
@@ -211,15 +210,15 @@ class Cache:
         }
 
     def is_up(self, tier: str) -> bool:
-        """Whether `tier` is read; otherwise reads failed lately, and none is made for a while."""
+        """Whether reads of `tier` are allowed, rather than stopped after failures."""
         return self._tiers[tier].breakers[Link.PROMOTE].is_up()
 
     def check_tiers(self, now_s: float) -> None:
-        """See whether the tiers answer; to be called about once a second."""
-        self._probes.check(now_s)
+        """Send health checks to the tiers; call it about once a second."""
+        self._probes.send_health_checks(now_s)
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do next, if nothing else happens."""
+        """When `tick` has work to do if no other call is made."""
         ends = [self._transfers.next_deadline(), self._probes.next_deadline()]
         return min((end for end in ends if end is not None), default=None)
 
@@ -237,14 +236,13 @@ class Cache:
         budget: LoadBudget | None = None,
         session: str | None = None,
     ) -> None:
-        """Bring the leading `tokens` to `places`; one LoadDone follows, early when it no longer pays (`budget`).
+        """Load the leading `tokens` to `places`. One LoadDone follows, early if the load exceeds its `budget`.
 
         Raises:
-            BadCallError: a load of this request is under way; `tokens` is no boundary; a place is not in the prefix,
-                lies past `tokens` or is named twice; an object that is needed there is neither resident nor has a
-                place.
+            BadCallError: the request has an open load; `tokens` is not a boundary; a place is outside the prefix, past
+                `tokens` or named twice; a needed object is neither resident nor has a place.
         """
-        self._expire(now_s)  # and no more: what waits for a slot must not take what is about to be loaded
+        self._expire(now_s)  # no `advance`: waiting operations could evict objects of this load
         if request in self._operations.loads:
             raise BadCallError(f"request {request!r} has a load under way")
         self._check_load(prefix, tokens, places, resident_tokens)
@@ -257,10 +255,10 @@ class Cache:
     def store(
         self, request: RequestId, prefix: Prefix, places: Sequence[Place], now_s: float, session: str | None = None
     ) -> None:
-        """Keep the chunks at `places`; one StoreDone follows.
+        """Store the chunks at `places`. One StoreDone follows.
 
         Raises:
-            BadCallError: a place is not in the prefix.
+            BadCallError: a place is outside the prefix.
         """
         self.tick(now_s)
         self._check_places(prefix, places)
@@ -270,50 +268,50 @@ class Cache:
         self._operations.end_store_if_settled(store)
 
     def release(self, request: RequestId, now_s: float) -> None:
-        """Forget `request`: what has not begun will not; its Done events follow when nothing is in flight."""
+        """Forget `request`: queued work is dropped, and its Done events follow when no transfer is in flight."""
         self._stop(request)
         self._transfers.advance(now_s)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """A response to `session` is over, and `next_turn` goes on. Evictors that take hints are told with `advance`.
+        """Pass on the kind of the next turn of `session`, to evictors of host memory and tiers, with `advance`.
 
-        What the session has stored so far reaches the evictors before.
+        Objects that the session is storing reach the evictors first.
         """
-        self._unsaid.pop(session, None)
-        self._unsaid[session] = next_turn
+        self._next_turns.pop(session, None)
+        self._next_turns[session] = next_turn
 
     def stop(self, now_s: float) -> None:
-        """Release every request that has a load or a store under way; none of them begins anything more."""
+        """Release every request with an open load or store."""
         for request in dict.fromkeys([*self._operations.loads, *(store.request for store in self._operations.stores)]):
             self._stop(request)
         self._transfers.advance(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Demote everything that is owed, whatever the policy says about when."""
+        """Queue every pending write, whatever the write policy."""
         self._pending_writes.flush()
         self._transfers.advance(now_s)
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
+    # ---- completions -----------------------------------------------------------------------------------------------
 
     def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool = False) -> None:
-        """One rank's answer to a transfer. `is_fault`: the tier failed, as against a refusal or a cancellation."""
+        """One rank's completion of a transfer. `is_fault`: the tier failed, rather than refused or cancelled."""
         self._may_move |= self._transfers.complete(transfer_id, outcome, now_s, is_fault=is_fault)
 
     def probed(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
-        """One rank's answer to a probe; None when the tier failed."""
+        """One rank's answer to a probe; None means that the tier failed."""
         self._probes.answered(probe_id, present, now_s)
-        self._may_move = True  # demotions may have waited for the tier's trial
+        self._may_move = True  # demotions may wait for a trial
 
     def advance(self, now_s: float) -> None:
-        """Begin what answers have made possible; after many of them once, since one look costs as much as an answer."""
+        """Start what completions have made possible. Call it once for many: it costs as much as a completion."""
         if self._may_move:
             self._may_move = False
             self._transfers.advance(now_s)
-        if self._unsaid:
-            self._say()
+        if self._next_turns:
+            self._pass_next_turns()
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass, and `advance`."""
+        """Check deadlines, then `advance`."""
         self._expire(now_s)
         self.advance(now_s)
 
@@ -323,30 +321,30 @@ class Cache:
     # ---- output ----------------------------------------------------------------------------------------------------
 
     def take_commands(self) -> list[Command]:
-        """What is to be done; each command is given out once."""
+        """The commands since the last call."""
         taken = self._commands.copy()
         self._commands.clear()
         return taken
 
     def take_events(self) -> list[Event]:
-        """What has ended since the last call."""
+        """The events since the last call."""
         taken = self._events.copy()
         self._events.clear()
         return taken
 
     def check(self) -> None:
-        """Assert every invariant that can be seen from one moment's state.
+        """Assert every invariant of the current state.
 
         Raises:
-            AssertionError: one does not hold, which is a mistake in the core.
+            AssertionError: one does not hold, which is a bug in the core.
         """
         self._host.check()
         self._transfers.check()
 
-    def _say(self) -> None:
+    def _pass_next_turns(self) -> None:
         storing = {store.session for store in self._operations.stores}
-        for session in [session for session in self._unsaid if session not in storing]:
-            next_turn = self._unsaid.pop(session)
+        for session in [session for session in self._next_turns if session not in storing]:
+            next_turn = self._next_turns.pop(session)
             self._host.expects(session, next_turn)
             self._commands += [Tell(tier_state.name, session, next_turn) for tier_state in self._tiers.all]
 
@@ -358,7 +356,7 @@ class Cache:
         for store in [store for store in self._operations.stores if store.request == request]:
             self._operations.give_up(store)
 
-    # ---- small things ----------------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------------------------
 
     def _readable_run(self, group: int, keys: tuple[ChunkKey, ...]) -> int:
         readable = self._host.readable[group]
@@ -388,7 +386,7 @@ class Cache:
                 raise BadCallError(f"{place} is outside the prefix: {groups} groups, {chunks} chunks")
 
     def _check_load(self, prefix: Prefix, tokens: int, places: Sequence[Place], resident_tokens: int) -> None:
-        """What LoadDone says is true only if everything that its tokens need was asked for."""
+        """Check that a load covers everything its tokens need; LoadDone relies on it."""
         groups = self._layout.groups
         try:
             needed = [
@@ -399,19 +397,19 @@ class Cache:
         self._check_places(prefix, places)
         named = {place[:2] for place in places}
         if len(named) != len(places):
-            raise BadCallError(f"a load names {len(places) - len(named)} of its places twice")
+            raise BadCallError(f"a load names {len(places) - len(named)} places twice")
         for chunk in {chunk for _, chunk in named}:
             end = (chunk + 1) * prefix.chunk_tokens
             if end > tokens:
                 raise BadCallError(f"chunk {chunk} ends at {end}, past the {tokens} tokens of the load")
         for group, chunk in needed:
             if (group, chunk) not in named and (chunk + 1) * prefix.chunk_tokens > resident_tokens:
-                told = f"a load of {tokens} tokens, {resident_tokens} of them resident"
-                raise BadCallError(f"{told}, needs chunk {chunk} of group {group}")
+                what = f"a load of {tokens} tokens, {resident_tokens} of them resident"
+                raise BadCallError(f"{what}, needs chunk {chunk} of group {group}")
 
 
-def _in_host(_group: int, _chunk: int) -> str:  # pragma: no cover  what is readable is not asked for its place
+def _in_host(_group: int, _chunk: int) -> str:  # pragma: no cover  never called for readable objects
     return HOST
 
 
-NOTHING = Lookup(0, 0, Presence.ABSENT)
+NO_LOOKUP = Lookup(0, 0, Presence.ABSENT)

@@ -1,4 +1,4 @@
-"""A circuit breaker for the reads or the writes of a tier: failures in a row open it, a trial closes it."""
+"""A circuit breaker for the reads or writes of a tier: consecutive failures open it, a successful trial closes it."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ RETRY_SECONDS_MAX = 60.0
 
 @dataclass(slots=True)
 class CircuitBreaker:
-    """Whether work of one kind is worth giving to a tier.
+    """Decides whether a tier gets operations of one kind.
 
     Args:
-        failures_max: failures in a row that stop the work.
-        retry_s: seconds of the first rest; doubles with each failed trial, up to a minute.
+        failures_max: consecutive failures that open the breaker.
+        retry_s: delay before the first trial; doubles with each failed trial, up to a minute.
     """
 
     failures_max: int
@@ -23,44 +23,44 @@ class CircuitBreaker:
     is_trial: bool = False
 
     def open_now(self) -> None:
-        """It is known not to work: the first work that it is given is a trial."""
+        """Start open: the first operation is a trial."""
         self.retry_delay_s = self.retry_s
 
     def is_up(self) -> bool:
-        """Whether the tier counts as healthy."""
+        """Whether the breaker is closed."""
         return self.retry_delay_s == 0.0
 
     def allows(self, now_s: float) -> bool:
-        """Whether to give it work now. While it is down, one trial is let through after each rest."""
+        """Whether to start an operation. While open, one trial is allowed after each delay."""
         return self.retry_delay_s == 0.0 or (not self.is_trial and now_s >= self.retry_at_s)
 
     def attempted(self) -> None:
-        """Work was given to it; when it is down, that is its trial."""
+        """An operation started; while open, it is the trial."""
         if not self.is_up():
             self.is_trial = True
 
     def succeeded(self) -> bool:
-        """It answered well; returns whether it thereby came back up."""
-        came_back = not self.is_up()
+        """An operation succeeded; returns whether that closed the breaker."""
+        was_open = not self.is_up()
         self.failures, self.retry_delay_s, self.is_trial = 0, 0.0, False
-        return came_back
+        return was_open
 
     def retry_now(self, now_s: float) -> None:
-        """There is a reason to try again: a trial may be made at once."""
+        """Allow a trial at once."""
         self.retry_at_s = min(self.retry_at_s, now_s)
 
     def inconclusive(self) -> None:
-        """A trial ended without telling anything about the tier (it was cancelled); another may be made."""
+        """An operation was cancelled; if it was the trial, another one is allowed."""
         self.is_trial = False
 
     def failed(self, now_s: float) -> bool:
-        """It failed or was late; returns whether it thereby went down."""
+        """An operation failed or was late; returns whether that opened the breaker."""
         self.failures += 1
-        went_down = self.is_up() and self.failures >= self.failures_max
-        if went_down or (not self.is_up() and self.is_trial):
+        is_opening = self.is_up() and self.failures >= self.failures_max
+        if is_opening or (not self.is_up() and self.is_trial):
             self.retry_delay_s = (
-                self.retry_s if went_down else min(self.retry_delay_s * RETRY_GROWTH, RETRY_SECONDS_MAX)
+                self.retry_s if is_opening else min(self.retry_delay_s * RETRY_GROWTH, RETRY_SECONDS_MAX)
             )
             self.retry_at_s = now_s + self.retry_delay_s
         self.is_trial = False
-        return went_down
+        return is_opening

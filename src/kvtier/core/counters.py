@@ -1,21 +1,21 @@
-"""What the core counts. Plain numbers; whoever observes reads them."""
+"""Counters of the core."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the core was made."""
+    """Totals since the start."""
 
     stores_dropped: int = 0
-    """Objects that a store did not keep: not admitted, no room in time, or failed."""
+    """Objects that a store dropped: no room in time, or failed."""
     demotions_dropped: int = 0
-    """Objects that a lower tier was to receive and did not."""
+    """Pending writes that were dropped or failed."""
     corrupt: int = 0
-    """Copies in a lower tier that failed their check."""
+    """Copies in a lower tier that failed verification."""
     late: int = 0
-    """Transfers whose deadline passed."""
+    """Overdue transfers."""
     unprobed: int = 0
-    """Lookups that asked no lower tier because `Limits.requests` were tracked."""
+    """Lookups without probes, because `Limits.requests` were tracked."""
     unqueued: int = 0
-    """Objects that a store did not keep because `Limits.waiting_chunks` waited for a slot."""
+    """Objects that a store dropped because `Limits.waiting_chunks` were waiting."""

@@ -1,34 +1,35 @@
-"""What the core may have going on at once, and for how long."""
+"""Limits of the core: how much may be in flight, and for how long."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class WritePolicy(Enum):
-    """When a host copy is demoted to the lower tiers."""
+    """When a copy from the engine is demoted to the lower tiers."""
 
     THROUGH = "through"  # as soon as it is ready
-    BACK = "back"  # when it is evicted from host memory, or at the end
+    BACK = "back"  # before it is evicted from host memory, and at close
     SELECTIVE = "selective"  # at its n-th use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Budgets and deadlines. Counts are transfers of one object; seconds are on the session's clock."""
+    """Counts are objects in flight; seconds are on the session's clock."""
 
     gathers: int = 16
     scatters: int = 16
     promotes: int = 16
-    """Promotions in flight per tier; all tiers together at most a quarter of the slots of the smallest group."""
+    """Promotions in flight per tier. All tiers share at most a quarter of the slots of the smallest group."""
     demotes: int = 8
-    """Demotions in flight per tier; all tiers together at most a quarter of the slots of the smallest group."""
+    """Demotions in flight per tier. All tiers share at most a quarter of the slots of the smallest group."""
     small_bytes: int = 0
-    """A tier's promotions, and its demotions, may be more than that, within the same quarters, while they have no more
-    than so many bytes together: small objects go in batches, and only what is in flight can be in one."""
+    """Promotions of a tier, and likewise demotions, may exceed their count up to these bytes in flight, within the same
+    quarters. Small objects travel in batches, and a batch holds only objects in flight.
+    """
     waiting_chunks: int = 4096
-    """Objects of all stores together that may wait for a slot; more are dropped."""
+    """Objects of all stores that may wait for a slot; further ones are dropped."""
     requests: int = 4096
-    """Requests whose lower-tier answers are kept; more are looked up in host memory only."""
+    """Requests whose probe answers are kept; further ones are looked up in host memory only."""
     probe_deadline_s: float = 0.5
     load_deadline_s: float = 30.0
     transfer_deadline_s: float = 10.0

@@ -1,30 +1,30 @@
-"""How fast the links are, by watching what goes over them.
+"""Estimates the speed of each link from the transfers that use it.
 
-A link is told as two numbers: how long the first objects of a burst take, and how many bytes a second follow them. Both
-are seen directly, so nothing has to be fitted: a burst begins when an idle link is given work, what travels side by
-side with its first object comes together with it, and the flow is what comes after that. Bad news is believed at once;
-of good news and what was believed, the geometric mean. So a plan counts on what a link does on its worse days, and one
-good look at a link that was bad is half the way back.
+A link has two parameters: the latency of the first objects of a burst, and the bandwidth after them. A burst begins
+when an idle link gets a transfer. Objects that arrive soon after the first one count as part of the first batch. The
+bandwidth is that of the rest, so both parameters are measured directly and nothing is fitted. A worse measurement
+replaces the estimate; a better one counts as the geometric mean of both. So plans assume a link's slower periods, and
+one good measurement recovers half of the difference.
 
-Nothing is known of a link that nobody used. It is then believed to be fast, because only a try can tell; unless
-somebody has measured it before (`LinkPrior`).
+A link without measurements has the estimate of its prior, from a probe record. Without a prior it is assumed to be
+fast, since only a transfer can show otherwise.
 """
 
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import NamedTuple
 
-UNKNOWN_BYTES_PER_S = 20e9
-UNKNOWN_FIRST_S = 1e-3
-LOOK_S = 0.25
-"""A link that is never idle is looked at this often."""
+DEFAULT_BYTES_PER_S = 20e9
+DEFAULT_FIRST_S = 1e-3
+SAMPLE_S = 0.25
+"""A link that is never idle is measured this often."""
 INSTANT_S = 1e-6
-TOGETHER = 0.5
-"""What comes within this share of the first wait has come together with the first object."""
+FIRST_BATCH_SHARE = 0.5
+"""Objects that arrive within this share of the latency after the first one belong to the first batch."""
 
 
 class LinkPrior(NamedTuple):
-    """What is believed of a link before anything went over it; as in `LinkEstimator`."""
+    """Estimate of a link before its first transfer; the fields are those of `LinkEstimator`."""
 
     first_s: float
     first_bytes: int
@@ -35,39 +35,39 @@ class LinkPrior(NamedTuple):
 class LinkEstimator:
     """One link."""
 
-    first_s: float = UNKNOWN_FIRST_S
-    """How long the first objects of a burst take."""
+    first_s: float = DEFAULT_FIRST_S
+    """Latency of the first batch of a burst."""
     first_bytes: int = 0
-    """How much comes together then."""
-    bytes_per_s: float = UNKNOWN_BYTES_PER_S
-    """How fast a burst goes on after that."""
+    """Bytes of the first batch."""
+    bytes_per_s: float = DEFAULT_BYTES_PER_S
+    """Bandwidth after the first batch."""
     lead_s: float = 0.0
-    """How long it takes until a load has what it can use: its first chunk, which need not come first."""
+    """Time until a load has its first usable chunk, which need not arrive first."""
     is_known: bool = False
     out: int = 0
     out_bytes: int = 0
-    """What is on its way."""
-    _knows_flow: bool = field(default=False, init=False)
+    """Transfers in flight."""
+    _has_bandwidth: bool = field(default=False, init=False)
     _is_waiting: bool = field(default=False, init=False)
-    """Nothing of this burst has come yet."""
+    """Nothing of this burst has arrived."""
     _moved_s: float = field(default=0.0, init=False)
-    """When something came last, or the burst began."""
-    _together_until_s: float = field(default=0.0, init=False)
-    _together_bytes: int = field(default=0, init=False)
+    """Time of the last arrival, or of the start of the burst."""
+    _batch_until_s: float = field(default=0.0, init=False)
+    _batch_bytes: int = field(default=0, init=False)
     _flow_since_s: float = field(default=0.0, init=False)
     _flow_bytes: int = field(default=0, init=False)
 
     @classmethod
-    def from_prior(cls, belief: LinkPrior | None) -> "LinkEstimator":
-        """A link of which `belief` says what to expect, until it is seen; None: nothing is known."""
-        if belief is None:
+    def from_prior(cls, prior: LinkPrior | None) -> "LinkEstimator":
+        """An estimator that starts with `prior`, if there is one."""
+        if prior is None:
             return cls()
-        estimator = cls(first_s=belief.first_s, first_bytes=belief.first_bytes, bytes_per_s=belief.bytes_per_s)
-        estimator.is_known = estimator._knows_flow = True
+        estimator = cls(first_s=prior.first_s, first_bytes=prior.first_bytes, bytes_per_s=prior.bytes_per_s)
+        estimator.is_known = estimator._has_bandwidth = True
         return estimator
 
     def began(self, size_bytes: int, now_s: float) -> None:
-        """An object is on its way."""
+        """A transfer starts."""
         if not self.out:
             self._is_waiting = True
             self._flow_since_s = self._moved_s = now_s
@@ -75,26 +75,26 @@ class LinkEstimator:
         self.out_bytes += size_bytes
 
     def ended(self, size_bytes: int, now_s: float, *, is_moved: bool) -> None:
-        """It has arrived, or will not: failed, cancelled, absent."""
+        """A transfer has ended, with (`is_moved`) or without moving its bytes."""
         self.out -= 1
         self.out_bytes -= size_bytes
         if is_moved:
             self._moved(size_bytes, now_s)
         elif self._is_waiting and not self.out:
-            # Given up. It would have taken longer than this, and this may be news.
-            self._update_first(max(self.first_s, now_s - self._moved_s))
+            # All transfers ended without moving bytes: the latency is at least this long.
+            self._update_latency(max(self.first_s, now_s - self._moved_s))
 
     def seconds(self, size_bytes: int, queue_bytes: int, now_s: float) -> tuple[float, float]:
-        """Expected seconds until some of `size_bytes` more is of use, and until all have come.
+        """Expected seconds until the first part of `size_bytes` more is usable, and until all of it has arrived.
 
         Args:
             size_bytes: what would be added.
-            queue_bytes: what comes before it, whether on its way or not yet.
+            queue_bytes: what is transferred before, in flight or queued.
             now_s: the time.
         """
         first_s = self.first_s
         if self.out:
-            # What has not come for a while will not come at once either: as long again, for want of a better guess.
+            # Without a better estimate, a wait is expected to last as long again as it has lasted.
             first_s = max(first_s, now_s - self._moved_s)
         queue_s = queue_bytes / self.bytes_per_s
         flow_s = max(0, size_bytes - self.first_bytes) / self.bytes_per_s
@@ -102,38 +102,38 @@ class LinkEstimator:
         return queue_s + lead_s, queue_s + max(lead_s, first_s + flow_s)
 
     def record_lead(self, seconds: float, *, has_come: bool) -> None:
-        """A load that had the link to itself had its first chunk after so long, or gave up then."""
+        """A load that used the link alone got its first chunk after `seconds`, or was stopped then without one."""
         seconds = seconds if has_come else max(seconds, self.lead_s)
         self.lead_s = max(seconds, sqrt(self.lead_s * seconds))
 
     def _moved(self, size_bytes: int, now_s: float) -> None:
         if self._is_waiting:
             wait_s = now_s - self._moved_s
-            self._update_first(wait_s)
+            self._update_latency(wait_s)
             self._is_waiting = False
             self._flow_since_s, self._flow_bytes = now_s, 0
-            self._together_until_s, self._together_bytes = now_s + TOGETHER * wait_s, 0
-        if now_s <= self._together_until_s:
-            self._together_bytes += size_bytes
-            self.first_bytes = max(self.first_bytes, self._together_bytes)
-            if not self._knows_flow:
-                self.bytes_per_s = self.first_bytes / self.first_s  # at least, if the next take as long as these
+            self._batch_until_s, self._batch_bytes = now_s + FIRST_BATCH_SHARE * wait_s, 0
+        if now_s <= self._batch_until_s:
+            self._batch_bytes += size_bytes
+            self.first_bytes = max(self.first_bytes, self._batch_bytes)
+            if not self._has_bandwidth:
+                self.bytes_per_s = self.first_bytes / self.first_s  # a lower bound: the next batch may take as long
         else:
             self._flow_bytes += size_bytes
-            self.first_bytes = self._together_bytes  # no more than that, though there was more on its way
+            self.first_bytes = self._batch_bytes  # not more, although more was in flight
             flow_s = now_s - self._flow_since_s
-            # Less than what travels side by side, or a shorter time than it takes, tells nothing of how it goes on.
-            if self._flow_bytes >= self.first_bytes and flow_s >= self.first_s and (not self.out or flow_s >= LOOK_S):
-                self._update_flow(self._flow_bytes / flow_s)
+            # Smaller or shorter samples than the first batch say nothing about the bandwidth.
+            if self._flow_bytes >= self.first_bytes and flow_s >= self.first_s and (not self.out or flow_s >= SAMPLE_S):
+                self._update_bandwidth(self._flow_bytes / flow_s)
                 self._flow_since_s, self._flow_bytes = now_s, 0
         self._moved_s = now_s
 
-    def _update_first(self, seconds: float) -> None:
+    def _update_latency(self, seconds: float) -> None:
         seconds = max(seconds, INSTANT_S)
         self.first_s = max(seconds, sqrt(self.first_s * seconds)) if self.is_known else seconds
         self.is_known = True
 
-    def _update_flow(self, bytes_per_s: float) -> None:
-        usual = sqrt(self.bytes_per_s * bytes_per_s) if self._knows_flow else bytes_per_s
+    def _update_bandwidth(self, bytes_per_s: float) -> None:
+        usual = sqrt(self.bytes_per_s * bytes_per_s) if self._has_bandwidth else bytes_per_s
         self.bytes_per_s = min(bytes_per_s, usual)
-        self._knows_flow = True
+        self._has_bandwidth = True

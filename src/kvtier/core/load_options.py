@@ -1,7 +1,7 @@
-"""What it takes to load what a lookup found: for each way of doing without the slowest places, one option.
+"""Options for loading what a lookup found: one for each set of places that leaves out the slowest ones.
 
-Nothing between two options is worth considering. Along one place the time of a load grows evenly with its tokens, while
-a token is the dearer to compute the later it comes. So if the first chunk of a place pays, all of its chunks do.
+Optimal cut points lie only at boundaries between places. Within one place the time of a load grows linearly with its
+tokens, while later tokens cost more to compute. So if the first chunk of a place pays, all of its chunks do.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,27 +17,27 @@ from kvtier.types import LoadOption, Prefix
 
 
 class LookupQuery(NamedTuple):
-    """One lookup."""
+    """The lookup that options are made for."""
 
     prefix: Prefix
     resident_tokens: int
     """Leading tokens that the engine holds."""
     place_of: Callable[[int, int], str | None]
-    """(group, chunk) -> the place that object would come from; None: it cannot be had."""
+    """(group, chunk) -> the place of that object; None when it is not available."""
     runs: Sequence[int]
-    """The leading chunks of each group that are readable in host memory."""
+    """Leading chunks of each group that are readable in host memory."""
 
 
 class CostModel:
-    """Knows the links, and what is on its way over them.
+    """Estimates the cost of loads.
 
     Args:
         layout: the model's KV groups.
         host: host memory.
         estimators: one for each place, fastest first; host memory's is of the link from there to the engine.
-        loads: the open loads; asked each time.
-        scatters: how many objects in host memory wait for their copy to the engine.
-        first_tier: where the next promotion of an open load that has some left comes from first.
+        loads: a live view of the open loads.
+        scatters: returns how many objects wait for their scatter.
+        first_tier: returns the first tier to try for the next promotion of an open load.
     """
 
     def __init__(
@@ -58,74 +58,74 @@ class CostModel:
         self._scatters = scatters
         self._first_tier = first_tier
 
-    def options(self, asked: LookupQuery, ready: int, tokens: int, now_s: float) -> tuple[LoadOption, ...]:
+    def options(self, query: LookupQuery, ready: int, tokens: int, now_s: float) -> tuple[LoadOption, ...]:
         """The boundaries worth loading up to, shortest first.
 
         Args:
-            asked: the lookup.
-            ready: the longest boundary that host memory can give now.
-            tokens: the longest boundary that can be given.
+            query: the lookup.
+            ready: the longest boundary that host memory can serve now.
+            tokens: the longest boundary that can be served.
             now_s: the time.
         """
-        if tokens <= asked.resident_tokens:
+        if tokens <= query.resident_tokens:
             return ()
-        ends = {ready, tokens, *(self._without_slowest(asked, count) for count in range(1, len(self._estimators) - 1))}
-        return tuple(self._option(asked, end, now_s) for end in sorted(ends) if end > asked.resident_tokens)
+        ends = {ready, tokens, *(self._without_slowest(query, count) for count in range(1, len(self._estimators) - 1))}
+        return tuple(self._option(query, end, now_s) for end in sorted(ends) if end > query.resident_tokens)
 
-    def _without_slowest(self, asked: LookupQuery, count: int) -> int:
+    def _without_slowest(self, query: LookupQuery, count: int) -> int:
         allowed = list(self._estimators)[:-count]
         return longest_boundary(
-            self._groups, asked.prefix, lambda group, chunk: asked.place_of(group, chunk) in allowed, asked.runs
+            self._groups, query.prefix, lambda group, chunk: query.place_of(group, chunk) in allowed, query.runs
         )
 
-    def _option(self, asked: LookupQuery, end: int, now_s: float) -> LoadOption:
-        total_bytes, wanted = self._bytes(asked, end)
+    def _option(self, query: LookupQuery, end: int, now_s: float) -> LoadOption:
+        total_bytes, added = self._bytes(query, end)
         queues = self._queues()
         scatter = self._estimators[HOST]
         scatter_first_s, scatter_s = scatter.seconds(total_bytes, queues[HOST], now_s)
         promote_s, wait_s = 0.0, scatter_first_s
         slowest, is_known = HOST, scatter.is_known
         for place, estimator in self._estimators.items():
-            if place in wanted:
-                first_s, all_s = estimator.seconds(wanted[place], queues[place], now_s)
+            if place in added:
+                first_s, all_s = estimator.seconds(added[place], queues[place], now_s)
                 promote_s += all_s
                 wait_s = max(wait_s, first_s)
                 slowest, is_known = place, is_known and estimator.is_known
-        # What has been promoted is scattered while the next is promoted; the last one's scatter remains.
+        # Scatters overlap with promotions, except for the last scatter.
         seconds = max(scatter_s, promote_s + scatter_first_s)
         if not self._has_history_only:
-            wait_s = seconds  # the boundary is valid as a whole, or not at all
+            wait_s = seconds  # other groups are valid only at the whole boundary
         return LoadOption(end, slowest, seconds, wait_s, is_known)
 
-    def _bytes(self, asked: LookupQuery, end: int) -> tuple[int, dict[str, int]]:
-        """Bytes of a load up to `end`, and those that each lower tier that it waits for is still to be asked for."""
-        prefix, here = asked.prefix, asked.resident_tokens // asked.prefix.chunk_tokens
+    def _bytes(self, query: LookupQuery, end: int) -> tuple[int, dict[str, int]]:
+        """Bytes of a load up to `end`, and those that it adds to the queue of each tier that it waits for."""
+        prefix, resident = query.prefix, query.resident_tokens // query.prefix.chunk_tokens
         shared = self._shared_chunks(prefix)
         total = 0
-        wanted: dict[str, int] = {}
+        added: dict[str, int] = {}
         for index, group in enumerate(self._groups):
             size = group.payload_bytes
             chunks = needed_chunks(group, prefix, end)
-            if isinstance(group.validity, History):  # the long ones: what is readable need not be looked at
-                run = min(asked.runs[index], len(chunks))
-                total += size * max(0, run - here)
-                chunks = chunks[max(run, here) :]
+            if isinstance(group.validity, History):  # prefixes are long: skip the readable part
+                run = min(query.runs[index], len(chunks))
+                total += size * max(0, run - resident)
+                chunks = chunks[max(run, resident) :]
             else:
-                chunks = chunks[max(0, here - chunks.start) :]
+                chunks = chunks[max(0, resident - chunks.start) :]
             total += size * len(chunks)
             entries = self._host.entries[index]
             for chunk in chunks:
                 entry = entries.get(prefix.keys[chunk])
                 if entry is None:
-                    place, is_asked_for = asked.place_of(index, chunk) or HOST, chunk < shared
+                    place, is_queued = query.place_of(index, chunk) or HOST, chunk < shared
                 else:
-                    place, is_asked_for = HOST if entry.residency in READABLE else entry.source, True
+                    place, is_queued = HOST if entry.residency in READABLE else entry.source, True
                 if place != HOST:
-                    wanted[place] = wanted.get(place, 0) + (0 if is_asked_for else size)
-        return total, wanted
+                    added[place] = added.get(place, 0) + (0 if is_queued else size)
+        return total, added
 
     def _queues(self) -> dict[str, int]:
-        """Bytes that open loads are still to get from each place."""
+        """Bytes that open loads still have to transfer from each place."""
         queues = {place: estimator.out_bytes for place, estimator in self._estimators.items()}
         mean = sum(group.payload_bytes for group in self._groups) // len(self._groups)
         queues[HOST] += self._scatters() * mean
@@ -135,7 +135,7 @@ class CostModel:
         return queues
 
     def _shared_chunks(self, prefix: Prefix) -> int:
-        """Leading chunks that open loads bring anyway. A key names all before it, so bisection finds the last."""
+        """Leading chunks that open loads transfer anyway. Keys name whole prefixes, so bisection works."""
         most = 0
         for load in self._loads:
             low, high = most, min(len(prefix.keys), len(load.prefix.keys), load.tokens // prefix.chunk_tokens)

@@ -1,6 +1,6 @@
-"""Loads and stores: what each of them waits for, and how it ends.
+"""Open loads and stores: what each of them waits for, and how it ends.
 
-Nothing here moves bytes: what is to be scattered, promoted or gathered waits in queues that `traffic` works off.
+This module starts no transfers; it fills the queues of `transfer_scheduler`.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ class OpenOperations:
     """The open loads and stores.
 
     Args:
-        order: places from the fastest to the slowest, host memory first.
+        order: places from fastest to slowest, host memory first.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class OpenOperations:
     ) -> None:
         self.loads: dict[RequestId, LoadOperation] = {}
         self.stores: dict[StoreOperation, None] = {}
-        """In the order in which they began, which is that of their deadlines, too."""
+        """Ordered by start, and so by deadline."""
         self.chunks = 0
         """Objects of all stores that wait for a slot."""
         self.scatters: deque[tuple[LoadOperation, Place, HostEntry]] = deque()
-        """What is here and to be scattered; each holds a pin."""
+        """Readable objects that wait for their scatter; each holds a pin."""
         self.has_parents = [isinstance(group.validity, History) for group in layout.groups]
         self.has_history_only = all(self.has_parents)
         self._layout = layout
@@ -53,10 +53,10 @@ class OpenOperations:
         self._counters = counters
         self._events = events
 
-    # ---- begin -----------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------------------------
 
     def begin_load(self, load: LoadOperation, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
-        """Scatter what is readable, wait for what is coming, promote the rest."""
+        """Queue scatters of readable objects, wait for objects in transfer, and queue promotions of the others."""
         self.loads[load.request] = load
         found: list[HostEntry] = []
         for place, key in places:
@@ -66,13 +66,13 @@ class OpenOperations:
             else:
                 found.append(entry)
                 self.attach(load, place, entry)
-        # Deepest first, so that by recency alone a child leaves before its parent.
+        # Deepest first, so that by recency alone a child is evicted before its parent.
         for entry in reversed(found):
             self._pending_writes.use(entry, now_s, load.session)
         self._end_load_if_settled(load)
 
     def begin_store(self, store: StoreOperation, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
-        """Gather what is not in host memory, as far as the queue has room."""
+        """Queue gathers of the objects that host memory lacks, while the queue has room."""
         self.stores[store] = None
         found: list[HostEntry] = []
         for place, key in places:
@@ -89,10 +89,10 @@ class OpenOperations:
         for entry in reversed(found):
             self._pending_writes.use(entry, now_s, store.session)
 
-    # ---- an object that is here, coming, or not coming after all ---------------------------------------------------
+    # ---- objects of an operation -----------------------------------------------------------------------------------
 
     def attach(self, load: LoadOperation, place: Place, entry: HostEntry) -> None:
-        """`load` needs an object that is here or coming."""
+        """`load` needs an object that is readable or in transfer."""
         if entry.residency in READABLE:
             self._host.pin(entry)
             self.scatters.append((load, place, entry))
@@ -101,7 +101,7 @@ class OpenOperations:
             entry.waiters.append((load, place, entry.key))
 
     def join(self, store: StoreOperation, place: Place, key: ChunkKey, entry: HostEntry) -> None:
-        """`store` brings an object that is here or coming: there is nothing to move."""
+        """`store` contains an object that is readable or in transfer, so it moves nothing."""
         if entry.residency in READABLE:
             self.settle_store(store, is_held=True)
         else:
@@ -109,7 +109,7 @@ class OpenOperations:
             entry.waiters.append((store, place, key))
 
     def serve(self, waiters: list[Waiter], entry: HostEntry) -> None:
-        """The object has come."""
+        """The object has become readable."""
         for work, place, _ in waiters:
             if isinstance(work, LoadOperation):
                 if place.chunk > work.cut:
@@ -121,7 +121,7 @@ class OpenOperations:
                 self.end_store_if_settled(work)
 
     def retry(self, waiters: list[Waiter]) -> None:
-        """The object did not come after all: a load tries the next tier, a store gathers it itself."""
+        """The object's transfer failed: a load tries the next tier, a store gathers the object itself."""
         for work, place, key in waiters:
             if isinstance(work, LoadOperation):
                 if place.chunk > work.cut:
@@ -136,19 +136,19 @@ class OpenOperations:
                 self.settle_store(work, is_held=False)
                 self.end_store_if_settled(work)
 
-    # ---- one object of a load or store is settled --------------------------------------------------------------------
+    # ---- results of an operation's objects -------------------------------------------------------------------------
 
     def delivered(self, load: LoadOperation, place: Place, entry: HostEntry, now_s: float) -> None:
-        """`place` has its bytes."""
+        """The bytes of `place` have arrived."""
         load.delivered[place.group, place.chunk] = entry.source
-        entry.source = HOST  # whoever uses it from now on finds it here
+        entry.source = HOST  # later uses find it in host memory
         load.unsettled -= 1
         if self.has_history_only:
             load.advanced(len(self.has_parents), now_s)
         self._end_load_if_settled(load)
 
     def fail(self, load: LoadOperation, place: Place) -> None:
-        """`place` will not be delivered. Past a hole in a history nothing is of use, so the rest is not promoted."""
+        """`place` will not be delivered. Later chunks of a history are useless without it, and not promoted."""
         load.lose(place)
         if self.has_parents[place.group] and place.chunk < load.cut:
             load.cut = place.chunk
@@ -160,7 +160,7 @@ class OpenOperations:
         self._end_load_if_settled(load)
 
     def settle_store(self, store: StoreOperation, *, is_held: bool) -> None:
-        """One object of `store` is held, or is not."""
+        """One object of `store` is held or dropped."""
         store.unsettled -= 1
         store.held += is_held
         store.dropped += not is_held
@@ -169,7 +169,7 @@ class OpenOperations:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def stop_load(self, load: LoadOperation) -> None:
-        """What has not begun will not."""
+        """Drop the queued work of `load`."""
         load.is_over = True
         for place in self._detach(load):
             load.lose(place)
@@ -184,9 +184,9 @@ class OpenOperations:
         self._end_load_if_settled(load)
 
     def give_up(self, store: StoreOperation) -> None:
-        """What still waits, for room or for somebody else's transfer, is dropped."""
+        """Drop the queued work of `store`."""
         store.is_over = True
-        for place, key in store.todo:  # others may have brought it since it was looked for
+        for place, key in store.todo:  # another operation may have brought it
             entry = self._host.find(key, place.group)
             self.settle_store(store, is_held=entry is not None and entry.residency in READABLE)
         self.chunks -= len(store.todo)
@@ -196,7 +196,7 @@ class OpenOperations:
         self.end_store_if_settled(store)
 
     def _detach(self, work: LoadOperation | StoreOperation) -> list[Place]:
-        """Take `work` off everything that it waits for; returns the places that waited."""
+        """Remove `work` from everything it waits for; returns the waiting places."""
         places = [place for place, _ in work.todo]
         work.todo.clear()
         for entry in work.attached:
@@ -223,7 +223,7 @@ class OpenOperations:
         self._events.append(LoadDone(load.request, tokens, load.tokens, failed, sources, load.was_cut))
 
     def end_store_if_settled(self, store: StoreOperation) -> None:
-        """Say so when nothing of `store` is left to do."""
+        """Report the end of `store` when all its objects have a result."""
         if not store.unsettled and store in self.stores:
             del self.stores[store]
             self._events.append(StoreDone(store.request, store.held, store.dropped))
@@ -231,26 +231,26 @@ class OpenOperations:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def overdue_loads(self, now_s: float) -> list[LoadOperation]:
-        """Loads whose deadline has passed, or that no longer pay."""
+        """Loads past their deadline or budget."""
         return [load for load in self.loads.values() if load.end_s <= now_s and not load.is_over]
 
     def overdue_stores(self, now_s: float) -> list[StoreOperation]:
-        """Stores whose budget has run out."""
+        """Stores past their deadline."""
         began_before = takewhile(lambda store: store.deadline_s <= now_s, self.stores)
         return [store for store in began_before if not store.is_over]
 
     def deadlines(self) -> list[float]:
-        """When those that are still waited for will be overdue."""
+        """Deadlines of open operations."""
         ends = [load.end_s for load in self.loads.values() if not load.is_over]
         return ends + list(islice((store.deadline_s for store in self.stores if not store.is_over), 1))
 
     def check(self) -> None:
-        """Assert that the counts are right.
+        """Assert that the counts are consistent.
 
         Raises:
-            AssertionError: they are not, which is a mistake in the core.
+            AssertionError: they are not, which is a bug in the core.
         """
         chunks = sum([len(store.todo) for store in self.stores])
-        assert chunks == self.chunks <= self._limits.waiting_chunks, "operations stores miscounted or over budget"
+        assert chunks == self.chunks <= self._limits.waiting_chunks, "waiting chunks miscounted or too many"
         for work in (*self.loads.values(), *self.stores):
-            assert work.unsettled > 0, "a load or store ended without saying so"
+            assert work.unsettled > 0, "a load or store ended without an event"

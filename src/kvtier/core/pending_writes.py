@@ -1,4 +1,4 @@
-"""What lower tiers are owed: which copies from the engine they should have, and when, by the write policy."""
+"""Pending writes: which lower tiers should get each copy from the engine, and when, by the write policy."""
 
 from kvtier.core.counters import Counters
 from kvtier.core.host import HostMemory
@@ -10,7 +10,7 @@ from kvtier.types import Link
 
 
 class PendingWrites:
-    """Who is owed what. A debt keeps its object in host memory until it is paid or forgotten."""
+    """Marks and queues pending writes. An object stays in host memory until its writes end or are dropped."""
 
     def __init__(self, host: HostMemory, tiers: TierStates, limits: Limits, counters: Counters) -> None:
         self._host = host
@@ -19,13 +19,13 @@ class PendingWrites:
         self._counters = counters
 
     def use(self, entry: HostEntry, now_s: float, session: str | None) -> None:
-        """A request of `session` uses the object; with the selective policy this may make demotions due."""
+        """Count a use by a request of `session`; under the selective policy this may make writes pending."""
         self._host.touch(entry, session)
         if entry.is_fresh and entry.uses == self._limits.selective_uses and entry.residency is READY:
             self.mark_pending(entry, now_s)
 
     def mark_pending(self, entry: HostEntry, now_s: float) -> None:
-        """A copy from the engine: should lower tiers have it, and is it time?"""
+        """Make writes pending for a copy from the engine, if the write policy says so."""
         policy = self._limits.write_policy
         if policy is WritePolicy.SELECTIVE and entry.uses < self._limits.selective_uses:
             return
@@ -37,39 +37,39 @@ class PendingWrites:
                 self._queue(entry)
 
     def flush(self) -> None:
-        """Queue every demotion that is owed."""
+        """Queue every pending write."""
         for entry in self._host.pending_objects():
             self._queue(entry)
 
     def slot_for_store(self, group: int, wanted: int) -> int | None:
-        """A slot of `group`, of which `wanted` could be used; None when there is none now."""
+        """A free slot of `group`, or None. The caller could use `wanted` of them."""
         slot = self._host.take_slot(group)
-        if slot is None and self._let_leave(group, wanted):
-            slot = self._host.take_slot(group)  # whoever leaves no longer shields its parents
+        if slot is None and self._write_victims(group, wanted):
+            slot = self._host.take_slot(group)  # an object that is LEAVING no longer protects its parents
         return slot
 
     def slot_for_load(self, group: int, wanted: int) -> int | None:
-        """The same for a load, which does not wait for a demotion but with write-back: the demotion is forgotten."""
+        """As `slot_for_store`, but except under write-back a pending write is dropped if that frees a slot."""
         slot = self.slot_for_store(group, wanted)
         if slot is None and self._limits.write_policy is not WritePolicy.BACK:
             entry = self._host.oldest_pending(group)
             if entry is not None:
-                self._forget(entry)
+                self._drop(entry)
                 slot = self._host.take_slot(group)
         return slot
 
-    def _let_leave(self, group: int, wanted: int) -> bool:
-        """Write-back: victims go to their tiers first, as many as are `wanted` and as may be on their way at once.
+    def _write_victims(self, group: int, wanted: int) -> bool:
+        """Write-back: start the writes of the next victims, as many as are `wanted` and the tiers accept at once.
 
         Returns:
-            Whether one more is leaving.
+            Whether there are more of them than before.
         """
         if self._limits.write_policy is not WritePolicy.BACK:
             return False
         before = self._host.leaving[group]
         size_bytes = self._host.object_bytes[group]
-        most = min((it.most(Link.DEMOTE, size_bytes) + it.late[Link.DEMOTE] for it in self._tiers), default=0)
-        while self._host.leaving[group] < min(wanted, most):
+        limit = min((it.limit_for(Link.DEMOTE, size_bytes) + it.late[Link.DEMOTE] for it in self._tiers), default=0)
+        while self._host.leaving[group] < min(wanted, limit):
             entry = self._host.oldest_pending(group)
             if entry is None:
                 break
@@ -78,7 +78,7 @@ class PendingWrites:
         return self._host.leaving[group] > before
 
     def drop_next(self, tier: str) -> None:
-        """`tier` takes no writes: the first demotion in its queue will not be made."""
+        """Drop the first write in the queue of `tier`, which cannot be written."""
         entry, _ = self._tiers[tier].queue.popitem(last=False)
         self._counters.demotions_dropped += 1
         self._host.mark_written(entry, tier)
@@ -88,7 +88,7 @@ class PendingWrites:
             entry.queued |= {tier}
             self._tiers[tier].queue[entry] = None
 
-    def _forget(self, entry: HostEntry) -> None:
+    def _drop(self, entry: HostEntry) -> None:
         self._counters.demotions_dropped += len(entry.pending)
         for tier in sorted(entry.pending):
             self._tiers[tier].queue.pop(entry, None)

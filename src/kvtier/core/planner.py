@@ -6,12 +6,11 @@ least sum. Estimates of links may be wrong, so three rules bound the loss:
 - A load is cut when it no longer pays (`load_budget`). Time in which the engine computes for other requests is free. A
   load may lose `SLACK` of the time that computing the whole prompt takes. So may a trial of a link in back-off.
 - With that rule alone, a link with a latency before its first byte could never be used. So while the loss budget is
-  positive, a load may lose, in addition, `RISKS` times its expected loss at its worst moment. The loss budget gains
-  `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses are charged to it.
-  A wait behind other loads is not charged, up to the time that those loads save. So all requests together lose at most
-  that income, the initial loss budget, and the grants of loads that were open when it ran out, whatever the links do.
-  A load over a known link gets no extra time for such a wait: its option includes it, and a stalled link must not stall
-  the engine.
+  positive, a load may also lose `RISK_FACTOR` times its expected loss at its worst moment. The loss budget gains
+  `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses reduce it. A wait
+  behind other loads does not, up to the time that those loads save. So all requests together lose at most that income,
+  the initial loss budget, and the grants of loads that were open when it ran out, whatever the links do. A load over a
+  known link gets no extra time for such a wait: its option includes it, and a stalled link must not stall the engine.
 - A link that cost a load, or is estimated to be slower than computing, goes into back-off. Then one load tries it,
   within `SLACK`. The back-off doubles with each failed trial, from a second to half a minute, and ends with a success.
 
@@ -31,24 +30,26 @@ __all__ = ["LoadPlan", "Piece", "Planner"]
 
 SLACK = 0.03
 COMPUTED_SHARE = 0.02
-"""Share of what was computed that may be lost besides; with `SLACK` it is what users are promised: 5 %."""
+"""Share of computing time that may be lost in addition; with `SLACK` it makes the 5 % that users are promised."""
 SLACK_S_MIN = 0.005
-"""Below this nobody notices, and threads wake up late."""
+"""Smaller losses do not matter, and threads wake up late."""
 LOSS_BUDGET_START_S = 1.0
 LOSS_BUDGET_MAX_S = 10.0
 SAVED_SHARE = 0.1
-"""Share of what was saved that may be lost again."""
-RISKS = 2.0
-"""A load may lose this many times as much on the way as it was expected to, if it would bring as much."""
-LATE = 1.25
-"""And so many times in any case: who is cut at the very moment at which it is due pays twice for a little noise."""
-UNKNOWN_S_MIN = 0.1
-UNKNOWN_S_MAX = 0.4
-"""What the first look at a link may cost, once: `COMPUTED_SHARE` of computing the prompt, within these. Many links take
-some tens of milliseconds before the first byte, and few more than the most."""
+"""Share of saved time that may be lost again."""
+RISK_FACTOR = 2.0
+"""A load may lose this many times its expected loss, if it may save as much."""
+RISK_FACTOR_MIN = 1.25
+"""A load may lose this many times its expected loss in any case. Do not cut a load that is about to finish."""
+FIRST_LOAD_S_MIN = 0.1
+FIRST_LOAD_S_MAX = 0.4
+"""Limits of what the first load over an unknown link may lose: `COMPUTED_SHARE` of computing the prompt, within these.
+The latency of many links is some tens of milliseconds; few have more than the upper limit.
+"""
 OVERHEAD_HALF_S = 10.0
-"""After so long of computing, half of what loads took besides is forgotten: else one bad moment would keep everybody
-from loading, and nobody would ever see that it has passed."""
+"""Computing time after which the measured overhead of loads has decayed by half. Without decay one slow moment would
+stop all loads, and its end would never be noticed.
+"""
 BACKOFF_S_MIN = 1.0
 BACKOFF_S_MAX = 30.0
 BACKOFF_GROWTH = 2.0
@@ -61,48 +62,48 @@ class LoadPlan:
     total_tokens: int
     resident_tokens: int
     tokens: int
-    """LoadOperation up to here: a valid boundary past the resident tokens, or these themselves: load nothing."""
+    """Load up to this boundary. If it equals the resident tokens, load nothing."""
     recompute_s: float
     """Expected time without any load."""
     compute_s: float = 0.0
-    """Expected time of computing what is left."""
+    """Expected time of computing the remaining tokens."""
     load_s: float = 0.0
-    """Expected time of the load, as far as the engine is not busy with others anyway."""
+    """Expected time of the load, excluding time in which the engine is busy with other requests."""
     budget: LoadBudget | None = None
-    """For the load; None: it goes on to the end."""
+    """For the load; without one it runs to its end."""
     is_trial: bool = False
-    """It is not expected to pay: a link that is believed slow is tried again."""
+    """It is not expected to pay: it tries a link in back-off."""
     place: str = ""
     """The slowest place that it needs."""
     risk_s: float = 0.0
-    """What the load will have lost at its worst moment, if all goes as expected."""
+    """Expected loss of the load at its worst moment."""
     ahead_s: float = 0.0
-    """How long the engine computes for others before it can compute for this one."""
-    spared_s: float = 0.0
-    """What open loads are to spare. It may wait that much longer without being later than without any loads."""
+    """How long the engine computes for other requests before this one."""
+    saved_by_loads_s: float = 0.0
+    """Time that open loads save. Waiting that much longer makes the request no later than without any loads."""
 
     @property
     def saved_s(self) -> float:
-        """Expected gain; below zero for a trial."""
+        """Expected gain; negative for a trial."""
         return self.recompute_s - self.compute_s - self.load_s
 
 
 @dataclass(slots=True)
 class _Backoff:
-    """A place that is left alone for a while."""
+    """A place that is not loaded from for a while."""
 
     until_s: float = 0.0
     seconds: float = BACKOFF_S_MIN
     lost_s: float = 0.0
-    """What a load has lost on it. Who cannot afford that does not load from it; for others, only tries wait."""
+    """Loss of the last load from it. Only loads that can afford it again may use the place during the back-off."""
 
 
 class Planner:
-    """The plans of one engine. It has no clock, no thread and no lock: one owner calls it.
+    """Plans the loads of one engine. It has no clock, thread or lock and has one owner.
 
     Args:
-        step_tokens: tokens that the engine computes in one step at most; 0: all at once.
-        is_on: False loads whatever there is, to the end.
+        step_tokens: tokens that the engine computes in one step at most; 0 means no limit.
+        is_on: False loads everything available, to the end.
     """
 
     def __init__(self, *, step_tokens: int = 0, is_on: bool = True) -> None:
@@ -112,23 +113,23 @@ class Planner:
         self._loss_budget_s = LOSS_BUDGET_START_S
         self._overhead_s = 0.0
         self._open: dict[int, float] = {}
-        """Of each load that has begun and not ended, by its plan's `id`: when its prompt is expected to be ready."""
-        self._spared_s = 0.0
-        """What computing would take that these are to spare."""
+        """Expected time at which the prompt of each open load is ready, by the plan's `id`."""
+        self._saved_by_loads_s = 0.0
+        """Computing time that open loads are expected to save."""
         self._backoffs: dict[str, _Backoff] = {}
         self._counts = {"loads": 0, "loads_cut": 0, "trials": 0}
         self._saved_s = 0.0
 
-    # ---- what computing takes --------------------------------------------------------------------------------------
+    # ---- computing time ---------------------------------------------------------------------------------------------
 
     def prefilled(self, pieces: Sequence[Piece], seconds: float) -> None:
         """A step of the engine that computed `pieces` took `seconds`."""
         self._prefill.add(pieces, seconds)
-        self._earn(COMPUTED_SHARE * seconds)
+        self._add_to_loss_budget(COMPUTED_SHARE * seconds)
         self._overhead_s *= 0.5 ** (seconds / OVERHEAD_HALF_S)
 
     def seconds(self, tokens: int, context_tokens: int) -> float:
-        """Expected time of computing `tokens` behind `context_tokens`."""
+        """Expected time of computing `tokens` after `context_tokens`."""
         if tokens <= 0:
             return 0.0
         costs = self._prefill.costs
@@ -138,7 +139,7 @@ class Planner:
 
     @property
     def seconds_per_token(self) -> float:
-        """Expected time of computing one more token of a prompt, without its attention to those before it."""
+        """Expected time of computing one more token, without its attention to earlier tokens."""
         costs = self._prefill.costs
         return costs.per_token_s + (costs.per_step_s / self._step_tokens if self._step_tokens else 0.0)
 
@@ -154,13 +155,13 @@ class Planner:
         beside_s: float = inf,
         now_s: float,
     ) -> LoadPlan:
-        """What to do about a prompt. Has no effect.
+        """Plan for a prompt. Has no effect.
 
         Args:
             lookup: what can be loaded, and what that takes.
-            total_tokens: of the prompt.
-            resident_tokens: those that the engine holds.
-            ahead_s: how long the engine will compute for others before it can compute for this one.
+            total_tokens: tokens of the prompt.
+            resident_tokens: leading tokens that the engine holds.
+            ahead_s: how long the engine computes for other requests before this one.
             beside_s: how long until the engine can compute another prompt beside this one; never, by default.
             now_s: the time.
         """
@@ -172,39 +173,39 @@ class Planner:
             recompute_s,
             recompute_s,
             ahead_s=ahead_s,
-            spared_s=self._spared_s,
+            saved_by_loads_s=self._saved_by_loads_s,
         )
         options = [option for option in lookup.options if resident_tokens < option.tokens <= total_tokens]
         if not options:
             return nothing
         if not self._is_on:
             return self._loading(nothing, options[-1])
-        paying = [self._with_budget(self._loading(nothing, option), option) for option in options]
-        wise = [nothing, *(plan for plan in paying if self._is_wise(plan, now_s))]
-        best = max(wise, key=lambda plan: plan.saved_s - self._holds_up_s(plan, now_s, beside_s))
-        longest = paying[-1]
-        if longest.tokens > best.tokens and self._is_worth_a_try(longest, best, now_s):
+        candidates = [self._with_budget(self._loading(nothing, option), option) for option in options]
+        acceptable = [nothing, *(plan for plan in candidates if self._is_acceptable(plan, now_s))]
+        best = max(acceptable, key=lambda plan: plan.saved_s - self._delay_of_next_s(plan, now_s, beside_s))
+        longest = candidates[-1]
+        if longest.tokens > best.tokens and self._is_worth_a_trial(longest, best, now_s):
             return replace(longest, is_trial=True, budget=self._budget(_slack_s(longest), ahead_s))
         return best
 
     def begun(self, plan: LoadPlan, now_s: float) -> None:
-        """The load of `plan` begins; `ended` or `dropped` follows."""
+        """The load of `plan` starts; `ended` or `dropped` follows."""
         self._counts["loads"] += 1
         self._open[id(plan)] = now_s + plan.ahead_s + plan.load_s
-        self._spared_s += plan.recompute_s - plan.compute_s
+        self._saved_by_loads_s += plan.recompute_s - plan.compute_s
         self._counts["trials"] += plan.is_trial
         if plan.is_trial:
-            rest = self._backoffs.setdefault(plan.place, _Backoff())
-            rest.until_s, rest.lost_s = now_s + rest.seconds, 0.0
+            backoff = self._backoffs.setdefault(plan.place, _Backoff())
+            backoff.until_s, backoff.lost_s = now_s + backoff.seconds, 0.0
 
     def ended(self, plan: LoadPlan, done: LoadDone, seconds: float, now_s: float) -> None:
-        """The load of `plan` took `seconds`, and ended as `done` says."""
+        """The load of `plan` took `seconds` and ended with `done`."""
         self.dropped(plan)
         if plan.budget is None:
             return
         regret_s = plan.budget.regret_s(seconds, plan.budget.saved_s(plan.resident_tokens, done.tokens))
-        lost_s = max(0.0, regret_s - plan.spared_s - _slack_s(plan))
-        self._earn(SAVED_SHARE * max(0.0, -regret_s) - lost_s)
+        lost_s = max(0.0, regret_s - plan.saved_by_loads_s - _slack_s(plan))
+        self._add_to_loss_budget(SAVED_SHARE * max(0.0, -regret_s) - lost_s)
         self._saved_s -= regret_s
         self._counts["loads_cut"] += done.was_cut
         if done.was_cut or lost_s:
@@ -213,17 +214,17 @@ class Planner:
             self._backoffs.pop(plan.place, None)
 
     def dropped(self, plan: LoadPlan) -> None:
-        """Nobody waits for the load of `plan` any more; nothing is to be learned from it."""
+        """The load of `plan` was abandoned; nothing is learned from it."""
         self._open.pop(id(plan), None)
-        self._spared_s = self._spared_s - plan.recompute_s + plan.compute_s if self._open else 0.0
+        self._saved_by_loads_s = self._saved_by_loads_s - plan.recompute_s + plan.compute_s if self._open else 0.0
 
-    def waited(self, seconds: float) -> None:
-        """What a load took besides: from its end to the step that goes on, as far as nobody computed meanwhile."""
+    def record_overhead(self, seconds: float) -> None:
+        """Add the time from a load's end to the request's next step, excluding time in which the engine computed."""
         seconds = max(0.0, seconds)
         self._overhead_s = sqrt(self._overhead_s * seconds) if self._overhead_s else seconds
 
     def snapshot(self) -> dict[str, float]:
-        """Figures to be shown."""
+        """Figures for reports."""
         costs = self._prefill.costs
         return {
             **{f"{name}_s": value for name, value in zip(("per_step", "per_token", "per_pair"), costs, strict=True)},
@@ -241,17 +242,17 @@ class Planner:
         return replace(nothing, tokens=option.tokens, compute_s=compute_s, load_s=load_s, place=option.place)
 
     def _with_budget(self, plan: LoadPlan, option: LoadOption) -> LoadPlan:
-        """With the budget for its risk, if that can be afforded."""
+        """`plan` with a budget for its risk, if the loss budget allows it."""
         risk_s = self._risk_s(plan.resident_tokens, option)
-        needed_s = min(RISKS * risk_s, max(LATE * risk_s, plan.saved_s))
+        needed_s = min(RISK_FACTOR * risk_s, max(RISK_FACTOR_MIN * risk_s, plan.saved_s))
         if not option.is_known:
-            unknown_s = min(max(UNKNOWN_S_MIN, COMPUTED_SHARE * plan.recompute_s), UNKNOWN_S_MAX)
-            needed_s = max(needed_s, unknown_s, self._spared_s)
-        lent_s = needed_s if self._loss_budget_s > 0 else min(needed_s, self._spared_s)
-        return replace(plan, risk_s=risk_s, budget=self._budget(_slack_s(plan) + lent_s, plan.ahead_s))
+            unknown_s = min(max(FIRST_LOAD_S_MIN, COMPUTED_SHARE * plan.recompute_s), FIRST_LOAD_S_MAX)
+            needed_s = max(needed_s, unknown_s, self._saved_by_loads_s)
+        granted_s = needed_s if self._loss_budget_s > 0 else min(needed_s, self._saved_by_loads_s)
+        return replace(plan, risk_s=risk_s, budget=self._budget(_slack_s(plan) + granted_s, plan.ahead_s))
 
     def _risk_s(self, start: int, option: LoadOption) -> float:
-        """First nothing comes; then, perhaps, tokens that are cheaper to compute than to load, before the dear ones."""
+        """The expected loss at the worst moment: after the first wait, or after tokens that are cheaper to compute."""
         pace_s = (option.seconds - option.wait_s) / (option.tokens - start)
         cheap_s, per_pair_s = self.seconds_per_token, self._prefill.costs.per_pair_s
         if pace_s <= cheap_s + per_pair_s * start:
@@ -263,38 +264,38 @@ class Planner:
     def _budget(self, allowance_s: float, ahead_s: float = 0.0) -> LoadBudget:
         return LoadBudget(allowance_s, self.seconds_per_token, self._prefill.costs.per_pair_s, ahead_s)
 
-    def _is_wise(self, plan: LoadPlan, now_s: float) -> bool:
-        """Whether the load pays, its place does not rest, and its budget is enough for what is expected."""
-        rest = self._backoffs.get(plan.place)
-        is_resting = rest is not None and now_s < rest.until_s and _slack_s(plan) <= rest.lost_s
-        return not is_resting and plan.budget is not None and plan.risk_s <= plan.budget.cut_s(0.0, 0.0)
+    def _is_acceptable(self, plan: LoadPlan, now_s: float) -> bool:
+        """Whether the load pays, its place is not in back-off, and its budget covers its expected loss."""
+        backoff = self._backoffs.get(plan.place)
+        is_backed_off = backoff is not None and now_s < backoff.until_s and _slack_s(plan) <= backoff.lost_s
+        return not is_backed_off and plan.budget is not None and plan.risk_s <= plan.budget.cut_s(0.0, 0.0)
 
-    def _holds_up_s(self, plan: LoadPlan, now_s: float, beside_s: float) -> float:
-        """How long the next prompt that comes waits while this one is computed, within what open loads spare."""
+    def _delay_of_next_s(self, plan: LoadPlan, now_s: float, beside_s: float) -> float:
+        """How long the next prompt waits while this one is computed, up to the time that open loads save."""
         begin_s = now_s + plan.ahead_s + plan.load_s
         ready_s = min((ready_s for ready_s in self._open.values() if ready_s > begin_s), default=inf)
         again_s = min(begin_s + plan.compute_s, now_s + beside_s)
-        return min(max(0.0, again_s - ready_s), self._spared_s)
+        return min(max(0.0, again_s - ready_s), self._saved_by_loads_s)
 
-    def _is_worth_a_try(self, plan: LoadPlan, best: LoadPlan, now_s: float) -> bool:
-        """Whether the place has rested, no load tells how it is, and it would bring more than a try may cost."""
-        rest = self._backoffs.get(plan.place)
-        has_rested = rest is None or now_s >= rest.until_s
-        # However fast the place may be: the faster ones below it are needed, too, and take their time.
+    def _is_worth_a_trial(self, plan: LoadPlan, best: LoadPlan, now_s: float) -> bool:
+        """Whether to try the place: its back-off is over, no load is open, and the gain exceeds the cost of a trial."""
+        backoff = self._backoffs.get(plan.place)
+        is_backoff_over = backoff is None or now_s >= backoff.until_s
+        # However fast the place is, the faster places before it take their time too.
         gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
-        return has_rested and not self._open and gain_s > _slack_s(plan)
+        return is_backoff_over and not self._open and gain_s > _slack_s(plan)
 
     def _failed(self, plan: LoadPlan, regret_s: float, now_s: float) -> None:
-        rest = self._backoffs.get(plan.place)
-        if rest is None:
-            rest = self._backoffs[plan.place] = _Backoff()
-        elif plan.is_trial or now_s >= rest.until_s:
-            rest.seconds = min(BACKOFF_GROWTH * rest.seconds, BACKOFF_S_MAX)
-        rest.until_s = max(rest.until_s, now_s + rest.seconds)
+        backoff = self._backoffs.get(plan.place)
+        if backoff is None:
+            backoff = self._backoffs[plan.place] = _Backoff()
+        elif plan.is_trial or now_s >= backoff.until_s:
+            backoff.seconds = min(BACKOFF_GROWTH * backoff.seconds, BACKOFF_S_MAX)
+        backoff.until_s = max(backoff.until_s, now_s + backoff.seconds)
         if not plan.is_trial:
-            rest.lost_s = max(rest.lost_s, regret_s)
+            backoff.lost_s = max(backoff.lost_s, regret_s)
 
-    def _earn(self, seconds: float) -> None:
+    def _add_to_loss_budget(self, seconds: float) -> None:
         self._loss_budget_s = min(self._loss_budget_s + seconds, LOSS_BUDGET_MAX_S)
 
 

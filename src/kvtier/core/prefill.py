@@ -1,9 +1,8 @@
-"""How long computing a prompt takes, learned from the engine's steps.
+"""Estimates how long computing a prompt takes, from the engine's steps.
 
-A step costs `a` whatever it does (weights are read, kernels launched), `b` for each token and `c` for each pair of a
-token and one before it (attention). The three are fitted to what was seen, none below zero. Steps of about the same
-size are kept as one running mean, so that memory is bounded and the thousandth small step does not drown the one large
-one; a mean forgets what is older than a few steps of its size.
+A step costs `a` (weights are read, kernels launched), `b` for each token and `c` for each pair of tokens (attention).
+The three are fitted to measured steps and are not negative. Steps of about the same size are kept as one moving
+average. That bounds memory, and a thousand small steps do not outweigh one large step.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,22 +11,23 @@ from math import sqrt
 from typing import NamedTuple
 
 PRIOR_PER_TOKEN_S = 4e-4
-"""What is believed before anything was seen: 2,500 tokens a second. That is slow, so that the first load of a process
-is given time; what it may lose is bounded all the same."""
+"""Estimate before the first measurement: 2,500 tokens a second. It is slow, so that the first load of a process gets
+enough time; its possible loss is bounded anyway.
+"""
 PRIOR_STEP_TOKENS = 100
-"""A step is believed to cost as much as so many tokens. This, unlike the speed, differs little between machines."""
+"""A step is assumed to cost as much as this many tokens. Unlike speed, this differs little between machines."""
 PRIOR_WEIGHT = 1e-6
-"""How little that counts as soon as it can be seen."""
-NEWS = 0.25
-"""Share of the newest step in the mean of its size."""
-OUTLIER = 3.0
-"""A step that takes this many times as long as others of its size had another reason; so much of it counts."""
+"""Weight of that assumption beside measurements."""
+NEWEST_SHARE = 0.25
+"""Weight of the newest step in the average of its size."""
+OUTLIER_FACTOR = 3.0
+"""A step that takes longer than this many times the average of its size is clipped to it."""
 SIZES_MAX = 64
 FIT_STEPS = 16
-"""A fit takes some 0.2 ms; it serves for so many steps of known sizes."""
+"""Steps of known sizes between two fits; a fit takes some 0.2 ms."""
 SINGULAR = 1e-12
 TOKENS_MIN = 16
-"""Steps in which no request computes this many tokens are no prefill: their attention is bound by memory."""
+"""Steps in which no request computes this many tokens are not prefill: their attention is memory-bound."""
 
 
 class Piece(NamedTuple):
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
     @property
     def pairs(self) -> float:
-        """How often one token attends to one before it."""
+        """Pairs of tokens in attention."""
         return self.tokens * (self.context_tokens + self.tokens / 2)
 
 
@@ -52,7 +52,7 @@ class PrefillCosts(NamedTuple):
     per_pair_s: float = 0.0
 
 
-class _Seen(NamedTuple):
+class _Average(NamedTuple):
     tokens: float
     pairs: float
     seconds: float
@@ -62,52 +62,53 @@ class PrefillEstimator:
     """The speed of one engine."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], _Seen] = {}
+        self._averages: dict[tuple[int, int], _Average] = {}
         self._costs = PrefillCosts()
         self._news = 0
-        """Steps that the costs do not know of."""
+        """Steps since the last fit."""
 
     @property
     def costs(self) -> PrefillCosts:
-        """What fits best."""
+        """The fitted costs."""
         if self._news >= FIT_STEPS:
-            self._costs, self._news = _fitted(self._seen.values()), 0
+            self._costs, self._news = _fitted(self._averages.values()), 0
         return self._costs
 
     def add(self, pieces: Sequence[Piece], seconds: float) -> None:
-        """A step that computed `pieces` took `seconds`. Steps that tell nothing of prefill are left out."""
+        """Add a step that computed `pieces` in `seconds`; steps without prefill are ignored."""
         if seconds <= 0 or max((piece.tokens for piece in pieces), default=0) < TOKENS_MIN:
             return
         tokens = float(sum(piece.tokens for piece in pieces))
         pairs = sum(piece.pairs for piece in pieces)
         size = (int(tokens).bit_length(), int(pairs).bit_length())
-        known = self._seen.pop(size, None)  # and in again at the end, so that the first is the one not seen for longest
+        known = self._averages.pop(size, None)  # re-added at the end: the first entry is the least recent one
         if known is not None:
-            # Steps of one size differ by up to two in tokens; per token they can be compared.
+            # Steps of one size differ by a factor of up to two in tokens, so they are compared per token.
             usual_s = known.seconds * max(tokens / known.tokens, pairs / known.pairs)
-            news = _Seen(tokens, pairs, min(seconds, OUTLIER * usual_s))
-            known = _Seen(*(old + NEWS * (new - old) for old, new in zip(known, news, strict=True)))
-        elif len(self._seen) >= SIZES_MAX:
-            del self._seen[next(iter(self._seen))]
-        self._seen[size] = known or _Seen(tokens, pairs, seconds)
+            news = _Average(tokens, pairs, min(seconds, OUTLIER_FACTOR * usual_s))
+            known = _Average(*(old + NEWEST_SHARE * (new - old) for old, new in zip(known, news, strict=True)))
+        elif len(self._averages) >= SIZES_MAX:
+            del self._averages[next(iter(self._averages))]
+        self._averages[size] = known or _Average(tokens, pairs, seconds)
         self._news += 1 if known is not None else FIT_STEPS
 
 
 Matrix = list[list[float]]
 
 
-def _fitted(seen: Collection[_Seen]) -> PrefillCosts:
-    """Non-negative least squares: of three unknowns, every choice of those that may be above zero is tried.
+def _fitted(averages: Collection[_Average]) -> PrefillCosts:
+    """Non-negative least squares: of three unknowns, every subset that may be positive is tried.
 
-    Each size gives an equation `terms . costs = 1`, what a step should take over what it took: so all count alike. What
-    they leave open, because all steps were of about one size, is taken to be as elsewhere, at this engine's speed.
+    Each size gives an equation `terms . costs = 1`, the estimate divided by the measurement, so all sizes weigh the
+    same. What steps of one size leave open follows from two steps with the default ratio of costs, at this engine's
+    speed.
     """
-    largest = max(seen, key=lambda one: one.tokens)
+    largest = max(averages, key=lambda one: one.tokens)
     per_token_s = largest.seconds / (PRIOR_STEP_TOKENS + largest.tokens)
-    usual = [_Seen(n, n * n / 2, per_token_s * (PRIOR_STEP_TOKENS + n)) for n in (256.0, 8192.0)]
-    weighed = [*((one, 1.0) for one in seen), *((one, PRIOR_WEIGHT) for one in usual)]
+    usual = [_Average(n, n * n / 2, per_token_s * (PRIOR_STEP_TOKENS + n)) for n in (256.0, 8192.0)]
+    weighted_steps = [*((one, 1.0) for one in averages), *((one, PRIOR_WEIGHT) for one in usual)]
     equations = [
-        (1 / one.seconds, one.tokens / one.seconds, one.pairs / one.seconds, weight) for one, weight in weighed
+        (1 / one.seconds, one.tokens / one.seconds, one.pairs / one.seconds, weight) for one, weight in weighted_steps
     ]
     normal: Matrix = [[0.0] * 4 for _ in range(3)]
     for *terms, weight in equations:
@@ -121,13 +122,13 @@ def _fitted(seen: Collection[_Seen]) -> PrefillCosts:
 
 
 def _solved(normal: Matrix, chosen: Sequence[int]) -> PrefillCosts | None:
-    """The costs that fit best when only those that are `chosen` are not zero; None when that cannot be told."""
+    """The best costs when only the `chosen` ones may be positive; None when they are not determined."""
     scale = [sqrt(normal[one][one]) for one in chosen]
     table = [
         [normal[one][other] / (by * along) for other, along in zip(chosen, scale, strict=True)] + [normal[one][3] / by]
         for one, by in zip(chosen, scale, strict=True)
     ]
-    for pivot, line in enumerate(table):  # Gauss-Jordan; sums of squares need no exchange of lines
+    for pivot, line in enumerate(table):  # Gauss-Jordan; sums of squares need no pivoting
         if line[pivot] < SINGULAR:
             return None
         for number, other in enumerate(table):
@@ -141,7 +142,7 @@ def _solved(normal: Matrix, chosen: Sequence[int]) -> PrefillCosts | None:
 
 
 def _error(normal: Matrix, costs: PrefillCosts) -> float:
-    """Sum of squares of what the costs leave unexplained, up to a constant."""
+    """Sum of squared residuals, up to a constant."""
     return sum(
         cost * (sum(a * b for a, b in zip(line, costs, strict=False)) - 2 * line[3])
         for line, cost in zip(normal, costs, strict=True)

@@ -1,4 +1,4 @@
-"""What the core keeps about each object, load, store and request. Plain records; the decisions are in `cache`."""
+"""Records of the core: objects in host memory, open loads, stores, probes and transfers."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from kvtier.core.residency import Residency
 from kvtier.types import ChunkKey, Outcome, Place, Prefix, RequestId, Transfer
 
 HOST = "host"
-NOBODY = frozenset[str]()
+NO_TIERS = frozenset[str]()
 
 Item = tuple[ChunkKey, int]
 """(key, group): one object."""
@@ -28,23 +28,23 @@ class HostEntry:
     residency: Residency = Residency.ABSENT
     source: str = HOST
     is_fresh: bool = False
-    """Came from the engine, and lower tiers were not yet told to receive it."""
+    """It came from the engine, and its writes to lower tiers are not pending yet."""
     pins: int = 0
-    """Scatters queued or in flight, and demotions in flight."""
+    """Queued or running scatters, and running demotions."""
     stuck: int = 0
-    """Of these, demotions whose deadline has passed."""
-    pending: frozenset[str] = NOBODY
-    """TierState tiers that the write policy still wants to receive it."""
-    queued: frozenset[str] = NOBODY
-    """Of these, the tiers whose queue it has entered."""
+    """Of these, overdue demotions."""
+    pending: frozenset[str] = NO_TIERS
+    """Lower tiers with a pending write of the object."""
+    queued: frozenset[str] = NO_TIERS
+    """Of these, tiers whose queue contains it."""
     uses: int = 1
-    """The store or load that brought it counts."""
+    """Includes the operation that brought it."""
     waiters: list["Waiter"] = field(default_factory=list["Waiter"])
 
 
 @dataclass(slots=True, eq=False)
 class LoadOperation:
-    """One load of one request, until its LoadDone."""
+    """One load, until its LoadDone."""
 
     request: RequestId
     prefix: Prefix
@@ -52,53 +52,53 @@ class LoadOperation:
     resident_tokens: int
     deadline_s: float
     todo: deque[tuple[Place, ChunkKey]]
-    """Places whose object has to be promoted."""
+    """Places whose object must be promoted."""
     unsettled: int
-    """Places neither delivered nor failed."""
+    """Places without a result."""
     session: str | None
     budget: LoadBudget | None = None
     begun_s: float = 0.0
     is_alone: bool = False
-    """No other load was open when it began."""
+    """No other load was open at its start."""
     has_led: bool = False
-    """Something of use has come."""
+    """A usable chunk has arrived."""
     lowest_regret_s: float = 0.0
     run: int = 0
     """Leading chunks that are resident or delivered, in every group."""
     cut_s: float = inf
-    """When the load ceases to pay, unless more comes until then."""
+    """When the load is cut, unless more chunks arrive."""
     was_cut: bool = False
     tried: dict[Item, set[str]] = field(default_factory=dict[Item, set[str]])
-    """Tiers that have already failed to give an object to this load."""
+    """Tiers that failed to deliver an object to this load."""
     delivered: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
-    """(group, chunk) -> where its bytes came from."""
+    """(group, chunk) -> the place its bytes came from."""
     failed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     attached: list["HostEntry"] = field(default_factory=list["HostEntry"])
-    """Entries it has waited on, to be found again when it is stopped."""
+    """Entries whose waiters include this load."""
     cut: int = 1 << 62
-    """The first chunk of a history that failed; what lies behind it is of no use."""
+    """The first missing chunk of a history; later chunks are useless."""
     is_over: bool = False
-    """Released or past its deadline: what has not begun will not."""
+    """Released or overdue: queued work is dropped."""
 
     @property
     def end_s(self) -> float:
-        """When it is over, unless more comes until then."""
+        """When the load is stopped, unless more chunks arrive."""
         return min(self.deadline_s, self.cut_s)
 
     def begin(self, now_s: float, budget: LoadBudget | None, *, is_alone: bool) -> None:
-        """The time and the budget count from now on."""
+        """Start the clock and the budget."""
         self.begun_s, self.budget, self.is_alone = now_s, budget, is_alone
         self.run = self.resident_tokens // self.prefix.chunk_tokens
         if budget is not None:
             self.cut_s = now_s + budget.cut_s(0.0, 0.0)
 
     def advanced(self, groups: int, now_s: float) -> None:
-        """Something was delivered to a load whose every chunk is of use when those before it are there."""
+        """A chunk was delivered to a load of history groups only."""
         before = self.run
         while self._has(self.run, groups):
             self.run += 1
         self.has_led |= self.run > before
-        # What comes after the cut has come too late, though nobody may have looked at the clock since.
+        # A chunk after the cut is too late, even if no call has checked the deadline.
         if self.budget is not None and self.run > before and now_s < self.cut_s:
             saved_s = self.budget.saved_s(self.resident_tokens, self.run * self.prefix.chunk_tokens)
             regret_s = self.budget.regret_s(now_s - self.begun_s, saved_s)
@@ -106,7 +106,7 @@ class LoadOperation:
             self.cut_s = self.begun_s + self.budget.cut_s(self.lowest_regret_s, saved_s)
 
     def _has(self, chunk: int, groups: int) -> bool:
-        for group in range(groups):  # noqa: SIM110  `all` would make a generator for every object that comes
+        for group in range(groups):  # noqa: SIM110  `all` would create a generator for each object
             if (group, chunk) not in self.delivered:
                 return False
         return True
@@ -119,7 +119,7 @@ class LoadOperation:
 
 @dataclass(slots=True, eq=False)
 class StoreOperation:
-    """One store of one request, until its StoreDone."""
+    """One store, until its StoreDone."""
 
     request: RequestId
     prefix: Prefix
@@ -131,18 +131,18 @@ class StoreOperation:
     held: int = 0
     dropped: int = 0
     attached: list["HostEntry"] = field(default_factory=list["HostEntry"])
-    """Entries it has waited on, to be found again when it gives up."""
+    """Entries whose waiters include this store."""
     is_over: bool = False
-    """Released or out of budget: what has not begun will not."""
+    """Released or overdue: queued work is dropped."""
 
 
 Waiter = tuple[LoadOperation | StoreOperation, Place, ChunkKey]
-"""Work that an object is awaited by, where it belongs, and the object's key."""
+"""An operation that waits for an object, the object's place in it, and its key."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenProbe:
-    """One probe that is out."""
+    """One open probe."""
 
     tier: str
     request: RequestId
@@ -154,12 +154,12 @@ class OpenProbe:
 
 @dataclass(slots=True, eq=False)
 class ProbeAnswers:
-    """What lower tiers have tiers about one request's objects; lives as long as the request."""
+    """What lower tiers reported for one request; kept until its release."""
 
     prefix: Prefix | None = None
-    """The prefix of the last lookup: the same one again asks nothing new, unless something has left host memory."""
-    departures: int = 0
-    """How many objects had left host memory by then."""
+    """Prefix of the last lookup. The same prefix sends no new probes unless objects left host memory since."""
+    removals: int = 0
+    """`HostMemory.removals` at that lookup."""
     probed: set[Item] = field(default_factory=set[Item])
     held_by: dict[Item, list[str]] = field(default_factory=dict[Item, list[str]])
     open_probes: set[int] = field(default_factory=set[int])
@@ -167,7 +167,7 @@ class ProbeAnswers:
 
 @dataclass(slots=True, eq=False)
 class InFlightTransfer:
-    """One transfer that is out."""
+    """One transfer in flight."""
 
     transfer: Transfer
     entry: HostEntry
@@ -179,7 +179,7 @@ class InFlightTransfer:
     is_fault: bool = False
     is_late: bool = False
     is_cancelled: bool = False
-    """A Cancel was given out; it may come too late."""
+    """A Cancel was sent; it may come too late."""
 
 
 SEVERITY = {
@@ -189,4 +189,4 @@ SEVERITY = {
     Outcome.FAILED: 3,
     Outcome.CORRUPT: 4,
 }
-"""When ranks disagree, the worst answer counts for all."""
+"""When ranks disagree, the most severe outcome counts."""

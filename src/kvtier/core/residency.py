@@ -1,16 +1,16 @@
-"""Where an object stands in host memory, as a table.
+"""The life cycle of an object's copy in host memory, as a state machine.
 
-Two rules for whoever edits this file. A move that is not in `TRANSITIONS` does not exist: it raises, and needs no code
-that forbids it. And the table says nothing about pins, budgets or waiters: it only says what a copy *is*.
+A transition that is not in `TRANSITIONS` raises, so no other code has to forbid it. The table contains no pins, limits
+or waiters.
 
     ABSENT --gather begins--> GATHERING --done--> READY --evicted--> ABSENT
     ABSENT --promote begins-> PROMOTING --done--> READY --leaves---> LEAVING --written--> ABSENT
     GATHERING, PROMOTING --failed--> ABSENT                LEAVING --wanted again--> READY
     PROMOTING --late--> LOST --settled--> ABSENT
 
-LEAVING is a victim that some tier must still receive (write-back); it can be read like a READY one. LOST is a promotion
-whose deadline passed while a thread may still write into the slot: nobody finds the object any more, but the slot is
-not free before the thread has answered. That is what makes a hanging tier a miss instead of wrong bytes.
+LEAVING is a victim with pending writes (write-back); it can be read like a READY object. LOST is an overdue promotion
+whose thread may still write to the slot. The object cannot be found, and the slot is not free until the thread ends. So
+a tier that hangs causes a miss and never wrong bytes.
 """
 
 from enum import Enum, auto
@@ -19,7 +19,7 @@ from kvtier.types import Presence
 
 
 class Residency(Enum):
-    """What the host copy of one object is."""
+    """State of the copy."""
 
     ABSENT = auto()
     GATHERING = auto()
@@ -28,15 +28,15 @@ class Residency(Enum):
     LEAVING = auto()
     LOST = auto()
 
-    __hash__ = object.__hash__  # a member is one object; the hash that Enum brings runs in Python
+    __hash__ = object.__hash__  # members are singletons, and Enum's own hash runs in Python
 
 
 READY, LEAVING = Residency.READY, Residency.LEAVING
-"""For those who ask often: up to Python 3.11, finding a member on its class costs as much as two calls."""
+"""Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls."""
 
 
 class Change(Enum):
-    """What happened to it."""
+    """A transition."""
 
     GATHER = auto()
     PROMOTE = auto()
@@ -67,10 +67,10 @@ TRANSITIONS: dict[tuple[Residency, Change], Residency] = {
 }
 
 READABLE = (READY, LEAVING)
-"""The copy is whole: it may be scattered and demoted."""
+"""The copy is complete and can be scattered and demoted."""
 
 COMING = (Residency.GATHERING, Residency.PROMOTING)
-"""The copy will be whole soon: a load may wait for it."""
+"""A transfer into the slot is in flight; loads may wait for it."""
 
 PRESENCE: dict[Residency, Presence] = {
     Residency.ABSENT: Presence.ABSENT,
@@ -80,14 +80,14 @@ PRESENCE: dict[Residency, Presence] = {
     Residency.READY: Presence.READY,
     Residency.LEAVING: Presence.READY,
 }
-"""What a lookup answers for it."""
+"""What a lookup returns for each state."""
 
 
 def after(state: Residency, change: Change) -> Residency:
-    """The state that follows.
+    """The next state.
 
     Raises:
-        AssertionError: the table has no such move, which is a mistake in the core.
+        AssertionError: the table has no such transition, which is a bug in the core.
     """
     following = TRANSITIONS.get((state, change))
     if following is None:

@@ -20,13 +20,13 @@ from kvtier.core.residency import COMING, READABLE, Change
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Place, Prefix, Transfer
 
-# LookupQuery for at every step; on its class, up to Python 3.11, a member costs as much as two calls.
+# Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
 DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
 
 
 class TransferScheduler:
-    """Everything that is on its way between the engine, host memory and the lower tiers."""
+    """All transfers in flight between the engine, host memory and the lower tiers."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class TransferScheduler:
         self._deadlines: deque[tuple[float, int]] = deque()
 
     def stop_load(self, load: LoadOperation) -> None:
-        """End `load` as soon as nothing of it is in flight."""
+        """Stop `load`; it ends when none of its transfers is in flight."""
         self._operations.stop_load(load)
         unwanted = [
             flight
@@ -77,16 +77,16 @@ class TransferScheduler:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> bool:
-        """Let deadlines pass; returns whether anything changed."""
+        """Check deadlines; returns whether anything changed."""
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now_s:
             flight = self.flights.get(self._deadlines.popleft()[1])
             if flight is not None:
-                self._too_late(flight, now_s)
+                self._overdue(flight, now_s)
                 changed = True
         for load in self._operations.overdue_loads(now_s):
             load.was_cut = now_s < load.deadline_s
-            self._led(load, self._leading_place(load), now_s)
+            self._record_lead(load, self._leading_place(load), now_s)
             self.stop_load(load)
             changed = True
         for store in self._operations.overdue_stores(now_s):
@@ -95,7 +95,7 @@ class TransferScheduler:
         return changed
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do, if nothing else happens."""
+        """When `expire` has work to do if nothing else happens."""
         while self._deadlines and self._deadlines[0][1] not in self.flights:
             self._deadlines.popleft()
         ends = self._operations.deadlines()
@@ -103,10 +103,10 @@ class TransferScheduler:
             ends.append(self._deadlines[0][0])
         return min(ends, default=None)
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
+    # ---- completions -----------------------------------------------------------------------------------------------
 
     def complete(self, transfer_id: int, outcome: Outcome, now_s: float, *, is_fault: bool) -> bool:
-        """One rank's answer; returns whether it was the last one of its transfer."""
+        """Handle one rank's completion; returns whether it was the transfer's last."""
         flight = self.flights.get(transfer_id)
         if flight is None:
             return False
@@ -147,7 +147,7 @@ class TransferScheduler:
 
     def _scattered(self, flight: InFlightTransfer, now_s: float) -> None:
         self._out[SCATTER] -= 1
-        self._measured(HOST, flight, now_s)
+        self._record_transfer(HOST, flight, now_s)
         load, place, entry = flight.load, flight.place, flight.entry
         assert load is not None
         assert place is not None
@@ -156,28 +156,30 @@ class TransferScheduler:
             source, had_led = entry.source, load.has_led
             self._operations.delivered(load, place, entry, now_s)
             if not had_led:
-                self._led(load, source, now_s)
+                self._record_lead(load, source, now_s)
         else:
             self._operations.fail(load, place)
 
     def _promoted(self, flight: InFlightTransfer, now_s: float) -> None:
         tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
         tier_state.ended(PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
-        self._measured(tier_state.name, flight, now_s)
+        self._record_transfer(tier_state.name, flight, now_s)
         if flight.outcome is DONE or flight.outcome is CORRUPT:
-            tier_state.end_doubt((entry.key, entry.group))
+            tier_state.clear_suspect((entry.key, entry.group))
         elif flight.is_fault and now_s < flight.transfer.deadline_s:
-            tier_state.doubt([(entry.key, entry.group)])  # as in a bad block: the tier has a copy that cannot be read
+            tier_state.mark_suspect(
+                [(entry.key, entry.group)]
+            )  # as with a bad block: the tier has a copy that cannot be read
         if flight.outcome is CORRUPT:
             self._counters.corrupt += 1
             self._commands.append(Drop(tier_state.name, entry.key, entry.group))
             for work, _, _ in entry.waiters:
                 if isinstance(work, LoadOperation):
-                    tier_state.doubt((key, place.group) for place, key in work.todo)
+                    tier_state.mark_suspect((key, place.group) for place, key in work.todo)
         if flight.is_late:
             self._host.settled(entry)
             return
-        self._judge(flight, now_s)
+        self._record(flight, now_s)
         waiters, entry.waiters = entry.waiters, []
         if flight.outcome is DONE:
             self._host.arrived(entry)
@@ -185,7 +187,7 @@ class TransferScheduler:
             return
         self._host.failed(entry)
         if flight.outcome is not CANCELLED:
-            _blame(tier_state.name, entry, waiters)
+            _exclude_tier(tier_state.name, entry, waiters)
         self._operations.retry(waiters)
 
     def _demoted(self, flight: InFlightTransfer, now_s: float) -> None:
@@ -194,65 +196,65 @@ class TransferScheduler:
         if flight.is_late:
             self._host.unstuck(entry)
         else:
-            self._judge(flight, now_s)
+            self._record(flight, now_s)
         if flight.outcome is not DONE:
             self._counters.demotions_dropped += 1
         self._host.unpin(entry)
         self._host.mark_written(entry, tier_state.name)
 
-    def _measured(self, place: str, flight: InFlightTransfer, now_s: float) -> None:
+    def _record_transfer(self, place: str, flight: InFlightTransfer, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
         self._estimators[place].ended(size_bytes, now_s, is_moved=flight.outcome is DONE)
 
-    def _led(self, load: LoadOperation, place: str, now_s: float) -> None:
-        """Something of use has come to `load` for the first time, or nothing in time: what operations for it took."""
+    def _record_lead(self, load: LoadOperation, place: str, now_s: float) -> None:
+        """Record how long `load` took to its first usable chunk, or how long it ran without one."""
         if load.is_alone and self._operations.has_history_only and (load.has_led or load.was_cut):
             self._estimators[place].record_lead(now_s - load.begun_s, has_come=load.has_led)
 
     def _leading_place(self, load: LoadOperation) -> str:
-        """Where the first chunk comes from that `load` needs and has not."""
+        """The place of the first chunk that `load` still needs."""
         key = load.prefix.keys[load.run]
         entry = self._host.find(key, 0)
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
         return next(iter(self._probes.tiers_for(load.request, (key, 0))), HOST)
 
-    def _judge(self, flight: InFlightTransfer, now_s: float) -> None:
+    def _record(self, flight: InFlightTransfer, now_s: float) -> None:
         if flight.outcome is CANCELLED:
             self._tiers[flight.transfer.tier].breakers[flight.transfer.link].inconclusive()
         else:
-            self._tiers.judge(flight.transfer.tier, flight.transfer.link, now_s, is_fault=flight.is_fault)
+            self._tiers.record(flight.transfer.tier, flight.transfer.link, now_s, is_fault=flight.is_fault)
 
-    def _too_late(self, flight: InFlightTransfer, now_s: float) -> None:
-        """A transfer's deadline has passed: nobody waits for it any more, but its thread may still run."""
+    def _overdue(self, flight: InFlightTransfer, now_s: float) -> None:
+        """A transfer is overdue: its operations go on without it, but its thread may still run."""
         flight.is_late = True
         self._counters.late += 1
         transfer, entry = flight.transfer, flight.entry
         self._tiers[transfer.tier].late[transfer.link] += 1
-        self._tiers.judge(transfer.tier, transfer.link, now_s, is_fault=True)
+        self._tiers.record(transfer.tier, transfer.link, now_s, is_fault=True)
         if transfer.link is PROMOTE:
             waiters, entry.waiters = entry.waiters, []
             self._host.late(entry)
-            _blame(transfer.tier, entry, waiters)
+            _exclude_tier(transfer.tier, entry, waiters)
             self._operations.retry(waiters)
         else:
             self._host.stuck(entry)
         self._cancel([flight])
 
-    # ---- what goes out ---------------------------------------------------------------------------------------------
+    # ---- starting transfers ----------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
-        """Issue whatever budgets and slots allow: readers first, then loads, then stores, then demotions."""
+        """Start what limits and slots allow: scatters first, then promotions, gathers and demotions."""
         if self._operations.scatters:
             self._advance_scatters(now_s)
-        # What one begins, another one may be operations for, and a dropped debt makes room: again, until nothing moves.
+        # A started transfer may unblock another operation, and a dropped write frees a slot: repeat until none does.
         while self._advance_once(now_s):
             pass
         if self._operations.scatters:
             self._advance_scatters(now_s)
 
     def _advance_once(self, now_s: float) -> bool:
-        """Returns whether this may have helped somebody who was looked at before."""
+        """Returns whether another pass may start more."""
         loads = self._operations.loads
         is_starving, has_promoted = self._advance_loads(now_s) if loads else (False, False)
         has_gathered = bool(self._operations.stores) and not is_starving and self._advance_stores(now_s)
@@ -268,7 +270,7 @@ class TransferScheduler:
             self._send(SCATTER, entry, now_s, place=place, load=load)
 
     def _advance_loads(self, now_s: float) -> tuple[bool, bool]:
-        """Returns whether some load wants a slot that nobody can give, and whether a promotion has begun."""
+        """Returns whether a load lacks a slot, and whether a promotion started."""
         is_starving = has_promoted = False
         for load in list(self._operations.loads.values()):
             while load.todo:
@@ -295,7 +297,7 @@ class TransferScheduler:
         return is_starving, has_promoted
 
     def first_tier(self, load: LoadOperation) -> str:
-        """Where the next promotion of `load`, which has some left, comes from first."""
+        """The first tier to try for the next promotion of `load`, which has one."""
         place, key = load.todo[0]
         return self._probes.tiers_for(load.request, (key, place.group))[0]
 
@@ -320,14 +322,14 @@ class TransferScheduler:
         self._send(PROMOTE, entry, now_s, tier=tier_state.name)
 
     def _advance_stores(self, now_s: float) -> bool:
-        """Returns whether a gather has begun."""
+        """Returns whether a gather started."""
         has_gathered = False
         full: set[int] = set()
         for store in list(self._operations.stores):
             while store.todo:
                 place, key = store.todo[0]
                 if place.group in full:
-                    break  # where nobody made room for the one before, nobody makes room for this one
+                    break  # no slot for an earlier store, so none for this one
                 entry = self._host.find(key, place.group)
                 if entry is not None:
                     self._operations.join(store, place, key, entry)
@@ -353,10 +355,10 @@ class TransferScheduler:
         return has_gathered
 
     def _advance_demotions(self, now_s: float) -> bool:
-        """Returns whether a debt was dropped, which may have made room for somebody."""
+        """Returns whether a pending write was dropped, which may free a slot."""
         has_dropped = False
         for tier_state in self._tiers.all:
-            # While a write is on trial, its answer decides about the rest.
+            # During a trial, the rest waits for its result.
             while tier_state.queue and not tier_state.breakers[DEMOTE].is_trial:
                 if not tier_state.can_write(now_s):
                     self._pending_writes.drop_next(tier_state.name)
@@ -369,7 +371,7 @@ class TransferScheduler:
                 del tier_state.queue[entry]
                 tier_state.began(DEMOTE, size_bytes)
                 self._host.pin(entry)
-                if tier_state.end_doubt((entry.key, entry.group)):  # a tier leaves what it has as it is
+                if tier_state.clear_suspect((entry.key, entry.group)):  # a tier does not overwrite objects
                     self._commands.append(Drop(tier_state.name, entry.key, entry.group))
                 self._send(DEMOTE, entry, now_s, tier=tier_state.name)
         return has_dropped
@@ -391,7 +393,7 @@ class TransferScheduler:
         store: StoreOperation | None = None,
     ) -> None:
         work = load or store
-        transfer = Transfer(  # by position: this is made for every object that moves, and names cost half as much again
+        transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
             self._new_id(),
             link,
             entry.key,
@@ -407,15 +409,15 @@ class TransferScheduler:
         )
         self.flights[transfer.id] = InFlightTransfer(transfer, entry, self._ranks, load, store, place)
         if tier:
-            # Only tiers can be late: a device copy cannot be abandoned, its blocks and slot are in use until it ends.
+            # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses blocks and slot.
             self._deadlines.append((transfer.deadline_s, transfer.id))
         self._commands.append(transfer)
 
     def check(self) -> None:
-        """Assert that pins and budgets agree with what is out.
+        """Assert that pins and limits match the transfers in flight.
 
         Raises:
-            AssertionError: they do not, which is a mistake in the core.
+            AssertionError: they do not, which is a bug in the core.
         """
         pins: dict[HostEntry, int] = {}
         for _, _, entry in self._operations.scatters:
@@ -426,20 +428,20 @@ class TransferScheduler:
             out[link] += 1
             if link is SCATTER or link is DEMOTE:
                 pins[entry] = pins.get(entry, 0) + 1
-                assert entry.residency in READABLE, "a slot is read that is not whole"
-                assert entry.slot == flight.transfer.slot, "a slot changed hands while it is read"
+                assert entry.residency in READABLE, "a slot is read that is not readable"
+                assert entry.slot == flight.transfer.slot, "a slot was reused while it is read"
         for entries in self._host.entries:
             for entry in entries.values():
                 assert entry.pins == pins.get(entry, 0), "pins do not match the readers"
-                assert not entry.waiters or entry.residency in COMING, "somebody waits for what is here"
-        assert out[GATHER] == self._out[GATHER] <= self._limits.gathers, "gathers over budget"
-        assert out[SCATTER] == self._out[SCATTER] <= self._limits.scatters, "scatters over budget"
+                assert not entry.waiters or entry.residency in COMING, "an operation waits for a readable object"
+        assert out[GATHER] == self._out[GATHER] <= self._limits.gathers, "too many gathers"
+        assert out[SCATTER] == self._out[SCATTER] <= self._limits.scatters, "too many scatters"
         self._tiers.check(out)
         self._operations.check()
 
 
-def _blame(tier: str, entry: HostEntry, waiters: list[Waiter]) -> None:
-    """Loads that waited do not try this tier again for this object."""
+def _exclude_tier(tier: str, entry: HostEntry, waiters: list[Waiter]) -> None:
+    """The waiting loads will not try this tier again for this object."""
     for work, _, _ in waiters:
         if isinstance(work, LoadOperation):
             work.tried.setdefault((entry.key, entry.group), set()).add(tier)

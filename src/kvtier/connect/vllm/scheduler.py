@@ -350,7 +350,7 @@ class Scheduler:
             self._protection.left(name)
             self._loads.forget_landed(name)
             if tracked.loaded_s is not None:
-                self._planner.waited(self._idle_s(time.monotonic()) - tracked.loaded_s)
+                self._planner.record_overhead(self._idle_s(time.monotonic()) - tracked.loaded_s)
                 tracked.loaded_s = None
         if not self._geometry.has_states or output.kv_connector_block_state is None:
             return
