@@ -185,7 +185,7 @@ def test_without_vllm_the_line_is_printed_with_a_note(config, engine, tmp_path):
     code, out, err = config("--dir", tmp_path / "kv")
     assert code == 0
     assert json.loads(out)
-    assert err == "note: vLLM is not installed here, so only kvtier has checked this\n"
+    assert err == "note: vLLM is not installed here, so it has not checked this configuration\n"
 
 
 def test_what_vllm_does_not_take_is_an_error(config, engine, tmp_path):

@@ -1,4 +1,4 @@
-"""`kvtier vllm`: the connector's configuration, and why there is no hit."""
+"""`kvtier vllm`: print the connector's configuration, and diagnose missing hits."""
 
 import json
 import shlex
@@ -25,7 +25,7 @@ directory_option = click.option(
 
 @click.group()
 def vllm() -> None:
-    """Turn the connector on in vLLM, and find out why there is no hit."""
+    """Configure the connector in vLLM, and diagnose missing hits."""
 
 
 @vllm.command(name="config")
@@ -34,8 +34,8 @@ def vllm() -> None:
 def config_command(directory: Path | None, flags: tuple[str, ...]) -> int:
     """Print the JSON for vLLM's --kv-transfer-config, one line, and nothing else.
 
-    It says what --dir and --set say. A file of settings and environment variables are read by vLLM's own processes.
-    The settings are checked; where vLLM is installed, it has to take them, too. Notes go to stderr.
+    The JSON contains the settings of --dir and --set. vLLM's processes read the settings file and the environment
+    themselves. The settings are checked, also against the installed vLLM if there is one. Notes go to stderr.
 
     \b
     python -m vllm.entrypoints.openai.api_server --model MODEL \\
@@ -52,10 +52,10 @@ def config_command(directory: Path | None, flags: tuple[str, ...]) -> int:
 
 
 def transfer_config(loaded: Loaded) -> dict[str, object]:
-    """What ``--kv-transfer-config`` has to say for the settings that were given as flags.
+    """``--kv-transfer-config`` for the settings that were given as flags.
 
     Raises:
-        ConfigError: a secret is among them, which would be seen by everybody who lists processes.
+        ConfigError: a flag is a secret, which a list of processes would show.
     """
     extra: dict[str, dict[str, object]] = {}
     for setting in _given(loaded, "flag"):
@@ -75,10 +75,10 @@ def _given(loaded: Loaded, *layers: str) -> list[Setting]:
 
 
 def _notes(loaded: Loaded) -> list[str]:
-    """What a user should know about settings that are right."""
+    """Notes on valid settings."""
     notes = [str(finding) for finding in check(loaded.config, loaded.origins, loaded.file)]
     if not _has_tier(loaded.config):
-        notes.append("no --dir: KV is kept in host memory alone, and ends with the server")
+        notes.append("no --dir: KV is kept in host memory only, and ends with the server")
     notes += [
         f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, where it sees it"
         for setting in _given(loaded, "file", "environment")
@@ -91,24 +91,24 @@ def _has_tier(config: Config) -> bool:
 
 
 def _checked(transfer: dict[str, object], config: Config) -> list[str]:
-    """Compare `transfer` with the vLLM that is installed; notes when there is none, or one that was never tried.
+    """Check `transfer` against the installed vLLM; notes if there is none, or an unsupported one.
 
     Raises:
-        ConfigError: it is not supported, or does not take it.
+        ConfigError: vLLM is not supported, or rejects it.
     """
     if installed() is None:
-        return ["vLLM is not installed here, so only kvtier has checked this"]
+        return ["vLLM is not installed here, so it has not checked this configuration"]
     version = check_engine(config.vllm.unsupported)
     check_transfer_config(transfer)
     if is_supported(version):
         return []
-    return [f"vLLM {version} was never tried: the server starts where `kvtier vllm doctor --selftest` has passed"]
+    return [f"vLLM {version} is not supported: the server starts only after `kvtier vllm doctor --selftest` has passed"]
 
 
 @vllm.command()
 @click.argument("transfer", metavar="[CONFIG_JSON]", required=False)
 @directory_option
-@click.option("--model", help="The model: a folder, or a name in the hub's cache on this machine.")
+@click.option("--model", help="The model: a folder, or a name in the local hub cache.")
 @click.option("--block-size", type=click.IntRange(1, 1 << 20), help="vLLM's --block-size [default: what vLLM chooses].")
 @click.option(
     "--engine-args",
@@ -119,7 +119,7 @@ def _checked(transfer: dict[str, object], config: Config) -> list[str]:
 @click.option(
     "--selftest",
     is_flag=True,
-    help="Test the vLLM that is installed with --model: starts four engines, and keeps the result beside the store.",
+    help="Test the installed vLLM with --model: starts four engines, and writes the result beside the store.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
@@ -131,29 +131,26 @@ def doctor(
     selftest: bool,
     as_json: bool,
 ) -> int:
-    """Look for what keeps prompts from being found again, and say what to do about it.
+    """Find out why stored prompts are not found, and what to do about it.
 
-    CONFIG_JSON is what the server's --kv-transfer-config says; without it, the settings of the file and the environment
-    are looked at. Without --selftest nothing is changed and no engine is started. Run it where the server runs, as its
-    user.
-    Exit code 1 when something was found.
+    CONFIG_JSON is the server's --kv-transfer-config; without it, only the settings file and the environment are
+    checked. Without --selftest the command changes nothing and starts no engine. Run it where the server runs, as its
+    user. Exit code 1 with an error or a warning.
     """
-    from kvtier.cli.vllm_doctor import Patient, examine
+    from kvtier.cli.vllm_doctor import ServerDescription, examine
 
     try:
         engine_arguments = shlex.split(engine_args)
     except ValueError as error:
-        raise ConfigError(
-            f"--engine-args {engine_args!r}: {error}; allowed: a command line as a shell takes it"
-        ) from None
+        raise ConfigError(f"--engine-args {engine_args!r}: {error}; allowed: a command line in shell syntax") from None
     findings = examine(
-        Patient(
+        ServerDescription(
             transfer=transfer,
             directory=directory,
             model=model,
             block_tokens=block_size,
             engine_arguments=engine_arguments,
-            is_tested=selftest,
+            is_selftest=selftest,
         )
     )
     is_bad = any(finding.level in {"error", "warning"} for finding in findings)

@@ -1,7 +1,7 @@
-"""Why prompts are not found again in vLLM: each thing that can be at fault, looked at from outside.
+"""Checks of `kvtier vllm doctor`: why vLLM does not find KV that was stored.
 
-What a reader sees is a list: what was looked at, what was found, and what to do about it. Nothing is changed, and no
-engine is started.
+Each check yields findings: what was checked, what was found, and what to do. Without the self-test no check changes
+anything or starts an engine.
 """
 
 import json
@@ -38,54 +38,54 @@ from kvtier.tier.marker import MARKER_NAME
 Level = Literal["error", "warning", "note", "fine"]
 
 HOST_CHUNKS_FEW = 16
-"""With fewer chunks in host memory every prompt pushes out the one before it."""
+"""With fewer chunks of host memory each prompt evicts the previous one."""
 
 FREE_BYTES_FEW = 1 << 30
-"""A file system with less room may be full before the next prompt is stored."""
+"""A file system with less free space may be full before the next prompt is stored."""
 
 FULL_SHARE = 0.98
-"""Of its cap: a store that holds so much makes room for each chunk that comes."""
+"""Share of the cap above which a store evicts for every new chunk."""
 
 DIFFERENCES_MAX = 6
-"""Ingredients of a fingerprint that are named."""
+"""Fingerprint differences listed per fingerprint."""
 
 SHOWN_MAX = 40
-"""Characters of each of their values."""
+"""Characters shown of a value."""
 
 ADVICE = {
-    "directory": "use a directory that is empty or was made by kvtier, on a disk with room, and that the server's user "
-    "may write to",
-    "disk": "use a directory on a local drive with room that the server's user may write to",
-    "host": "set host.capacity_bytes to what this machine can spare",
+    "directory": "use an empty directory, or one made by kvtier, with free space and write permission for the server's "
+    "user",
+    "disk": "use a directory on a local drive with free space and write permission for the server's user",
+    "host": "lower host.capacity_bytes to memory that this machine has free",
     "store": "use a file with mode 0600 that the server's user can read (chmod 600)",
-    "limits": "see `kvtier config show` for what the setting is for",
-    "planner": "see `kvtier config show` for what the setting is for",
+    "limits": "`kvtier config show` explains the setting",
+    "planner": "`kvtier config show` explains the setting",
 }
-"""By section: what to do about a setting that does not go with this machine."""
+"""By section: what to do about a setting that does not work on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patient:
-    """What the doctor is told about a server."""
+class ServerDescription:
+    """The server to check, as given on the command line."""
 
     transfer: str | None = None
-    """What ``--kv-transfer-config`` says."""
+    """The server's ``--kv-transfer-config``."""
     directory: Path | None = None
-    """Instead of the setting `directory.path`."""
+    """Overrides the setting `directory.path`."""
     model: str | None = None
     block_tokens: int | None = None
     engine_arguments: Sequence[str] = ()
     """The rest of the server's command line."""
-    is_tested: bool = False
-    """Whether to run the test of this vLLM and model."""
+    is_selftest: bool = False
+    """Run the self-test of this vLLM and model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at.
+class DoctorFinding:
+    """Result of one check.
 
-    An error means that nothing can be found again, a warning that less is found than one may expect. A note is true of
-    every server and explains some misses.
+    Error: stored KV cannot be found. Warning: less KV is found than expected. Note: a property of every server that
+    explains some misses.
     """
 
     level: Level
@@ -94,7 +94,7 @@ class Finding:
     advice: str = ""
 
     def row(self) -> tuple[str, str, str, str]:
-        """Texts for a table."""
+        """Cells of a table row."""
         return (self.level, self.about, self.found, self.advice)
 
     def plain(self) -> dict[str, str]:
@@ -102,128 +102,131 @@ class Finding:
         return asdict(self)
 
 
-def examine(patient: Patient) -> list[Finding]:
-    """Everything that can be told about `patient`, the worst first."""
-    findings = list(_transfer(patient.transfer))
+def examine(server: ServerDescription) -> list[DoctorFinding]:
+    """All findings about `server`, the most severe first."""
+    findings = list(_transfer(server.transfer))
     try:
-        loaded = _settings(patient)
+        loaded = _settings(server)
     except ConfigError as error:
-        findings.append(Finding("error", "settings", str(error), "correct the setting; the server refuses to start"))
+        findings.append(
+            DoctorFinding("error", "settings", str(error), "correct the setting; with it the server does not start")
+        )
         return _sorted([_version("refuse"), *findings])
     config = loaded.config
     findings += _machine(loaded)
-    if patient.is_tested:
-        findings.append(_selftest(config, patient))
-    findings.append(_version("allow" if patient.is_tested else config.vllm.unsupported))
-    engine, told = _engine(patient, config)
-    findings += told
-    block_tokens = patient.block_tokens or (engine.cache_config.block_size if engine is not None else None)
-    chunk_tokens, told = _chunk(config, block_tokens)
-    findings += told
-    findings += _host(config, patient, engine, chunk_tokens)
+    if server.is_selftest:
+        findings.append(_selftest(config, server))
+    findings.append(_version("allow" if server.is_selftest else config.vllm.unsupported))
+    engine, found = _engine(server, config)
+    findings += found
+    block_tokens = server.block_tokens or (engine.cache_config.block_size if engine is not None else None)
+    chunk_tokens, found = _chunk(config, block_tokens)
+    findings += found
+    findings += _host(config, server, engine, chunk_tokens)
     findings += _stores(config, None if engine is None else _fingerprint(engine), chunk_tokens)
     findings += _notes(config, chunk_tokens)
     return _sorted(findings)
 
 
-def _sorted(findings: list[Finding]) -> list[Finding]:
+def _sorted(findings: list[DoctorFinding]) -> list[DoctorFinding]:
     levels: tuple[Level, ...] = ("error", "warning", "note", "fine")
     return sorted(findings, key=lambda finding: levels.index(finding.level))
 
 
-def _version(unsupported: str) -> Finding:
+def _version(unsupported: str) -> DoctorFinding:
     try:
         version = installed.check_engine(unsupported)
     except ConfigError as error:
-        advice = "install a release that is supported into the environment of this command, which must be the server's"
-        return Finding("error", "vLLM", str(error), advice)
+        advice = "run this command in the server's environment, with a supported release of vLLM installed there"
+        return DoctorFinding("error", "vLLM", str(error), advice)
     if installed.is_supported(version):
-        return Finding("fine", "vLLM", f"{version} is supported")
-    advice = "kvtier vllm doctor --selftest, with --model and --engine-args"
-    return Finding("note", "vLLM", f"{version} was never tried; a server needs the result of its test", advice)
+        return DoctorFinding("fine", "vLLM", f"{version} is supported")
+    advice = "run `kvtier vllm doctor --selftest` with --model and --engine-args"
+    return DoctorFinding(
+        "note", "vLLM", f"{version} is not supported; a server needs the result of its self-test", advice
+    )
 
 
-def _selftest(config: Config, patient: Patient) -> Finding:
-    if patient.model is None:
-        return Finding("error", "selftest", "is of a model, and none was given", "give --model and --engine-args")
+def _selftest(config: Config, server: ServerDescription) -> DoctorFinding:
+    if server.model is None:
+        return DoctorFinding("error", "selftest", "needs a model, and none was given", "give --model and --engine-args")
     if installed.installed() is None:
-        return Finding("error", "selftest", "vLLM is not installed here", "run it in the server's environment")
+        return DoctorFinding("error", "selftest", "vLLM is not installed here", "run it in the server's environment")
     try:
-        told = selftest.run(config, _arguments(patient))
+        summary = selftest.run(config, _arguments(server))
     except (KvError, OSError) as error:
-        advice = "do not use this vLLM with this model; report what was seen"
-        return Finding("error", "selftest", str(error), advice)
-    return Finding("fine", "selftest", told)
+        advice = "do not use this vLLM with this model; report this message"
+        return DoctorFinding("error", "selftest", str(error), advice)
+    return DoctorFinding("fine", "selftest", summary)
 
 
-def _arguments(patient: Patient) -> list[str]:
-    """The server's command line, as far as it is known."""
-    told = ["--model", patient.model or "", *patient.engine_arguments]
-    return told if patient.block_tokens is None else [*told, "--block-size", str(patient.block_tokens)]
+def _arguments(server: ServerDescription) -> list[str]:
+    """The known part of the server's command line."""
+    known = ["--model", server.model or "", *server.engine_arguments]
+    return known if server.block_tokens is None else [*known, "--block-size", str(server.block_tokens)]
 
 
-def _transfer(text: str | None) -> Iterator[Finding]:
+def _transfer(text: str | None) -> Iterator[DoctorFinding]:
     about = "--kv-transfer-config"
     if text is None:
-        found = "not given, so role and failure policy were not looked at"
-        yield Finding("note", about, found, "give what the server's --kv-transfer-config says")
+        found = "not given, so role and failure policy were not checked"
+        yield DoctorFinding("note", about, found, "give the server's --kv-transfer-config")
         return
-    advice = "take what `kvtier vllm config` prints"
+    advice = "use the output of `kvtier vllm config`"
     try:
-        told = _object(text)
+        transfer = _object(text)
     except ConfigError as error:
-        yield Finding("error", about, str(error), advice)
+        yield DoctorFinding("error", about, str(error), advice)
         return
     for key in ("kv_connector", "kv_connector_module_path"):
-        if told.get(key) != CONNECTOR[key]:
-            yield Finding(
-                "error", key, f"is {told.get(key)!r}, so kvtier is not asked", f"set it to {CONNECTOR[key]!r}"
-            )
+        if transfer.get(key) != CONNECTOR[key]:
+            found = f"is {transfer.get(key)!r}, so vLLM does not use kvtier"
+            yield DoctorFinding("error", key, found, f"set it to {CONNECTOR[key]!r}")
     view = SimpleNamespace(
-        kv_role=told.get("kv_role"), kv_load_failure_policy=told.get("kv_load_failure_policy", "fail")
+        kv_role=transfer.get("kv_role"), kv_load_failure_policy=transfer.get("kv_load_failure_policy", "fail")
     )
     warnings = support.warnings(SimpleNamespace(kv_transfer_config=view))
     for warning in warnings:
-        yield Finding("warning", about, warning, advice)
+        yield DoctorFinding("warning", about, warning, advice)
     if not warnings:
-        yield Finding("fine", about, "role and failure policy are right")
+        yield DoctorFinding("fine", about, "role and failure policy are right")
 
 
 def _object(text: str) -> Mapping[str, object]:
-    """The JSON object that `text` is.
+    """Parse a JSON object.
 
     Raises:
-        ConfigError: it is none. The message does not repeat it, since it may hold a secret.
+        ConfigError: `text` is not one. The message does not repeat it, since it may contain a secret.
     """
     try:
-        told: object = json.loads(text)
+        value: object = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"is no JSON: {error}; has the shell taken its quotes away?") from None
-    if not isinstance(told, dict):
-        raise ConfigError("is JSON, but no object")
-    return cast("Mapping[str, object]", told)
+        raise ConfigError(f"is not valid JSON: {error}; did the shell remove its quotes?") from None
+    if not isinstance(value, dict):
+        raise ConfigError("is JSON, but not an object")
+    return cast("Mapping[str, object]", value)
 
 
-def _settings(patient: Patient) -> Loaded:
-    """The settings of the server, as far as they can be seen from here.
+def _settings(server: ServerDescription) -> Loaded:
+    """The server's settings, as visible from here.
 
     Raises:
-        ConfigError: one of them is wrong.
+        ConfigError: a setting is wrong.
     """
     loaded = load()
     config, origins = loaded.config, dict(loaded.origins)
     extra: object = None
-    if patient.transfer is not None:
-        with suppress(ConfigError):  # that it is no JSON has been said
-            extra = _object(patient.transfer).get("kv_connector_extra_config")
+    if server.transfer is not None:
+        with suppress(ConfigError):  # `_transfer` reports it
+            extra = _object(server.transfer).get("kv_connector_extra_config")
     if extra is not None:
         if not isinstance(extra, dict):
             raise ConfigError(f"kv_connector_extra_config is {extra!r}; allowed: an object of settings")
-        told = cast("Mapping[str, object]", extra)
-        config = settings_from(told, config)
-        origins |= dict.fromkeys(_names(told), Origin("flag", "kv_connector_extra_config"))
-    if patient.directory is not None:
-        config = settings_from({"directory.path": str(patient.directory)}, config)
+        given = cast("Mapping[str, object]", extra)
+        config = settings_from(given, config)
+        origins |= dict.fromkeys(_names(given), Origin("flag", "kv_connector_extra_config"))
+    if server.directory is not None:
+        config = settings_from({"directory.path": str(server.directory)}, config)
         origins["directory.path"] = Origin("flag", "--dir")
     return Loaded(config=config, origins=origins, file=loaded.file)
 
@@ -236,114 +239,117 @@ def _names(extra: Mapping[str, object]) -> Iterator[str]:
             yield name
 
 
-def _machine(loaded: Loaded) -> Iterator[Finding]:
-    """What does not go with this machine."""
+def _machine(loaded: Loaded) -> Iterator[DoctorFinding]:
+    """Settings that do not work on this machine."""
     findings = check(loaded.config, loaded.origins, loaded.file)
     for finding in findings:
         section = finding.setting.partition(".")[0]
-        yield Finding(finding.level, finding.setting, f"{finding.value}: {finding.detail}", ADVICE[section])
+        yield DoctorFinding(finding.level, finding.setting, f"{finding.value}: {finding.detail}", ADVICE[section])
     if not findings:
-        yield Finding("fine", "settings", "can work on this machine")
+        yield DoctorFinding("fine", "settings", "work on this machine")
 
 
-def _engine(patient: Patient, config: Config) -> tuple[VllmConfig | None, list[Finding]]:
-    """The engine that a server with this model would be, where that can be told here."""
-    model = patient.model
+def _engine(server: ServerDescription, config: Config) -> tuple[VllmConfig | None, list[DoctorFinding]]:
+    """VLLM's configuration of a server with this model, if vLLM is installed."""
+    model = server.model
     if model is None:
         return None, []
     if installed.installed() is None:
         return None, list(_weights(model))
     transfer = {**CONNECTOR, "kv_connector_extra_config": {"vllm.unsupported": config.vllm.unsupported}}
-    told = [*_arguments(patient), "--kv-transfer-config", json.dumps(transfer)]
     try:
-        engine = engine_config(told)
+        engine = engine_config([*_arguments(server), "--kv-transfer-config", json.dumps(transfer)])
         support.check_engine(engine)
     except UnsupportedModelError as error:
-        return None, [Finding("error", "model", str(error), "see the guide: what is refused")]
+        return None, [DoctorFinding("error", "model", str(error), 'see "What is supported" in docs/guides/vllm.md')]
     except ConfigError as error:
-        return None, [Finding("error", "model", str(error), "give --engine-args as they are on the server")]
+        return None, [DoctorFinding("error", "model", str(error), "give the server's command line as --engine-args")]
     return engine, []
 
 
-def _weights(model: str) -> Iterator[Finding]:
-    """What can be told of a checkpoint without vLLM."""
+def _weights(model: str) -> Iterator[DoctorFinding]:
+    """Check a checkpoint without vLLM."""
     folder = local_folder(model, None, None)
-    problem = f"the weights of {model} are in no folder of this machine" if folder is None else ""
+    problem = f"the weights of {model} are in no local folder" if folder is None else ""
     if folder is not None:
         try:
             checkpoint_files(folder)
         except ConfigError as error:
             problem = str(error)
     if problem:
-        advice = "serve it from a folder with its weights: without them nothing is kept below host memory"
-        yield Finding("error", "model", problem, advice)
+        advice = "serve it from a local folder with its weights; without them KV is kept in host memory only"
+        yield DoctorFinding("error", "model", problem, advice)
         return
     advice = "run this command in the server's environment"
-    yield Finding("note", "model", "only vLLM can tell this model's fingerprint, and it is not installed here", advice)
+    yield DoctorFinding("note", "model", "its fingerprint is unknown, because vLLM is not installed here", advice)
 
 
-def _fingerprint(engine: VllmConfig) -> Fingerprint | Finding:
-    """The fingerprint of an engine; or why its KV is shared with no other engine."""
+def _fingerprint(engine: VllmConfig) -> Fingerprint | DoctorFinding:
+    """The fingerprint of an engine; or a finding, if its KV cannot be shared."""
     identity = identify(engine, installed.build_of(installed.installed() or ""))
     if identity.is_private:
-        found = f"nothing is kept below host memory, and nothing survives the server: {identity.detail}"
-        return Finding("error", "model", found, "serve real weights from a folder on this machine")
+        found = f"KV is kept in host memory only, and ends with the server: {identity.detail}"
+        return DoctorFinding("error", "model", found, "serve real weights from a local folder")
     return identity.fingerprint
 
 
-def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[Finding]]:
-    """Tokens of a chunk, and what is wrong with them."""
+def _chunk(config: Config, block_tokens: int | None) -> tuple[int, list[DoctorFinding]]:
+    """Tokens of a chunk, with findings."""
     wanted = config.store.chunk_tokens
     try:
         tokens = choose_chunk_tokens(wanted, block_tokens or 1)
     except ConfigError as error:
-        advice = "leave store.chunk_tokens at 0: a size that fits is then chosen"
-        return wanted, [Finding("error", "store.chunk_tokens", str(error), advice)]
+        advice = "set store.chunk_tokens to 0: kvtier then chooses a valid size"
+        return wanted, [DoctorFinding("error", "store.chunk_tokens", str(error), advice)]
     if block_tokens is None:
         return tokens, []
-    return tokens, [Finding("fine", "store.chunk_tokens", f"{tokens}, a multiple of the block size {block_tokens}")]
+    return tokens, [
+        DoctorFinding("fine", "store.chunk_tokens", f"{tokens}, a multiple of the block size {block_tokens}")
+    ]
 
 
-def _host(config: Config, patient: Patient, engine: VllmConfig | None, chunk_tokens: int) -> Iterator[Finding]:
-    """Whether host memory holds more than a moment's work."""
-    folder = None if patient.model is None else local_folder(patient.model, None, None)
+def _host(
+    config: Config, server: ServerDescription, engine: VllmConfig | None, chunk_tokens: int
+) -> Iterator[DoctorFinding]:
+    """Whether host memory holds enough chunks."""
+    folder = None if server.model is None else local_folder(server.model, None, None)
     if folder is None:
         return
     ranks = 1 if engine is None else engine.parallel_config.tensor_parallel_size
     try:
         kv = size_of(folder, tp=ranks, chunk_tokens=chunk_tokens)
-    except ConfigError:  # a model that `kvtier size` does not know
+    except ConfigError:  # a model unknown to `kvtier size`
         return
     chunk_bytes = int(kv.bytes_per_token_stored * chunk_tokens + kv.state_bytes_stored)
     chunks = config.host.capacity_bytes // max(chunk_bytes, 1)
     holds = f"{size_text(config.host.capacity_bytes)} of host memory: {chunks} chunks, {chunks * chunk_tokens} tokens"
-    advice = f"set host.capacity_bytes to more; a chunk takes {size_text(chunk_bytes)} (as 16-bit numbers)"
+    advice = f"raise host.capacity_bytes; a chunk takes {size_text(chunk_bytes)} (in 16-bit numbers)"
     if chunks < SLOTS_MIN:
-        yield Finding("error", "host.capacity_bytes", f"{holds}; the server refuses to start", advice)
+        yield DoctorFinding("error", "host.capacity_bytes", f"{holds}; too few, so the server does not start", advice)
     elif chunks < HOST_CHUNKS_FEW:
-        yield Finding("warning", "host.capacity_bytes", f"{holds}; it hardly holds one prompt", advice)
+        yield DoctorFinding("warning", "host.capacity_bytes", f"{holds}; each prompt evicts the previous one", advice)
     else:
-        yield Finding("fine", "host.capacity_bytes", holds)
+        yield DoctorFinding("fine", "host.capacity_bytes", holds)
 
 
-def _stores(config: Config, mine: Fingerprint | Finding | None, chunk_tokens: int) -> Iterator[Finding]:
-    """What lies in the lower tiers."""
-    if isinstance(mine, Finding):
+def _stores(config: Config, mine: Fingerprint | DoctorFinding | None, chunk_tokens: int) -> Iterator[DoctorFinding]:
+    """The contents of the lower tiers."""
+    if isinstance(mine, DoctorFinding):
         yield mine
         return
     directory, disk = config.directory.path, config.disk.path
     if directory is None and disk is None:
-        found = "neither directory.path nor disk.path is set: a restart forgets everything"
-        yield Finding("warning", "tiers", found, "set directory.path (`kvtier vllm config --dir DIR`)")
+        found = "neither directory.path nor disk.path is set, so KV ends with the server"
+        yield DoctorFinding("warning", "tiers", found, "set directory.path (`kvtier vllm config --dir DIR`)")
     secret_file = config.store.secret_file
     is_keyed = secret_file is not None or config.store.secret is not None
     for root in (directory, *([] if disk is None else sorted(disk.glob("rank-*")))):
         if root is None or not ((root / MARKER_NAME).is_file() or is_disk(root)):
-            continue  # what is wrong with a place that is no store has been said
+            continue  # `_machine` reports a path that is no store
         try:
             found = _statistics(root, config)
         except (KvError, OSError) as error:
-            yield Finding("error", str(root), f"cannot be read: {error}", ADVICE["directory"])
+            yield DoctorFinding("error", str(root), f"cannot be read: {error}", ADVICE["directory"])
             continue
         if not is_keyed:
             yield from _secret(root if root == directory or directory is not None else root.parent, found)
@@ -359,70 +365,74 @@ def _statistics(root: Path, config: Config) -> StoreStat:
     return result if is_disk(root) else replace(result, capacity_bytes=config.directory.capacity_bytes)
 
 
-def _secret(place: Path, found: StoreStat) -> Iterator[Finding]:
-    """The secret that is kept beside a store: whoever may read it could tell which texts were cached."""
+def _secret(place: Path, found: StoreStat) -> Iterator[DoctorFinding]:
+    """The secret beside a store. With it, a reader of the store could test which texts were cached."""
     file = place / "secret"
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
     except FileNotFoundError:
         if found.objects:
-            told = f"{file} is missing: the names of the {found.objects} objects here were made with another secret"
-            yield Finding("error", "secret", told, "bring the file back, or `kvtier inspect purge` the store")
+            missing = f"{file} is missing, so the {found.objects} objects here cannot be found"
+            yield DoctorFinding(
+                "error", "secret", missing, "restore the file, or run `kvtier inspect purge` on the store"
+            )
         return
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        told = f"{file} has mode {mode:04o}, so others can read it and the server refuses it"
-        yield Finding("error", "secret", told, f"chmod 600 {file}")
+        readable = f"{file} has mode {mode:04o}: other users can read it, so the server refuses it"
+        yield DoctorFinding("error", "secret", readable, f"chmod 600 {file}")
 
 
-def _room(root: Path, found: StoreStat) -> Iterator[Finding]:
+def _room(root: Path, found: StoreStat) -> Iterator[DoctorFinding]:
     if found.free_bytes < FREE_BYTES_FEW:
-        told = f"the file system has only {size_text(found.free_bytes)} left; when it is full nothing is stored"
-        yield Finding("warning", str(root), told, "make room, or lower the tier's capacity_bytes")
+        text = f"the file system has only {size_text(found.free_bytes)} free; when it is full nothing is stored"
+        yield DoctorFinding("warning", str(root), text, "free some space, or lower the tier's capacity_bytes")
     if found.capacity_bytes and (found.recorded_bytes or 0) >= FULL_SHARE * found.capacity_bytes:
-        told = f"{size_text(found.capacity_bytes)} are full: each new chunk pushes out the one that was unused longest"
-        yield Finding("warning", str(root), told, "raise directory.capacity_bytes if prompts are gone too soon")
+        text = f"its cap of {size_text(found.capacity_bytes)} is reached: each new chunk evicts the least recently used"
+        yield DoctorFinding(
+            "warning", str(root), text, "raise directory.capacity_bytes if prompts are evicted too soon"
+        )
     if found.unreadable:
-        told = f"{found.unreadable} of {found.objects} objects cannot be read; each is a miss"
-        yield Finding("warning", str(root), told, f"kvtier inspect verify --repair {root}")
+        text = f"{found.unreadable} of {found.objects} objects cannot be read; each is a miss"
+        yield DoctorFinding("warning", str(root), text, f"kvtier inspect verify --repair {root}")
 
 
-def _content(root: Path, found: StoreStat, mine: Fingerprint | None, chunk_tokens: int) -> Iterator[Finding]:
-    """Whether what is stored can be of use; `chunk_tokens` is 0 where vLLM chooses."""
+def _content(root: Path, found: StoreStat, mine: Fingerprint | None, chunk_tokens: int) -> Iterator[DoctorFinding]:
+    """Whether the server can use the stored objects. `chunk_tokens` is 0 if kvtier chooses it."""
     shares = found.fingerprints
     if not shares:
-        told = "nothing has been stored yet"
-        yield Finding("note", str(root), told, "a prompt's whole chunks are stored when it is computed; ask it first")
+        text = "nothing has been stored yet"
+        yield DoctorFinding("note", str(root), text, "send a request first; its full chunks are stored after each step")
         return
     key = None if mine is None else mine.digest.hex()[:FINGERPRINT_DIGITS]
     if mine is not None and key not in shares:
-        told = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{_differences(root, shares, mine)}"
+        text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{_differences(root, shares, mine)}"
         advice = (
-            "the same KV needs the same weights, configuration, dtype, --kv-cache-dtype, tensor parallel size and "
-            "release of vLLM; give --engine-args as they are on the server"
+            "KV is found only with equal weights, configuration, dtype, --kv-cache-dtype, tensor parallel size and "
+            "release of vLLM; give the server's command line as --engine-args"
         )
-        yield Finding("error", str(root), told, advice)
+        yield DoctorFinding("error", str(root), text, advice)
         return
     if key is None and len(shares) > 1:
-        told = f"holds KV of {len(shares)} fingerprints: {', '.join(shares)}"
-        advice = "fine for several models; for one model, something that changes its numbers was changed (try --model)"
-        yield Finding("warning", str(root), told, advice)
+        text = f"holds KV of {len(shares)} fingerprints: {', '.join(shares)}"
+        advice = "expected with several models; with one model, its weights or settings have changed (give --model)"
+        yield DoctorFinding("warning", str(root), text, advice)
     sizes = {share.tokens // share.objects for name, share in shares.items() if key in (None, name)}
     if chunk_tokens and chunk_tokens not in sizes:
-        told = f"holds chunks of {', '.join(map(str, sorted(sizes)))} tokens; store.chunk_tokens is {chunk_tokens}"
-        yield Finding("error", str(root), told, "chunks of different sizes are never found: use one size")
+        text = f"holds chunks of {', '.join(map(str, sorted(sizes)))} tokens; store.chunk_tokens is {chunk_tokens}"
+        yield DoctorFinding("error", str(root), text, "chunks of another size are never found: use one size")
     own = shares[key] if key is not None else None
-    told = (
+    text = (
         f"{found.objects} objects, {size_text(found.bytes)}" if own is None else f"{own.objects} objects of this model"
     )
-    yield Finding("fine", str(root), told)
+    yield DoctorFinding("fine", str(root), text)
 
 
 def _differences(root: Path, shares: Iterable[str], mine: Fingerprint) -> str:
-    """In what each fingerprint of a store differs from `mine`, where engines have left what theirs is made of."""
+    """Differences of a store's fingerprints from `mine`, for fingerprints with a note beside the store."""
     place = root.parent if is_disk(root) else root
     known = {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in notes.read(place, "fingerprint")}
     own = dict(_leaves(json.loads(mine.canonical)))
-    told: list[str] = []
+    found: list[str] = []
     for share in shares:
         if share not in known:
             continue
@@ -432,12 +442,12 @@ def _differences(root: Path, shares: Iterable[str], mine: Fingerprint) -> str:
             f"{name} is {_shown(own.get(name))}, there {_shown(other.get(name))}" for name in names[:DIFFERENCES_MAX]
         )
         more = f", and {len(names) - DIFFERENCES_MAX} more" if len(names) > DIFFERENCES_MAX else ""
-        told.append(f"; {share} differs in: {', '.join(named)}{more}")
-    return "".join(told)
+        found.append(f"; {share} differs in: {', '.join(named)}{more}")
+    return "".join(found)
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """The values in a tree of mappings, by their path; without what all have in common, ``other``."""
+    """(path, value) of the leaves in a tree of mappings; the common prefix ``other.`` is omitted."""
     if isinstance(value, dict):
         for key, inner in cast("dict[str, object]", value).items():
             yield from _leaves(inner, f"{name}.{key}".removeprefix(".").removeprefix("other."))
@@ -450,13 +460,13 @@ def _shown(value: object) -> str:
     return text if len(text) <= SHOWN_MAX else f"{text[: SHOWN_MAX - 3]}..."
 
 
-def _notes(config: Config, chunk_tokens: int) -> Iterator[Finding]:
-    """What is so everywhere, and is taken for a fault."""
+def _notes(config: Config, chunk_tokens: int) -> Iterator[DoctorFinding]:
+    """Properties of every server that are mistaken for faults."""
     least = "at least " if config.store.chunk_tokens == 0 else ""
-    told = f"only whole chunks are found again, of {least}{chunk_tokens} tokens; at least one token is always computed"
-    yield Finding("note", "short prompts", told, "ask with a longer prompt, or set store.chunk_tokens lower")
+    text = f"only full chunks are found, of {least}{chunk_tokens} tokens; the last token is always computed"
+    yield DoctorFinding("note", "short prompts", text, "use a longer prompt, or lower store.chunk_tokens")
     if config.planner.enabled:
-        told = "where computing is expected to be faster than loading, it is computed: likely with small models"
-        yield Finding("note", "planner", told, "to see every hit, set planner.enabled to false")
-    told = "does not matter: kvtier's names do not depend on Python's hashes, nor on vLLM's"
-    yield Finding("note", "PYTHONHASHSEED", told)
+        text = "KV is computed where that is expected to be faster than loading, which is likely with small models"
+        yield DoctorFinding("note", "planner", text, "to see every hit, set planner.enabled to false")
+    text = "has no effect: kvtier's names depend on neither Python's hashes nor vLLM's"
+    yield DoctorFinding("note", "PYTHONHASHSEED", text)
