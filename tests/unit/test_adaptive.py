@@ -17,7 +17,7 @@ from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.lru import Lru
 from kvtier.policy.reuse import WATCHED_MAX, ReuseModel
 from kvtier.policy.runs import SLACK
-from kvtier.replay.hits import replay
+from kvtier.replay.run import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace

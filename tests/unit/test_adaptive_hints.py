@@ -11,7 +11,7 @@ from tests.unit.test_adaptive import Prompt, use
 from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.reuse import ReuseModel
 from kvtier.policy.runs import SLACK, Session
-from kvtier.replay.hits import replay
+from kvtier.replay.run import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.arrays import TraceArrays
 from kvtier.types import NextTurn

@@ -58,8 +58,7 @@ def test_tables_and_describe(capsys):
     assert "20k" in out
     code, out, _ = said(capsys, "describe", MINISWE)
     assert code == 0
-    for line in ("requests", "reuse interval, median", "working set, 600 s", "first turns"):
-        assert line in out
+    assert "2,539,560" in out
     code, out, _ = said(capsys, "describe", MINISWE, "--json")
     assert json.loads(out)["sessions"] == 20
     lines = [line.split() for line in said(capsys, MINISWE, "--policy", "help")[1].splitlines()]

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.replay.curves import Task, sweep
-from kvtier.replay.hits import Outcome, replay
-from kvtier.replay.journal import Journal
 from kvtier.replay.policies.registry import REFERENCES, make_policy, policy_names
+from kvtier.replay.run import CacheResult, Task, replay
+from kvtier.replay.sweep import Journal, sweep
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import ReadOptions, open_trace
 
@@ -146,7 +145,7 @@ def test_a_sweep_gives_what_single_replays_give_and_a_journal_what_was_done(tmp_
 
 def kept(path, packed, tasks):
     """How many of `tasks` need not be done again."""
-    journal = Journal(path, packed, lambda plain: Outcome(**plain))
+    journal = Journal(path, packed, lambda plain: CacheResult(**plain))
     return sum(journal.find(task) is not None for task in tasks)
 
 

@@ -8,11 +8,11 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import catalogue
-from kvtier.replay.cost import Prefill
-from kvtier.replay.links import TierSpec
-from kvtier.replay.speeds import Probed, find_part, prefill_of
-from kvtier.replay.stating import parse_tier, stated
-from kvtier.replay.tiered import Setup
+from kvtier.replay.prefill import PrefillSpeed
+from kvtier.replay.results import TierSpec
+from kvtier.replay.tables import inputs
+from kvtier.replay.tier_spec import ProbedSpeeds, find_parts, parse_tier, prefill_of
+from kvtier.replay.tiered import TieredSetup
 
 TRACE = Path(__file__).parents[1] / "golden" / "traces" / "lmcache_miniswe_b64.jsonl.gz"
 DRIVE = catalogue()["drive"]["pm1753"].values
@@ -67,7 +67,7 @@ def test_tiers_are_read_from_text():
 
 
 def test_the_text_is_believed_before_the_part_the_part_before_the_probe_and_that_before_the_default(record):
-    probe = Probed(record)
+    probe = ProbedSpeeds(record)
     drive = parse_tier("disk=2xpm1753,latency=2ms", probe=probe)
     assert drive.capacity_bytes == drive.drive_bytes == 2 * DRIVE["capacity_bytes"]
     assert (drive.read_bytes_per_s, drive.write_bytes_per_s) == (2 * 14.5e9, 2 * 10e9)
@@ -87,23 +87,23 @@ def test_the_text_is_believed_before_the_part_the_part_before_the_probe_and_that
 
 
 def test_host_memory_is_as_fast_as_the_gpus_links_unless_it_was_probed(record):
-    gpus = find_part("8xh100-sxm", "--gpu", "gpu")
+    gpus = find_parts("8xh100-sxm", "--gpu", "gpu")
     host = parse_tier("host=1TiB", gpu=gpus)
     assert host.read_bytes_per_s == host.write_bytes_per_s == pytest.approx(0.8 * 8 * 64e9)
     assert "8 x h100-sxm" in host.sources["read_bytes_per_s"]
-    assert parse_tier("host=1TiB", gpu=gpus, probe=Probed(record)).read_bytes_per_s == 9e9
+    assert parse_tier("host=1TiB", gpu=gpus, probe=ProbedSpeeds(record)).read_bytes_per_s == 9e9
     assert parse_tier("disk=1TiB", gpu=gpus).read_bytes_per_s == 12e9
 
 
 def test_prefill_is_that_of_the_model_on_the_gpus():
-    gpus = find_part("8 x H100_SXM", "--gpu", "gpu")
+    gpus = find_parts("8 x H100_SXM", "--gpu", "gpu")
     prefill = prefill_of("llama-3.3-70b", gpu=gpus)
     parameters = 70.55e9
     assert prefill.tokens_per_s == pytest.approx(8 * 989e12 * 0.5 / (2 * parameters), rel=0.01)
     assert prefill.attention_tokens == pytest.approx(2 * parameters / (80 * 2 * 64 * 2 * 128), rel=0.01)
     assert "8 x h100-sxm" in prefill.source
     assert prefill_of("llama-3.3-70b", tokens_per_s=123.0, gpu=gpus).tokens_per_s == 123
-    assert prefill_of("llama-3.3-70b").tokens_per_s == Prefill().tokens_per_s
+    assert prefill_of("llama-3.3-70b").tokens_per_s == PrefillSpeed().tokens_per_s
     # Half of this model's layers look back 128 tokens only: far into a prompt they cost no more.
     windowed = prefill_of("gpt-oss-120b", gpu=gpus)
     assert [tokens for tokens, _ in windowed.windows] == [128]
@@ -113,33 +113,33 @@ def test_prefill_is_that_of_the_model_on_the_gpus():
 
 @pytest.mark.parametrize("name", [*catalogue()["gpu"]])
 def test_every_gpu_tells_prefill_and_link(name):
-    gpu = find_part(name, "--gpu", "gpu")
+    gpu = find_parts(name, "--gpu", "gpu")
     assert prefill_of("llama-3.1-8b", gpu=gpu).tokens_per_s > 1000
-    assert gpu.speeds.read_bytes_per_s > 1e9
+    assert gpu.speed.read_bytes_per_s > 1e9
 
 
 @pytest.mark.parametrize("kind", [*catalogue()])
 def test_every_part_has_speeds(kind):
     for name in catalogue()[kind]:
-        speeds = find_part(f"2x{name}", "part").speeds
+        speeds = find_parts(f"2x{name}", "part").speed
         assert min(speeds.read_bytes_per_s, speeds.write_bytes_per_s) > 1e9
 
 
 def test_a_window_costs_what_its_tokens_cost():
-    prefill = Prefill(tokens_per_s=1.0, attention_tokens=float("inf"), windows=((100, 50.0),))
+    prefill = PrefillSpeed(tokens_per_s=1.0, attention_tokens=float("inf"), windows=((100, 50.0),))
     assert prefill.seconds(0, 10) == pytest.approx(10 * (1 + 5 / 50))
     assert prefill.seconds(1000, 1001) == pytest.approx(1 + 100 / 50)
     with pytest.raises(ConfigError, match="attention_tokens"):
-        Prefill(windows=((100, 0.0),))
+        PrefillSpeed(windows=((100, 0.0),))
 
 
 def test_what_was_used_is_told(record, capsys):
-    tiers = (parse_tier("host=1GiB"), parse_tier("disk=1TiB", probe=Probed(record)))
-    rows = {it.what: it for it in stated(Setup(tiers=tiers, token_bytes=1.0))}
-    assert rows["disk, reads"].value == "2 GB/s"
-    assert str(record) in rows["disk, reads"].source
-    assert rows["prefill of one prompt"].source.startswith("default")
-    assert rows["host, capacity"].source == "--tier"
+    tiers = (parse_tier("host=1GiB"), parse_tier("disk=1TiB", probe=ProbedSpeeds(record)))
+    rows = {it["what"]: it for it in inputs(TieredSetup(tiers=tiers, token_bytes=1.0))}
+    assert rows["disk, reads"]["value"] == "2 GB/s"
+    assert str(record) in rows["disk, reads"]["source"]
+    assert rows["prefill of one prompt"]["source"].startswith("default")
+    assert rows["host, capacity"]["source"] == "--tier"
     options = [
         "--tier",
         "host=1GiB",
@@ -153,7 +153,7 @@ def test_what_was_used_is_told(record, capsys):
         "512",
     ]
     assert run(["replay", str(TRACE), *options, "--json"]) == 0
-    told = {it["what"]: it["source"] for it in json.loads(capsys.readouterr().out)["stated"]}
+    told = {it["what"]: it["source"] for it in json.loads(capsys.readouterr().out)["inputs"]}
     assert "probe" in told["host, to the engine"]
     assert "1 x h100-pcie" in told["prefill of one prompt"]
     assert run(["replay", str(TRACE), *options]) == 0
@@ -162,4 +162,5 @@ def test_what_was_used_is_told(record, capsys):
 
 def test_a_tier_without_sources_was_given():
     spec = TierSpec(name="host", capacity_bytes=1, read_bytes_per_s=1.0, write_bytes_per_s=1.0, latency_s=0.0)
-    assert {it.source for it in stated(Setup(tiers=(spec,), token_bytes=1.0))} == {Prefill().source, "given"}
+    setup = TieredSetup(tiers=(spec,), token_bytes=1.0)
+    assert {it["source"] for it in inputs(setup)} == {PrefillSpeed().source, "given"}

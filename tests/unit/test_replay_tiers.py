@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from kvtier.cli.main import run
-from kvtier.replay.cost import Prefill
-from kvtier.replay.hits import replay
-from kvtier.replay.links import Agenda, Gauge, Link, TierSpec, link_use
-from kvtier.replay.routing import ROUTERS
-from kvtier.replay.tiered import Setup, replay_tiers
+from kvtier.replay.links import EventQueue, LinkSeries, ReplayLink, link_stats
+from kvtier.replay.prefill import PrefillSpeed
+from kvtier.replay.results import TierSpec
+from kvtier.replay.router import ROUTERS
+from kvtier.replay.run import replay
+from kvtier.replay.tiered import TieredSetup, replay_tiers
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.formats.base import Request
 from kvtier.trace.open import open_trace
@@ -40,8 +41,8 @@ def tier(name, chunks, bytes_per_s=1e9, **more):
 
 
 def replayed(rows, *tiers, **more):
-    settings = {"token_bytes": TOKEN, "prefill": Prefill(tokens_per_s=1000.0), "servers": 1, **more}
-    return replay_tiers(read_arrays(Listed(rows)), Setup(tiers=tiers, **settings))
+    settings = {"token_bytes": TOKEN, "prefill": PrefillSpeed(tokens_per_s=1000.0), "servers": 1, **more}
+    return replay_tiers(read_arrays(Listed(rows)), TieredSetup(tiers=tiers, **settings))
 
 
 def agents():
@@ -56,14 +57,14 @@ def hits(outcome):
 
 
 def test_a_link_serves_one_after_the_other():
-    agenda, ended = Agenda(), []
-    gauge = Gauge()
-    link = Link(agenda, 100.0, 0.5, gauge)
-    agenda.at(1.0, lambda: [link.send(150, lambda: ended.append(agenda.now_s)) for _ in range(2)])
-    agenda.at(9.0, lambda: link.send(100, lambda: ended.append(agenda.now_s)))
-    agenda.run()
+    events, ended = EventQueue(), []
+    series = LinkSeries()
+    link = ReplayLink(events, 100.0, 0.5, series)
+    events.at(1.0, lambda: [link.send(150, lambda: ended.append(events.now_s)) for _ in range(2)])
+    events.at(9.0, lambda: link.send(100, lambda: ended.append(events.now_s)))
+    events.run()
     assert ended == [3.0, 4.5, 10.5]
-    use = link_use([link], gauge, 10.0)
+    use = link_stats([link], series, 10.0)
     assert (use.total_bytes, use.mean_bytes_per_s, use.peak_bytes_per_s, use.peak_depth) == (400, 40.0, 100.0, 2)
     assert use.mean_depth == pytest.approx((2 * 2.0 + 1.5 + 1.5) / 10)
 
@@ -135,7 +136,7 @@ def test_a_shared_tier_gives_one_node_what_another_stored():
 @pytest.mark.parametrize("router", ROUTERS)
 def test_routers_serve_everything_and_give_the_same_twice(router):
     packed = agents()
-    setup = Setup(
+    setup = TieredSetup(
         tiers=(tier("host", 400), tier("disk", 4000, is_shared=True)), token_bytes=TOKEN, nodes=3, router=router
     )
     told = []
@@ -150,7 +151,7 @@ def test_affinity_finds_more_in_host_memory_than_chance():
     packed = agents()
     rates = {
         router: replay_tiers(
-            packed, Setup(tiers=(tier("host", 1000),), token_bytes=TOKEN, nodes=4, router=router)
+            packed, TieredSetup(tiers=(tier("host", 1000),), token_bytes=TOKEN, nodes=4, router=router)
         ).hit_rate
         for router in ("random", "session", "prefix")
     }
@@ -166,7 +167,7 @@ def test_affinity_finds_more_in_host_memory_than_chance():
         (("--tier", "host=1GiB", "--tier", "host=1GiB"), "twice"),
         (("--tier", "host=1GiB", "--router", "best"), "--router 'best'; allowed: random"),
         (("--tier", "host=1GiB", "--nodes", "0"), "--nodes 0; allowed: at least 1"),
-        (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy 'belady'; known here: adaptive, "),
+        (("--tier", "host=1GiB", "--policy", "belady"), "unknown eviction policy 'belady'; allowed: adaptive, "),
         (("--tier", "host=1GiB", "--gpu", "h1000"), "--gpu: 'h1000' is no gpu of the catalogue; did you mean h100-"),
         (("--tier", "host=1GiB", "--probe", "nowhere.json"), "--probe = nowhere.json: No such file"),
     ],

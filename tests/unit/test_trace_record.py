@@ -16,7 +16,7 @@ from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
-from kvtier.replay.hits import replay
+from kvtier.replay.run import replay
 from kvtier.runtime.recorder import Recorder, Served
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.replay_ending import Ending
-from kvtier.report.table import Table, print_table
+from kvtier.cli.replay_output import ReplayOutput
+from kvtier.report.table import print_table
 
 if TYPE_CHECKING:
-    from kvtier.replay.outcome import Tiered
-    from kvtier.replay.tiered import Setup
+    from kvtier.replay.results import TieredResult
+    from kvtier.replay.tiered import TieredSetup
     from kvtier.trace.arrays import TraceArrays
 
 
@@ -21,53 +21,51 @@ def run_tiers(
     tiers: tuple[str, ...],
     policies: list[str],
     options: dict[str, Any],
-    ending: Ending,
+    output: ReplayOutput,
 ) -> int:
     """Replay each trace through each combination of policies, nodes and routers; returns the exit code.
 
     Args:
         traces: the files.
-        tiers: as `--tier` has them, host memory first.
+        tiers: as in `--tier`, host memory first.
         policies: names of eviction policies.
         options: of `tier_options` and `reading_options`, jobs and keep.
-        ending: how all this is told.
+        output: collects the results.
     """
-    from kvtier.cli.replay import packed_trace
-    from kvtier.replay.comparing import sweep_tiers
-    from kvtier.replay.stating import TieredReplay, planner_loses
+    from kvtier.cli.replay import load_trace
+    from kvtier.replay.tables import TieredReplay, planner_warning
+    from kvtier.replay.tiered import sweep_tiers
     from kvtier.trace.stats import trace_stats
 
     setups = _setups(tiers, policies, options)
-    # One way alone is also replayed without the planner, to show what that is worth. Several would take twice as long.
+    # A single setup is also replayed without the planner, for comparison. For several this would double the time.
     twin = replace(setups[0], is_planned=False) if len(setups) == 1 and setups[0].is_planned else None
     all_setups = setups if twin is None else [*setups, twin]
     model = str(options["model"])
     shown: list[TieredReplay] = []
     for path in traces:
-        packed = packed_trace(path, options)
-        with ending.watch(path.name, len(packed) * len(all_setups)) as (advance, should_stop):
+        trace = load_trace(path, options)
+        with output.watch(path.name, len(trace) * len(all_setups)) as (advance, should_stop):
             done = sweep_tiers(
-                packed, all_setups, jobs=options["jobs"], keep=options["keep"], advance=advance, should_stop=should_stop
+                trace, all_setups, jobs=options["jobs"], keep=options["keep"], advance=advance, should_stop=should_stop
             )
         unplanned = done.pop(twin, None) if twin is not None else None
         if unplanned is not None and not (unplanned.is_complete and all(it.is_complete for it in done.values())):
             unplanned = None
-        if ending.report is not None:
-            what = trace_stats(packed)
-            shown += [TieredReplay(description=what, model=model, setup=it, outcome=done[it]) for it in done]
-        for setup, outcome in done.items():
-            ending.tell(_as_dict(packed, model, setup, outcome, unplanned))
-            loss = planner_loses(outcome, unplanned) if unplanned is not None else ""
-            if loss:
-                click.echo(f"kvtier: trace {path}: {loss}", err=True)
-        if done and not ending.as_json:
-            _print(packed, model, done, unplanned)
-        if ending.was_stopped:
-            whole = sum(it.is_complete for it in done.values())
-            told = f"{whole} of {len(setups)} replays of {path} are done"
-            cut = [f"{it.requests:,}" for it in done.values() if not it.is_complete]
-            rest = f"; {' and '.join(cut)} of {len(packed):,} requests of others were asked" if cut else ""
-            click.echo(f"Broken off: {told}{rest}.", err=True)
+        if output.report is not None:
+            stats = trace_stats(trace)
+            shown += [TieredReplay(stats, model, setup, result) for setup, result in done.items()]
+        for setup, result in done.items():
+            output.json.append(_as_dict(trace, model, setup, result, unplanned))
+            if warning := planner_warning(result, unplanned):
+                click.echo(f"kvtier: trace {path}: {warning}", err=True)
+        if done and not output.as_json:
+            _print(trace, model, done, unplanned)
+        if output.is_interrupted:
+            partial = [f"{it.requests:,}" for it in done.values() if not it.is_complete]
+            rest = f"; of others, {' and '.join(partial)} of {len(trace):,} requests" if partial else ""
+            finished = len(done) - len(partial)
+            click.echo(f"Interrupted: {finished} of {len(setups)} replays of {path} are done{rest}.", err=True)
             break
 
     def write(report: Path) -> None:
@@ -75,42 +73,40 @@ def run_tiers(
 
         write_tiered_report(report, shown)
 
-    return ending.end(write, is_list=len(traces) * len(setups) > 1)
+    return output.finish(write, is_list=len(traces) * len(setups) > 1)
 
 
 def _as_dict(
-    packed: "TraceArrays", model: str, setup: "Setup", outcome: "Tiered", unplanned: "Tiered | None"
+    trace: "TraceArrays", model: str, setup: "TieredSetup", result: "TieredResult", unplanned: "TieredResult | None"
 ) -> dict[str, object]:
-    from kvtier.replay.stating import planner_loses, stated
+    from kvtier.replay.tables import inputs, planner_warning
 
-    loss = "" if unplanned is None else planner_loses(outcome, unplanned)
-
+    warning = planner_warning(result, unplanned)
     return {
-        "trace": packed.name,
+        "trace": trace.name,
         "model": model,
         "token_bytes": setup.token_bytes,
         "policy": setup.evictor,
         "router": setup.router,
         "write_policy": setup.write_policy.value,
-        "stated": [it._asdict() for it in stated(setup)],
-        **asdict(outcome),
-        "ttft_unplanned": None if unplanned is None else asdict(unplanned.ttft),
-        "warnings": [loss] if loss else [],
+        "inputs": inputs(setup),
+        **asdict(result),
+        "ttft_unplanned": None if unplanned is None else unplanned.ttft,
+        "warnings": [warning] if warning else [],
     }
 
 
-def _setups(tiers: tuple[str, ...], policies: list[str], options: dict[str, Any]) -> "list[Setup]":
+def _setups(tiers: tuple[str, ...], policies: list[str], options: dict[str, Any]) -> "list[TieredSetup]":
     from kvtier import size
-    from kvtier.config.sections import HostConfig
     from kvtier.core.limits import WritePolicy
-    from kvtier.replay.speeds import Probed, find_part, prefill_of
-    from kvtier.replay.stating import parse_tier
-    from kvtier.replay.tiered import Setup
+    from kvtier.policy.registry import DEFAULT_EVICTOR
+    from kvtier.replay.tier_spec import ProbedSpeeds, find_parts, parse_tier, prefill_of
+    from kvtier.replay.tiered import TieredSetup
 
     model = str(options["model"])
-    gpu = find_part(options["gpu"], "--gpu", "gpu") if options["gpu"] else None
-    probe = Probed(options["probe"]) if options["probe"] else None
-    base = Setup(
+    gpu = find_parts(options["gpu"], "--gpu", "gpu") if options["gpu"] else None
+    probe = ProbedSpeeds(options["probe"]) if options["probe"] else None
+    base = TieredSetup(
         tiers=tuple(parse_tier(it, probe=probe, gpu=gpu) for it in tiers),
         token_bytes=size.of(model).bytes_per_token_stored,
         prefill=prefill_of(model, tokens_per_s=options["prefill"], gpu=gpu),
@@ -119,13 +115,12 @@ def _setups(tiers: tuple[str, ...], policies: list[str], options: dict[str, Any]
         write_policy=WritePolicy(options["write_policy"]),
         is_planned=options["planner"],
     )
-    setups: list[Setup] = []
+    setups: list[TieredSetup] = []
     routers = _words(options["router"])
     for policy, nodes, router in product(policies, _counts(options["nodes"]), routers):
-        evictor = HostConfig().evictor if policy == "default" else policy
-        setup = replace(base, nodes=nodes, router=router, evictor=evictor)
-        if nodes > 1 or router == routers[0]:  # one node has nothing to choose between: all routers are alike
-            setups.append(setup)
+        evictor = DEFAULT_EVICTOR if policy == "default" else policy
+        if nodes > 1 or router == routers[0]:  # with one node all routers are the same
+            setups.append(replace(base, nodes=nodes, router=router, evictor=evictor))
     return list(dict.fromkeys(setups))
 
 
@@ -140,32 +135,23 @@ def _counts(text: str) -> list[int]:
         raise click.UsageError(f"--nodes {text!r}: allowed: whole numbers, with commas between them") from None
 
 
-def _print(packed: "TraceArrays", model: str, done: "dict[Setup, Tiered]", unplanned: "Tiered | None") -> None:
-    from kvtier.replay.comparing import comparison_table
-    from kvtier.replay.stating import stated_table
+def _print(
+    trace: "TraceArrays", model: str, done: "dict[TieredSetup, TieredResult]", unplanned: "TieredResult | None"
+) -> None:
+    from kvtier.replay.tables import comparison_table, inputs_table, planning_table, tiers_table, ttft_table
 
-    setup = next(iter(done))
-    click.secho(f"{packed.name}: {len(packed):,} requests, {model}, {setup.token_bytes:,.0f} bytes a token", bold=True)
-    if len(done) == 1:
-        _print_one(packed, setup, done[setup], unplanned)
+    setup, result = next(iter(done.items()))
+    click.secho(f"{trace.name}: {len(trace):,} requests, {model}, {setup.token_bytes:,.0f} bytes a token", bold=True)
+    if len(done) > 1:
+        click.echo(f"  whole blocks of {trace.block_tokens} tokens; write policy {setup.write_policy.value}")
+        tables = [comparison_table(done)]
     else:
-        click.echo(f"  whole blocks of {packed.block_tokens} tokens; write policy {setup.write_policy.value}")
+        nodes = "one node" if result.nodes == 1 else f"{result.nodes:,} nodes, router {setup.router}"
+        click.echo(
+            f"  {nodes}, {result.servers} prompts at a time on each; whole blocks of {trace.block_tokens} tokens; "
+            f"{result.hit_rate:.4f} of input tokens loaded"
+        )
+        tables = [tiers_table(result), ttft_table(result, unplanned), planning_table(result)]
+    for table in (*tables, inputs_table(setup)):
         click.echo()
-        _emit(comparison_table(done))
-    click.echo()
-    _emit(stated_table(setup))
-
-
-def _print_one(packed: "TraceArrays", setup: "Setup", told: "Tiered", unplanned: "Tiered | None") -> None:
-    from kvtier.replay.stating import planning_table, tiers_table, ttft_table
-
-    nodes = "one node" if told.nodes == 1 else f"{told.nodes:,} nodes, router {setup.router}"
-    servers = f"{nodes}, {told.servers} prompts at a time on each"
-    click.echo(f"  {servers}; whole blocks of {packed.block_tokens} tokens; {told.hit_rate:.4f} of input tokens loaded")
-    for table in (tiers_table(told), ttft_table(told, unplanned), planning_table(told)):
-        click.echo()
-        _emit(table)
-
-
-def _emit(table: "Table") -> None:
-    print_table(table)
+        print_table(table)

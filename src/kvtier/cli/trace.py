@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvtier.cli.options import OutputFile
-from kvtier.cli.replay import packed_trace, reading_options
+from kvtier.cli.replay import load_trace, reading_options
 from kvtier.report.output import progress
 
 _TOLD_EVERY = 4096
@@ -34,7 +34,7 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
 
     if target.resolve() == source.resolve():
         raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
-    packed = packed_trace(source, reading)
+    packed = load_trace(source, reading)
     write_requests(target, packed, as_runs=not as_ids)
     click.echo(f"{len(packed):,} requests, {packed.block_count:,} blocks of {packed.block_tokens} tokens: {target}")
 
@@ -67,7 +67,7 @@ def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sess
             f"trace {source} holds texts, of which lengths would tell; allowed: one with block ids, such as "
             "`kvtier trace convert` makes of it"
         )
-    packed = packed_trace(source, reading)
+    packed = load_trace(source, reading)
     write_requests(target, without_sessions(packed) if no_sessions else packed, as_runs=not as_ids, coarse_s=coarse_s)
     click.echo(f"{len(packed):,} requests, {packed.block_count:,} blocks of {packed.block_tokens} tokens: {target}")
 
@@ -167,7 +167,7 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
         if given:
             names = ", ".join(f"--{option_of(name)}" for name in given)
             raise ConfigError(f"{names} and --like are both given; allowed: with --like only --requests-per-s")
-        packed = packed_trace(like, options)
+        packed = load_trace(like, options)
         source = TraceSource(packed, options["seed"], rate)
         count = len(packed) if count is None else count
     with progress(f"{target.name}: {count:,} requests", count) as advance:

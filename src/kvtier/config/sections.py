@@ -14,7 +14,7 @@ from kvtier.config.kinds import Choice, Count, Hidden, Location, Named, Seconds,
 from kvtier.config.schema import Section, Setting, near, setting, settings
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
-from kvtier.policy.registry import EVICTORS
+from kvtier.policy.registry import DEFAULT_EVICTOR, EVICTORS
 
 Mode = Literal["auto", "on", "off"]
 
@@ -33,7 +33,7 @@ class HostConfig(Section):
     section: ClassVar[str] = "host"
 
     capacity_bytes: int = setting(4 * 2**30, Size(2**20), "Host memory for chunks, of each engine; taken at start.")
-    evictor: str = setting("adaptive", Named(_evictors), "Who leaves host memory when it is full.")
+    evictor: str = setting(DEFAULT_EVICTOR, Named(_evictors), "Who leaves host memory when it is full.")
     page_lock: Mode = setting("auto", _MODE, "Page-lock host memory for fast copies to the GPU; auto: where CUDA is.")
     populate: bool = setting(
         default=False, kind=Switch(), help="Touch all host memory at start: a slower start, no page fault later."
@@ -49,7 +49,7 @@ class DirectoryConfig(Section):
     path: Path | None = setting(None, Location(), "Where chunks are kept; none: no directory tier.")
     capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Most bytes on disk, of all processes together.")
     direct_io: Mode = setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
-    evictor: str = setting("adaptive", Named(_evictors), "Who leaves the directory when it is full.")
+    evictor: str = setting(DEFAULT_EVICTOR, Named(_evictors), "Who leaves the directory when it is full.")
     shared: bool = setting(
         default=True,
         kind=Switch(),

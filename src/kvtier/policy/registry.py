@@ -12,6 +12,7 @@ from kvtier.policy.fifo import Fifo
 from kvtier.policy.lru import Lru
 
 EVICTORS: dict[str, Callable[[], Evictor]] = {"adaptive": Adaptive, "lru": Lru, "fifo": Fifo}
+DEFAULT_EVICTOR = "adaptive"
 
 
 def make_evictor(name: str) -> Evictor:

@@ -1,85 +1,113 @@
-"""Links and lower tiers in virtual time: who waits for whom, what passes, and what is held."""
+"""Links and lower tiers in virtual time."""
 
-import math
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from kvtier.errors import ConfigError
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.policy.base import Evictor, Held
-from kvtier.replay.series import Series
+from kvtier.replay.results import LinkStats, TierSpec
 from kvtier.types import ChunkKey, Outcome
 
+SPAN_MAX_S = 10_000_000
+"""Later amounts count in the last second: a series takes eight bytes for each."""
 
-class Agenda:
-    """The clock, and what happens when."""
+
+class EventQueue:
+    """The virtual clock, and events by their time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._acts: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
-        """Let `act` happen at `time_s`, or now if that is past; of equal times, the first asked for is first."""
+        """Call `act` at `time_s`, or now if that is past; equal times in the order of the calls."""
         self._count += 1
-        heappush(self._acts, (max(time_s, self.now_s), self._count, act))
+        heappush(self._events, (max(time_s, self.now_s), self._count, act))
 
     def run(self) -> None:
-        """Everything, until nothing is left to happen."""
-        while self._acts:
-            self.now_s, _, act = heappop(self._acts)
+        """Run all events, and those that they add."""
+        while self._events:
+            self.now_s, _, act = heappop(self._events)
             act()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkUse:
-    """What passed over a link, or over the same link of several nodes."""
+class SecondSums:
+    """A sum for each second, from 0."""
 
-    transfers: int
-    total_bytes: int
-    mean_bytes_per_s: float
-    """Of all links together."""
-    peak_bytes_per_s: float
-    """Of the busiest second of the busiest link; more than its own speed is never seen."""
-    peak_together_bytes_per_s: float
-    """Of the busiest second of all links together."""
-    used_share: float
-    """Of what the links could have moved in the time."""
-    mean_depth: float
-    """Transfers on a link or waiting for it, over time."""
-    peak_depth: int
+    __slots__ = ("_sums",)
+
+    def __init__(self) -> None:
+        self._sums = array("d")
+
+    def add(self, start_s: float, end_s: float, amount: float) -> None:
+        """Spread `amount` evenly from `start_s` to `end_s`."""
+        first, last = int(start_s), int(end_s)
+        sums = self._sums
+        if last >= len(sums):
+            if last >= SPAN_MAX_S:
+                first, last, end_s = min(first, SPAN_MAX_S - 1), SPAN_MAX_S - 1, start_s
+            sums.frombytes(bytes(8 * max(0, last + 1 - len(sums))))
+        if first == last or end_s <= start_s:
+            sums[first] += amount
+            return
+        rate = amount / (end_s - start_s)
+        sums[first] += (first + 1 - start_s) * rate
+        for second in range(first + 1, last):
+            sums[second] += rate
+        sums[last] += (end_s - last) * rate
+
+    @property
+    def span_s(self) -> float:
+        """End of the last second with an amount."""
+        return float(len(self._sums))
+
+    @property
+    def peak(self) -> float:
+        """The largest sum."""
+        return max(self._sums, default=0.0)
+
+    def means(self, span_s: float, count: int) -> npt.NDArray[np.float64]:
+        """The mean per second in each of `count` equal parts of the time from 0 to `span_s`."""
+        total = np.concatenate([[0.0], np.cumsum(np.frombuffer(self._sums, np.float64))])
+        edges = np.linspace(0.0, span_s, count + 1)
+        within = np.interp(edges, np.arange(len(total)), total)
+        return np.diff(within) * (count / max(span_s, 1e-9))
 
 
-class Gauge:
-    """What passes over a link of all nodes together, over time."""
+class LinkSeries:
+    """Bytes and queue depth of a link over time, summed over all nodes."""
 
     __slots__ = ("depth", "moved")
 
     def __init__(self) -> None:
-        self.moved = Series()
+        self.moved = SecondSums()
         """Bytes."""
-        self.depth = Series()
-        """Transfers on the links or waiting for them."""
+        self.depth = SecondSums()
+        """Active and queued transfers."""
 
 
-class Link:
-    """One direction of a way between two places: first come, first served, at one speed.
+class ReplayLink:
+    """One direction of a link: a FIFO queue with constant bandwidth.
 
     Args:
-        agenda: the clock.
-        bytes_per_s: its speed.
+        events: the clock.
+        bytes_per_s: bandwidth.
         latency_s: from a transfer's last byte to its end.
-        gauge: shared by the links that are told together.
+        series: shared by the same link of all nodes.
     """
 
     __slots__ = (
-        "_agenda",
         "_changed_s",
         "_depth",
-        "_gauge",
+        "_events",
         "_in_second",
         "_peak",
         "_second",
+        "_series",
         "bytes_per_s",
         "depth_s",
         "free_s",
@@ -89,24 +117,24 @@ class Link:
         "transfers",
     )
 
-    def __init__(self, agenda: Agenda, bytes_per_s: float, latency_s: float, gauge: Gauge | None = None) -> None:
-        self._agenda = agenda
-        self._gauge = gauge or Gauge()
+    def __init__(self, events: EventQueue, bytes_per_s: float, latency_s: float, series: LinkSeries) -> None:
+        self._events = events
+        self._series = series
         self.bytes_per_s = bytes_per_s
         self.latency_s = latency_s
         self.free_s = 0.0
-        """When all that was asked for has passed."""
+        """When the queue is empty."""
         self.transfers = self.total_bytes = 0
         self._second, self._in_second, self._peak = -1, 0.0, 0.0
         self._depth = self.peak_depth = 0
         self._changed_s = 0.0
         self.depth_s = 0.0
-        """Transfers on the link or waiting for it, times how long they were that."""
+        """Integral of the depth over time."""
 
     def send(self, size_bytes: int, done: Callable[[], None]) -> float:
-        """Move so much, after all that was asked for before; returns when it will have arrived."""
+        """Queue a transfer; returns its end."""
         self._change(+1)
-        begun_s = max(self._agenda.now_s, self.free_s)
+        begun_s = max(self._events.now_s, self.free_s)
         self.free_s = begun_s + size_bytes / self.bytes_per_s
         self.total_bytes += size_bytes
         self.transfers += 1
@@ -116,21 +144,21 @@ class Link:
             self._change(-1)
             done()
 
-        self._agenda.at(self.free_s + self.latency_s, end)
+        self._events.at(self.free_s + self.latency_s, end)
         return self.free_s + self.latency_s
 
     def _change(self, step: int) -> None:
-        now_s, depth = self._agenda.now_s, self._depth
+        now_s, depth = self._events.now_s, self._depth
         if depth:
             waited_s = depth * (now_s - self._changed_s)
             self.depth_s += waited_s
-            self._gauge.depth.add(self._changed_s, now_s, waited_s)
+            self._series.depth.add(self._changed_s, now_s, waited_s)
         self._changed_s = now_s
         self._depth = depth + step
         self.peak_depth = max(self.peak_depth, self._depth)
 
     def _spread(self, start_s: float, end_s: float, size_bytes: int) -> None:
-        self._gauge.moved.add(start_s, end_s, size_bytes)
+        self._series.moved.add(start_s, end_s, size_bytes)
         second, last = int(start_s), int(end_s)
         if second != self._second:
             self._next_second(second)
@@ -147,41 +175,46 @@ class Link:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the busiest second."""
+        """Bytes of the busiest second."""
         return max(self._peak, self._in_second)
 
 
-def link_use(links: Sequence[Link], gauge: Gauge, duration_s: float) -> LinkUse:
-    """What passed over `links`, which share `gauge`, in `duration_s`, or until the last of it had passed."""
-    # What is still waiting when the last request is answered would otherwise be more than a link can move.
+def link_stats(links: Sequence[ReplayLink], series: LinkSeries, duration_s: float) -> LinkStats:
+    """Statistics of `links`, which share `series`, over `duration_s`, or longer if a link is busy longer."""
+    # Transfers may outlast the last request; over its time alone they would exceed the bandwidth.
     span_s = max(duration_s, 1e-9, *(it.free_s for it in links))
     total = sum(it.total_bytes for it in links)
-    return LinkUse(
+    return LinkStats(
         transfers=sum(it.transfers for it in links),
         total_bytes=total,
         mean_bytes_per_s=total / span_s,
         peak_bytes_per_s=max(it.peak_bytes for it in links),
-        peak_together_bytes_per_s=gauge.moved.peak,
+        peak_together_bytes_per_s=series.moved.peak,
         used_share=total / sum(it.bytes_per_s for it in links) / span_s,
         mean_depth=sum(it.depth_s for it in links) / span_s / len(links),
         peak_depth=max(it.peak_depth for it in links),
     )
 
 
-class Shelf:
-    """A lower tier: what it holds, by the evictor that it has, and its two directions."""
+class ReplayTier:
+    """A lower tier: the objects that it holds, its evictor, and a link for each direction."""
 
     def __init__(
-        self, agenda: Agenda, tier: "TierSpec", object_bytes: int, evictor: Evictor, gauges: tuple[Gauge, Gauge]
+        self,
+        events: EventQueue,
+        spec: TierSpec,
+        object_bytes: int,
+        evictor: Evictor,
+        series: tuple[LinkSeries, LinkSeries],
     ) -> None:
-        self._agenda = agenda
-        self._room = tier.capacity_bytes // object_bytes
+        self._events = events
+        self._capacity = spec.capacity_bytes // object_bytes
         self._object_bytes = object_bytes
         self._evictor = evictor
         self._held: set[ChunkKey] = set()
-        self.latency_s = tier.latency_s
-        self.reads = Link(agenda, tier.read_bytes_per_s, tier.latency_s, gauges[0])
-        self.writes = Link(agenda, tier.write_bytes_per_s, tier.latency_s, gauges[1])
+        self.latency_s = spec.latency_s
+        self.reads = ReplayLink(events, spec.read_bytes_per_s, spec.latency_s, series[0])
+        self.writes = ReplayLink(events, spec.write_bytes_per_s, spec.latency_s, series[1])
         self.evictions = 0
 
     def __contains__(self, key: ChunkKey) -> bool:
@@ -189,29 +222,29 @@ class Shelf:
 
     @property
     def held_bytes(self) -> int:
-        """What is here."""
+        """Bytes of all objects."""
         return len(self._held) * self._object_bytes
 
     def drop(self, key: ChunkKey) -> None:
-        """Give an object up."""
+        """Remove an object."""
         self._held.discard(key)
         self._evictor.removed(key)
 
     def read(self, held: Held, done: Callable[[Outcome], None]) -> float:
-        """Read an object; `done` is told whether it was here to the end. Returns when that will be."""
+        """Read an object; returns the end. `done` gets ABSENT if the tier does not hold it until then."""
         key = ChunkKey(held.name)
         if key not in self._held:
-            end_s = self._agenda.now_s + self.latency_s
-            self._agenda.at(end_s, lambda: done(Outcome.ABSENT))
+            end_s = self._events.now_s + self.latency_s
+            self._events.at(end_s, lambda: done(Outcome.ABSENT))
             return end_s
         self._evictor.touched(held)
         return self.reads.send(self._object_bytes, lambda: done(Outcome.DONE if key in self._held else Outcome.ABSENT))
 
     def write(self, held: Held, done: Callable[[], None]) -> None:
-        """Write an object, which is here when it is `done`; one that is here already is not written again."""
+        """Write an object, unless the tier holds it."""
         if ChunkKey(held.name) in self._held:
             self._evictor.touched(held)
-            self._agenda.at(self._agenda.now_s + self.latency_s, done)
+            self._events.at(self._events.now_s + self.latency_s, done)
             return
 
         def end() -> None:
@@ -222,8 +255,8 @@ class Shelf:
 
     def _keep(self, held: Held) -> None:
         key = ChunkKey(held.name)
-        while key not in self._held and len(self._held) >= self._room:
-            victim = self._evictor.victim(_nobody_is_pinned)
+        while key not in self._held and len(self._held) >= self._capacity:
+            victim = self._evictor.victim(never_pinned)
             if victim is None:
                 return
             self._evictor.removed(victim)
@@ -233,42 +266,6 @@ class Shelf:
         self._held.add(key)
 
 
-def _nobody_is_pinned(name: bytes) -> bool:  # noqa: ARG001  the interface's argument
+def never_pinned(name: bytes) -> bool:  # noqa: ARG001  the evictor's interface
+    """No object is pinned here."""
     return False
-
-
-def _no_sources() -> dict[str, str]:
-    return {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierSpec:
-    """A place of a replay."""
-
-    name: str
-    capacity_bytes: int
-    read_bytes_per_s: float
-    """For host memory: to the engine."""
-    write_bytes_per_s: float
-    """For host memory: from the engine."""
-    latency_s: float
-    is_shared: bool = False
-    """One for all nodes, not one for each."""
-    drive_bytes: int | None = None
-    """Capacity of the drives of which KV may use `capacity_bytes`; None: that is all they have."""
-    rated_writes_per_day: float | None = None
-    """How often a day these drives may be filled, by their makers' rating."""
-    sources: dict[str, str] = field(default_factory=_no_sources, compare=False)
-    """Field to where its value comes from."""
-
-    def __post_init__(self) -> None:
-        for name in ("capacity_bytes", "read_bytes_per_s", "write_bytes_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"--tier {self.name}: {name} is {getattr(self, name)}; allowed: above 0")
-        if not 0 <= self.latency_s < 60:
-            raise ConfigError(f"--tier {self.name}: latency_s is {self.latency_s}; allowed: 0 to 60")
-        if self.drive_bytes is not None and self.drive_bytes < self.capacity_bytes:
-            raise ConfigError(
-                f"--tier {self.name}: drives of {self.drive_bytes} bytes hold less than the {self.capacity_bytes} that "
-                "KV is to use; allowed: larger drives, or more of them"
-            )

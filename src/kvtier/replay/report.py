@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.replay.tables import CONVENTION, Replayed, description_table, outcomes_table
+from kvtier.replay.tables import CONVENTION, CacheReplays, results_table, stats_table
 from kvtier.report.chart import Chart, Charts, Colours, figures_html
 from kvtier.report.format import short_count
 from kvtier.report.output import write_file
@@ -25,7 +25,7 @@ _INTERVAL_LEAST_S = 0.1
 _OWN = {"default": "tiered", "lru": "alone"}
 
 
-def write_report(path: Path, replayed: Sequence[Replayed]) -> None:
+def write_report(path: Path, replayed: Sequence[CacheReplays]) -> None:
     """Write the HTML report.
 
     Raises:
@@ -34,45 +34,45 @@ def write_report(path: Path, replayed: Sequence[Replayed]) -> None:
     write_file("--report", path, render_report(replayed))
 
 
-def render_report(replayed: Sequence[Replayed], made: datetime | None = None) -> str:
+def render_report(replayed: Sequence[CacheReplays], made: datetime | None = None) -> str:
     """The HTML of the report."""
     return page_html(
         "kvtier replay",
-        f"Replay of {trace_names([it.description for it in replayed])}",
+        f"Replay of {trace_names([it.stats for it in replayed])}",
         paragraphs_html([CONVENTION]),
         *(_replay_html(it, f"t{number}-") for number, it in enumerate(replayed)),
         made=made,
     )
 
 
-def _replay_html(replayed: Replayed, prefix: str) -> str:
-    trace = replayed.description
+def _replay_html(replayed: CacheReplays, prefix: str) -> str:
+    trace = replayed.stats
     tiles = [
         (f"{trace.requests:,}", f"requests in {trace.duration_s:,.0f} s"),
         (short_count(trace.input_tokens), "input tokens"),
-        (f"{replayed.bound:.1%}", "of them seen before: the hit rate of an infinite cache"),
+        (f"{replayed.bound:.1%}", "hit rate of an infinite cache"),
         (short_count(trace.unique_tokens), "tokens in distinct blocks"),
     ]
     return (
         section_html(trace.name, tiles_html(tiles), figures_html(CHARTS, replayed, prefix))
-        + table_html(outcomes_table(replayed.bound, replayed.outcomes))
+        + table_html(results_table(replayed.bound, replayed.results))
         + trace_html(trace)
     )
 
 
-def trace_names(descriptions: Sequence[TraceStats]) -> str:
+def trace_names(stats: Sequence[TraceStats]) -> str:
     """The files' names, each once."""
-    return ", ".join(dict.fromkeys(Path(it.name).name for it in descriptions))
+    return ", ".join(dict.fromkeys(Path(it.name).name for it in stats))
 
 
 def trace_html(trace: TraceStats) -> str:
     """The statistics of a trace, its warnings and notes."""
-    return table_html(description_table(trace)) + list_html([*trace.warnings, *trace.notes])
+    return table_html(stats_table(trace)) + list_html([*trace.warnings, *trace.notes])
 
 
-def _draw_capacity(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
+def _draw_capacity(axes: "Axes", replayed: CacheReplays, colours: Colours) -> None:
     by_policy: dict[str, list[tuple[float, float]]] = {}
-    for it in replayed.outcomes:
+    for it in replayed.results:
         if it.capacity_tokens is not None:
             by_policy.setdefault(it.policy, []).append((it.capacity_tokens, it.hit_rate))
     others = 0
@@ -93,13 +93,13 @@ def _draw_capacity(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
     axes.legend(loc="best")
 
 
-def _draw_intervals(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
-    draw_intervals(axes, replayed.description, colours)
+def _draw_intervals(axes: "Axes", replayed: CacheReplays, colours: Colours) -> None:
+    draw_intervals(axes, replayed.stats, colours)
 
 
-def draw_intervals(axes: "Axes", description: TraceStats, colours: Colours) -> None:
+def draw_intervals(axes: "Axes", stats: TraceStats, colours: Colours) -> None:
     """The distribution of reuse intervals; also used by the report of tiers."""
-    it = description.intervals
+    it = stats.intervals
     total = it.counts.sum()
     if not total:
         axes.text(0.5, 0.5, "nothing is reused", transform=axes.transAxes, ha="center", color=colours["soft"])
@@ -112,8 +112,8 @@ def draw_intervals(axes: "Axes", description: TraceStats, colours: Colours) -> N
     axes.set(xscale="log", xlabel="seconds since the last use", ylabel="share of reuse within", ylim=(0, 1))
 
 
-def _draw_working_set(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
-    it = replayed.description.over_time
+def _draw_working_set(axes: "Axes", replayed: CacheReplays, colours: Colours) -> None:
+    it = replayed.stats.over_time
     minutes = (np.arange(len(it.unique_tokens)) + 1) * it.bin_s / 60
     axes.plot(minutes, it.unique_tokens, color=colours["disk"], label="distinct so far")
     axes.plot(minutes, it.used_tokens, color=colours["tiered"], label=f"used within {it.bin_s:,.0f} s")
@@ -122,19 +122,19 @@ def _draw_working_set(axes: "Axes", replayed: Replayed, colours: Colours) -> Non
     axes.legend(loc="upper left")
 
 
-def _draw_demand(axes: "Axes", replayed: Replayed, colours: Colours) -> None:
-    it = replayed.description.over_time
+def _draw_demand(axes: "Axes", replayed: CacheReplays, colours: Colours) -> None:
+    it = replayed.stats.over_time
     minutes = (np.arange(len(it.input_tokens)) + 0.5) * it.bin_s / 60
     per_s = max(it.bin_s, 1e-9)
-    axes.plot(minutes, it.input_tokens / per_s, color=colours["gpu"], label="asked for")
-    axes.plot(minutes, it.new_tokens / per_s, color=colours["tiered"], label="never seen before")
+    axes.plot(minutes, it.input_tokens / per_s, color=colours["gpu"], label="all")
+    axes.plot(minutes, it.new_tokens / per_s, color=colours["tiered"], label="new")
     axes.set(xlabel="minutes", ylabel="input tokens a second", ylim=(0, 1.25 * float(it.input_tokens.max()) / per_s))
     axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
     axes.legend(loc="upper right")
 
 
 INTERVALS_CAPTION = "Accesses to blocks that were used before, by the time since the last use."
-CHARTS: Charts[Replayed] = {
+CHARTS: Charts[CacheReplays] = {
     "capacity": Chart(
         "Hit rate against capacity",
         _draw_capacity,
@@ -149,6 +149,6 @@ CHARTS: Charts[Replayed] = {
     "demand": Chart(
         "Demand over time",
         _draw_demand,
-        "Tokens that were never seen before must be computed with any cache.",
+        "New tokens must be computed with any cache.",
     ),
 }

@@ -1,83 +1,241 @@
-"""What the command and the report show of replays and traces."""
+"""Tables of replays, for the terminal and the reports."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.replay.hits import Outcome
-from kvtier.report.format import share_text, short_count
+from kvtier.report.format import NONE, binary, decimal, share_text, short_count
 from kvtier.report.table import Table
 from kvtier.trace.stats import TraceStats
 
+if TYPE_CHECKING:  # replays through one cache do not load the core
+    from kvtier.replay.results import TieredResult, TtftStats
+    from kvtier.replay.run import CacheResult
+    from kvtier.replay.tiered import TieredSetup
+
 CONVENTION = (
-    "One cache, the whole trace, no warm-up. Hit rate: tokens of the longest leading run of blocks that are here, over "
-    "input tokens; prompts only. A prompt's deepest block is touched first. Capacity and what is written count whole "
-    "blocks."
+    "One cache, the whole trace, no warm-up. Hit rate: tokens of the longest leading run of cached blocks, over input "
+    "tokens; prompts only. A prompt's last block is accessed first. Capacity and written tokens count whole blocks."
 )
+PLANNER_SLACK = 1.01
+"""The planner loses if it makes the mean time to first token longer than this many times."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """A trace, what it is like, and what policies did with it."""
+class CacheReplays(NamedTuple):
+    """A trace and its replays through one cache."""
 
-    description: TraceStats
+    stats: TraceStats
     bound: float
-    """Hit rate of a cache without end."""
-    outcomes: Sequence[Outcome]
+    """Hit rate of an infinite cache."""
+    results: "Sequence[CacheResult]"
 
 
-def outcomes_table(bound: float, outcomes: Sequence[Outcome]) -> Table:
-    """A row for each outcome."""
+class TieredReplay(NamedTuple):
+    """A trace and one replay through tiers."""
+
+    stats: TraceStats
+    model: str
+    setup: "TieredSetup"
+    result: "TieredResult"
+
+
+def results_table(bound: float, results: "Sequence[CacheResult]") -> Table:
+    """A row for each policy and capacity."""
     rows = tuple(
         (
             it.policy,
             short_count(it.capacity_tokens),
             f"{it.hit_rate:.4f}",
-            f"{it.hit_rate / bound:.1%}" if bound else "-",
+            f"{it.hit_rate / bound:.1%}" if bound else NONE,
             short_count(it.hit_tokens),
             short_count(it.written_tokens),
             f"{it.evictions:,}",
         )
-        for it in outcomes
+        for it in results
     )
     columns = ("policy", "capacity", "hit rate", "of possible", "hit tokens", "written tokens", "evictions")
     return Table(title="Hit rates", columns=columns, rows=rows, numeric=6, note=CONVENTION)
 
 
-def description_table(told: TraceStats) -> Table:
+def stats_table(stats: TraceStats) -> Table:
     """The statistics of a trace."""
-    late = told.infinite_hit_rate_second_half
+
+    def text(value: float | None, form: str, unit: str = "") -> str:
+        return NONE if value is None else f"{value:{form}}{unit}"
+
     rows = [
-        ("requests", f"{told.requests:,}"),
-        ("duration", f"{told.duration_s:,.1f} s"),
-        ("sessions", "-" if told.sessions is None else f"{told.sessions:,}"),
-        ("tokens of a block", f"{told.block_tokens:,}"),
-        ("input tokens", f"{told.input_tokens:,}"),
-        ("input tokens of a request, mean", f"{told.input_mean:,.0f}"),
-        ("input tokens of a request, median", f"{told.input_p50:,.0f}"),
-        ("input tokens of a request, 99 %", f"{told.input_p99:,.0f}"),
-        ("output tokens of a request, mean", f"{told.output_mean:,.0f}"),
-        ("unique tokens", "-" if told.unique_tokens is None else f"{told.unique_tokens:,}"),
-        ("hit rate without end", "-" if told.infinite_hit_rate is None else f"{told.infinite_hit_rate:.4f}"),
-        ("the same, second half of the requests", "-" if late is None else f"{late:.4f}"),
-        ("blocks used once", share_text(told.used_once)),
-        ("reuse that the top 1 % of blocks have", share_text(told.top_reuse)),
-        ("reuse interval, median", _seconds(told.interval_p50_s)),
-        ("reuse interval, 90 %", _seconds(told.interval_p90_s)),
-        ("reuse interval, 99 %", _seconds(told.interval_p99_s)),
-        ("first turns", share_text(told.first_turns)),
-        ("written for each token read, without end", _ratio(told.written_per_read)),
+        ("requests", f"{stats.requests:,}"),
+        ("duration", f"{stats.duration_s:,.1f} s"),
+        ("sessions", text(stats.sessions, ",")),
+        ("tokens of a block", f"{stats.block_tokens:,}"),
+        ("input tokens", f"{stats.input_tokens:,}"),
+        ("input tokens of a request, mean", f"{stats.input_mean:,.0f}"),
+        ("input tokens of a request, median", f"{stats.input_p50:,.0f}"),
+        ("input tokens of a request, 99 %", f"{stats.input_p99:,.0f}"),
+        ("output tokens of a request, mean", f"{stats.output_mean:,.0f}"),
+        ("unique tokens", text(stats.unique_tokens, ",")),
+        ("hit rate of an infinite cache", text(stats.infinite_hit_rate, ".4f")),
+        ("the same, second half of the requests", text(stats.infinite_hit_rate_second_half, ".4f")),
+        ("blocks used once", share_text(stats.used_once)),
+        ("share of reuse by the top 1 % of blocks", share_text(stats.top_reuse)),
+        ("reuse interval, median", text(stats.interval_p50_s, ",.1f", " s")),
+        ("reuse interval, 90 %", text(stats.interval_p90_s, ",.1f", " s")),
+        ("reuse interval, 99 %", text(stats.interval_p99_s, ",.1f", " s")),
+        ("first turns", share_text(stats.first_turns)),
+        ("tokens written for each token read, infinite cache", text(stats.written_per_read, ".3f")),
     ]
     rows += [
         (f"working set, {window_s:,.0f} s after the last use", f"{tokens:,.0f} tokens")
-        for window_s, tokens in told.working_set_tokens.items()
+        for window_s, tokens in stats.working_set_tokens.items()
     ]
-    rows += [("blocks that follow another than before", f"{told.prefix_violations:,}")] * bool(told.prefix_violations)
+    rows += [("blocks with more than one parent", f"{stats.prefix_violations:,}")] * bool(stats.prefix_violations)
     return Table(title="The trace", columns=("", "value"), rows=tuple(rows), numeric=1)
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f} s"
+def comparison_table(results: "Mapping[TieredSetup, TieredResult]") -> Table:
+    """A row for each setup; all have tiers of the same names."""
+    names = [it.name for it in next(iter(results)).tiers]
+    rows = tuple(
+        (
+            setup.evictor,
+            f"{setup.nodes:,}",
+            setup.router if setup.nodes > 1 else NONE,
+            f"{it.requests:,}",
+            f"{it.hit_rate:.4f}",
+            *(f"{tier.hit_rate:.4f}" for tier in it.tiers),
+            f"{it.ttft.mean_s:.3f}",
+            f"{it.ttft.p95_s:.3f}",
+            f"{it.ttft_without.mean_s:.3f}",
+            f"{it.planning.regret_s:,.1f} s",
+            f"{it.dropped_chunks:,}",
+            f"{it.tiers[-1].drive_writes_per_day:,.2f}",
+        )
+        for setup, it in results.items()
+    )
+    columns = (
+        *("policy", "nodes", "router", "requests", "hit rate", *names),
+        *("TTFT mean, s", "p95", "without", "regret", "chunks not stored", f"writes a day of {names[-1]}"),
+    )
+    note = "Rows with fewer requests than the trace were interrupted and are not comparable."
+    return Table(title="Comparison", columns=columns, rows=rows, numeric=len(columns) - 3, note=note)
 
 
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def inputs(setup: "TieredSetup") -> list[dict[str, str]]:
+    """The speeds and capacities of a replay, each with its source."""
+    prefill = setup.prefill
+    rows = [("prefill of one prompt", f"{prefill.tokens_per_s:,.0f} tokens/s", prefill.source)]
+    for number, tier in enumerate(setup.tiers):
+        reads, writes = _directions(is_host=not number)
+        figures = (
+            ("capacity_bytes", "capacity", binary(tier.capacity_bytes)),
+            ("read_bytes_per_s", reads, _rate(tier.read_bytes_per_s)),
+            ("write_bytes_per_s", writes, _rate(tier.write_bytes_per_s)),
+            ("latency_s", "latency", f"{tier.latency_s * 1e6:,.0f} us"),
+        )
+        rows += [(f"{tier.name}, {what}", value, tier.sources.get(field, "given")) for field, what, value in figures]
+    return [{"what": what, "value": value, "source": source} for what, value, source in rows]
+
+
+def inputs_table(setup: "TieredSetup") -> Table:
+    """A row for each input."""
+    rows = tuple(tuple(it.values()) for it in inputs(setup))
+    return Table(title="Inputs", columns=("", "value", "source"), rows=rows)
+
+
+def tiers_table(result: "TieredResult") -> Table:
+    """A row for each tier."""
+    rows = tuple(
+        (
+            it.name,
+            binary(it.capacity_bytes),
+            f"{it.hit_rate:.4f}",
+            short_count(it.hit_tokens),
+            decimal(it.reads.total_bytes),
+            f"{_rate(it.reads.mean_bytes_per_s)} / {_rate(it.reads.peak_together_bytes_per_s)}",
+            f"{it.reads.used_share:.0%}",
+            f"{it.reads.mean_depth:.1f} / {it.reads.peak_depth}",
+            decimal(it.writes.total_bytes),
+            f"{_rate(it.writes.mean_bytes_per_s)} / {_rate(it.writes.peak_together_bytes_per_s)}",
+            f"{it.writes.used_share:.0%}",
+            f"{it.writes.mean_depth:.1f} / {it.writes.peak_depth}",
+            f"{it.drive_writes_per_day:,.2f}{_of_rated(it.rated_writes_per_day)}" if number else NONE,
+        )
+        for number, it in enumerate(result.tiers)
+    )
+    columns = (
+        *("tier", "capacity", "hit rate", "hit tokens", "read", "mean / peak", "used", "depth"),
+        *("written", "mean / peak", "used", "depth", "drive writes a day"),
+    )
+    note = (
+        "Host: read = to the engine, written = from the engine. Lower tiers: promotions and demotions. A tier of each "
+        "node is summed over nodes, except its capacity, depth and drive writes. Peak: busiest second. Used: share of "
+        "the bandwidth. Depth: active and queued transfers, mean and maximum."
+    )
+    return Table(title="Tiers", columns=columns, rows=rows, numeric=12, note=note)
+
+
+def planning_table(result: "TieredResult") -> Table:
+    """Decisions of the planner, and their regret."""
+    it = result.planning
+
+    def tokens(count: int) -> str:
+        return f"{short_count(count)} ({count / result.input_tokens:.1%} of the input)"
+
+    rows = (
+        ("requests with a hit", f"{it.requests:,}"),
+        ("loads, trials of a slow tier among them", f"{it.loads:,}, {it.trials:,}"),
+        ("loads that were cut", f"{it.cut_loads:,}"),
+        ("loads with chunks in transfer for another request", f"{result.convoys:,}"),
+        ("tokens loaded", tokens(it.loaded_tokens)),
+        ("tokens cached, but computing was expected to be faster", tokens(it.skipped_tokens)),
+        ("tokens planned and not delivered", tokens(it.cut_tokens)),
+        ("time of loads, expected and actual", f"{it.predicted_load_s:,.1f} s, {it.load_s:,.1f} s"),
+        ("time of the requests, everything computed", f"{it.recompute_s:,.1f} s"),
+        ("time of the requests", f"{it.taken_s:,.1f} s"),
+        ("time of the requests, best splits", f"{it.best_s:,.1f} s"),
+        ("regret, sum and maximum", f"{it.regret_s:,.2f} s, {it.regret_most_s:,.3f} s"),
+        ("chunks not stored", f"{result.dropped_chunks:,}"),
+        ("demotions dropped", f"{result.dropped_demotions:,}"),
+    )
+    note = (
+        "The time of a request is that of its load, or of the prompts before it if that is longer, and of computing "
+        "the rest. The best split is found by trying every one, with the true speeds and queues of the links."
+    )
+    return Table(title="Load or compute", columns=("", "value"), rows=rows, numeric=1, note=note)
+
+
+def planner_warning(result: "TieredResult", unplanned: "TieredResult | None") -> str:
+    """A warning if requests are slower with the planner than without; else empty."""
+    if unplanned is None or result.ttft.mean_s <= PLANNER_SLACK * unplanned.ttft.mean_s:
+        return ""
+    return (
+        f"the planner loses here: mean time to first token {result.ttft.mean_s:.3f} s, and "
+        f"{unplanned.ttft.mean_s:.3f} s with --no-planner"
+    )
+
+
+def ttft_table(result: "TieredResult", unplanned: "TieredResult | None" = None) -> Table:
+    """Time to first token with and without tiers, and, given `unplanned`, without the planner."""
+
+    def row(name: str, it: "TtftStats", busy: float) -> tuple[str, ...]:
+        return (name, *(f"{value:.3f}" for value in (it.mean_s, it.p50_s, it.p95_s, it.p99_s)), f"{busy:.0%}")
+
+    rows = [
+        row("without tiers", result.ttft_without, result.busy_share_without),
+        row("with tiers", result.ttft, result.busy_share),
+    ]
+    if unplanned is not None:
+        rows.append(row("with tiers, no planner", unplanned.ttft, unplanned.busy_share))
+    columns = ("time to first token, s", "mean", "p50", "p95", "p99", "prefill busy")
+    return Table(title="Time to first token", columns=columns, rows=rows, numeric=5)
+
+
+def _directions(*, is_host: bool) -> tuple[str, str]:
+    return ("to the engine", "from the engine") if is_host else ("reads", "writes")
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{decimal(bytes_per_s)}/s"
+
+
+def _of_rated(writes_per_day: float | None) -> str:
+    return "" if writes_per_day is None else f" of {writes_per_day:g} rated"

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.replay.comparing import comparison_table
-from kvtier.replay.outcome import QUANTILES, OverTime, Tiered
 from kvtier.replay.report import INTERVALS_CAPTION, draw_intervals, trace_html, trace_names
-from kvtier.replay.stating import TieredReplay, planning_table, stated_table, tiers_table, ttft_table
-from kvtier.replay.tiered import HOST
+from kvtier.replay.results import HOST, QUANTILES, TieredResult, TieredSeries
+from kvtier.replay.tables import (
+    TieredReplay,
+    comparison_table,
+    inputs_table,
+    planning_table,
+    tiers_table,
+    ttft_table,
+)
 from kvtier.report.chart import Chart, Charts, Colours, figures_html
 from kvtier.report.format import decimal, short_count
 from kvtier.report.output import write_file
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INTRO = (
-    "The product's own core and planner on each node, in virtual time. The engine's own prefix cache is not modelled: "
+    "The real core and planner on each node, in virtual time. The engine's own prefix cache is not modelled: "
     "every hit is a load."
 )
 _OTHERS = ("shared", "gpu", "tiered")
@@ -43,10 +48,10 @@ def write_tiered_report(path: Path, replayed: Sequence[TieredReplay]) -> None:
 
 def render_tiered_report(replayed: Sequence[TieredReplay], made: datetime | None = None) -> str:
     """The HTML of the report."""
-    traces = [list(group) for _, group in groupby(replayed, lambda it: id(it.description))]
+    traces = [list(group) for _, group in groupby(replayed, lambda it: id(it.stats))]
     return page_html(
         "kvtier replay --tier",
-        f"{trace_names([it.description for it in replayed])} through tiers",
+        f"{trace_names([it.stats for it in replayed])} through tiers",
         paragraphs_html([INTRO]),
         *(_trace_html(group, f"t{number}-") for number, group in enumerate(traces)),
         made=made,
@@ -56,54 +61,54 @@ def render_tiered_report(replayed: Sequence[TieredReplay], made: datetime | None
 def _trace_html(replayed: Sequence[TieredReplay], prefix: str) -> str:
     parts: list[str] = []
     if len(replayed) > 1:
-        parts.append(table_html(comparison_table({it.setup: it.outcome for it in replayed})))
+        parts.append(table_html(comparison_table({it.setup: it.result for it in replayed})))
     for number, it in enumerate(replayed):
         parts += [
             section_html(
-                it.description.name,
+                it.stats.name,
                 paragraphs_html([_circumstances(it)]),
-                tiles_html(_tiles(it.outcome)),
+                tiles_html(_tiles(it.result)),
                 figures_html(CHARTS, it, f"{prefix}s{number}-"),
             ),
-            table_html(ttft_table(it.outcome)),
-            table_html(tiers_table(it.outcome)),
-            table_html(planning_table(it.outcome)),
-            table_html(stated_table(it.setup)),
+            table_html(ttft_table(it.result)),
+            table_html(tiers_table(it.result)),
+            table_html(planning_table(it.result)),
+            table_html(inputs_table(it.setup)),
         ]
-    return "\n".join([*parts, trace_html(replayed[0].description)])
+    return "\n".join([*parts, trace_html(replayed[0].stats)])
 
 
 def _circumstances(replayed: TieredReplay) -> str:
-    setup, outcome = replayed.setup, replayed.outcome
-    nodes = f"{outcome.nodes:,} nodes, router {setup.router}" if outcome.nodes > 1 else "One node"
-    cut = "" if outcome.is_complete else " Interrupted: only the requests until then."
+    setup, result = replayed.setup, replayed.result
+    nodes = f"{result.nodes:,} nodes, router {setup.router}" if result.nodes > 1 else "One node"
+    cut = "" if result.is_complete else " Interrupted: only the requests until then."
     return (
-        f"{nodes}, {outcome.servers} prompts at a time on each; {replayed.model}, {setup.token_bytes:,.0f} bytes a "
+        f"{nodes}, {result.servers} prompts at a time on each; {replayed.model}, {setup.token_bytes:,.0f} bytes a "
         f"token; eviction {setup.evictor}, write policy {setup.write_policy.value}.{cut}"
     )
 
 
-def _tiles(outcome: Tiered) -> list[tuple[str, str]]:
-    without_s = outcome.ttft_without.mean_s
-    gain = without_s / max(outcome.ttft.mean_s, 1e-9)
-    lowest = outcome.tiers[-1]
+def _tiles(result: TieredResult) -> list[tuple[str, str]]:
+    without_s = result.ttft_without.mean_s
+    gain = without_s / max(result.ttft.mean_s, 1e-9)
+    lowest = result.tiers[-1]
     rated = "" if lowest.rated_writes_per_day is None else f"; rated for {lowest.rated_writes_per_day:g}"
     return [
-        (f"{outcome.hit_rate:.1%}", f"of {outcome.requests:,} requests' input tokens loaded"),
+        (f"{result.hit_rate:.1%}", f"of {result.requests:,} requests' input tokens loaded"),
         (
-            f"{outcome.ttft.mean_s:.3g} s",
-            f"mean time to first token; {outcome.ttft_without.mean_s:.3g} s without ({gain:.2g}x)",
+            f"{result.ttft.mean_s:.3g} s",
+            f"mean time to first token; {result.ttft_without.mean_s:.3g} s without ({gain:.2g}x)",
         ),
-        (f"{outcome.busy_share:.0%}", f"of the time prefill is busy; {outcome.busy_share_without:.0%} without"),
+        (f"{result.busy_share:.0%}", f"of the time prefill is busy; {result.busy_share_without:.0%} without"),
         (
             f"{lowest.drive_writes_per_day:,.2f}",
             f"drive writes a day of {lowest.name}, {decimal(lowest.writes.total_bytes)} in the trace{rated}",
         ),
-        (f"{outcome.planning.regret_s:,.1f} s", "regret of all plans together, against each request's best split"),
+        (f"{result.planning.regret_s:,.1f} s", "regret of all plans together, against each request's best split"),
     ]
 
 
-def _minutes(over_time: OverTime, *, at: float) -> list[float]:
+def _minutes(over_time: TieredSeries, *, at: float) -> list[float]:
     """The times of all parts: 0.5 is a part's middle, 1 its end."""
     count = len(over_time.input_tokens_per_s)
     return [(place + at) * over_time.part_s / _MINUTE_S for place in range(count)]
@@ -118,7 +123,7 @@ def _hues(replayed: TieredReplay, colours: Colours) -> dict[str, str]:
 
 def _sources(replayed: TieredReplay) -> list[tuple[str, Sequence[float]]]:
     """Name and tokens a second of each source of prompt tokens; computed tokens come last."""
-    over_time = replayed.outcome.over_time
+    over_time = replayed.result.over_time
     parts: list[tuple[str, Sequence[float]]] = [(name, it.hit_tokens_per_s) for name, it in over_time.tiers.items()]
     loaded = np.sum([it for _, it in parts], axis=0)
     skipped = np.asarray(over_time.skipped_tokens_per_s)
@@ -132,18 +137,18 @@ def _source_colours(replayed: TieredReplay, colours: Colours) -> list[str]:
 
 def _draw_stack(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
     sources = _sources(replayed)
-    minutes = _minutes(replayed.outcome.over_time, at=0.5)
+    minutes = _minutes(replayed.result.over_time, at=0.5)
     names = [name for name, _ in sources]
     values = [list(it) for _, it in sources]
     axes.stackplot(minutes, values, labels=names, colors=_source_colours(replayed, colours), linewidth=0)
-    most = max(replayed.outcome.over_time.input_tokens_per_s)
+    most = max(replayed.result.over_time.input_tokens_per_s)
     axes.set(xlabel="minutes", ylabel="input tokens a second", ylim=(0, 1.35 * most), xlim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _: short_count(value))
     axes.legend(loc="upper right", ncols=2)
 
 
 def _draw_total(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    part_s = replayed.outcome.over_time.part_s
+    part_s = replayed.result.over_time.part_s
     sources = _sources(replayed)
     tokens = [sum(it) * part_s for _, it in sources]
     names = [name for name, _ in sources]
@@ -164,11 +169,11 @@ def _draw_total(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
 
 
 def _draw_demand(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    outcome = replayed.outcome
-    minutes = _minutes(outcome.over_time, at=0.5)
+    result = replayed.result
+    minutes = _minutes(result.over_time, at=0.5)
     most = 0.0
-    for tier, colour in zip(outcome.tiers, _hues(replayed, colours).values(), strict=True):
-        over_time = outcome.over_time.tiers[tier.name]
+    for tier, colour in zip(result.tiers, _hues(replayed, colours).values(), strict=True):
+        over_time = result.over_time.tiers[tier.name]
         for what, series, use, dash in (
             ("to the engine" if tier.name == HOST else "reads", over_time.read_bytes_per_s, tier.reads, "-"),
             (
@@ -185,17 +190,17 @@ def _draw_demand(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None
             axes.plot(minutes, series, color=colour, linestyle=dash, linewidth=1.5, label=name)
             most = max(most, *series)
     axes.set(
-        xlabel="minutes", ylabel="bytes a second", ylim=(0, (1.2 + 0.16 * len(outcome.tiers)) * most), xlim=(0, None)
+        xlabel="minutes", ylabel="bytes a second", ylim=(0, (1.2 + 0.16 * len(result.tiers)) * most), xlim=(0, None)
     )
     axes.yaxis.set_major_formatter(lambda value, _: decimal(value))
     axes.legend(loc="upper right")
 
 
 def _draw_depth(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    outcome = replayed.outcome
-    minutes = _minutes(outcome.over_time, at=0.5)
-    for tier, colour in zip(outcome.tiers, _hues(replayed, colours).values(), strict=True):
-        over_time = outcome.over_time.tiers[tier.name]
+    result = replayed.result
+    minutes = _minutes(result.over_time, at=0.5)
+    for tier, colour in zip(result.tiers, _hues(replayed, colours).values(), strict=True):
+        over_time = result.over_time.tiers[tier.name]
         reads, writes = ("to the engine", "from the engine") if tier.name == HOST else ("reads", "writes")
         axes.plot(minutes, over_time.read_depth, color=colour, linewidth=1.5, label=f"{tier.name} {reads}")
         axes.plot(
@@ -212,7 +217,7 @@ def _draw_depth(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
 
 
 def _draw_working_set(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    over_time, trace = replayed.outcome.over_time, replayed.description.over_time
+    over_time, trace = replayed.result.over_time, replayed.stats.over_time
     token_bytes = replayed.setup.token_bytes
     minutes = (np.arange(len(trace.unique_tokens)) + 1) * trace.bin_s / _MINUTE_S
     axes.plot(minutes, trace.unique_tokens * token_bytes, color=colours["soft"], linestyle=":", label="distinct so far")
@@ -226,11 +231,11 @@ def _draw_working_set(axes: "Axes", replayed: TieredReplay, colours: Colours) ->
 
 
 def _draw_ttft(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    outcome = replayed.outcome
+    result = replayed.result
     share = np.linspace(0, 1, QUANTILES + 1)
     for name, it, colour in (
-        ("everything computed", outcome.ttft_without, colours["alone"]),
-        ("with tiers", outcome.ttft, colours["tiered"]),
+        ("everything computed", result.ttft_without, colours["alone"]),
+        ("with tiers", result.ttft, colours["tiered"]),
     ):
         label = f"{name}: {it.p50_s:.3g} s median, {it.p99_s:.3g} s p99"
         axes.plot(np.maximum(it.quantiles_s, 1e-4), share, color=colour, label=label)
@@ -241,7 +246,7 @@ def _draw_ttft(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
 
 
 def _draw_intervals(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    draw_intervals(axes, replayed.description, colours)
+    draw_intervals(axes, replayed.stats, colours)
 
 
 CHARTS: Charts[TieredReplay] = {

@@ -10,12 +10,12 @@ class Policy:
 
     Args:
         capacity: blocks that fit.
-        packed: the trace.
+        trace: the trace.
     """
 
-    def __init__(self, capacity: int, packed: TraceArrays) -> None:
+    def __init__(self, capacity: int, trace: TraceArrays) -> None:
         self.capacity = capacity
-        self.present = bytearray(packed.block_count)
+        self.present = bytearray(trace.block_count)
         """1 for each cached block."""
         self.held = 0
         """Number of cached blocks."""

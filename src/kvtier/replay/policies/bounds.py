@@ -33,12 +33,12 @@ class OracleLru(PlainLru):
 
     Args:
         capacity: blocks that fit.
-        packed: the trace, for the last use of each block.
+        trace: the trace, for the last use of each block.
     """
 
-    def __init__(self, capacity: int, packed: TraceArrays) -> None:
-        super().__init__(capacity, packed)
-        self._last_use = last_uses(packed).tolist()
+    def __init__(self, capacity: int, trace: TraceArrays) -> None:
+        super().__init__(capacity, trace)
+        self._last_use = last_uses(trace).tolist()
 
     def touch(self, block: int, place: int) -> None:
         """Move the block to the end, or drop it after its last use."""
@@ -58,13 +58,13 @@ class Min(Policy):
 
     Args:
         capacity: blocks that fit.
-        packed: the trace. The next use of each access takes four bytes.
+        trace: the trace. The next use of each access takes four bytes.
     """
 
-    def __init__(self, capacity: int, packed: TraceArrays) -> None:
-        super().__init__(capacity, packed)
-        self._next_uses = next_uses(packed)
-        self._starts = packed.starts
+    def __init__(self, capacity: int, trace: TraceArrays) -> None:
+        super().__init__(capacity, trace)
+        self._next_uses = next_uses(trace)
+        self._starts = trace.starts
         self._uses: list[int] = []
         self._keys: dict[int, tuple[int, int]] = {}
         self._heap: list[tuple[int, int, int]] = []
@@ -111,14 +111,14 @@ class Min(Policy):
             heappop(self._heap)
 
 
-def infinite_hit_tokens(packed: TraceArrays) -> int:
+def infinite_hit_tokens(trace: TraceArrays) -> int:
     """Hit tokens of an infinite cache: equal to a replay of `Infinite`, vectorized."""
-    first = np.full(packed.block_count, NEVER, np.int32)
-    starts, hit = packed.starts, 0
-    for begin in range(0, len(packed), _REQUESTS):
-        end = min(begin + _REQUESTS, len(packed))
+    first = np.full(trace.block_count, NEVER, np.int32)
+    starts, hit = trace.starts, 0
+    for begin in range(0, len(trace), _REQUESTS):
+        end = min(begin + _REQUESTS, len(trace))
         edges = np.asarray(starts[begin : end + 1])
-        blocks = np.asarray(packed.ids[int(edges[0]) : int(edges[-1])])
+        blocks = np.asarray(trace.ids[int(edges[0]) : int(edges[-1])])
         owner = np.repeat(np.arange(begin, end, dtype=np.int32), np.diff(edges))
         # Of repeated indices the last assignment stays, so reversed order keeps the first use.
         first[blocks[::-1]] = np.minimum(first[blocks[::-1]], owner[::-1])
@@ -126,30 +126,30 @@ def infinite_hit_tokens(packed: TraceArrays) -> int:
         place = np.searchsorted(new, edges[:-1])
         stop = np.append(new, edges[-1])[place]
         run = np.minimum(stop, edges[1:]) - edges[:-1]
-        hit += int(np.minimum(run * packed.block_tokens, packed.input_tokens[begin:end]).sum())
+        hit += int(np.minimum(run * trace.block_tokens, trace.input_tokens[begin:end]).sum())
     return hit
 
 
-def last_uses(packed: TraceArrays) -> npt.NDArray[np.int32]:
+def last_uses(trace: TraceArrays) -> npt.NDArray[np.int32]:
     """For each block, the last request that has it."""
-    last = np.full(packed.block_count, -1, np.int32)
-    starts = packed.starts
-    for first in range(0, len(packed), _REQUESTS):
-        end = min(first + _REQUESTS, len(packed))
+    last = np.full(trace.block_count, -1, np.int32)
+    starts = trace.starts
+    for first in range(0, len(trace), _REQUESTS):
+        end = min(first + _REQUESTS, len(trace))
         owner = np.repeat(np.arange(first, end, dtype=np.int32), np.diff(starts[first : end + 1]))
         # Of repeated indices the last assignment stays.
-        last[packed.ids[int(starts[first]) : int(starts[end])]] = owner
+        last[trace.ids[int(starts[first]) : int(starts[end])]] = owner
     return last
 
 
-def next_uses(packed: TraceArrays) -> npt.NDArray[np.int32]:
+def next_uses(trace: TraceArrays) -> npt.NDArray[np.int32]:
     """For each access, the next request that has its block; NEVER if there is none."""
-    following = np.full(packed.block_count, NEVER, np.int32)
-    out = np.empty(len(packed.ids), np.int32)
-    starts = packed.starts.tolist() if len(packed) < 1 << 20 else packed.starts
-    for request in range(len(packed) - 1, -1, -1):
+    following = np.full(trace.block_count, NEVER, np.int32)
+    out = np.empty(len(trace.ids), np.int32)
+    starts = trace.starts.tolist() if len(trace) < 1 << 20 else trace.starts
+    for request in range(len(trace) - 1, -1, -1):
         part = slice(int(starts[request]), int(starts[request + 1]))
-        blocks = packed.ids[part]
+        blocks = trace.ids[part]
         out[part] = following[blocks]
         following[blocks] = request
     return out

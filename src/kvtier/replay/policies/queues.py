@@ -15,8 +15,8 @@ Queue = OrderedDict[int, None]
 class PlainLru(Policy):
     """LRU. Since a prompt's last block is accessed first, a prefix outlives its continuations."""
 
-    def __init__(self, capacity: int, packed: TraceArrays) -> None:
-        super().__init__(capacity, packed)
+    def __init__(self, capacity: int, trace: TraceArrays) -> None:
+        super().__init__(capacity, trace)
         self._queue: Queue = OrderedDict()
 
     def touch(self, block: int, place: int) -> None:  # noqa: ARG002  the interface's arguments
@@ -39,12 +39,12 @@ class S3Fifo(Policy):
     USES_MAX = 3
     USES_TO_STAY = 2
 
-    def __init__(self, capacity: int, packed: TraceArrays) -> None:
-        super().__init__(capacity, packed)
+    def __init__(self, capacity: int, trace: TraceArrays) -> None:
+        super().__init__(capacity, trace)
         self._small: deque[int] = deque()
         self._main: deque[int] = deque()
         self._ghosts: Queue = OrderedDict()
-        self._uses = bytearray(packed.block_count)
+        self._uses = bytearray(trace.block_count)
         self._small_max = int(capacity * self.SMALL_SHARE)
         self._main_max = capacity - self._small_max
         self._ghosts_max = int(capacity * (1 - self.SMALL_SHARE))
@@ -93,8 +93,8 @@ class S3Fifo(Policy):
 class Arc(Policy):
     """Two LRU queues, for recency and frequency; hits on their ghosts move the boundary between them."""
 
-    def __init__(self, capacity: int, packed: TraceArrays) -> None:
-        super().__init__(capacity, packed)
+    def __init__(self, capacity: int, trace: TraceArrays) -> None:
+        super().__init__(capacity, trace)
         self._recent: Queue = OrderedDict()
         self._frequent: Queue = OrderedDict()
         self._recent_ghosts: Queue = OrderedDict()

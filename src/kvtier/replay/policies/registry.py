@@ -4,10 +4,9 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import NamedTuple
 
-from kvtier.config.sections import HostConfig
 from kvtier.errors import ConfigError
 from kvtier.policy.adaptive import Adaptive
-from kvtier.policy.registry import EVICTORS, make_evictor
+from kvtier.policy.registry import DEFAULT_EVICTOR, EVICTORS, make_evictor
 from kvtier.replay.policies.base import Policy
 from kvtier.replay.policies.bounds import Infinite, Min, OracleLru
 from kvtier.replay.policies.queues import Arc, PlainLru, S3Fifo
@@ -26,7 +25,7 @@ class Reference(NamedTuple):
 
 
 def _hinted(*, turns: bool, ends: bool) -> Callable[[int, TraceArrays], Policy]:
-    return lambda capacity, packed: Shipped(capacity, packed, Adaptive(), turns=turns, ends=ends)
+    return lambda capacity, trace: Shipped(capacity, trace, Adaptive(), turns=turns, ends=ends)
 
 
 REFERENCES: dict[str, Reference] = {
@@ -48,19 +47,30 @@ def policy_names() -> list[str]:
     return [DEFAULT, *EVICTORS, *sorted(installed - EVICTORS.keys()), *(it for it in REFERENCES if it not in EVICTORS)]
 
 
-def make_policy(name: str, capacity: int, packed: TraceArrays) -> Policy:
+def check_policy(name: str) -> None:
+    """Refuse an unknown policy.
+
+    Raises:
+        ConfigError: there is no such policy, or its package cannot be loaded.
+    """
+    if name not in policy_names():
+        raise ConfigError(f"unknown policy {name!r}; allowed: {', '.join(policy_names())}")
+    if name not in REFERENCES and name != DEFAULT:
+        make_evictor(name)
+
+
+def make_policy(name: str, capacity: int, trace: TraceArrays) -> Policy:
     """The policy `name` for a cache of `capacity` blocks.
 
     Args:
         name: "default", an evictor, or one of `REFERENCES`.
         capacity: blocks that fit.
-        packed: the trace that is replayed.
+        trace: the trace that is replayed.
 
     Raises:
         ConfigError: there is no such policy.
     """
+    check_policy(name)
     if name in REFERENCES and name not in EVICTORS:
-        return REFERENCES[name].make(capacity, packed)
-    if name not in policy_names():
-        raise ConfigError(f"unknown policy {name!r}; allowed: {', '.join(policy_names())}")
-    return Shipped(capacity, packed, make_evictor(HostConfig().evictor if name == DEFAULT else name))
+        return REFERENCES[name].make(capacity, trace)
+    return Shipped(capacity, trace, make_evictor(DEFAULT_EVICTOR if name == DEFAULT else name))

@@ -13,7 +13,7 @@ class Shipped(Policy):
 
     Args:
         capacity: blocks that fit.
-        packed: the trace.
+        trace: the trace.
         evictor: chooses victims.
         turns: after each request, pass the evictor the trace's `next_turn`.
         ends: after the last request of a session, pass the evictor the end of the session.
@@ -22,20 +22,20 @@ class Shipped(Policy):
     def __init__(
         self,
         capacity: int,
-        packed: TraceArrays,
+        trace: TraceArrays,
         evictor: Evictor,
         *,
         turns: bool = False,
         ends: bool = False,
     ) -> None:
-        super().__init__(capacity, packed)
+        super().__init__(capacity, trace)
         self._hinted = evictor if (turns or ends) and isinstance(evictor, Hinted) else None
-        self._next_turns = _next_turns(packed, turns=turns, ends=ends) if self._hinted is not None else ()
-        self._packed = packed
+        self._next_turns = _next_turns(trace, turns=turns, ends=ends) if self._hinted is not None else ()
+        self._trace = trace
         self._evictor = evictor
-        self._names: list[bytes | None] = [block.to_bytes(8, "big") for block in range(packed.block_count)]
+        self._names: list[bytes | None] = [block.to_bytes(8, "big") for block in range(trace.block_count)]
         self._names.append(None)  # parent -1: a first block
-        self._parent_names: list[bytes | None] = [self._names[parent] for parent in packed.parents.tolist()]
+        self._parent_names: list[bytes | None] = [self._names[parent] for parent in trace.parents.tolist()]
         self._session: str | None = None
 
     def begin(self, request: int, time_s: float, blocks: Sequence[int]) -> None:  # noqa: ARG002  the interface's arguments
@@ -43,7 +43,7 @@ class Shipped(Policy):
         self.request = request
         if self._hinted is not None and self._session is not None and request:
             self._hinted.expects(self._session, self._next_turns[request - 1])
-        session = int(self._packed.session[request])
+        session = int(self._trace.session[request])
         self._session = None if session < 0 else str(session)
 
     def access(self, blocks: Sequence[int]) -> tuple[int, int]:
@@ -76,13 +76,13 @@ class Shipped(Policy):
         return True
 
 
-def _next_turns(packed: TraceArrays, *, turns: bool, ends: bool) -> Sequence[NextTurn | None]:
+def _next_turns(trace: TraceArrays, *, turns: bool, ends: bool) -> Sequence[NextTurn | None]:
     """For each request, the hint that follows it."""
-    known: list[NextTurn | None] = [None] * len(packed)
+    known: list[NextTurn | None] = [None] * len(trace)
     if turns:
-        known = [NEXT_TURNS[place] if place >= 0 else None for place in packed.next_turn.tolist()]
+        known = [NEXT_TURNS[place] if place >= 0 else None for place in trace.next_turn.tolist()]
     if ends:
-        last = {session: request for request, session in enumerate(packed.session.tolist())}
+        last = {session: request for request, session in enumerate(trace.session.tolist())}
         for request in last.values():
             known[request] = NextTurn.NOBODY
     return known

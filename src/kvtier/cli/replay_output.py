@@ -1,4 +1,4 @@
-"""How replays are watched, broken off and told, through one cache and through tiers alike."""
+"""Progress, interruption and output of replays through one cache and through tiers."""
 
 import signal
 from collections.abc import Callable, Generator
@@ -15,55 +15,49 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def interruptible() -> Generator[Callable[[], bool]]:
-    """Let the first Ctrl-C only be noted, so that what is done can be told; yields whether there was one.
-
-    The second one ends the process as usual.
-    """
-    was_asked = False
+    """Yield a function that returns whether Ctrl-C was pressed. The second Ctrl-C ends the process as usual."""
+    is_pressed = False
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        nonlocal was_asked
-        was_asked = True
+        nonlocal is_pressed
+        is_pressed = True
         signal.signal(signal.SIGINT, before)
 
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: was_asked
+        yield lambda: is_pressed
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-class Ending:
-    """What a command has to tell when its replays have ended, or were broken off.
+class ReplayOutput:
+    """Collects the results of a command until they are printed.
 
     Args:
-        report: where an HTML report goes; None for none.
+        report: path of the HTML report, if any.
         as_json: print JSON instead of tables.
     """
 
     def __init__(self, report: Path | None, *, as_json: bool) -> None:
         self.report = report
         self.as_json = as_json
-        self.was_stopped = False
-        self._told: list[dict[str, object]] = []
+        self.is_interrupted = False
+        self.json: list[dict[str, object]] = []
+        """Objects to print."""
 
     @contextmanager
     def watch(self, label: str, requests: int) -> Generator[tuple[Callable[[float], None], Callable[[], bool]]]:
-        """Show progress, and note Ctrl-C; yields what advances the one and what tells of the other."""
+        """Show progress and note Ctrl-C; yields `advance` and `should_stop`."""
         with interruptible() as should_stop, progress(label, requests) as advance:
             yield advance, should_stop
-            self.was_stopped = should_stop()
+            self.is_interrupted = should_stop()
 
-    def tell(self, told: dict[str, object]) -> None:
-        """One more object for JSON."""
-        self._told.append(told)
-
-    def end(self, write_report: Callable[[Path], None], *, is_list: bool) -> int:
-        """Write and print what is left; returns the exit code."""
+    def finish(self, write_report: Callable[[Path], None], *, is_list: bool) -> int:
+        """Write the report and print JSON; returns the exit code."""
         if self.report is not None:
             write_report(self.report)
             tell_written(self.report)
         if self.as_json:
-            print_json(self._told if is_list or not self._told else self._told[0])
-        return INTERRUPTED if self.was_stopped else 0
+            print_json(self.json if is_list or not self.json else self.json[0])
+        return INTERRUPTED if self.is_interrupted else 0

@@ -1,0 +1,144 @@
+"""Replay of a trace through one cache: the whole trace, no warm-up.
+
+The hit of a request is its longest leading run of cached blocks, in tokens, at most those of the prompt. Then all
+blocks of the request are accessed from the last to the first: hits are touched, misses are inserted. Capacity and
+written tokens count whole blocks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.errors import ConfigError
+from kvtier.replay.policies.base import Policy
+from kvtier.replay.policies.registry import make_policy
+from kvtier.trace.arrays import TraceArrays
+
+_STEP = 1024
+"""Requests between two calls of `advance`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheResult:
+    """Counts of one policy and capacity."""
+
+    policy: str
+    capacity_tokens: int | None
+    """None: unlimited."""
+    hit_rate: float
+    """Hit tokens over input tokens."""
+    hit_tokens: int
+    block_hits: int
+    """Accesses to cached blocks, in a leading run or not."""
+    evictions: int
+    written_tokens: int
+    """Of inserted blocks, each counted whole."""
+    peak_tokens: int
+    """Most tokens cached at the start of a request."""
+    mean_tokens: float
+    """Tokens cached, mean over time."""
+
+
+class Task(NamedTuple):
+    """One replay."""
+
+    policy: str
+    """As in `make_policy`."""
+    capacity_tokens: int | None
+    """None: unlimited."""
+
+
+def capacity_blocks(trace: TraceArrays, capacity_tokens: int | None) -> int:
+    """Whole blocks in a capacity; None: all of the trace.
+
+    Raises:
+        ConfigError: no block fits.
+    """
+    if capacity_tokens is None:
+        return max(trace.block_count, 1)
+    if capacity_tokens < trace.block_tokens:
+        raise ConfigError(
+            f"--capacity-tokens {capacity_tokens}: less than a block of {trace.block_tokens} tokens; allowed: more"
+        )
+    return capacity_tokens // trace.block_tokens
+
+
+def replay(trace: TraceArrays, policy: str, capacity_tokens: int | None) -> CacheResult:
+    """Replay a trace with one policy and one capacity.
+
+    Raises:
+        ConfigError: the trace has no blocks, or the policy or capacity is not possible.
+    """
+    result = replay_task(trace, Task(policy, capacity_tokens), lambda _: None, lambda: False)
+    assert result is not None, "it is never stopped"
+    return result
+
+
+def replay_task(
+    trace: TraceArrays, task: Task, advance: Callable[[int], None], should_stop: Callable[[], bool]
+) -> CacheResult | None:
+    """Replay a trace; None if it was stopped.
+
+    Args:
+        trace: the trace.
+        task: policy and capacity.
+        advance: called with the number of requests done since the last call.
+        should_stop: polled.
+
+    Raises:
+        ConfigError: the trace has no blocks, or the policy or capacity is not possible.
+    """
+    if not trace.has_blocks:
+        raise ConfigError(f"trace {trace.name} has no blocks, so it has no hits; allowed: `replay describe`")
+    policy = make_policy(task.policy, capacity_blocks(trace, task.capacity_tokens), trace)
+    counts = _Counts(trace, policy)
+    for start in range(0, len(trace), _STEP):
+        if should_stop():
+            return None
+        stop = min(start + _STEP, len(trace))
+        counts.add(start, stop)
+        advance(stop - start)
+    block_tokens = trace.block_tokens
+    duration_s = float(trace.time_s[-1]) - float(trace.time_s[0])
+    total = int(trace.input_tokens.sum(dtype="int64"))
+    return CacheResult(
+        policy=task.policy,
+        capacity_tokens=task.capacity_tokens,
+        hit_rate=counts.hit_tokens / total if total else 0.0,
+        hit_tokens=counts.hit_tokens,
+        block_hits=counts.block_hits,
+        evictions=policy.evictions,
+        written_tokens=counts.written * block_tokens,
+        peak_tokens=max(counts.peak, policy.held) * block_tokens,
+        mean_tokens=(counts.held_s / duration_s if duration_s > 0 else float(policy.held)) * block_tokens,
+    )
+
+
+class _Counts:
+    def __init__(self, trace: TraceArrays, policy: Policy) -> None:
+        self._trace, self._policy = trace, policy
+        self._before_s = float(trace.time_s[0])
+        self.hit_tokens = self.block_hits = self.written = self.peak = 0
+        self.held_s = 0.0
+
+    def add(self, start: int, stop: int) -> None:
+        """Replay the requests from `start` to `stop`."""
+        trace, policy, present = self._trace, self._policy, self._policy.present
+        edges = trace.starts[start : stop + 1].tolist()
+        ids: list[int] = trace.ids[edges[0] : edges[-1]].tolist()
+        times, inputs = trace.time_s[start:stop].tolist(), trace.input_tokens[start:stop].tolist()
+        for offset, time_s in enumerate(times):
+            blocks = ids[edges[offset] - edges[0] : edges[offset + 1] - edges[0]]
+            self.held_s += policy.held * (time_s - self._before_s)
+            self._before_s = time_s
+            policy.begin(start + offset, time_s, blocks)
+            self.peak = max(self.peak, policy.held)
+            run = 0
+            for block in blocks:
+                if not present[block]:
+                    break
+                run += 1
+            self.hit_tokens += min(run * trace.block_tokens, inputs[offset])
+            hits, inserted = policy.access(blocks)
+            self.block_hits += hits
+            self.written += inserted

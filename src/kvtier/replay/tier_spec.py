@@ -1,0 +1,250 @@
+"""Tiers and prefill speeds from the command line; each figure keeps its source.
+
+A figure comes from the option itself, else a part of the hardware catalogue, a probe's record, or a default.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier import size
+from kvtier.config.links import fastest, read_links
+from kvtier.config.schema import near
+from kvtier.errors import ConfigError
+from kvtier.plan.hardware import HardwareItem, catalogue
+from kvtier.plan.inputs import GpuInputs, HostInputs, SoftwareInputs
+from kvtier.plan.model_cost import model_cost
+from kvtier.replay.prefill import PrefillSpeed
+from kvtier.replay.results import HOST, TierSpec
+from kvtier.size.check import parse_figure
+
+_PART = re.compile(r"(?:([0-9]{1,6}) ?x ?)?(\S+)", re.ASCII)
+_TIME = re.compile(r"([0-9]{0,12}\.?[0-9]{1,12}) ?(us|ms|s)", re.ASCII)
+_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared or disk=4xpm1753"
+_FLOPS_SHARE = GpuInputs().flops_share
+_SHARES = {"gpu": SoftwareInputs().link_share, "memory": HostInputs().share}
+"""Usable share of a data sheet's bandwidth by kind of part, as in `kvtier plan`."""
+_BANDWIDTHS = {
+    "drive": ("read_bytes_per_s", "write_bytes_per_s"),
+    "gpu": ("link_bytes_per_s", "link_bytes_per_s"),
+    "memory": ("channel_bytes_per_s", "channel_bytes_per_s"),
+    "network": ("adapter_bytes_per_s", "adapter_bytes_per_s"),
+}
+"""Fields of the catalogue by kind of part: reads, writes."""
+_PROBED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
+    "host": (("gpu", "to_gpu", "from_gpu"), ("host", "copy", "copy")),
+    "disk": (("disk", "read", "write"), ("directory", "read", "write")),
+    "directory": (("directory", "read", "write"),),
+}
+"""Tier to links of a probe, the best first: link, operation to read, operation to write."""
+
+
+class TierSpeed(NamedTuple):
+    """Speed of a tier; None: unknown."""
+
+    read_bytes_per_s: float | None
+    write_bytes_per_s: float | None
+    latency_s: float | None
+    source: str
+
+
+UNKNOWN = TierSpeed(None, None, None, "")
+DEFAULTS: dict[str, TierSpeed] = {
+    "host": TierSpeed(25e9, 25e9, 20e-6, "default: half of PCIe 5 x16"),
+    "disk": TierSpeed(12e9, 6e9, 100e-6, "default: one PCIe 5 drive"),
+}
+OTHERS = TierSpeed(5e9, 5e9, 1e-3, "default")
+
+
+class Parts(NamedTuple):
+    """A number of equal parts of the catalogue."""
+
+    number: int
+    item: HardwareItem
+
+    @property
+    def source(self) -> str:
+        """For messages and tables."""
+        return f"catalogue: {self.number} x {self.item.name} ({self.item.source}, {self.item.date})"
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Of drives."""
+        each = self.item.values.get("capacity_bytes")
+        return None if each is None else self.number * int(each)
+
+    @property
+    def speed(self) -> TierSpeed:
+        """Of all parts together; of a GPU, its link to the host."""
+        share = _SHARES.get(self.item.kind, 1.0)
+        note = "" if share == 1 else f", {share:.0%} of it"
+        read, write = (self.number * share * float(self.item.values[name]) for name in _BANDWIDTHS[self.item.kind])
+        return TierSpeed(read, write, None, self.source + note)
+
+
+def find_parts(text: str, option: str, kind: str = "") -> Parts:
+    """The parts of ``pm1753`` or ``4xpm1753``; case and underscores do not matter.
+
+    Args:
+        text: number and name.
+        option: for messages.
+        kind: gpu, drive, memory or network; empty: any.
+
+    Raises:
+        ConfigError: the catalogue has no such part of this kind.
+    """
+    found = _PART.fullmatch(text.strip())
+    known = {name: item for of, items in catalogue().items() if kind in ("", of) for name, item in items.items()}
+    name = found[2].lower().replace("_", "-") if found else text
+    if name not in known:
+        raise ConfigError(f"{option}: {text!r} is no {kind or 'part'} of the catalogue{near(name, sorted(known))}")
+    number = int(found[1] or 1) if found else 1
+    if not number:
+        raise ConfigError(f"{option}: {text!r}; allowed: at least one")
+    return Parts(number, known[name])
+
+
+class ProbedSpeeds:
+    """Speeds of tiers from a record of `kvtier probe --record`.
+
+    Raises:
+        ConfigError: the record cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._links = read_links(path, "--probe")
+
+    def speed(self, tier: str) -> TierSpeed:
+        """Of the tier of that name; unknown if its link was not measured."""
+        for link, read, write in _PROBED.get(tier, ()):
+            read_bytes_per_s = fastest(self._links, link, read)
+            if read_bytes_per_s is not None:
+                # Time of the smallest single operation beyond its bytes at full speed.
+                least = min((it for it in self._links[link] if it.op == read), key=lambda it: (it.depth, it.size_bytes))
+                latency_s = max(0.0, least.first_s - least.size_bytes / read_bytes_per_s)
+                source = f"probe {self._path}: {link}, best of its sizes and depths"
+                return TierSpeed(read_bytes_per_s, fastest(self._links, link, write), latency_s, source)
+        return UNKNOWN
+
+
+def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | None = None) -> TierSpec:
+    """A tier of ``disk=4TiB``, ``disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared`` or ``disk=4xpm1753``.
+
+    Args:
+        text: the tier.
+        probe: measured speeds.
+        gpu: the GPUs of a node, for the speed of host memory.
+
+    Raises:
+        ConfigError: it is malformed, or names a part that the catalogue does not have.
+    """
+    option = f"--tier {text!r}"
+    head, *words = [it.strip() for it in text.split(",")]
+    name, _, capacity = head.partition("=")
+    if not name or not capacity:
+        raise ConfigError(f"{option}; allowed: such as {_EXAMPLE}")
+    given, parts, drive_bytes, is_shared = _parse_words(option, words)
+    capacity_source = "--tier"
+    if re.fullmatch(r"[0-9.,_]+ ?[a-z]*", capacity, re.IGNORECASE | re.ASCII) and not re.match(r"[0-9]+ ?x", capacity):
+        capacity_bytes = round(_bytes(option, capacity))
+    else:
+        parts = find_parts(capacity, f"{option}: no size", "drive")
+        capacity_bytes, capacity_source = parts.capacity_bytes or 0, parts.source
+    known = [
+        given,
+        parts.speed if parts else UNKNOWN,
+        probe.speed(name) if probe else UNKNOWN,
+        gpu.speed if gpu and name == HOST else UNKNOWN,
+        DEFAULTS.get(name, OTHERS),
+    ]
+    speeds: dict[str, float] = {}
+    sources = {"capacity_bytes": capacity_source}
+    for field in ("read_bytes_per_s", "write_bytes_per_s", "latency_s"):
+        best = next(it for it in known if getattr(it, field) is not None)
+        speeds[field], sources[field] = getattr(best, field), best.source
+    return TierSpec(
+        name=name,
+        capacity_bytes=capacity_bytes,
+        is_shared=is_shared,
+        drive_bytes=drive_bytes or (parts.capacity_bytes if parts else None),
+        rated_writes_per_day=parts.item.values.get("drive_writes_per_day") if parts else None,
+        sources=sources,
+        **speeds,
+    )
+
+
+def _parse_words(option: str, words: Sequence[str]) -> tuple[TierSpeed, Parts | None, int | None, bool]:
+    speed, parts, drive_bytes, is_shared = UNKNOWN._replace(source="--tier"), None, None, False
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "read":
+            speed = speed._replace(read_bytes_per_s=_bytes(option, value.removesuffix("/s")))
+        elif key == "write":
+            speed = speed._replace(write_bytes_per_s=_bytes(option, value.removesuffix("/s")))
+        elif key == "latency":
+            found = _TIME.fullmatch(value.strip())
+            if found is None:
+                raise ConfigError(f"{option}: latency {value!r}; allowed: such as 100us, 2ms or 1s")
+            speed = speed._replace(latency_s=float(found[1]) * _TIME_UNITS[found[2]])
+        elif key == "part":
+            parts = find_parts(value, option)
+        elif key == "drives":
+            drive_bytes = round(_bytes(option, value))
+        elif word == "shared":
+            is_shared = True
+        else:
+            allowed = "read=, write=, latency=, part=, drives=, shared"
+            raise ConfigError(f"{option}: {word!r} is unknown; allowed: {allowed}")
+    return speed, parts, drive_bytes, is_shared
+
+
+def _bytes(option: str, text: str) -> float:
+    try:
+        figure = parse_figure(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {text!r} is {error}") from None
+    return figure.bytes(1024 if figure.is_binary else 1000)
+
+
+def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | None = None) -> PrefillSpeed:
+    """The prefill speed of one prompt.
+
+    Args:
+        model: as in `kvtier size`; its attention determines how the cost grows with the position of a token.
+        tokens_per_s: of the first tokens; None: from the GPUs, or the default.
+        gpu: GPUs that compute one prompt together, at half their bf16 peak, as in `kvtier plan`.
+
+    Raises:
+        ConfigError: GPUs are given, and the model's number of parameters is unknown.
+    """
+    sized = size.of(model)
+    active = sized.model.active_billion or sized.model.parameters_billion
+    default = PrefillSpeed()
+    if active is None:
+        if gpu is not None and tokens_per_s is None:
+            raise ConfigError(f"--gpu: the number of parameters of {model} is not known; allowed: --prefill with it")
+        source = default.source if tokens_per_s is None else "--prefill; attention as of a 70B dense model"
+        return PrefillSpeed(tokens_per_s=tokens_per_s or default.tokens_per_s, source=source)
+    flop = 2e9 * active
+    source = "--prefill"
+    if tokens_per_s is None and gpu is not None:
+        tokens_per_s = gpu.number * float(gpu.item.values["flops"]["bf16"]) * _FLOPS_SHARE / flop
+        source = f"{gpu.source}, {_FLOPS_SHARE:.0%} of their bf16 peak"
+    elif tokens_per_s is None:
+        tokens_per_s, source = default.tokens_per_s, default.source
+    attention = model_cost(sized).attention
+    full = sum(it.layers * it.flop_per_pair for it in attention if it.window_tokens is None)
+    windows = tuple(
+        (it.window_tokens, flop / (it.layers * it.flop_per_pair))
+        for it in attention
+        if it.window_tokens is not None and it.flop_per_pair
+    )
+    return PrefillSpeed(
+        tokens_per_s=tokens_per_s,
+        attention_tokens=flop / full if full else float("inf"),
+        windows=windows,
+        source=f"{source}; attention by the shape of {sized.model.name}",
+    )
