@@ -6,6 +6,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from tests.unit.test_report import check_page
 
 from kvtier.bench import core, io, io_samples
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
@@ -103,6 +104,7 @@ def test_io_measures_a_mix_of_interleaved_streams_and_writes_a_report(tmp_path, 
     lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     assert ["disk", "mix", "75/25"] in lines
     page = report.read_text()
+    check_page(page)
     assert page.count("<figure>") == page.count("<svg") == 3
     assert page.count("<tr>") == 1 + 5
     assert [path.name for path in tmp_path.iterdir()] == ["io.html"]
