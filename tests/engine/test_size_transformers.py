@@ -1,4 +1,4 @@
-"""What `kvtier size` says of a configuration is what Transformers really keeps for it, byte for byte.
+"""The sizes of `kvtier size` equal the caches of Transformers, byte for byte.
 
 Two habits of Transformers are allowed for: of a window of W tokens it keeps the W - 1 that the next token will see, and
 of a convolution's inputs all `kernel` instead of the last `kernel` - 1.
@@ -107,7 +107,7 @@ CONVOLUTIONS = {"linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "short_
 
 
 def tensors(found: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors that a cache holds, wherever it holds them."""
+    """All tensors of a cache."""
     if isinstance(found, torch.Tensor):
         if found.dim() > 1:  # positions and flags are none of the KV
             yield found
@@ -121,19 +121,19 @@ def tensors(found: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def kept(family: str, settings: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Bytes that the model keeps after `TOKENS` tokens, and its configuration as Transformers would save it."""
+    """Bytes of the cache after `TOKENS` tokens, and its configuration as Transformers would save it."""
     kind = next(name for name in (f"{family}TextConfig", f"{family}Config") if hasattr(transformers, name))
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**settings)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).eval()
     with torch.no_grad():
-        told = model(torch.randint(1, 32, (1, TOKENS)), use_cache=True)
-    cache = told.get("past_key_values") or told["cache_params"]
+        output = model(torch.randint(1, 32, (1, TOKENS)), use_cache=True)
+    cache = output.get("past_key_values") or output["cache_params"]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(cache, set())), config.to_dict()
 
 
 def as_transformers_keeps_it(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration whose sizes are those of what Transformers keeps."""
+    """The configuration with the sizes of the caches of Transformers."""
     changed = dict(config)
     for key in CONVOLUTIONS & config.keys():
         changed[key] = config[key] + 1

@@ -1,4 +1,4 @@
-"""Laws that every plan obeys: more load needs no less, tiers never hurt, the limit that binds really does."""
+"""Laws of every plan: more load never needs less, tiers never hurt, and the binding limit determines the answer."""
 
 import math
 
@@ -20,12 +20,12 @@ RELAXED_BY = {
     "drive life": ("target.life_years", 0.5),
     "time per output token": ("target.tpot_s", 2.0),
 }
-"""Limits that have an input of their own, and nothing else has; and by what it is multiplied to relax them."""
+"""Limits with an input of their own, and the factor on it that relaxes them."""
 
 
 @st.composite
 def sites(draw) -> Inputs:
-    """Inputs of all sorts, of a model that fits on every GPU drawn."""
+    """Any inputs with a model that fits on every GPU drawn."""
     tp = draw(st.sampled_from([1, 2, 4]))
     return load(
         options={
@@ -55,10 +55,10 @@ def sites(draw) -> Inputs:
 @given(sites(), st.floats(1.01, 50))
 @checked
 def test_more_users_need_no_less_capacity_and_bandwidth(inputs, times):
-    setup = resolve(inputs)
+    deployment = resolve(inputs)
     more = resolve(inputs.change({"traffic.users": math.ceil(inputs.traffic.users * times)}))
     for share in (0.5, 0.9, 0.99):
-        few, many = capacity(setup, share), capacity(more, share)
+        few, many = capacity(deployment, share), capacity(more, share)
         assert many.read_burst_bytes_per_s >= few.read_burst_bytes_per_s
         assert many.bytes >= few.bytes
         assert many.hit_rate == few.hit_rate
@@ -66,7 +66,7 @@ def test_more_users_need_no_less_capacity_and_bandwidth(inputs, times):
 
 @given(sites())
 @checked
-def test_where_nothing_is_reused_tiers_buy_nothing(inputs):
+def test_without_reuse_tiers_gain_nothing(inputs):
     plan = make_plan(inputs.change({"traffic.reuse": 0.0}), with_sensitivities=False)
     assert math.isclose(plan.tiered.users_at_ttft, plan.alone.users_at_ttft, rel_tol=1e-9)
     assert math.isclose(plan.tiered.throughput_users, plan.alone.throughput_users, rel_tol=1e-9)
@@ -78,12 +78,12 @@ def test_where_nothing_is_reused_tiers_buy_nothing(inputs):
 
 @given(sites(), st.floats(0.01, 0.99))
 @checked
-def test_tiers_never_make_anybody_wait_longer(inputs, share):
-    """What loads more slowly than it computes is computed: so however slow the drives, they do not hurt."""
-    setup = resolve(inputs)
-    most = ceiling(setup, with_tiers=False)
+def test_tiers_never_raise_the_time_to_first_token(inputs, share):
+    """Prompts that load more slowly than they compute are computed, so slow drives do no harm."""
+    deployment = resolve(inputs)
+    most = ceiling(deployment, with_tiers=False)
     rate = share * next(it for it in most.limits if it.name == "GPU time").requests_per_s
-    alone, tiered = (operate(setup, rate, with_tiers=with_tiers) for with_tiers in (False, True))
+    alone, tiered = (operate(deployment, rate, with_tiers=with_tiers) for with_tiers in (False, True))
     assert tiered.ttft_s <= alone.ttft_s * (1 + 1e-9)
     assert tiered.gpu_used <= alone.gpu_used * (1 + 1e-9)
     assert tiered.hit_rate >= alone.hit_rate - 1e-9
@@ -91,7 +91,7 @@ def test_tiers_never_make_anybody_wait_longer(inputs, share):
 
 @given(sites())
 @checked
-def test_the_limit_that_binds_really_binds(inputs):
+def test_only_the_binding_limit_determines_the_answer(inputs):
     """Relaxing it changes the answer; relaxing another does not."""
     top = ceiling(resolve(inputs), with_tiers=True)
     assume(0 < top.binding.requests_per_s < math.inf)
@@ -111,11 +111,11 @@ def test_the_limit_that_binds_really_binds(inputs):
 @given(sites())
 @checked
 def test_at_the_ceiling_the_binding_limit_is_used_up_and_no_other_is_exceeded(inputs):
-    setup = resolve(inputs)
-    top = ceiling(setup, with_tiers=True)
+    deployment = resolve(inputs)
+    top = ceiling(deployment, with_tiers=True)
     assume(0 < top.binding.requests_per_s < math.inf)
     below, above = (
-        used_shares(setup, operate(setup, top.binding.requests_per_s * times, with_tiers=True))
+        used_shares(deployment, operate(deployment, top.binding.requests_per_s * times, with_tiers=True))
         for times in (1 - 1e-9, 1 + 1e-9)
     )
     assert max(below.values()) <= 1
@@ -125,21 +125,21 @@ def test_at_the_ceiling_the_binding_limit_is_used_up_and_no_other_is_exceeded(in
 @given(sites(), st.floats(0.02, 0.9))
 @checked
 def test_shares_add_up_and_more_capacity_never_finds_less(inputs, share):
-    setup = resolve(inputs)
-    rate = share * setup.replicas / operate(setup, 1e-6, with_tiers=True).gpu_seconds
-    point = operate(setup, rate, with_tiers=True)
-    computed = point.computed_tokens / setup.workload.input_tokens
+    deployment = resolve(inputs)
+    rate = share * deployment.replicas / operate(deployment, 1e-6, with_tiers=True).gpu_seconds
+    point = operate(deployment, rate, with_tiers=True)
+    computed = point.computed_tokens / deployment.workload.input_tokens
     assert math.isclose(point.hit_rate + computed, 1.0, rel_tol=1e-9)
-    assert -1e-9 <= point.hit_rate <= setup.workload.reuse + 1e-9
+    assert -1e-9 <= point.hit_rate <= deployment.workload.reuse + 1e-9
     larger = resolve(inputs.change({"host.capacity_bytes": 2 * inputs.host.capacity_bytes + 2**38}))
-    assume(inputs.host.capacity_bytes)  # a place that was not there changes where things are loaded from
+    assume(inputs.host.capacity_bytes)  # a new tier changes where prefixes are loaded from
     assert operate(larger, rate, with_tiers=True).hit_rate >= point.hit_rate - 1e-9
 
 
 @given(sites())
 @checked
 def test_twice_of_everything_serves_twice_as_many(inputs):
-    # Not of drives: a load is spread over all of them, so that more of them also make each load faster.
+    # Without drives: a load is spread over all of them, so more drives also make each load faster.
     single = inputs.change({"traffic.prefix_tokens": 0, "disk.count": 0, "shared.capacity_bytes": 0})
     doubled = single.change(
         {

@@ -1,4 +1,4 @@
-"""The formulas agree with each other, and with what kvtier lays out, for any shape of model."""
+"""The formulas agree with each other and with kvtier's chunk layout, for any shape of model."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_one_kv_head_of_a_latents_width_is_mla_twice(layers, heads, dim, dtype):
 
 
 @given(names, powers)
-def test_ranks_sum_to_what_is_needed_or_to_copies(name, tp):
+def test_ranks_sum_to_the_minimum_or_to_copies(name, tp):
     model = size.model(name)
     assume(not model.attention_heads or model.attention_heads % tp == 0)
     assume(all(cache.can_be_split(tp) for cache, _ in model.runs))
@@ -141,7 +141,7 @@ def test_formats_are_linear_in_bits(config):
 
 
 @given(windowed(), formats, st.integers(1, 300))
-def test_scales_cost_what_they_weigh(config, dtype, group):
+def test_a_grouped_format_adds_its_scales(config, dtype, group):
     """A grouped format lies between its bare bits and the same with a group for every element."""
     kv, bare = of(config, dtype=f"int4:g{group}"), of(config, dtype="fp4").bytes_per_token
     assert bare < kv.bytes_per_token <= bare * 9
@@ -161,7 +161,7 @@ def test_a_chunk_is_its_tokens_and_an_object_is_aligned(name, chunk_tokens, dtyp
 
 
 @given(st.integers(2, 12), st.integers(0, 11), powers, dims)
-def test_shared_layers_keep_nothing(layers, shared, keep, dim):
+def test_shared_layers_have_no_cache(layers, shared, keep, dim):
     assume(shared < layers)
     config = plain(layers, keep, keep, dim, num_kv_shared_layers=shared)
     assert of(config).bytes_per_token == of(plain(layers - shared, keep, keep, dim)).bytes_per_token

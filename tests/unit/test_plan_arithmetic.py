@@ -15,8 +15,8 @@ from kvtier.plan.resolve import resolve
 from kvtier.plan.workload import lognormal_curve
 
 
-def setup(**changes):
-    """Llama-3.1-8B by default; names with two underscores for the point: ``traffic__users=3``."""
+def deployed(**changes):
+    """A deployment of Llama-3.1-8B by default; ``traffic__users=3`` sets ``traffic.users``."""
     values = {"model.name": "llama-3.1-8b"} | {name.replace("__", "."): value for name, value in changes.items()}
     return resolve(load(options=values))
 
@@ -27,7 +27,7 @@ def planned(**changes):
 
 
 def test_a_chunk_of_llama_8b_is_33_55_mb_and_89_of_them_are_3_gb():
-    shape = setup().model
+    shape = deployed().model
     assert shape.token_bytes * 256 == 33_554_432
     assert shape.stored_bytes(89 * 256) == pytest.approx(2.986e9, rel=1e-3)
 
@@ -38,44 +38,46 @@ def test_a_terabyte_holds_3_million_tokens_of_llama_70b():
     assert host.capacity_tokens == pytest.approx(3.05e6, rel=1e-3)
 
 
-def test_240_users_who_read_89_chunks_every_20_s_read_36_gb_a_second():
-    asked = setup(traffic__users=240, traffic__interval_s=20.0)
-    assert asked.workload.requests_per_s == 12
-    assert asked.workload.requests_per_s * asked.model.stored_bytes(89 * 256) == pytest.approx(35.8e9, rel=2e-3)
+def test_240_users_with_89_chunks_every_20_s_read_36_gb_a_second():
+    deployment = deployed(traffic__users=240, traffic__interval_s=20.0)
+    assert deployment.workload.requests_per_s == 12
+    assert deployment.workload.requests_per_s * deployment.model.stored_bytes(89 * 256) == pytest.approx(
+        35.8e9, rel=2e-3
+    )
 
 
-def test_the_bandwidth_that_hits_need_is_queries_times_what_each_reuses():
-    asked = setup(traffic__users=240, traffic__reuse=0.5, target__burst=2.0)
-    needed = capacity(asked, 0.95)
-    by_hand = 12 * 0.95 * 0.5 * asked.workload.input_tokens * 131_072
+def test_read_bandwidth_is_queries_times_reused_bytes():
+    deployment = deployed(traffic__users=240, traffic__reuse=0.5, target__burst=2.0)
+    needed = capacity(deployment, 0.95)
+    by_hand = 12 * 0.95 * 0.5 * deployment.workload.input_tokens * 131_072
     assert needed.read_bytes_per_s == pytest.approx(by_hand)
     assert needed.read_burst_bytes_per_s == pytest.approx(2 * by_hand)
     assert needed.hit_rate == pytest.approx(0.95 * 0.5)
 
 
-def test_prefill_is_two_operations_for_each_parameter_and_the_attention():
-    asked = setup(model__parameters=8e9, model__active_parameters=7e9, gpu__flops_share=0.5)
+def test_prefill_is_two_flop_per_parameter_plus_attention():
+    deployment = deployed(model__parameters=8e9, model__active_parameters=7e9, gpu__flops_share=0.5)
     tokens = 20_000
     linear = 2 * 7e9 * tokens
     attention = 32 * 32 * (4 * 128) * tokens * tokens / 2  # layers x heads x (K and V products) x pairs
-    assert prefill_s(asked, tokens, tokens) == pytest.approx((linear + attention) / (989e12 * 0.5))
-    # The last tokens attend to all before them, and cost less than the whole prompt by what is not computed.
-    first = prefill_s(asked, tokens - 500, tokens - 500)
-    assert prefill_s(asked, 500, tokens) == pytest.approx(prefill_s(asked, tokens, tokens) - first)
+    assert prefill_s(deployment, tokens, tokens) == pytest.approx((linear + attention) / (989e12 * 0.5))
+    # The last tokens attend to all earlier ones; the saving is the prefill of the others.
+    first = prefill_s(deployment, tokens - 500, tokens - 500)
+    assert prefill_s(deployment, 500, tokens) == pytest.approx(prefill_s(deployment, tokens, tokens) - first)
 
 
 def test_gpt_oss_windows_save_attention():
     """Half of its layers attend to 128 tokens, so a long prompt costs about half the pairs of tokens."""
-    shape = setup(model__name="gpt-oss-20b").model
+    shape = deployed(model__name="gpt-oss-20b").model
     full = next(run for run in shape.attention if run.window_tokens is None)
     pairs = 100_000 * 100_000 / 2
     assert shape.attention_flop(100_000, 100_000) == pytest.approx(full.layers * full.flop_per_pair * pairs, rel=0.01)
 
 
-def test_a_fetch_takes_its_bytes_over_the_narrowest_way():
-    asked = setup(disk__count=1, disk__read_bytes_per_s=5e9, software__load_bytes_per_s=20e9)
-    assert fetch_s(asked, "disk", 1000) == pytest.approx(131_072_000 / 5e9)
-    assert fetch_s(asked, "host", 1000) == pytest.approx(131_072_000 / 20e9)
+def test_a_fetch_takes_its_bytes_over_the_slowest_link():
+    deployment = deployed(disk__count=1, disk__read_bytes_per_s=5e9, software__load_bytes_per_s=20e9)
+    assert fetch_s(deployment, "disk", 1000) == pytest.approx(131_072_000 / 5e9)
+    assert fetch_s(deployment, "host", 1000) == pytest.approx(131_072_000 / 20e9)
 
 
 def lindley_mean_wait(rng, requests_per_s, services_s, shares, requests):
@@ -89,28 +91,28 @@ def lindley_mean_wait(rng, requests_per_s, services_s, shares, requests):
 
 
 @pytest.mark.parametrize("load_share", [0.3, 0.6, 0.8])
-def test_waiting_is_that_of_a_simulated_queue(load_share):
+def test_waiting_matches_a_simulated_queue(load_share):
     """Two sorts of requests: a conversation's first query computes all of its prompt, a later one a little."""
-    asked = setup(
+    deployment = deployed(
         gpu__count=1,
         traffic__turns=4,
         traffic__answer_tokens=1,
         traffic__interval_cv=0.0,
-        gpu__memory_bytes_per_s=1e15,  # decoding costs nothing, so that the queue is of prefills alone
+        gpu__memory_bytes_per_s=1e15,  # decoding is free, so the queue has prefills only
     )
-    light = operate(asked, 1e-6, with_tiers=True)
+    light = operate(deployment, 1e-6, with_tiers=True)
     rate = load_share / light.gpu_seconds
-    point = operate(asked, rate, with_tiers=True)
-    demand = asked.workload
-    first = prefill_s(asked, demand.first_tokens - demand.prefix_tokens, demand.first_tokens)
-    later = prefill_s(asked, demand.later_tokens - demand.reusable_tokens, demand.later_tokens)
+    point = operate(deployment, rate, with_tiers=True)
+    load = deployment.workload
+    first = prefill_s(deployment, load.first_tokens - load.prefix_tokens, load.first_tokens)
+    later = prefill_s(deployment, load.later_tokens - load.reusable_tokens, load.later_tokens)
     simulated = lindley_mean_wait(random.Random(5), rate, [first, later], [0.25, 0.75], 400_000)
     assert point.wait_s == pytest.approx(simulated, rel=0.05)
     assert point.ttft_s == pytest.approx(point.wait_s + point.load_s + point.prefill_s, rel=1e-3)
 
 
 def test_evenly_spaced_requests_of_one_size_do_not_wait():
-    point = operate(setup(traffic__arrivals_cv2=0.0, traffic__turns=1), 2.0, with_tiers=True)
+    point = operate(deployed(traffic__arrivals_cv2=0.0, traffic__turns=1), 2.0, with_tiers=True)
     assert point.gpu_used > 0.1
     assert point.wait_s == pytest.approx(0.0, abs=1e-12)
 
@@ -139,14 +141,14 @@ def simulated_lru(rng, users, capacity_sessions, mean_s, cv, turns, accesses):
 
 
 @pytest.mark.parametrize(("cv", "capacity"), [(0.5, 60), (1.0, 100), (1.7, 40), (1.7, 120), (1.7, 250)])
-def test_the_reuse_curve_is_that_of_a_simulated_lru_cache(cv, capacity):
-    """200 users whose conversations are all as large; only as many conversations fit as the case says."""
+def test_the_reuse_curve_matches_a_simulated_lru_cache(cv, capacity):
+    """200 users with conversations of equal size; `capacity` of them fit."""
     curve = lognormal_curve(30.0, cv, tokens=1.0, last_share=1 / 8)
-    told = curve.found_within(curve.residence(capacity, 200 / 30.0))
-    assert told == pytest.approx(simulated_lru(random.Random(3), 200, capacity, 30.0, cv, 8, 60_000), abs=0.03)
+    found = curve.found_within(curve.residence(capacity, 200 / 30.0))
+    assert found == pytest.approx(simulated_lru(random.Random(3), 200, capacity, 30.0, cv, 8, 60_000), abs=0.03)
 
 
-def test_users_who_return_at_fixed_intervals_find_all_or_nothing():
+def test_users_with_fixed_intervals_hit_always_or_never():
     curve = lognormal_curve(20.0, 0.0, tokens=1.0, last_share=0.1)
     assert [curve.found_within(curve.residence(users, 10.0)) for users in (150, 199, 201, 400)] == [0, 0, 1, 1]
 
@@ -166,12 +168,14 @@ def test_commands_in_flight_follow_littles_law():
     assert drives.depth_burst == pytest.approx(2 * drives.depth)
 
 
-def test_a_drive_that_is_written_as_rated_lasts_as_rated():
-    asked = setup(disk__count=2, disk__capacity_bytes=10**12, disk__drive_writes_per_day=3.0, disk__rated_years=5.0)
-    once = operate(asked, 1.0, with_tiers=True).write_bytes_per_s["disk"]
+def test_a_drive_written_at_its_rating_lasts_its_rated_years():
+    deployment = deployed(
+        disk__count=2, disk__capacity_bytes=10**12, disk__drive_writes_per_day=3.0, disk__rated_years=5.0
+    )
+    once = operate(deployment, 1.0, with_tiers=True).write_bytes_per_s["disk"]
     rate = 2e12 * 3 / 86_400 / once
-    assert life_years(asked, operate(asked, rate, with_tiers=True)) == pytest.approx(5.0, rel=1e-3)
-    assert life_years(asked, operate(asked, 2 * rate, with_tiers=True)) == pytest.approx(2.5, rel=1e-3)
+    assert life_years(deployment, operate(deployment, rate, with_tiers=True)) == pytest.approx(5.0, rel=1e-3)
+    assert life_years(deployment, operate(deployment, 2 * rate, with_tiers=True)) == pytest.approx(2.5, rel=1e-3)
 
 
 def test_an_hour_of_chat_written_through_wears_ten_drives_ten_times_a_day():
@@ -195,13 +199,13 @@ def test_an_hour_of_chat_written_through_wears_ten_drives_ten_times_a_day():
 
 
 def test_gpus_needed_is_the_formula_in_whole_copies_of_the_model():
-    asked = setup(model__name="llama-3.3-70b", model__tp=4, gpu__count=8, target__gpu_used=0.7)
+    deployment = deployed(model__name="llama-3.3-70b", model__tp=4, gpu__count=8, target__gpu_used=0.7)
     # 100 queries/s wanted, 12 measured on 8 GPUs, planned at 70 %: 100 / (12 x 0.7) x 8 = 95.2, in fours.
-    assert gpus_needed(asked, 100.0, 12.0) == 96
-    assert gpus_needed(asked, 100.0, 0.0) is None
+    assert gpus_needed(deployment, 100.0, 12.0) == 96
+    assert gpus_needed(deployment, 100.0, 0.0) is None
 
 
-def test_kv_is_worth_keeping_for_what_computing_it_costs():
+def test_kv_is_worth_keeping_until_it_costs_as_much_as_computing_it():
     plan = planned(
         price__gpu=20_000.0, price__drive=2_000.0, price__host_memory_per_gb=5.0, disk__filled=1.0, disk__count=3
     )
@@ -213,7 +217,7 @@ def test_kv_is_worth_keeping_for_what_computing_it_costs():
     assert rows["host", "reading it from a drive"] == pytest.approx(1e9 / 14.5e9 * 2_000 / 5)
 
 
-def test_cost_is_what_was_bought_over_its_years_and_energy():
+def test_cost_is_price_over_years_plus_energy():
     plan = planned(
         price__gpu=25_000.0,
         price__server=50_000.0,
@@ -234,7 +238,7 @@ def test_cost_is_what_was_bought_over_its_years_and_energy():
     assert tiered.watts - alone.watts == pytest.approx(4 * 21.34 * 1.2, rel=0.2)
 
 
-def test_without_prices_there_is_no_cost_and_it_says_what_is_missing():
+def test_without_prices_there_is_no_cost_and_missing_prices_are_listed():
     cost = planned().tiered.cost
     assert cost.per_hour is None
     assert set(cost.missing) == {"price.gpu", "price.server", "price.host_memory_per_gb", "price.drive"}

@@ -1,4 +1,4 @@
-"""`kvtier plan` on the command line: one clear line for every mistake, JSON alone on request, and text that fits."""
+"""`kvtier plan` on the command line: one line for every error, JSON on request, text of at most 100 columns."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ from kvtier.plan.inputs import SETTINGS
 MODEL = "llama-3.1-8b"
 
 
-def told(capsys, *arguments):
+def output(capsys, *arguments):
     code = run(["plan", *arguments])
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -53,7 +53,7 @@ def told(capsys, *arguments):
         ([MODEL, "--plot", "picture.pdf"], "--plot 'picture.pdf': unknown kind of picture; allowed: .svg or .png"),
     ],
 )
-def test_a_mistake_ends_with_2_and_one_line_that_names_it(capsys, monkeypatch, tmp_path, arguments, why):
+def test_an_error_is_exit_code_2_and_one_line_that_names_the_value(capsys, monkeypatch, tmp_path, arguments, why):
     monkeypatch.chdir(tmp_path)
     assert run(["plan", *arguments]) == 2
     out, err = capsys.readouterr()
@@ -65,7 +65,7 @@ def test_a_mistake_ends_with_2_and_one_line_that_names_it(capsys, monkeypatch, t
 
 
 @pytest.mark.parametrize("option", ["--report", "--plot"])
-def test_pictures_without_matplotlib_are_refused_before_anything_is_computed(capsys, monkeypatch, tmp_path, option):
+def test_charts_without_matplotlib_are_refused_before_planning(capsys, monkeypatch, tmp_path, option):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         "kvtier.report.output.find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
@@ -74,8 +74,8 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_computed(cap
     assert "needs matplotlib, which is not installed; allowed: pip install 'kvtier[plots]'" in capsys.readouterr().err
 
 
-def test_json_is_the_whole_plan_and_nothing_else(capsys):
-    plan = json.loads(told(capsys, MODEL, "--users", "200", "--json"))
+def test_json_is_the_whole_plan(capsys):
+    plan = json.loads(output(capsys, MODEL, "--users", "200", "--json"))
     assert plan["chunk_bytes"] == 33_554_432
     assert plan["inputs"]["traffic.users"] == {"value": 200, "from": "--users", "help": "Users at the same time."}
     assert plan["inputs"].keys() == SETTINGS.keys()
@@ -90,8 +90,8 @@ def test_json_is_the_whole_plan_and_nothing_else(capsys):
     assert {it["name"] for it in plan["sources"]} == {"h100-sxm", "pm1753", "ddr5-4800"}
 
 
-def test_what_has_no_end_is_null_in_json(capsys):
-    plan = json.loads(told(capsys, MODEL, "--users", "100000", "--json"))
+def test_infinity_is_null_in_json(capsys):
+    plan = json.loads(output(capsys, MODEL, "--users", "100000", "--json"))
     assert plan["alone"]["ttft_s"] is None
 
 
@@ -106,16 +106,16 @@ def test_what_has_no_end_is_null_in_json(capsys):
         (MODEL, "--turns", "1", "--users", "1000000"),
     ],
 )
-def test_the_text_fits_into_100_columns_and_ends_with_the_answer(capsys, arguments):
-    lines = told(capsys, *arguments).splitlines()
+def test_the_text_fits_into_100_columns_and_ends_with_the_conclusion(capsys, arguments):
+    lines = output(capsys, *arguments).splitlines()
     assert [line for line in lines if len(line) > 100] == []
     assert any(line.startswith("Within ") for line in lines[-12:])
     assert any(line.startswith(("Binding limit", "A single request")) for line in lines[-12:])
 
 
-def test_every_input_that_was_used_is_printed_with_its_origin(capsys, tmp_path):
+def test_every_input_in_use_is_printed_with_its_origin(capsys, tmp_path):
     (tmp_path / "site.toml").write_text("[gpu]\nflops_share = 0.4\n[price]\ngpu = 20000\n")
-    out = told(capsys, MODEL, "--file", str(tmp_path / "site.toml"), "--gpus", "16", "--set", "target.burst=3")
+    out = output(capsys, MODEL, "--file", str(tmp_path / "site.toml"), "--gpus", "16", "--set", "target.burst=3")
     assumptions = out.partition("Assumptions")[2].partition("Gains of tiers")[0]
     for name in SETTINGS:
         is_used = not name.startswith(("shared.", "traffic.trace", "traffic.load", "price."))
@@ -129,7 +129,7 @@ def test_every_input_that_was_used_is_printed_with_its_origin(capsys, tmp_path):
 def test_later_wins(capsys, tmp_path):
     (tmp_path / "site.toml").write_text("[traffic]\nusers = 2\nturns = 3\nanswer_tokens = 4\n")
     arguments = ["--example", "samsung", "--file", str(tmp_path / "site.toml"), "--turns", "5", "--json"]
-    inputs = json.loads(told(capsys, *arguments, "--set", "traffic.answer_tokens=6"))["inputs"]
+    inputs = json.loads(output(capsys, *arguments, "--set", "traffic.answer_tokens=6"))["inputs"]
     assert [inputs[f"traffic.{key}"]["value"] for key in ("users", "turns", "answer_tokens", "prefix_tokens")] == [
         2,
         5,
@@ -149,7 +149,7 @@ def test_later_wins(capsys, tmp_path):
         ("[gpu", "not TOML"),
     ],
 )
-def test_a_wrong_file_is_one_clear_line(capsys, tmp_path, text, why):
+def test_an_error_in_a_file_is_one_line(capsys, tmp_path, text, why):
     path = tmp_path / "site.toml"
     path.write_text(text)
     assert run(["plan", MODEL, "--file", str(path)]) == 2
@@ -158,20 +158,20 @@ def test_a_wrong_file_is_one_clear_line(capsys, tmp_path, text, why):
     assert str(path) in err
 
 
-def test_hardware_that_the_catalogue_lacks_needs_all_its_figures(capsys):
+def test_hardware_outside_the_catalogue_needs_all_its_figures(capsys):
     figures = ["capacity_bytes=8TB", "read_bytes_per_s=9GB/s", "write_bytes_per_s=5GB/s", "drive_writes_per_day=1"]
     sets = [part for it in figures for part in ("--set", f"disk.{it}")]
     assert run(["plan", MODEL, "--drive", "ours", *sets]) == 2
     assert "not in the catalogue of drives" in capsys.readouterr().err
-    plan = json.loads(told(capsys, MODEL, "--drive", "ours", *sets, "--set", "disk.watts=12", "--json"))
+    plan = json.loads(output(capsys, MODEL, "--drive", "ours", *sets, "--set", "disk.watts=12", "--json"))
     assert plan["inputs"]["disk.capacity_bytes"]["value"] == 8 * 10**12
     assert "ours" not in {it["name"] for it in plan["sources"]}
 
 
-def test_the_catalogue_has_a_source_and_a_date_for_everything_and_no_price(capsys):
-    out = told(capsys, "--hardware")
+def test_every_item_of_the_catalogue_has_a_source_and_a_date_and_no_price(capsys):
+    out = output(capsys, "--hardware")
     assert [line for line in out.splitlines() if len(line) > 100] == []
-    items = json.loads(told(capsys, "--hardware", "--json"))
+    items = json.loads(output(capsys, "--hardware", "--json"))
     assert {"h100-nvl", "pm1753", "ddr5-4800", "nic-400g"} <= {it["name"] for it in items}
     for item in items:
         assert len(item["source"]) > 10, item
@@ -179,8 +179,8 @@ def test_the_catalogue_has_a_source_and_a_date_for_everything_and_no_price(capsy
         assert not [key for key in item if "price" in key or "cost" in key]
 
 
-def test_the_levers_are_ordered_and_a_strong_one_is_strong(capsys):
-    plan = json.loads(told(capsys, MODEL, "--drives", "40", "--json"))
+def test_sensitivities_are_sorted_and_plausible(capsys):
+    plan = json.loads(output(capsys, MODEL, "--drives", "40", "--json"))
     swings = [it["swing"] for it in plan["sensitivity"]]
     assert swings == sorted(swings, reverse=True)
     by_name = {it["name"]: it for it in plan["sensitivity"]}

@@ -1,4 +1,4 @@
-"""Samsung's figures: which follow from their set-up, which were calibrated, and what the document says of each."""
+"""Samsung's published figures against the plan: derived, calibrated and predicted, and in the document."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from kvtier.plan.published import FIGURES, HOW, compare
 TOP = Path(__file__).parents[2]
 DOCUMENT = TOP / "docs" / "planning.md"
 OFF_AT_MOST = {"arithmetic": 0.06, "calibrated": 0.05, "predicted": 0.13}
-"""By how much a figure of each sort may differ from the published one."""
+"""Largest relative difference for each kind of agreement."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def figures(plan):
     return compare("samsung", plan)
 
 
-def test_every_figure_is_as_near_as_its_kind_promises(figures):
+def test_every_figure_is_within_the_tolerance_of_its_kind(figures):
     far = [(it.text, it.off) for it in figures if abs(it.off) > OFF_AT_MOST.get(it.how, 10)]
     assert far == []
     assert {it.how for it in figures} == set(HOW)
@@ -46,12 +46,12 @@ def test_every_figure_is_as_near_as_its_kind_promises(figures):
         ("53 %", 0.53),
     ],
 )
-def test_all_that_they_state_is_there(figures, text, value):
+def test_all_published_figures_are_there(figures, text, value):
     assert [it.published for it in figures if text in it.text] == [value]
 
 
-def test_their_own_figures_agree_with_one_another():
-    """What needs no model: users over users, tokens over cost and over power."""
+def test_the_published_figures_agree_with_one_another():
+    """Ratios without a model: users over users, tokens over cost and over power."""
     assert pytest.approx(1.7, rel=0.01) == 240 / 140
     assert pytest.approx(1.44, abs=0.005) == 1.5 / 1.04
     assert pytest.approx(2.83, abs=0.005) == 1.5 / 0.53
@@ -72,14 +72,14 @@ def test_reads_stop_rising_where_the_gpus_are_full():
     assert reads[400] == pytest.approx(reads[280])
 
 
-def test_what_was_calibrated_is_what_makes_the_figure(plan):
-    """Negative control: without its calibration each figure is another."""
+def test_each_calibration_changes_its_figure(plan):
+    """Negative control: without its calibration each figure differs."""
     freed = make_plan(load(example="samsung").change({"gpu.memory_share": 0.92}), with_sensitivities=False)
     assert freed.alone.users_at_ttft > 1.15 * plan.alone.users_at_ttft
     faster = make_plan(load(example="samsung").change({"software.load_bytes_per_s": 12e9}), with_sensitivities=False)
     assert faster.tiered.users_at_ttft > 1.15 * plan.tiered.users_at_ttft
     beside = make_plan(load(example="samsung").change({"software.loads_block": False}), with_sensitivities=False)
-    assert beside.tiered.users_at_ttft == pytest.approx(354, abs=1)  # the document says so
+    assert beside.tiered.users_at_ttft == pytest.approx(354, abs=1)  # as in the document
 
 
 def test_the_time_to_first_token_is_flat_up_to_140_users():

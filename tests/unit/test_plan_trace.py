@@ -1,4 +1,4 @@
-"""Traces: what is measured equals a slow count, all formats tell the same, and a bad line is named."""
+"""Traces: measurements equal a slow count and do not depend on the format; errors name the line."""
 
 import gzip
 import json
@@ -15,12 +15,12 @@ BLOCK = 64
 
 
 def conversations(seed, sessions=40):
-    """Requests in the order of time, as (seconds, prompt tokens, answer tokens, ids): prefixes that grow."""
+    """Requests by time, as (seconds, prompt tokens, answer tokens, ids), with growing prefixes."""
     rng = random.Random(seed)
     requests, next_id = [], 1000
     for _ in range(sessions):
         time = rng.uniform(0, 600)
-        ids = list(range(2)) if rng.random() < 0.7 else []  # a prefix that many share
+        ids = list(range(2)) if rng.random() < 0.7 else []  # a shared prefix
         for _ in range(rng.randint(1, 8)):
             grown = rng.randint(1, 12)
             ids = [*ids, *range(next_id, next_id + grown)]
@@ -51,7 +51,7 @@ def written(path, lines):
 
 
 def slow_count(requests, residence_s):
-    """Tokens found when each block is kept for so long since it was last asked for; and token-seconds held."""
+    """Hits in tokens when each block stays for `residence_s` after its last use, and token-seconds held."""
     last, found, reused, held = {}, 0, 0, 0.0
     for time, tokens, _, ids in requests:
         for place, block in enumerate(ids):
@@ -62,7 +62,7 @@ def slow_count(requests, residence_s):
                 found += size if pause <= residence_s else 0
                 held += size * min(pause, residence_s)
             else:
-                held += size * residence_s  # what is held for good behind the last use of the block, see below
+                held += size * residence_s  # after the last use of the block, see below
             last[block] = time
     return found, reused, held
 
@@ -85,7 +85,7 @@ def test_hits_and_occupation_equal_a_slow_count(tmp_path, requests):
         assert summary.curve.tokens_held(residence_s, 1.0) == pytest.approx(held / len(requests))
 
 
-def test_runs_and_ids_plain_and_gzip_tell_the_same(tmp_path, requests):
+def test_runs_and_ids_plain_and_gzip_give_the_same_summary(tmp_path, requests):
     plain = read_trace(written(tmp_path / "plain.jsonl", as_lines(requests)), 1.0)
     packed = read_trace(written(tmp_path / "packed.jsonl.gz", as_lines(requests, runs=True)), 1.0)
     assert packed.curve == plain.curve
@@ -109,7 +109,7 @@ def test_sessions_have_ids_of_their_own_and_sub_agents_their_own_clock(tmp_path)
     assert summary.curve.found_within(65.0) == 1.0  # 60 s, in the bucket from 58.7 to 64
 
 
-def test_a_csv_tells_arrivals_and_lengths_and_asks_for_the_reuse(tmp_path):
+def test_a_csv_has_arrivals_and_lengths_and_needs_the_reuse(tmp_path):
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [f"2023-11-16 18:15:{second:02}.6805900,{1000 + second},100" for second in range(60)]
     path = written(tmp_path / "trace.csv", lines)
@@ -123,7 +123,7 @@ def test_a_csv_tells_arrivals_and_lengths_and_asks_for_the_reuse(tmp_path):
     assert (demand.reuse, demand.requests_per_s) == (pytest.approx(0.5), pytest.approx(60 / 59))
 
 
-def test_a_plan_of_a_trace_speaks_of_queries_and_grows_with_its_load(tmp_path, requests):
+def test_a_plan_of_a_trace_is_in_queries_and_grows_with_its_load(tmp_path, requests):
     path = written(tmp_path / "trace.jsonl", as_lines(requests))
     once, twice = (
         make_plan(
@@ -168,14 +168,14 @@ def test_a_bad_trace_is_refused_with_its_line(tmp_path, lines, why):
         read_trace(written(tmp_path / "bad.jsonl", lines), 1.0)
 
 
-def test_times_that_go_back_are_told_and_ids_may_be_anything(tmp_path):
+def test_decreasing_times_are_noted_and_ids_may_be_any_integers(tmp_path):
     names = [{"hash_ids": [10**12, "a"]}, {"hash_ids": [10**12, "b"], "timestamp": 9000}, {"timestamp": 5}]
     summary = read_trace(written(tmp_path / "trace", [json.dumps(GOOD | it) for it in names]), 1.0)
     assert any("1 timestamps go back, first in line 3" in note for note in summary.notes)
     assert summary.reusable_tokens > 0
 
 
-def test_a_file_that_is_not_there_or_cut_short_is_refused(tmp_path, requests):
+def test_a_missing_or_truncated_file_is_refused(tmp_path, requests):
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "nosuch.jsonl", 1.0)
     whole = written(tmp_path / "whole.jsonl.gz", as_lines(requests)).read_bytes()

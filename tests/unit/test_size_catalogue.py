@@ -1,4 +1,4 @@
-"""The catalogue: enough models, every kind of attention, every entry with its source, names found however written."""
+"""The catalogue: at least 40 models, every kind of attention, complete entries, and lookup by any spelling."""
 
 import re
 from datetime import date
@@ -43,7 +43,7 @@ def test_every_kind_of_attention_is_there():
     assert any(cache.kind == "full" and len(cache.parts) == 1 for _, cache in runs)  # K = V
 
 
-def test_the_families_that_matter():
+def test_major_families_are_there():
     families = (
         "llama-3", "llama-4", "qwen3-", "qwen3-next", "qwen3.5", "gpt-oss", "deepseek-v3", "deepseek-r1", "deepseek-v4",
         "kimi-k2", "kimi-k3", "glm-", "gemma-3", "gemma-4", "mistral", "mixtral", "phi", "nemotron-h", "falcon-h1",
@@ -69,11 +69,11 @@ def test_the_families_that_matter():
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron-3-nano-30b-a3b"),
     ],
 )
-def test_names_however_written(written, meant):
+def test_lookup_ignores_case_organisation_and_suffix(written, meant):
     assert size.model(written).name == meant
 
 
-def test_names_and_aliases_mean_one_model_each():
+def test_names_and_aliases_are_unique():
     for entry in entries().values():
         for name in (entry.name, entry.repository, *entry.aliases):
             assert find(name) is entry, name
@@ -88,12 +88,11 @@ def test_the_nearest_names_are_offered(written, nearest):
         size.model(written)
 
 
-def test_a_name_like_none():
+def test_a_name_without_near_ones():
     with pytest.raises(ConfigError, match=r"unknown model 'zzz'; known are .* more"):
         size.model("zzz")
 
 
-def test_a_copy_in_the_catalogue_reads_like_the_file_it_was_copied_from():
-    """`repeat` stands for the list that the config.json spells out."""
+def test_repeat_is_expanded_to_all_layers():
     twenty = entries()["gpt-oss-20b"].config
     assert twenty["layer_types"] == ["sliding_attention", "full_attention"] * 12

@@ -1,4 +1,4 @@
-"""Which convention turns our figure into somebody else's: the right one is named, and none where there is none."""
+"""Checks of a figure: the convention that gives it is named, and none where none does."""
 
 import pytest
 
@@ -52,13 +52,13 @@ def test_the_convention_is_named(name, figure, sessions, parts):
         ("deepseek-v3", "4 MB"),
     ],
 )
-def test_none_is_named_where_there_is_none(name, figure):
+def test_no_convention_is_named_where_none_matches(name, figure):
     verdict = check(size.of(name), figure, [SESSION, LONG])
     assert not verdict.matches
     assert "no convention known here" in verdict.text
 
 
-def test_no_convention_gives_the_cell_that_none_gives():
+def test_no_convention_gives_a_wrong_published_cell():
     assert not check(size.of("gpt-oss-20b"), "6.2 GB", [LONG]).matches
 
 
@@ -77,7 +77,7 @@ def test_the_nearest_is_one_of_ours():
 
 
 @pytest.mark.parametrize("text", ["", "150", "KB", "-3 KB", "150 parsecs", "0 KB", "1e3 KB", "9" * 40 + " KB"])
-def test_what_is_no_size_is_refused(text):
+def test_a_text_that_is_not_a_size_is_refused(text):
     with pytest.raises(ConfigError, match=r"check: .*150 KB, 0\.33 GB or 144 KiB"):
         check(size.of("qwen3-8b"), text)
 
@@ -97,7 +97,7 @@ def test_counts(text, count):
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "0.1k1", "1e9", "many", "1.0001k"])
-def test_what_is_no_count(text):
+def test_texts_that_are_not_counts(text):
     with pytest.raises(ValueError, match="not a whole number"):
         parse_count(text)
 

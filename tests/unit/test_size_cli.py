@@ -1,4 +1,4 @@
-"""`kvtier size`: the JSON that programs rely on, a page for people, and exit code 2 with one line for a mistake."""
+"""`kvtier size`: the JSON contract, the text, and exit code 2 with one line for an error."""
 
 import json
 
@@ -12,13 +12,15 @@ CONTRACT = {
 }  # fmt: skip
 
 
-def told(capsys, *arguments: str) -> dict:
+def output(capsys, *arguments: str) -> dict:
     assert run(["size", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_the_contract(capsys):
-    found = told(capsys, "llama-3.3-70b", "--tokens", "10000", "--tokens", "100000", "--users", "1", "--users", "1000")
+    found = output(
+        capsys, "llama-3.3-70b", "--tokens", "10000", "--tokens", "100000", "--users", "1", "--users", "1000"
+    )
     assert set(found) >= CONTRACT
     (layer,) = found["layers"]
     assert {key: layer[key] for key in ("kind", "count", "kv_heads", "head_dim", "window")} == {
@@ -42,29 +44,29 @@ def test_whole_numbers_are_whole(capsys):
 
 
 def test_windows_ranks_and_formats(capsys):
-    found = told(capsys, "gpt-oss-20b", "--tokens", "128Ki")
+    found = output(capsys, "gpt-oss-20b", "--tokens", "128Ki")
     assert (found["bytes_per_token"], found["bytes_per_token_growing"]) == (49_152, 24_576)
     assert found["bytes_per_session_constant"] == 3 << 20
     assert (found["totals"][0]["bytes"], found["totals"][0]["bytes_minimum"]) == (6 << 30, (3 << 30) + (3 << 20))
     assert {layer["window"] for layer in found["layers"]} == {None, 128}
-    copies = told(capsys, "deepseek-r1", "--tp", "8", "--dtype", "fp8_ds_mla")
+    copies = output(capsys, "deepseek-r1", "--tp", "8", "--dtype", "fp8_ds_mla")
     assert (copies["bytes_per_token"], copies["bytes_per_token_stored"]) == (40_016, 8 * 40_016)
 
 
-def test_a_config_of_ones_own(capsys, tmp_path):
+def test_a_local_config(capsys, tmp_path):
     config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert told(capsys, str(tmp_path))["bytes_per_token"] == 2 * 2 * 64 * 2
-    assert told(capsys, str(tmp_path / "config.json"))["model"] == tmp_path.name
+    assert output(capsys, str(tmp_path))["bytes_per_token"] == 2 * 2 * 64 * 2
+    assert output(capsys, str(tmp_path / "config.json"))["model"] == tmp_path.name
 
 
 def test_checks_in_json(capsys):
-    yes, no = told(capsys, "qwen3-8b", "--check", "150 KB", "--check", "77 MB")["checks"]
+    yes, no = output(capsys, "qwen3-8b", "--check", "150 KB", "--check", "77 MB")["checks"]
     assert (yes["is_explained"], no["is_explained"], no["matches"]) == (True, False, [])
     assert yes["matches"][0]["bytes"] == 147_456
 
 
-def test_a_page_for_people(capsys, monkeypatch):
+def test_the_text(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert run(["size", "deepseek-v3.2", "--tp", "8", "--check", "85.9 KB"]) == 0
     page = capsys.readouterr().out
@@ -84,11 +86,11 @@ def test_a_page_for_people(capsys, monkeypatch):
     assert max(len(line) for line in page.splitlines()) <= 100
 
 
-def test_the_sources(capsys):
+def test_the_published_figures(capsys):
     assert run(["size", "--published"]) == 0
     page = capsys.readouterr().out
     assert "3,270 GB, divided by 1,024" in page
-    found = told(capsys, "--published")["cells"]
+    found = output(capsys, "--published")["cells"]
     assert len(found) == 50
     assert {cell["verdict"] for cell in found} == {"exact", "rounded", "other unit", "wrong"}
 
@@ -96,7 +98,7 @@ def test_the_sources(capsys):
 def test_the_list(capsys):
     assert run(["size", "--list"]) == 0
     assert "qwen3.5-27b" in capsys.readouterr().out
-    assert len(told(capsys, "--list")["models"]) >= 40
+    assert len(output(capsys, "--list")["models"]) >= 40
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_the_list(capsys):
         (["qwen3-8b", "--published"], "take no model"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, named):
+def test_an_error_is_one_line_and_exit_code_2(capsys, arguments, named):
     assert run(["size", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,4 +1,4 @@
-"""Configurations: what is read from where, and a named field for everything that is missing, wrong or contradictory."""
+"""Configurations: which fields are read, and errors that name each missing, wrong or contradictory field."""
 
 import json
 
@@ -60,11 +60,11 @@ def test_a_file_and_its_folder(tmp_path):
         assert size.of(found).bytes_per_token == 4 * 2 * 2 * 16 * 2
 
 
-def test_the_part_that_speaks_is_read():
+def test_the_language_models_part_is_read():
     assert of({"model_type": "some_vl", "text_config": LLAMA}).bytes_per_token == of(LLAMA).bytes_per_token
 
 
-def test_only_what_is_used_is_said_to_be_used():
+def test_only_fields_in_use_are_listed():
     assert dict(size.from_config({**LLAMA, "vocab_size": 9}, "mine").fields) == {
         "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -76,7 +76,7 @@ def test_the_head_dimension_is_read_and_divided_only_where_absent():
     assert of({**LLAMA, "head_dim": 128}).bytes_per_token == 4 * 2 * 2 * 128 * 2
 
 
-def test_without_kv_heads_every_head_keeps_its_own():
+def test_without_kv_heads_every_head_has_its_own():
     assert of({**LLAMA, "num_key_value_heads": None}).bytes_per_token == 4 * 2 * 4 * 16 * 2
 
 
@@ -104,7 +104,7 @@ def test_windows_by_each_rule():
     assert not of({**qwen2, "use_sliding_window": False}).bytes_per_session_constant
 
 
-def test_layers_that_differ_one_by_one():
+def test_layers_with_changes_of_their_own():
     changed = {**LLAMA, "per_layer_config": {"03": {"head_dim": 64}, "0": {"num_key_value_heads": 4}}}
     assert of(changed).bytes_per_token == 2 * 2 * (2 * 2 * 16 + 4 * 16 + 2 * 64)
 
@@ -169,7 +169,7 @@ def test_the_reader_of_falcon():
         ({**LLAMA, "num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(config, named):
+def test_the_wrong_field_is_named(config, named):
     with pytest.raises(ConfigError, match=f"mine: {named}|mine: .*: {named}"):
         of(config)
 
@@ -184,7 +184,7 @@ def test_what_is_wrong_is_named(config, named):
         ('{"a": ' + "1" * 5000 + "}", "not JSON"),
     ],
 )
-def test_files_that_are_no_configuration(tmp_path, text, named):
+def test_files_that_are_not_configurations(tmp_path, text, named):
     file = tmp_path / "config.json"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=named) as raised:
@@ -220,7 +220,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ({"index_dtype": "fp8"}, "index-dtype: fp8 is for the keys of indexers, and mine has none"),
     ],
 )
-def test_settings_that_cannot_be(settings, named):
+def test_settings_that_are_refused(settings, named):
     with pytest.raises(ConfigError, match=named):
         of(LLAMA, **settings)
 
@@ -238,6 +238,6 @@ def test_too_large_a_chunk_for_a_frame():
 
 
 @pytest.mark.parametrize(("tokens", "users"), [(0, 1), (-1, 1), (1, 0), (10**13, 1), (1, 10**13)])
-def test_numbers_of_sessions_that_cannot_be(tokens, users):
+def test_numbers_of_sessions_that_are_refused(tokens, users):
     with pytest.raises(ConfigError, match="must be from 1 to 1000000000000"):
         of(LLAMA).total(tokens, users)

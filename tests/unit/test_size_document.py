@@ -1,4 +1,4 @@
-"""docs/sizing.md shows what the program prints, and its Python runs."""
+"""docs/sizing.md shows the output of the program, and its Python runs."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from kvtier.cli.main import run
 TEXT = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text(encoding="utf-8")
 
 
-def test_the_page_shown_is_the_page_printed(capsys, monkeypatch):
+def test_the_output_shown_is_the_output_printed(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     (block,) = re.findall(r"```console\n\$ kvtier (.*?)\n(.*?)```", TEXT, re.DOTALL)
     assert run(shlex.split(block[0])) == 0
@@ -19,7 +19,7 @@ def test_the_page_shown_is_the_page_printed(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("line", re.findall(r"^kvtier (size [^#\n]*)", TEXT, re.MULTILINE))
-def test_every_command_named_runs(line, capsys, tmp_path, monkeypatch):
+def test_every_command_runs(line, capsys, tmp_path, monkeypatch):
     folder = tmp_path / "my-model"
     folder.mkdir()
     (folder / "config.json").write_text('{"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}')

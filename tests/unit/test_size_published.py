@@ -1,4 +1,4 @@
-"""Sizes of published configurations: every row that was worked out by hand, every format, and the copies of ranks."""
+"""Sizes of published configurations, computed by hand: every kind of cache, every format, and the copies of ranks."""
 
 import pytest
 
@@ -8,7 +8,7 @@ MIB, GIB = 1 << 20, 1 << 30
 TOKENS = 131_072
 
 ROWS = {
-    # name: (layers by kind, growing, all layers, windows and states MiB, needed GiB at 128 Ki, kept GiB at 128 Ki)
+    # name: (layers by kind, growing, all layers, windows and states MiB, minimum GiB at 128 Ki, stored GiB at 128 Ki)
     "llama-3.1-8b": ({"full": 32}, 131_072, 131_072, 0, 16.0, 16.0),
     "llama-3.3-70b": ({"full": 80}, 327_680, 327_680, 0, 40.0, 40.0),
     "llama-3.1-70b": ({"full": 80}, 327_680, 327_680, 0, 40.0, 40.0),
@@ -42,7 +42,7 @@ def near(value: float, printed: float) -> bool:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_the_published_table(name):
-    kinds, growing, every, constant, needed, kept = ROWS[name]
+    kinds, growing, every, constant, minimum, stored = ROWS[name]
     kv = size.of(name)
     counted: dict[str, int] = {}
     for layer in kv.layers:
@@ -50,8 +50,8 @@ def test_rows_of_the_published_table(name):
     assert counted == kinds
     assert (kv.bytes_per_token_growing, kv.bytes_per_token) == (growing, every)
     assert near(kv.bytes_per_session_constant / MIB, constant)
-    assert needed is None or near(kv.session_bytes(TOKENS) / GIB, needed)
-    assert kept is None or near(kv.session_bytes_stored(TOKENS) / GIB, kept)
+    assert minimum is None or near(kv.session_bytes(TOKENS) / GIB, minimum)
+    assert stored is None or near(kv.session_bytes_stored(TOKENS) / GIB, stored)
 
 
 def test_deepseek_v4_pro_in_fp8_with_fp4_index_keys():
@@ -67,7 +67,7 @@ def test_glm_5_latents_without_their_indexers():
     assert (latents.bytes_per_token, indexers.bytes_per_token) == (89_856, 19_968)
 
 
-def test_shared_indexers_keep_no_keys():
+def test_shared_indexers_have_no_keys():
     assert size.of("glm-5.2").bytes_per_token == 78 * 576 * 2 + 21 * 128 * 2
 
 

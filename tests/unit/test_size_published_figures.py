@@ -1,4 +1,4 @@
-"""Every cell of the published tables has its verdict, and what the verdict says is true."""
+"""Every cell of the published tables has its verdict, and the verdict is true."""
 
 import re
 
@@ -47,7 +47,7 @@ def test_every_cell_has_its_verdict(row):
     assert [cell.verdict for cell in found] == VERDICTS[row]
 
 
-def test_no_row_is_left_out():
+def test_every_row_is_covered():
     assert {cell.row for cell in cells()} == set(VERDICTS)
 
 
@@ -64,7 +64,7 @@ def test_exact_values():
 
 @pytest.mark.parametrize("cell", cells(), ids=lambda cell: f"{cell.row}, {cell.column}")
 def test_a_verdict_means_what_it_says(cell):
-    """Checked here with other means: the printed number against the exact bytes."""
+    """Independent check: the printed number against the exact bytes."""
     figure = parse_figure(cell.printed)
     decimal_error = abs(figure.bytes(1000) / cell.bytes - 1)
     if cell.verdict == EXACT:
@@ -79,8 +79,8 @@ def test_a_verdict_means_what_it_says(cell):
 
 
 def test_the_arithmetic_that_explains_a_mixture_gives_the_figure():
-    told = [cell for cell in cells() if "divided by 1,024" in cell.because]
-    assert len(told) == 3
-    for cell in told:
+    mixed = [cell for cell in cells() if "divided by 1,024" in cell.because]
+    assert len(mixed) == 3
+    for cell in mixed:
         (gigabytes,) = re.findall(r"= ([0-9,]+) GB", cell.because)
         assert f"{int(gigabytes.replace(',', '')) / 1024:.3g} TB" == cell.printed

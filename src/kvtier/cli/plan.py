@@ -91,10 +91,13 @@ def plan(
         check_chart("--plot", plot)
 
     from kvtier.plan.plan import make_plan, to_json
-    from kvtier.plan.published import compare
 
     result = make_plan(inputs)
-    published = compare(example, result) if example else []
+    published: list[PublishedFigure] = []
+    if example:
+        from kvtier.plan.published import compare
+
+        published = compare(example, result)
     _write(report, plot, result, published)
     if as_json:
         figures = {"published": [it.to_json() for it in published]} if example else {}
@@ -115,7 +118,7 @@ def _write(report: Path | None, plot: Path | None, result: "Plan", published: "l
 
 
 def _print(result: "Plan", published: "list[PublishedFigure]") -> None:
-    from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, published_table, tables
+    from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, tables
 
     click.secho(heading(result), bold=True)
     for name, text in circumstances(result):
@@ -123,7 +126,12 @@ def _print(result: "Plan", published: "list[PublishedFigure]") -> None:
     _print_assumptions(assumptions(result))
     for name, source, date in result.deployment.sources:
         _wrapped(f"  source of {name}: {source}; read {date}", 4)
-    for table in (*tables(result), *([published_table(published)] if published else [])):
+    shown = list(tables(result))
+    if published:
+        from kvtier.plan.published import published_table
+
+        shown.append(published_table(published))
+    for table in shown:
         click.echo()
         print_table(table)
     click.echo()

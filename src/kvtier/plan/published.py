@@ -7,6 +7,7 @@ from typing import Any
 from kvtier.plan.load import PUBLISHED, example_tables
 from kvtier.plan.plan import Plan, Variant, make_plan
 from kvtier.report.format import bytes_text, rate_text, share_text
+from kvtier.report.table import Table
 
 HOW = {
     "arithmetic": "follows from the set-up or from other figures here, by arithmetic",
@@ -49,6 +50,17 @@ def compare(example: str, plan: Plan) -> list[PublishedFigure]:
     """
     plans: dict[int | None, Plan] = {None: plan}
     return [_figure(line, plan, plans) for line in example_tables(example)[PUBLISHED]]
+
+
+def published_table(figures: list[PublishedFigure], *, with_notes: bool = False) -> Table:
+    """The published figures of an example beside those of the plan."""
+    columns = ("figure", "published", "plan", "off", "", *(("why",) if with_notes else ()))
+    rows = [
+        (it.text, it.show(it.published), it.show(it.computed), f"{it.off:+.0%}", it.how, it.note)[: len(columns)]
+        for it in figures
+    ]
+    note = "; ".join(f"{word}: {meaning}" for word, meaning in HOW.items())
+    return Table(columns, rows, title="Published figures and those of the plan", note=f"{note}.")
 
 
 def _figure(line: Mapping[str, Any], plan: Plan, plans: dict[int | None, Plan]) -> PublishedFigure:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvtier.plan.cost import cost
 from kvtier.plan.limits import in_users
 from kvtier.plan.plan import Plan, Variant
-from kvtier.plan.published import PublishedFigure
+from kvtier.plan.published import PublishedFigure, published_table
 from kvtier.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
 from kvtier.plan.tables import (
     TIER_NAMES,
@@ -22,7 +22,6 @@ from kvtier.plan.tables import (
     heading,
     load_text,
     load_unit,
-    published_table,
     tables,
 )
 from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts

@@ -7,7 +7,6 @@ from kvtier.config.kinds import seconds_text
 from kvtier.plan.inputs import SETTINGS
 from kvtier.plan.limits import TTFT
 from kvtier.plan.plan import DriveLoad, Plan, Variant
-from kvtier.plan.published import HOW, PublishedFigure
 from kvtier.plan.sensitivity import STEP
 from kvtier.report.format import (
     NONE,
@@ -339,17 +338,6 @@ def _sensitivities(plan: Plan) -> Table:
         f"{load_text(plan, planned.every_limit)} within all limits, {load_text(plan, planned.ttft)} within that of the "
         "TTFT.",
     )
-
-
-def published_table(figures: list[PublishedFigure], *, with_notes: bool = False) -> Table:
-    """The published figures of an example beside those of the plan."""
-    columns = ("figure", "published", "plan", "off", "", *(("why",) if with_notes else ()))
-    rows = [
-        (it.text, it.show(it.published), it.show(it.computed), f"{it.off:+.0%}", it.how, it.note)[: len(columns)]
-        for it in figures
-    ]
-    note = "; ".join(f"{word}: {meaning}" for word, meaning in HOW.items())
-    return Table(columns, rows, title="Published figures and those of the plan", note=f"{note}.")
 
 
 def assumptions(plan: Plan) -> Table:
