@@ -85,7 +85,7 @@ def test_every_part_of_a_page_escapes_its_text():
 
 def test_charts_take_the_colours_of_the_page():
     pytest.importorskip("matplotlib")
-    from kvtier.report.chart import LIGHT, Chart, figures_html
+    from kvtier.report.chart import Chart, figures_html
 
     def draw(axes, values, colours):
         for colour in colours:
@@ -93,12 +93,8 @@ def test_charts_take_the_colours_of_the_page():
 
     text = page.page_html("c", "h", figures_html({"a": Chart(HOSTILE, draw, HOSTILE), "b": Chart("B", draw)}, [1, 2]))
     check_page(text)
-    assert set(re.findall(r"var\(--(\w+)\)", text.partition("<main>")[2])) == set(LIGHT)
+    assert set(re.findall(r"var\(--(\w+)\)", text.partition("<main>")[2])) == set(page.COLOURS)
     assert "#0a0b" not in text
-    dark = page.STYLE.partition("prefers-color-scheme:dark")[2]
-    for colour in LIGHT:
-        assert f"--{colour}:" in page.STYLE
-        assert f"--{colour}:" in dark
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])

@@ -14,25 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvtier.report.output import write_file
+from kvtier.report.page import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LIGHT = {
-    "ground": "#ffffff",
-    "ink": "#1c2128",
-    "soft": "#5b6470",
-    "line": "#dfe3e8",
-    "alone": "#6b7480",
-    "tiered": "#c9540a",
-    "computed": "#6b7480",
-    "gpu": "#2f7ed8",
-    "host": "#b57a0c",
-    "disk": "#1b8f6f",
-    "shared": "#8a4fd0",
-}
-"""Colour of each series in files; the page's style sheet has the same names, for light and dark screens."""
 MARKED = {name: f"#0a0b{number:02x}" for number, name in enumerate(LIGHT)}
 """Placeholders that are replaced by the style sheet's variables once matplotlib has drawn."""
 RC: Any = {

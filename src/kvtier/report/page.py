@@ -9,13 +9,30 @@ from html import escape
 
 from kvtier.report.table import Table
 
-STYLE = """
-:root{color-scheme:light dark;--ground:#ffffff;--panel:#f6f7f9;--ink:#1c2128;--soft:#5b6470;--line:#dfe3e8;
---alone:#6b7480;--tiered:#c9540a;--computed:#6b7480;--gpu:#2f7ed8;--host:#9a6a08;--disk:#17795e;--shared:#7d3fc8;
---good:#17803d;--bad:#c62828}
-@media (prefers-color-scheme:dark){:root{--ground:#14181d;--panel:#1c2229;--ink:#e6e9ed;--soft:#9aa4af;--line:#313943;
---alone:#9aa4af;--tiered:#f28a3c;--computed:#9aa4af;--gpu:#5ba3f0;--host:#e0a548;--disk:#34b38e;--shared:#b58af0;
---good:#4cc27a;--bad:#ff7b72}}
+COLOURS = {
+    "ground": ("#ffffff", "#14181d"),
+    "panel": ("#f6f7f9", "#1c2229"),
+    "ink": ("#1c2128", "#e6e9ed"),
+    "soft": ("#5b6470", "#9aa4af"),
+    "line": ("#dfe3e8", "#313943"),
+    "bad": ("#c62828", "#ff7b72"),
+    "alone": ("#6b7480", "#9aa4af"),
+    "computed": ("#6b7480", "#9aa4af"),
+    "tiered": ("#c9540a", "#f28a3c"),
+    "gpu": ("#2f7ed8", "#5ba3f0"),
+    "host": ("#b57a0c", "#e0a548"),
+    "disk": ("#1b8f6f", "#34b38e"),
+    "shared": ("#8a4fd0", "#b58af0"),
+}
+"""Of pages and charts, on light and on dark screens."""
+LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+_LIGHT_VARIABLES = "".join(f"--{name}:{light};" for name, light in LIGHT.items())
+_DARK_VARIABLES = "".join(f"--{name}:{dark};" for name, (_, dark) in COLOURS.items())
+
+STYLE = (
+    f":root{{color-scheme:light dark;{_LIGHT_VARIABLES}}}\n"
+    f"@media (prefers-color-scheme:dark){{:root{{{_DARK_VARIABLES}}}}}"
+    """
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,
 "DejaVu Sans",sans-serif}
@@ -51,6 +68,7 @@ summary{cursor:pointer;margin:34px 0 6px;font-weight:600}
 @media (max-width:640px){dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:10px}}
 @media print{main{padding:0}figure,.tile,tr{break-inside:avoid}}
 """
+)
 
 SHORT_CHARACTERS = 16
 """Cells of up to this length are not wrapped."""
