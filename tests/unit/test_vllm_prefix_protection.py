@@ -59,17 +59,6 @@ def in_turn(engine: SmallEngine) -> list[int]:
     return found(engine, asked)
 
 
-def test_who_comes_back_in_turn_finds_what_there_was_room_for(start):
-    tokens = in_turn(start())
-    # The last five were there; of these the last one made room for the three that had to be computed or loaded anew.
-    assert sum(tokens) >= 2 * TOKENS, tokens
-    assert tokens[USERS - ROOM] >= TOKENS - BLOCK
-
-
-def test_without_the_setting_vllm_hands_out_blocks_in_its_own_order(start):
-    assert sum(in_turn(start(is_protected=False))) < TOKENS
-
-
 def test_blocks_that_no_request_waits_for_go_first(start):
     engine = start()
     first, *others, new = prompts(engine, ROOM + 1)

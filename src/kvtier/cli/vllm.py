@@ -13,7 +13,6 @@ from kvtier.config.machine import check
 from kvtier.config.schema import Setting, settings
 from kvtier.config.sections import SECTIONS, Config, value_of
 from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed, is_supported
-from kvtier.connect.vllm.internals import check_transfer_config
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
@@ -35,7 +34,7 @@ def config_command(directory: Path | None, flags: tuple[str, ...]) -> int:
     """Print the JSON for vLLM's --kv-transfer-config, one line, and nothing else.
 
     The JSON contains the settings of --dir and --set. vLLM's processes read the settings file and the environment
-    themselves. The settings are checked, also against the installed vLLM if there is one. Notes go to stderr.
+    themselves. The settings are checked, and the release of the installed vLLM, if any. Notes go to stderr.
 
     \b
     python -m vllm.entrypoints.openai.api_server --model MODEL \\
@@ -45,7 +44,7 @@ def config_command(directory: Path | None, flags: tuple[str, ...]) -> int:
         flags = (f"directory.path={directory}", *flags)
     loaded = load(flags=flags)
     transfer = transfer_config(loaded)
-    for note in (*_notes(loaded), *_checked(transfer, loaded.config)):
+    for note in (*_notes(loaded), *_engine_notes(loaded.config)):
         click.echo(f"note: {note}", err=True)
     click.echo(json.dumps(transfer))
     return 0
@@ -77,7 +76,7 @@ def _given(loaded: Loaded, *layers: str) -> list[Setting]:
 def _notes(loaded: Loaded) -> list[str]:
     """Notes on valid settings."""
     notes = [str(finding) for finding in check(loaded.config, loaded.origins, loaded.file)]
-    if not _has_tier(loaded.config):
+    if loaded.config.directory.path is None and loaded.config.disk.path is None:
         notes.append("no --dir: KV is kept in host memory only, and ends with the server")
     notes += [
         f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, where it sees it"
@@ -86,20 +85,15 @@ def _notes(loaded: Loaded) -> list[str]:
     return notes
 
 
-def _has_tier(config: Config) -> bool:
-    return config.directory.path is not None or config.disk.path is not None
-
-
-def _checked(transfer: dict[str, object], config: Config) -> list[str]:
-    """Check `transfer` against the installed vLLM; notes if there is none, or an unsupported one.
+def _engine_notes(config: Config) -> list[str]:
+    """Check the installed vLLM; notes if there is none, or an unsupported one.
 
     Raises:
-        ConfigError: vLLM is not supported, or rejects it.
+        ConfigError: it is not supported, or lacks names that the connector uses.
     """
     if installed() is None:
-        return ["vLLM is not installed here, so it has not checked this configuration"]
+        return ["vLLM is not installed here, so its release was not checked"]
     version = check_engine(config.vllm.unsupported)
-    check_transfer_config(transfer)
     if is_supported(version):
         return []
     return [f"vLLM {version} is not supported: the server starts only after `kvtier vllm doctor --selftest` has passed"]

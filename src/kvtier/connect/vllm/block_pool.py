@@ -7,7 +7,7 @@ pool calls back when it hands the block out (`BlockPool.unpin_blocks`, which vLL
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvtier.connect.vllm.vllm_types import Block, BlockPool
 
@@ -20,50 +20,8 @@ class BlockContent(NamedTuple):
     """VLLM's; None: the prefix cache cannot find the block."""
 
 
-class Pins(Protocol):
-    """The pool operations that stores and prefix protection use."""
-
-    def pin(self, blocks: Collection[int]) -> None:
-        """Keep `blocks`, which are in use."""
-        ...
-
-    def yield_idle(self, blocks: Sequence[int], *, is_thorough: bool) -> list[int]:
-        """Free the pinned `blocks` that nothing else uses, and watch them for reuse; returns these.
-
-        Args:
-            blocks: of one request and one group, deepest first.
-            is_thorough: check every block. Otherwise only the first and the last are checked: a request frees its
-                blocks together, and a window frees the shallowest.
-        """
-        ...
-
-    def unpin(self, blocks: Collection[int]) -> None:
-        """Release pinned `blocks`."""
-        ...
-
-    def hide(self, blocks: Collection[int]) -> None:
-        """Remove `blocks` from vLLM's prefix cache. Requests that use them keep them."""
-        ...
-
-    def free(self) -> Iterator[BlockContent]:
-        """The free blocks in allocation order. The iterator is invalid after any change of the pool."""
-        ...
-
-    def contents(self, blocks: Iterable[int]) -> list[BlockContent]:
-        """`blocks` with their current hashes."""
-        ...
-
-    def is_free(self, content: BlockContent) -> bool:
-        """Whether the block is free and its hash is unchanged."""
-        ...
-
-    def hand_out_first(self, blocks: Sequence[BlockContent]) -> None:
-        """Move these free blocks to the front of the free list, in this order."""
-        ...
-
-
 class BlockPins:
-    """`Pins` on vLLM's pool. Used by the scheduler's thread only.
+    """Pins and free list of vLLM's pool. Used by the scheduler's thread only.
 
     Args:
         pool: vLLM's.
@@ -82,11 +40,17 @@ class BlockPins:
         self._watched = guarded(self._reused)
 
     def pin(self, blocks: Collection[int]) -> None:
-        """See `Pins`."""
+        """Keep `blocks`, which are in use."""
         self._pool.touch(self._blocks(blocks))
 
     def yield_idle(self, blocks: Sequence[int], *, is_thorough: bool) -> list[int]:
-        """See `Pins`."""
+        """Free the pinned `blocks` that nothing else uses, and watch them for reuse; returns these.
+
+        Args:
+            blocks: of one request and one group, deepest first.
+            is_thorough: check every block. Otherwise only the first and the last are checked: a request frees its
+                blocks together, and a window frees the shallowest.
+        """
         ends = (blocks[:1], blocks[-1:])
         if not is_thorough and all(block.ref_cnt != 1 for end in ends for block in self._blocks(end)):
             return []
@@ -96,28 +60,28 @@ class BlockPins:
         return numbers
 
     def unpin(self, blocks: Collection[int]) -> None:
-        """See `Pins`."""
+        """Release pinned `blocks`."""
         self._pool.free_blocks(self._blocks(blocks))
 
     def hide(self, blocks: Collection[int]) -> None:
-        """See `Pins`."""
+        """Remove `blocks` from vLLM's prefix cache. Requests that use them keep them."""
         self._pool.evict_blocks(set(blocks))
 
     def free(self) -> Iterator[BlockContent]:
-        """See `Pins`."""
+        """The free blocks in allocation order. The iterator is invalid after any change of the pool."""
         return map(_content, self._pool.free_block_queue.iter_blocks_after(None))
 
     def contents(self, blocks: Iterable[int]) -> list[BlockContent]:
-        """See `Pins`."""
+        """`blocks` with their current hashes."""
         return list(map(_content, self._blocks(blocks)))
 
     def is_free(self, content: BlockContent) -> bool:
-        """See `Pins`."""
+        """Whether the block is free and its hash is unchanged."""
         block = self._pool.blocks[content.block]
         return block.next_free_block is not None and block.block_hash == content.hash
 
     def hand_out_first(self, blocks: Sequence[BlockContent]) -> None:
-        """See `Pins`."""
+        """Move these free blocks to the front of the free list, in this order."""
         free = self._blocks(content.block for content in blocks)
         for block in free:
             self._pool.free_block_queue.remove(block)

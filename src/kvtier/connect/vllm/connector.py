@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvtier.connect.vllm.block_pool import BlockPins, Pins
+from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import Events, Movements
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
@@ -54,7 +54,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     def _resident(self, request: Request) -> BlockTables:
         return self._kv_cache_manager.get_computed_blocks(request)[0].get_block_ids()
 
-    def _open_pins(self, on_reuse: Callable[[int], None]) -> Pins:
+    def _open_pins(self, on_reuse: Callable[[int], None]) -> BlockPins:
         def guarded(act: Callable[[Any], None]) -> Callable[[Any], None]:
             return lambda block: self._guarded(lambda: act(block), None)
 

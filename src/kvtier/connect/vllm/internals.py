@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.connect.vllm.vllm_types import VllmConfig
-from kvtier.errors import ConfigError
 
 _FRAMES_MAX = 16
 
@@ -132,34 +131,6 @@ def missing(root: Path, connector: Path = _CONNECTOR) -> list[str]:
     return found + list(_other_hooks(source, connector))
 
 
-def check_transfer_config(config: Mapping[str, object]) -> None:
-    """Check ``--kv-transfer-config`` against the source of the installed vLLM.
-
-    Raises:
-        ConfigError: an unknown field, or an invalid value; the message names it.
-    """
-    root = package()
-    file, name = "config/kv_transfer.py", "KVTransferConfig"
-    source = None if root is None else _Source(root)
-    if source is None or (found := source.find(name, file)) is None:
-        raise ConfigError(f"vLLM is installed, but its {file} with {name} cannot be read")
-    fields = {
-        each.target.id: each.annotation
-        for each in found.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-    }
-    for key, value in config.items():
-        if key not in fields:
-            raise ConfigError(
-                f"vLLM does not take this configuration: unknown field {key}; allowed: {', '.join(fields)}"
-            )
-        allowed = source.literals(fields[key], file)
-        if allowed and value not in allowed:
-            raise ConfigError(
-                f"vLLM does not take this configuration: {key} = {value!r}; allowed: {', '.join(sorted(allowed))}"
-            )
-
-
 def config_being_made() -> VllmConfig | None:
     """The `VllmConfig` whose constructor is importing the connector, found on the stack; None for other callers.
 
@@ -250,26 +221,6 @@ class _Source:
             for each in node.body
             if isinstance(each, ast.FunctionDef)
         }
-
-    def literals(self, annotation: ast.AST, file: str) -> set[str]:
-        """String values of every ``Literal`` in `annotation`, also through aliases; empty: unknown."""
-        named = {
-            target.id: each.value
-            for each in self.body(file)
-            if isinstance(each, ast.Assign)
-            for target in each.targets
-            if isinstance(target, ast.Name)
-        }
-        found: set[str] = set()
-        waiting, seen = [annotation], set[str]()
-        while waiting:
-            for node in ast.walk(waiting.pop()):
-                if isinstance(node, ast.Name) and node.id in named and node.id not in seen:
-                    seen.add(node.id)
-                    waiting.append(named[node.id])
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.add(node.value)
-        return found
 
     def _class_and_bases(self, name: str, file: str) -> Iterator[ast.ClassDef]:
         """A class and its bases, as far as they are in files of `USED`."""

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from kvtier.connect.vllm.block_pool import BlockContent, Pins
+from kvtier.connect.vllm.block_pool import BlockContent, BlockPins
 from kvtier.connect.vllm.geometry import NULL_BLOCK, Geometry
 from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables, Request
@@ -35,7 +35,7 @@ class PrefixProtection:
         resident: the block ids in vLLM's own cache that match a request; None: off, vLLM's order stays.
     """
 
-    def __init__(self, geometry: Geometry, pins: Pins, resident: Callable[[Request], BlockTables] | None) -> None:
+    def __init__(self, geometry: Geometry, pins: BlockPins, resident: Callable[[Request], BlockTables] | None) -> None:
         self._geometry = geometry
         self._pins = pins
         self._resident = resident

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from kvtier.connect.vllm.block_pool import Pins
+from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.completions import CompletionInbox
 from kvtier.connect.vllm.events import Events
 from kvtier.connect.vllm.geometry import Geometry
@@ -84,7 +84,7 @@ class Scheduler:
         planner: Planner,
         tables: Callable[[str], BlockTables],
         resident: Callable[[Request], BlockTables] | None,
-        open_pins: Callable[[Callable[[int], None]], Pins],
+        open_pins: Callable[[Callable[[int], None]], BlockPins],
         bytes_per_token: float,
         can_wait: bool,
         has_prefix_caching: bool,

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.config.sections import Config
 from kvtier.connect.vllm import identity, installed, selftest, support
-from kvtier.connect.vllm.block_pool import Pins
+from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.log import follow_engine
@@ -98,7 +98,7 @@ class SchedulerSide:
         setup: EngineSetup,
         tables: Callable[[str], BlockTables],
         resident: Callable[[Request], BlockTables],
-        open_pins: Callable[[Callable[[int], None]], Pins],
+        open_pins: Callable[[Callable[[int], None]], BlockPins],
         open_events: Callable[[Movements, int, int], Events],
     ) -> None:
         self.scheduler: Scheduler | None = None

@@ -8,7 +8,7 @@ cancels the store: pending copies are not made, and running copies are discarded
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvtier.connect.vllm.block_pool import Pins
+from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables, StateOffer
@@ -82,7 +82,7 @@ class Stores:
         open_pins: opens vLLM's block pool, given the callback for reused blocks.
     """
 
-    def __init__(self, session: Session, open_pins: Callable[[Callable[[int], None]], Pins]) -> None:
+    def __init__(self, session: Session, open_pins: Callable[[Callable[[int], None]], BlockPins]) -> None:
         self._session = session
         self.pins = open_pins(self._reused)
         self._read: dict[RequestId, frozenset[int]] = {}
@@ -121,7 +121,7 @@ class Stores:
             raise
 
     def yield_idle(self, *, is_thorough: bool = False) -> bool:
-        """Release the blocks that only stores hold; whether there were any. See `Pins.yield_idle`."""
+        """Release the blocks that only stores hold; whether there were any. See `BlockPins.yield_idle`."""
         has_yielded = False
         for pinned in reversed(self._pinned.values()):  # a request's last store has its deepest blocks
             for number, blocks in enumerate(pinned):
