@@ -167,7 +167,7 @@ def test_a_mistake_of_the_mover_fails_what_it_is_about_and_nothing_else(
         assert "KeyError: 'planted'" in completion.detail
         world.done(world.transfer(Link.GATHER, 2, 1))
         assert world.mover.close(WAIT_S)
-    assert [record.levelname for record in caplog.records if "mistake of its own" in record.getMessage()] == ["ERROR"]
+    assert [record.levelname for record in caplog.records if "internal error" in record.getMessage()] == ["ERROR"]
 
 
 def test_an_answer_that_is_not_taken_is_given_once_more_as_failed() -> None:

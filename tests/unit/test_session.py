@@ -162,7 +162,7 @@ def test_a_mistake_of_ours_shuts_the_doors_and_the_engine_goes_on(monkeypatch, c
     monkeypatch.setattr(Cache, "complete", wrong)
     events = session.poll(5.0)
     assert [(type(event), event.tokens) for event in events] == [(LoadDone, 0)]
-    assert "mistake of its own" in caplog.text
+    assert "internal error" in caplog.text
     assert session.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
     assert not session.close().flushed
 
@@ -194,7 +194,7 @@ def test_after_a_mistake_a_copy_that_runs_is_waited_for_and_everything_else_is_a
             assert hold.wait(30)
             return inner.gather(*arguments)
 
-    monkeypatch.setattr(module, "DOORS_DEADLINE_S", 0.05)
+    monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.05)
     session, _, _ = local(Held(), {}, threads=Threads(device=1), limits=Limits(gathers=1))
     try:
         session.store(RequestId("a"), prefix_of(1), places_of(range(1)))
@@ -224,7 +224,7 @@ def test_after_a_mistake_a_copy_is_not_waited_for_longer_than_its_deadline(monke
             hold.wait(30)
             return inner.gather(*arguments)
 
-    monkeypatch.setattr(module, "DOORS_DEADLINE_S", 0.05)
+    monkeypatch.setattr(module, "MOVER_DEADLINE_S", 0.05)
     monkeypatch.setattr(module, "COPY_DEADLINE_S", 0.05)
     session, _, _ = local(Hanging(), {})
     try:
@@ -269,19 +269,19 @@ def test_a_mistake_of_the_thread_ends_nothing_but_the_cache(monkeypatch, caplog,
     monkeypatch.setattr(owner, method, wrong)
     owner.load(RequestId("b"), prefix_of(2), 32, load_places(32))
     ended(owner, "b", LoadDone)
-    assert "mistake of its own" in caplog.text
+    assert "internal error" in caplog.text
     assert owner.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
     owner.store(RequestId("d"), prefix_of(2), places_of(range(2)))
     ended(owner, "d", StoreDone)
     owner.close()
 
 
-def test_events_that_nothing_polls_are_forgotten_with_a_line_in_the_log(monkeypatch, caplog):
+def test_without_polls_the_oldest_events_are_dropped_with_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(module_of_thread, "EVENTS_MAX", 3)
     session, _, _ = local(Engine(64).copier(), {})
     session.close()
     owner = SessionThread.__new__(SessionThread)
-    owner._events, owner._news, owner._has_forgotten = deque(maxlen=3), threading.Condition(), False
+    owner._events, owner._changed, owner._has_dropped_events = deque(maxlen=3), threading.Condition(), False
     for number in range(6):
         owner._publish([StoreDone(RequestId(str(number)), 0, 0)])
     assert [event.request for event in owner.poll()] == ["3", "4", "5"]

@@ -481,7 +481,7 @@ def test_what_a_load_brought_before_a_reset_gets_no_name_of_after_it(start, monk
 
 def test_a_copy_that_outlives_its_load_writes_to_no_block_of_another_request(start, monkeypatch):
     """A mistake of ours ends the session while a copy hangs. Its load is answered in the end, and its blocks go on."""
-    monkeypatch.setattr(session_module, "DOORS_DEADLINE_S", 0.05)
+    monkeypatch.setattr(session_module, "MOVER_DEADLINE_S", 0.05)
     monkeypatch.setattr(session_module, "COPY_DEADLINE_S", 0.05)
     engine = start(seed=1, blocks=200, rest=0.0, is_overlapped=True)
     prompt = [engine.draw.randrange(1000) for _ in range(1000)]

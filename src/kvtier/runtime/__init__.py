@@ -1,1 +1,1 @@
-"""What moves bytes: the arena of slots, the mover's threads, and the session that an engine adapter holds."""
+"""The session that an engine adapter calls, the mover's threads, and the arena of host slots."""

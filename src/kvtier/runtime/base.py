@@ -1,4 +1,4 @@
-"""The session: all that an engine adapter holds. Plain values in, plain values out."""
+"""The interface of a session, which is all that an engine adapter calls. It takes and returns plain values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ class Closed:
     """How a session ended."""
 
     flushed: bool
-    """Whether everything that lower tiers were still owed when closing began has reached them.
-
-    What a tier had refused before, because it was full or left alone, is no longer owed.
-    """
+    """Whether all pending writes reached their tiers. Writes that a tier refused earlier are not pending."""
     lost: int
-    """Objects that were owed and have not reached them when the deadline passed."""
+    """Pending writes that did not reach their tiers before the deadline."""
 
 
 class Session(Protocol):
-    """Lookup, store and load, without ever blocking but in `poll` and `close`, which have deadlines."""
+    """Lookup, store and load. Only calls with a `wait_s` or `deadline_s` block, and no longer than that."""
 
     def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0, wait_s: float = 0.0) -> Lookup:
-        """How many leading tokens can be given. No effect but to ask lower tiers; repeat it while it says PROBING.
+        """How many leading tokens can be loaded. Probes lower tiers; call it again while it returns PROBING.
 
-        What it offers does without the leading `resident_tokens`, which the engine holds. It waits up to `wait_s`
-        seconds for the answers of lower tiers.
+        Args:
+            request: its name.
+            prefix: of its prompt.
+            resident_tokens: leading tokens that the engine holds; load options start behind them.
+            wait_s: how long to wait for the lower tiers' answers.
         """
         ...
 
@@ -43,39 +43,45 @@ class Session(Protocol):
         budget: LoadBudget | None = None,
         session: str | None = None,
     ) -> None:
-        """Bring the leading `tokens` to `places`; exactly one `LoadDone` follows, whatever happens.
+        """Load the leading `tokens` into `places`. Exactly one `LoadDone` follows, also after errors.
 
-        `resident_tokens` are leading tokens that the engine holds already, for every group: nothing is asked for them.
-        A load that no longer pays by its `budget` ends early, with what has come.
+        Args:
+            request: its name.
+            prefix: of its prompt.
+            tokens: leading tokens to load.
+            places: the engine's blocks of each chunk and group.
+            resident_tokens: leading tokens that the engine holds for every group; they are not loaded.
+            budget: ends the load early, with the tokens loaded so far, once waiting costs more than computing.
+            session: conversation of the request, for eviction.
 
         Raises:
-            BadCallError: the arguments do not fit; then no `LoadDone` follows.
+            BadCallError: the arguments do not fit. No `LoadDone` follows.
         """
         ...
 
     def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], session: str | None = None) -> None:
-        """Keep the chunks at `places`; exactly one `StoreDone` follows. Until then the engine keeps the blocks.
+        """Store the chunks at `places`. Exactly one `StoreDone` follows; until then the engine keeps the blocks.
 
         Raises:
-            BadCallError: a place is not in the prefix; then no `StoreDone` follows.
+            BadCallError: a place is not in the prefix. No `StoreDone` follows.
         """
         ...
 
     def release(self, request: RequestId) -> None:
-        """The engine has no further interest in `request`: cancel what has not begun, and end its load and stores."""
+        """The engine is done with `request`: cancel transfers that have not begun, and end its load and stores."""
         ...
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """Who goes on with `session` after a response; None: nobody knows any more.
+        """Declare what continues conversation `session` after a response; None withdraws it.
 
-        Kept for what evictors learn from it; a wrong word costs hits only.
+        Eviction policies use it. A wrong declaration costs hits only.
         """
         ...
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
-        """What has ended since the last call; waits up to `wait_s` seconds for the first."""
+        """Events since the last call; waits up to `wait_s` seconds for the first."""
         ...
 
     def close(self, deadline_s: float = 30.0) -> Closed:
-        """Flush what was acknowledged, within `deadline_s` seconds, and end all threads. Twice is fine."""
+        """Write pending objects to their tiers, within `deadline_s` seconds, and end all threads. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""CompletionInbox on their way to their one owner: any thread puts them, the owner takes them and can be woken."""
+"""Completions on their way to the session: any thread puts them, the owner thread takes them and can be woken."""
 
 from queue import Empty, SimpleQueue
 
@@ -6,44 +6,41 @@ from kvtier.runtime.jobs import Completion
 
 
 class CompletionInbox:
-    """A queue of answers. `take` is for one owner thread, everything else for any."""
+    """A queue of completions. `take` is for one owner thread, the other methods for any."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[list[Completion]] = SimpleQueue()
-        """An empty one is a wake-up call."""
+        """An empty list is a wake-up."""
         self._is_woken = False
 
     def put(self, completion: Completion) -> None:
-        """Keep an answer for the owner."""
+        """Queue a completion."""
         self._queue.put([completion])
 
     def put_all(self, completions: list[Completion]) -> None:
-        """Keep answers for the owner, who is woken once for all of them."""
+        """Queue completions and wake the owner once."""
         self._queue.put(completions)
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """The answers since the last call; waits at most `wait_s` seconds for the first.
-
-        Returns early, perhaps with nothing, when somebody calls `wake`.
-        """
+        """The completions since the last call; waits up to `wait_s` seconds for the first, or until `wake`."""
         taken: list[Completion] = []
         try:
             if wait_s > 0:
-                self._open(self._queue.get(timeout=wait_s), taken)
+                self._unpack(self._queue.get(timeout=wait_s), taken)
             while True:
-                self._open(self._queue.get_nowait(), taken)
+                self._unpack(self._queue.get_nowait(), taken)
         except Empty:
             return taken
 
     def wake(self) -> None:
-        """Make a `take` that waits return, or the next one that would."""
-        # One note is enough: until a `take` has found it, no other is needed.
+        """Make a waiting `take` return, or the next one that would wait."""
+        # One wake-up in the queue is enough; `take` allows the next one.
         if not self._is_woken:
             self._is_woken = True
             self._queue.put([])
 
-    def _open(self, note: list[Completion], taken: list[Completion]) -> None:
-        if note:
-            taken += note
+    def _unpack(self, item: list[Completion], taken: list[Completion]) -> None:
+        if item:
+            taken += item
         else:
             self._is_woken = False

@@ -1,4 +1,4 @@
-"""What happens below a session, as rows of the metrics table."""
+"""Counters of commands and gauges of places, for the metrics table."""
 
 from collections.abc import Mapping
 
@@ -13,11 +13,11 @@ from kvtier.types import Drop, Link, Outcome, Probe, Transfer
 
 
 class CommandCounters:
-    """The session's observer. Belongs to the session's owner thread.
+    """The session's `Observer`: counts commands by outcome. For the session's owner thread.
 
     Args:
-        metrics: where to count.
-        other: told of everything, too.
+        metrics: receives the counts.
+        other: another observer, which is called as well.
     """
 
     def __init__(self, metrics: Metrics, other: Observer | None = None) -> None:
@@ -43,7 +43,7 @@ class CommandCounters:
             self._links[command.link].ended(completion)
         elif isinstance(command, Probe):
             if not command.objects:
-                return  # a check of the tier, not a question of a request
+                return  # a health check, not a lookup's probe
             result = "answered" if completion.outcome is Outcome.DONE else "failed"
             self._metrics.add(table.PROBES, tier=command.tier, result=result)
             self._metrics.observe(table.PROBE_SECONDS, completion.seconds + completion.waited_s, tier=command.tier)
@@ -52,7 +52,7 @@ class CommandCounters:
 
 
 class _LinkSeries:
-    """The series of one link."""
+    """The metrics of one link."""
 
     def __init__(self, metrics: Metrics, link: Link) -> None:
         self._outcomes = {each: metrics.bind(table.TRANSFERS, link=link.value, outcome=each.value) for each in Outcome}
@@ -77,7 +77,7 @@ class _LinkSeries:
 
 
 class Gauges:
-    """How full each place is, and what it wrote: of tiers the figures that their threads left last."""
+    """Fill level, evictions and written bytes of host memory and each tier. Tiers' figures come from their views."""
 
     def __init__(self, metrics: Metrics, cache: Cache, layout: KvLayout, views: Mapping[str, TierView]) -> None:
         self._metrics = metrics
@@ -88,23 +88,23 @@ class Gauges:
         self._written: dict[tuple[str, str], int] = {}
 
     def __call__(self) -> None:
-        """Refresh them."""
+        """Refresh the gauges."""
         host = self._cache.host
         sizes = list(enumerate(self._sizes))
         held = sum(host.used(group) * size for group, size in sizes)
         capacity = sum(host.slots[group] * size for group, size in sizes)
-        self._tell(HOST, held, capacity, host.evictions)
+        self._set(HOST, held, capacity, host.evictions)
         for name, view in self._views.items():
             view.is_up = self._cache.is_up(name)
             self._metrics.set(table.STUCK_QUEUES, view.stuck_queues(), tier=name)
             used_bytes, capacity_bytes, evictions, written = view.figures
             if used_bytes is not None and capacity_bytes is not None and evictions is not None:
-                self._tell(name, used_bytes, capacity_bytes, evictions)
+                self._set(name, used_bytes, capacity_bytes, evictions)
             for what, count in written.items():
                 self._metrics.add(table.WRITE_BYTES, count - self._written.get((name, what), 0), tier=name, what=what)
                 self._written[name, what] = count
 
-    def _tell(self, place: str, held_bytes: int, capacity_bytes: int, evictions: int) -> None:
+    def _set(self, place: str, held_bytes: int, capacity_bytes: int, evictions: int) -> None:
         self._metrics.set(table.HELD_BYTES, held_bytes, place=place)
         self._metrics.set(table.CAPACITY_BYTES, capacity_bytes, place=place)
         self._metrics.add(table.EVICTIONS, evictions - self._evictions.get(place, 0), place=place)

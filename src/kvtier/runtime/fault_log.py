@@ -1,4 +1,4 @@
-"""One log line for a fault that repeats: the first at once, then at most one in a while, with how many there were."""
+"""Warnings about repeated faults: the first at once, then one per kind and interval, with their number."""
 
 import logging
 import threading
@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 LOG_EVERY_S = 30.0
 KINDS_MAX = 256
-"""Kinds that are told apart; more share one line."""
+"""Kinds with lines of their own; further kinds share one."""
 
 _log = logging.getLogger(__name__)
 
 
 class FaultLog:
-    """Rate-limits warnings by their kind. Thread-safe.
+    """Rate-limits warnings by kind. Thread-safe.
 
     Args:
-        every_s: at most one line of a kind in this time.
+        every_s: shortest time between two lines of a kind.
         clock: seconds.
     """
 
@@ -26,16 +26,16 @@ class FaultLog:
         self._lock = threading.Lock()
         self._kinds: dict[str, tuple[float, int]] = {}  # kind -> (time of the last line, faults since)
 
-    def tell(self, kind: str, detail: str) -> None:
-        """Log "kind: detail" as a warning, unless a line of this kind was logged a moment ago."""
+    def report(self, kind: str, detail: str) -> None:
+        """Log "kind: detail", unless a line of this kind was logged within `every_s`."""
         now_s = self._clock()
         with self._lock:
             if kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
                 kind = "fault"
-            last_s, silent = self._kinds.get(kind, (float("-inf"), 0))
+            last_s, suppressed = self._kinds.get(kind, (float("-inf"), 0))
             if now_s - last_s < self._every_s:
-                self._kinds[kind] = (last_s, silent + 1)
+                self._kinds[kind] = (last_s, suppressed + 1)
                 return
             self._kinds[kind] = (now_s, 0)
-        more = f" (and {silent} more like it before)" if silent else ""
+        more = f" ({suppressed} similar ones since the last line)" if suppressed else ""
         _log.warning("%s: %s%s", kind, detail, more)

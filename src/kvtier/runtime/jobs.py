@@ -1,4 +1,4 @@
-"""What a mover is given and what it answers."""
+"""Commands on their way through a mover: jobs, completions, and what a mover and a session share about a tier."""
 
 import math
 import threading
@@ -10,27 +10,27 @@ from typing import NamedTuple, Protocol
 from kvtier.types import Command, Drop, Outcome, Probe, Tell, Transfer
 
 Work = Transfer | Probe | Drop | Tell
-"""The commands that are answered. A `Cancel` is not: the transfers that it names are."""
+"""Commands that are completed. A `Cancel` is not; the commands that it names are."""
 
 
 class Completion(NamedTuple):
-    """The one answer to a command."""
+    """The result of a command."""
 
     command: Work
     outcome: Outcome
     """For a probe, drop or tell DONE, FAILED or CANCELLED."""
     present: tuple[bool, ...] = ()
-    """For a probe that is DONE: which of its objects the tier holds."""
+    """For a probe that is DONE: whether the tier holds each of its objects."""
     size_bytes: int = 0
-    """Bytes moved; 0 unless DONE. Of engine blocks for gather and scatter, of the frame for demote and promote."""
+    """Bytes moved, 0 unless DONE: engine bytes for gather and scatter, frame bytes for demote and promote."""
     seconds: float = 0.0
-    """How long the work took; 0 when it never began."""
+    """Duration of the work; 0 if it never began."""
     waited_s: float = 0.0
-    """How long it waited for a thread before."""
+    """Time in the queue."""
     detail: str = ""
-    """Why it is not DONE, for people."""
+    """Why it is not DONE, for logs."""
     is_tier_fault: bool = False
-    """The tier failed or kept it waiting past its deadline: what a circuit breaker counts. A refusal is no fault."""
+    """The tier failed, or delayed it past its deadline. Circuit breakers count faults; a refused write is none."""
 
 
 class Executor(Protocol):
@@ -60,14 +60,14 @@ class Executor(Protocol):
 
 
 class Observer(Protocol):
-    """Whoever counts. Called by the session's owner thread only, so it needs no lock of its own."""
+    """Receives commands and completions, in the session's owner thread."""
 
     def submitted(self, command: Work) -> None:
-        """`command` was given to the mover."""
+        """`command` was submitted."""
         ...
 
     def completed(self, completion: Completion) -> None:
-        """Its answer was taken."""
+        """A command was completed."""
         ...
 
 
@@ -82,41 +82,41 @@ class Threads:
 
 
 class Figures(NamedTuple):
-    """How full a tier is and what it wrote. None: the tier has no such figure."""
+    """A tier's fill level and writes. None: the tier does not report it."""
 
     used_bytes: int | None = None
     capacity_bytes: int | None = None
-    """The cap now: less than its setting while the file system is full."""
+    """The current cap; below its setting while the file system is full."""
     evictions: int | None = None
     """Objects evicted since the start."""
     write_bytes: Mapping[str, int] = MappingProxyType({})
-    """Bytes since the start, by what they were."""
+    """Bytes written since the start, by kind."""
 
 
 class TierView:
-    """What the threads of one tier and the threads that decide leave for each other.
+    """Plain values that a tier's threads and the session's thread share.
 
-    Plain values. A thread that decides has this in place of the tier, so it cannot do the tier's I/O.
+    The session's thread has this instead of the tier, so it cannot do I/O.
     """
 
     __slots__ = ("figures", "is_up", "stuck_queues")
 
     def __init__(self) -> None:
         self.figures = Figures()
-        """Left by the tier's threads about once a second while there is work for it."""
+        """Set by the tier's threads about once a second while they work."""
         self.is_up: bool | None = None
-        """Left by the session: whether it reads the tier. None: no session has left it yet."""
+        """Set by the session: whether it reads the tier. None: not set yet."""
         self.stuck_queues: Callable[[], int] = lambda: 0
-        """How many of the tier's queues have all their threads in calls that do not return. Does no I/O."""
+        """How many of the tier's worker queues are stuck (`WorkerQueue.is_stuck`). Does no I/O."""
 
 
 class Job:
-    """One command on its way through a queue.
+    """One command in a worker queue.
 
     Args:
-        command: which.
-        submitted_s: when it came.
-        together: how many jobs of its kind a thread may take at once, when they wait; 1 is each by itself.
+        command: the command.
+        submitted_s: when it was submitted.
+        together: most jobs of its kind that a thread takes as a batch; 1: no batches.
     """
 
     __slots__ = ("after", "command", "deadline_s", "is_answered", "is_in_tier", "over", "submitted_s", "together")
@@ -126,11 +126,11 @@ class Job:
         self.submitted_s = submitted_s
         self.together = together
         self.deadline_s = math.inf if isinstance(command, Drop | Tell) else command.deadline_s
-        """After it the answer no longer counts; a drop or tell has none."""
+        """Past it the core has given up. Drops and tells have none."""
         self.is_in_tier = False
-        """A tier is being called, so what is raised is the tier's fault."""
+        """Whether an exception now would be the tier's fault."""
         self.is_answered = False
         self.over: threading.Event | None = None
-        """Of a drop: set when it has been answered."""
+        """Of a drop: set on completion."""
         self.after: threading.Event | None = None
-        """Of a demotion: `over` of a drop of the same object that came before."""
+        """Of a demotion: `over` of an earlier drop of the same object, which must end first."""

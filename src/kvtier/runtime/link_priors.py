@@ -1,4 +1,4 @@
-"""What a probe's record says of the links of one engine, before anything has gone over them."""
+"""Link priors: speeds from a probe's record, used until the core has measured the links itself."""
 
 from collections.abc import Mapping
 from math import log2
@@ -12,14 +12,14 @@ SECTION_MARK = "planner.probe_file"
 
 
 def link_priors(config: Config, object_bytes: int) -> dict[str, LinkPrior]:
-    """How fast each place is believed to be; empty without a record.
+    """The prior of each place; empty without a record.
 
     Args:
         config: the settings; `planner.probe_file` names the record.
-        object_bytes: of a usual object.
+        object_bytes: size of an object.
 
     Raises:
-        ConfigError: the record cannot be read, or is none.
+        ConfigError: the file cannot be read, or is not a probe's record.
     """
     if config.planner.probe_file is None:
         return {}
@@ -35,12 +35,12 @@ def link_priors(config: Config, object_bytes: int) -> dict[str, LinkPrior]:
     for place, (link, op, threads) in wanted.items():
         speed = _nearest(links, link, op, object_bytes, min(threads, depth_most))
         if speed is not None:
-            found[place] = _belief(speed, object_bytes, None if place == HOST else hash_rate)
+            found[place] = _prior(speed, object_bytes, None if place == HOST else hash_rate)
     return found
 
 
 def _nearest(links: Links, link: str, op: str, size_bytes: int, depth: int) -> Speed | None:
-    """The measure of the most similar operations: first by size, then by depth."""
+    """The measurement of the most similar operations, by size first and depth second."""
 
     def distance(speed: Speed) -> tuple[float, float]:
         return abs(log2(speed.size_bytes / size_bytes)), abs(log2(speed.depth / depth))
@@ -48,8 +48,8 @@ def _nearest(links: Links, link: str, op: str, size_bytes: int, depth: int) -> S
     return min((it for it in links.get(link, ()) if it.op == op), key=distance, default=None)
 
 
-def _belief(speed: Speed, object_bytes: int, hash_rate: float | None) -> LinkPrior:
-    """What is larger than what was measured takes longer in proportion. What a tier gives is verified, besides."""
+def _prior(speed: Speed, object_bytes: int, hash_rate: float | None) -> LinkPrior:
+    """Scale to larger objects, and add the time to verify objects of a tier."""
     first_s = speed.first_s * max(1.0, object_bytes / speed.size_bytes)
     seconds_per_byte = 1 / speed.bytes_per_s
     if hash_rate is not None:

@@ -386,7 +386,7 @@ class Mover:
                 faults.append((command, result))
         self._give(jobs, completions)
         for command, result in faults:
-            self._faults.tell(_kind(command, result.outcome), result.detail)
+            self._faults.report(_kind(command, result.outcome), result.detail)
         return ended_s
 
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:

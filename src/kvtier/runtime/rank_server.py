@@ -208,7 +208,7 @@ class RankServer:
                 _greet(peer, self._key, time.monotonic() + GREETING_S)
             except (ProtocolError, OSError) as error:
                 peer.close()
-                self._refusals.tell(f"rank {self._rank.number}: a connection was refused", str(error))
+                self._refusals.report(f"rank {self._rank.number}: a connection was refused", str(error))
                 continue
             if self._take():
                 return self._welcome(peer)

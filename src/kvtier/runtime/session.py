@@ -1,6 +1,6 @@
-"""The session in this process: the core decides, the mover obeys, and this file carries notes between the two.
+"""The session: passes the core's commands to the mover, and the mover's completions to the core.
 
-One owner calls it (an engine's loop, or `SessionThread`); it has no lock. Only `wake` may be called from elsewhere.
+It has no lock. One owner thread calls it (an engine's loop, or `SessionThread`); any thread may call `wake`.
 """
 
 import logging
@@ -40,26 +40,26 @@ FLUSH_STEP_S = 0.1
 
 COUNTED_MAX = 65_536
 
-DOORS_DEADLINE_S = 5.0
-"""How long the mover may take to end after a bug has raised. Then loads and stores without a running copy fail."""
+MOVER_DEADLINE_S = 5.0
+"""How long the mover may take to end after an internal error. Then loads and stores without a running copy fail."""
 
 COPY_DEADLINE_S = 30.0
-"""How long a load or store then waits for its running copy. A device that hangs longer is lost."""
+"""How long a load or store then waits for its running copy before it fails, too."""
 
 COPY_STEP_S = 0.05
 
 
 class LocalSession:
-    """A `Session` whose core and mover live in this process.
+    """A `Session` whose core is in this process.
 
     Args:
         cache: the core.
-        mover: moves bytes for it, on every rank there is (`ranks` of the cache is 1: it answers once for all).
-        on_close: called once when everything has ended, with the seconds that are left, for example to close the tiers.
-        on_second: called about once a second by whoever polls, to refresh gauges.
-        metrics: where to count.
-        observer: told of every command and every answer.
-        clock: seconds, never going back; the mover's own.
+        mover: executes its commands, on all ranks.
+        on_close: called once at the end, with the remaining seconds, to close the tiers.
+        on_second: called about once a second in `poll`, to refresh gauges.
+        metrics: counts lookups, loads and stores.
+        observer: receives every command and every completion.
+        clock: monotonic seconds; the mover's clock.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class LocalSession:
         self._on_second = on_second
         self._next_second_s = clock()
         self._counted: dict[RequestId, None] = {}
-        """Requests whose tokens the metrics have, so that a lookup that is repeated counts once."""
+        """Requests whose tokens are counted, so that repeated lookups of a request count once."""
         self._warned: set[str] = set()
-        """Limits that were reached."""
+        """Limits whose warning was logged."""
         self._clock = clock
         self._loads: dict[RequestId, _Pending] = {}
         self._stores: list[_Pending] = []
@@ -91,7 +91,7 @@ class LocalSession:
         self._closed: Closed | None = None
         self._is_broken = False
         self._copying: dict[int, RequestId] = {}
-        """After the session was shut: copies that the mover may still make, and the request of each."""
+        """After an internal error: running copies by transfer id, with the request of each."""
         self._copying_until_s = 0.0
         self._woken = threading.Event()
 
@@ -137,7 +137,7 @@ class LocalSession:
             return
         if request in self._loads:
             raise BadCallError(f"request {request!r} has a load under way")
-        self._loads[request] = pending  # before the core has it, so that it is answered whatever the core raises
+        self._loads[request] = pending  # before the core's call, so that a `LoadDone` follows whatever that raises
         try:
             self._cache.load(
                 request,
@@ -193,7 +193,7 @@ class LocalSession:
                 self.shut(error)
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
-        """See `Session`. Returns early, perhaps with nothing, after a call of `wake`."""
+        """See `Session`. Returns early, possibly without events, after `wake`."""
         until_s = self._clock() + wait_s
         pause_s = 0.0
         while True:
@@ -210,7 +210,7 @@ class LocalSession:
                 return events
 
     def _step(self, wait_s: float, until_s: float) -> float:
-        """Take answers, for which it waits up to `wait_s` seconds, and go on; returns how long the next may wait."""
+        """Pass on completions and commands once; how long the next step may wait for a completion."""
         completions = self._mover.take(wait_s)
         now_s = self._clock()
         if now_s >= self._next_second_s:
@@ -225,8 +225,8 @@ class LocalSession:
         return max(0.0, (until_s if next_s is None else min(until_s, next_s)) - self._clock())
 
     def wake(self) -> None:
-        """Make a `poll` that waits return. May be called from any thread."""
-        # The flag first: a `take` that the mover's note ends finds it set.
+        """Make a waiting `poll` return. May be called from any thread."""
+        # The flag first: a `take` that this wakes must find it set.
         self._woken.set()
         self._mover.wake()
 
@@ -243,7 +243,9 @@ class LocalSession:
                 self.shut(error)
         self._closed = Closed(flushed=lost == 0 and not self._is_broken, lost=lost)
         if lost:
-            logger.warning("closed before %d stored objects had reached their lower tiers", lost)
+            logger.warning(
+                "the session is closed; %d objects were not written to their tiers in time and are lost", lost
+            )
         for end in (self._end_mover, self._answer_all, self._on_close):
             try:
                 end(max(0.0, until_s - self._clock()))
@@ -252,10 +254,10 @@ class LocalSession:
         return self._closed
 
     def _flush(self, until_s: float) -> int:
-        """Demote what lower tiers are owed; how many objects have not come there by `until_s`."""
+        """Write pending objects to their tiers; the number not written by `until_s`."""
         lost_before = self._cache.counters.demotions_dropped
         self._cache.stop(self._clock())
-        # Each round: what has arrived is owed to the tiers, what is owed goes out, what has gone out is completed.
+        # Objects that finish gathering during a round become pending writes of the next one.
         while self._clock() < until_s:
             self._cache.flush(self._clock())
             self._pass_on()
@@ -272,7 +274,7 @@ class LocalSession:
     # ---- between core and mover ------------------------------------------------------------------------------------
 
     def _settle(self, batch: Sequence[Completion]) -> None:
-        """Tell the core what has been done."""
+        """Pass completions to the core."""
         now_s = self._clock()
         for completion in batch:
             command = completion.command
@@ -286,7 +288,7 @@ class LocalSession:
                 )
 
     def _pass_on(self) -> None:
-        """Give the core's commands to the mover, and its events to the engine."""
+        """Pass the core's commands to the mover, and its events to the engine."""
         commands = self._cache.take_commands()
         if self._observer is not None:
             for command in commands:
@@ -295,12 +297,12 @@ class LocalSession:
         if commands:
             self._mover.submit(*commands)
         for event in self._cache.take_events():
-            self._tell(event)
+            self._publish(event)
 
     def _warn_of_limits(self) -> None:
         counters = self._cache.counters
         for name, count, effect in (
-            ("requests", counters.unprobed, "for further requests lower tiers are not asked"),
+            ("requests", counters.unprobed, "lower tiers are not probed for further requests"),
             ("waiting_chunks", counters.unqueued, "further objects are not stored"),
         ):
             if count and name not in self._warned:
@@ -319,8 +321,8 @@ class LocalSession:
         self.metrics.add(table.LOOKUP_TOKENS, answer.tokens - answer.ready_tokens, result="arriving")
         self.metrics.add(table.LOOKUP_TOKENS, prompt_tokens - answer.tokens, result="absent")
 
-    def _tell(self, event: Event) -> None:
-        """Give an event to the engine, and count it. First it is open no more: it is answered once, whatever raises."""
+    def _publish(self, event: Event) -> None:
+        """Queue an event for the engine, and count it. Its request is removed first, so that no error repeats it."""
         if isinstance(event, LoadDone):
             pending = self._loads.pop(event.request)
             self._events.append(event)
@@ -343,37 +345,37 @@ class LocalSession:
             log = logger.info if event.is_up else logger.warning
             log("tier %s %s", event.tier, event.detail)
 
-    # ---- bugs in kvtier ---------------------------------------------------------------------------------------------
+    # ---- internal errors -------------------------------------------------------------------------------------------
 
     def shut(self, error: BaseException) -> None:
-        """Shut the session after a bug in kvtier raised: a guest in the engine's process does not make the engine fail.
+        """Shut the session down after an internal error, so that the engine goes on without it.
 
-        The mover ends, then what is open is answered as failed: a copy that runs still touches the engine's blocks.
+        The mover ends first, because running copies use the engine's blocks. Then all open loads and stores fail.
 
         Args:
-            error: what was raised. It is raised again unless it is an `Exception`.
+            error: the exception. It is raised again unless it is an `Exception`.
         """
         if self._is_broken:
-            logger.warning("kvtier has found another mistake of its own after it was shut down", exc_info=error)
+            logger.warning("another internal error of kvtier after it was shut down", exc_info=error)
         else:
             logger.error(
-                "kvtier has found a mistake of its own and shuts down; requests are computed from now on",
+                "internal error: kvtier shuts down; nothing is stored or loaded any more, all prompts are computed",
                 exc_info=error,
             )
             self._is_broken = True
-            if not self._end_mover(DOORS_DEADLINE_S):
+            if not self._end_mover(MOVER_DEADLINE_S):
                 self._copying_until_s = self._clock() + COPY_DEADLINE_S
                 try:
                     self._copying = self._cache.copies()
                 except Exception:
-                    logger.warning("the copies that run are not known", exc_info=True)
+                    logger.warning("internal error: kvtier does not know which copies still run", exc_info=True)
             self._fail_open()
         if not isinstance(error, Exception):
             raise error
 
     def _end_mover(self, deadline_s: float) -> bool:
-        """Whether none of its threads runs any more."""
-        for _ in range(2):  # closing twice is fine
+        """Whether all of its threads have ended."""
+        for _ in range(2):  # `close` is idempotent
             try:
                 return self._mover.close(deadline_s)
             except Exception as error:
@@ -381,7 +383,7 @@ class LocalSession:
         return False
 
     def _await_copies(self, until_s: float) -> None:
-        """The session is shut: wait until there is an event, at most until `until_s`."""
+        """After the session was shut down: wait for an event, at most until `until_s`."""
         wait_s = max(0.0, until_s - self._clock())
         if not self._copying:
             if not self._events and self._closed is None:
@@ -399,7 +401,7 @@ class LocalSession:
         self._fail_open()
 
     def _fail_open(self) -> None:
-        """Answer what is open and has no copy that still runs."""
+        """Fail all open loads and stores without a running copy."""
         copying = set(self._copying.values())
         for pending in [pending for pending in self._loads.values() if pending.request not in copying]:
             del self._loads[pending.request]
@@ -411,7 +413,7 @@ class LocalSession:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A load or store that has not been answered."""
+    """An open load or store."""
 
     request: RequestId
     time_s: float

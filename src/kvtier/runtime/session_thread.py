@@ -1,8 +1,6 @@
-"""A thread that owns a session, for engines that have no loop of their own.
+"""A thread that owns a session. Other threads queue calls and wait for the result, with a deadline.
 
-Other threads put calls on its desk and wait for the answer, with a deadline. Between calls it settles what the mover
-has done, so stores and demotions go on while the engine computes or idles. The same shape serves a daemon later: every
-call takes and returns plain values.
+Between calls it processes completions, so stores and demotions proceed while the engine computes or is idle.
 """
 
 import logging
@@ -23,25 +21,25 @@ from kvtier.types import Event, Lookup, NextTurn, Place, Prefix, RequestId
 logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
-"""How long a call may take to be answered; the desk never blocks, so only a starved machine comes near."""
+"""How long a caller waits for its result. The thread never blocks, so only an overloaded machine exceeds it."""
 
 IDLE_S = 1.0
 
 EVENTS_MAX = 65_536
-"""Events kept for an engine that does not poll; beyond it the oldest are forgotten."""
+"""Events kept for an engine that does not poll; more drop the oldest."""
 
 Answer = TypeVar("Answer")
 
 
 class SessionError(KvError):
-    """The desk is closed, or did not answer in time."""
+    """The session is closed, or its thread did not finish a call in time."""
 
 
 class SessionThread:
     """A `Session` that any thread may use.
 
     Args:
-        session: from now on owned by the desk's thread.
+        session: owned by this thread from now on.
     """
 
     def __init__(self, session: LocalSession) -> None:
@@ -49,17 +47,17 @@ class SessionThread:
         self._process = os.getpid()
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._is_closing = False
-        self._has_forgotten = False
+        self._has_dropped_events = False
         self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
         self._thread.start()
 
     def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0, wait_s: float = 0.0) -> Lookup:
-        """See `Session`. While it waits for lower tiers, so do other calls.
+        """See `Session`. Other calls wait while it waits for lower tiers.
 
         Raises:
-            SessionError: the desk is closed or did not answer in time; as all other calls.
+            SessionError: the session is closed, or did not finish in time. All calls may raise it.
         """
         return self._call(
             lambda: self._session.lookup(request, prefix, resident_tokens=resident_tokens, wait_s=wait_s),
@@ -97,16 +95,16 @@ class SessionThread:
         self._call(lambda: self._session.expects(session, next_turn))
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
-        """See `Session`. Each event is given to one caller only."""
-        with self._news:
+        """See `Session`. Each event is returned to one caller."""
+        with self._changed:
             if not self._events:
-                self._news.wait(wait_s)
+                self._changed.wait(wait_s)
             events = list(self._events)
             self._events.clear()
         return events
 
     def close(self, deadline_s: float = 30.0) -> Closed:
-        """See `Session`. In a forked child it does nothing: what is open there is the parent's."""
+        """See `Session`. It does nothing in a forked child, because the session belongs to the parent."""
         if self._process != os.getpid():
             return Closed(flushed=False, lost=0)
         if not self._thread.is_alive():
@@ -130,20 +128,20 @@ class SessionThread:
             self._session.wake()
             return reply.result(timeout=deadline_s)
         except TimeoutError:
-            raise SessionError(f"no answer within {deadline_s:g} s") from None
+            raise SessionError(f"the session did not finish the call within {deadline_s:g} s") from None
         finally:
-            reply.cancel()  # without effect once it has begun
+            reply.cancel()  # no effect once the call has begun
 
     def _run(self) -> None:
         events: list[Event] = []
         try:
             while not self._is_closing:
-                # Whatever is raised here, the calls of other threads and the events that they wait for go on.
+                # After an error, calls of other threads must still return, and their events arrive.
                 try:
                     events += self._session.poll(IDLE_S)
                     self._publish(events)
                     self._do_calls()
-                except BaseException as error:  # noqa: BLE001 - the session raises what is no `Exception`
+                except BaseException as error:  # noqa: BLE001 - `shut` raises it again unless it is an `Exception`
                     self._session.shut(error)
         finally:
             events += self._session.poll()
@@ -157,7 +155,7 @@ class SessionThread:
             except Empty:
                 return
             if not reply.set_running_or_notify_cancel():
-                continue  # its caller has given up and does not expect it to happen any more
+                continue  # the caller has timed out
             try:
                 reply.set_result(act())
             except Exception as error:  # noqa: BLE001 - the caller raises it
@@ -167,16 +165,16 @@ class SessionThread:
                 raise
 
     def _publish(self, events: list[Event]) -> None:
-        """Move `events` to where `poll` finds them."""
+        """Move `events` to the queue of `poll`."""
         if not events:
             return
-        with self._news:
-            if len(self._events) + len(events) > EVENTS_MAX and not self._has_forgotten:
-                self._has_forgotten = True
+        with self._changed:
+            if len(self._events) + len(events) > EVENTS_MAX and not self._has_dropped_events:
+                self._has_dropped_events = True
                 logger.warning(
-                    "nothing has polled %d events; the oldest are forgotten, and what waits for them waits for ever",
+                    "the engine has not polled %d events; kvtier drops the oldest, which end no load or store",
                     EVENTS_MAX,
                 )
             self._events.extend(events)
             events.clear()
-            self._news.notify_all()
+            self._changed.notify_all()

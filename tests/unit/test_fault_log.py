@@ -1,4 +1,4 @@
-"""A fault that repeats is one line in a while, and none is forgotten in the count."""
+"""Repeated faults are logged once per interval, with their number."""
 
 import pytest
 
@@ -18,26 +18,26 @@ def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return lines
 
 
-def test_the_first_of_each_kind_at_once_then_one_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_of_each_kind_is_logged_at_once_then_one_per_interval(caplog: pytest.LogCaptureFixture) -> None:
     clock = _Clock()
     log = FaultLog(10.0, clock)
     for number in range(5):
-        log.tell("read", f"fault {number}")
-        log.tell("write", f"fault {number}")
+        log.report("read", f"fault {number}")
+        log.report("write", f"fault {number}")
     assert _lines(caplog) == ["read: fault 0", "write: fault 0"]
     clock.now_s = 9.9
-    log.tell("read", "still")
+    log.report("read", "still")
     assert _lines(caplog) == []
     clock.now_s = 10.0
-    log.tell("read", "still")
-    assert _lines(caplog) == ["read: still (and 5 more like it before)"]
+    log.report("read", "still")
+    assert _lines(caplog) == ["read: still (5 similar ones since the last line)"]
     clock.now_s = 20.0
-    log.tell("read", "again")
+    log.report("read", "again")
     assert _lines(caplog) == ["read: again"]
 
 
-def test_kinds_without_end_share_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_kinds_beyond_the_limit_share_a_line(caplog: pytest.LogCaptureFixture) -> None:
     log = FaultLog(10.0, _Clock())
     for number in range(KINDS_MAX + 50):
-        log.tell(f"kind {number}", "x")
+        log.report(f"kind {number}", "x")
     assert len(_lines(caplog)) == KINDS_MAX + 1
