@@ -1,4 +1,4 @@
-"""A tier whose place cannot be opened: the engine starts all the same, says so once, and takes it in when it can."""
+"""A tier that cannot be opened: the engine starts, logs a warning, and uses the tier once it is open."""
 
 import errno
 import logging
@@ -139,7 +139,7 @@ def test_a_restart_on_a_read_only_disk(small_disk: Path, kind: str, caplog: pyte
     assert is_useful_without(session)
     (told,) = warnings(caplog)
     assert "Read-only file system" in told
-    assert "the engine goes on without it" in told
+    assert "kvtier starts without this tier" in told
     remount(small_disk, "rw")
     until_found(session, source, target)
     assert session.session.close().flushed
@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_when_it_is_opened(small_disk: Path, kind: str, capl
     session = opened(kind, small_disk / "kv", Engine(64))
     assert up(session, kind) == 0.0
     assert is_useful_without(session)
-    assert any("No space left" in told and "goes on without it" in told for told in warnings(caplog))
+    assert any("No space left" in told and "kvtier starts without this tier" in told for told in warnings(caplog))
     assert any("names of this process are its own" in told for told in warnings(caplog)), "the secret found no room"
     stranger.unlink()
     until_up(session, kind)

@@ -142,7 +142,7 @@ def test_what_concerns_all_fails_all_and_is_one_tiers_fault() -> None:
     tier = Held(Broken(MemoryTier(capacity_bytes=1 << 24)), "read", "write")
     with World({"memory": tier}, threads=ONE_THREAD) as world:
         down, up = _there_and_back(world, tier)
-    for answers, detail in ((down, "no 5 objects today"), (up, "4 answers to 5 questions")):
+    for answers, detail in ((down, "no 5 objects today"), (up, "5 objects returned 4 results")):
         assert all(detail in completion.detail for completion in answers)
         assert {(completion.outcome, completion.is_tier_fault) for completion in answers} == {(Outcome.FAILED, True)}
 

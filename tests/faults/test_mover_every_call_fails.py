@@ -155,7 +155,7 @@ def test_a_mistake_of_the_mover_fails_what_it_is_about_and_nothing_else(
     tier = MemoryTier(capacity_bytes=1 << 24)
     with World({"memory": tier}) as world:
         if is_put:
-            world.mover.answer_to(world.mover._inbox.put)
+            world.mover.complete_to(world.mover._inbox.put)
         monkeypatch.setattr(owner, name, wrong)
         if name == "_judged":
             tier.close()
@@ -179,7 +179,7 @@ def test_an_answer_that_is_not_taken_is_given_once_more_as_failed() -> None:
         taken.append(completion)
 
     with World() as world:
-        world.mover.answer_to(put)
+        world.mover.complete_to(put)
         for chunk in (1, 2, 3):
             world.mover.submit(world.transfer(Link.GATHER, chunk, chunk))
         until_s = time.monotonic() + WAIT_S

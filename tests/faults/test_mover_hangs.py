@@ -84,7 +84,7 @@ def test_a_lane_that_is_stuck_is_logged_once_and_counted(
             assert stuck_queues() == 1
             world.mover.submit(world.transfer(Link.GATHER, 3, 4))
         told = [record.getMessage() for record in caplog.records if "stuck" in record.getMessage()]
-        assert told == [f"the memory {queue} queue is stuck: no thread of it has come back for {STUCK_S:g} s"]
+        assert told == [f"the memory {queue} queue is stuck: all of its threads have been in a call for {STUCK_S:g} s"]
         tier.release.set()
         world.take(2 + 3)
         end_s = time.monotonic() + WAIT_S

@@ -8,7 +8,7 @@ from mover_world import FINGERPRINT, HangingTier, NthCallCopier, World, small_la
 from kvtier.runtime import mover as mover_module
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.jobs import Threads
-from kvtier.runtime.mover import Mover
+from kvtier.runtime.mover import NO_THREAD, Mover
 from kvtier.runtime.worker_queues import WorkerQueue
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import Link, Outcome
@@ -47,7 +47,7 @@ def test_a_lane_without_threads_answers_that_it_failed(monkeypatch: pytest.Monke
             for completion in world.run(*commands):
                 assert completion.outcome is Outcome.FAILED
                 assert not completion.is_tier_fault
-        assert completion.detail == "no thread is left"
+        assert completion.detail == NO_THREAD
         world.done(world.drop(1))  # the other queues go on
 
 

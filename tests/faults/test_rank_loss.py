@@ -335,7 +335,7 @@ def test_an_answer_that_the_core_does_not_take_is_given_once_more_as_failed(serv
     with greeted(served) as connection:
         mover = RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S)
         connection.close()
-        mover.answer_to(put)
+        mover.complete_to(put)
         mover.submit(Probe(2, "directory", ((ChunkKey(bytes(32)), 0),), NEVER_S))
         mover.flush()
         until(lambda: taken)

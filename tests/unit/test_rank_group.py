@@ -224,7 +224,7 @@ class Scripted:
     def submit(self, *commands):
         self.commands += commands
 
-    def answer_to(self, put):
+    def complete_to(self, put):
         self.put = put
 
     def flush(self):

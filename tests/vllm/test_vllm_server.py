@@ -133,7 +133,7 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
             line("INFO", "kvtier is ready: chunks of 256 tokens"),
             line("INFO", "weights of .* were digested"),
             line("WARNING", "kv_load_failure_policy is 'fail'"),
-            line("WARNING", "Read-only file system.*the engine goes on without it"),
+            line("WARNING", "Read-only file system.*kvtier starts without this tier"),
             line("WARNING", "names of this process are its own"),
         ):
             assert pattern.search(told), f"no line like {pattern.pattern}\n{told}"

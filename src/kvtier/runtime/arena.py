@@ -1,10 +1,10 @@
-"""The arena: host memory as slots. All chunks pass through it, and no other memory of ours holds a payload.
+"""The arena: host memory as slots. All payloads of kvtier are in it.
 
     group 0   | head room | payload | head room | payload | ...     one anonymous mapping, slots without gaps
     group 1   | head room | payload | ...
 
-A slot is head room and payload in one piece, each a multiple of `ALIGNMENT` and page-aligned, so that a raw frame is
-built, written, read and verified where it lies, with direct I/O.
+A slot is head room and payload, contiguous and page-aligned, each a multiple of `ALIGNMENT`. So a raw frame is built,
+written, read and verified in place, with direct I/O.
 """
 
 import logging
@@ -20,11 +20,10 @@ from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT, KvLayout, align_up
 
 SLOTS_MIN = 2
-"""Fewest slots of a group: one can be filled while the other is read."""
+"""Fewest slots of a group: one is filled while the other is read."""
 
 PageLock = Callable[[int, int, int], Callable[[], None]]
-"""Page-locks `bytes` from `address` on, perhaps later, in parts that are multiples of the third number, a slot's bytes;
-returns what unlocks them. Given by whoever has a device."""
+"""(address, bytes, bytes of a slot) -> unlock. Page-locks memory, perhaps later, in parts of whole slots."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -34,20 +33,20 @@ _log = logging.getLogger(__name__)
 
 
 def chunk_bytes(layout: KvLayout) -> int:
-    """Host bytes that one chunk takes: a slot of every group."""
+    """Host bytes of one chunk: a slot of every group."""
     return sum(frame_bytes(group) for group in layout.groups)
 
 
 def slots_for(layout: KvLayout, capacity_bytes: int, ranks: int = 1) -> tuple[int, ...]:
-    """How many slots of each group fit in `capacity_bytes`: the same number, because a chunk needs one of each.
+    """Slots of each group that fit in `capacity_bytes`: equal numbers, since a chunk needs one of each.
 
     Args:
         layout: of one rank.
         capacity_bytes: of all ranks together.
-        ranks: how many there are; a chunk takes a slot on each.
+        ranks: number of ranks; a chunk takes a slot on each.
 
     Raises:
-        ConfigError: fewer than `SLOTS_MIN` fit; the message says what a chunk costs and the least capacity.
+        ConfigError: fewer than `SLOTS_MIN` fit.
     """
     one = chunk_bytes(layout) * ranks
     count = capacity_bytes // one
@@ -60,20 +59,20 @@ def slots_for(layout: KvLayout, capacity_bytes: int, ranks: int = 1) -> tuple[in
 
 
 def page_aligned(size_bytes: int) -> Bytes:
-    """`size_bytes` of zeroed, page-aligned memory of our own; it lives as long as any view of it.
+    """`size_bytes` of zeroed, page-aligned memory, which lives as long as any view of it.
 
     Raises:
-        ConfigError: the system does not give that much.
+        ConfigError: the system cannot provide it.
     """
-    # Room to begin at a huge page; untouched memory costs nothing.
+    # Slack to begin at a huge page; untouched memory costs nothing.
     slack = _HUGE_PAGE_BYTES if size_bytes >= _HUGE_PAGE_BYTES else 0
     try:
         mapping = mmap.mmap(
             -1, align_up(max(size_bytes, 1)) + slack, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0)
         )
     except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"{size_bytes} bytes of host memory cannot be had: {error}") from error
-    # A child made by fork has no mover, and would make us copy each page that we write while it lives.
+        raise ConfigError(f"{size_bytes} bytes of host memory cannot be allocated: {error}") from error
+    # A forked child does not use the arena, and would cause copy-on-write of each page that the parent writes.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         _advise(mapping, advice)
     whole = np.frombuffer(mapping, np.uint8)
@@ -86,14 +85,14 @@ class Arena:
 
     Args:
         layout: the KV groups.
-        slots: how many slots each group has (`slots_for`).
-        populate: touch every page now, which takes about a second for 4 GiB, instead of at its first use.
-        page_lock: page-locks each mapping; undone when the last view of the mapping is gone.
+        slots: number of slots of each group (`slots_for`).
+        populate: touch every page now (about a second for 4 GiB) instead of at its first use.
+        page_lock: page-locks each mapping until its last view is gone.
 
-    `close` may come while a stuck thread still holds a view: that memory then stays until the view goes.
+    If a stuck thread holds a view during `close`, that memory stays until the view is released.
 
     Raises:
-        ConfigError: the system does not give the memory.
+        ConfigError: the system cannot provide the memory.
         ValueError: `slots` does not fit the layout.
     """
 
@@ -101,7 +100,7 @@ class Arena:
         self, layout: KvLayout, slots: Sequence[int], *, populate: bool = False, page_lock: PageLock | None = None
     ) -> None:
         if len(slots) != len(layout.groups) or min(slots) < 1:
-            raise ValueError(f"slots must name at least 1 for each of the {len(layout.groups)} groups, got {slots}")
+            raise ValueError(f"slots must be at least 1 for each of the {len(layout.groups)} groups, got {slots}")
         self.slots = tuple(slots)
         self._heads = [head_bytes(group) for group in layout.groups]
         self._sizes = [frame_bytes(group) for group in layout.groups]
@@ -138,7 +137,7 @@ class Arena:
         return self._view(group)[start + self._heads[group] : start + self._sizes[group]]
 
     def close(self) -> None:
-        """Give the memory back, each mapping when the last view of it is gone. Twice is fine."""
+        """Release the memory, each mapping when its last view is gone. Idempotent."""
         self._views = None
 
     def _view(self, group: int) -> memoryview:
@@ -147,7 +146,7 @@ class Arena:
         return self._views[group]
 
     def _start(self, group: int, slot: int) -> int:
-        # Checked here because a view would silently take a negative or too large slot for something else.
+        # A memoryview slice accepts negative and too large offsets without an error.
         if not 0 <= group < len(self.slots) or not 0 <= slot < self.slots[group]:
             raise IndexError(f"no slot {slot} of group {group}; there are {self.slots}")
         return slot * self._sizes[group]
@@ -159,8 +158,8 @@ def _region(size_bytes: int, slot_bytes: int, *, populate: bool, page_lock: Page
         region[::ALIGNMENT] = 0
     if page_lock is not None:
         unlock = page_lock(_address(region), size_bytes, slot_bytes)
-        # The array dies with its last view and before its mapping, so that memory is unlocked first and unmapped then.
-        # Not at exit: a thread may still be copying there, and the system cleans up anyway.
+        # The array is freed with its last view and before its mapping, so memory is unlocked before it is unmapped.
+        # Not at exit, when a thread may still copy; the system unlocks it then.
         weakref.finalize(region, _unlock, unlock).atexit = False
     return region.data
 
@@ -168,8 +167,8 @@ def _region(size_bytes: int, slot_bytes: int, *, populate: bool, page_lock: Page
 def _unlock(unlock: Callable[[], None]) -> None:
     try:
         unlock()
-    except Exception as error:  # noqa: BLE001 - from a finalizer nobody could catch it; the memory goes back in any case
-        _log.warning("page-locked memory could not be unlocked: %s", error)
+    except Exception as error:  # noqa: BLE001 - a finalizer has no caller; the memory is released in any case
+        _log.warning("page-locked host memory could not be unlocked: %s", error)
 
 
 def _advise(mapping: mmap.mmap, advice: str) -> None:
@@ -179,7 +178,7 @@ def _advise(mapping: mmap.mmap, advice: str) -> None:
     try:
         mapping.madvise(number)
     except OSError as error:
-        _log.debug("%s is not to be had: %s", advice, error)
+        _log.debug("madvise(%s) failed: %s", advice, error)
 
 
 def _address(region: Bytes) -> int:

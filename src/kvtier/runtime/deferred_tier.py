@@ -1,7 +1,7 @@
-"""A tier that cannot be opened when the engine starts: the engine goes on, and the tier comes in when it can.
+"""A tier that may open after the engine has started.
 
-Until then everything that is asked of it fails, as with a tier that broke on the way: the core's circuit breaker leaves
-it alone and tries it now and then. One thread per tier opens it, so that a place that hangs holds up nobody else.
+Until it is open all operations raise `TierError`, so the core's circuit breaker opens and retries now and then. Each
+tier is opened by a thread of its own, so that one that hangs delays nothing else.
 """
 
 import logging
@@ -16,10 +16,10 @@ from kvtier.tier.base import UNKNOWN, About, AheadTier, Read, Tier, Write
 from kvtier.types import NextTurn, ObjectName
 
 LEAVE_S = 1.0
-"""How long closing waits for a try that is under way; it may hang."""
+"""How long closing waits for an attempt to open, which may hang."""
 
 NOT_OPEN = "is not open"
-"""The detail of what is asked too early. Why it is not open has been said once, in the log."""
+"""Detail of the error until the tier is open. The log has the reason."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ _Tier = TypeVar("_Tier", bound=Tier)
 
 
 class DeferredTier(Generic[_Tier]):
-    """A `Tier` in front of one that is still to be opened; what that tells besides can be had from here, too.
+    """A `Tier` that forwards to another one once that is open, attributes such as its fill level included.
 
     Args:
         name: of the tier.
-        make: opens it; called by one thread until it returns, which is closed here.
-        retry_s: seconds between the first two tries; doubles up to a minute.
+        make: opens it; called by one thread until it succeeds.
+        retry_s: seconds between the first two attempts; doubles up to a minute.
     """
 
     def __init__(self, name: str, make: Callable[[], _Tier], retry_s: float) -> None:
@@ -41,41 +41,41 @@ class DeferredTier(Generic[_Tier]):
         self._retry_s = retry_s
         self._lock = threading.Lock()
         self._tier: _Tier | None = None
-        self._trouble: Exception | None = None
-        """Why the last try failed."""
+        self._error: Exception | None = None
+        """Of the last attempt."""
         self._is_awaited = True
-        """Whether somebody else will say how it went."""
+        """Whether `opened` is going to log or raise the error."""
         self._tried = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvtier open {name}", daemon=True)
         self._thread.start()
 
     def opened(self, deadline_s: float, *, is_required: bool) -> "_Tier | DeferredTier[_Tier]":
-        """The tier itself where the first try ends well within `deadline_s` seconds; otherwise this, said in the log.
+        """The tier itself if it opens within `deadline_s` seconds; otherwise this object, with a warning in the log.
 
         Raises:
-            ConfigError: it is set wrong, or whatever else no time can mend.
-            TierError: its place fails or hangs, and it `is_required`.
+            ConfigError: a setting is wrong; as any error of `make` except a `TierError`.
+            TierError: its path fails or hangs, and it `is_required`.
         """
         self._tried.wait(deadline_s)
         with self._lock:
             self._is_awaited = False
             tier = self._tier
-            trouble = self._trouble or TierError(self.name, f"did not open within {deadline_s:g} s")
-            is_refused = tier is None and (is_required or not isinstance(trouble, TierError))
+            error = self._error or TierError(self.name, f"did not open within {deadline_s:g} s")
+            is_refused = tier is None and (is_required or not isinstance(error, TierError))
             if is_refused:
-                self._closing.set()  # the thread that opens it closes what it may still open
+                self._closing.set()  # the thread closes a tier that it opens later
         if tier is not None:
             return tier
         if is_refused:
             self._thread.join(LEAVE_S)
-            raise trouble
-        logger.warning("%s; the engine goes on without it, and takes it in when it can be opened", trouble)
+            raise error
+        logger.warning("%s; kvtier starts without this tier and uses it once it can be opened", error)
         return self
 
     @property
     def is_open(self) -> bool:
-        """Whether it has come in."""
+        """Whether the tier is open."""
         return self._tier is not None
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
@@ -99,12 +99,12 @@ class DeferredTier(Generic[_Tier]):
         return self._live().scan()
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """See `Hinted`; what is told too early costs hits only."""
+        """See `Hinted`. Without effect until the tier is open, which costs hits only."""
         if isinstance(self._tier, Hinted):
             self._tier.expects(session, next_turn)
 
     def close(self) -> None:
-        """See `Tier`. What a try that hangs opens later is closed at once."""
+        """See `Tier`. A tier that opens after this is closed at once."""
         with self._lock:
             self._closing.set()
             tier = self._tier
@@ -112,8 +112,8 @@ class DeferredTier(Generic[_Tier]):
         if tier is not None:
             tier.close()
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the tier has
-        """What the tier tells of itself beside the interface, such as how full it is."""
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the tier
+        """Attributes of the tier beside the interface, such as its fill level."""
         if name.startswith("_") or self._tier is None:
             raise AttributeError(name)
         return getattr(self._tier, name)
@@ -131,19 +131,19 @@ class DeferredTier(Generic[_Tier]):
             wait_s = min(wait_s * RETRY_GROWTH, RETRY_SECONDS_MAX)
 
     def _try(self) -> bool:
-        """Whether it is open now."""
-        tier, trouble = None, None
+        """Whether the tier is open now."""
+        tier, error = None, None
         try:
             tier = self._make()
-        except Exception as error:  # noqa: BLE001 - of the first try it is the caller's to judge, later it may pass
-            trouble = error
+        except Exception as caught:  # noqa: BLE001 - `opened` raises the first; later attempts may succeed
+            error = caught
         with self._lock:
-            is_awaited, is_closing, before = self._is_awaited, self._closing.is_set(), self._trouble
-            self._tier, self._trouble = tier, trouble
+            is_awaited, is_closing, before = self._is_awaited, self._closing.is_set(), self._error
+            self._tier, self._error = tier, error
             self._tried.set()
         if tier is None:
-            if not is_awaited and str(trouble) != str(before):
-                logger.warning("%s", trouble)
+            if not is_awaited and str(error) != str(before):
+                logger.warning("%s; kvtier will try to open it again", error)
             return False
         if is_closing:
             tier.close()
@@ -153,7 +153,7 @@ class DeferredTier(Generic[_Tier]):
 
 
 class DeferredAheadTier(DeferredTier[AheadTier]):
-    """The same in front of an `AheadTier`."""
+    """A `DeferredTier` of an `AheadTier`."""
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """See `BatchTier`."""

@@ -1,12 +1,12 @@
-"""The mover: threads that obey. It knows no policy, keeps no index, and answers every command exactly once.
+"""The mover: executes commands in worker queues and completes each exactly once. It has no policy and no index.
 
-    device queue     gather, scatter     scatters first: a request waits for them
+    device queue     gather, scatter      scatters first, because requests wait for them
     read queue       promote             \
-    write queue      demote, drop, tell   } one of each per tier, so that neither a slow write
-    probe queue      probe               /  nor a hanging tier holds up anything else
+    write queue      demote, drop, tell   } one of each per tier, so that a slow write or a tier that
+    probe queue      probe               /  hangs delays no other work
 
-Between a command and its answer the slot it names belongs to the mover. That is why nothing is answered while a thread
-may still touch the slot, late or not: the core may have stopped waiting long before.
+From a command to its completion the mover owns the slot that the command names. So a command is completed only when no
+thread uses the slot any more, even if its deadline passed long before.
 """
 
 import logging
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, TypeVarTuple
 
 from kvtier.codec.base import Codec
 from kvtier.codec.raw import Raw
@@ -37,7 +36,7 @@ from kvtier.tier.effective_cap import FULL
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
-"""Most jobs that may wait in one queue: far above the core's budgets, so that reaching it is our own mistake."""
+"""Most jobs that may wait in one queue. The core's budgets are far lower, so reaching it is a bug in kvtier."""
 
 DROPS_BOUND = 1024
 """Most jobs in a write queue when a drop or a tell arrives. The core has no budget for them; a lost one costs
@@ -47,24 +46,22 @@ _Object = tuple[str, ChunkKey, int]
 """(tier, key, group)."""
 
 FIGURES_EVERY_S = 1.0
-"""A tier's figures are taken at most this often."""
+"""Interval at which a tier's figures are read."""
 
 logger = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer")
-_Given = TypeVarTuple("_Given")
-
-_UNTOLD = (NOT_ADMITTED, NOT_OPEN, FULL)
-"""Details of failures that are no news."""
+_UNLOGGED = (NOT_ADMITTED, NOT_OPEN, FULL)
+"""Endings of failure details that are expected, and logged elsewhere if at all."""
 
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
 CLOSED = "the mover is closed"
+NO_THREAD = "no worker thread could be started"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Route:
-    """The queue of one kind of command."""
+    """The worker queue of one kind of command."""
 
     queue: WorkerQueue
     bound: int
@@ -72,7 +69,7 @@ class _Route:
 
 
 class FiguresSampler:
-    """Takes a tier's figures, in the tier's own threads, one at a time."""
+    """Copies a tier's figures to its view. Runs in the tier's threads, one at a time."""
 
     def __init__(self, tier: Tier, view: TierView) -> None:
         self._tier = tier
@@ -81,7 +78,7 @@ class FiguresSampler:
         self._next_s = -math.inf
 
     def sample(self, now_s: float) -> None:
-        """Leave the tier's figures in the view, unless that was done a moment ago or another thread is at it."""
+        """Update the view, unless that was done within `FIGURES_EVERY_S` or another thread does it."""
         if now_s < self._next_s or not self._is_taken.acquire(blocking=False):
             return
         try:
@@ -93,34 +90,33 @@ class FiguresSampler:
             used_bytes, capacity_bytes, evictions = (getattr(tier, what, None) for what in Figures._fields[:3])
             capacity_bytes = getattr(tier, "limit_bytes", capacity_bytes)
             view.figures = Figures(used_bytes, capacity_bytes, evictions, getattr(tier, "write_bytes", {}))
-        except Exception as error:  # noqa: BLE001 - the figures before these stay, and work shows what is wrong
+        except Exception as error:  # noqa: BLE001 - the view keeps its figures; a broken tier shows in its transfers
             logger.debug("no figures of tier %s: %s", self._tier.name, error)
         finally:
             self._is_taken.release()
 
 
 class Mover:
-    """Obeys one rank's commands.
+    """The `Executor` of one rank in this process.
 
     Args:
         layout: the KV groups.
         rank: number of this rank; part of every object name.
         fingerprint: 32 bytes, `Fingerprint.digest`; part of every frame.
-        arena: the slots that the commands name.
-        copier: the way between the engine and the slots.
-        tiers: the lower tiers by the names that the commands use.
-        codec: what happens to the bytes on their way to a tier.
-        threads: of each queue.
-        clock: what the commands' deadlines are on.
+        arena: holds the slots.
+        copier: copies between the engine's blocks and slots.
+        tiers: lower tiers by name.
+        codec: encodes objects for tiers.
+        threads: number of threads of each queue.
+        clock: seconds; the clock of the commands' deadlines.
 
-    `take` and `close` are for one owner thread, everything else for any. The mover's own threads start at once and are
-    daemons.
+    `take` and `close` are for one owner thread, the other methods for any. Its threads are daemons and start at once.
 
-    Small objects that wait for the same tier go there together, where the tier can do that (`BatchTier`).
+    Small objects that wait for a `BatchTier` are written and read in batches.
 
     Raises:
-        RuntimeError: the system gives no more threads.
-        ValueError: a fingerprint that is not 32 bytes.
+        RuntimeError: the system cannot start a thread.
+        ValueError: the fingerprint does not have 32 bytes.
     """
 
     lost = ""
@@ -162,16 +158,17 @@ class Mover:
         self._closed = threading.Event()
         self._faults = FaultLog()
         self._dropping: dict[_Object, Job] = {}
-        """Drops that have not been answered."""
-        self._told_stuck: set[str] = set()
-        self._next_note_s = -math.inf
+        """Drops that are not completed."""
+        self._stuck: set[str] = set()
+        """Names of stuck queues whose warning was logged."""
+        self._next_stuck_check_s = -math.inf
         device = self._queue("device", threads.device)
         reads = {name: self._queue(f"{name} read", threads.read) for name in tiers}
         writes = {name: self._queue(f"{name} write", threads.write) for name in tiers}
         probes = {name: self._queue(f"{name} probe", threads.probe) for name in tiers}
         self._queues = [device, *reads.values(), *writes.values(), *probes.values()]
         self.views = {name: TierView() for name in tiers}
-        """What each tier's threads leave for the threads that decide."""
+        """Each tier's figures, for the session's thread."""
         self._samplers = {name: FiguresSampler(tier, self.views[name]) for name, tier in tiers.items()}
         for name, view in self.views.items():
             view.stuck_queues = partial(_stuck, (reads[name], writes[name], probes[name]))
@@ -194,7 +191,7 @@ class Mover:
             ValueError: a command names an unknown tier. The commands after it are not queued.
         """
         now_s = self._clock()
-        self._note_stuck(now_s)
+        self._warn_of_stuck_queues(now_s)
         together = self._transfers.together
         bursts: dict[_Route, list[Job]] = {}
         try:
@@ -214,29 +211,26 @@ class Mover:
                 if isinstance(command, Drop):
                     job.over = threading.Event()
                     first = self._dropping.setdefault((command.tier, command.key, command.group), job)
-                    if first is not job:  # a write of the object waits for that one, so there is nothing else to drop
-                        self._answer(job, Outcome.CANCELLED, "is being dropped already")
+                    if first is not job:  # writes of the object wait for the first drop, so one is enough
+                        self._answer(job, Outcome.CANCELLED, "another drop of the object is waiting")
                         continue
                 self._begin({self._route(command): [job]}, now_s)
         finally:
             self._begin(bursts, now_s)
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """The answers since the last call; waits at most `wait_s` seconds for the first. Also after `close`.
-
-        Returns early, perhaps with nothing, when somebody calls `wake`.
-        """
+        """See `Executor`. It works after `close`, too."""
         return self._inbox.take(wait_s)
 
     def wake(self) -> None:
-        """Make a `take` that waits return, or the next one that would. May be called from any thread."""
+        """See `Executor`."""
         self._inbox.wake()
 
-    def answer_to(self, put: Callable[[Completion], None]) -> None:
-        """From now on give each answer to `put`, at once and in the thread that has it; nothing is left for `take`.
+    def complete_to(self, put: Callable[[Completion], None]) -> None:
+        """Pass completions to `put`, in the thread that produces them, instead of `take`.
 
-        Before the first `submit`. `put` must be quick. What it raises means that it has not taken the answer: it is
-        called once more, with FAILED.
+        Call it before the first `submit`. `put` must be quick. If it raises, it is called again with a FAILED
+        completion.
         """
         self._put = put
 
@@ -258,15 +252,16 @@ class Mover:
         return self._closed.wait(deadline_s)
 
     def close(self, deadline_s: float) -> bool:
-        """Take no more work, answer what has not begun CANCELLED, and wait for the rest.
+        """Accept no more commands, cancel those that have not begun, and wait for the others. Idempotent.
+
+        In a forked child it does nothing, because threads are not inherited.
 
         Args:
-            deadline_s: seconds to wait at most.
+            deadline_s: longest wait in seconds.
 
         Returns:
-            Whether all threads have ended. One that has not, because a tier or the device hangs, answers when it does
-            end; it keeps what memory it uses and does not hold up the end of the process. Twice is fine. In a
-            forked child there is nothing to end.
+            Whether all threads have ended. A thread that hangs in a tier or the device completes its jobs when it
+            returns. Until then it keeps its memory; it does not block the exit of the process.
         """
         if self._process != os.getpid():  # before any lock
             return True
@@ -302,7 +297,7 @@ class Mover:
         return route
 
     def _begin(self, bursts: dict["_Route", list[Job]], now_s: float) -> None:
-        """Queue these jobs, and answer those for which there is no room."""
+        """Queue these jobs, and complete those that the queue does not accept."""
         while bursts:
             route, jobs = bursts.popitem()
             queue = route.queue
@@ -320,20 +315,20 @@ class Mover:
             else:
                 for job in jobs:
                     self._answer(job, Outcome.FAILED, f"{route.bound} commands wait in the {queue.name} queue")
-                is_ours = any(not isinstance(job.command, Drop | Tell) for job in jobs)
-                assert not is_ours, f"the core has let {route.bound} commands wait in the {queue.name} queue"
+                is_bug = any(not isinstance(job.command, Drop | Tell) for job in jobs)
+                assert not is_bug, f"the core has let {route.bound} commands wait in the {queue.name} queue"
 
-    def _note_stuck(self, now_s: float) -> None:
-        """Log once for each queue that is stuck; again after it was not."""
-        if now_s < self._next_note_s:
+    def _warn_of_stuck_queues(self, now_s: float) -> None:
+        """Log a warning for each queue that became stuck."""
+        if now_s < self._next_stuck_check_s:
             return
-        self._next_note_s = now_s + FIGURES_EVERY_S
-        before, self._told_stuck = self._told_stuck, {queue.name for queue in self._queues if queue.is_stuck}
-        for name in self._told_stuck - before:
-            logger.warning("the %s queue is stuck: no thread of it has come back for %g s", name, STUCK_S)
+        self._next_stuck_check_s = now_s + FIGURES_EVERY_S
+        before, self._stuck = self._stuck, {queue.name for queue in self._queues if queue.is_stuck}
+        for name in self._stuck - before:
+            logger.warning("the %s queue is stuck: all of its threads have been in a call for %g s", name, STUCK_S)
 
     def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
-        """Do jobs and answer each, whatever raises; runs in the queues' threads. Yields where `Transfers.run` does."""
+        """Do jobs and complete each, whatever raises. Runs in worker threads; yields where `Transfers.run` does."""
         try:
             yield from self._do(jobs, scratch)
         except BaseException as error:
@@ -344,13 +339,13 @@ class Mover:
                             job, Outcome.FAILED, f"{type(error).__name__}: {error}", is_tier_fault=job.is_in_tier
                         )
                     except Exception:
-                        logger.exception("an answer of the mover is lost")
+                        logger.exception("internal error: a command of tier %r is never completed", job.command.tier)
             if not isinstance(error, Exception):
                 raise
-            logger.exception("kvtier has found a mistake of its own in the mover; what it was about has failed")
+            logger.exception("internal error in the mover: %d commands have failed", len(jobs))
 
     def _do(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
-        """The one place where failures become outcomes."""
+        """Run jobs and turn exceptions into outcomes. All errors of tiers, codecs and copiers end here."""
         for job in jobs:
             if job.after is not None:
                 job.after.wait(min(threading.TIMEOUT_MAX, max(0.0, job.deadline_s - self._clock())))
@@ -363,8 +358,8 @@ class Mover:
             if not jobs:
                 return
         try:
-            results = yield from self._transfers.run(jobs, scratch, _attempt)
-        except Exception as error:  # noqa: BLE001 - whatever a tier, codec or copier raises is a miss
+            results = yield from self._transfers.run(jobs, scratch)
+        except Exception as error:  # noqa: BLE001 - any error of a tier, codec or copier is a miss
             results = [error] * len(jobs)
         judged = [_judged(job, it) if isinstance(it, Exception) else it for job, it in zip(jobs, results, strict=True)]
         ended_s = self._settle(jobs, began_s, judged)
@@ -372,7 +367,7 @@ class Mover:
             sampler.sample(ended_s)
 
     def _settle(self, jobs: list[Job], began_s: float, results: list[Result]) -> float:
-        """Answer `jobs`; the time now."""
+        """Complete `jobs`; the time now."""
         ended_s = self._clock()
         seconds = ended_s - began_s
         completions: list[Completion] = []
@@ -382,7 +377,7 @@ class Mover:
             waited_s, is_fault = began_s - job.submitted_s, job.is_in_tier and outcome is Outcome.FAILED
             completions.append(Completion(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
             self._end_drop(job)
-            if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and not detail.endswith(_UNTOLD)):
+            if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and not detail.endswith(_UNLOGGED)):
                 faults.append((command, result))
         self._give(jobs, completions)
         for command, result in faults:
@@ -390,7 +385,7 @@ class Mover:
         return ended_s
 
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
-        """Answer a job that has not begun."""
+        """Complete a job that has not begun."""
         waited_s = self._clock() - job.submitted_s
         self._end_drop(job)
         completion = Completion(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)
@@ -407,7 +402,7 @@ class Mover:
             job.is_answered = True
 
     def _end_drop(self, job: Job) -> None:
-        """Let go of the demotions that wait for this job, if it is a drop."""
+        """Release demotions that wait for this job, if it is a drop."""
         command = job.command
         if job.over is not None and isinstance(command, Drop):
             if self._dropping.get((command.tier, command.key, command.group)) is job:
@@ -415,26 +410,18 @@ class Mover:
             job.over.set()
 
     def _answer_too_late(self, job: Job) -> None:
-        # A tier that let a job wait that long is as good as one that failed; the device's lateness is nobody's fault.
+        # A tier that keeps a job waiting for so long counts as failed. The device has no circuit breaker.
         self._answer(job, Outcome.FAILED, TOO_LATE, is_tier_fault=bool(job.command.tier))
 
     def _answer_orphans(self, jobs: list[Job]) -> None:
         for job in jobs:
-            self._answer(job, Outcome.FAILED, "no thread is left", is_tier_fault=bool(job.command.tier))
-
-
-def _attempt(act: Callable[[*_Given], _Answer], *given: *_Given) -> _Answer | Exception:
-    """See `Attempt`."""
-    try:
-        return act(*given)
-    except Exception as error:  # noqa: BLE001 - judged with the others, below
-        return error
+            self._answer(job, Outcome.FAILED, NO_THREAD, is_tier_fault=bool(job.command.tier))
 
 
 def _judged(job: Job, error: Exception) -> Result:
-    """The outcome of what was raised."""
+    """The outcome of an exception."""
     if isinstance(error, CorruptChunkError):
-        # Only a promote has a source that could be bad.
+        # Only a promote reads stored bytes.
         is_promote = isinstance(job.command, Transfer) and job.command.link is Link.PROMOTE
         return Result(Outcome.CORRUPT if is_promote else Outcome.FAILED, detail=str(error))
     detail = str(error) if isinstance(error, KvError) else f"{type(error).__name__}: {error}"
@@ -446,6 +433,6 @@ def _stuck(queues: Sequence[WorkerQueue]) -> int:
 
 
 def _kind(command: Work, outcome: Outcome) -> str:
-    """What a fault is called in the log."""
+    """The kind of a fault in the log."""
     act = command.link.value if isinstance(command, Transfer) else type(command).__name__.lower()
     return f"{act}{f' of tier {command.tier!r}' if command.tier else ''} {outcome.value}"

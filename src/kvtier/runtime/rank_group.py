@@ -33,7 +33,7 @@ class RankGroup:
         self._open: dict[int, _PendingCommand] = {}
         """By the identity of the command, because a drop has no id."""
         for rank in self._ranks:
-            rank.answer_to(self._answered)
+            rank.complete_to(self._answered)
 
     @property
     def lost(self) -> str:

@@ -216,7 +216,7 @@ class RankServer:
         return None
 
     def _welcome(self, peer: socket.socket) -> socket.socket:
-        self._rank.mover.answer_to(self._answer)
+        self._rank.mover.complete_to(self._answer)
         peer.settimeout(None)
         set_timeout(peer, socket.SO_RCVTIMEO, IDLE_S)
         set_timeout(peer, socket.SO_SNDTIMEO, SEND_S)

@@ -126,7 +126,7 @@ class RemoteRank:
         """See `Executor`."""
         self._inbox.wake()
 
-    def answer_to(self, put: Callable[[Completion], None]) -> None:
+    def complete_to(self, put: Callable[[Completion], None]) -> None:
         """See `Mover`."""
         self._put = put
 

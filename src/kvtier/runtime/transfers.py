@@ -1,7 +1,7 @@
-"""The work of each command: one function for each of the four links, the probe and the drop.
+"""The work of each command: one method for each kind.
 
-Nothing is judged here. An exception means that the bytes did not move, or moved only into a slot that no DONE was said
-for; the mover turns it into an outcome, in one place. Of several objects that go together each has its own.
+Methods raise on failure and the mover turns exceptions into outcomes. In a batch each object has its own result. After
+an exception the bytes in the target slot are undefined.
 """
 
 import logging
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 from kvtier.codec.base import Codec
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, seal_scratch_bytes
@@ -26,7 +26,7 @@ from kvtier.tier.base import About, AheadTier, BatchTier, Read, Tier, Write, end
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Tell, Transfer
 
 BATCH_BYTES = 2 << 20
-"""Small objects go to a tier and come from it in batches of about so many bytes: more gains nothing, and waits."""
+"""Approximate size of a batch of small objects. Larger batches are not faster and delay their first object."""
 
 BATCH_MAX = 64
 
@@ -34,28 +34,20 @@ FENCE_WAIT_S_MIN = 20e-6
 FENCE_WAIT_S_MAX = 1e-3
 
 NOT_ADMITTED = "not admitted"
-"""The detail of a demote that the tier refused: FAILED, but no fault of the tier."""
+"""Detail of a demote that the tier refused: FAILED, but no tier fault."""
 
-_Question = TypeVar("_Question")
+_Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 _Given = TypeVarTuple("_Given")
 
 Steps = Generator[None, None, _Answer]
-"""Work that may be left for a while where it yields."""
+"""Work that may be suspended where it yields."""
 
 _log = logging.getLogger(__name__)
 
 
-class Attempt(Protocol):
-    """Gives what `act` returns or raises: of several objects one that fails must not keep the others from an answer."""
-
-    def __call__(self, act: Callable[[*_Given], _Answer], *given: *_Given) -> _Answer | Exception:
-        """See above."""
-        ...
-
-
 class Result(NamedTuple):
-    """How work ended that raised nothing."""
+    """The outcome of one object's work."""
 
     outcome: Outcome
     size_bytes: int = 0
@@ -67,11 +59,11 @@ _ABSENT = Result(Outcome.ABSENT, detail="not there")
 
 
 class Transfers:
-    """One rank's ways between its engine, its arena and its tiers. Thread-safe: it has no state of its own.
+    """Moves one rank's objects between its engine, its arena and its tiers. Thread-safe: it has no mutable state.
 
-    Two demotes of one slot may seal it at the same time, and scatters may read it meanwhile, without a lock: for the
-    same identity `seal` writes the same bytes, the header in one piece; padding that it zeroes stays zero; and it
-    leaves the layers alone. Who may write to a slot, and that nobody reads it then, is the core's to decide.
+    Two demotes of a slot may seal it concurrently while scatters read it, without a lock. For one identity `seal`
+    always writes the same bytes, writes the header at once, and leaves the layers alone. The core ensures that a slot
+    is not read while other bytes are written to it.
     """
 
     def __init__(
@@ -102,25 +94,29 @@ class Transfers:
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
 
     def together(self, command: Work) -> int:
-        """How many commands like this one gain by going together; 1 is none."""
+        """Most commands like this one in a batch; 1: no batches."""
         if isinstance(command, Transfer) and command.tier in self._batch_tiers:
             return self._batch_counts[command.group]
         return 1
 
-    def run(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> Steps[list[Result | Exception]]:
-        """Do what the jobs say: one job, or several demotes or several promotes of one tier that go together.
+    def run(self, jobs: Sequence[Job], scratch: Scratch) -> Steps[list[Result | Exception]]:
+        """Do one job, or a batch of demotes or promotes of one tier.
 
-        Where a tier reads ahead it yields twice: when that has been asked, and when the frames are there, which are
-        verified then. Other jobs may be run in between. `scratch` is used only before and after.
+        For an `AheadTier` it yields twice: when the reads are submitted, and when the frames have arrived, before it
+        verifies them. The thread may run other jobs in between; `scratch` is not used then.
 
-        What one of several raises stands in its place. Raised is what concerns them all, and what a single job raises.
+        Returns:
+            A result for each job. In a batch an object's exception is its result.
+
+        Raises:
+            Exception: a single job, or a batch as a whole, failed.
         """
         if len(jobs) == 1:
             return [self._run(jobs[0], scratch)]
         command = jobs[0].command
         if isinstance(command, Transfer) and command.link is Link.DEMOTE:
-            return self._demote_many(jobs, scratch, attempt)
-        return (yield from self._promote_many(jobs, scratch, attempt))
+            return self._demote_many(jobs, scratch)
+        return (yield from self._promote_many(jobs, scratch))
 
     def _run(self, job: Job, scratch: Scratch) -> Result:
         command = job.command
@@ -145,19 +141,23 @@ class Transfers:
         return Result(Outcome.DONE, self._engine_bytes[transfer.group])
 
     def _await(self, fence: Fence, transfer: Transfer) -> None:
-        """Wait for a device copy to end, for as long as it takes.
+        """Wait for a device copy to end, without a deadline.
 
-        It cannot be abandoned: the device goes on using the slot and the blocks, and nobody else may have them before.
-        An exception of `done` does end it: the copy has failed.
+        Until it ends the device uses the slot and the blocks, so they cannot be reused. An exception of `done` ends
+        the wait: the copy has failed.
         """
         wait_s = FENCE_WAIT_S_MIN
-        is_told = False
+        is_logged = False
         while not self._copier.done(fence):
             time.sleep(wait_s)
             wait_s = min(wait_s * 2, FENCE_WAIT_S_MAX)
-            if not is_told and self._clock() > transfer.deadline_s:
-                _log.warning("a %s runs past its deadline; waiting for the device", transfer.link.value)
-                is_told = True
+            if not is_logged and self._clock() > transfer.deadline_s:
+                _log.warning(
+                    "a %s of slot %d is past its deadline; kvtier waits until the device has finished it",
+                    transfer.link.value,
+                    transfer.slot,
+                )
+                is_logged = True
 
     def _demote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:
         (identity,) = self._identities([transfer])
@@ -166,14 +166,14 @@ class Transfers:
             is_held = self._tiers[transfer.tier].write(*write)
         return _written(write, is_held=is_held)
 
-    def _demote_many(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> list[Result | Exception]:
+    def _demote_many(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
         transfers = _transfers(jobs)
         stops = list(accumulate(self._seal_scratch_bytes[transfer.group] for transfer in transfers))
         whole = scratch.view(stops[-1])
         views = [whole[start:stop] for start, stop in pairwise((0, *stops))]
         identities = self._identities(transfers)
-        writes = [attempt(self._sealed, *it) for it in zip(transfers, identities, views, strict=True)]
-        answers = _asked(jobs, writes, self._batch_tiers[transfers[0].tier].write_many)
+        writes = [_attempt(self._sealed, *it) for it in zip(transfers, identities, views, strict=True)]
+        answers = _call_tier(jobs, writes, self._batch_tiers[transfers[0].tier].write_many)
         results: list[Result | Exception] = []
         for write, answer in zip(writes, answers, strict=True):
             if isinstance(write, Exception):
@@ -196,7 +196,7 @@ class Transfers:
             stored_bytes = self._tiers[transfer.tier].read(name, slot)
         return self._opened(transfer.group, name, slot, stored_bytes, scratch.view(OPEN_SCRATCH_BYTES))
 
-    def _promote_many(self, jobs: Sequence[Job], scratch: Scratch, attempt: Attempt) -> Steps[list[Result | Exception]]:
+    def _promote_many(self, jobs: Sequence[Job], scratch: Scratch) -> Steps[list[Result | Exception]]:
         transfers = _transfers(jobs)
         groups = [transfer.group for transfer in transfers]
         names = self._names([transfer.key for transfer in transfers], groups)
@@ -205,20 +205,20 @@ class Transfers:
         answers = yield from self._read_many(jobs, reads, transfers[0].tier)
         memory = scratch.view(OPEN_SCRATCH_BYTES)
         return [
-            answer if isinstance(answer, Exception) else attempt(self._opened, group, name, slot, answer, memory)
+            answer if isinstance(answer, Exception) else _attempt(self._opened, group, name, slot, answer, memory)
             for group, name, slot, answer in zip(groups, names, slots, answers, strict=True)
         ]
 
     def _read_many(self, jobs: Sequence[Job], reads: list[Read], tier: str) -> Steps[Sequence[int | Exception | None]]:
         ahead = self._ahead_tiers.get(tier)
         if ahead is None:
-            return _asked(jobs, reads, self._batch_tiers[tier].read_many)
+            return _call_tier(jobs, reads, self._batch_tiers[tier].read_many)
         with closing(ahead.reading(reads)) as steps:
             for job in jobs:
                 job.is_in_tier = True
             next(steps, None)
             yield
-            answers = _asked(jobs, reads, lambda _: ended(steps))
+            answers = _call_tier(jobs, reads, lambda _: ended(steps))
         yield
         return answers
 
@@ -237,7 +237,7 @@ class Transfers:
         with _calling_tier(job):
             answers = self._tiers[probe.tier].contains(names)
             if len(answers) != len(names):
-                raise TierError(probe.tier, f"{len(answers)} answers to {len(names)} names")
+                raise TierError(probe.tier, f"contains returned {len(answers)} results for {len(names)} names")
         return Result(Outcome.DONE, present=tuple(answers))
 
     def _drop(self, job: Job, drop: Drop) -> Result:
@@ -257,9 +257,9 @@ class Transfers:
         return object_name(key, group, self._rank, self._digests[group])
 
     def _names(self, keys: Sequence[ChunkKey], groups: Sequence[int]) -> list[ObjectName]:
-        """The name of each of these objects."""
+        """The names of these objects."""
         different = set(groups)
-        if len(different) == 1:  # as a rule
+        if len(different) == 1:  # the usual case
             return object_names(keys, groups[0], self._rank, self._digests[groups[0]])
         names = [ObjectName(b"")] * len(keys)
         for group in different:
@@ -293,7 +293,7 @@ class Transfers:
 
 @contextmanager
 def _calling_tier(job: Job) -> Generator[None]:
-    """What is raised within is the tier's fault."""
+    """Mark exceptions raised within as the tier's fault."""
     job.is_in_tier = True
     yield
     job.is_in_tier = False
@@ -307,17 +307,25 @@ def _written(write: Write, *, is_held: bool) -> Result:
     return Result(Outcome.DONE, len(write.frame)) if is_held else Result(Outcome.FAILED, detail=NOT_ADMITTED)
 
 
-def _asked(
-    jobs: Sequence[Job], asked: Sequence[_Question | Exception], ask: Callable[[list[_Question]], list[_Answer]]
+def _attempt(act: Callable[[*_Given], _Answer], *given: *_Given) -> _Answer | Exception:
+    """The result of `act`, or its exception, so that one object of a batch does not fail the others."""
+    try:
+        return act(*given)
+    except Exception as error:  # noqa: BLE001 - the mover turns it into an outcome
+        return error
+
+
+def _call_tier(
+    jobs: Sequence[Job], items: Sequence[_Item | Exception], call: Callable[[list[_Item]], list[_Answer]]
 ) -> list[_Answer | Exception]:
-    """What the tier answers to the questions that there are; in place of the others stand their errors."""
-    going = [(job, question) for job, question in zip(jobs, asked, strict=True) if not isinstance(question, Exception)]
-    for job, _ in going:
+    """Results of `call` for the items; an item that is an exception is its own result."""
+    valid = [(job, item) for job, item in zip(jobs, items, strict=True) if not isinstance(item, Exception)]
+    for job, _ in valid:
         job.is_in_tier = True
-    told = ask([question for _, question in going])
-    if len(told) != len(going):
-        raise TierError(jobs[0].command.tier, f"{len(told)} answers to {len(going)} questions")
-    for (job, _), answer in zip(going, told, strict=True):
+    answers = call([item for _, item in valid])
+    if len(answers) != len(valid):
+        raise TierError(jobs[0].command.tier, f"a batch of {len(valid)} objects returned {len(answers)} results")
+    for (job, _), answer in zip(valid, answers, strict=True):
         job.is_in_tier = isinstance(answer, TierError)
-    answers = iter(told)
-    return [question if isinstance(question, Exception) else next(answers) for question in asked]
+    rest = iter(answers)
+    return [item if isinstance(item, Exception) else next(rest) for item in items]

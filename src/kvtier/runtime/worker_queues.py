@@ -1,8 +1,8 @@
-"""A queue: a bounded queue and the threads that serve it. What one queue waits for, no other queue does.
+"""A worker queue: a bounded queue of jobs and the threads that do them.
 
-Each job leaves the queue exactly once, under the lock, and whoever takes it out answers it: a thread that begins it,
-alone or with others that gain by going together, or the caller of `withdraw`, `expire` or `close`. Threads are daemons,
-and no join is without a deadline, so a thread that hangs in a tier holds up neither `close` nor the end of the process.
+Each job leaves the queue once, under the lock. The code that removes it completes it: a worker thread, or the caller of
+`withdraw`, `expire` or `close`. Threads are daemons and every join has a deadline, so a thread that hangs in a tier
+delays neither `close` nor the exit of the process.
 """
 
 import threading
@@ -16,20 +16,19 @@ from kvtier.runtime.jobs import Job
 from kvtier.types import Drop, Tell
 
 IDLE_WAIT_S = 60.0
-"""A thread without work looks again after this long, so that not even a lost wake-up could stall a queue for ever."""
+"""An idle thread checks the queue at this interval, so that a lost wake-up cannot stall it."""
 
 STUCK_S = 30.0
-"""A queue is stuck when each of its threads has been at the same jobs for this long."""
+"""A queue is stuck when all of its threads have been in their present jobs for this long."""
 
 SHARES_MOST = 4
-"""Jobs that one thread may take at once are shared by so many at most: a switch of threads costs more than a job."""
-
+"""Most threads that share one batch's worth of jobs. A thread switch costs more than a small job."""
 
 _END = object()
 
 
 class QueueState(Enum):
-    """Whether a queue takes jobs."""
+    """Whether a queue accepts jobs."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -37,28 +36,27 @@ class QueueState(Enum):
 
 
 class Scratch:
-    """Page-aligned memory of one thread: made when it is first needed, and again only when it must be larger."""
+    """Page-aligned memory of one thread, which grows on demand."""
 
     def __init__(self) -> None:
         self._view = memoryview(b"")
 
     def view(self, size_bytes: int) -> memoryview:
-        """`size_bytes` writable bytes, whatever they held before."""
+        """`size_bytes` writable bytes of undefined content."""
         if len(self._view) < size_bytes:
             self._view = page_aligned(size_bytes).data
         return self._view[:size_bytes]
 
 
 class WorkerQueue:
-    """One queue in front of some threads; urgent jobs go first, otherwise the oldest.
+    """Jobs in order of arrival, urgent ones first, and the threads that do them.
 
     Args:
-        name: of its threads, for people who look at a hung process.
-        threads: how many.
-        run: does jobs that one thread takes at once, and answers them. When it raises, it has answered; its thread ends
-            and another takes its place. It may yield twice: when it has nothing to do but wait for a device, and when
-            it need not wait any more. Other jobs may begin then, before it goes on.
-        orphaned: answers the jobs that wait when the last thread has ended and no other can be started.
+        name: part of the threads' names.
+        threads: number of threads.
+        run: does and completes a batch of jobs. If it raises, it has completed them; the thread ends and is replaced.
+            It may yield twice: before it waits for a device, and after. The thread may begin other jobs in between.
+        orphaned: completes the waiting jobs if the last thread has ended and none can be started.
         start: starts a thread.
         clock: seconds.
     """
@@ -87,13 +85,13 @@ class WorkerQueue:
         self._threads: list[threading.Thread] = []  # also those that are about to end
         self._clock = clock
         self._began_s: dict[int, float] = {}
-        """When each thread that is at work began its present jobs, by the thread's identity."""
+        """When each busy thread began its present jobs, by thread id."""
 
     def start(self) -> None:
         """Start the threads.
 
         Raises:
-            RuntimeError: the system gives no more threads.
+            RuntimeError: the system cannot start a thread.
         """
         for _ in range(self._wanted):
             with self._ready:
@@ -101,19 +99,19 @@ class WorkerQueue:
 
     @property
     def state(self) -> QueueState:
-        """Whether it takes jobs."""
+        """Whether it accepts jobs."""
         return self._state
 
     @property
     def is_stuck(self) -> bool:
-        """Whether each thread has been at the same jobs for `STUCK_S`. Takes no lock."""
+        """Whether all threads have been in their present jobs for `STUCK_S`. Takes no lock."""
         began_s = list(self._began_s.values())
         return 0 < self._serving <= len(began_s) and max(began_s) <= self._clock() - STUCK_S
 
     def add(self, jobs: Sequence[Job], *, bound: int, is_urgent: bool = False) -> int:
-        """Queue the first of `jobs`, as many as there is room for; how many. The rest is the caller's to answer.
+        """Queue `jobs` until `bound` jobs wait; how many were queued. The caller completes the others.
 
-        There is room for fewer than all when `bound` jobs wait then, and for none when the queue is not open.
+        A queue that is not open accepts none.
         """
         with self._ready:
             if self._state is not QueueState.OPEN:
@@ -126,16 +124,16 @@ class WorkerQueue:
             return len(taken)
 
     def withdraw(self, ids: Container[int]) -> list[Job]:
-        """Take out the waiting jobs with these ids; they are the caller's to answer."""
+        """Remove the waiting jobs with these ids. The caller completes them."""
         if not (self._urgent or self._usual):
             return []
         with self._ready:
             return self._take_out(lambda job: not isinstance(job.command, Drop | Tell) and job.command.id in ids)
 
     def expire(self, now_s: float) -> list[Job]:
-        """Take out the oldest jobs while they are too late to begin; they are the caller's to answer.
+        """Remove the oldest jobs that are past their deadline. The caller completes them.
 
-        Without this a queue whose threads all hang would keep what came after for as long as they do.
+        Otherwise jobs behind threads that hang would wait as long as these.
         """
         late: list[Job] = []
         if self._urgent or self._usual:
@@ -146,14 +144,14 @@ class WorkerQueue:
         return late
 
     def close(self) -> list[Job]:
-        """Take no more jobs and tell the threads to end; the jobs that had not begun are the caller's to answer."""
+        """Accept no more jobs and stop the threads. The caller completes the returned jobs, which have not begun."""
         with self._ready:
             self._state = QueueState.CLOSED
             self._ready.notify_all()
             return self._take_out(lambda _: True)
 
     def join(self, until_s: float) -> bool:
-        """Wait for the threads to end, until `until_s` on the clock of `time.monotonic`; whether they did."""
+        """Wait for the threads to end until `until_s` (`time.monotonic`); whether all have ended."""
         with self._ready:
             threads = list(self._threads)
         for thread in threads:
@@ -170,7 +168,7 @@ class WorkerQueue:
         return taken
 
     def _start_thread(self) -> None:
-        # Under the lock, so that the thread is among the others before it can end.
+        # Under the lock, so that the thread is registered before it can end.
         thread = threading.Thread(target=self._serve, name=f"kvtier {self.name}", daemon=True)
         self._start(thread)
         self._serving += 1
@@ -188,12 +186,12 @@ class WorkerQueue:
             raise
 
     def _begin(self, jobs: list[Job], scratch: Scratch) -> Generator[None] | None:
-        """Run `jobs`; what is left to do when a device is busy with them, or None when that is all."""
+        """Run `jobs` to the first yield; the suspended run, or None if it is complete."""
         steps = self._run(jobs, scratch)
         return steps if next(steps, _END) is None else None
 
     def _go_on(self, steps: Generator[None], scratch: Scratch) -> Generator[None] | None:
-        """Wait for the device, give it the next that waits, and only then do the rest; what is left of the next."""
+        """Wait for the device, begin the next batch, then finish `steps`; the next batch's suspended run."""
         if next(steps, _END) is _END:
             return None
         following = None
@@ -210,7 +208,7 @@ class WorkerQueue:
         return following
 
     def _next_several(self) -> list[Job]:
-        """Jobs that may go together, if some wait."""
+        """The next batch, if at least two jobs of one wait."""
         with self._ready:
             queue = self._urgent or self._usual
             is_worth = (
@@ -219,7 +217,7 @@ class WorkerQueue:
             return self._take_from(queue) if is_worth else []
 
     def _next(self) -> list[Job]:
-        """The next job, with those behind it that may go with it; none when the queue is closed."""
+        """Wait for the next batch; empty if the queue is closed."""
         with self._ready:
             self._began_s.pop(threading.get_ident(), None)
             while self._state is QueueState.OPEN:
@@ -237,17 +235,17 @@ class WorkerQueue:
         jobs = [first]
         self._began_s[threading.get_ident()] = self._clock()
         if first.together > 1 and queue:
-            # An even share where others have nothing to do: what one thread takes no other begins earlier.
+            # Share the waiting jobs evenly with idle threads, which would otherwise begin them earlier.
             share = max(-(-(len(queue) + 1) // (self._idle + 1)), -(-first.together // SHARES_MOST))
             most = min(first.together, share)
             while len(jobs) < most and queue and len(jobs) < queue[0].together:
                 jobs.append(queue.popleft())
         if self._urgent or self._usual:
-            self._ready.notify()  # one thread was woken, for however many jobs
+            self._ready.notify()  # `add` wakes one thread for all of its jobs
         return jobs
 
     def _replace_thread(self) -> None:
-        """This thread ends; without another the jobs that wait would never be answered."""
+        """Start a thread in place of this one, which ends. If none is left, hand over the waiting jobs."""
         with self._ready:
             self._serving -= 1
             self._began_s.pop(threading.get_ident(), None)
