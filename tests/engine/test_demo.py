@@ -6,18 +6,19 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from kvtier.cli.main import run
+from kvtier.demo import run as demo_run
+from kvtier.demo import worker
 from kvtier.demo.model import SHAPES
-from kvtier.demo.trace import plan_requests, read_trace, train_tokenizer
-from kvtier.demo.worker import PassJob, run_pass
+from kvtier.demo.trace import plan_requests, read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-REQUESTS = 5
+REQUESTS = 3
 DEADLINE_S = 200
 
 
@@ -32,95 +33,65 @@ def environment(temporary: Path):
     return {**clean, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
 
 
-def call(temporary: Path, *arguments):
-    tiny = ("--model-size", "tiny", "--requests", str(REQUESTS), "--new-tokens", "8")
-    return subprocess.run(
-        command(*tiny, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-        cwd=temporary,
-        env=environment(temporary),
-    )
+def passes_of(output):
+    told = json.loads(output)
+    assert told["identical"] is True
+    for it in told["passes"]:
+        assert it["requests"] == REQUESTS
+        assert 0 < it["ttft_ms"]["p50"] <= it["ttft_ms"]["p95"]
+        assert it["wall_s"] > 0
+        assert it["input_tokens"] == it["restored_tokens"] + it["computed_tokens"]
+        assert sum(it["restored_by_tier"].values()) == it["restored_tokens"]
+    return {it["name"]: it for it in told["passes"]}
 
 
-@pytest.fixture(scope="module")
-def calls(tmp_path_factory):
-    """Two calls on one directory, and where they ran."""
-    temporary = tmp_path_factory.mktemp("demo")
-    store = temporary / "store"
-    first = call(temporary, "--dir", str(store), "--json")
-    second = call(temporary, "--dir", str(store), "--json", "--record", "record.json", "--report", "page.html")
-    return first, second, temporary
+def pass_events(name, job, work):
+    """The warm pass in a process of its own, the others in this one, which saves loading torch six times."""
+    if name == "warm":
+        yield from worker.pass_events(name, job, work)
+    else:
+        events = []
+        worker.run_pass(job, events.append)
+        yield from events
 
 
-def passes_of(done):
-    return {it["name"]: it for it in json.loads(done.stdout)["passes"]}
-
-
-def test_both_calls_end_well_and_print_json_alone(calls):
-    for done in calls[:2]:
-        assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout)
-        assert told["identical"] is True
-        assert isinstance(told["model"], str)
-        for it in told["passes"]:
-            assert it["requests"] == REQUESTS
-            assert 0 < it["ttft_ms"]["p50"] <= it["ttft_ms"]["p95"]
-            assert it["wall_s"] > 0
-            assert it["input_tokens"] == it["restored_tokens"] + it["computed_tokens"]
-            assert sum(it["restored_by_tier"].values()) == it["restored_tokens"]
-
-
-def test_the_passes_are_those_of_the_contract(calls):
-    assert list(passes_of(calls[0])) == ["none", "cold", "warm"]
-    assert list(passes_of(calls[1])) == ["none", "cold", "warm", "reopened"]
-
-
-def test_without_kvtier_nothing_is_restored(calls):
-    none = passes_of(calls[0])["none"]
+def test_two_calls_on_one_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(demo_run, "pass_events", pass_events)
+    arguments = ("--model-size", "tiny", "--requests", str(REQUESTS), "--new-tokens", "2", "--dir", "store", "--json")
+    assert run(["demo", *arguments]) == 0
+    first = passes_of(capsys.readouterr().out)
+    assert list(first) == ["none", "cold", "warm"]
+    none, cold, warm = first.values()
     assert (none["restored_tokens"], none["restorable_tokens"], none["disk_bytes"]) == (0, 0, 0)
+    assert cold["written_bytes"] > 0
+    assert cold["lost"] == 0
+    assert warm["restored_by_tier"].get("directory", 0) > 0
+    assert warm["restored_tokens"] >= 0.9 * warm["restorable_tokens"] > 0
+    assert warm["restorable_tokens"] > cold["restorable_tokens"] > 0
 
-
-def test_the_warm_pass_restores_from_disk_what_the_cold_pass_stored(calls):
-    passes = passes_of(calls[0])
-    assert passes["cold"]["written_bytes"] > 0
-    assert passes["cold"]["lost"] == 0
-    assert passes["warm"]["restored_by_tier"].get("directory", 0) > 0
-    assert passes["warm"]["restored_tokens"] >= 0.9 * passes["warm"]["restorable_tokens"] > 0
-    assert passes["warm"]["restorable_tokens"] > passes["cold"]["restorable_tokens"] > 0
-
-
-def test_a_second_cold_pass_sees_nothing_of_the_first_call(calls):
-    first, second = (passes_of(done)["cold"] for done in calls[:2])
-    assert "directory" not in second["restored_by_tier"]
-    assert second["restored_tokens"] == first["restored_tokens"]
-    assert second["restorable_tokens"] == first["restorable_tokens"]
-
-
-def test_the_reopened_pass_restores_what_the_earlier_call_left(calls):
-    first, second = (passes_of(done) for done in calls[:2])
+    assert run(["demo", *arguments, "--record", "record.json", "--report", "page.html"]) == 0
+    second = passes_of(capsys.readouterr().out)
+    assert list(second) == ["none", "cold", "warm", "reopened"]
+    assert "directory" not in second["cold"]["restored_by_tier"]
+    assert second["cold"]["restored_tokens"] == cold["restored_tokens"]
+    assert second["cold"]["restorable_tokens"] == cold["restorable_tokens"]
     reopened = second["reopened"]
-    assert reopened["restorable_tokens"] == first["warm"]["restorable_tokens"]
+    assert reopened["restorable_tokens"] == warm["restorable_tokens"]
     assert reopened["restored_tokens"] >= 0.9 * reopened["restorable_tokens"]
     assert reopened["restored_by_tier"].get("directory", 0) > 0
 
-
-def test_the_record_and_the_report_are_written(calls):
-    temporary = calls[2]
-    record = json.loads((temporary / "record.json").read_text(encoding="utf-8"))
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["benchmark"] == "demo"
     assert len(record["samples"]) == 4 * REQUESTS
     assert record["settings"]["model_size"] == {"value": "tiny", "origin": "flag"}
     assert record["settings"]["seed"]["origin"] == "default"
     assert record["settings"]["store.write_policy"]["origin"] == "default"
-    assert str(temporary) not in json.dumps(record)
-    assert (temporary / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_nothing_else_is_left_behind(calls):
-    assert sorted(it.name for it in calls[2].iterdir()) == ["page.html", "record.json", "store"]
+    assert str(tmp_path) not in json.dumps(record)
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["page.html", "record.json", "store"]
 
 
 def test_ctrl_c_ends_the_pass_and_leaves_nothing_behind(tmp_path):
@@ -166,7 +137,7 @@ def read(path: Path) -> bytes:
 
 def do_pass(plan, directory, namespace):
     events = []
-    job = PassJob(
+    job = worker.PassJob(
         shape=SHAPES["tiny"],
         seed=3,
         new_tokens=4,
@@ -175,7 +146,7 @@ def do_pass(plan, directory, namespace):
         directory=str(directory),
         namespace=namespace,
     )
-    run_pass(job, events.append)
+    worker.run_pass(job, events.append)
     return [sum(it["restored"].values()) for it in events if it["event"] == "request"]
 
 
@@ -184,18 +155,6 @@ def test_namespaces_in_one_directory_do_not_see_each_other(tmp_path):
     assert do_pass(plan, tmp_path / "store", "one") == [0]
     assert do_pass(plan, tmp_path / "store", "two") == [0]
     assert do_pass(plan, tmp_path / "store", "one")[0] > 0
-
-
-def test_a_job_survives_the_way_to_its_process(tmp_path):
-    plan = plan_requests(read_trace(), sessions=1, requests=2)
-    job = PassJob(SHAPES["tiny"], 1, 2, 3, plan.requests, None, "space")
-    (tmp_path / "job.json").write_text(json.dumps(asdict(job)))
-    assert PassJob.read(tmp_path / "job.json") == job
-
-
-def test_the_tokenizer_is_the_same_every_time():
-    texts = [row.text for row in read_trace()][:20]
-    assert train_tokenizer(texts).to_str() == train_tokenizer(texts).to_str()
 
 
 def test_every_conversation_but_its_first_request_continues_an_earlier_one():

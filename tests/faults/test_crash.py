@@ -16,7 +16,6 @@ from kvtier.keys.names import object_name
 from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory import DirectoryTier
 
-ROUNDS = 12
 CHUNKS = 30
 
 WRITER = """
@@ -58,11 +57,12 @@ def _killed_after(path: Path, seconds: float) -> set[int]:
 
 
 @pytest.mark.slow
-def test_after_a_kill_at_any_moment_what_is_found_is_right(tmp_path):
+@pytest.mark.parametrize("rounds", [3, pytest.param(12, marks=pytest.mark.nightly)])
+def test_after_a_kill_at_any_moment_what_is_found_is_right(tmp_path, rounds):
     draw = random.Random(5)
     source = Engine(200, seed=7)
     found_anything = False
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         _killed_after(tmp_path / "kv", draw.random() * 0.05)
         target = Engine(200, seed=8)
         kv = opened(tmp_path / "kv", target)

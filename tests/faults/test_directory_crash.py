@@ -12,8 +12,6 @@ from test_directory_shared import CAPACITY, DEADLINE_S, start_writer, used_exact
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.directory import DirectoryTier
 
-ROUNDS = 20
-
 
 def check_objects(tier):
     """Every object is whole: its length and bytes are those that belong to its name."""
@@ -25,11 +23,12 @@ def check_objects(tier):
         assert into[:size] == known[name]
 
 
-def test_killed_writers_leave_nothing_wrong(tmp_path):
+@pytest.mark.parametrize("rounds", [5, pytest.param(40, marks=pytest.mark.nightly)])
+def test_killed_writers_leave_nothing_wrong(tmp_path, rounds):
     root = tmp_path / "store"
     chance = random.Random(11)
     found = 0
-    for seed in range(ROUNDS):
+    for seed in range(rounds):
         writer = start_writer(root, seed, 1_000_000)
         # After some number of operations, not after some time: how fast this machine is must not matter.
         assert writer.stderr.read(wanted := chance.randrange(1, 200)) == "." * wanted
@@ -51,7 +50,7 @@ def test_a_writer_dies_beside_a_living_one(tmp_path):
     # On a busy machine a writer that holds the lock may be without a processor for longer than the usual deadline.
     tier = DirectoryTier(root, capacity_bytes=CAPACITY, lock_deadline_s=DEADLINE_S)
     survivor = start_writer(root, 100, 600)
-    for seed in range(4):
+    for seed in range(2):
         victim = start_writer(root, seed, 1_000_000)
         assert victim.stderr.read(1) == "."
         tier.write(object_name(seed), memoryview(content(seed)))
