@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.replay.policies.bounds import infinite_hit_tokens
+from kvtier.replay.policies.reference import infinite_hit_tokens
 from kvtier.replay.run import replay
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.formats.base import Request

@@ -12,7 +12,7 @@ from tests.unit.test_replay_tiers import BLOCK, CHUNK, Listed, agents, hits, rep
 from tests.unit.test_report import check_page
 
 from kvtier.cli.main import run
-from kvtier.cli.replay_output import interruptible
+from kvtier.cli.replay import interruptible
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.planner import Planner
 from kvtier.replay import sweep as sweep_module

@@ -1,15 +1,17 @@
 """`kvtier replay`: hit rates of policies and capacities, and replays through tiers, from a trace."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from kvtier.cli.options import OutputFile
-from kvtier.cli.replay_output import ReplayOutput
-from kvtier.report.output import print_json
+from kvtier.cli.options import OutputFile, tell_written
+from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
@@ -22,6 +24,60 @@ POLICIES = "default,lru,min"
 
 
 _TIER_ONLY = ("model", "gpu", "prefill", "probe", "servers", "nodes", "router", "write_policy", "planner")
+
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as a shell would report it."""
+
+
+@contextmanager
+def interruptible() -> Generator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed. The second Ctrl-C ends the process as usual."""
+    is_pressed = False
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_pressed
+        is_pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: is_pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class ReplayOutput:
+    """Collects the results of a command until they are printed.
+
+    Args:
+        report: path of the HTML report, if any.
+        as_json: print JSON instead of tables.
+    """
+
+    def __init__(self, report: Path | None, *, as_json: bool) -> None:
+        self.report = report
+        self.as_json = as_json
+        self.is_interrupted = False
+        self.json: list[dict[str, object]] = []
+        """Objects to print."""
+
+    @contextmanager
+    def watch(self, label: str, requests: int) -> Generator[tuple[Callable[[float], None], Callable[[], bool]]]:
+        """Show progress and note Ctrl-C; yields `advance` and `should_stop`."""
+        with interruptible() as should_stop, progress(label, requests) as advance:
+            yield advance, should_stop
+            self.is_interrupted = should_stop()
+
+    def finish(self, write_report: Callable[[Path], None], *, is_list: bool) -> int:
+        """Write the report and print JSON; returns the exit code."""
+        if self.report is not None:
+            write_report(self.report)
+            tell_written(self.report)
+        if self.as_json:
+            print_json(self.json if is_list or not self.json else self.json[0])
+        return INTERRUPTED if self.is_interrupted else 0
 
 
 class _RunOrDescribe(click.Group):
@@ -158,7 +214,7 @@ def _run_policies(
     options: dict[str, Any],
     output: ReplayOutput,
 ) -> int:
-    from kvtier.replay.policies.bounds import infinite_hit_tokens
+    from kvtier.replay.policies.reference import infinite_hit_tokens
     from kvtier.replay.run import Task
     from kvtier.replay.sweep import sweep
     from kvtier.replay.tables import CacheReplays

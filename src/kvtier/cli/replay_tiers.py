@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.replay_output import ReplayOutput
+from kvtier.cli.replay import ReplayOutput
 from kvtier.report.table import print_table
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""`kvtier trace`: record traces, convert them, take out what they tell of anybody, make new ones like them."""
+"""`kvtier trace`: record, convert, anonymize and synthesize request traces."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,7 +10,24 @@ from kvtier.cli.options import OutputFile
 from kvtier.cli.replay import load_trace, reading_options
 from kvtier.report.output import progress
 
-_TOLD_EVERY = 4096
+if TYPE_CHECKING:
+    from kvtier.trace.arrays import TraceArrays
+
+_STEP = 4096
+"""Lines between two updates of the progress bar."""
+_STATISTICS = (
+    ("requests-per-s", float, "Mean requests a second, all sessions.  [2; with --like: the trace's]"),
+    ("turns", float, "Mean requests of a session.  [4]"),
+    ("first-tokens", float, "Mean tokens of a first prompt after its shared part.  [1500]"),
+    ("turn-tokens", float, "Mean growth of a prompt from turn to turn.  [600]"),
+    ("output-tokens", float, "Mean tokens of a response.  [300]"),
+    ("think-s", float, "Mean seconds between the requests of a session.  [60]"),
+    ("spread", float, "Standard deviation of the logarithm of lengths and pauses.  [1]"),
+    ("shared-prompts", int, "Distinct shared prompts.  [16]"),
+    ("shared-tokens", int, "Tokens of each shared prompt.  [1024]"),
+    ("shared-share", float, "Share of the sessions that begin with one.  [0.8]"),
+    ("popularity", float, "Zipf exponent of the shared prompts.  [1]"),
+)
 
 
 @click.group()
@@ -24,65 +41,68 @@ def trace() -> None:
 @click.option("--ids", "as_ids", is_flag=True, help="Write hash_ids, which more tools read; runs are shorter.")
 @reading_options
 def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  # noqa: ANN401  the options above
-    """Write SOURCE, of any form that `kvtier replay` reads, to TARGET as request lines (.gz: gzip).
+    """Write SOURCE, in any format of `kvtier replay`, to TARGET as request lines (.gz: gzip).
 
-    TARGET holds times, lengths and which blocks are equal, nothing else: no text, no ids or names of sessions of
-    SOURCE. It replays to the same figures; only the adaptive policy samples names, and differs by chance.
+    TARGET has times, lengths, and which blocks are equal; no text, ids or session names of SOURCE. It replays to the
+    same figures, except for the adaptive policy, which samples by name.
     """
-    from kvtier.errors import ConfigError
-    from kvtier.trace.write import write_requests
-
-    if target.resolve() == source.resolve():
-        raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
-    packed = load_trace(source, reading)
-    write_requests(target, packed, as_runs=not as_ids)
-    click.echo(f"{len(packed):,} requests, {packed.block_count:,} blocks of {packed.block_tokens} tokens: {target}")
+    _check_distinct(source, target)
+    _write(target, load_trace(source, reading), as_runs=not as_ids)
 
 
 @trace.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=OutputFile())
 @click.option("--ids", "as_ids", is_flag=True, help="Write hash_ids, which more tools read; runs are shorter.")
-@click.option("--coarse-s", type=float, default=0.0, help="Cut times to multiples of so many seconds.  [0: leave them]")
-@click.option("--no-sessions", is_flag=True, help="Do not tell which requests belong together.")
+@click.option("--coarse-s", type=float, default=0.0, help="Round times down to multiples of this.  [0: do not]")
+@click.option("--no-sessions", is_flag=True, help="Leave out sessions.")
 @reading_options
 def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sessions: bool, **reading: Any) -> None:  # noqa: ANN401
-    """Write SOURCE to TARGET (.gz: gzip) so that it can be passed on.
+    """Write SOURCE to TARGET (.gz: gzip) for sharing.
 
-    Blocks and sessions are numbered as they appear, whatever their ids were made of; times count from the first
-    request; nothing else of SOURCE is in it. A trace that holds texts is refused. Hit rates stay as they are, but for
-    policies that go by time if it is cut. What stays can tell something, too: lengths, the order, how often a block
-    is used.
+    Blocks and sessions are numbered by first use, and times count from the first request; TARGET has nothing else of
+    SOURCE. A trace with texts is refused. Hit rates stay the same, except with --coarse-s for policies that use time.
+    Lengths, order and the number of uses of a block stay, and may identify something.
     """
     from kvtier.errors import ConfigError
     from kvtier.trace.arrays import without_sessions
-    from kvtier.trace.formats.text_lines import TextLines
     from kvtier.trace.open import open_trace
-    from kvtier.trace.write import write_requests
+
+    _check_distinct(source, target)
+    if "tokenizer" in open_trace(source).options:
+        raise ConfigError(
+            f"trace {source} holds texts, whose lengths may identify them; allowed: one with block ids, such as the "
+            "output of `kvtier trace convert`"
+        )
+    arrays = load_trace(source, reading)
+    _write(target, without_sessions(arrays) if no_sessions else arrays, as_runs=not as_ids, coarse_s=coarse_s)
+
+
+def _check_distinct(source: Path, target: Path) -> None:
+    from kvtier.errors import ConfigError
 
     if target.resolve() == source.resolve():
         raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
-    if isinstance(open_trace(source), TextLines):
-        raise ConfigError(
-            f"trace {source} holds texts, of which lengths would tell; allowed: one with block ids, such as "
-            "`kvtier trace convert` makes of it"
-        )
-    packed = load_trace(source, reading)
-    write_requests(target, without_sessions(packed) if no_sessions else packed, as_runs=not as_ids, coarse_s=coarse_s)
-    click.echo(f"{len(packed):,} requests, {packed.block_count:,} blocks of {packed.block_tokens} tokens: {target}")
+
+
+def _write(target: Path, arrays: "TraceArrays", *, as_runs: bool, coarse_s: float = 0.0) -> None:
+    from kvtier.trace.write import write_requests
+
+    write_requests(target, arrays, as_runs=as_runs, coarse_s=coarse_s)
+    click.echo(f"{len(arrays):,} requests, {arrays.block_count:,} blocks of {arrays.block_tokens} tokens: {target}")
 
 
 @trace.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--capacity", default="1GiB", help="Most bytes of recordings in FOLDER; then recording stops.  [1GiB]")
+@click.option("--capacity", default="1GiB", help="Limit of FOLDER, at which recording stops.  [1GiB]")
 def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
     """Run PROGRAM, such as `vllm serve MODEL …` with kvtier, and record its requests in FOLDER.
 
-    Each engine that it starts writes a file of request lines: when a request came, its lengths, and which blocks are
-    equal, under ids that cannot be undone. No text, no token. `kvtier replay` reads it.
+    Each engine writes a file of request lines: arrival times, lengths, and which blocks are equal, under ids that
+    cannot be reversed. No texts, no tokens. `kvtier replay` reads the files.
 
-    The same as the settings trace.path and trace.capacity_bytes, wherever settings are read.
+    Equivalent to the settings trace.path and trace.capacity_bytes.
     """
     import os
 
@@ -92,30 +112,14 @@ def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
     command = program[1:] if program[0] == "--" else program
     if not command:
         raise click.UsageError("PROGRAM is missing; allowed: such as vllm serve MODEL")
-    flags = (f"trace.path={folder}", f"trace.capacity_bytes={capacity}")
-    told = load(flags=flags).config.trace
-    assert told.path is not None, "the setting that was just given"
+    config = load(flags=(f"trace.path={folder}", f"trace.capacity_bytes={capacity}")).config.trace
+    assert config.path is not None, "it is set above"
     try:
-        told.path.mkdir(parents=True, exist_ok=True)
+        config.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be made: {error.strerror or error}; allowed: a directory") from error
-    settings = (f"KVTIER_TRACE__PATH={told.path}", f"KVTIER_TRACE__CAPACITY_BYTES={told.capacity_bytes}")
-    os.execvp("env", ["env", *settings, *command])  # noqa: S606  in our place: signals and the terminal are its own
-
-
-_STATISTICS = (
-    ("requests-per-s", float, "Requests a second on average, of all sessions.  [2; with --like: the trace's]"),
-    ("turns", float, "Requests of a session on average.  [4]"),
-    ("first-tokens", float, "Of a first prompt on average, behind what it shares.  [1500]"),
-    ("turn-tokens", float, "By which a prompt grows from turn to turn, on average.  [600]"),
-    ("output-tokens", float, "On average.  [300]"),
-    ("think-s", float, "Seconds between the requests of a session, on average.  [60]"),
-    ("spread", float, "Standard deviation of the logarithm of lengths and pauses.  [1]"),
-    ("shared-prompts", int, "Prompts that sessions begin with.  [16]"),
-    ("shared-tokens", int, "Of each of them.  [1024]"),
-    ("shared-share", float, "Of the sessions that begin with one.  [0.8]"),
-    ("popularity", float, "The n-th of them is used in proportion to n to the power of minus this.  [1]"),
-)
+    settings = (f"KVTIER_TRACE__PATH={config.path}", f"KVTIER_TRACE__CAPACITY_BYTES={config.capacity_bytes}")
+    os.execvp("env", ["env", *settings, *command])  # noqa: S606  PROGRAM gets signals and terminal
 
 
 def _statistics_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,15 +130,15 @@ def _statistics_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @trace.command()
 @click.argument("target", type=OutputFile())
-@click.option("--requests", help="How many, such as 10M.  [100k; with --like: as many as the trace has]")
-@click.option("--like", type=click.Path(path_type=Path), help="A trace to be like.")
+@click.option("--requests", help="Number of requests, such as 10M.  [100k; with --like: the trace's]")
+@click.option("--like", type=click.Path(path_type=Path), help="Take sessions from this trace.")
 @_statistics_options
 @reading_options
 def synthesize(target: Path, requests: str | None, like: Path | None, **options: Any) -> None:  # noqa: ANN401
-    """Write TARGET, a trace that nobody has recorded (.gz: gzip): the same one for the same options and --seed.
+    """Write a synthetic trace to TARGET (.gz: gzip); the same options and --seed give the same file.
 
-    Its sessions have the statistics that are given, or those of the trace --like: whole sessions of it, with their
-    lengths, pauses and what they share, in another order and under new ids.
+    Sessions are drawn from the statistics above, or from the trace --like: whole sessions, with their lengths, pauses
+    and shared blocks, in another order and under new ids.
     """
     from kvtier.config.kinds import parse_count
     from kvtier.errors import ConfigError
@@ -148,8 +152,8 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
     )
     from kvtier.trace.write import write_lines
 
-    stated = {name: options.pop(name) for name in (it[0].replace("-", "_") for it in _STATISTICS)}
-    given = {name: value for name, value in stated.items() if value is not None}
+    values = {name: options.pop(name) for name in (it[0].replace("-", "_") for it in _STATISTICS)}
+    given = {name: value for name, value in values.items() if value is not None}
     try:
         count = None if requests is None else parse_count(requests)
     except ValueError as error:
@@ -161,22 +165,21 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
         source = StatisticalSource(Statistics(**given), options["seed"])
         count = 100_000 if count is None else count
     else:
-        if like.resolve() == target.resolve():
-            raise ConfigError(f"{str(target)!r} is the trace that is read; allowed: another file")
+        _check_distinct(like, target)
         rate = given.pop("requests_per_s", None)
         if given:
             names = ", ".join(f"--{option_of(name)}" for name in given)
             raise ConfigError(f"{names} and --like are both given; allowed: with --like only --requests-per-s")
-        packed = load_trace(like, options)
-        source = TraceSource(packed, options["seed"], rate)
-        count = len(packed) if count is None else count
+        model = load_trace(like, options)
+        source = TraceSource(model, options["seed"], rate)
+        count = len(model) if count is None else count
     with progress(f"{target.name}: {count:,} requests", count) as advance:
-        write_lines(target, _told(synthesized(source, count), advance))
+        write_lines(target, _counted(synthesized(source, count), advance))
     click.echo(f"{count:,} requests, blocks of {source.block_tokens} tokens: {target}")
 
 
-def _told(lines: Iterator[str], advance: Callable[[int], None]) -> Iterator[str]:
+def _counted(lines: Iterator[str], advance: Callable[[int], None]) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
-        if number % _TOLD_EVERY == 0:
-            advance(_TOLD_EVERY)
+        if number % _STEP == 0:
+            advance(_STEP)
         yield line

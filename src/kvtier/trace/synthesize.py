@@ -29,7 +29,7 @@ _TURNS_MAX = 10_000
 _TOKENS_MAX = 1 << 24
 
 
-class BlockRun(NamedTuple):
+class IdRun(NamedTuple):
     """Consecutive block ids of a prompt."""
 
     first: int
@@ -45,7 +45,7 @@ class SyntheticRequest(NamedTuple):
     """Since the start of the session; monotonic."""
     input_tokens: int
     output_tokens: int
-    runs: tuple[BlockRun, ...]
+    runs: tuple[IdRun, ...]
     conversation: int
     """Index of its named session among those of this synthetic session; -1: none."""
     next_turn: NextTurn | None = None
@@ -215,7 +215,7 @@ class StatisticalSource(SessionSource):
     def _session(self, prompt: int, lengths: list[int], outputs: list[int], pauses: list[float]) -> SyntheticSession:
         size = self.block_tokens
         shared = self._prompt_blocks if prompt >= 0 else 0
-        begin = (BlockRun(prompt * shared, shared, is_shared=True),) if shared else ()
+        begin = (IdRun(prompt * shared, shared, is_shared=True),) if shared else ()
         # Whole blocks stay as the prompt grows; the partial last block is a new one in each turn.
         whole_at_last = sum(lengths) // size
         requests: list[SyntheticRequest] = []
@@ -224,9 +224,9 @@ class StatisticalSource(SessionSource):
             tokens += length
             runs = begin
             if tokens >= size:
-                runs = (*runs, BlockRun(0, tokens // size, is_shared=False))
+                runs = (*runs, IdRun(0, tokens // size, is_shared=False))
             if tokens % size:
-                runs = (*runs, BlockRun(whole_at_last + tails, 1, is_shared=False))
+                runs = (*runs, IdRun(whole_at_last + tails, 1, is_shared=False))
                 tails += 1
             after_s += pause if turn else 0.0
             requests.append(SyntheticRequest(after_s, shared * size + tokens, output, runs, 0))
@@ -366,14 +366,14 @@ def _grouped(trace: TraceArrays, is_shared: npt.NDArray[np.bool_]) -> list[list[
     return list(out.values())
 
 
-def _runs(numbers: list[int]) -> tuple[BlockRun, ...]:
+def _runs(numbers: list[int]) -> tuple[IdRun, ...]:
     """Consecutive ids as runs; a session's own block n is given as -1 - n."""
-    runs: list[BlockRun] = []
+    runs: list[IdRun] = []
     for number in numbers:
         is_shared = number >= 0
         block = number if is_shared else -1 - number
         if runs and runs[-1].is_shared == is_shared and runs[-1].first + runs[-1].blocks == block:
             runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
         else:
-            runs.append(BlockRun(block, 1, is_shared))
+            runs.append(IdRun(block, 1, is_shared))
     return tuple(runs)

@@ -8,8 +8,7 @@ from kvtier.errors import ConfigError
 from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.registry import DEFAULT_EVICTOR, EVICTORS, make_evictor
 from kvtier.replay.policies.base import Policy
-from kvtier.replay.policies.bounds import Infinite, Min, OracleLru
-from kvtier.replay.policies.queues import Arc, PlainLru, S3Fifo
+from kvtier.replay.policies.reference import Arc, Infinite, Min, OracleLru, PlainLru, S3Fifo
 from kvtier.replay.policies.shipped import Shipped
 from kvtier.trace.arrays import TraceArrays
 
