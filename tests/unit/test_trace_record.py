@@ -177,7 +177,7 @@ def test_it_is_off_unless_a_directory_is_set(tmp_path):
 
 def test_the_command_runs_a_program_with_recording_on(tmp_path):
     folder = tmp_path / "new" / "traces"
-    program = "from kvtier.config import load; it = load().config.trace; print(it.path, it.capacity_bytes)"
+    program = "from kvtier.config.loader import load; it = load().config.trace; print(it.path, it.capacity_bytes)"
     command = [sys.executable, "-m", "kvtier.cli.main", "trace", "record", "--capacity", "1MiB", str(folder)]
     told = {"capture_output": True, "text": True}
     done = subprocess.run([*command, sys.executable, "-c", program], timeout=250, check=False, **told)
