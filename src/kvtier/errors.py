@@ -1,28 +1,28 @@
-"""What can go wrong, by who can mend it.
+"""Exceptions, by what can be done about them.
 
-Raised low, caught once in the mover, and there turned into an `Outcome`. What goes wrong with *data* ends as a miss;
-only a mistake in a *setting* or a *call* reaches the user as an exception.
+The mover catches them in one place and turns them into an `Outcome`. Errors in *data* become misses. Only mistakes in
+*settings* and *calls* reach the user.
 """
 
 
 class KvError(Exception):
-    """Anything that kvtier raises on purpose."""
+    """Base class of all exceptions of kvtier."""
 
 
 class ConfigError(KvError):
-    """A setting is wrong. The message names the value, where it came from and what is allowed."""
+    """A setting is wrong. The message names the value, its origin and the allowed values."""
 
 
 class BadCallError(KvError, ValueError):
-    """The arguments of a call do not fit. Nothing has begun."""
+    """The arguments of a call are invalid. The call had no effect."""
 
 
 class UnsupportedModelError(KvError):
-    """The model, its cache class or a generation option cannot be served correctly, so it is refused."""
+    """The model, its cache class or a generation option is not supported."""
 
 
 class TierError(KvError):
-    """A place failed: an I/O error, no space, a time-out. It may pass, and the data may still be good."""
+    """A tier failed: an I/O error, no space or a time-out. It may be temporary, and the data may be good."""
 
     def __init__(self, tier: str, detail: str) -> None:
         super().__init__(f"tier {tier!r}: {detail}")
@@ -30,7 +30,7 @@ class TierError(KvError):
 
 
 class CorruptChunkError(KvError):
-    """Bytes came back, but not the bytes that were written. Retrying will not help: the copy is to be dropped."""
+    """The bytes differ from those that were written. Retrying does not help: the copy must be dropped."""
 
     def __init__(self, name: bytes, detail: str) -> None:
         super().__init__(f"object {name.hex()[:12]}: {detail}")

@@ -1,8 +1,8 @@
-"""What the bytes of one chunk are: KV groups, their layers, and where each layer lies in a slot.
+"""Layout of a chunk's bytes: KV groups, their layers, and the offset of each layer in a slot.
 
-A payload is layer-major: layer 0 of the whole chunk, then layer 1, ... Each layer begins at a multiple of `ALIGNMENT`,
-so that any layer can be read with direct I/O and sections never cross a layer. What lies inside a layer is the engine's
-own arrangement, named by `pages` and never inferred from a shape.
+A payload is layer-major: layer 0 of the whole chunk, then layer 1, and so on. Each layer begins at a multiple of
+`ALIGNMENT`, so any layer can be read with direct I/O, and no section crosses a layer. Within a layer the arrangement is
+the engine's. `pages` names it; it is never inferred from shapes.
 """
 
 import hashlib
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 ALIGNMENT = 4096
-"""Bytes; what direct I/O needs on every device we know (512 or 4096)."""
+"""Bytes; direct I/O needs 512 or 4096, depending on the device."""
 
 SECTION_BYTES_MAX = 1 << 20
-"""A section (the unit of checksum and of a ranged read) is at most 1 MiB."""
+"""Longest section: the unit of checksums and ranged reads."""
 
 
 def align_up(count: int, alignment: int = ALIGNMENT) -> int:
@@ -53,7 +53,7 @@ class GroupLayout:
     Args:
         validity: which chunks make a boundary restorable.
         layer_bytes: payload bytes of each of the group's layers in a full chunk, in layer order.
-        pages: the engine's name for what lies inside a layer, for example
+        pages: the engine's name for the arrangement within a layer, for example
             ``transformers/K[head,token,dim] V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
     """
 
@@ -77,12 +77,12 @@ class GroupLayout:
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of a payload in a slot, padding included; a multiple of `ALIGNMENT`."""
+        """Bytes of a payload in a slot, including padding; a multiple of `ALIGNMENT`."""
         return self.layer_offsets[-1] + align_up(self.layer_bytes[-1])
 
     @cached_property
     def sections(self) -> tuple[tuple[int, int, int], ...]:
-        """(layer, offset in the payload, length) of each section, in order; no section crosses a layer."""
+        """(layer, offset in the payload, length) of each section, in order."""
         cut: list[tuple[int, int, int]] = []
         for layer, (offset, size) in enumerate(zip(self.layer_offsets, self.layer_bytes, strict=True)):
             cut += [
@@ -108,17 +108,17 @@ class KvLayout:
         object.__setattr__(self, "_digests", tuple(_digest(self.chunk_tokens, group) for group in self.groups))
 
     def digest(self, group: int) -> bytes:
-        """32-byte digest of everything that says how to read one group's bytes; part of its object names."""
+        """32-byte digest of everything needed to read one group's bytes; part of its object names."""
         return self._digests[group]
 
     @property
     def bytes_per_token(self) -> float:
-        """Payload bytes (without padding) that one token takes, all groups together."""
+        """Payload bytes (without padding) of one token in all groups."""
         return sum(sum(group.layer_bytes) for group in self.groups) / self.chunk_tokens
 
 
 def _digest(chunk_tokens: int, group: GroupLayout) -> bytes:
     validity = group.validity
     rule = f"window:{validity.tokens}" if isinstance(validity, Window) else type(validity).__name__.lower()
-    told = json.dumps([1, chunk_tokens, rule, list(group.layer_bytes), group.pages], separators=(",", ":"))
-    return hashlib.sha256(b"kvtier.layout\0" + told.encode()).digest()
+    fields = json.dumps([1, chunk_tokens, rule, list(group.layer_bytes), group.pages], separators=(",", ":"))
+    return hashlib.sha256(b"kvtier.layout\0" + fields.encode()).digest()

@@ -1,4 +1,4 @@
-"""The plain values that travel between the layers. No behaviour, no imports of ours."""
+"""Plain values that pass between layers. No behaviour and no imports from kvtier."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -11,18 +11,18 @@ ObjectName = NewType("ObjectName", bytes)
 """32-byte digest of key, group, rank and layout: names one stored object."""
 
 RequestId = NewType("RequestId", str)
-"""The engine's name of a request; unique while the request lives."""
+"""The engine's name of a request; unique while the request is open."""
 
 Way = Literal["read", "write"]
-"""What is done with a lower tier."""
+"""Direction of an operation on a lower tier."""
 
 
 class Presence(Enum):
-    """Whether a chunk can be given."""
+    """Whether a chunk can be loaded."""
 
     READY = "ready"  # in host memory
-    ARRIVING = "arriving"  # on its way to host memory, or a lower tier says that it holds it
-    PROBING = "probing"  # a lower tier is being asked
+    ARRIVING = "arriving"  # in transfer to host memory, or reported by a lower tier
+    PROBING = "probing"  # a probe is open
     ABSENT = "absent"
 
 
@@ -30,16 +30,16 @@ class Outcome(Enum):
     """How a transfer ended."""
 
     DONE = "done"
-    FAILED = "failed"  # the bytes did not move; the source may still be good
-    ABSENT = "absent"  # the source no longer has them
-    CORRUPT = "corrupt"  # the source is bad; drop it
+    FAILED = "failed"  # no bytes moved; the source may be good
+    ABSENT = "absent"  # the source has no such object
+    CORRUPT = "corrupt"  # the source is bad and must be dropped
     CANCELLED = "cancelled"  # never started
 
-    __hash__ = object.__hash__  # a member is one object; the hash that Enum brings runs in Python
+    __hash__ = object.__hash__  # members are singletons, and Enum's own hash runs in Python
 
 
 class Link(Enum):
-    """The way a transfer takes. One end is always a host slot."""
+    """Direction of a transfer. One end is always a host slot."""
 
     GATHER = "gather"  # engine blocks -> slot
     SCATTER = "scatter"  # slot -> engine blocks
@@ -58,23 +58,23 @@ class Prefix:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all its chunks."""
+        """Tokens of all chunks."""
         return len(self.keys) * self.chunk_tokens
 
 
 class NextTurn(Enum):
-    """Who goes on with a conversation, as somebody who should know says; values as in files and requests."""
+    """Kind of a conversation's next turn, as a hint; values as in files and requests."""
 
     TOOL = "tool"
-    """A tool or an agent: seconds."""
+    """A tool or an agent continues within seconds."""
     USER = "user"
-    """A person: minutes, or never."""
+    """A person continues within minutes, or never."""
     NOBODY = "nobody"
-    """It is over."""
+    """The conversation is over."""
 
 
 class Place(NamedTuple):
-    """Where one chunk of one group lies in the engine: `blocks` is an address that only the copier understands."""
+    """Where the engine keeps one chunk of one group. Only the copier understands `blocks`."""
 
     group: int
     chunk: int
@@ -83,24 +83,24 @@ class Place(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One movement of one object, decided by the core, obeyed by the mover, complete when every rank has answered."""
+    """One movement of one object: decided by the core, executed by the mover, complete when every rank has answered."""
 
     id: int
     link: Link
     key: ChunkKey
     group: int
     slot: int
-    tier: str  # "" on gather and scatter
-    request: RequestId | None  # whose blocks; None on demote and promote
-    blocks: tuple[int, ...]  # () on demote and promote
+    tier: str  # "" for gather and scatter
+    request: RequestId | None  # owner of the blocks; None for demote and promote
+    blocks: tuple[int, ...]  # () for demote and promote
     parent: ChunkKey | None
-    depth: int  # chunks before this one in its prefix
-    deadline_s: float  # on the session's clock; after it the answer no longer counts
+    depth: int  # number of chunks before this one
+    deadline_s: float  # on the session's clock; later completions do not count
     session: str | None  # the conversation, for eviction policies
 
 
 class Probe(NamedTuple):
-    """A question to one lower tier: which of these objects does it hold? Objects are (key, group) pairs."""
+    """Asks one lower tier which objects it holds. Objects are (key, group) pairs."""
 
     id: int
     tier: str
@@ -109,7 +109,7 @@ class Probe(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """An order to remove a bad copy from a lower tier. A demotion of the same object ordered later begins after it."""
+    """Removes a bad copy from a lower tier. A later demotion of the same object starts after it."""
 
     tier: str
     key: ChunkKey
@@ -117,7 +117,7 @@ class Drop(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """News for a lower tier whose evictor takes hints: who goes on with `session`."""
+    """Passes a hint about the next turn of `session` to a lower tier's evictor."""
 
     tier: str
     session: str
@@ -125,7 +125,7 @@ class Tell(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Transfers whose result nobody waits for any more; those that have not begun need not begin."""
+    """Transfers without a waiting operation; those that have not started need not start."""
 
     ids: tuple[int, ...]
 
@@ -134,73 +134,73 @@ Command = Transfer | Probe | Drop | Tell | Cancel
 
 
 class LoadOption(NamedTuple):
-    """What a load would take."""
+    """One possible load and its expected time."""
 
     tokens: int
-    """Leading tokens that it would bring: a valid boundary for every KV group."""
+    """Leading tokens that it loads: a valid boundary for every KV group."""
     place: str
     """The slowest place that it needs."""
     seconds: float
-    """Expected time from the beginning of the load to its end, with what is under way before it."""
+    """Expected time from start to end, including transfers queued before it."""
     wait_s: float
-    """The longest time in it during which nothing comes that would be of use by itself."""
+    """The longest time in it without a newly usable chunk."""
     is_known: bool
-    """Whether every link that it needs has been used before; otherwise the times are mere hope."""
+    """Whether every link that it needs has a measurement or prior; otherwise the times are guesses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How many leading tokens can be given.
+    """How many leading tokens can be loaded.
 
-    `presence` is READY or ARRIVING when `tokens` > 0 and no question is open, PROBING while a lower tier's answer could
-    still make `tokens` larger, ABSENT when nothing can be given.
+    `presence` is PROBING while an open probe could still raise `tokens`. Otherwise it is READY or ARRIVING when
+    `tokens` > 0, and ABSENT when nothing can be loaded.
     """
 
     tokens: int
     """Leading tokens that a load can bring: a valid boundary for every KV group."""
     ready_tokens: int
-    """Of these, the leading tokens that are in host memory now."""
+    """Of these, tokens in host memory now."""
     presence: Presence
     sources: tuple[tuple[str, int], ...] = ()
-    """(place, tokens) for the tokens of a load, "host" first."""
+    """(place, tokens) of such a load, "host" first."""
     options: tuple[LoadOption, ...] = ()
-    """What loading would take: up to `tokens`, and up to shorter boundaries that do without the slower places. None
-    while PROBING."""
+    """Loads up to `tokens`, and up to shorter boundaries that need no slower places. Empty while PROBING."""
     history_tokens: int = 0
-    """Leading tokens of which every history group has all chunks. More than `tokens` where a window or state is missing
-    at that boundary: another prompt was alike up to there, and parted. `tokens` where no group is of history."""
+    """Leading tokens whose chunks every history group has; `tokens` without history groups. It exceeds `tokens` where a
+    window or state is missing at the boundary, because another prompt diverged there.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class LoadDone:
-    """A load has ended; none of its transfers touches the engine's blocks any more."""
+    """A load has ended. None of its transfers touches the engine's blocks any more."""
 
     request: RequestId
     tokens: int
-    """Leading tokens whose KV is now in the engine's blocks: a valid boundary for every group, possibly 0."""
+    """Leading tokens whose KV is in the engine's blocks: a valid boundary for every group, possibly 0."""
     wanted_tokens: int
     failed: tuple[tuple[int, int], ...]
     """(group, chunk) of every chunk that did not arrive."""
     sources: tuple[tuple[str, int], ...] = ()
-    """(place the bytes came from, tokens), for the tokens delivered."""
+    """(source, tokens) of the tokens delivered."""
     was_cut: bool = False
-    """It had ceased to pay (`LoadBudget`): compute the rest, do not ask again."""
+    """The load exceeded its `LoadBudget`: compute the rest, and do not load again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreDone:
-    """A store has ended; none of its transfers reads the engine's blocks any more. What is `held` is readable now."""
+    """A store has ended. None of its transfers reads the engine's blocks any more."""
 
     request: RequestId
     held: int
-    """Chunks (all groups counted) that are in host memory, whether new or already there."""
+    """Chunks (of all groups) that are readable in host memory, new or already there."""
     dropped: int
-    """Chunks that were not admitted, found no room in time, or failed."""
+    """Chunks that found no room in time, or failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierNotice:
-    """The reads or the writes of a lower tier stopped (`is_up` false) or began again."""
+    """The reads or writes of a lower tier stopped (`is_up` is false) or resumed."""
 
     tier: str
     way: Way

@@ -119,7 +119,7 @@ def an_agent_that_begins_anew(prompts: int, seed: int) -> Iterator[Prompt]:
 def test_while_little_has_been_learned_a_new_prompt_is_not_kept_out(monkeypatch):
     lru, ours = (hits(make, an_agent_that_begins_anew(60, 0), 110) for make in (Lru, Adaptive))
     assert ours > 0.98 * lru
-    monkeypatch.setattr(adaptive, "_TRUST_USES", 0)
+    monkeypatch.setattr(adaptive, "_DOUBT_USES", 0)
     assert hits(Adaptive, an_agent_that_begins_anew(60, 0), 110) < 0.975 * lru
 
 
@@ -308,10 +308,10 @@ def test_a_step_of_a_lesson_looks_at_so_many_at_most(monkeypatch):
 
         return outer
 
-    monkeypatch.setattr(ReuseModel, "_tally", sized(ReuseModel._tally, 1))
-    monkeypatch.setattr(ReuseModel, "_know", sized(ReuseModel._know, 100))
+    monkeypatch.setattr(ReuseModel, "_accumulate", sized(ReuseModel._accumulate, 1))
+    monkeypatch.setattr(ReuseModel, "_compute_values", sized(ReuseModel._compute_values, 100))
     steps: list[int] = []
-    for _ in model.lesson(2 * WATCHED_MAX, 1000):
+    for _ in model.training(2 * WATCHED_MAX, 1000):
         steps.append(sum(sizes))
         sizes.clear()
     assert max(steps) <= 2048
@@ -325,7 +325,7 @@ def test_a_lesson_in_steps_teaches_the_same_whatever_happens_between_them():
             model.watch(now, now // 10 % 12, now)
             model.used(now - 170 * (now % 3), now)
     whole.learn(30_000, 100)
-    for number, _ in enumerate(apart.lesson(30_000, 100)):
+    for number, _ in enumerate(apart.training(30_000, 100)):
         apart.used(29_990 - 10 * number, 30_010)
         apart.watch(100_000 + number, 3, 30_020)
     assert [apart.value(kind, 50) for kind in range(12)] == [whole.value(kind, 50) for kind in range(12)]

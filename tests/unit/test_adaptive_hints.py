@@ -10,7 +10,7 @@ from tests.unit.test_adaptive import Prompt, use
 
 from kvtier.policy.adaptive import Adaptive
 from kvtier.policy.reuse import ReuseModel
-from kvtier.policy.runs import SLACK, Session
+from kvtier.policy.runs import SLACK, Owner
 from kvtier.replay.run import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.arrays import TraceArrays
@@ -233,7 +233,7 @@ def values_when_hints_come_late(watch: Callable[[ReuseModel, int, int, int], Non
 
 
 def test_a_hint_that_comes_late_takes_nothing_from_who_waits_for_it():
-    unhinted, hinted = values_when_hints_come_late(ReuseModel.watch_too)
+    unhinted, hinted = values_when_hints_come_late(ReuseModel.watch_hinted)
     assert unhinted == pytest.approx(values_when_hints_come_late(lambda *_: None)[0])
     assert hinted > 1.5 * unhinted
     # The control: when the first watch ends with the hint, and the second counts in its place, ages are mixed up.
@@ -244,8 +244,8 @@ def test_a_name_that_is_hinted_again_and_again_leaves_no_watch_behind():
     model = ReuseModel(1, 1, 1, 2)
     for time in range(0, 400, 4):
         model.watch(7, 0, time)
-        model.watch_too(7, 1, time + 1)
-        model.watch_too(7, 2, time + 2)
+        model.watch_hinted(7, 1, time + 1)
+        model.watch_hinted(7, 2, time + 2)
         model.used(7, time + 3)
         assert not model.watched
     assert set(model._kinds) == {-1}
@@ -284,4 +284,4 @@ def test_sessions_without_names_are_forgotten_at_once_whoever_left_first():
 
 
 def _sessions_in_memory() -> int:
-    return sum(type(it) is Session for it in gc.get_objects())
+    return sum(type(it) is Owner for it in gc.get_objects())

@@ -1,1 +1,1 @@
-"""Who leaves and who may enter. One small file per policy, all pure: no clock, no I/O, no threads."""
+"""Eviction policies, one file each. Pure: no clock, I/O or threads."""

@@ -1,4 +1,4 @@
-"""The interfaces of policies, and the event that they are told."""
+"""The interfaces of policies, and the event that they receive."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -7,7 +7,7 @@ from kvtier.types import NextTurn
 
 
 class Held(NamedTuple):
-    """One object that a place holds, as a policy sees it."""
+    """One use of an object, as a policy sees it."""
 
     name: bytes
     """The key in host memory, the object name in a lower tier; unique within the evictor."""
@@ -18,36 +18,36 @@ class Held(NamedTuple):
 
 
 class Evictor(Protocol):
-    """Chooses who leaves. Told of every change; one instance belongs to one owner and needs no lock."""
+    """Chooses victims. It receives every change. An instance has one owner and needs no lock."""
 
     def added(self, held: Held) -> None:
-        """`held` entered. Adding a name twice counts as a touch."""
+        """`held` entered. A second call counts as a touch."""
         ...
 
     def touched(self, held: Held) -> None:
-        """`held` was used. A name that was never added is ignored."""
+        """`held` was used. Unknown names are ignored."""
         ...
 
     def removed(self, name: bytes) -> None:
-        """`name` left, for whatever reason. A name that was never added is ignored."""
+        """`name` was removed, for whatever reason. Unknown names are ignored."""
         ...
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """Who should leave next, never one that `is_pinned`. Does not remove it.
+        """The next victim, never a name that `is_pinned`. Does not remove it.
 
         Returns:
-            None when all are pinned, or stay for the sake of one that is (a parent for its child).
+            None when all names are pinned or protected by a pinned one (a parent by its child).
         """
         ...
 
 
 @runtime_checkable
 class Hinted(Protocol):
-    """An evictor that can make use of what an engine or a client knows of the future. A wrong hint costs hits only."""
+    """An evictor that uses hints about the next turn of a session. A wrong hint costs hits only."""
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """A response to `session` is over, and `next_turn` is who goes on from what it has used so far.
+        """`next_turn` is the kind of the next turn of `session`; None withdraws the last hint.
 
-        None takes back what was said before. A session that nobody knows is ignored.
+        Unknown sessions are ignored.
         """
         ...

@@ -1,4 +1,4 @@
-"""First in, first out: the smallest policy that fits the interface, and a yardstick for the others."""
+"""First in, first out: the smallest policy, and a baseline for the others."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -7,26 +7,26 @@ from kvtier.policy.base import Held
 
 
 class Fifo:
-    """Who came first leaves first, used or not. Parents are not spared: compare with `Lru` to see what that costs."""
+    """Evicts in order of arrival. Unlike in `Lru`, parents are not protected."""
 
     def __init__(self) -> None:
-        # In the order of arrival. (A plain dict keeps it too, but finding its first item slows down as items leave.)
+        # Ordered by arrival. A plain dict is ordered too, but finding its first item slows down after removals.
         self._names: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._names)
 
     def added(self, held: Held) -> None:
-        """`held` entered; one that is here already keeps its place."""
+        """`held` entered; a present name keeps its place."""
         self._names.setdefault(held.name, None)
 
     def touched(self, held: Held) -> None:
-        """A use changes nothing."""
+        """Uses have no effect."""
 
     def removed(self, name: bytes) -> None:
-        """`name` left."""
+        """`name` was removed."""
         self._names.pop(name, None)
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The first arrival that is not pinned; None when all are."""
+        """The first unpinned name; None when all are pinned."""
         return next((name for name in self._names if not is_pinned(name)), None)

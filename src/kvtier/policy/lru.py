@@ -1,8 +1,8 @@
-"""Least recently used first, a child before its parent.
+"""Least recently used first, children before their parents.
 
-A chunk without the chunks before it serves no prompt; a chunk without the ones after it still does. So a name with a
-present child is never the victim, and among the others (the leaves) the one that was used longest ago goes first. The
-chunks of one prompt may then be touched in any order.
+A chunk is useless without the chunks before it, but not without those after it. So a name with a present child is never
+the victim. Among the others (the leaves) the least recently used one is. The chunks of a prompt may be touched in any
+order.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from heapq import heapify, heappop, heappush, heapreplace
 from kvtier.policy.base import Held
 
 _HEAP_SLACK = 64
-"""Heap items that may be left over before the heap is compacted, so that small ones never are."""
+"""Stale heap items that are tolerated before a clean-up."""
 
 
 class _Entry:
-    """One present name. `sequence` is the number of its last use; `is_queued` says that the heap holds it."""
+    """A present name. `sequence` is the number of its last use; `is_queued` tells whether the heap contains it."""
 
     __slots__ = ("is_present", "is_queued", "name", "parent", "sequence")
 
@@ -28,19 +28,19 @@ class _Entry:
 
 
 class Lru:
-    """Exact LRU over leaves. Every event costs O(log n) amortised.
+    """Exact LRU over leaves. Each event costs O(log n) amortised.
 
-    The heap is lazy: it holds each leaf once, under the sequence number it had when it was queued. A use only changes
-    the entry's own number; the heap is put right when the item comes to the front. So each use moves an item once at
-    most, and a name that left or got a child is thrown out when it is met (or when such items outnumber the rest).
+    The heap is lazy: it contains each leaf once, with the sequence number at the time of queueing. A use changes only
+    the entry. An item at the top with an old number is requeued, and one that is no leaf any more is removed. When
+    stale items are in the majority, the heap is rebuilt.
 
-    A pinned leaf that stands in the way counts as used at that moment, because whoever pins it is using it. That keeps
-    many pinned names from being looked at again and again.
+    A pinned leaf at the top counts as used at that moment, because its reader uses it. So pinned names are not examined
+    again and again.
     """
 
     def __init__(self) -> None:
         self._entries: dict[bytes, _Entry] = {}
-        self._children: dict[bytes, int] = {}  # present children of each name, whether that is present or not
+        self._children: dict[bytes, int] = {}  # number of present children, by name, whether or not the name is present
         self._heap: list[tuple[int, _Entry]] = []
         self._sequence = 0
 
@@ -48,7 +48,7 @@ class Lru:
         return len(self._entries)
 
     def added(self, held: Held) -> None:
-        """`held` entered. Adding a name twice counts as a touch, and tells its parent if that was unknown."""
+        """`held` entered. A second call counts as a touch, and adds the parent if it was unknown."""
         self._sequence += 1
         entry = self._entries.get(held.name)
         if entry is not None:
@@ -64,14 +64,14 @@ class Lru:
             self._queue(entry)
 
     def touched(self, held: Held) -> None:
-        """`held` was used. A name that was never added is ignored."""
+        """`held` was used. Unknown names are ignored."""
         entry = self._entries.get(held.name)
         if entry is not None:
             self._sequence += 1
             entry.sequence = self._sequence
 
     def removed(self, name: bytes) -> None:
-        """`name` left, for whatever reason. A name that was never added is ignored."""
+        """`name` was removed, for whatever reason. Unknown names are ignored."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return
@@ -82,9 +82,9 @@ class Lru:
             self._compact()
 
     def victim(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The leaf that was used longest ago and is not pinned; None when all leaves are. Does not remove it."""
+        """The least recently used unpinned leaf; None when all leaves are pinned. Does not remove it."""
         heap = self._heap
-        last = self._sequence  # what this call moves to the back is not looked at again
+        last = self._sequence  # entries requeued by this call are not examined again
         saw_leaf = False
         while heap and heap[0][0] <= last:
             sequence, entry = heap[0]
@@ -103,9 +103,9 @@ class Lru:
         return None if saw_leaf else self._oldest_in_ring(is_pinned)
 
     def _oldest_in_ring(self, is_pinned: Callable[[bytes], bool]) -> bytes | None:
-        """The oldest of names that all have children: only possible when parents form a ring, which no prompt makes.
+        """The oldest unpinned name when all names have children, which only a cycle of parents makes possible.
 
-        Such links can only come from outside (a damaged hint); without this nothing could ever leave again.
+        A damaged index may contain such links; without this method nothing could be evicted again.
         """
         free = [entry for entry in self._entries.values() if not is_pinned(entry.name)]
         return min(free, key=lambda entry: entry.sequence).name if free else None

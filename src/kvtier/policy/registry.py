@@ -1,6 +1,6 @@
-"""Policies by name. A policy of one's own is a line here, or an entry point of the package that brings it.
+"""Eviction policies by name. To add one, add a line here, or an entry point in another package.
 
-The group of entry points is `kvtier.evictors`; each point is a callable without arguments.
+The group of entry points is `kvtier.evictors`; each is a callable without arguments.
 """
 
 from collections.abc import Callable

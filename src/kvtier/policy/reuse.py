@@ -1,14 +1,13 @@
-"""How soon a use is likely to be followed by another, by kind of use and by age, learned from the stream itself.
+"""Estimates reuse: the value of keeping a name, by kind of its last use and by age, learned from the stream of uses.
 
-Ages count uses of any name: nothing here knows bytes, seconds or tokens. They are sorted into buckets, two for each
-doubling. For each bucket two things are added up: how many watched uses were followed by another at such an age, and
-how long uses were watched at such an age. Their ratio is a rate. Whoever is watched no longer, for whatever reason,
-has told what it could; nothing is waited for.
+Ages count uses of any name; bytes, seconds and tokens play no role. Ages are in buckets, two for each doubling. For
+each bucket the model counts the watched uses that were followed by another at such an age, and the time for which uses
+were watched at such an age. Their ratio is a rate. When the watch of a use ends, for whatever reason, its data counts:
+no outcome is waited for.
 
-A kind has three features: a base, and two more that are learned apart from one another given the base. What each of
-the two says, as a factor to the rate of its base, is multiplied: so that few uses teach something about many kinds. A
-hint is a fourth, of a kind that somebody gave one; to other kinds it makes no difference, though their base learns from
-these uses, too.
+A kind has three features: a base, and two more whose effects are learned separately for each base. Their effects are
+factors on the rate of the base, so that few uses teach something about many kinds. A hint is a fourth feature of some
+kinds. It does not affect other kinds, but their base learns from hinted uses, too.
 """
 
 from array import array
@@ -24,34 +23,34 @@ Numbers = npt.NDArray[Any]
 
 _FIRST_END = 16
 ENDS = tuple(round(_FIRST_END * 2 ** (step / 2)) for step in range(45))
-"""Ages at which buckets end; one more has no end."""
+"""Upper bounds of the age buckets; one more bucket is unbounded."""
 BUCKETS = len(ENDS) + 1
 WATCHED_MAX = 1 << 14
-"""Uses that are watched at once; the oldest is watched no longer when there are more."""
+"""Uses watched at once; beyond that the oldest watch ends."""
 _HORIZON = 8
-"""When the watched span fewer uses than so many times the names held, half of the names are watched from then on."""
-_DOUBT = 1.0
-"""Uses that it takes to weigh as much as what is expected without them."""
-_FORGET = 64.0
-"""After so many times the names held, what was learned weighs half."""
-_FADE = 0.35
-"""The rate in a bucket that nobody has reached yet, against the one before: a guess on the side of LRU."""
+"""When the watched uses span less than this, as a multiple of the names held, the share of watched names is halved."""
+_PRIOR_USES = 1.0
+"""Weight of the prior, in uses."""
+_HALF_LIFE = 64.0
+"""Half-life of what was learned, as a multiple of the names held."""
+_PRIOR_DECAY = 0.35
+"""Prior rate of a bucket relative to the one before: decreasing, as LRU assumes."""
 _FIRST_RATE = 0.01 / _FIRST_END
 _FACTOR_MAX = 8.0
-"""A feature raises or lowers a rate so many times at most."""
+"""Limit of the factor of a feature."""
 _HINT_FACTOR_MAX = 64.0
-"""A hint does: it may say that a name is dead."""
+"""Limit of the factor of a hint, which may say that a name is dead."""
 
 _AGE_MAX = 64
-"""Ages above so many times the names held are not told apart."""
+"""Ages above this multiple of the names held are one bucket."""
 _DONE_MAX = 256
-"""Outcomes that wait to be counted; so many are counted at once."""
+"""Outcomes that are buffered and counted together."""
 _OPEN_AT_ONCE = 2048
-"""Uses still watched that one step of a lesson looks at."""
+"""Open watches examined in one step of a training."""
 _EARLIER = 1 << 63
-"""Told from its mark, by this bit, is a name whose watch goes on beside a later one."""
+"""Bit that hashes the hash of a second watch of a name."""
 _KINDS_AT_ONCE = 12
-"""Kinds whose value one step of a lesson works out."""
+"""Kinds whose values one step of a training computes."""
 
 _ENDS: Numbers = np.array(ENDS)
 _STARTS: Numbers = np.array((0, *ENDS))
@@ -60,16 +59,16 @@ _WIDTHS: Numbers = np.diff(np.array((0, *ENDS, 2 * ENDS[-1])))
 
 
 class ReuseModel:
-    """Counts outcomes of uses, and turns them into the value of a name of each kind and age.
+    """Counts outcomes of uses, and derives the value of a name from its kind and age.
 
-    A name is known here by its mark, a 64-bit hash of it. Every event costs O(1) amortised; what is more, a lesson, is
-    done in steps, of which none takes long, however many names there are.
+    Names are identified by a 64-bit hash. Each event costs O(1) amortised. Training is done in short steps, however
+    many names there are.
 
     Args:
-        bases: how many values the base of a kind has.
-        firsts: how many the first of the other two features has.
-        seconds: how many the second has.
-        hints: how many different hints there are.
+        bases: number of values of the base feature.
+        firsts: number of values of the second feature.
+        seconds: number of values of the third feature.
+        hints: number of different hints.
     """
 
     def __init__(self, bases: int, firsts: int, seconds: int, hints: int = 0) -> None:
@@ -78,99 +77,99 @@ class ReuseModel:
         """Kinds without a hint; they come first."""
         self._hint_rows = bases * (1 + firsts + seconds)
         self._rows = self._hint_rows + bases * hints
-        """Rows of the tables: for each base, for each base and first, base and second, base and hint."""
+        """Rows of the tables: for each base, each base and first, each base and second, each base and hint."""
         self._again: Numbers = np.zeros((self._rows, BUCKETS))
         self._ended: Numbers = np.zeros((self._rows, BUCKETS))
         self._inside: Numbers = np.zeros((self._rows, BUCKETS))
-        """Followed by another in this bucket; watched until this bucket; time for which the latter were in it."""
-        self._kinds = array("q", [-1]) * WATCHED_MAX  # of those watched, a ring; -1 is a free place
+        """Per row and bucket: uses followed by another, uses whose watch ended, and time watched."""
+        self._kinds = array("q", [-1]) * WATCHED_MAX  # of open watches, a ring buffer; -1 is free
         self._times = array("q", [-1]) * WATCHED_MAX
-        self._marks = array("Q", [0]) * WATCHED_MAX
+        self._hashes = array("Q", [0]) * WATCHED_MAX
         self._next = 0
         self.watched: dict[int, int] = {}
-        """Marks, with their places in the ring."""
+        """Position in the ring, by hash."""
         self._done: tuple[array[int], array[int], array[int]] = (array("q"), array("q"), array("q"))
-        """Kind, age, and 1 if another followed, of those whose watch has ended and who are not counted yet."""
+        """Kind, age, and 1 if another use followed, of ended watches that are not counted yet."""
         self._sample_mask = 0
         self._held = 0
-        self._top = BUCKETS  # buckets that are told apart
+        self._top = BUCKETS  # buckets in use
         self._learned_at = 0
         self._rates: tuple[Numbers, Numbers, Numbers, Numbers] | None = None
         self._known_kinds = kinds = self._unhinted * (1 + hints)
         self._values: Numbers = np.zeros((kinds, BUCKETS + 1))
         """By kind, at the start of each bucket, and after the last."""
-        self._is_known: Numbers = np.zeros(kinds, np.bool_)
-        """By kind, whether `_values` has it: those that were ever asked for."""
+        self._has_values: Numbers = np.zeros(kinds, np.bool_)
+        """By kind, whether `_values` has been requested."""
 
     def __len__(self) -> int:
         return len(self.watched)
 
     def kind(self, base: int, first: int, second: int, hint: int = 0) -> int:
-        """The number of a kind; 0 is no hint."""
+        """Number of a kind; hint 0 is none."""
         return ((hint * self._bases + base) * self._firsts + first) * self._seconds + second
 
     def hinted(self, kind: int, hint: int) -> int:
-        """The kind that differs from `kind` in the hint only."""
+        """`kind` with another hint."""
         return kind % self._unhinted + hint * self._unhinted
 
     def is_hinted(self, kind: int) -> bool:
-        """Whether it has a hint."""
+        """Whether `kind` has a hint."""
         return kind >= self._unhinted
 
-    def used(self, mark: int, now: int) -> None:
-        """The name of `mark` is used: that is the outcome of its use before."""
-        place = self.watched.pop(mark, None)
+    def used(self, name_hash: int, now: int) -> None:
+        """The name was used again, which ends its watch."""
+        place = self.watched.pop(name_hash, None)
         if place is not None:
             self._end(place, now, 1)
-            earlier = self.watched.pop(mark ^ _EARLIER, None)
+            earlier = self.watched.pop(name_hash ^ _EARLIER, None)
             if earlier is not None:
                 self._end(earlier, now, 1)
 
-    def watch(self, mark: int, kind: int, time: int) -> None:
-        """The use at `time` was of `kind`. Times may not go back."""
-        if mark & self._sample_mask:
+    def watch(self, name_hash: int, kind: int, time: int) -> None:
+        """Watch a use of `kind` at `time`. Times must not decrease."""
+        if name_hash & self._sample_mask:
             return
         place = self._next
         self._next = (place + 1) % WATCHED_MAX
         if not place and self._times[0] >= 0 and time - self._times[0] < _HORIZON * self._held:
             self._sample_mask = 2 * self._sample_mask + 1
         if self._kinds[place] >= 0:
-            self.watched.pop(self._marks[place], None)
+            self.watched.pop(self._hashes[place], None)
             self._end(place, time, 0)
-        before = self.watched.get(mark)
+        before = self.watched.get(name_hash)
         if before is not None:
             self._end(before, time, 0)
-        self._kinds[place], self._times[place], self._marks[place] = kind, time, mark
-        self.watched[mark] = place
+        self._kinds[place], self._times[place], self._hashes[place] = kind, time, name_hash
+        self.watched[name_hash] = place
 
-    def watch_too(self, mark: int, kind: int, time: int) -> None:
-        """At `time` is known that the use was of `kind`, too: what follows counts for both, for each from its own time.
+    def watch_hinted(self, name_hash: int, kind: int, time: int) -> None:
+        """Watch a use that got a hint at `time`; later outcomes count for both kinds, each from its own time.
 
-        If the first watch ended here, its kind would learn nothing of what follows, since hints come before reuses. The
-        second one teaches about its hint only: what its kind has in common with others is counted from the use.
+        If the first watch ended here, its kind would learn nothing from what follows, because hints come before reuses.
+        The second watch counts for its hint only.
         """
-        if mark & self._sample_mask:
+        if name_hash & self._sample_mask:
             return
-        place = self.watched.pop(mark, None)
+        place = self.watched.pop(name_hash, None)
         if place is not None:
-            older = self.watched.get(mark ^ _EARLIER)
+            older = self.watched.get(name_hash ^ _EARLIER)
             if older is not None:
                 self._end(older, time, 0)
-            self._marks[place] = mark ^ _EARLIER
-            self.watched[mark ^ _EARLIER] = place
-        self.watch(mark, kind + self._known_kinds if place is not None else kind, time)
+            self._hashes[place] = name_hash ^ _EARLIER
+            self.watched[name_hash ^ _EARLIER] = place
+        self.watch(name_hash, kind + self._known_kinds if place is not None else kind, time)
 
     def learn(self, now: int, held: int) -> None:
-        """Take account of all that happened until `now`; the place holds `held` names."""
-        for _ in self.lesson(now, held):
+        """Train on everything until `now`; the policy holds `held` names."""
+        for _ in self.training(now, held):
             pass
 
-    def lesson(self, now: int, held: int) -> Iterator[None]:
-        """The same in steps. Uses may be told between two of them; they count in the next lesson."""
+    def training(self, now: int, held: int) -> Iterator[None]:
+        """`learn` in steps. Uses between two steps count in the next training."""
         self._held = held
         self._top = min(BUCKETS, bisect_right(ENDS, _AGE_MAX * held) + 1)
         self._count_done()
-        share = 0.5 ** ((now - self._learned_at) / (_FORGET * max(1, held)))
+        share = 0.5 ** ((now - self._learned_at) / (_HALF_LIFE * max(1, held)))
         self._learned_at = now
         self._again *= share
         self._ended *= share
@@ -182,23 +181,23 @@ class ReuseModel:
             kinds, times = (column[start : start + _OPEN_AT_ONCE] for column in (all_kinds, all_times))
             is_open = kinds >= 0
             if is_open.any():
-                self._tally(kinds[is_open], np.maximum(1, now - times[is_open]), ended, inside)
+                self._accumulate(kinds[is_open], np.maximum(1, now - times[is_open]), ended, inside)
                 yield
         yield from self._learn_rates(again, ended, inside)
-        asked = np.flatnonzero(self._is_known)
+        asked = np.flatnonzero(self._has_values)
         for start in range(0, len(asked), _KINDS_AT_ONCE):
-            self._know(asked[start : start + _KINDS_AT_ONCE])
+            self._compute_values(asked[start : start + _KINDS_AT_ONCE])
             yield
 
     def value(self, kind: int, age: int) -> float:
-        """Reuses for the time that a name is kept, if for as long as pays best.
+        """Probability of reuse per time of keeping a name, for the best time to give up.
 
-        That is the highest ratio, over all ages at which one could give up, of the probability of a reuse until then to
-        the time until either (Gittins' index). 0 for all before the first lesson.
+        That is the Gittins index: the maximum, over all ages to give up at, of the probability of a reuse until then
+        divided by the expected time until either. 0 before the first training.
         """
-        if not self._is_known.item(kind):
-            self._is_known[kind] = True
-            self._know(np.array([kind]))
+        if not self._has_values.item(kind):
+            self._has_values[kind] = True
+            self._compute_values(np.array([kind]))
         if not age:
             return self._values.item(kind, 0)
         bucket = bisect_right(ENDS, age)
@@ -209,7 +208,7 @@ class ReuseModel:
         return self._values.item(kind, bucket) * (1 - share) + self._values.item(kind, bucket + 1) * share
 
     def values(self, kinds: Sequence[int], ages: Sequence[int]) -> list[float]:
-        """The same for many at once, each of a kind that `value` was asked for."""
+        """`value` for many kinds and ages; each kind must have been requested by `value` before."""
         kind, age = np.array(kinds, np.int64), np.array(ages, np.int64)
         bucket = _ENDS.searchsorted(age, "right")
         share = np.minimum(1.0, (age - _STARTS[bucket]) / _WIDTHS[bucket])
@@ -230,14 +229,15 @@ class ReuseModel:
     def _count_done(self) -> None:
         kinds, ages, again = (np.array(column, np.int64) for column in self._done)
         self._done = (array("q"), array("q"), array("q"))
-        uses, places = self._tally(kinds, ages, self._ended, self._inside)
+        uses, places = self._accumulate(kinds, ages, self._ended, self._inside)
         self._again += np.bincount(places, again[uses], self._again.size).reshape(self._again.shape)
 
-    def _tally(self, kinds: Numbers, ages: Numbers, ended: Numbers, inside: Numbers) -> tuple[Numbers, Numbers]:
-        """Add, for each row and bucket, how many have an age in it, and for how long they were in it.
+    def _accumulate(self, kinds: Numbers, ages: Numbers, ended: Numbers, inside: Numbers) -> tuple[Numbers, Numbers]:
+        """Add, per row and bucket, the uses with an age in it, and the time that they spent in it.
 
         Returns:
-            Which use was counted, and where; each counts in three rows, with a hint in four, with a late one in one.
+            The index of each counted use, and its position in the tables. A use counts in three rows, a hinted one in
+            four, and a late hint in one.
         """
         hinted = np.flatnonzero(kinds >= self._unhinted)
         first = np.flatnonzero(kinds < self._known_kinds)
@@ -257,12 +257,12 @@ class ReuseModel:
         return base, first, self._bases * (1 + self._firsts) + base * self._seconds + plain % self._seconds
 
     def _hint_rows_of(self, kinds: Numbers) -> Numbers:
-        """Of kinds that have one."""
+        """For hinted kinds."""
         base = kinds % self._unhinted // (self._firsts * self._seconds)
         return self._hint_rows + base * self._hints + kinds // self._unhinted - 1
 
     def _learn_rates(self, again: Numbers, ended: Numbers, inside: Numbers) -> Iterator[None]:
-        later = ended[:, ::-1].cumsum(1)[:, ::-1] - ended  # these have been in the whole bucket
+        later = ended[:, ::-1].cumsum(1)[:, ::-1] - ended  # uses that lasted through the whole bucket
         watched = inside + later * _WIDTHS
         average = _average(again[: self._bases].sum(0), watched[: self._bases].sum(0))
         base = _shrunk(again[: self._bases], watched[: self._bases], average)
@@ -276,7 +276,7 @@ class ReuseModel:
         self._rates = base, factors[0], factors[1], factors[2]
         yield
 
-    def _know(self, kinds: Numbers) -> None:
+    def _compute_values(self, kinds: Numbers) -> None:
         if self._rates is None:
             return
         base, first, second = self._rows_of(kinds)
@@ -290,33 +290,35 @@ class ReuseModel:
         left[:, 1:] = kept.cumprod(1)
         time = np.zeros_like(left)
         time[:, 1:] = (left[:, :-1] * (1 - kept) / rates[:, :top]).cumsum(1)
-        reused = left[:, :-1, None] - left[:, None, 1:]  # between the starts of two buckets; below 0 for who goes back
+        reused = (
+            left[:, :-1, None] - left[:, None, 1:]
+        )  # between the starts of two buckets; negative pairs are never the maximum
         spent = time[:, None, 1:] - time[:, :-1, None]
         reused /= np.maximum(spent, 1e-9, out=spent)
         self._values[kinds, :top] = reused.max(2)
-        # Nobody has seen the ages beyond: taken together, it is worth less and less to wait.
+        # Ages without data: the value of waiting decays.
         self._values[kinds, top:] = self._values[kinds, top - 1, None] * _BEYOND[: BUCKETS + 1 - top]
 
 
 def _average(again: Numbers, watched: Numbers) -> Numbers:
-    """The rate in each bucket, over all kinds."""
+    """Rate of each bucket over all kinds."""
     rates = np.empty(BUCKETS)
     guess = _FIRST_RATE
     for bucket in range(BUCKETS):
         if bucket:
-            guess = rates[bucket - 1] * _FADE
-        rates[bucket] = (again[bucket] + _DOUBT) / (watched[bucket] + _DOUBT / guess)
+            guess = rates[bucket - 1] * _PRIOR_DECAY
+        rates[bucket] = (again[bucket] + _PRIOR_USES) / (watched[bucket] + _PRIOR_USES / guess)
     return rates
 
 
 def _factors(again: Numbers, watched: Numbers, base: Numbers, most: float) -> Numbers:
-    """By how much rows, several for each base, differ from it."""
+    """Factors by which rows differ from their base."""
     above = base.repeat(len(again) // len(base), 0)
     return (_shrunk(again, watched, above) / above).clip(1 / most, most)
 
 
 def _shrunk(again: Numbers, watched: Numbers, above: Numbers) -> Numbers:
-    """Rates of rows: what is expected from `above`, times the factor by which a row differs, until it knows better."""
-    factor = (again.sum(1) + _DOUBT) / ((watched * above).sum(1) + _DOUBT)
+    """Rates of rows, shrunk towards `above` times the row's own factor."""
+    factor = (again.sum(1) + _PRIOR_USES) / ((watched * above).sum(1) + _PRIOR_USES)
     expected = factor[:, None] * above
-    return (again + _DOUBT) / (watched + _DOUBT / expected)
+    return (again + _PRIOR_USES) / (watched + _PRIOR_USES / expected)

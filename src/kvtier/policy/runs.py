@@ -1,75 +1,75 @@
-"""What the adaptive policy keeps of names, of those that one prompt used, and of who used them. Plain records."""
+"""Records of the adaptive policy: names, runs of names, and the sessions that used them."""
 
 SLACK = 64
-"""Names or runs that may be left over before they are thrown out, so that few never are."""
+"""Stale names or runs that are tolerated before a clean-up."""
 
 
-class Session:
-    """Whose use it was."""
+class Owner:
+    """A session that used names."""
 
     __slots__ = ("__weakref__", "is_over", "tip")
 
     def __init__(self) -> None:
         self.is_over = False
-        self.tip: Entry | None = None  # last name, of those still here, of its last prompt
+        self.tip: Node | None = None  # last present name of its last prompt
 
 
-SEVERAL = Session()
-"""Stands for more than one."""
+SHARED = Owner()
+"""Several sessions, or none."""
 
 
-class Entry:
-    """A name that is present, or the parent of one that is."""
+class Node:
+    """A present name, or the parent of one."""
 
-    __slots__ = ("children", "mark", "name", "owner", "parent", "run", "time", "uses")
+    __slots__ = ("children", "name", "name_hash", "owner", "parent", "run", "time", "uses")
 
-    mark: int
+    name_hash: int
     uses: int
     time: int
-    """Of its last use; the three are known of who was ever present."""
+    """Time of the last use. These three are set for names that were ever present."""
 
     def __init__(self, name: bytes) -> None:
         self.name = name
-        self.parent: Entry | None = None
+        self.parent: Node | None = None
         self.children = 0  # present ones
-        self.run: Run | None = None  # of its last use; None for who is not present
-        self.owner: Session | None = None  # who uses it
+        self.run: KeyRun | None = None  # of the last use; None when not present
+        self.owner: Owner | None = None  # the session that used it
 
 
-NOBODY = Entry(b"")
-"""Stands for who is not expected."""
+NO_NODE = Node(b"")
+"""Sentinel: no adjacent node."""
 
 
-class Run:
-    """Names of one kind that one prompt used: they grow old together.
+class KeyRun:
+    """Names of one kind used by one prompt; they age together.
 
-    Each is the parent of the next, so the last is the next to leave, and while that has a child none may. A name that
-    was used again, or left, may still be among them: its own run is another.
+    Each is the parent of the next, so the last one is evicted first. Names that were used again or removed may still be
+    in the list; their `run` is another.
     """
 
     __slots__ = ("count", "entries", "kind", "number", "owner", "time")
 
-    def __init__(self, kind: int, owner: Session | None, time: int, entries: list[Entry]) -> None:
+    def __init__(self, kind: int, owner: Owner | None, time: int, entries: list[Node]) -> None:
         self.kind = kind
         self.owner = owner
         self.time = time
         self.entries = entries
-        self.count = len(entries)  # of those whose run this is
-        self.number = 0  # under which a heap has it; 0 if none does
+        self.count = len(entries)  # names whose `run` is this
+        self.number = 0  # its number in a heap, or 0
 
-    def last(self) -> Entry:
-        """Its last name; there must be one."""
+    def last(self) -> Node:
+        """The last name; the run must not be empty."""
         entries = self.entries
         while entries[-1].run is not self:
             entries.pop()
         return entries[-1]
 
-    def lost(self) -> None:
-        """A name of it was used again, or left."""
+    def drop_one(self) -> None:
+        """One name was used again or removed."""
         self.count -= 1
         if 2 * self.count + SLACK < len(self.entries):
             self.entries = [entry for entry in self.entries if entry.run is self]
 
 
-TOLD = Run(0, None, 0, [])
-"""Stands for the runs of the prompt that is being told: which they are is known at its end."""
+CURRENT = KeyRun(0, None, 0, [])
+"""Sentinel: run of the current prompt, whose kinds are not known yet."""
