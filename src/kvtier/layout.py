@@ -53,8 +53,8 @@ class GroupLayout:
     Args:
         validity: which chunks make a boundary restorable.
         layer_bytes: payload bytes of each of the group's layers in a full chunk, in layer order.
-        pages: the engine's name for the arrangement within a layer, for example
-            ``transformers/K[head,token,dim] V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
+        pages: the engine's name for the arrangement within a layer, for example ``transformers/K[head,token,dim]
+            V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
     """
 
     validity: Validity

@@ -12,12 +12,9 @@ from kvtier.codec import registry
 from kvtier.codec.frame import (
     OPEN_SCRATCH_BYTES,
     Identity,
-    expect,
     frame_bytes,
     head_bytes,
     open_in_place,
-    open_span,
-    read_head,
     seal,
     seal_scratch_bytes,
     verify_frame,
@@ -79,23 +76,6 @@ def test_open_gives_back_what_was_sealed(group, codec, content, seed):
     assert verify_frame(frame).identity == identity
 
 
-@given(groups, codecs, contents, st.integers(0, 1 << 32), st.data())
-def test_any_layers_are_read_on_their_own(group, codec, content, seed, data):
-    frame, payload, identity = sealed(group, codec, content, seed)
-    head = read_head(memoryview(frame)[: head_bytes(group)])
-    expect(head, group, identity)
-    start = data.draw(st.integers(0, head.layers - 1))
-    stop = data.draw(st.integers(start + 1, head.layers))
-    offset, length = head.span(start, stop)
-    into = memoryview(bytearray(b"\xbb" * group.payload_bytes))
-    open_span(head, start, stop, memoryview(frame)[offset : offset + length], into)
-    first = group.layer_offsets[start]
-    last = group.layer_offsets[stop] if stop < head.layers else group.payload_bytes
-    assert into[first:last] == payload[first:last]
-    assert into[:first] == b"\xbb" * first
-    assert into[last:] == b"\xbb" * (group.payload_bytes - last)
-
-
 @settings(max_examples=150)
 @given(groups, codecs, contents, st.integers(0, 1 << 32), st.data())
 def test_any_flipped_bit_is_refused(group, codec, content, seed, data):
@@ -141,10 +121,10 @@ def test_heads_of_noise_end_in_one_error_with_and_without_the_shortcut(seed, nam
     struct.pack_into("<Q", head, 16, 0)
     struct.pack_into("<Q", head, 16, xxhash.xxh3_64_intdigest(bytes(head)))
     answers = []
-    for shortcut in (frame_module._is_as_sealed, lambda *_: False):
+    for shortcut in (frame_module._is_raw_frame, lambda *_: False):
         slot = memoryview(bytearray(frame_bytes(group)))
         slot[: len(frame)] = bytes(head) + frame[len(head) :]
-        with patch.object(frame_module, "_is_as_sealed", shortcut):
+        with patch.object(frame_module, "_is_raw_frame", shortcut):
             try:
                 open_in_place(slot, len(frame), group, identity, SCRATCH)
                 answers.append(bytes(slot))

@@ -8,17 +8,15 @@ from kvtier.codec import registry
 from kvtier.codec.frame import (
     OPEN_SCRATCH_BYTES,
     Identity,
-    expect,
     frame_bytes,
     head_bytes,
     open_in_place,
-    open_span,
     read_head,
     seal,
     seal_scratch_bytes,
     verify_frame,
 )
-from kvtier.codec.head import SECTIONS_MAX, head_bytes_told
+from kvtier.codec.head import SECTIONS_MAX, head_bytes_of
 from kvtier.codec.raw import Raw
 from kvtier.errors import CorruptChunkError
 from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, KvLayout
@@ -207,59 +205,9 @@ def test_a_frame_of_other_layers_under_the_same_digest_is_refused(layers):
         opened(frame)
 
 
-def test_layers_are_read_on_their_own(halves):
-    for codec, pairs in ((Raw(), False), (halves, True), (halves, False)):
-        payload = payload_of(GROUP, pairs=pairs)
-        frame = sealed(codec, payload)
-        head = read_head(frame[:HEAD])
-        expect(head, GROUP, IDENTITY)
-        stops = [*GROUP.layer_offsets[1:], GROUP.payload_bytes]
-        for start, stop in ((0, 4), (0, 1), (1, 2), (1, 3), (3, 4)):
-            offset, length = head.span(start, stop)
-            assert offset % ALIGNMENT == length % ALIGNMENT == 0
-            into = bytearray(b"\xbb" * GROUP.payload_bytes)
-            open_span(head, start, stop, memoryview(frame)[offset : offset + length], memoryview(into))
-            first, last = GROUP.layer_offsets[start], stops[stop - 1]
-            assert into[first:last] == payload[first:last]
-            assert set(into[:first]) | set(into[last:]) <= {0xBB}
-
-
-def test_spans_of_all_layers_make_up_the_frame():
-    head = read_head(sealed(Raw(), payload_of(GROUP, pairs=False)))
-    spans = [head.span(layer, layer + 1) for layer in range(head.layers)]
-    assert spans[0][0] == HEAD
-    assert [offset + length for offset, length in spans] == [offset for offset, _ in spans[1:]] + [head.frame_bytes]
-    assert head.span(0, head.layers) == (HEAD, GROUP.payload_bytes)
-
-
-def test_a_span_read_into_its_place_stays_there():
-    payload = payload_of(GROUP, pairs=False)
-    frame = sealed(Raw(), payload)
-    head = read_head(frame)
-    offset, length = head.span(1, 3)
-    slot = bytearray(b"\xbb" * len(frame))
-    slot[offset : offset + length] = frame[offset : offset + length]
-    view = memoryview(slot)
-    open_span(head, 1, 3, view[offset : offset + length], view[HEAD:])
-    assert slot[offset : offset + length] == frame[offset : offset + length]
-    assert set(slot[:offset]) | set(slot[offset + length :]) == {0xBB}
-
-
-@pytest.mark.parametrize("bounds", [(0, 0), (2, 1), (-1, 1), (0, 5), (4, 5)])
-def test_layers_that_are_not_there_are_a_wrong_call(bounds):
-    head = read_head(sealed(Raw(), payload_of(GROUP, pairs=False)))
-    for call in (head.span, head.sections_of):
-        with pytest.raises(ValueError, match=r"must be a part of 0..4, not empty"):
-            call(*bounds)
-
-
 def test_buffers_of_another_size_are_a_wrong_call(halves):
     payload = payload_of(GROUP, pairs=False)
     slot = dirty_slot(GROUP, payload)
-    frame = sealed(Raw(), payload)
-    head = read_head(frame)
-    offset, length = head.span(0, 1)
-    span = memoryview(frame)[offset : offset + length]
     wrong_calls = [
         lambda: seal(slot[1:], GROUP, IDENTITY, Raw()),
         lambda: seal(slot.toreadonly(), GROUP, IDENTITY, Raw()),
@@ -268,8 +216,6 @@ def test_buffers_of_another_size_are_a_wrong_call(halves):
         lambda: seal(slot, GROUP, IDENTITY, halves, memoryview(bytearray(seal_scratch_bytes(GROUP, halves) - 1))),
         lambda: open_in_place(slot[1:], 0, GROUP, IDENTITY, SCRATCH),
         lambda: open_in_place(slot, 0, GROUP, IDENTITY, SCRATCH[1:]),
-        lambda: open_span(head, 0, 1, span[1:], slot[HEAD:]),
-        lambda: open_span(head, 0, 1, span, slot),
     ]
     for call in wrong_calls:
         with pytest.raises(ValueError, match="must"):
@@ -293,10 +239,10 @@ def test_an_identity_that_does_not_fit_is_a_wrong_call(change):
 
 
 def test_the_front_of_a_frame_tells_how_long_its_head_is():
-    assert head_bytes_told(sealed(Raw(), payload_of(GROUP, pairs=False))[:256]) == HEAD
+    assert head_bytes_of(sealed(Raw(), payload_of(GROUP, pairs=False))[:256]) == HEAD
     many = GroupLayout(History(), (1,) * 121, "many")
     frame = sealed(Raw(), payload_of(many, pairs=False), many)
-    assert head_bytes_told(memoryview(frame)[:256]) == 2 * ALIGNMENT
+    assert head_bytes_of(memoryview(frame)[:256]) == 2 * ALIGNMENT
     with pytest.raises(CorruptChunkError, match="cut off: 4096 bytes of a header of 8192"):
         read_head(frame[:4096])
 

@@ -62,9 +62,9 @@ def test_ours_are_found_by_name_and_by_id():
 
 
 def test_an_unknown_codec_is_refused_with_those_known():
-    with pytest.raises(ConfigError, match=r"unknown codec 'lz5'; known here: raw, zstd"):
+    with pytest.raises(ConfigError, match=r"unknown codec 'lz5'; allowed: raw, zstd"):
         registry.by_name("lz5")
-    with pytest.raises(ConfigError, match=r"unknown codec id 999; known here: raw, zstd"):
+    with pytest.raises(ConfigError, match=r"unknown codec id 999; known: raw, zstd"):
         registry.by_id(999)
 
 
@@ -86,10 +86,10 @@ def test_an_outsider_cannot_take_our_name_or_number(outside):
     [
         ("low", "id in 32768..4294967295, got 'low' and 7"),
         ("high", "got 'high' and 4294967296"),
-        ("renamed", "'renamed' .* must be called so .* got 'mirror'"),
-        ("needy", "cannot be made"),
-        ("missing", "cannot be made"),
-        ("absent", "cannot be made: No module named 'no_such_module_at_all'"),
+        ("renamed", "'renamed' .* must have that name .* got 'mirror'"),
+        ("needy", "cannot be loaded"),
+        ("missing", "cannot be loaded"),
+        ("absent", "cannot be loaded: No module named 'no_such_module_at_all'"),
     ],
 )
 def test_a_broken_outsider_is_refused_by_name(outside, name, message):

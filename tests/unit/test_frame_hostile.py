@@ -12,7 +12,6 @@ from kvtier.codec.frame import (
     Identity,
     frame_bytes,
     open_in_place,
-    open_span,
     read_head,
     seal,
     seal_scratch_bytes,
@@ -167,7 +166,7 @@ def test_a_codec_that_is_not_known_here_is_refused_by_its_number():
     verify_frame(frame)  # sound by itself: its checksums match
     slot = memoryview(bytearray(frame_bytes(GROUP)))
     slot[: len(frame)] = frame
-    with pytest.raises(CorruptChunkError, match="unknown codec id 40001; known here: raw, zstd"):
+    with pytest.raises(CorruptChunkError, match="unknown codec id 40001; known: raw, zstd"):
         open_in_place(slot, len(frame), GROUP, IDENTITY, SCRATCH)
 
 
@@ -214,25 +213,6 @@ def test_a_section_that_does_not_decode_is_refused():
         slot[: len(hostile)] = hostile
         with pytest.raises(CorruptChunkError, match="section of layer 0: zstd"):
             open_in_place(slot, len(hostile), GROUP, IDENTITY, SCRATCH)
-        offset, length = head.span(0, 1)
-        hostile_head = read_head(hostile)
-        with pytest.raises(CorruptChunkError, match="section of layer 0: zstd"):
-            open_span(hostile_head, 0, 1, memoryview(hostile)[offset : offset + length], slot[4096:])
-
-
-def test_a_damaged_section_of_a_span_is_refused_and_the_others_are_not():
-    frame = bytearray(FRAMES["raw"])
-    head = read_head(frame)
-    frame[head.sections[1].offset + 10] ^= 4
-    payload = memoryview(bytearray(GROUP.payload_bytes))
-    for layer in range(3):
-        offset, length = head.span(layer, layer + 1)
-        span = memoryview(frame)[offset : offset + length]
-        if layer != 1:
-            open_span(head, layer, layer + 1, span, payload)
-            continue
-        with pytest.raises(CorruptChunkError, match="checksum of the section at 16384"):
-            open_span(head, layer, layer + 1, span, payload)
 
 
 def test_a_frame_larger_than_the_slot_is_refused():

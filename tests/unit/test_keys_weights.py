@@ -145,7 +145,7 @@ def test_a_cache_that_others_may_have_written_is_ignored(checkpoint, tmp_path, c
     digest_files(files_of(checkpoint), cache, settle_s=0)
     cache.chmod(0o620)
     assert digest_files(files_of(checkpoint), cache, settle_s=0).hashed_bytes > 0
-    assert "others may have written it" in caplog.text
+    assert "other users can write to it" in caplog.text
     assert stat.S_IMODE(cache.stat().st_mode) == 0o600
 
 

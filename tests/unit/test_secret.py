@@ -96,7 +96,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
 
 
 def test_a_place_where_nothing_can_be_made_is_a_clear_error(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be made: No such file or directory"):
+    with pytest.raises(ConfigError, match="cannot be created: No such file or directory"):
         load_or_create(tmp_path / "missing" / "secret")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match="cannot be read: Not a directory"):
@@ -105,7 +105,7 @@ def test_a_place_where_nothing_can_be_made_is_a_clear_error(tmp_path):
 
 def test_a_link_to_nowhere_is_a_clear_error(tmp_path):
     (tmp_path / "secret").symlink_to("nowhere")
-    with pytest.raises(ConfigError, match="was removed while it was being made"):
+    with pytest.raises(ConfigError, match="was removed during its creation"):
         load_or_create(tmp_path / "secret")
 
 

@@ -1,1 +1,1 @@
-"""How a payload becomes a frame: one file per codec, and the frame that carries identity and checksums."""
+"""Codecs, and frames: payloads with identity and checksums."""

@@ -1,4 +1,4 @@
-"""The interface of a codec: what happens to one section's bytes on their way out of host memory."""
+"""The interface of a codec."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ class Codec(Protocol):
     """The number in a stored frame; never reused for another codec. 0 is raw."""
 
     def bound(self, raw_bytes: int) -> int:
-        """The most bytes that `encode` can need for a section of `raw_bytes`."""
+        """The most bytes that `encode` may need for a section of `raw_bytes`."""
         ...
 
     def encode(self, raw: memoryview, into: memoryview) -> int:
@@ -22,6 +22,6 @@ class Codec(Protocol):
         """Decode `stored` so that it fills `into` exactly.
 
         Raises:
-            ValueError: `stored` is not what `encode` makes, or does not have the length of `into`.
+            ValueError: `stored` is invalid or does not have the length of `into`.
         """
         ...

@@ -1,7 +1,7 @@
-"""The head of a frame: what FORMAT.md says about it, as code. Written by `pack_head`, read by `read_head`.
+"""The head of a frame, as in FORMAT.md. `pack_head` writes it and `read_head` reads it.
 
-`read_head` expects nothing of a frame but that it is one, so that a frame can be inspected with no model at hand;
-`expect` then compares it with what a reader wants. Nothing that a head says is used before it is checked.
+`read_head` needs no model, so that any frame can be inspected; `expect` then compares the head with the wanted object.
+No field is used before it is checked.
 """
 
 import struct
@@ -19,7 +19,7 @@ from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, align_up
 from kvtier.types import ObjectName
 
 MAGIC: Final = b"\x89KVT\r\n\x1a\n"
-"""Like PNG's: a transfer that changes line ends or strips the eighth bit breaks it."""
+"""As in PNG: a transfer that converts line ends or strips the eighth bit breaks it."""
 
 VERSION: Final = 1
 FIXED_BYTES: Final = 256
@@ -28,7 +28,7 @@ SECTIONS_MAX: Final = 1 << 16
 RAW_ID: Final = 0
 
 Table = npt.NDArray[np.void]
-"""A section table; its fields are `ENTRY`'s."""
+"""A section table; its fields are those of `ENTRY`."""
 
 ENTRY: Final = np.dtype(
     [
@@ -56,7 +56,7 @@ _COUNT_MAX = (1 << 32) - 1
 
 
 class Identity(NamedTuple):
-    """Which object a frame holds. A reader compares the first three; the rest helps whoever rebuilds an index."""
+    """The object that a frame holds. Readers compare the first three fields; the others help to rebuild an index."""
 
     name: ObjectName
     fingerprint: bytes
@@ -64,11 +64,11 @@ class Identity(NamedTuple):
     layout_digest: bytes
     """32 bytes, `KvLayout.digest(group)`."""
     parent: ObjectName | None = None
-    """The object before it in its prefix; None at the start, for other than history groups, or if unknown."""
+    """The preceding object of the prefix; None at the start, for groups without history, or if unknown."""
     depth: int = 0
-    """Objects before it in its prefix."""
+    """Number of preceding objects."""
     tokens: int = 0
-    """Tokens that the chunk covers."""
+    """Tokens of the chunk."""
     group: int = 0
     rank: int = 0
 
@@ -83,7 +83,7 @@ class Section(NamedTuple):
     """In the frame."""
     stored_bytes: int
     extent_bytes: int
-    """Stored bytes and their padding: what the checksum covers, and what a read must bring."""
+    """Stored bytes and padding: covered by the checksum."""
     checksum: int
     codec: int
 
@@ -96,9 +96,9 @@ class Head:
     header_bytes: int
     frame_bytes: int
     raw_bytes: int
-    """Bytes of the payload, padding included."""
+    """Bytes of the payload, including padding."""
     codec: int
-    """The codec asked for; single sections may be raw all the same."""
+    """The requested codec; single sections may be raw."""
     identity: Identity
     table: Table = field(repr=False)
     _payload_offsets: npt.NDArray[np.int64] = field(repr=False)
@@ -106,63 +106,37 @@ class Head:
     @property
     def sections(self) -> list[Section]:
         """All sections, in order."""
-        return self.sections_of(0, self.layers)
+        rows: list[tuple[int, ...]] = self.table.tolist()
+        return [
+            Section(layer, at, raw_bytes, offset, stored_bytes, align_up(stored_bytes), checksum, codec)
+            for at, (offset, checksum, raw_bytes, stored_bytes, layer, codec) in zip(
+                self._payload_offsets.tolist(), rows, strict=True
+            )
+        ]
 
     @property
     def layers(self) -> int:
-        """How many layers the payload has."""
+        """Layers of the payload."""
         return int(self.table["layer"][-1]) + 1
 
-    def sections_of(self, start_layer: int, stop_layer: int) -> list[Section]:
-        """The sections of layers `start_layer` up to, but without, `stop_layer`.
 
-        Raises:
-            ValueError: no such layers, or none.
-        """
-        start, stop = self._rows(start_layer, stop_layer)
-        rows: list[tuple[int, ...]] = self.table[start:stop].tolist()
-        offsets: list[int] = self._payload_offsets[start:stop].tolist()
-        return [
-            Section(layer, at, raw_bytes, offset, stored_bytes, align_up(stored_bytes), checksum, codec)
-            for at, (offset, checksum, raw_bytes, stored_bytes, layer, codec) in zip(offsets, rows, strict=True)
-        ]
-
-    def span(self, start_layer: int, stop_layer: int) -> tuple[int, int]:
-        """(offset, length) in the frame of layers `start_layer` up to, but without, `stop_layer`.
-
-        Both are multiples of `ALIGNMENT`. Ask for several layers at once: an I/O below 1 MiB is mostly latency.
-
-        Raises:
-            ValueError: no such layers, or none.
-        """
-        start, stop = self._rows(start_layer, stop_layer)
-        offset, last = int(self.table["offset"][start]), self.table[stop - 1]
-        return offset, int(last["offset"]) + align_up(int(last["stored_bytes"])) - offset
-
-    def _rows(self, start_layer: int, stop_layer: int) -> tuple[int, int]:
-        if not 0 <= start_layer < stop_layer <= self.layers:
-            raise ValueError(f"layers {start_layer}..{stop_layer} must be a part of 0..{self.layers}, not empty")
-        start, stop = np.searchsorted(self.table["layer"], (start_layer, stop_layer))
-        return int(start), int(stop)
-
-
-class Plan(NamedTuple):
-    """What is the same for all raw frames of one group."""
+class FrameLayout(NamedTuple):
+    """The parts that all raw frames of one group share."""
 
     header_bytes: int
     frame_bytes: int
     table: Table
-    """Complete but for the checksums, which are 0."""
+    """Complete except for the checksums, which are 0."""
     extents: tuple[tuple[int, int], ...]
     """(start, stop) in the frame of each section with its padding."""
     paddings: tuple[tuple[int, int], ...]
-    """(start, stop) in the frame of each piece of padding that is not empty."""
+    """(start, stop) in the frame of each padding that is not empty."""
     blank: bytes
-    """The head of every raw frame, all that differs between them set to 0."""
+    """The head of a raw frame, with zeros in the fields that differ."""
 
 
 @lru_cache(maxsize=256)
-def plan(group: GroupLayout) -> Plan:
+def frame_layout(group: GroupLayout) -> FrameLayout:
     """The raw frame of `group`.
 
     Raises:
@@ -181,7 +155,7 @@ def plan(group: GroupLayout) -> Plan:
     )  # fmt: skip
     extents = tuple((row[0], row[0] + align_up(row[2])) for row in rows)
     paddings = tuple((row[0] + row[2], stop) for row, (_, stop) in zip(rows, extents, strict=True))
-    return Plan(
+    return FrameLayout(
         header_bytes,
         frame_bytes,
         table,
@@ -192,10 +166,10 @@ def plan(group: GroupLayout) -> Plan:
 
 
 def pack_head(identity: Identity, codec: int, table: Table, frame_bytes: int, raw_bytes: int) -> bytes:
-    """The head of a frame, checksum included; its length is a multiple of `ALIGNMENT`.
+    """The head of a frame with its checksum; its length is a multiple of `ALIGNMENT`.
 
     Raises:
-        ValueError: a digest that is not 32 bytes, or a number that does not fit in four.
+        ValueError: a digest is not 32 bytes, or a number does not fit in four.
     """
     header_bytes = align_up(FIXED_BYTES + ENTRY_BYTES * len(table))
     head = bytearray((bytes(FIXED_BYTES) + table.tobytes()).ljust(header_bytes, b"\0"))
@@ -203,35 +177,35 @@ def pack_head(identity: Identity, codec: int, table: Table, frame_bytes: int, ra
     return bytes(head)
 
 
-def pack_raw_head(identity: Identity, known: Plan, checksums: Sequence[int]) -> bytearray:
-    """`pack_head` of a raw frame with these checksums of its sections, in a fraction of the time.
+def pack_raw_head(identity: Identity, layout: FrameLayout, checksums: Sequence[int]) -> bytearray:
+    """A fast `pack_head` for raw frames, from the checksums of the sections.
 
     Raises:
-        ValueError: a digest that is not 32 bytes, or a number that does not fit in four.
+        ValueError: a digest is not 32 bytes, or a number does not fit in four.
     """
-    head = bytearray(known.blank)
-    _IDENTITY.pack_into(head, _IDENTITY_AT, *_told(identity))
+    head = bytearray(layout.blank)
+    _IDENTITY.pack_into(head, _IDENTITY_AT, *_identity_fields(identity))
     _fill_in(head, checksums)
     return head
 
 
-def is_raw_head(front: memoryview, known: Plan, identity: Identity, checksums: Sequence[int]) -> bool:
-    """Whether `front` begins, byte for byte, with what `pack_raw_head` makes for the object `identity`.
+def is_raw_head(front: memoryview, layout: FrameLayout, identity: Identity, checksums: Sequence[int]) -> bool:
+    """Whether `front` begins with exactly the head that `pack_raw_head` would make for `identity`.
 
-    What a reader does not compare (parent, depth and so on) is taken from there.
+    Fields that are not compared (parent, depth and so on) are taken from `front`.
     """
-    told = front[: known.header_bytes].tobytes()
-    if told[_IDENTITY_AT:_COMPARED_STOP] != identity.name + identity.fingerprint + identity.layout_digest:
+    actual = front[: layout.header_bytes].tobytes()
+    if actual[_IDENTITY_AT:_COMPARED_STOP] != identity.name + identity.fingerprint + identity.layout_digest:
         return False
-    head = bytearray(known.blank)
-    head[_IDENTITY_AT:_IDENTITY_STOP] = told[_IDENTITY_AT:_IDENTITY_STOP]
+    head = bytearray(layout.blank)
+    head[_IDENTITY_AT:_IDENTITY_STOP] = actual[_IDENTITY_AT:_IDENTITY_STOP]
     _fill_in(head, checksums)
-    return bytes(head) == told
+    return bytes(head) == actual
 
 
 def _fill_in(head: bytearray, checksums: Sequence[int]) -> None:
-    """The checksums of a raw frame's sections, and last that of its head."""
-    if len(checksums) <= _FEW:  # then the set-up of an array costs more
+    """Write the checksums of a raw frame's sections, and last that of the head."""
+    if len(checksums) <= _FEW:  # below this, creating an array costs more
         for number, checksum in enumerate(checksums):
             _CHECKSUM.pack_into(head, FIXED_BYTES + 8 + ENTRY_BYTES * number, checksum)
     else:
@@ -240,15 +214,26 @@ def _fill_in(head: bytearray, checksums: Sequence[int]) -> None:
 
 
 def _finish(head: bytearray, identity: Identity, codec: int, count: int, frame_bytes: int, raw_bytes: int) -> None:
-    """Fill in what stands before the section table; last the checksum of it all."""
+    """Write the fields before the section table, and last the checksum of the head."""
     _FIXED.pack_into(
-        head, 0, MAGIC, VERSION, len(head), 0, frame_bytes, raw_bytes, codec, count, *_told(identity), _RESERVED
+        head,
+        0,
+        MAGIC,
+        VERSION,
+        len(head),
+        0,
+        frame_bytes,
+        raw_bytes,
+        codec,
+        count,
+        *_identity_fields(identity),
+        _RESERVED,
     )
     _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
 
 
-def _told(identity: Identity) -> tuple[bytes, bytes, bytes, bytes, int, int, int, int]:
-    """What a head says of `identity`."""
+def _identity_fields(identity: Identity) -> tuple[bytes, bytes, bytes, bytes, int, int, int, int]:
+    """The fields of a head that identify the object."""
     name, fingerprint, layout_digest, parent, depth, tokens, group, rank = identity
     parent = parent or _NO_PARENT
     if not len(name) == len(fingerprint) == len(layout_digest) == len(parent) == DIGEST_BYTES:
@@ -260,11 +245,11 @@ def _told(identity: Identity) -> tuple[bytes, bytes, bytes, bytes, int, int, int
     return name, fingerprint, layout_digest, parent, depth, tokens, group, rank
 
 
-def head_bytes_told(front: memoryview | bytes) -> int:
-    """How many bytes `read_head` needs, as told by a frame's first `FIXED_BYTES` bytes.
+def head_bytes_of(front: memoryview | bytes) -> int:
+    """Bytes that `read_head` needs, from the first `FIXED_BYTES` bytes of a frame.
 
     Raises:
-        CorruptChunkError: these bytes begin no frame of a version that is known here.
+        CorruptChunkError: the bytes are not the start of a frame of a known version.
     """
     if len(front) < FIXED_BYTES:
         raise CorruptChunkError(b"", f"cut off: {len(front)} bytes, a frame has at least {FIXED_BYTES}")
@@ -281,15 +266,15 @@ def head_bytes_told(front: memoryview | bytes) -> int:
 
 
 def read_head(front: memoryview | bytes) -> Head:
-    """Parse and check the head at the front of `front`, expecting nothing but that it is one.
+    """Parse and check the head at the front of `front`, without a model.
 
     Args:
-        front: at least as many bytes as `head_bytes_told` says; whatever follows the head is ignored.
+        front: at least `head_bytes_of(front)` bytes; bytes after the head are ignored.
 
     Raises:
-        CorruptChunkError: it is cut off, of an unknown version, damaged, or contradicts itself.
+        CorruptChunkError: the head is truncated, of an unknown version, damaged, or inconsistent.
     """
-    header_bytes = head_bytes_told(front)
+    header_bytes = head_bytes_of(front)
     _, version, _, checksum, frame_bytes, raw_bytes, codec, count, *digests = _FIXED.unpack_from(front)
     name, fingerprint, layout_digest, parent, depth, tokens, group, rank, reserved = digests
     if len(front) < header_bytes:
@@ -302,16 +287,16 @@ def read_head(front: memoryview | bytes) -> Head:
         raise CorruptChunkError(name, "reserved bytes of the header are not zero")
     table: Table = np.frombuffer(head, ENTRY, count, FIXED_BYTES)
     payload_offsets = _check_table(name, table, codec, (header_bytes, frame_bytes, raw_bytes))
-    known_parent = ObjectName(parent) if parent != _NO_PARENT else None
-    identity = Identity(ObjectName(name), fingerprint, layout_digest, known_parent, depth, tokens, group, rank)
+    parent_name = ObjectName(parent) if parent != _NO_PARENT else None
+    identity = Identity(ObjectName(name), fingerprint, layout_digest, parent_name, depth, tokens, group, rank)
     return Head(version, header_bytes, frame_bytes, raw_bytes, codec, identity, table, payload_offsets)
 
 
 def expect(head: Head, group: GroupLayout, identity: Identity) -> None:
-    """Compare a head with the object that was asked for.
+    """Compare a head with the wanted object.
 
     Raises:
-        CorruptChunkError: it is another object's, another model's, or of another layout.
+        CorruptChunkError: it is of another object, model or layout.
     """
     found = head.identity
     for what, got, wanted in (
@@ -321,7 +306,7 @@ def expect(head: Head, group: GroupLayout, identity: Identity) -> None:
     ):
         if got != wanted:
             raise CorruptChunkError(identity.name, f"wrong {what} {got.hex()[:12]}, expected {wanted.hex()[:12]}")
-    wanted_table = plan(group).table
+    wanted_table = frame_layout(group).table
     if len(head.table) != len(wanted_table) or any(
         (head.table[column] != wanted_table[column]).any() for column in ("layer", "raw_bytes")
     ):
@@ -329,9 +314,9 @@ def expect(head: Head, group: GroupLayout, identity: Identity) -> None:
 
 
 def _check_table(name: bytes, table: Table, codec: int, sizes: tuple[int, int, int]) -> npt.NDArray[np.int64]:
-    """Check what a section table says about itself; returns the payload offset of each section.
+    """Check the consistency of a section table; returns the payload offset of each section.
 
-    Everything is compared with the one table that these lengths allow, so nothing can overlap or lie outside.
+    The lengths determine all offsets, so sections can neither overlap nor lie outside the frame.
     """
     header_bytes, frame_bytes, raw_bytes = sizes
     raw, stored, layer = (table[column].astype(np.int64) for column in ("raw_bytes", "stored_bytes", "layer"))
@@ -359,7 +344,7 @@ def _check_table(name: bytes, table: Table, codec: int, sizes: tuple[int, int, i
 
 
 def _laid_out(lengths: npt.NDArray[np.int64], start: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Where pieces lie that begin at `start` and are each padded to `ALIGNMENT`; and where the last padding ends."""
+    """Offsets of pieces that begin at `start` and are padded to `ALIGNMENT`, and the end of the last padding."""
     padded: npt.NDArray[np.int64] = (lengths + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     stops: npt.NDArray[Any] = start + np.cumsum(padded)
     return stops - padded, int(stops[-1])

@@ -1,8 +1,8 @@
-"""The codec that changes nothing. A frame of it is built and opened in place, so that no byte is copied."""
+"""The codec without encoding. Its frames are sealed and opened in place, without a copy."""
 
 
 class Raw:
-    """Bytes as they are."""
+    """Bytes unchanged."""
 
     name: str = "raw"
     id: int = 0

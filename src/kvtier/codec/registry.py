@@ -1,7 +1,7 @@
-"""Which codecs there are. A codec of ours is one line in `_BUILT_IN`; others come as entry points of `kvtier.codecs`.
+"""The known codecs. To add one, add a line to `_BUILT_IN`, or an entry point of `kvtier.codecs` in another package.
 
-An entry point names a class that is made without arguments and whose `name` is the entry point's. Ids below 32,768 are
-ours.
+An entry point names a class without constructor arguments; its `name` must be the entry point's. Ids below 32,768 are
+reserved for kvtier.
 """
 
 from collections.abc import Callable
@@ -19,49 +19,49 @@ OUTSIDE_ID_MIN = 1 << 15
 OUTSIDE_ID_MAX = (1 << 32) - 1
 
 _BUILT_IN: dict[str, tuple[int, str, str]] = {
-    # name: (id, module, class); a module is imported when its codec is first asked for
+    # name: (id, module, class); a module is imported on first use
     "raw": (0, "kvtier.codec.raw", "Raw"),
     "zstd": (1, "kvtier.codec.zstd", "Zstd"),
 }
 
 
 def names() -> list[str]:
-    """The names of all codecs that are known, whether or not the packages they need are there."""
+    """Names of all known codecs, including those whose packages are missing."""
     return [*_BUILT_IN, *sorted(_outside_points())]
 
 
 @cache
 def by_name(name: str) -> Codec:
-    """The codec called `name`, with its default settings; one instance for all.
+    """The codec `name` with default settings; one instance for all callers.
 
     Raises:
-        ConfigError: no such codec (the message names those known), or it needs a package that is missing.
+        ConfigError: there is no such codec, or its package is missing.
     """
     if name in _BUILT_IN:
         _, module, attribute = _BUILT_IN[name]
         return cast("Codec", getattr(import_module(module), attribute)())
     point = _outside_points().get(name)
     if point is None:
-        raise ConfigError(f"unknown codec {name!r}; known here: {', '.join(names())}")
+        raise ConfigError(f"unknown codec {name!r}; allowed: {', '.join(names())}")
     return _made(point)
 
 
 @cache
 def by_id(number: int) -> Codec:
-    """The codec that a stored frame calls `number`.
+    """The codec with this id in a stored frame.
 
     Raises:
-        ConfigError: see `by_name`.
+        ConfigError: as in `by_name`.
     """
     for name, (known, _, _) in _BUILT_IN.items():
         if known == number:
             return by_name(name)
     for name in _outside_points():
-        with suppress(ConfigError):  # one that is broken must not hide the others
+        with suppress(ConfigError):  # a broken codec must not hide the others
             codec = by_name(name)
             if codec.id == number:
                 return codec
-    raise ConfigError(f"unknown codec id {number}; known here: {', '.join(names())}")
+    raise ConfigError(f"unknown codec id {number}; known: {', '.join(names())}")
 
 
 @cache
@@ -73,10 +73,10 @@ def _made(point: EntryPoint) -> Codec:
     try:
         codec = cast("Callable[[], Codec]", point.load())()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"codec {point.name!r} ({point.value}) cannot be made: {error}") from error
+        raise ConfigError(f"codec {point.name!r} ({point.value}) cannot be loaded: {error}") from error
     if not OUTSIDE_ID_MIN <= codec.id <= OUTSIDE_ID_MAX or codec.name != point.name:
         raise ConfigError(
-            f"codec {point.name!r} ({point.value}) must be called so and have an id in "
+            f"codec {point.name!r} ({point.value}) must have that name and an id in "
             f"{OUTSIDE_ID_MIN}..{OUTSIDE_ID_MAX}, got {codec.name!r} and {codec.id}"
         )
     return codec

@@ -1,4 +1,4 @@
-"""Zstandard: lossless and general. On bfloat16 KV it saves little; its use is on links much slower than a core."""
+"""Zstandard: lossless. It saves little on bfloat16 KV, so it suits links much slower than a core."""
 
 import threading
 
@@ -12,14 +12,14 @@ except ImportError as error:
 
 LEVEL_MAX = 19
 _WINDOW_BYTES_MAX = 2 * SECTION_BYTES_MAX
-"""No section needs more; a hostile one could otherwise ask the decoder for 128 MiB."""
+"""No section needs more; without a limit, a malicious one could make the decoder allocate 128 MiB."""
 
 
 class Zstd:
-    """Each section is one Zstandard frame that tells its content's size.
+    """Each section is one Zstandard frame that states its content's size.
 
     Args:
-        level: 1 (fast) to 19 (small). It concerns writing only: every level reads every other.
+        level: 1 (fast) to 19 (small); for writing only.
 
     Raises:
         ConfigError: another level.
@@ -32,11 +32,11 @@ class Zstd:
         if not 1 <= level <= LEVEL_MAX:
             raise ConfigError(f"zstd level must be in 1..{LEVEL_MAX}, got {level}")
         self._level = level
-        # Contexts are costly to make and serve one thread at a time, so each thread keeps its own.
+        # Contexts are expensive to create and serve one thread at a time, so each thread has its own.
         self._local = threading.local()
 
     def bound(self, raw_bytes: int) -> int:
-        """Zstandard's own worst case, ZSTD_COMPRESSBOUND, rounded up."""
+        """Zstandard's worst case, ZSTD_COMPRESSBOUND, rounded up."""
         return raw_bytes + (raw_bytes >> 8) + 512
 
     def encode(self, raw: memoryview, into: memoryview) -> int:
@@ -58,11 +58,11 @@ class Zstd:
         if decompressor is None:
             decompressor = self._local.decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
         try:
-            # The decoder allocates what the frame says, so that is looked at before.
-            told = zstandard.get_frame_parameters(stored).content_size
-            if told != len(into):
-                raise ValueError(f"zstd content of {told} bytes cannot fill {len(into)}")
+            # The decoder allocates what the frame states, so check that first.
+            stated_bytes = zstandard.get_frame_parameters(stored).content_size
+            if stated_bytes != len(into):
+                raise ValueError(f"zstd content of {stated_bytes} bytes cannot fill {len(into)}")
             content = decompressor.decompress(stored, max_output_size=len(into), allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ValueError(f"zstd: {error}") from None
-        into[:] = content  # a ValueError too, should the lengths differ after all
+        into[:] = content  # raises ValueError too, should the lengths differ

@@ -1,1 +1,1 @@
-"""Who a chunk is: token-hash chain, object names, fingerprint, and the secret that keys them."""
+"""Keys: the token-hash chain, object names, the fingerprint, and the secret that keys them."""

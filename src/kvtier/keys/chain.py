@@ -1,10 +1,10 @@
-"""The token-hash chain: one key per chunk, each naming the whole prefix that ends with it.
+"""The token-hash chain: one key per chunk, which names the whole prefix that ends with it.
 
     key[i] = SHA-256( key[i - 1] | u32 tokens in the chunk | its tokens as u32 | extras that start in it )
 
-with the keyed root (`kvtier.keys.fingerprint.root_key`) as key[-1], and all numbers little-endian. A
-partial chunk has no key. FORMAT.md specifies the bytes. Equal keys mean equal tokens, extras, fingerprint and secret,
-from the first token on.
+key[-1] is the keyed root (`kvtier.keys.fingerprint.root_key`), and all numbers are little-endian. A partial chunk has
+no key. FORMAT.md specifies the bytes. Equal keys mean equal tokens, extras, fingerprint and secret, from the first
+token on.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from kvtier.types import ChunkKey, Prefix
 KEY_BYTES = 32
 TOKEN_BYTES = 4
 TOKEN_MAX = (1 << 32) - 1
-"""The largest token; it is written in four bytes."""
+"""Largest token: tokens are four bytes."""
 
 Tokens = Sequence[int] | npt.NDArray[Any]
 """A list, tuple, `array.array` of integers, or one-dimensional numpy array of integers."""
@@ -35,13 +35,13 @@ _ARRAY_CODE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extra:
-    """Something besides tokens that determines the numbers of a request.
+    """Something besides tokens that changes the numbers of a request.
 
     Args:
-        kind: what it is, such as ``adapter``, ``image``, ``salt`` or ``embeddings``; not empty.
-        value: what identifies it, such as an adapter's name and digest, or a digest of an image's pixels.
-        offset: token position at which it starts, counted from the start of the prompt. It enters the key of the chunk
-            that contains this position; later chunks inherit it through the chain.
+        kind: such as ``adapter``, ``image``, ``salt`` or ``embeddings``; not empty.
+        value: identity of the extra, such as an adapter's name and digest, or a digest of an image's pixels.
+        offset: its first token position in the prompt. It enters the key of the chunk with this position; later chunks
+            inherit it through the chain.
 
     Raises:
         ValueError: an empty kind, a value that is not bytes, or an offset outside 0 .. 2**32 - 1.
@@ -55,24 +55,24 @@ class Extra:
         if not self.kind:
             raise ValueError("an extra needs a kind, got an empty one")
         if not isinstance(self.value, bytes):  # pyright: ignore[reportUnnecessaryIsInstance] (callers may be untyped)
-            told = type(self.value).__name__
-            raise ValueError(f"extra {self.kind!r}: value must be bytes, got {told}")  # noqa: TRY004
+            kind = type(self.value).__name__
+            raise ValueError(f"extra {self.kind!r}: value must be bytes, got {kind}")  # noqa: TRY004
         if not 0 <= self.offset <= TOKEN_MAX:
             raise ValueError(f"extra {self.kind!r}: offset must be in 0..{TOKEN_MAX}, got {self.offset}")
 
 
 class Chain:
-    """The keys of one growing request: what was hashed once is not hashed again.
+    """The keys of one growing request. Each token is hashed once.
 
     Not thread-safe; one chain belongs to one request.
 
     Args:
         root: 32-byte keyed root.
         chunk_tokens: tokens in a full chunk.
-        extras: known from the start, in any order. One whose offset the tokens have not reached enters no key yet.
+        extras: extras known from the start, in any order; an offset may lie beyond the tokens.
 
     Raises:
-        ValueError: a root that is not 32 bytes, or an impossible `chunk_tokens`.
+        ValueError: `root` is not 32 bytes, or `chunk_tokens` is out of range.
     """
 
     def __init__(self, root: bytes, chunk_tokens: int, extras: Iterable[Extra] = ()) -> None:
@@ -94,19 +94,19 @@ class Chain:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the chain has been given."""
+        """Tokens in the chain."""
         return len(self._keys) * self._chunk_tokens + len(self._tail) // TOKEN_BYTES
 
     def extend(self, tokens: Tokens, extras: Iterable[Extra] = ()) -> None:
-        """Append `tokens`; costs time for the new tokens only.
+        """Append `tokens`; the cost depends on the new tokens only.
 
         Args:
             tokens: integers in 0 .. 2**32 - 1.
-            extras: further extras, for example an image of a later turn; offsets count from the start of the prompt.
+            extras: more extras, such as an image of a later turn; offsets count from the start of the prompt.
 
         Raises:
-            ValueError: a token that is no such integer (the message names it and its position), a wrong shape, or an
-                extra whose offset lies in a chunk that has its key already. The chain is then unchanged.
+            ValueError: a token is out of range (the message names it and its position), the shape is wrong, or an extra
+                starts in a chunk that has its key. The chain is unchanged.
         """
         words = token_words(tokens)
         self._add_extras(extras)
@@ -124,7 +124,7 @@ class Chain:
         return Prefix(tuple(self._keys[: limit // self._chunk_tokens]), self._chunk_tokens)
 
     def _append(self, words: memoryview) -> None:
-        """Hash the chunks that `words`, after the pending tail, make full."""
+        """Hash the chunks that `words` complete, after the pending tail."""
         data = memoryview(self._tail + bytes(words)) if self._tail else words
         width = self._chunk_tokens * TOKEN_BYTES
         count = _U32.pack(self._chunk_tokens)
@@ -154,8 +154,7 @@ class Chain:
 def chunk_keys(root: bytes, tokens: Tokens, chunk_tokens: int, extras: Iterable[Extra] = ()) -> tuple[ChunkKey, ...]:
     """The keys of all full chunks of `tokens`.
 
-    Prefix-stable: more tokens, or extras that start later, never change an earlier key. An extra whose offset lies
-    beyond the last full chunk enters no key, because no chunk that is named here depends on it.
+    More tokens, or extras that start later, never change an earlier key. Extras after the last full chunk enter no key.
 
     Args:
         root: 32-byte keyed root.
@@ -164,7 +163,7 @@ def chunk_keys(root: bytes, tokens: Tokens, chunk_tokens: int, extras: Iterable[
         extras: in any order.
 
     Raises:
-        ValueError: see `Chain`.
+        ValueError: as in `Chain`.
     """
     chain = Chain(root, chunk_tokens, extras)
     chain.extend(tokens)
@@ -172,7 +171,7 @@ def chunk_keys(root: bytes, tokens: Tokens, chunk_tokens: int, extras: Iterable[
 
 
 def canonical_extras(extras: Sequence[Extra], start: int) -> bytes:
-    """The extras of a chunk that starts at token `start`, as they enter its key: one form whatever their order."""
+    """The extras of a chunk that starts at token `start`, as bytes; their order does not matter."""
     fields = sorted((extra.offset - start, extra.kind.encode(), extra.value) for extra in extras)
     parts = [_U32.pack(len(fields))]
     for position, kind, value in fields:
@@ -184,10 +183,10 @@ _NO_EXTRAS = canonical_extras((), 0)
 
 
 def token_words(tokens: Tokens) -> memoryview:
-    """The bytes of tokens as u32 little-endian, on any machine; a view, since copying a long prompt costs as much.
+    """The tokens as little-endian u32 bytes. A view where possible, since copying a long prompt costs as much.
 
     Raises:
-        ValueError: see `Chain.extend`.
+        ValueError: as in `Chain.extend`.
     """
     if isinstance(tokens, np.ndarray):
         return _words_of_numpy(tokens)
@@ -195,7 +194,7 @@ def token_words(tokens: Tokens) -> memoryview:
         return _words_of_array(tokens)
     if isinstance(tokens, (list, tuple)):
         return _words_of_list(tokens)
-    # Strings and bytes are sequences too; guessing what they mean would give keys that nobody meant.
+    # Strings and bytes are sequences too; accepting them would give keys of something else.
     raise ValueError(
         f"tokens must be a list, tuple, array.array or numpy array of integers, got {type(tokens).__name__}"
     )
@@ -239,7 +238,7 @@ def little_endian(words: "array[int]", byteorder: str) -> memoryview:
 
 def _is_token(token: object) -> bool:
     try:
-        return 0 <= operator.index(token) <= TOKEN_MAX  # pyright: ignore[reportArgumentType] (that is the question)
+        return 0 <= operator.index(token) <= TOKEN_MAX  # pyright: ignore[reportArgumentType] (any object may come)
     except TypeError:
         return False
 

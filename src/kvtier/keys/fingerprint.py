@@ -1,12 +1,11 @@
-r"""The fingerprint: everything besides tokens that determines the numbers, and the root key made of it.
+r"""The fingerprint of everything besides tokens that determines the numbers, and the root key derived from it.
 
     digest = SHA-256( "kvtier.fingerprint\0" | canonical JSON )
     root   = HMAC-SHA-256( secret, "kvtier.root\0" | u32 version | fingerprint digest | u32 chunk_tokens )
 
-Canonical JSON: members sorted by name (by code point), no white space, everything outside ASCII escaped. A number whose
-value is an integer is written as that integer, so 10000 and 10000.0 are one value and -0.0 is 0; any other number is
-written as the shortest decimal that reads back as the same IEEE 754 double (Python's `repr`). NaN and infinities are
-refused.
+Canonical JSON has its members sorted by name (by code point), no white space, and ASCII escapes. A number with an
+integer value is written as that integer, so 10000 and 10000.0 are one value, and -0.0 is 0. Any other number is written
+as the shortest decimal that reads back as the same IEEE 754 double (Python's `repr`). NaN and infinities are refused.
 """
 
 import hashlib
@@ -27,28 +26,28 @@ _ROOT_DOMAIN = b"kvtier.root\0"
 _VERSION = 1
 _ROOT_HEAD = struct.Struct("<I32sI")
 _DEPTH_MAX = 32
-_INTEGER_BITS_MAX = 1024  # the largest double has as many; Python refuses to print much larger ones
+_INTEGER_BITS_MAX = 1024  # as many as the largest double; Python refuses to print much larger integers
 _COUNT_MAX = (1 << 32) - 1
 _NOTHING: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What determines the numbers besides tokens. Two are equal when their digests are.
+    """Everything besides tokens that determines the numbers. Two fingerprints are equal when their digests are.
 
-    The digest is taken when the fingerprint is made; a mapping that is changed afterwards does not change it.
+    The digest is computed at construction; later changes of a mapping do not change it.
 
     Args:
         weights: 32-byte digest of the weights (`kvtier.keys.weights`).
-        revision: the name the weights go by, such as a commit of a model repository; may be empty.
+        revision: name of the weights, such as a commit of a model repository; may be empty.
         attention: settings of attention, such as its implementation, scale, window, soft cap.
         rope: settings of the position encoding: base, scaling, factors.
         dtype: of the numbers in the KV cache, such as ``bfloat16``.
         epoch: counts in-place updates of the weights, which no file shows.
-        other: whatever else changes the numbers, by name.
+        other: anything else that changes the numbers, by name.
 
     Raises:
-        ConfigError: a value that has no canonical JSON form, or that is impossible; the message names it by its path.
+        ConfigError: a value is out of range or has no canonical JSON form; the message gives its path.
     """
 
     weights: bytes = field(compare=False)
@@ -61,14 +60,14 @@ class Fingerprint:
     digest: bytes = field(init=False, repr=False)
     """32 bytes."""
     canonical: bytes = field(init=False, repr=False, compare=False)
-    """What the digest is of: canonical JSON, without its domain."""
+    """Canonical JSON, the digest's input after its domain."""
 
     def __post_init__(self) -> None:
         if len(self.weights) != DIGEST_BYTES:
             raise ConfigError(f"fingerprint.weights must be a digest of {DIGEST_BYTES} bytes, got {len(self.weights)}")
         if self.epoch < 0:
             raise ConfigError(f"fingerprint.epoch must be at least 0, got {self.epoch}")
-        told = {
+        fields = {
             "version": _VERSION,
             "weights": self.weights.hex(),
             "revision": self.revision,
@@ -78,35 +77,35 @@ class Fingerprint:
             "epoch": self.epoch,
             "other": self.other,
         }
-        canonical = canonical_json(told, "fingerprint")
+        canonical = canonical_json(fields, "fingerprint")
         object.__setattr__(self, "canonical", canonical)
         object.__setattr__(self, "digest", hashlib.sha256(_FINGERPRINT_DOMAIN + canonical).digest())
 
 
 def canonical_json(value: object, where: str = "value") -> bytes:
-    """The one way to write `value`; the module's docstring gives the rules.
+    """`value` in the canonical form that the module's docstring defines.
 
     Args:
         value: None, booleans, finite numbers, strings, lists and tuples, mappings with string names; at most 32 deep.
-        where: what an error calls the value.
+        where: name of the value in errors.
 
     Raises:
-        ConfigError: anything else; the message gives the path to it, for example ``fingerprint.rope.factors[3]``.
+        ConfigError: any other value; the message gives its path, for example ``fingerprint.rope.factors[3]``.
     """
     plain = _plain(value, where, 0)
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 def root_key(secret: bytes, fingerprint_digest: bytes, chunk_tokens: int) -> bytes:
-    """The 32-byte root of every key chain of one model under one secret.
+    """The 32-byte root of all key chains of one model and one secret.
 
     Args:
-        secret: 32 bytes (`kvtier.keys.secret`); without it nothing can be learnt from a key.
+        secret: 32 bytes (`kvtier.keys.secret`); without it keys reveal nothing.
         fingerprint_digest: `Fingerprint.digest`.
-        chunk_tokens: tokens in a full chunk: chains cut differently share no names.
+        chunk_tokens: tokens in a full chunk; other sizes give other names.
 
     Raises:
-        ValueError: a secret or digest that is not 32 bytes, or an impossible `chunk_tokens`. The secret is never shown.
+        ValueError: a secret or digest is not 32 bytes, or `chunk_tokens` is out of range. The secret is never shown.
     """
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"secret must be {SECRET_BYTES} bytes, got {len(secret)}")
@@ -114,8 +113,8 @@ def root_key(secret: bytes, fingerprint_digest: bytes, chunk_tokens: int) -> byt
         raise ValueError(f"fingerprint digest must be {DIGEST_BYTES} bytes, got {len(fingerprint_digest)}")
     if not 1 <= chunk_tokens <= _COUNT_MAX:
         raise ValueError(f"chunk_tokens must be in 1..{_COUNT_MAX}, got {chunk_tokens}")
-    told = _ROOT_DOMAIN + _ROOT_HEAD.pack(_VERSION, fingerprint_digest, chunk_tokens)
-    return hmac.digest(secret, told, "sha256")
+    fields = _ROOT_DOMAIN + _ROOT_HEAD.pack(_VERSION, fingerprint_digest, chunk_tokens)
+    return hmac.digest(secret, fields, "sha256")
 
 
 def _plain(value: object, where: str, depth: int) -> object:
@@ -128,7 +127,7 @@ def _plain(value: object, where: str, depth: int) -> object:
         return [_plain(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(items)]
     if isinstance(value, float):
         return _plain_float(value, where)
-    # Exact types: an enum or another subclass may print itself in its own way, and that may change.
+    # Exact types: subclasses such as enums may have another text form.
     if value is None or type(value) in {bool, str} or (type(value) is int and value.bit_length() <= _INTEGER_BITS_MAX):
         return value
     raise ConfigError(
@@ -149,5 +148,5 @@ def _plain_mapping(mapping: Mapping[Any, Any], where: str, depth: int) -> dict[s
 def _plain_float(value: float, where: str) -> int | float:
     if not math.isfinite(value):
         raise ConfigError(f"{where}: numbers must be finite, got {value}")
-    # float(value) also turns subclasses (numpy's float64) into the plain type, whose repr is the shortest decimal.
+    # float(value) turns subclasses (numpy's float64) into the plain type, whose repr is the shortest decimal.
     return int(value) if value.is_integer() else float(value)

@@ -1,9 +1,9 @@
-r"""Object names: what a stored object is called, in any tier.
+r"""Names of stored objects, the same in all tiers.
 
     name = SHA-256( "kvtier.object\0" | u32 version | layout digest | u32 group | u32 rank | key )
 
-The key says which prefix (and so which fingerprint, extras and secret), the rest which share of its bytes. The key
-comes last so that a batch shares everything before it.
+The key identifies the prefix (with its fingerprint, extras and secret), the rest identifies the share of its bytes. The
+key comes last so that a batch shares everything before it.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def object_names(keys: Iterable[ChunkKey], group: int, rank: int, layout_digest:
     """`object_name` of each key, in order; about half a microsecond each.
 
     Raises:
-        ValueError: see `object_name`.
+        ValueError: as in `object_name`.
     """
     if len(layout_digest) != NAME_BYTES:
         raise ValueError(f"layout digest must be {NAME_BYTES} bytes, got {len(layout_digest)}")

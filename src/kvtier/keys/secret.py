@@ -1,7 +1,7 @@
 """The secret that keys every root: random and kept beside a store, or configured for a cluster or tenant.
 
-Whoever has it can compute names from tokens; without it a name tells nothing. It is never logged, no error message
-shows it, and its `repr` hides it.
+With the secret, names can be computed from tokens; without it they reveal nothing. It is never logged, and neither
+error messages nor its `repr` show it.
 """
 
 import errno
@@ -19,7 +19,7 @@ _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 
 
 class Secret(bytes):
-    """32 secret bytes that do not print themselves."""
+    """32 secret bytes with a `repr` that hides them."""
 
     __slots__ = ()
 
@@ -30,42 +30,42 @@ class Secret(bytes):
 
 
 def parse(text: str, origin: str = "secret") -> Secret:
-    """A configured secret: 64 hexadecimal digits; white space around them is fine.
+    """A configured secret: 64 hexadecimal digits, with optional white space around them.
 
     Args:
-        text: what was configured.
-        origin: where it came from, for the error message.
+        text: the configured text.
+        origin: its origin, for error messages.
 
     Raises:
-        ConfigError: anything else. The message tells its length, never its content.
+        ConfigError: anything else. The message shows the length but not the text.
     """
     digits = text.strip()
     try:
         value = bytes.fromhex(digits)
     except ValueError:
         value = b""
-    # fromhex allows blanks between bytes; a secret with blanks is a paste gone wrong.
+    # fromhex allows blanks between bytes, but such a text is a pasting error.
     if len(value) != SECRET_BYTES or len(digits) != 2 * SECRET_BYTES:
         raise ConfigError(
             f"{origin} must be {2 * SECRET_BYTES} hexadecimal digits ({SECRET_BYTES} bytes), "
-            f"got {len(digits)} characters, {sum(digit in _HEXADECIMAL for digit in digits)} of them such digits"
+            f"got {len(digits)} characters, {sum(digit in _HEXADECIMAL for digit in digits)} of them digits"
         )
     return Secret(value)
 
 
 def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret:
-    """The secret kept in the file `path`; a random one is made, mode 0600, when the file does not exist.
+    """The secret in the file `path`. If the file does not exist, it is created with a random secret and mode 0600.
 
-    Any number of processes may race: all get the secret of the one that came first. The new file is forced to the
-    device before it is visible: a secret lost with the power would make a whole store unreadable.
+    Processes may race: all get the secret of the first one. The new file is synced to the device before it becomes
+    visible, because a secret lost in a power failure makes its whole store unreadable.
 
     Args:
-        path: the file; a link to one is followed, such as those of Kubernetes' secrets.
-        is_inside: the file is in a store's directory: a link is refused.
+        path: the file; links are followed, such as those of Kubernetes' secrets.
+        is_inside: the file is in a store's directory, where links are refused.
 
     Raises:
-        ConfigError: the file is readable by group or others, has another length, or is no regular file; or it can be
-            neither read nor made.
+        ConfigError: group or others can read the file, it has the wrong length, is not a regular file, or can be
+            neither read nor created.
     """
     place = Path(path)
     found = _load(place, is_inside=is_inside)
@@ -74,21 +74,23 @@ def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> 
     _create(place)
     found = _load(place, is_inside=is_inside)
     if found is None:
-        raise ConfigError(f"secret file {place} was removed while it was being made")
+        raise ConfigError(f"secret file {place} was removed during its creation")
     return found
 
 
 def _load(path: Path, *, is_inside: bool) -> Secret | None:
-    """The secret in `path`; None when there is no such file."""
+    """The secret in `path`; None without such a file."""
     try:
-        # O_NONBLOCK: opening a FIFO must not wait for a writer. On a regular file it does nothing.
+        # O_NONBLOCK: opening a FIFO must not wait for a writer. It has no effect on regular files.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_inside else 0)
         handle = os.open(path, flags)
     except FileNotFoundError:
         return None
     except OSError as error:
         if is_inside and error.errno == errno.ELOOP:
-            _refuse(path, "is a link, which is not followed there; to use another file, set store.secret_file", error)
+            _refuse(
+                path, "is a link, which is not followed in a store; to use another file, set store.secret_file", error
+            )
         _refuse(path, f"cannot be read: {error.strerror}", error)
     try:
         about = os.fstat(handle)
@@ -105,7 +107,7 @@ def _load(path: Path, *, is_inside: bool) -> Secret | None:
 
 
 def _create(path: Path) -> None:
-    """Make `path` with a random secret, whole or not at all; a file that is there already stays."""
+    """Create `path` with a random secret, atomically; an existing file stays."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -114,12 +116,12 @@ def _create(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-        # A link, unlike a rename, fails when another process was faster, and then its secret is the one.
+        # Unlike a rename, a link fails if another process was faster; then its secret is used.
         path.hardlink_to(draft)
     except FileExistsError:
         pass
     except OSError as error:
-        _refuse(path, f"cannot be made: {error.strerror}; make it by hand or configure the secret itself", error)
+        _refuse(path, f"cannot be created: {error.strerror}; create it by hand, or set store.secret", error)
     finally:
         draft.unlink(missing_ok=True)
 

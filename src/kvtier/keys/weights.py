@@ -1,12 +1,12 @@
-r"""Digest of a model's weights: of its checkpoint's files, or of tensors in memory.
+r"""Digest of a model's weights, from the files of a checkpoint or from tensors in memory.
 
 Both hash fixed pieces of 8 MiB in parallel (SHA-256 releases the interpreter lock) and combine them into one digest:
 
     part   = SHA-256( "kvtier.weights.part\0" | u64 n | head | u64 bytes | SHA-256 of each piece )
     digest = SHA-256( "kvtier.weights\0" | u64 parts | parts, sorted by name: u64 n | name | part digest )
 
-(n is the length of what follows it.) The name of a file is its path below the directory that all files have in common,
-so a checkpoint may move; its head is empty. A tensor's head is its dtype and shape. Files and tensors of the same
+n is the length of the next field. The name of a file is its path below the common directory of all files, so a
+checkpoint may move; its head is empty. The head of a tensor is its dtype and shape. Files and tensors of the same
 weights give different digests.
 """
 
@@ -28,16 +28,16 @@ from typing import NamedTuple, cast
 from kvtier.errors import ConfigError
 
 PIECE_BYTES = 8 << 20
-"""A part of the definition of the digest: never change it."""
+"""Part of the definition of the digest: never change it."""
 
 THREADS_MAX = 8
 CACHE_BYTES_MAX = 4 << 20
 CACHE_ENTRIES_MAX = 4096
 SETTLE_S = 2.0
-"""File systems tell time in steps of up to 2 s; a file changed so recently may change again without showing it."""
+"""The resolution of file times is up to 2 s; a file changed so recently may change again without a new time."""
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) on the caller's thread; bytes in all is 0 where it is not known beforehand."""
+"""Called with (bytes done, total bytes) on the caller's thread; the total is 0 when unknown."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
@@ -50,13 +50,13 @@ Bytes = bytes | bytearray | memoryview
 
 
 class WeightsDigest(NamedTuple):
-    """A digest and what it cost."""
+    """A digest and its cost."""
 
     digest: bytes
     """32 bytes."""
     total_bytes: int
     hashed_bytes: int
-    """Of these, the bytes that were read and hashed; the rest came from the cache file."""
+    """Bytes that were read and hashed; the others came from the cache file."""
     seconds: float
 
 
@@ -67,11 +67,11 @@ class Tensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     content: Bytes
-    """Its contiguous bytes."""
+    """Contiguous bytes."""
 
 
-class _Part(NamedTuple):
-    """Something that is hashed piece by piece."""
+class _WeightsPart(NamedTuple):
+    """One file or tensor, hashed in pieces."""
 
     name: str
     head: bytes
@@ -81,7 +81,7 @@ class _Part(NamedTuple):
 
 
 class _Version(NamedTuple):
-    """Which content a file has, as far as the file system tells without reading it."""
+    """Identifies the content of a file without reading it."""
 
     inode: int
     device: int
@@ -95,13 +95,13 @@ class _Version(NamedTuple):
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
-    """The weight files of a checkpoint: a directory's own (not its subdirectories'), or `path` when it is a file.
+    """The weight files of a checkpoint: those directly in a directory, or `path` itself if it is a file.
 
-    Weights are safetensors, PyTorch and GGUF files and the indexes of sharded ones. When a checkpoint has several
-    kinds all count, because nothing here says which one gets loaded.
+    Weights are safetensors, PyTorch and GGUF files and the indexes of sharded ones. All kinds count, because the
+    loader's choice is not known here.
 
     Raises:
-        ConfigError: `path` is missing, cannot be read, or holds no weights.
+        ConfigError: `path` is missing, unreadable or without weights.
     """
     place = Path(path)
     if place.is_file():
@@ -118,12 +118,12 @@ def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def home_cache() -> Path | None:
-    """Where digests of files are kept for next time, below the user's home; None where there is no such place."""
+    """The cache file of digests in the user's home; None without a home."""
     try:
         place = Path.home() / ".cache" / "kvtier"
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (OSError, RuntimeError) as error:
-        _log.info("digests of weights files are not kept: %s", error)
+        _log.info("digests of weights files are not cached: %s", error)
         return None
     return place / "weights.json"
 
@@ -138,14 +138,14 @@ def digest_files(
 
     Args:
         paths: the files, in any order.
-        cache_file: where digests of single files are kept, by (inode, device, size, mtime_ns, ctime_ns), mode 0600.
-            One that is damaged, or that others could have written, is ignored and made anew; one that cannot be written
-            costs only time.
-        progress: told after each piece.
-        settle_s: a file changed less than this before is not entered in the cache file.
+        cache_file: cache of digests of single files, by (inode, device, size, mtime_ns, ctime_ns), mode 0600. A file
+            that is damaged or writable by others is ignored and replaced. A failed write costs only time.
+        progress: called after each piece.
+        settle_s: files changed more recently than this are not cached.
 
     Raises:
-        ConfigError: no files; one is missing, cannot be read, or changes while it is read; or two have the same name.
+        ConfigError: there are no files; one is missing, unreadable, or changes during the read; or two have the same
+            name.
     """
     started = perf_counter()
     files = _named([Path(os.path.abspath(path)) for path in paths])  # noqa: PTH100 (resolve() would follow links)
@@ -154,7 +154,7 @@ def digest_files(
     known = cache.read() if cache else {}
     fresh = {name: version for name, version in versions.items() if version.label not in known}
     hashed_bytes = sum(version.size_bytes for version in fresh.values())
-    parts = [_Part(name, b"", fresh[name].size_bytes, _reader_of_file(files[name])) for name in fresh]
+    parts = [_WeightsPart(name, b"", fresh[name].size_bytes, _reader_of_file(files[name])) for name in fresh]
     digests = _digests_of_parts(parts, hashed_bytes, progress)
     for name, version in fresh.items():
         if _version(files[name]) != version:
@@ -170,31 +170,31 @@ def digest_files(
 def digest_tensors(
     tensors: Iterable[tuple[str, str, tuple[int, ...], Bytes]], progress: Progress | None = None
 ) -> WeightsDigest:
-    """The digest of tensors in memory, whatever their order; depends on names, dtypes, shapes and contents.
+    """The digest of tensors in memory, in any order; depends on names, dtypes, shapes and contents.
 
     Args:
-        tensors: (name, dtype, shape, contiguous bytes) of each, such as `Tensor`; taken one by one as threads are free.
-        progress: told after each piece.
+        tensors: (name, dtype, shape, contiguous bytes) of each, such as `Tensor`; consumed as threads become free.
+        progress: called after each piece.
 
     Raises:
-        ConfigError: no tensors, or two of the same name.
-        ValueError: a tensor whose bytes are not contiguous.
+        ConfigError: there are no tensors, or two have the same name.
+        ValueError: the bytes of a tensor are not contiguous.
     """
     started = perf_counter()
     sizes: list[int] = []
 
-    def parts() -> Iterator[_Part]:
+    def parts() -> Iterator[_WeightsPart]:
         for name, dtype, shape, content in tensors:
             view = _flat(name, content)
             sizes.append(view.nbytes)
-            yield _Part(name, _head_of_tensor(dtype, shape), view.nbytes, _reader_of_bytes(view))
+            yield _WeightsPart(name, _head_of_tensor(dtype, shape), view.nbytes, _reader_of_bytes(view))
 
     combined = _combined(_digests_of_parts(parts(), 0, progress))
     return WeightsDigest(combined, sum(sizes), sum(sizes), perf_counter() - started)
 
 
 def _named(paths: Sequence[Path]) -> dict[str, Path]:
-    """Each file by its path below the directory that all have in common."""
+    """Each file by its path below the common directory."""
     if not paths:
         raise ConfigError("no weights files were given")
     root = Path(os.path.commonpath([path.parent for path in paths]))
@@ -213,7 +213,7 @@ def _version(path: Path) -> _Version:
 
 
 class _Local(threading.local):
-    """One buffer for each thread: fresh memory for every piece would cost as much as half the hashing."""
+    """A buffer per thread: allocating memory for each piece would cost half as much as hashing it."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(PIECE_BYTES))
@@ -247,7 +247,7 @@ def _reader_of_bytes(view: memoryview) -> Callable[[int, int], bytes]:
 def _flat(name: str, content: Bytes) -> memoryview:
     view = memoryview(content)
     if view.nbytes == 0:
-        return memoryview(b"")  # a view with a zero in its shape cannot be cast
+        return memoryview(b"")  # views with a zero in the shape cannot be cast
     if not view.c_contiguous:
         raise ValueError(f"tensor {name!r}: its bytes must be contiguous")
     return view.cast("B")
@@ -257,11 +257,11 @@ def _head_of_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
     return json.dumps([dtype, [int(size) for size in shape]], separators=(",", ":")).encode()
 
 
-def _digests_of_parts(parts: Iterable[_Part], total_bytes: int, progress: Progress | None) -> dict[str, bytes]:
-    """The digest of each part, by name. At most two pieces for each thread are in flight."""
+def _digests_of_parts(parts: Iterable[_WeightsPart], total_bytes: int, progress: Progress | None) -> dict[str, bytes]:
+    """The digest of each part, by name. At most two pieces per thread are in flight."""
     threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
-    # Not the parts themselves: they hold their bytes, which for a model on a device are copies made for us.
-    met: dict[str, tuple[bytes, int]] = {}
+    # Do not keep the parts: their bytes may be copies of a device's memory.
+    heads: dict[str, tuple[bytes, int]] = {}
     pieces: dict[str, list[bytes]] = {}
     done_bytes = 0
 
@@ -276,9 +276,9 @@ def _digests_of_parts(parts: Iterable[_Part], total_bytes: int, progress: Progre
     pool = ThreadPoolExecutor(threads, thread_name_prefix="kvtier-weights")
     try:
         for part in parts:
-            if part.name in met:
+            if part.name in heads:
                 raise ConfigError(f"two weights have the name {part.name!r}")
-            met[part.name], pieces[part.name] = (part.head, part.size_bytes), []
+            heads[part.name], pieces[part.name] = (part.head, part.size_bytes), []
             for offset in range(0, part.size_bytes, PIECE_BYTES):
                 length = min(PIECE_BYTES, part.size_bytes - offset)
                 flying.append((part.name, length, pool.submit(part.piece, offset, length)))
@@ -288,55 +288,55 @@ def _digests_of_parts(parts: Iterable[_Part], total_bytes: int, progress: Progre
             settle(*flying.popleft())
     finally:
         pool.shutdown(cancel_futures=True)
-    return {name: _digest_of_part(head, size_bytes, pieces[name]) for name, (head, size_bytes) in met.items()}
+    return {name: _digest_of_part(head, size_bytes, pieces[name]) for name, (head, size_bytes) in heads.items()}
 
 
 def _digest_of_part(head: bytes, size_bytes: int, pieces: Sequence[bytes]) -> bytes:
-    told = (_U64.pack(len(head)), head, _U64.pack(size_bytes), *pieces)
-    return hashlib.sha256(b"kvtier.weights.part\0" + b"".join(told)).digest()
+    fields = (_U64.pack(len(head)), head, _U64.pack(size_bytes), *pieces)
+    return hashlib.sha256(b"kvtier.weights.part\0" + b"".join(fields)).digest()
 
 
 def _combined(digests: dict[str, bytes]) -> bytes:
     if not digests:
         raise ConfigError("no weights were given")
-    told = [_U64.pack(len(digests))]
-    # Names of files may hold bytes that are no UTF-8; surrogateescape gives those bytes back.
+    fields = [_U64.pack(len(digests))]
+    # File names may contain bytes that are not UTF-8; surrogateescape restores them.
     for name, digest in sorted((name.encode(errors="surrogateescape"), digest) for name, digest in digests.items()):
-        told += [_U64.pack(len(name)), name, digest]
-    return hashlib.sha256(b"kvtier.weights\0" + b"".join(told)).digest()
+        fields += [_U64.pack(len(name)), name, digest]
+    return hashlib.sha256(b"kvtier.weights\0" + b"".join(fields)).digest()
 
 
 class _Cache:
-    """A JSON file of digests by file version. Losing it costs time; believing a wrong one would cost wrong tokens."""
+    """A JSON file of digests by file version. Losing it costs time; a wrong digest would cost wrong tokens."""
 
     def __init__(self, path: Path, settle_s: float) -> None:
         self._path = path
         self._settle_ns = int(settle_s * 1e9)
 
     def read(self) -> dict[str, bytes]:
-        """Every digest in the file; none when anything about it is odd."""
+        """Every digest in the file; none if the file is not as `write` makes it."""
         try:
             with self._path.open("rb") as file:
                 about = os.fstat(file.fileno())
                 if about.st_uid != os.geteuid() or about.st_mode & 0o022:
-                    _log.warning("weights cache %s is ignored: others may have written it", self._path)
+                    _log.warning("weights cache %s is ignored: other users can write to it", self._path)
                     return {}
                 text = file.read(CACHE_BYTES_MAX + 1)
             return _cache_of_text(text)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            _log.warning("weights cache %s is ignored and made anew: %s", self._path, error)
+            _log.warning("weights cache %s is ignored and replaced: %s", self._path, error)
             return {}
 
     def write(self, known: dict[str, bytes]) -> None:
-        """Replace the file, whole or not at all, by the newest of `known` that are settled."""
+        """Atomically replace the file with the newest settled digests of `known`."""
         draft: Path | None = None
         try:
             handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)  # mode 0600
             draft = Path(name)
             with os.fdopen(handle, "wb") as file:
-                # The file system's own clock: what it says of the draft compares with what it says of the weights.
+                # Compare with the file system's own clock, through the time of the draft.
                 latest_ns = os.fstat(file.fileno()).st_mtime_ns - self._settle_ns
                 kept = [(label, digest) for label, digest in known.items() if _changed_ns(label) <= latest_ns]
                 digests = {label: digest.hex() for label, digest in kept[-CACHE_ENTRIES_MAX:]}
@@ -354,13 +354,13 @@ def _changed_ns(label: str) -> int:
 
 
 def _cache_of_text(text: bytes) -> dict[str, bytes]:
-    """What a cache file says; ValueError when it is not what `_Cache.write` makes."""
+    """The digests in a cache file; ValueError if it is not as `_Cache.write` makes it."""
     if len(text) > CACHE_BYTES_MAX:
         raise ValueError(f"it is larger than {CACHE_BYTES_MAX} bytes")
-    told: object = json.loads(text)
-    if not isinstance(told, dict) or cast("dict[object, object]", told).get("version") != 1:
+    document: object = json.loads(text)
+    if not isinstance(document, dict) or cast("dict[object, object]", document).get("version") != 1:
         raise ValueError("it has another version")
-    digests = cast("dict[object, object]", told).get("digests")
+    digests = cast("dict[object, object]", document).get("digests")
     if not isinstance(digests, dict):
         raise ValueError("it has no digests")  # noqa: TRY004
     known: dict[str, bytes] = {}

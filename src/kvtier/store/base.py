@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvtier.codec import registry
 from kvtier.codec.frame import verify_section
-from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_told, read_head
+from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_of, read_head
 from kvtier.errors import ConfigError, CorruptChunkError
 from kvtier.layout import SECTION_BYTES_MAX
 from kvtier.tier.base import Tier
@@ -428,7 +428,7 @@ class StoreInspector(ABC):
                 yield from zip(batch, pool.map(self.problem, batch), strict=True)
 
     def _head(self, stored: ObjectFile, descriptor: int) -> Head:
-        needed = min(head_bytes_told(os.pread(descriptor, FIXED_BYTES, stored.offset)), stored.size_bytes)
+        needed = min(head_bytes_of(os.pread(descriptor, FIXED_BYTES, stored.offset)), stored.size_bytes)
         head = read_head(os.pread(descriptor, needed, stored.offset))
         if head.identity.name != stored.name:
             raise CorruptChunkError(stored.name, f"belongs to another object, {head.identity.name.hex()[:12]}")
