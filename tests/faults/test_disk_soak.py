@@ -28,6 +28,7 @@ from kvtier.tier.base import Read, Write
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_marker import MARKER_NAME
+from kvtier.tier.disk_status import STATUS_NAME
 from kvtier.tier.marker import MARKER_NAME as DIRECTORY_MARKER_NAME
 from kvtier.tier.store_paths import charge_bytes
 
@@ -133,9 +134,9 @@ class SickDevice:
 class Soak:
     """A disk tier, a sick device, and what was seen of it."""
 
-    places = ("segments", MARKER_NAME, "kvtier-status.json")
+    places = ("segments", MARKER_NAME, STATUS_NAME)
     """What is removed under the tier in use; of a directory sometimes a part."""
-    files = (MARKER_NAME, "kvtier-status.json")
+    files = (MARKER_NAME, STATUS_NAME)
     """Structure that is damaged between two processes, beside that of the segments."""
 
     def __init__(self, root: Path, seed: int) -> None:
@@ -279,7 +280,9 @@ class Soak:
         abandon(self.tier)
 
     def _content(self) -> dict[Path, bytes | None]:
-        return {path: path.read_bytes() if path.is_file() else None for path in self.root.rglob("*")}
+        """All files but the status, which the tier's own thread writes at any time."""
+        paths = [path for path in self.root.rglob("*") if STATUS_NAME not in path.name]
+        return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
     def finish(self) -> None:
         """With the device well all is well."""
