@@ -24,27 +24,10 @@ VERDICTS = {
     "Llama-3-70B": [OTHER],
 }
 
-PRINTED = {
-    "Qwen3-8B": "150 KB|0.15 GB|1.47 GB|14.75 GB|147 GB",
-    "Llama-3.3-70B-Instruct": "330 KB|0.33 GB|3.28 GB|32.77 GB|327 GB",
-    "Llama-3.1-405B": "516 KB|0.516 GB|5.16 GB|51.6 GB|516 GB",
-    "10,000 tokens": "3.28 GB|32.7 GB|327 GB|3.19 TB|31.9 TB",
-    "100,000 tokens": "32.77 GB|327 GB|3.19 TB|32 TB|320 TB",
-    "Llama3-8B": "128 KB|500 MB|15.6 GB|15.6 PB",
-    "Llama3-70B": "327 KB|1,282 MB|40 GB|40 PB",
-    "Llama3-405B": "516 KB|2,114 MB|62 GB|62 PB",
-    "GPT-OSS-20B": "48 KB|196 MB|6.2 GB|6.2 PB",
-    "GPT-OSS-120B": "72 KB|295 MB|9.2 GB|9.2 PB",
-    "DeepSeek-R1-685B": "70 KB|286 MB|9 GB|9 PB",
-    "Llama-3-70B": "320 KB",
-}
-
 
 @pytest.mark.parametrize("row", VERDICTS)
 def test_every_cell_has_its_verdict(row):
-    found = [cell for cell in cells() if cell.row == row]
-    assert "|".join(cell.printed for cell in found) == PRINTED[row]
-    assert [cell.verdict for cell in found] == VERDICTS[row]
+    assert [cell.verdict for cell in cells() if cell.row == row] == VERDICTS[row]
 
 
 def test_every_row_is_covered():
