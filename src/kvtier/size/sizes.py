@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvtier.codec.head import plan as plan_frame
+from kvtier.codec.head import frame_layout
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, State, Validity, Window
 from kvtier.report.format import both, decimal, exact
@@ -281,7 +281,7 @@ def _rank_objects(
 def _object_size(group: GroupLayout) -> ObjectSize:
     rule, sizes = group.validity, group.layer_bytes
     name = f"window {rule.tokens}" if isinstance(rule, Window) else type(rule).__name__.lower()
-    return ObjectSize(name, len(sizes), sum(sizes), group.payload_bytes, plan_frame(group).frame_bytes)
+    return ObjectSize(name, len(sizes), sum(sizes), group.payload_bytes, frame_layout(group).frame_bytes)
 
 
 def reasons(kv: KvSize) -> list[str]:
