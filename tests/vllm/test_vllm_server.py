@@ -134,7 +134,7 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
             line("INFO", "weights of .* were digested"),
             line("WARNING", "kv_load_failure_policy is 'fail'"),
             line("WARNING", "Read-only file system.*kvtier starts without this tier"),
-            line("WARNING", "names of this process are its own"),
+            line("WARNING", "kvtier uses a temporary secret"),
         ):
             assert pattern.search(told), f"no line like {pattern.pattern}\n{told}"
         remount(small_disk, "rw")

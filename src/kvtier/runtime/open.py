@@ -1,4 +1,4 @@
-"""Put a session together from settings: the ranks below, the secret, the core. It knows all the parts."""
+"""Opens a session from settings: ranks, secret, core, recorder."""
 
 import logging
 import secrets
@@ -38,27 +38,27 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 CHUNK_TOKENS_MIN = 256
-"""Smallest automatic chunk: below it objects get too small for a drive's bandwidth."""
+"""Smallest automatic chunk. Smaller objects do not use a drive's bandwidth."""
 
 RECORDER_DEADLINE_S = 2.0
-"""How long a recording may take to be written to its end when a session closes."""
+"""How long closing a session waits for its recording."""
 
 SECRET_GRACE_S = 0.5
-"""How long to wait for a secret whose tier did not open. A tier that hangs has cost its deadline before. Where another
-process holds the tier, or its index is large, the secret can be read at once."""
+"""How long to wait for the secret of a tier that did not open. It is short, because a tier that hangs has used up its
+deadline before, and a tier that another process holds, or that reads a large index, has a readable secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSession:
-    """A session and what an engine adapter needs beside it."""
+    """A session, and the objects that an engine adapter uses with it."""
 
     session: SessionThread
     root: bytes
-    """32-byte keyed root of every key chain of this model in this store. Secret."""
+    """32-byte root of all key chains of this model in this store. Secret."""
     metrics: Metrics
     slots: tuple[int, ...]
     recorder: Recorder | None = None
-    """Where an adapter notes each request that has ended; None when nobody wants a trace."""
+    """Records each request that has ended; None without `trace.path`."""
 
 
 def choose_chunk_tokens(wanted: int, alignment: int) -> int:
@@ -89,20 +89,20 @@ def open_session(
     page_lock: PageLock | None = None,
     copy_threads: int = COPY_THREADS,
 ) -> OpenedSession:
-    """Open every part that `config` names, in this process, and start the threads.
+    """Open a session with one rank, in this process, and start its threads.
 
     Args:
         config: the settings.
         layout: the model's KV groups.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`.
-        copier: moves bytes between the engine's blocks and host slots.
-        page_lock: page-locks host memory, where a device wants it.
-        copy_threads: threads that gather and scatter.
+        copier: copies between the engine's blocks and host slots.
+        page_lock: page-locks host memory for a device.
+        copy_threads: threads for gather and scatter.
 
     Raises:
-        ConfigError: a setting is wrong or a place cannot be used. Nothing stays open.
-        TierError: a tier that is required cannot be opened.
-        RuntimeError: the system gives no more threads.
+        ConfigError: a setting is wrong, or a path cannot be used. Nothing stays open.
+        TierError: a required tier cannot be opened.
+        RuntimeError: the system cannot start a thread.
     """
     rank = open_rank(config, layout, fingerprint_digest, copier, page_lock=page_lock, copy_threads=copy_threads)
     try:
@@ -122,26 +122,25 @@ def open_core(
     on_close: Callable[[float], None] = lambda _seconds: None,
     observer: Observer | None = None,
 ) -> OpenedSession:
-    """Open a session over ranks that are open already, here or in other processes, and start its thread.
+    """Open a session over open ranks, in this or other processes, and start its thread.
 
     Args:
-        config: the settings that the ranks were opened with.
+        config: the settings; the ranks were opened with the same.
         layout: of one rank; a chunk has the same number of bytes on each.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`.
         ranks: the ranks.
-        on_close: called once when the session has ended, with the seconds that are left.
-        observer: told of every command and every answer, in the session's thread, after they were counted.
+        on_close: called once when the session has ended, with the remaining seconds.
+        observer: receives every command and every completion, in the session's thread.
 
     Raises:
-        ConfigError: a setting is wrong, the store's secret cannot be used, there is no such probe, or requests cannot
-            be recorded where they shall be.
-        TierError: the secret of a tier that is required did not come in time.
+        ConfigError: a setting is wrong, or the secret, the probe's record or the recording's path cannot be used.
+        TierError: the secret of a required tier could not be read in time.
     """
     metrics = Metrics()
     for name in ranks.tiers:
         for way in get_args(Way):
             metrics.set(table.TIER_UP, float(name not in ranks.down), tier=name, way=way)
-    # After the tiers were opened: the secret lies in the directory that one of them may just have made.
+    # After the tiers are open, because the secret is in a directory that one of them creates.
     root = root_key(_secret(config, ranks.down), fingerprint_digest, layout.chunk_tokens)
     cache = Cache(
         layout=layout,
@@ -198,32 +197,33 @@ def _secret(config: Config, down: Collection[str]) -> Secret:
             if tier.required or not _may_pass(error):
                 raise
             logger.warning(
-                "%s; names of this process are its own: what it stores is found by no other, nor after its end", error
+                "%s; kvtier uses a temporary secret: no other process, now or later, finds what this one stores",
+                error,
             )
             break
-    return Secret(secrets.token_bytes(SECRET_BYTES))  # nothing outlives the process, so neither need the names
+    return Secret(secrets.token_bytes(SECRET_BYTES))  # no tier outlives the process, so the names need not either
 
 
 def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
-    """What `act` returns or raises, in a thread of its own (named `thread`) because a place may hang.
+    """The result of `act`, which runs in a thread of its own (named `thread`) because a file system may hang.
 
     Raises:
-        TimeoutError: it takes longer than `deadline_s` seconds.
+        TimeoutError: it takes longer than `deadline_s` seconds. Exceptions of `act` are raised, too.
     """
-    told: Future[Answer] = Future()
+    result: Future[Answer] = Future()
 
     def run() -> None:
         try:
-            told.set_result(act())
+            result.set_result(act())
         except Exception as error:  # noqa: BLE001 - the caller raises it
-            told.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name=thread, daemon=True).start()
-    return told.result(deadline_s)
+    return result.result(deadline_s)
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a secret could not be had because its place fails, and not because something is wrong with it."""
+    """Whether a secret could not be read because of an I/O failure, and not because it is invalid."""
     cause = error.__cause__ if isinstance(error, ConfigError) else error
     return isinstance(cause, TierError) or (isinstance(cause, OSError) and cause.errno not in MISTAKES)
 

@@ -1,10 +1,10 @@
-"""What travels between the core's process and a rank's, as bytes: four bytes of length, little-endian, then JSON.
+"""Messages between the core's process and a rank's: a little-endian 32-bit length, then JSON.
 
-Both ends are the same kvtier on the same machine, and each knows that the other holds the key of the connection. Still
-nothing is believed: what is too long, no JSON, or of another shape raises `ProtocolError`, and the connection ends.
+Both ends are the same kvtier on one machine and have authenticated each other. Input is checked all the same: a message
+that is too long, no JSON or of another form raises `ProtocolError`, and the connection ends.
 
 Times are on the session's clock. `time.monotonic` is one clock for all processes of a Linux machine, so they travel as
-they are; `wire` checks that it is so.
+they are; `rank_server` checks that both clocks agree.
 """
 
 import json
@@ -22,29 +22,29 @@ MESSAGE_BYTES_MAX = 16 << 20
 """Longest message: a probe of 200,000 objects."""
 
 CACHED_TRANSFERS_MAX = 1024
-"""Transfers that are kept encoded, since each rank is sent the same ones."""
+"""Transfers whose encoding is cached, because every rank gets the same."""
 
 _LENGTH = struct.Struct("<I")
 _to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=operator.index).encode
-"""An engine's block numbers may be integers of its own, such as numpy's."""
+"""`operator.index`, because an engine's block numbers may be numpy integers."""
 
 _WORD = (str, type(None))
 _NUMBER = (int, float)
 
 
 class ProtocolError(KvError):
-    """A rank cannot be reached, is not one of this engine's, or what came over the wire makes no sense."""
+    """A rank cannot be reached, does not belong to this engine, or sent an invalid message."""
 
 
 class CommandMessage(NamedTuple):
-    """A command, and the number that its answer will carry: a drop or tell has none of its own."""
+    """A command, with the number of its completion: a drop or tell has no id."""
 
     number: int
     command: Work
 
 
 class CompletionMessage(NamedTuple):
-    """The answer to an order; the fields of `Completion` but the command."""
+    """The completion of a command: the fields of `Completion` except the command."""
 
     number: int
     outcome: Outcome
@@ -66,18 +66,18 @@ class Note(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """Are you there? The answer is another one."""
+    """A liveness check. The receiver sends it back."""
 
 
 class Leave(NamedTuple):
-    """The rank's process is about to end: what the core still wants of it is to be asked for now."""
+    """The rank's process is about to end. The core flushes pending writes and closes the connection."""
 
 
 Message = CommandMessage | CompletionMessage | Cancel | Note | Ping | Leave
 
 
 def encode(message: Message) -> bytes:
-    """`message` with its length before it.
+    """`message` with its length prefix.
 
     Raises:
         ProtocolError: it is too long.
@@ -89,29 +89,29 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The message in `body`, which has no length before it.
+    """The message in `body`, without its length prefix.
 
     Raises:
-        ProtocolError: it is none of ours.
+        ProtocolError: it is invalid.
     """
     try:
         kind, *values = cast("list[Any]", json.loads(body))
         return _DECODERS[kind](values)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"{len(body)} bytes that are no message: {type(error).__name__}: {error}") from error
+        raise ProtocolError(f"invalid message of {len(body)} bytes: {type(error).__name__}: {error}") from error
 
 
 class MessageReader:
-    """Cuts a stream into the bodies of its messages."""
+    """Splits a stream into message bodies."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that are complete with `data`.
+        """The bodies that `data` completes.
 
         Raises:
-            ProtocolError: one says that it is too long.
+            ProtocolError: a length is above `MESSAGE_BYTES_MAX`.
         """
         buffer = self._buffer
         buffer += data
@@ -140,7 +140,7 @@ def _body(message: Message) -> str:
 
 
 def _command(command: Work) -> tuple[str, str]:
-    """The command's kind, and its fields as a JSON list."""
+    """The kind of `command`, and its fields as a JSON list."""
     if isinstance(command, Transfer):
         return "transfer", _transfer_fields(command)
     if isinstance(command, Probe):
@@ -225,13 +225,13 @@ def _leave(values: list[Any]) -> Leave:
 
 def _checked(values: list[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
     if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
-        raise TypeError("fields of another kind")
+        raise TypeError("wrong types of fields")
     return values
 
 
 def _integers(values: list[Any]) -> tuple[int, ...]:
     if not all(type(value) is int for value in values):
-        raise TypeError("no integer")
+        raise TypeError("not an integer")
     return tuple(cast("list[int]", values))
 
 

@@ -1,4 +1,4 @@
-"""One rank's part below the core: its tiers, its slots, and the mover between them and its engine."""
+"""One rank: its tiers, its arena and its mover."""
 
 import logging
 import threading
@@ -27,15 +27,15 @@ from kvtier.tier.store_root import opening
 logger = logging.getLogger(__name__)
 
 COPY_THREADS = 2
-"""Threads that gather and scatter, where an engine's adapter does not want another number."""
+"""Default number of threads for gather and scatter."""
 
 TIERS_DEADLINE_S_MIN = 1.0
-"""A tier that was well until now gets a moment for its index even when the flush took all the time."""
+"""Closing leaves tiers at least this long to write their index, even if the flush used up the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank owns. Its session may live here or in another process."""
+    """What one rank owns. Its session is in this or another process."""
 
     number: int
     ranks: int
@@ -43,15 +43,15 @@ class Rank:
     """Slots of each group, the same on every rank."""
     mover: Mover
     tiers: tuple[str, ...]
-    """Names of the tiers. The tiers themselves are called by their own threads only."""
+    """Names of the tiers. Only the mover's threads call the tiers."""
     down: tuple[str, ...]
-    """Names of those that could not be opened yet."""
+    """Names of tiers that are not open yet."""
     close_tiers: Callable[[float], None]
-    """Closes the tiers in threads of their own; waits for at most the given seconds."""
+    """Closes the tiers in threads of their own; waits up to the given seconds."""
     arena: Arena
 
     def close(self, deadline_s: float) -> None:
-        """End the threads, close the tiers and give the memory back, in about `deadline_s` seconds. Twice is fine."""
+        """End the threads, close the tiers and release the memory, in about `deadline_s` seconds. Idempotent."""
         until_s = time.monotonic() + deadline_s
         self.mover.close(deadline_s)
         self.close_tiers(max(TIERS_DEADLINE_S_MIN, until_s - time.monotonic()))
@@ -69,22 +69,22 @@ def open_rank(
     page_lock: PageLock | None = None,
     copy_threads: int = COPY_THREADS,
 ) -> Rank:
-    """Open the tiers that `config` names, take host memory and start the mover's threads.
+    """Open the tiers of `config`, allocate host memory and start the mover's threads.
 
     Args:
         config: the settings, the same on every rank; `host.capacity_bytes` is divided among the ranks.
         layout: this rank's KV groups.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
-        copier: moves bytes between this rank's blocks and host slots.
+        copier: copies between this rank's blocks and host slots.
         rank: number of this rank, from 0.
-        ranks: how many there are.
-        page_lock: page-locks host memory, where a device wants it.
-        copy_threads: threads that gather and scatter.
+        ranks: number of ranks.
+        page_lock: page-locks host memory for a device.
+        copy_threads: threads for gather and scatter.
 
     Raises:
-        ConfigError: a setting is wrong or a place cannot be used. Nothing stays open.
-        TierError: a tier that is required cannot be opened; others come in when they can.
-        RuntimeError: the system gives no more threads.
+        ConfigError: a setting is wrong, or a path cannot be used. Nothing stays open.
+        TierError: a required tier cannot be opened. Other tiers may open later.
+        RuntimeError: the system cannot start a thread.
     """
     slots = slots_for(layout, config.host.capacity_bytes, ranks)
     codec = by_name(config.store.codec)
@@ -116,13 +116,13 @@ def open_rank(
 
 
 def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
-    """Close all tiers, each in a thread of its own, and wait for at most `deadline_s` seconds in all."""
+    """Close all tiers, each in a thread of its own, and wait up to `deadline_s` seconds."""
 
     def close(name: str, tier: Tier) -> None:
         try:
             tier.close()
         except (KvError, OSError) as error:
-            logger.warning("tier %s did not close well: %s", name, error)
+            logger.warning("tier %s: closing failed: %s", name, error)
 
     closers = [
         threading.Thread(target=close, args=item, name=f"kvtier-close-{item[0]}", daemon=True) for item in tiers.items()
@@ -146,7 +146,7 @@ def _directory(config: DirectoryConfig) -> DirectoryTier:
 
 
 def _disk(config: DiskConfig, layout: KvLayout, rank: int, ranks: int) -> DiskTier:
-    """This rank's part of the disk tier: a store of its own, so that ranks share no lock."""
+    """This rank's disk tier. Each rank has a store of its own, so that ranks share no lock."""
     assert config.path is not None
     with opening("disk", config.path, ALLOWED_RANKS):
         refuse_foreign_ranks(config.path)
@@ -171,7 +171,7 @@ def _disk(config: DiskConfig, layout: KvLayout, rank: int, ranks: int) -> DiskTi
 
 
 def _threads(config: Config, copy_threads: int) -> Threads:
-    """Every tier has queues of its own with that many threads: what the most demanding one is set to."""
+    """Threads of each tier's queues: the largest setting of all tiers."""
     wanted = [tier for tier in (config.directory, config.disk) if tier.path is not None] or [config.directory]
     return Threads(
         device=copy_threads,

@@ -1,13 +1,13 @@
-"""One rank's mover, served to the process that has the core, over a Unix-domain socket in a private directory.
+"""Serves one rank's mover to the core's process, over a Unix-domain socket in a private directory.
 
     worker                                       the core's process
     RankServer(rank, on_note)
-        .handshake   -- some way of the engine's -->  connect([handshake, ...])
-        reader thread    <-- orders, notes --         RemoteRank, or RankGroup of several
-        mover's threads  --  answers      -->
+        .handshake       -- by the engine's channel -->  connect([handshake, ...])
+        reader thread    <-- commands, notes --          RemoteRank, or RankGroup of several
+        mover's threads  -- completions -->
 
-The one that connects first is the only one, ever: slots belong to the core that they were promised to. Each side shows
-that it knows the key in the handshake, without saying it. What is said then is in `messages`, how it ends in `remote`.
+It accepts one connection, because slots belong to one core. Each side proves that it knows the key of the handshake
+without sending it. `protocol` has the messages, `remote_rank` describes how a connection ends.
 """
 
 import hmac
@@ -47,38 +47,38 @@ from kvtier.runtime.remote_rank import HUNG_S, RECV_BYTES, RemoteRank, set_timeo
 from kvtier.types import Cancel, Outcome
 
 GREETING_S = 5.0
-"""How long one greeting may take."""
+"""How long the authentication of a connection may take."""
 
 SEND_S = 10.0
-"""A core that does not read an answer for this long is given up."""
+"""If the core does not read a completion for this long, the connection is closed."""
 
 IDLE_S = 60.0
-"""A thread that has nothing to do looks around after this long."""
+"""Idle threads check for the end at this interval."""
 
 DRAIN_STEP_S = 0.01
 CLOCKS_APART_S_MAX = 0.1
 
 _MAGIC = b"kvtier 1"
-"""Ends with the version of what is said."""
+"""Ends with the protocol's version."""
 _KEY_BYTES = 32
 _CLOCK = struct.Struct("<d")
 
 logger = logging.getLogger(__name__)
 
 _SERVED: "dict[str, RankServer]" = {}
-"""Those in this process, by their address."""
+"""Servers of this process, by address."""
 
 
 class RankServer:
-    """Lets the core's process command a rank.
+    """Accepts the core's connection and executes its commands.
 
     Args:
-        rank: stays the caller's, to be closed before this.
-        on_note: hears, in order, what the core's side tells; in a thread of ours, or where the core is in this process
-            in the thread that tells it. Must be quick and must not raise.
+        rank: owned by the caller, which closes it before this server.
+        on_note: receives the core's notes, in order: in a thread of the server, or in the sender's thread if the core
+            is in this process. It must be quick and must not raise.
 
     Raises:
-        ConfigError: no socket can be made in the directory for temporary files.
+        ConfigError: no socket can be created in the directory for temporary files.
     """
 
     def __init__(self, rank: Rank, on_note: Callable[[Note], None]) -> None:
@@ -95,18 +95,18 @@ class RankServer:
         self._is_leaving = False
         self._is_mute = False
         self._open: dict[int, tuple[int, Work]] = {}
-        """By the identity of the command: its number on the wire."""
+        """Number of each open command, by the identity of the command."""
         self._refusals = FaultLog()
         self._listener, self.address = _listen()
         self._remove_folder = weakref.finalize(self, _remove, Path(self.address).parent, self._process)
-        """Also when the process ends and nobody has come or closed this."""
+        """Runs at exit, too, if no core has connected."""
         _SERVED[self.address] = self
         self._thread = threading.Thread(target=self._serve, name=f"kvtier rank {rank.number} server", daemon=True)
         self._thread.start()
 
     @property
     def handshake(self) -> dict[str, Any]:
-        """What `connect` needs, as plain JSON values. Secret: whoever has it commands this rank."""
+        """Arguments of `connect`, as JSON values. Secret: it gives control of this rank."""
         rank = self._rank
         return {
             "address": self.address,
@@ -120,24 +120,24 @@ class RankServer:
         }
 
     def take_here(self) -> Mover:
-        """This rank for a core in this process; nobody else can connect any more.
+        """The mover, for a core in this process. Later connections are refused.
 
         Raises:
-            ProtocolError: somebody has connected.
+            ProtocolError: a core has connected before.
         """
         if not self._take():
-            raise ProtocolError(f"rank {self._rank.number} is taken")
+            raise ProtocolError(f"rank {self._rank.number} has a connection already")
         self._stop_listening()
         self._rank.mover.on_note = self._on_note
         self.is_here = True
         return self._rank.mover
 
     def leave(self, deadline_s: float) -> bool:
-        """Tell the core that this process is about to end, and wait until it has hung up, at most `deadline_s` seconds.
+        """Announce to the core that this process is about to end; wait up to `deadline_s` seconds until it disconnects.
 
         Returns:
-            Whether this rank is not needed any more: the core has hung up, or there was none. A forked child sends
-            nothing: the connection is the parent's.
+            Whether the core has disconnected, or there was none. In a forked child it does nothing, because the
+            connection is the parent's.
         """
         if self._process != os.getpid():
             return True
@@ -151,9 +151,9 @@ class RankServer:
         return not self._thread.is_alive()
 
     def close(self, deadline_s: float = 5.0) -> bool:
-        """Hang up, once what runs has ended, at most `deadline_s` seconds from now; whether it has. Twice is fine.
+        """Close the connection once running commands have ended; whether that took at most `deadline_s` seconds.
 
-        In a forked child it does nothing.
+        Idempotent. In a forked child it does nothing.
         """
         if self._process != os.getpid():
             return True
@@ -187,15 +187,15 @@ class RankServer:
             try:
                 self._obey(peer)
             except ProtocolError as error:
-                logger.warning("rank %d hears nonsense and hangs up: %s", self._rank.number, error)
+                logger.warning("rank %d closes the connection to the core: %s", self._rank.number, error)
             except Exception:
-                logger.exception("kvtier has found a mistake of its own; rank %d hangs up", self._rank.number)
+                logger.exception("internal error: rank %d closes the connection to the core", self._rank.number)
             finally:
                 self._drain()
 
     def _accept(self) -> socket.socket | None:
-        """The first that knows the key; None when there will be none."""
-        # Not `settimeout`: then it would poll, which a shutdown does not wake.
+        """The first connection that knows the key; None if the server is closed."""
+        # Not `settimeout`, with which `accept` polls, so that a shutdown does not wake it.
         set_timeout(self._listener, socket.SO_RCVTIMEO, IDLE_S)
         while not self._is_taken:
             try:
@@ -211,11 +211,11 @@ class RankServer:
                 self._refusals.report(f"rank {self._rank.number}: a connection was refused", str(error))
                 continue
             if self._take():
-                return self._welcome(peer)
+                return self._begin(peer)
             peer.close()
         return None
 
-    def _welcome(self, peer: socket.socket) -> socket.socket:
+    def _begin(self, peer: socket.socket) -> socket.socket:
         self._rank.mover.complete_to(self._answer)
         peer.settimeout(None)
         set_timeout(peer, socket.SO_RCVTIMEO, IDLE_S)
@@ -241,9 +241,9 @@ class RankServer:
             if not data:
                 return
             for body in reader.feed(data):
-                self._hear(decode(body))
+                self._receive(decode(body))
 
-    def _hear(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         if isinstance(message, CommandMessage):
             command = message.command
             self._open[id(command)] = (message.number, command)
@@ -258,16 +258,16 @@ class RankServer:
         elif isinstance(message, Ping):
             self._send(encode(message))
         else:
-            raise ProtocolError(f"{type(message).__name__} is nothing that a core says")
+            raise ProtocolError(f"a core does not send {type(message).__name__}")
 
     def _drain(self) -> None:
-        """No answers are waited for, but hanging up means that nothing runs: so end the mover first."""
+        """End the mover: a closed connection means that no command runs any more."""
         has_ended = False
         while self._open and not has_ended:
             try:
                 has_ended = self._rank.mover.close(DRAIN_STEP_S)
             except Exception:
-                logger.exception("rank %d withdraws what waits once more", self._rank.number)
+                logger.exception("internal error: rank %d retries to end its mover", self._rank.number)
                 time.sleep(DRAIN_STEP_S)
         with self._lock:
             self._peer = None
@@ -279,7 +279,7 @@ class RankServer:
         try:
             self._send(encode(CompletionMessage(number, *completion[1:])))
         except Exception:
-            logger.exception("rank %d cannot send an answer and hangs up", self._rank.number)
+            logger.exception("internal error: rank %d cannot send a completion and disconnects", self._rank.number)
             self._mute()
         del self._open[id(completion.command)]
 
@@ -290,17 +290,17 @@ class RankServer:
             try:
                 self._peer.sendall(frame)
             except OSError:
-                self._mute()  # half a message may be out, so nothing can follow
+                self._mute()  # part of a message may be sent, so no other can follow
 
     def _mute(self) -> None:
-        """Send nothing any more. The reader sees the end and withdraws what waits."""
+        """Send nothing any more. The reader thread gets the end of the stream and ends the mover."""
         self._is_mute = True
         if self._peer is not None:
             _shut(self._peer, socket.SHUT_RD)
 
 
 def _remove(folder: Path, process: int) -> None:
-    """Remove the socket's folder, unless this is a forked child of the process that has made it."""
+    """Remove the socket's folder, unless this is a forked child."""
     if process == os.getpid():
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -317,41 +317,40 @@ class _Handshake(NamedTuple):
 
 
 def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *, hung_s: float = HUNG_S) -> OpenRanks:
-    """Connect to every rank of an engine; one in this process is used directly.
+    """Connect to every rank of an engine. A rank in this process is used directly.
 
     Args:
-        handshakes: of all ranks, in any order: `RankServer.handshake`.
-        deadline_s: seconds for all of it.
-        hung_s: how long a rank's process may leave us without a word before it is given up.
+        handshakes: `RankServer.handshake` of all ranks, in any order.
+        deadline_s: seconds for all connections.
+        hung_s: how long a rank may leave a ping unanswered before it is lost.
 
     Raises:
         ProtocolError: a rank is missing, cannot be reached, or differs from the others. Nothing stays connected.
     """
     until_s = time.monotonic() + deadline_s
-    told = sorted((_read(handshake) for handshake in handshakes), key=lambda one: one.rank)
-    numbers = [one.rank for one in told]
-    if not told or numbers != list(range(told[0].ranks)):
-        raise ProtocolError(
-            f"ranks {numbers} have come up; expected {told[0].ranks if told else 'some'} of them, from 0 on"
-        )
-    for one in told:
-        if one[5:] != told[0][5:]:
+    peers = sorted((_read(handshake) for handshake in handshakes), key=lambda peer: peer.rank)
+    numbers = [peer.rank for peer in peers]
+    if not peers or numbers != list(range(peers[0].ranks)):
+        expected = f"0 to {peers[0].ranks - 1}" if peers else "at least one"
+        raise ProtocolError(f"ranks {numbers} sent a handshake; expected {expected}")
+    for peer in peers:
+        if peer[5:] != peers[0][5:]:
             raise ProtocolError(
-                f"rank {one.rank} has {one.slots} slots and tiers {one.tiers}, rank 0 {told[0].slots} and "
-                f"{told[0].tiers}; they must be opened with the same settings"
+                f"rank {peer.rank} has {peer.slots} slots and tiers {peer.tiers}, rank 0 has {peers[0].slots} slots "
+                f"and tiers {peers[0].tiers}; all ranks must be opened with the same settings"
             )
     ranks: list[Mover | RemoteRank] = []
     try:
-        for one in told:
-            here = _SERVED.get(one.address) if one.pid == os.getpid() else None
-            ranks.append(here.take_here() if here is not None else _dial(one, until_s, hung_s))
+        for peer in peers:
+            here = _SERVED.get(peer.address) if peer.pid == os.getpid() else None
+            ranks.append(here.take_here() if here is not None else _dial(peer, until_s, hung_s))
     except BaseException:
         for rank in ranks:
             rank.close(0.0)
         raise
-    down = frozenset[str]().union(*(one.down for one in told))
+    down = frozenset[str]().union(*(peer.down for peer in peers))
     views = ranks[0].views if len(ranks) == 1 and isinstance(ranks[0], Mover) else {}
-    return OpenRanks(ranks[0] if len(ranks) == 1 else RankGroup(ranks), told[0].slots, told[0].tiers, down, views)
+    return OpenRanks(ranks[0] if len(ranks) == 1 else RankGroup(ranks), peers[0].slots, peers[0].tiers, down, views)
 
 
 def _read(handshake: Mapping[str, Any]) -> _Handshake:
@@ -367,66 +366,66 @@ def _read(handshake: Mapping[str, Any]) -> _Handshake:
             tuple(map(str, handshake["tiers"])),
         )
     except (KeyError, TypeError, ValueError) as error:
-        # Without the values: one of them is the key.
-        raise ProtocolError(f"a handshake with the fields {', '.join(map(str, handshake))} is none of ours") from error
+        # Without the values, because one is the key.
+        raise ProtocolError(f"invalid handshake with the fields {', '.join(map(str, handshake))}") from error
 
 
-def _dial(one: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
-    name = f"rank {one.rank} (process {one.pid})"
+def _dial(peer: _Handshake, until_s: float, hung_s: float) -> RemoteRank:
+    name = f"rank {peer.rank} (process {peer.pid})"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(max(0.001, until_s - time.monotonic()))
-        connection.connect(one.address)
-        _greet_back(connection, one.key, until_s)
+        connection.connect(peer.address)
+        _greet_back(connection, peer.key, until_s)
         connection.settimeout(None)
         return RemoteRank(connection, name, hung_s=hung_s)
     except (OSError, ProtocolError) as error:
         connection.close()
-        advice = "all ranks must run on one machine, and no other core may have taken them"
-        raise ProtocolError(f"{name} cannot be reached at {one.address}: {error}; {advice}") from error
+        advice = "all ranks must run on one machine, and no other core may be connected to them"
+        raise ProtocolError(f"{name} cannot be reached at {peer.address}: {error}; {advice}") from error
 
 
 def _greet(peer: socket.socket, key: bytes, until_s: float) -> None:
-    """The server's side: both show that they know the key, and that their clock is the same."""
+    """Authenticate a connection, on the server's side, and send the clock."""
     mine = secrets.token_bytes(_KEY_BYTES)
     peer.sendall(_MAGIC + mine)
-    heard = _receive(peer, 2 * _KEY_BYTES, until_s)
-    theirs = heard[:_KEY_BYTES]
-    if not hmac.compare_digest(heard[_KEY_BYTES:], _proof(key, b"core", mine, theirs)):
+    received = _receive(peer, 2 * _KEY_BYTES, until_s)
+    theirs = received[:_KEY_BYTES]
+    if not hmac.compare_digest(received[_KEY_BYTES:], _proof(key, b"core", mine, theirs)):
         raise ProtocolError("it does not know the key")
     peer.sendall(_proof(key, b"rank", mine, theirs) + _CLOCK.pack(time.monotonic()))
 
 
 def _greet_back(connection: socket.socket, key: bytes, until_s: float) -> None:
-    """The core's side."""
-    heard = _receive(connection, len(_MAGIC) + _KEY_BYTES, until_s)
-    if heard[: len(_MAGIC)] != _MAGIC:
-        raise ProtocolError("it is no rank of this version of kvtier")
-    theirs, mine = heard[len(_MAGIC) :], secrets.token_bytes(_KEY_BYTES)
+    """Authenticate a connection, on the core's side, and compare the clocks."""
+    received = _receive(connection, len(_MAGIC) + _KEY_BYTES, until_s)
+    if received[: len(_MAGIC)] != _MAGIC:
+        raise ProtocolError("it is not a rank of this version of kvtier")
+    theirs, mine = received[len(_MAGIC) :], secrets.token_bytes(_KEY_BYTES)
     sent_s = time.monotonic()
     connection.sendall(mine + _proof(key, b"core", theirs, mine))
-    heard = _receive(connection, _KEY_BYTES + _CLOCK.size, until_s)
-    if not hmac.compare_digest(heard[:_KEY_BYTES], _proof(key, b"rank", theirs, mine)):
+    received = _receive(connection, _KEY_BYTES + _CLOCK.size, until_s)
+    if not hmac.compare_digest(received[:_KEY_BYTES], _proof(key, b"rank", theirs, mine)):
         raise ProtocolError("it does not know the key")
-    (clock_s,) = _CLOCK.unpack(heard[_KEY_BYTES:])
+    (clock_s,) = _CLOCK.unpack(received[_KEY_BYTES:])
     if not sent_s - CLOCKS_APART_S_MAX <= clock_s <= time.monotonic() + CLOCKS_APART_S_MAX:
         raise ProtocolError(f"its clock is {clock_s - sent_s:.1f} s ahead of ours; they must share one time namespace")
 
 
 def _proof(key: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
-    # The role keeps what one side has shown from being shown back to it.
+    # The role prevents that one side's proof is replayed to it.
     return hmac.digest(key, role + server + client, "sha256")
 
 
 def _receive(connection: socket.socket, size_bytes: int, until_s: float) -> bytes:
-    heard = b""
-    while len(heard) < size_bytes:
+    received = b""
+    while len(received) < size_bytes:
         connection.settimeout(max(0.001, until_s - time.monotonic()))
-        piece = connection.recv(size_bytes - len(heard))
+        piece = connection.recv(size_bytes - len(received))
         if not piece:
-            raise ProtocolError("it has hung up")
-        heard += piece
-    return heard
+            raise ProtocolError("it has closed the connection")
+        received += piece
+    return received
 
 
 def _listen() -> tuple[socket.socket, str]:
@@ -437,7 +436,7 @@ def _listen() -> tuple[socket.socket, str]:
         listener.listen(1)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"no socket can be made in {tempfile.gettempdir()} (TMPDIR): {error}") from error
+        raise ConfigError(f"no socket can be created in {tempfile.gettempdir()} (TMPDIR): {error}") from error
     return listener, address
 
 
@@ -445,4 +444,4 @@ def _shut(connection: socket.socket, how: int) -> None:
     try:
         connection.shutdown(how)
     except OSError:
-        return  # it was over already
+        return  # the connection is closed already

@@ -1,14 +1,14 @@
-"""A rank's mover in another process, as the core's process sees it.
+"""A rank in another process, as the core's process sees it.
 
-    submit, cancel      into the outbox, which `take` sends in one piece: commands that belong together travel together
-    tell                sent at once
-    a reader thread     turns what comes back into answers
+    submit              queues messages in the outbox; `take` and `flush` send them together
+    tell                sends at once
+    a reader thread     turns messages of the rank into completions
 
-How it ends: this side stops sending; the other withdraws what has not begun, waits for what runs, answers it and hangs
-up. So the end of the stream means that nothing there touches the engine's blocks or the slots any more, as it does
-when the process dies. Only then is everything that is open answered; a process that merely no longer speaks is left
-its scatters, because it may wake up and go on writing to the engine's blocks. (Nothing more is held up by that: an
-engine cannot take a step without that worker.)
+To end, this side stops sending. The rank then cancels commands that have not begun, waits for the others, sends their
+completions and closes the connection. So the end of the stream, or of the process, means that the rank no longer uses
+the engine's blocks or slots, and all open commands fail. A process that only stops answering keeps its scatters open,
+because it may resume and write to the engine's blocks. (That delays nothing else: the engine needs that worker for each
+step.)
 """
 
 import logging
@@ -39,11 +39,11 @@ from kvtier.runtime.protocol import (
 from kvtier.types import Cancel, Command, Link, Outcome, Probe, Transfer
 
 SILENCE_S = 1.0
-"""After this long without a word the other side is looked after."""
+"""After this long without a message the rank is checked."""
 
 HUNG_S = 30.0
-"""A process that does not answer a ping for this long is given up. It may be busy, so this is long: tiers have their
-own deadlines in the core."""
+"""A rank that does not answer a ping for this long is lost. The time is long because the process may be busy; tiers
+have deadlines of their own in the core."""
 
 RETRY_S = 0.005
 """A rank that reads slowly is sent the rest of its commands after this long."""
@@ -58,11 +58,11 @@ class RemoteRank:
     """One rank in another process, as an `Executor`.
 
     Args:
-        connection: connected, and each side knows the other; from now on ours.
+        connection: connected and authenticated; owned by this object from now on.
         name: of the rank, for the log.
-        hung_s: how long the other side may leave a ping unanswered while commands are open.
+        hung_s: how long a ping may remain unanswered while commands are open.
 
-    `take` and `close` are for one owner thread, everything else for any.
+    `take` and `close` are for one owner thread, the other methods for any.
     """
 
     def __init__(self, connection: socket.socket, name: str, *, hung_s: float = HUNG_S) -> None:
@@ -79,7 +79,7 @@ class RemoteRank:
         self._is_closed = False
         self._has_refused = False
         self._pinged_s: float | None = None
-        """When it was asked whether it is there, if it has said nothing since."""
+        """When a ping was sent, if no message has arrived since."""
         self._leaving: Callable[[], None] = lambda: None
         self._inbox = CompletionInbox()
         self._put: Callable[[Completion], None] = self._inbox.put
@@ -113,7 +113,7 @@ class RemoteRank:
             except ProtocolError as error:
                 if not self._has_refused:
                     self._has_refused = True
-                    logger.warning("%s: %s; a command has failed (this is logged once)", self._name, error)
+                    logger.warning("%s: %s; the command fails (this is logged once)", self._name, error)
                 return Outcome.FAILED, str(error)
             self._open[self._last_number] = command
             return None
@@ -145,7 +145,7 @@ class RemoteRank:
                 except BlockingIOError:
                     return False
                 except OSError:
-                    self._outbox.clear()  # the reader hears of it
+                    self._outbox.clear()  # the reader thread gets the error, too
                 else:
                     del self._outbox[:sent]
         return True
@@ -174,7 +174,7 @@ class RemoteRank:
             return
         frame = encode(message)
         if len(self._outbox) + len(frame) > OUTBOX_BYTES_MAX:
-            raise ProtocolError(f"{len(self._outbox)} bytes wait for a process that does not read")
+            raise ProtocolError(f"the process does not read, {len(self._outbox)} bytes wait to be sent")
         self._outbox += frame
 
     # ---- the reader's thread ---------------------------------------------------------------------------------------
@@ -183,18 +183,18 @@ class RemoteRank:
         reader: MessageReader | None = MessageReader()
         while True:
             try:
-                data = self._received()
+                data = self._read_bytes()
                 if data is None:
-                    self._look_after()
+                    self._check_alive()
                 elif not data:
                     break
                 elif reader is not None:
                     for body in reader.feed(data):
-                        self._hear(decode(body))
+                        self._receive(decode(body))
             except Exception as error:
                 if not isinstance(error, ProtocolError):
-                    logger.exception("kvtier has found a mistake of its own; %s is given up", self._name)
-                reader = None  # what else it sends is not read
+                    logger.exception("internal error: kvtier gives up %s", self._name)
+                reader = None  # its further messages are discarded
                 self._lose(f"{type(error).__name__}: {error}", is_gone=False)
         self._lose("its process has ended", is_gone=True)
         with self._lock:
@@ -202,8 +202,8 @@ class RemoteRank:
         if self._process is not None:
             os.close(self._process)
 
-    def _received(self) -> bytes | None:
-        """Bytes from the other side: None when there are none yet, empty at its end."""
+    def _read_bytes(self) -> bytes | None:
+        """Bytes of the rank; None if there are none yet, empty at the end of the stream."""
         try:
             data = self._socket.recv(RECV_BYTES)
         except BlockingIOError:
@@ -213,21 +213,21 @@ class RemoteRank:
         self._pinged_s = None
         return data
 
-    def _hear(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         if isinstance(message, Ping):
             return
         if isinstance(message, Leave):
             self._leaving()
             return
         if not isinstance(message, CompletionMessage):
-            raise ProtocolError(f"{type(message).__name__} is nothing that a rank says")
+            raise ProtocolError(f"a rank does not send {type(message).__name__}")
         with self._lock:
             command = self._open.get(message.number)
             if command is None:
-                return  # it was given up
+                return  # it has failed before
             wanted = len(command.objects) if isinstance(command, Probe) and message.outcome is Outcome.DONE else 0
             if len(message.present) != wanted:
-                raise ProtocolError(f"{len(message.present)} answers to {wanted} questions")
+                raise ProtocolError(f"a probe of {wanted} objects has {len(message.present)} results")
             completion = Completion(command, *message[1:])
             del self._open[message.number]
         self._give(completion)
@@ -236,24 +236,24 @@ class RemoteRank:
         try:
             self._put(completion)
         except Exception as error:
-            logger.exception("kvtier has found a mistake of its own; what it was about has failed")
+            logger.exception("internal error: a command of %s has failed", self._name)
             self._put(Completion(completion.command, Outcome.FAILED, detail=f"{type(error).__name__}: {error}"))
 
-    def _look_after(self) -> None:
-        """It has said nothing for a while."""
+    def _check_alive(self) -> None:
+        """Ping a silent rank with open commands; it is lost if a ping remains unanswered."""
         now_s = time.monotonic()
         if not self._open or self._lost or self._is_closed:
             return
         if self._pinged_s is None:
             self._pinged_s = now_s
-            with self._lock, suppress(ProtocolError):  # then it does not read, and that will show
+            with self._lock, suppress(ProtocolError):  # a full outbox: the ping counts as unanswered
                 self._post(Ping())
             self.flush()
         elif now_s - self._pinged_s > self._hung_s:
             self._lose(f"its process has not answered for {now_s - self._pinged_s:.0f} s", is_gone=False)
 
     def _has_ended(self) -> bool:
-        """Whether the process is dead although the stream is open: a child of it may have inherited its end."""
+        """Whether the process is dead although the stream is open, because a child has inherited the socket."""
         if self._process is None:
             return False
         question = select.poll()
@@ -261,7 +261,7 @@ class RemoteRank:
         return bool(question.poll(0))
 
     def _lose(self, why: str, *, is_gone: bool) -> None:
-        """Answer what is open and never again anything but FAILED. Twice is fine: the rest, when it is gone."""
+        """Fail open commands, and all later ones. While the process may live, scatters stay open."""
         with self._lock:
             detail = self._lost or (CLOSED if self._is_closed else f"{self._name} is lost: {why}")
             is_news = detail not in (self._lost, CLOSED)
@@ -271,7 +271,7 @@ class RemoteRank:
             failed = [number for number, command in self._open.items() if is_gone or not _writes_to_blocks(command)]
             commands = [self._open.pop(number) for number in failed]
         if is_news:
-            logger.error("%s; nothing is loaded or stored any more, everything is computed", detail)
+            logger.error("%s; nothing is stored or loaded any more, all prompts are computed", detail)
         for command in commands:
             self._give(Completion(command, Outcome.FAILED, detail=detail))
         self._stop_sending()
@@ -281,7 +281,7 @@ class RemoteRank:
             try:
                 self._socket.shutdown(socket.SHUT_WR)
             except OSError:
-                return  # it has hung up already
+                return  # the rank has closed the connection
 
 
 def _writes_to_blocks(command: Work) -> bool:
@@ -289,13 +289,13 @@ def _writes_to_blocks(command: Work) -> bool:
 
 
 def set_timeout(connection: socket.socket, which: int, seconds: float) -> None:
-    """How long a blocking `recv` (SO_RCVTIMEO) or `send` (SO_SNDTIMEO) waits before it raises BlockingIOError."""
+    """Set how long a blocking `recv` (SO_RCVTIMEO) or `send` (SO_SNDTIMEO) waits before it raises BlockingIOError."""
     whole = int(seconds)
     connection.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
 
 
 def _process_of(connection: socket.socket) -> int | None:
-    """A handle that becomes readable when the process at the other end dies; None where the system gives none."""
+    """A pidfd of the process at the other end, readable once it dies; None if the system has none."""
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     try:
         return os.pidfd_open(pid)
