@@ -225,7 +225,7 @@ def silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     return
 
 
-PARTS = 4
+PARTS = 8
 
 
 def replayed(k: int, error: type[Exception]) -> tuple[Recording, Raise]:
@@ -259,9 +259,9 @@ def test_nothing_is_refused_and_all_ends_where_nothing_is_raised() -> None:
     assert len(recording.begun) == 9
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))])
 def test_all_that_was_begun_ends_whatever_a_call_raises(part: int, caplog: pytest.LogCaptureFixture) -> None:
-    """The first call from each site; in parts, for several processes."""
+    """The first call from each site; `make test` takes one part of the sites."""
     first: dict[Site, int] = {}
     for k, site in enumerate(replayed(0, AssertionError)[1].calls, 1):
         first.setdefault(site, k)
