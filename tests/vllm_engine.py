@@ -1,8 +1,8 @@
-"""An engine as small as can be that does to a connector what vLLM does: a stand-in for its scheduler and block pool.
+"""A minimal engine with vLLM's scheduling, for a connector: a stand-in for vLLM's scheduler and block pool.
 
-What vLLM cannot be made to do on a CPU is done here: overlapped steps, and a seed that chooses who is preempted,
-aborted or slow. Our half of the scheduler, the worker, the copier, the core and its threads are the real ones. The
-engine knows what the bytes of every block must be, and looks before each forward: bytes of anybody else's are a lie.
+It does what vLLM cannot be made to do on a CPU: overlapped steps, and a seed that chooses which request is preempted,
+aborted or slow. The scheduler side, the worker, the copier, the core and its threads are the real ones. The engine
+knows the right bytes of every block, and checks them before each forward.
 """
 
 import itertools
@@ -170,7 +170,7 @@ class SmallEngine:
             assert time.monotonic() < until_s, f"stalled: {self.requests}"
 
     def settle(self) -> None:
-        """Until every copy that was asked for has ended, and whoever is to know of it has heard."""
+        """Wait until every copy has ended, and its end has been reported."""
         self.copier.gate.set()
         until_s = time.monotonic() + DEADLINE_S
         while not self._is_settled():
@@ -181,8 +181,8 @@ class SmallEngine:
 
     def _is_settled(self) -> bool:
         loads = {name for name, load in self.scheduler._loads._open.items() if not load.blocked_by}
-        told = {event.request for event in list(self.scheduler._completions._events)}
-        return told >= loads.union(self.scheduler._stores._read) and self.heard >= loads
+        result = {event.request for event in list(self.scheduler._poller._events)}
+        return result >= loads.union(self.scheduler._stores._read) and self.heard >= loads
 
     def _hear(self, note: Note) -> None:
         self.worker.receive(note)
@@ -274,7 +274,7 @@ class SmallEngine:
         return Step(self.step_number if scheduled else 0, scheduled, requests, starts, tables, orders)
 
     def _admit(self, request: Request, budget: int) -> int | None:
-        """Tokens to compute of a waiting request now; None: not this one; below zero: nobody any more."""
+        """Tokens to compute of a waiting request now; None: skip this request; below zero: stop."""
         if request.is_loading:
             if not request.is_loaded:
                 return None

@@ -221,7 +221,7 @@ class Faults:
             self.gate.clear()
 
     def _delay(self, most_s: float) -> None:
-        assert self.gate.wait(GATE_S), "nobody has opened the gate"
+        assert self.gate.wait(GATE_S), "the gate was never opened"
         with self._lock:
             wait_s, luck = self._draw.random() * most_s, self._draw.random()
         time.sleep(wait_s)
@@ -275,5 +275,5 @@ class Memory:
 
 def number_of(tokens: Sequence[int], *place: object) -> int:
     """What a page holds: another number for other tokens, or another place."""
-    told = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=7, key=repr(place).encode())
-    return int.from_bytes(told.digest(), "little") + 1
+    found = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=7, key=repr(place).encode())
+    return int.from_bytes(found.digest(), "little") + 1

@@ -1,4 +1,4 @@
-"""What vLLM 0.32.0 told a connector on a CPU: its configuration, its KV tensors, and the block tables of each step.
+"""Recording of vLLM 0.32.0 on a CPU: configuration, KV tensors, and the block tables of each step.
 
 `golden/vllm_0_32.json` was written by a connector that only watches, on models with random weights: one prompt of 700
 tokens and 80 generated ones, then one of 3,000 tokens and 4. Here it becomes objects with the names of vLLM's classes,
@@ -55,34 +55,34 @@ class Recorded:
 
 
 def recorded(case: str, blocks: int | None = None) -> Recorded:
-    """A recorded engine, with so many blocks instead of its own."""
-    told = _golden()[case]
-    config = _object("KVCacheConfig", told["config"])
-    views = {name: dict(view) for name, view in told["views"].items()}
+    """A recorded engine, with another number of blocks."""
+    found = _golden()[case]
+    config = _object("KVCacheConfig", found["config"])
+    views = {name: dict(view) for name, view in found["views"].items()}
     _check_placement(config, views)
     if blocks is not None:
         _shrink(config, views, blocks)
     steps = [
         Step(step["request"], step["tokens"], step["blocks"], [tuple(offer) for offer in step["offers"]])
-        for step in told["steps"]
+        for step in found["steps"]
     ]
-    layers = {name: _layer(layer) for name, layer in told["layers"].items()}
+    layers = {name: _layer(layer) for name, layer in found["layers"].items()}
     return Recorded(config, layers, steps, views)
 
 
-def _layer(told: dict[str, Any]) -> Any:
-    backend = SimpleNamespace(get_name=lambda: told["backend"])
-    fields: dict[str, Any] = {"attn_backend": backend} | ({"isa": told["isa"]} if told["isa"] else {})
-    return _instance(told["cls"], fields)
+def _layer(found: dict[str, Any]) -> Any:
+    backend = SimpleNamespace(get_name=lambda: found["backend"])
+    fields: dict[str, Any] = {"attn_backend": backend} | ({"isa": found["isa"]} if found["isa"] else {})
+    return _instance(found["cls"], fields)
 
 
-def _object(name: str, told: Any) -> Any:
-    if isinstance(told, dict):
-        fields = {key: _object(key, value) for key, value in told.items() if key != "__class__"}
-        return _instance(told.get("__class__", name), fields)
-    if isinstance(told, list):
-        return [_object(name, item) for item in told]
-    return SimpleNamespace(name=told.rpartition(".")[2]) if name in _ENUMS else told
+def _object(name: str, found: Any) -> Any:
+    if isinstance(found, dict):
+        fields = {key: _object(key, value) for key, value in found.items() if key != "__class__"}
+        return _instance(found.get("__class__", name), fields)
+    if isinstance(found, list):
+        return [_object(name, item) for item in found]
+    return SimpleNamespace(name=found.rpartition(".")[2]) if name in _ENUMS else found
 
 
 def _instance(name: str, fields: dict[str, Any]) -> Any:

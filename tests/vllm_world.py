@@ -1,4 +1,4 @@
-"""A worker's KV memory in any of vLLM's layouts, for whoever copies from and to it."""
+"""A worker's KV memory in any of vLLM's layouts, for tests of copies."""
 
 import mmap
 import random
@@ -82,9 +82,9 @@ class VllmWorld(CopierWorld):
         for (name, ids), layer in zip(self.layers(group, blocks), layers, strict=True):
             size = len(layer) // len(ids)
             for number, block in enumerate(ids):
-                told = torch.frombuffer(bytearray(layer[number * size : (number + 1) * size]), dtype=torch.uint8)
+                found = torch.frombuffer(bytearray(layer[number * size : (number + 1) * size]), dtype=torch.uint8)
                 page = self.view(name, block)
-                page.copy_(told.view(page.dtype).view(page.shape))
+                page.copy_(found.view(page.dtype).view(page.shape))
 
     def everything(self) -> bytes:
         return self.flat.numpy().tobytes()

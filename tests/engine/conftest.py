@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvtier.connect.transformers import Attachment
 
 IS_INSTALLED = find_spec("torch") is not None and find_spec("transformers") is not None
-# A conftest cannot skip; what it ignores is told by the header.
+# A conftest cannot skip; the header names what it ignores.
 collect_ignore_glob = [] if IS_INSTALLED else ["test_transformers*.py"]
 
 
@@ -24,7 +24,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture
 def attached(tmp_path: Path) -> Iterator[Attach]:
-    """Attaches models with small settings, to the same directory unless told otherwise; closes them at the end."""
+    """Attaches models with small settings, by default to one directory; closes them at the end."""
     from kvtier.connect.transformers import attach
 
     with ExitStack() as stack:

@@ -185,7 +185,7 @@ class TestLayerByLayerOnADevice(OnADevice):
 
 
 def test_a_layers_event_comes_after_all_chunks_of_it() -> None:
-    """What the engine's thread is told to wait for; the negative control is that nothing comes while a queue stands."""
+    """The control: no event fires while a queue is blocked."""
     streams = ThreadStreams()
     readiness = LayerReadiness(dict.fromkeys(range(4), 3))
     world = World(torch.float32, lambda _device: StagedCopy(streams), readiness)

@@ -35,10 +35,10 @@ def test_the_guides_snippets_run(
 
 def test_the_guides_defaults_are_the_settings_defaults() -> None:
     config = Config()
-    told = dict(re.findall(r"^\| `(\w+__\w+)` \| ([^|]+) \|", GUIDE, re.MULTILINE))
-    assert len(told) == 8
+    found = dict(re.findall(r"^\| `(\w+__\w+)` \| ([^|]+) \|", GUIDE, re.MULTILINE))
+    assert len(found) == 8
     sizes = {"host__capacity_bytes": "4 GiB", "directory__capacity_bytes": "64 GiB"}
-    for name, value in told.items():
+    for name, value in found.items():
         section, key = name.split("__")
         actual = getattr(getattr(config, section), key)
         if name in sizes:

@@ -156,9 +156,9 @@ def test_a_new_process_continues_bit_for_bit_as_from_memory(tmp_path: Path) -> N
     command = [sys.executable, "-c", PROCESS, name, str(tmp_path / "kv"), str(tmp_path / "result.npz")]
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    told = np.load(tmp_path / "result.npz")
-    assert np.array_equal(told["sequences"], memory.sequences.numpy())
-    assert np.array_equal(told["logits"], logits(memory).numpy())
+    record = np.load(tmp_path / "result.npz")
+    assert np.array_equal(record["sequences"], memory.sequences.numpy())
+    assert np.array_equal(record["logits"], logits(memory).numpy())
     with attach(model, tmp_path / "kv", **SMALL) as kv:
         kv.generate(batch(tokens(50, 9))[0], **GREEDY)
         assert kv.last.restored_by_source == {"directory": 48}

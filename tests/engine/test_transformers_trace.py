@@ -77,19 +77,19 @@ def test_without_the_setting_nothing_is_recorded(attached: Attach, tmp_path: Any
 def test_sessions_are_recorded_and_what_they_expect_reaches_the_evictor(
     attached: Attach, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[tuple[str, NextTurn | None]] = []
+    found: list[tuple[str, NextTurn | None]] = []
     owners: list[str | None] = []
     real = Adaptive.added
-    monkeypatch.setattr(Adaptive, "expects", lambda _self, *said: told.append(said))
+    monkeypatch.setattr(Adaptive, "expects", lambda _self, *said: found.append(said))
     monkeypatch.setattr(Adaptive, "added", lambda self, held: (owners.append(held.session), real(self, held)))
     kv = attached(llama(), trace__path=tmp_path / "traces")
     kv.generate(torch.tensor([PROMPTS[0]]), session="chat", **GREEDY)
     kv.expects("chat", "user")
     input_ids, mask = batch(PROMPTS[4], tokens(20, 2))
     kv.generate(input_ids, attention_mask=mask, session=["x", None], **GREEDY)
-    kv.expects("nobody knows", NextTurn.NOBODY)
+    kv.expects("unknown", NextTurn.NOBODY)
     assert kv.flush(60)
-    # What makes no sense never makes a call fail; what is said of nobody in particular is a mistake.
+    # An invalid session never makes a call fail; `expects` raises.
     with caplog.at_level("WARNING"):
         for bad in (7, ["x"], ["x", 7]):
             kv.generate(input_ids, attention_mask=mask, session=bad, **GREEDY)  # type: ignore[arg-type]
@@ -99,8 +99,8 @@ def test_sessions_are_recorded_and_what_they_expect_reaches_the_evictor(
     with pytest.raises(ConfigError, match="session is 7; allowed: a string"):
         kv.expects(7, "user")  # type: ignore[arg-type]
     kv.close()
-    kv.expects("chat", "nobody")  # nobody hears it
-    assert set(told) == {("chat", NextTurn.USER), ("nobody knows", NextTurn.NOBODY)}
+    kv.expects("chat", "nobody")  # ignored
+    assert set(found) == {("chat", NextTurn.USER), ("unknown", NextTurn.NOBODY)}
     assert set(owners) >= {"chat", "x"}
     (path,) = (tmp_path / "traces").iterdir()
     lines = [json.loads(line) for line in path.read_text().splitlines()]

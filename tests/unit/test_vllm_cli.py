@@ -52,18 +52,18 @@ def large_machine(monkeypatch):
 @pytest.fixture
 def engine(monkeypatch) -> SimpleNamespace:
     """The installed vLLM; by default a supported release."""
-    told = SimpleNamespace(version="0.32.0")
-    monkeypatch.setattr(installed, "installed", lambda: told.version)
-    monkeypatch.setattr(vllm, "installed", lambda: told.version)
-    return told
+    result = SimpleNamespace(version="0.32.0")
+    monkeypatch.setattr(installed, "installed", lambda: result.version)
+    monkeypatch.setattr(vllm, "installed", lambda: result.version)
+    return result
 
 
 @pytest.fixture
 def config(capsys):
     def call(*arguments: object) -> tuple[int, str, str]:
         code = run(["vllm", "config", *map(str, arguments)])
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        result = capsys.readouterr()
+        return code, result.out, result.err
 
     return call
 
@@ -84,7 +84,7 @@ def doctor(capsys, monkeypatch):
 
 
 def bad(findings: list[dict[str, str]]) -> list[str]:
-    """What about something is wrong; whoever says that something is wrong says what to do."""
+    """Subjects of errors and warnings; each of them must have advice."""
     found = [it for it in findings if it["level"] in ("error", "warning")]
     assert [it for it in found if not it["advice"]] == []
     return [it["about"] for it in found]
@@ -127,9 +127,9 @@ def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_pat
     )
     assert (code, err) == (0, "")
     assert out.count("\n") == 1
-    told = json.loads(out)
-    extra = told.pop("kv_connector_extra_config")
-    assert told == {
+    result = json.loads(out)
+    extra = result.pop("kv_connector_extra_config")
+    assert result == {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "kvtier.connect.vllm",
         "kv_role": "kv_both",
@@ -148,7 +148,7 @@ def test_config_makes_a_relative_directory_absolute(config, engine, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"),
+    ("flag", "message"),
     [
         ("host.capacity=1GiB", "did you mean capacity_bytes?"),
         ("host.capacity_bytes=many", "not a size"),
@@ -156,10 +156,10 @@ def test_config_makes_a_relative_directory_absolute(config, engine, tmp_path, mo
         (f"store.secret={SECRET}", "a secret is never printed; allowed: --set store.secret_file=PATH"),
     ],
 )
-def test_a_wrong_setting_is_refused(config, engine, flag, told):
+def test_a_wrong_setting_is_refused(config, engine, flag, message):
     code, out, err = config("--set", flag)
     assert (code, out) == (2, "")
-    assert told in err
+    assert message in err
     assert SECRET not in err
 
 
@@ -321,8 +321,8 @@ def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_pa
     root = fill(tmp_path / "kv")
 
     def found() -> str:
-        (told,) = [each["found"] for each in doctor(transfer(root), "--model", "m")[1] if each["level"] == "error"]
-        return told
+        (result,) = [each["found"] for each in doctor(transfer(root), "--model", "m")[1] if each["level"] == "error"]
+        return result
 
     assert found().endswith(f"which is {MODELS[1].hex()[:12]}"), "no engine has left what its fingerprint is made of"
     note_fingerprint(Config(directory=DirectoryConfig(path=root)), FINGERPRINTS[0])
@@ -377,10 +377,10 @@ def test_host_memory_that_holds_hardly_a_prompt_is_found(doctor, engine, tmp_pat
 
 def test_the_table_says_the_same(capsys, engine, tmp_path):
     assert run(["vllm", "doctor", transfer(fill(tmp_path / "kv"), kv_load_failure_policy="fail")]) == 1
-    told = capsys.readouterr()
-    assert told.out.splitlines()[1].startswith("warning  --kv-transfer-config")
-    assert "what to do" in told.out
-    assert told.err == ""
+    result = capsys.readouterr()
+    assert result.out.splitlines()[1].startswith("warning  --kv-transfer-config")
+    assert "what to do" in result.out
+    assert result.err == ""
 
 
 def test_a_command_line_that_no_shell_takes_is_refused(capsys):

@@ -111,10 +111,10 @@ def test_resident_blocks_are_not_written(case, copy):
         after = world.read(group, blocks)
         for number, (name, ids) in enumerate(world.layers(group, address)):
             size = layout.layer_bytes[number] // len(ids)
-            told = bytes(payload[layout.layer_offsets[number] :][: layout.layer_bytes[number]])
+            found = bytes(payload[layout.layer_offsets[number] :][: layout.layer_bytes[number]])
             for position, block in enumerate(ids):
                 piece = slice(position * size, (position + 1) * size)
-                wanted = before[number] if block == SKIP else told
+                wanted = before[number] if block == SKIP else found
                 assert after[number][piece] == wanted[piece], name
 
 
@@ -166,7 +166,7 @@ def _move(engine: Recorded, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("breach", "told"),
+    ("breach", "message"),
     [
         (lambda engine: setattr(engine.config.kv_cache_tensors[0], "offset", 64), "begins -64 bytes after"),
         (lambda engine: setattr(engine.config.kv_cache_tensors[0], "layer_stride", 4096), "not in one allocation"),
@@ -176,12 +176,12 @@ def _move(engine: Recorded, **fields: Any) -> None:
         (lambda engine: _move(engine, shape=[BLOCKS, 64, 128], stride=[8192, 128, 1]), "KV is .* allowed: a tensor"),
     ],
 )
-def test_a_view_that_disagrees_with_the_configuration_is_refused(breach, told):
+def test_a_view_that_disagrees_with_the_configuration_is_refused(breach, message):
     engine = recorded("llama32", BLOCKS)
     geometry, tensors = Geometry.of(engine.config), engine.tensors()
     breach(engine)
-    with pytest.raises(UnsupportedModelError, match=told):
-        engine_pages(geometry, engine.config, engine.tensors() if "KV" in told or "8192" in told else tensors, {})
+    with pytest.raises(UnsupportedModelError, match=message):
+        engine_pages(geometry, engine.config, engine.tensors() if "KV" in message or "8192" in message else tensors, {})
 
 
 def test_a_layer_without_a_tensor_is_refused():

@@ -133,7 +133,7 @@ def test_code_that_comes_with_the_weights_counts(checkpoint):
     assert digest(vllm_config(checkpoint)) == untrusted
 
 
-# ---- engines whose weights nobody can tell apart -----------------------------------------------------------------
+# ---- engines whose weights cannot be identified -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_vllm_with_all_that_is_used_lacks_nothing(vllm, connector):
 
 
 @pytest.mark.parametrize(
-    ("file", "before", "after", "told"),
+    ("file", "before", "after", "message"),
     [
         ("v1/request.py", "num_tokens: int", "tokens: int", ["v1/request.py: Request.num_tokens"]),
         ("v1/core/block_pool.py", "class BlockPool", "class Pool", ["v1/core/block_pool.py: BlockPool"]),
@@ -83,10 +83,10 @@ def test_a_vllm_with_all_that_is_used_lacks_nothing(vllm, connector):
         ("lora/request.py", "class", "klass ]", ["lora/request.py: no such file, or not valid Python"]),
     ],
 )
-def test_what_is_missing_is_named(vllm, connector, file, before, after, told):
+def test_what_is_missing_is_named(vllm, connector, file, before, after, message):
     path = vllm / file
     path.write_text(path.read_text().replace(before, after))
-    assert internals.missing(vllm, connector) == told
+    assert internals.missing(vllm, connector) == message
 
 
 def test_attributes_count_wherever_a_class_gets_them(vllm, connector):

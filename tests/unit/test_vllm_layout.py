@@ -205,9 +205,9 @@ def test_a_load_writes_every_block_that_is_not_resident_and_no_other(case, chunk
         assert found.targets(tokens, allocated(found, tokens), resident_tokens) == []
         return
     tables = allocated(found, tokens)
-    told = found.targets(tokens, tables, resident_tokens)
-    assert told is not None
-    written = [block for place in told for block in place.blocks if block != SKIP]
+    result = found.targets(tokens, tables, resident_tokens)
+    assert result is not None
+    written = [block for place in result for block in place.blocks if block != SKIP]
     wanted = {
         block
         for group in found.groups
@@ -219,9 +219,9 @@ def test_a_load_writes_every_block_that_is_not_resident_and_no_other(case, chunk
     prefix = Prefix(tuple(ChunkKey(bytes([n]) * 32) for n in range(chunks)), found.chunk_tokens)
     for number, group in enumerate(found.layout.groups):
         needed = needed_chunks(group, prefix, tokens)
-        assert set(places(told, number)) == {c for c in needed if (c + 1) * found.chunk_tokens > resident_tokens}
+        assert set(places(result, number)) == {c for c in needed if (c + 1) * found.chunk_tokens > resident_tokens}
     sizes = [sum(table.blocks for table in group.tables) for group in found.groups]
-    assert all(len(place.blocks) == sizes[place.group] for place in told)
+    assert all(len(place.blocks) == sizes[place.group] for place in result)
 
 
 @pytest.mark.parametrize("case", SERVED)
@@ -243,8 +243,8 @@ def test_blocks_before_a_window_are_skipped():
     found = geometry("swa_win100")
     tables = allocated(found, 1024)
     assert tables[0][:28] == [NULL_BLOCK] * 28
-    told = found.targets(1024, tables)
-    assert places(told or [], 0) == {3: tuple(block for table in tables[:5] for block in table[28:32])}
+    result = found.targets(1024, tables)
+    assert places(result or [], 0) == {3: tuple(block for table in tables[:5] for block in table[28:32])}
 
 
 def test_a_window_that_begins_with_a_block_needs_no_block_before_it():
@@ -263,11 +263,11 @@ def test_a_window_that_begins_within_a_chunk_is_loaded_in_part():
         group.kv_cache_spec.sliding_window = 301
     found = Geometry.of(engine.config)
     tables = allocated(found, 1024)
-    told = places(found.targets(1024, tables) or [], 0)
-    assert set(told) == {2, 3}
+    result = places(found.targets(1024, tables) or [], 0)
+    assert set(result) == {2, 3}
     # 300 tokens before 1024: from token 724 on, which is in the block of 704, the seventh of chunk 2.
-    assert told[2][:8] == (SKIP,) * 6 + tuple(tables[0][22:24])
-    assert SKIP not in told[3]
+    assert result[2][:8] == (SKIP,) * 6 + tuple(tables[0][22:24])
+    assert SKIP not in result[3]
 
 
 @pytest.mark.parametrize("tables_of", ["a window of one token more", "a state too early", "too few", "a hole"])
@@ -316,7 +316,7 @@ def test_states_without_prefix_caching_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [
         ("kv_quant_mode", SimpleNamespace(name="INT8_PER_TOKEN_HEAD"), "INT8_PER_TOKEN_HEAD is not supported. Use"),
         ("tokens_per_state", 4, "one state per 4 tokens"),
@@ -325,10 +325,10 @@ def test_states_without_prefix_caching_are_refused():
         ("is_draft", True, "belongs to a draft model"),
     ],
 )
-def test_kv_that_we_cannot_read_is_refused(field, value, told):
+def test_kv_that_we_cannot_read_is_refused(field, value, message):
     engine = recorded("llama32")
     setattr(engine.config.kv_cache_groups[0].kv_cache_spec, field, value)
-    with pytest.raises(UnsupportedModelError, match=told):
+    with pytest.raises(UnsupportedModelError, match=message):
         Geometry.of(engine.config)
 
 
@@ -339,9 +339,9 @@ def test_a_kind_of_kv_that_we_do_not_know_is_refused_by_its_name(kind):
     group.kv_cache_spec = type(kind, (type(group.kv_cache_spec),), {})(**vars(group.kv_cache_spec))
     with pytest.raises(
         UnsupportedModelError, match=f"KV group 0 has KV of kind {kind}.* allowed: full attention"
-    ) as told:
+    ) as result:
         Geometry.of(engine.config)
-    assert ("--disable-hybrid-kv-cache-manager" in str(told.value)) == (kind == "ChunkedLocalAttentionSpec")
+    assert ("--disable-hybrid-kv-cache-manager" in str(result.value)) == (kind == "ChunkedLocalAttentionSpec")
 
 
 @pytest.mark.parametrize(

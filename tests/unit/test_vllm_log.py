@@ -51,9 +51,9 @@ def test_lines_go_where_vllms_go():
 def test_a_file_of_ours_is_shown_with_its_package():
     shown = configured("vllm", "INFO")
     follow_engine()
-    record = session.logger.makeRecord(session.logger.name, logging.INFO, session.__file__, 1, "told", (), None)
+    record = session.logger.makeRecord(session.logger.name, logging.INFO, session.__file__, 1, "found", (), None)
     session.logger.handle(record)
-    assert shown.getvalue() == "INFO [kvtier/runtime/session.py] told\n"
+    assert shown.getvalue() == "INFO [kvtier/runtime/session.py] found\n"
 
 
 @pytest.mark.parametrize(

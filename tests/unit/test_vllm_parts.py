@@ -1,4 +1,4 @@
-"""The small parts of the connector: what is worth storing, who waits for whom, what routers are told, our settings."""
+"""Small parts of the connector: store selection, open loads, session poller, step timer, KV events, settings."""
 
 import random
 import threading
@@ -10,11 +10,11 @@ from tests.vllm_recorded import recorded
 
 from kvtier.config.sections import Config
 from kvtier.connect.vllm import events as events_module
-from kvtier.connect.vllm.completions import CompletionInbox
 from kvtier.connect.vllm.events import CPU, STORAGE, Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, _shared
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
+from kvtier.connect.vllm.session_poller import SessionPoller
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import StoreSelection
@@ -185,9 +185,9 @@ def test_part_of_a_load_counts_where_vllm_can_use_it():
     assert loads.report(LoadDone(load.name, 1024, 1024, ())) == LoadReport(
         load.name, (), is_failed=False, is_async=True
     )
-    told = loads.report(LoadDone(load.name, 512, 1024, ((0, 2),)))
-    assert told.bad_blocks == tuple(blocks[16:32])
-    assert not told.is_failed
+    result = loads.report(LoadDone(load.name, 512, 1024, ((0, 2),)))
+    assert result.bad_blocks == tuple(blocks[16:32])
+    assert not result.is_failed
     assert loads.report(LoadDone(load.name, 0, 1024, ((0, 0),))).bad_blocks == tuple(blocks[2:32])
     loads.void(load.name)
     assert loads.report(LoadDone(load.name, 1024, 1024, ())).bad_blocks == tuple(blocks[2:32])
@@ -196,8 +196,8 @@ def test_part_of_a_load_counts_where_vllm_can_use_it():
 def test_with_windows_a_load_counts_whole_or_not_at_all():
     loads = open_loads("swa32")
     load = loading(loads, tracked("a"), prefix_of(list(range(1024))))
-    told = loads.report(LoadDone(load.name, 512, 1024, ((1, 2),)))
-    assert told == LoadReport(load.name, (), is_failed=True, is_async=True)
+    result = loads.report(LoadDone(load.name, 512, 1024, ((1, 2),)))
+    assert result == LoadReport(load.name, (), is_failed=True, is_async=True)
 
 
 def test_where_loaded_tokens_come_from_leaves_out_what_vllm_has():
@@ -206,11 +206,11 @@ def test_where_loaded_tokens_come_from_leaves_out_what_vllm_has():
     assert match.sources == [("directory", 512), ("host", 256)]
 
 
-# ---- the inbox -----------------------------------------------------------------------------------------------------
+# ---- the poller -----------------------------------------------------------------------------------------------------
 
 
 class Talking:
-    """A session that says what it is told to say."""
+    """A session with given events."""
 
     def __init__(self) -> None:
         self.said = []
@@ -238,10 +238,10 @@ def wait_until(is_so) -> None:
         time.sleep(0.002)
 
 
-def test_the_inbox_reports_loads_at_once_and_keeps_all_events():
-    session, told = Talking(), []
+def test_the_poller_reports_loads_at_once_and_keeps_all_events():
+    session, result = Talking(), []
     end = LoadReport(RequestId("L0/a"), (), is_failed=False, is_async=True)
-    inbox = CompletionInbox(session, lambda done: end if done.request == "L0/a" else None, told.append)
+    poller = SessionPoller(session, lambda done: end if done.request == "L0/a" else None, result.append)
     events = [
         LoadDone(RequestId("L0/a"), 1, 1, ()),
         StoreDone(RequestId("S0/a"), 1, 0),
@@ -250,19 +250,19 @@ def test_the_inbox_reports_loads_at_once_and_keeps_all_events():
     for event in events:
         session.say(event)
     seen = []
-    wait_until(lambda: seen.extend(inbox.take_events()) or len(seen) == 3)
+    wait_until(lambda: seen.extend(poller.take_events()) or len(seen) == 3)
     assert seen == events
-    assert told == inbox.take_reports() == [end]
-    inbox.close()
+    assert result == poller.take_reports() == [end]
+    poller.close()
 
 
-def test_an_inbox_whose_thread_has_died_raises():
+def test_a_poller_whose_thread_has_died_raises():
     session = Talking()
-    inbox = CompletionInbox(session, lambda _done: None, lambda _ended: None)
+    poller = SessionPoller(session, lambda _done: None, lambda _ended: None)
     session.say("die")
-    wait_until(lambda: not inbox._thread.is_alive())
+    wait_until(lambda: not poller._thread.is_alive())
     with pytest.raises(RuntimeError, match="polls the session has ended"):
-        inbox.take_events()
+        poller.take_events()
 
 
 # ---- the pace --------------------------------------------------------------------------------------------------------
@@ -353,8 +353,8 @@ def test_routers_hear_what_came_and_what_left():
         movements,
         hash_tokens=32,
         table=3,
-        stored=lambda **told: ("stored", told),
-        removed=lambda **told: ("removed", told),
+        stored=lambda **result: ("stored", result),
+        removed=lambda **result: ("removed", result),
         external=lambda value: value.hex(),
     )
     events.learn(request, prefix)
@@ -370,17 +370,17 @@ def test_routers_hear_what_came_and_what_left():
     )
     assert events.has_news
     found = events.take()
-    assert [(kind, told["medium"], told["block_hashes"][0]) for kind, told in found] == [
+    assert [(kind, result["medium"], result["block_hashes"][0]) for kind, result in found] == [
         ("stored", CPU, hashes[8].hex()),
         ("stored", STORAGE, hashes[8].hex()),
         ("removed", CPU, hashes[8].hex()),
         ("stored", CPU, hashes[0].hex()),
         ("removed", STORAGE, hashes[8].hex()),
     ]
-    told = found[0][1]
-    assert told["parent_block_hash"] == hashes[7].hex()
-    assert told["token_ids"] == tokens[256:]
-    assert (told["block_size"], told["lora_name"], told["group_idx"]) == (32, "lora", 3)
+    result = found[0][1]
+    assert result["parent_block_hash"] == hashes[7].hex()
+    assert result["token_ids"] == tokens[256:]
+    assert (result["block_size"], result["lora_name"], result["group_idx"]) == (32, "lora", 3)
     assert found[3][1]["parent_block_hash"] is None
     assert not events.has_news
 
@@ -407,7 +407,7 @@ def test_settings_come_in_sections_or_flat():
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "message"),
     [
         ({"hosts": {}}, "did you mean host"),
         ({"host.capacity": 1}, "did you mean capacity_bytes"),
@@ -416,6 +416,6 @@ def test_settings_come_in_sections_or_flat():
         ({"host": {"evictor": "lru"}, "host.evictor": "lru"}, "given twice"),
     ],
 )
-def test_a_wrong_setting_is_named(extra, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_setting_is_named(extra, message):
+    with pytest.raises(ConfigError, match=message):
         settings_from(extra, Config())

@@ -49,7 +49,7 @@ def found(engine: SmallEngine, asked: list[list[int]]) -> list[int]:
 
 
 def in_turn(engine: SmallEngine) -> list[int]:
-    """What users find who come back all at once, in the order in which they came first."""
+    """Cached tokens of users that return all at once, in the order of their first prompts."""
     asked = prompts(engine)
     for prompt in asked:
         engine.add(prompt, 1)
@@ -65,7 +65,7 @@ def test_blocks_that_no_request_waits_for_go_first(start):
     for prompt in (first, *others):
         engine.add(prompt, 1)
         engine.run()
-    # The oldest are those of the first one, who is back and waits behind a new one.
+    # The oldest blocks belong to the first request, which waits again behind a new one.
     assert found(engine, [new, first])[1] >= TOKENS - BLOCK
 
 

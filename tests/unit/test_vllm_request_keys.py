@@ -148,8 +148,8 @@ def test_images_that_vllm_only_numbers_are_not_cached(caplog):
     assert requests.begin(request(TOKENS, mm_features=[item("renderer0-mm-1-image-0", 3)])) is None
     assert requests.begin(request(TOKENS, mm_features=[item("renderer0-mm-2-image-0", 3)])) is None
     assert requests.begin(request(TOKENS)) is not None
-    (told,) = caplog.records
-    assert "request r is not cached" in told.message
+    (result,) = caplog.records
+    assert "request r is not cached" in result.message
     config.model_config.multimodal_config.mm_processor_cache_gb = 4
     assert requests.begin(request(TOKENS, mm_features=[item("a1b2", 3)])) is not None
 
@@ -181,7 +181,7 @@ def test_which_positions_of_a_mixed_prompt_are_tokens_counts():
     numbers, tokens = torch.zeros(700, 8), [0] * 700
     mask = [True] * 700
     other = [*mask[:400], False, *mask[401:]]
-    one, two = (request(tokens, prompt_embeds=numbers, prompt_is_token_ids=told) for told in (mask, other))
+    one, two = (request(tokens, prompt_embeds=numbers, prompt_is_token_ids=result) for result in (mask, other))
     assert shared(one, two) == 1
 
 
@@ -248,17 +248,17 @@ def test_a_number_that_names_another_adapter_is_not_believed(adapter, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("breach", "told"),
+    ("breach", "problem"),
     [
         (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
         (lambda folder: folder.rename(folder.parent / "gone"), "are not at"),
     ],
 )
-def test_an_adapter_that_cannot_be_read_is_not_cached(adapter, breach, told, caplog, monkeypatch):
+def test_an_adapter_that_cannot_be_read_is_not_cached(adapter, breach, problem, caplog, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     breach(adapter)
     assert lora_requests().begin(request(TOKENS, lora_request=lora(adapter))) is None
-    assert told in caplog.text
+    assert problem in caplog.text
 
 
 def test_adapters_are_digested_once(adapter, monkeypatch):

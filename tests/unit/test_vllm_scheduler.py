@@ -65,7 +65,7 @@ def start():
 
 
 def conversations(engine: SmallEngine, *, turns: int = 3, users: int = 5, aborts: float = 0.1) -> None:
-    """Users who talk with common beginnings, some of whom leave."""
+    """Conversations with common prefixes; some requests are aborted."""
     draw = engine.draw
     common = [[draw.randrange(1000) for _ in range(600)] for _ in range(2)]
     talks = [[*draw.choice(common)[: draw.choice([300, 512, 600])]] for _ in range(users)]
@@ -136,7 +136,7 @@ def check_all_is_over(engine: SmallEngine) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(2))
-def test_nobody_gets_anybody_elses_bytes(start, way, seed):
+def test_no_request_gets_another_ones_bytes(start, way, seed):
     engine = start(seed=seed, blocks=blocks(way), slow_s=0.004, **way)
     conversations(engine)
     load(engine)
@@ -321,7 +321,7 @@ def abandoned(engine: SmallEngine) -> None:
     engine.run()
 
 
-def test_blocks_that_were_not_filled_are_found_by_nobody(start):
+def test_no_request_finds_blocks_that_were_not_filled(start):
     engine = start(blocks=200)
     abandoned(engine)
     check_all_is_over(engine)
@@ -576,7 +576,7 @@ def connector_class():
                 sys.modules[name] = module_before
 
 
-def test_after_a_mishap_nobody_waits_and_nothing_is_kept(start, connector_class):
+def test_after_an_internal_error_no_request_waits_and_no_block_is_kept(start, connector_class):
     engine = start(seed=1, blocks=200, is_overlapped=True)
     prompts = [filled(engine) for _ in range(3)]
     engine.copier.gate.clear()
@@ -606,10 +606,10 @@ def test_a_load_that_was_promised_before_a_mishap_is_reported_too(start, connect
     assert engine.reports == 1
 
 
-def test_an_inbox_whose_thread_died_raises_in_the_schedulers_thread_once(start, connector_class, caplog):
+def test_a_poller_whose_thread_died_raises_in_the_schedulers_thread_once(start, connector_class, caplog):
     engine = start(seed=1, blocks=200)
     Guarded(engine, connector_class)
-    engine.scheduler._completions._report = None
+    engine.scheduler._poller._report = None
     prompt = filled(engine)
     engine.add(prompt, 2)
     engine.run()

@@ -26,7 +26,7 @@ def test_engines_that_are_served(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported. Use tensor"),
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size = 2 .* Set it to 1"),
@@ -45,8 +45,8 @@ def test_engines_that_are_served(change):
         ),
     ],
 )
-def test_engines_that_are_refused(change, told):
-    with pytest.raises(UnsupportedModelError, match=told):
+def test_engines_that_are_refused(change, message):
+    with pytest.raises(UnsupportedModelError, match=message):
         support.check_engine(vllm_config(**change))
 
 
@@ -54,8 +54,8 @@ def test_the_failure_policy_is_warned_of_by_name():
     assert support.warnings(vllm_config()) == []
     config = vllm_config()
     config.kv_transfer_config.kv_load_failure_policy = "fail"
-    (told,) = support.warnings(config)
-    assert '"kv_load_failure_policy": "recompute"' in told
+    (result,) = support.warnings(config)
+    assert '"kv_load_failure_policy": "recompute"' in result
     config.kv_transfer_config.kv_role = "kv_consumer"
     assert "'kv_consumer'" in support.warnings(config)[1]
 

@@ -85,12 +85,12 @@ def test_an_idle_step_waits_for_the_next_report(monkeypatch):
 LONG_S = 60.0
 
 
-def heard_while_it_waits(worker: Worker, name: str, told: Note) -> list[bool]:
-    """As soon as the worker waits, it is told something; what its wait has returned, once it has."""
+def heard_while_it_waits(worker: Worker, name: str, found: Note) -> list[bool]:
+    """Send a note as soon as the worker waits; returns the result of its wait."""
     wait, returned = getattr(worker._changed, name), []
 
     def waiting(*args):
-        threading.Thread(target=worker.receive, args=[told]).start()
+        threading.Thread(target=worker.receive, args=[found]).start()
         returned.append(wait(*args))
         return returned[-1]
 
@@ -152,7 +152,7 @@ def test_a_late_one_is_fenced_and_all_its_blocks_are_bad(monkeypatch):
     worker.wait_for_loads()
     assert copier.revoked == [((LOAD,), module.FENCE_WAIT_S)]
     assert worker.take_bad_blocks() == {8, 9}
-    # What comes after all is nobody's any more.
+    # A late report is ignored.
     worker.receive(note(subject=SYNC_NOTE))
     worker.begin(StepOrders(2, ended=(ended(is_async=False),)))
     assert worker.results() == Results(set(), set())

@@ -141,8 +141,8 @@ class Engine:
     def ask(self, *requests: Ask | Sequence[int], limit_s: float = ANSWER_S, **fields: Any) -> list[Answer]:
         """Answers to all `requests`, which run together; bare tokens become an `Ask` with `fields`."""
         asked = [it if isinstance(it, Ask) else Ask(it, **fields) for it in requests]
-        told = [{key: value for key, value in vars(it).items() if value not in (None, "")} for it in asked]
-        return [Answer(**it) for it in self._call("run", limit_s + 10.0, requests=told, limit_s=limit_s)]
+        found = [{key: value for key, value in vars(it).items() if value not in (None, "")} for it in asked]
+        return [Answer(**it) for it in self._call("run", limit_s + 10.0, requests=found, limit_s=limit_s)]
 
     def ask_in_turn(self, *prompts: Sequence[int], **fields: Any) -> list[Answer]:
         """Answers to all `prompts`, each asked when the one before has ended."""

@@ -53,20 +53,20 @@ def main(folder: Path) -> None:
             "endpoint": f"tcp://127.0.0.1:{ports[0]}",
             "replay_endpoint": f"tcp://127.0.0.1:{ports[1]}",
         }
-        told = []
+        result = []
         with small_engine(
             models, "llama", models / "log", None, kv_events_config=events, block_size=BLOCK, max_num_batched_tokens=256
         ) as engine:
             for what, tokens, count in asked():
                 answer = engine.ask(tokens, count=count)[0]
-                told.append(
+                result.append(
                     {"what": what, "prompt": len(tokens), "cached": answer.cached, "generated": len(answer.tokens)}
                 )
                 time.sleep(PAUSE_S)
             batches = published(ports[1])
     (folder / "vllm_events.msgpack").write_bytes(b"".join(batches))
-    (folder / "vllm_events.json").write_text(json.dumps({"block": BLOCK, "asked": told}, indent=1) + "\n")
-    print(f"{len(batches)} batches; {told}")
+    (folder / "vllm_events.json").write_text(json.dumps({"block": BLOCK, "asked": result}, indent=1) + "\n")
+    print(f"{len(batches)} batches; {result}")
 
 
 def published(port: int) -> list[bytes]:

@@ -47,7 +47,7 @@ def slow_copies(slow_s: float = SLOW_S) -> None:
 
 
 def unfenced_copies() -> None:
-    """The same, later still, and nobody may take blocks back: the control of the tests of the fence."""
+    """Later still, and without revocation: the control of the fence tests."""
     from kvtier.connect.vllm.copier import BlockCopier
 
     slow_copies(LATE_S)

@@ -62,17 +62,17 @@ class Served:
                 index = names.get(output.request_id)
                 if index is None:
                     continue
-                answer, told = answers[index], output.outputs[0]
-                if told.token_ids and answer["ttft_s"] is None:
+                answer, found = answers[index], output.outputs[0]
+                if found.token_ids and answer["ttft_s"] is None:
                     answer["ttft_s"] = time.perf_counter() - began[index]
                 if output.finished:
                     del names[output.request_id]
-                    answer["tokens"] = list(told.token_ids)
+                    answer["tokens"] = list(found.token_ids)
                     answer["logprobs"] = [
-                        sorted((token, value.logprob) for token, value in row.items()) for row in told.logprobs or []
+                        sorted((token, value.logprob) for token, value in row.items()) for row in found.logprobs or []
                     ]
                     answer["cached"] = output.num_cached_tokens or 0
-                    answer["reason"] = told.finish_reason
+                    answer["reason"] = found.finish_reason
             step += 1
         return answers
 
@@ -126,8 +126,8 @@ class Served:
                     continue
                 del asked[output.request_id]
                 texts[number] += output.outputs[0].token_ids
-                told = {"conversation": number, "turn": turn, "cached": output.num_cached_tokens or 0}
-                ended.append(told | {"ttft_s": first[output.request_id]})
+                found = {"conversation": number, "turn": turn, "cached": output.num_cached_tokens or 0}
+                ended.append(found | {"ttft_s": first[output.request_id]})
                 if turn + 1 < len(conversations[number]):
                     due.append((now + think_s, number, turn + 1))
         return ended
@@ -177,20 +177,20 @@ class Served:
             self._engine.step()
 
     def reset(self, *, connector: bool) -> bool:
-        """Forget the engine's own prefix cache and, if told so, the connector's."""
+        """Reset the engine's prefix cache and, with `connector`, the connector's."""
         self.drain()
         return self._engine.reset_prefix_cache(reset_connector=connector)
 
     def metrics(self) -> dict[str, float]:
         """Every counter, gauge and histogram sum of vLLM, by name and those labels that tell something."""
-        told: dict[str, float] = {}
+        found: dict[str, float] = {}
         for metric in self._engine.get_metrics():
             labels = {key: value for key, value in metric.labels.items() if key not in ("engine", "model_name")}
             shown = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
             value = getattr(metric, "value", getattr(metric, "sum", None))
             if value is not None:
-                told[f"{metric.name}{{{shown}}}" if shown else metric.name] = value
-        return told
+                found[f"{metric.name}{{{shown}}}" if shown else metric.name] = value
+        return found
 
     def chunk_tokens(self) -> int:
         """Of kvtier's chunks."""
@@ -218,19 +218,19 @@ def serve(connection: Connection, job: str) -> None:
         job: JSON with ``arguments`` (of `vllm.LLM`), ``environment``, ``log`` (file for everything that is printed)
             and ``sabotage`` (``module:function``, called before the engine is built, or empty).
     """
-    told = json.loads(job)
-    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    found = json.loads(job)
+    log = os.open(found["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(told["environment"])
+    os.environ.update(found["environment"])
     engine: Any = None
     name = "start"
     while name != "close":
         try:
             if engine is None:
-                for place in filter(None, told["sabotage"].split(",")):
+                for place in filter(None, found["sabotage"].split(",")):
                     _called(place)
-                engine, result = Served(told["arguments"]), None
+                engine, result = Served(found["arguments"]), None
             else:
                 name, arguments = connection.recv()
                 result = getattr(engine, name)(**arguments)

@@ -68,12 +68,12 @@ class Server:
             "return_token_ids": True,
             **fields,
         }
-        told: list[int] = []
+        found: list[int] = []
         for line in self._lines("/v1/completions", body):
             if line.startswith("data: {"):
                 choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                told += choice.get("token_ids") or []
-        return told
+                found += choice.get("token_ids") or []
+        return found
 
     def metrics(self) -> dict[str, float]:
         """Every sample of ``/metrics``, by name with labels, as it is written there."""

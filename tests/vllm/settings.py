@@ -28,5 +28,5 @@ def connector(directory: Path | None, **settings: Any) -> dict[str, Any]:
 
 
 def whole(tokens: int, chunk_tokens: int = CHUNK) -> int:
-    """Of a prompt of so many tokens, those that a hit can give: whole chunks, and the last token is computed."""
+    """Tokens that a prompt can load: full chunks, without its last token."""
     return (tokens - 1) // chunk_tokens * chunk_tokens

@@ -50,8 +50,8 @@ def remove(directory: Path, rank: int, depth: int) -> int:
 
 def heads(directory: Path) -> list[tuple[int, int, int]]:
     """(group, rank, depth) of every object."""
-    told = [read_head(memoryview(frame)).identity for _, frame in _frames(directory)]
-    return sorted((it.group, it.rank, it.depth) for it in told)
+    result = [read_head(memoryview(frame)).identity for _, frame in _frames(directory)]
+    return sorted((it.group, it.rank, it.depth) for it in result)
 
 
 def _frames(directory: Path) -> Iterator[tuple[Path, bytearray]]:

@@ -17,10 +17,10 @@ def doctor(given: dict[str, object], *arguments: str) -> dict[str, list[str]]:
     """What `kvtier vllm doctor` finds, by level."""
     command = [sys.executable, "-m", "kvtier.cli.main", "vllm", "doctor", json.dumps(given), *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    told = json.loads(done.stdout)
-    assert done.returncode == int(not told["ok"]), done.stderr
+    result = json.loads(done.stdout)
+    assert done.returncode == int(not result["ok"]), done.stderr
     levels: dict[str, list[str]] = {}
-    for finding in told["findings"]:
+    for finding in result["findings"]:
         levels.setdefault(finding["level"], []).append(finding["found"])
     return levels
 
@@ -32,9 +32,9 @@ def test_the_doctor_finds_the_models_own_kv(start: Start, checkpoints: Path, tmp
     engine.close()
 
     model = ("--model", str(checkpoints / "llama"), "--engine-args")
-    told = doctor(given, *model, "--dtype float32 --max-model-len 4096 --port 8000")
-    assert "error" not in told
-    assert any("objects of this model" in it for it in told["fine"])
+    result = doctor(given, *model, "--dtype float32 --max-model-len 4096 --port 8000")
+    assert "error" not in result
+    assert any("objects of this model" in it for it in result["fine"])
 
     for other, expected in (
         ("--dtype bfloat16", 'differs in: dtype is "bfloat16", there "float32"'),

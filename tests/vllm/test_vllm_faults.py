@@ -1,4 +1,4 @@
-"""Whatever happens to the store: answers stay right, nobody waits for long, and it works again afterwards."""
+"""Whatever happens to the store: answers stay right, no request waits for long, and it works again afterwards."""
 
 import time
 from collections.abc import Callable
@@ -112,7 +112,9 @@ def test_a_directory_that_hangs_does_not_keep_the_engine_from_ending(start: Star
     assert objects(tmp_path / "kv") == []
 
 
-def test_a_full_disk_stores_what_fits_and_disturbs_nobody(small_disk: Path, start: Start, expected: Expected) -> None:
+def test_a_full_disk_stores_what_fits_and_disturbs_no_request(
+    small_disk: Path, start: Start, expected: Expected
+) -> None:
     wanted = expected("llama")
     first = start("llama", connector(small_disk / "kv"))
     assert is_same("llama", first.ask(LONG)[0], wanted["long"])

@@ -93,16 +93,16 @@ def test_routers_are_told_what_can_be_had_from_host_memory_and_from_disk(start: 
     engine.ask(LONG)
     wanted, until_s = LONG[: whole(len(LONG))], time.monotonic() + 120
     while True:
-        engine.drain()  # no step is taken but for what is to be told
-        told = stored_events(ports[1])
-        if all(sum(map(len, told.get(medium, {}).values())) == len(wanted) for medium in ("CPU", "STORAGE")):
+        engine.drain()  # steps are taken only for events
+        result = stored_events(ports[1])
+        if all(sum(map(len, result.get(medium, {}).values())) == len(wanted) for medium in ("CPU", "STORAGE")):
             break
-        assert time.monotonic() < until_s, told
+        assert time.monotonic() < until_s, result
         time.sleep(0.2)
     for medium in ("CPU", "STORAGE"):
-        assert sorted(token for tokens in told[medium].values() for token in tokens) == sorted(wanted)
-        hashes = {block for blocks in told[medium] for block in blocks}
-        assert hashes <= {block for blocks in told["GPU"] for block in blocks}
+        assert sorted(token for tokens in result[medium].values() for token in tokens) == sorted(wanted)
+        hashes = {block for blocks in result[medium] for block in blocks}
+        assert hashes <= {block for blocks in result["GPU"] for block in blocks}
 
 
 def stored_events(port: int) -> dict[str, dict[tuple[bytes, ...], list[int]]]:

@@ -128,8 +128,8 @@ def test_a_load_fills_what_vllm_has_allocated_for_it(model, seed):
         assert geometry.targets(tokens, less, resident_tokens) is None
         if 0 in table[resident_tokens // block :]:
             more[number][table.index(0, resident_tokens // block)] = BLOCKS - 1
-            told = geometry.targets(tokens, more, resident_tokens)
-            assert told is None or any(BLOCKS - 1 in place.blocks for place in told), "VLLM would read it unfilled"
+            result = geometry.targets(tokens, more, resident_tokens)
+            assert result is None or any(BLOCKS - 1 in place.blocks for place in result), "VLLM would read it unfilled"
 
 
 @pytest.mark.parametrize("block", [16, 32, 128])

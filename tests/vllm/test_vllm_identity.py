@@ -1,4 +1,4 @@
-"""KV is found again by who it belongs to, and by nobody else."""
+"""KV is found only by requests and engines that it belongs to."""
 
 import shutil
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_what_changes_the_numbers_or_their_place_is_another_fingerprint(start: S
 ROPE = {"rope_type": "default", "rope_theta": 20000.0}
 
 
-def test_weights_that_are_not_read_from_files_are_nobodys(start: Start, tmp_path: Path) -> None:
+def test_engines_without_weight_files_share_nothing(start: Start, tmp_path: Path) -> None:
     for _ in range(2):
         engine = start("llama", connector(tmp_path / "kv"), load_format="dummy")
         engine.ask(LONG)

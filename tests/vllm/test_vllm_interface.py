@@ -1,4 +1,4 @@
-"""The connector fits the interface of the vLLM that runs it: no hook that nobody calls, none with other arguments."""
+"""The connector fits the interface of the vLLM that runs it: every hook is called, with its arguments."""
 
 import inspect
 

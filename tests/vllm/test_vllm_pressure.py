@@ -24,12 +24,12 @@ GROWING = [Ask(prompt(700 + 11 * number, number), count=200, logprobs=1) for num
 @pytest.fixture(scope="module")
 def calm(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
     """What the growing requests are answered where there is room for all."""
-    told = {}
+    result = {}
     for model in BLOCKS:
         log = tmp_path_factory.mktemp("calm") / "log"
         with small_engine(checkpoints, model, log, None, max_num_seqs=8) as engine:
-            told[model] = engine.ask(*GROWING)
-    return told
+            result[model] = engine.ask(*GROWING)
+    return result
 
 
 def preemptions(engine: Engine) -> float:
@@ -64,10 +64,10 @@ def test_a_storm_of_preemptions_changes_no_answer(
     # And what was stored on the way is right as well.
     after = start(model, connector(tmp_path / "kv"))
     prompts = [it.tokens for it in GROWING[::4]]
-    told = after.ask_in_turn(*prompts, count=1, logprobs=1)
+    result = after.ask_in_turn(*prompts, count=1, logprobs=1)
     # Not all of it: a store that is too slow for the blocks it reads is dropped.
     assert 0 < after.external_hits() <= sum(whole(len(it), after.chunk_tokens) for it in prompts)
-    for answer, known in zip(told, calm[model][::4], strict=True):
+    for answer, known in zip(result, calm[model][::4], strict=True):
         assert is_same(model, answer, replace(known, tokens=known.tokens[:1], logprobs=known.logprobs[:1]))
 
 
@@ -142,7 +142,7 @@ def comeback(start: Start, store: Path, *, is_protected: bool) -> tuple[list[Ans
     return first, second, found
 
 
-def test_users_who_come_back_in_turn_find_what_there_was_room_for(start: Start, tmp_path: Path) -> None:
+def test_users_that_return_in_turn_find_their_prefixes(start: Start, tmp_path: Path) -> None:
     """Without the protection LRU reuse evicts the next waiting request's prefix: that is the control."""
     first, second, found = comeback(start, tmp_path / "kv", is_protected=True)
     plain, plainer, control = comeback(start, tmp_path / "control", is_protected=False)

@@ -108,12 +108,12 @@ def test_generated_tokens_are_loaded_in_the_next_turn(model: str, start: Start, 
     turn = [*SHORT, *answer.tokens, *prompt(60, 9)]
     plain = start(model).ask(turn)[0]
     second = start(model, connector(tmp_path / "kv"))
-    told = second.ask(turn)[0]
+    found = second.ask(turn)[0]
     # 768 tokens are whole chunks of any of these models, and 68 of them were generated. Of a recurrent state vLLM keeps
     # the one at the end of a prompt, and none that decoding comes across.
     assert second.external_hits() == (whole(len(SHORT), second.chunk_tokens) if model == "qwen3-next" else 768)
     # Computed one by one or all at once: with bfloat16 that shows.
-    assert apart(told, plain) < TOLERANCE if model in EXACT else told.tokens[0] == plain.tokens[0]
+    assert apart(found, plain) < TOLERANCE if model in EXACT else found.tokens[0] == plain.tokens[0]
 
 
 def test_a_prompt_larger_than_host_memory_is_loaded_whole(start: Start, tmp_path: Path) -> None:

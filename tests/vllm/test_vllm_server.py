@@ -38,13 +38,13 @@ def test_the_server_streams_restarts_and_hits(checkpoints: Path, start: Start, t
     sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
     for turn in range(2):
         with Server(checkpoints / "llama", tmp_path / f"server{turn}.log", given, *sizes) as server:
-            told = [server.complete(tokens, 16) for tokens in (LONG, SHORT)]
-            assert told == [it.tokens for it in plain]
+            found = [server.complete(tokens, 16) for tokens in (LONG, SHORT)]
+            assert found == [it.tokens for it in plain]
             both = whole(len(LONG)) + whole(len(SHORT))
             assert told_by(server, HITS) == turn * both
-            told = "vllm:kvtier_load_tokens_total" if turn else "vllm:kvtier_store_chunks_total"
+            found = "vllm:kvtier_load_tokens_total" if turn else "vllm:kvtier_store_chunks_total"
             until_s = time.monotonic() + 120
-            while not told_by(server, told):
+            while not told_by(server, found):
                 assert time.monotonic() < until_s, "\n".join(name for name in server.metrics() if "kvtier" in name)
                 server.complete([5], 1)  # counts travel with steps
                 time.sleep(0.2)
@@ -67,14 +67,14 @@ def test_the_printed_configuration_works_as_it_is(start: Start, tmp_path: Path) 
 
 
 def test_the_configuration_is_checked_without_importing_vllm() -> None:
-    told = "import sys; from kvtier.cli.main import run; run(['vllm', 'config']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=300, check=True)
+    found = "import sys; from kvtier.cli.main import run; run(['vllm', 'config']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, timeout=300, check=True)
     assert '"kv_role": "kv_both"' in done.stdout
     assert not {"vllm", "torch", "transformers"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--pipeline-parallel-size", "2"), "pipeline_parallel_size = 2 is not supported. Use tensor parallelism"),
         (
@@ -84,7 +84,7 @@ def test_the_configuration_is_checked_without_importing_vllm() -> None:
     ],
 )
 def test_what_is_refused_is_refused_before_the_weights_are_loaded(
-    arguments: tuple[str, str], told: str, checkpoints: Path, tmp_path: Path
+    arguments: tuple[str, str], message: str, checkpoints: Path, tmp_path: Path
 ) -> None:
     model = checkpoints / "llama"
     given = [each.replace("MODEL", str(model)) for each in arguments]
@@ -94,7 +94,7 @@ def test_what_is_refused_is_refused_before_the_weights_are_loaded(
     ):
         pass
     printed = (tmp_path / "server.log").read_text()
-    assert told in printed
+    assert message in printed
     assert "Loading weights" not in printed
     assert "EngineCore" not in printed, "nothing but the server's own process was started"
 
@@ -108,8 +108,8 @@ def until_printed(server: Server, pattern: re.Pattern[str], since: int = 0) -> N
     """Ask different prompts, so that there is something to write, until the log has such a line."""
     until_s = time.monotonic() + 120
     while not pattern.search(server.printed()[since:]):
-        told = [each for each in server.printed()[since:].splitlines() if "kvtier/" in each]
-        assert time.monotonic() < until_s, f"no line like {pattern.pattern}\n" + "\n".join(told)
+        found = [each for each in server.printed()[since:].splitlines() if "kvtier/" in each]
+        assert time.monotonic() < until_s, f"no line like {pattern.pattern}\n" + "\n".join(found)
         server.complete([*divmod(next(NUMBERS), 100), *LONG[:300]], 1)
         time.sleep(0.2)
 
@@ -128,7 +128,7 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
         # The engine has done nothing yet.
         for name in ('kvtier_capacity_bytes{engine="0",model_name="m",place="host"}', "kvtier_tier_up{"):
             assert any(each.startswith(f"vllm:{name}") for each in server.metrics()), sorted(server.metrics())
-        told = server.printed()
+        found = server.printed()
         for pattern in (
             line("INFO", "kvtier is ready: chunks of 256 tokens"),
             line("INFO", "weights of .* were digested"),
@@ -136,7 +136,7 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
             line("WARNING", "Read-only file system.*kvtier starts without this tier"),
             line("WARNING", "kvtier uses a temporary secret"),
         ):
-            assert pattern.search(told), f"no line like {pattern.pattern}\n{told}"
+            assert pattern.search(found), f"no line like {pattern.pattern}\n{found}"
         remount(small_disk, "rw")
         until_printed(server, line("INFO", "tier directory is open now"))
         server.complete(SHORT, 1, kv_transfer_params={"session": "s", "next_turn": "sometime"})

@@ -52,23 +52,23 @@ def selftest(store: Path, model: Path) -> tuple[int, str]:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=800, check=False, env=os.environ | ENVIRONMENT
     )
-    (told,) = [each["found"] for each in json.loads(done.stdout)["findings"] if each["about"] == "selftest"]
-    return done.returncode, told
+    (record,) = [each["found"] for each in json.loads(done.stdout)["findings"] if each["about"] == "selftest"]
+    return done.returncode, record
 
 
 def test_an_untried_build_is_taken_after_its_test(path: Path, checkpoints: Path, tmp_path: Path) -> None:
     model, store, log = checkpoints / "llama", tmp_path / "kv", tmp_path / "server.log"
     refused = json.loads(given(store))
     del refused["kv_connector_extra_config"]["vllm.unsupported"]
-    for transfer, told in (
+    for transfer, record in (
         (json.dumps(refused), f"vLLM {VERSION} is not supported by this release of kvtier"),
         (given(store), f"{store} holds no self-test result"),
     ):
         with pytest.raises(EngineError, match="the server has ended"), Server(model, log, transfer, *SIZES):
             pass
-        assert told in log.read_text()
-    code, told = selftest(store, model)
-    assert (code, told[:7]) == (0, "passed:"), told
+        assert record in log.read_text()
+    code, record = selftest(store, model)
+    assert (code, record[:7]) == (0, "passed:"), record
     with Server(model, log, given(store), *SIZES) as server:
         assert len(server.complete(prompt(*PROMPTS["short"]), 4)) == 4
         assert "kvtier is ready" in server.printed()
@@ -76,7 +76,7 @@ def test_an_untried_build_is_taken_after_its_test(path: Path, checkpoints: Path,
 
 def test_the_test_fails_where_pages_are_misread(path: Path, checkpoints: Path, tmp_path: Path) -> None:
     (path / "sitecustomize.py").write_text(MISREADS)
-    code, told = selftest(tmp_path / "kv", checkpoints / "llama")
+    code, record = selftest(tmp_path / "kv", checkpoints / "llama")
     assert code == 1
-    assert "from restored KV differ from vLLM's own" in told
+    assert "from restored KV differ from vLLM's own" in record
     assert not (tmp_path / "kv").exists(), "no result"

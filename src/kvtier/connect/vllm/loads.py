@@ -143,7 +143,7 @@ class Loads:
     # ---- from the session to vLLM ----------------------------------------------------------------------------------
 
     def report(self, done: LoadDone) -> LoadReport | None:
-        """The report of a load that has just ended; None if it is not open. Called in the completion inbox's thread."""
+        """The report of a load that has just ended; None if it is not open. Called in the session poller's thread."""
         load = self._open.get(done.request)
         if load is None:
             return None

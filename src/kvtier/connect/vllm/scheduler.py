@@ -9,7 +9,7 @@ In the order of one engine step:
     stepped      the step has returned                                     chunks that are now full are stored
 
 A chunk is stored after the step that filled it has returned. Then the forward has run, no copy must be ordered after
-it, and no store delays a step. All methods run in the scheduler's thread; only the completion inbox has a thread.
+it, and no store delays a step. All methods run in the scheduler's thread; only the session poller has a thread.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from kvtier.connect.vllm.block_pool import BlockPins
-from kvtier.connect.vllm.completions import CompletionInbox
 from kvtier.connect.vllm.events import Events
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
 from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.requests import LookupAnswer, PrefixMatch, TrackedRequest, session_hint
+from kvtier.connect.vllm.session_poller import SessionPoller
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores, StoreSelection
 from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
@@ -59,7 +59,7 @@ class Scheduler:
     """The decisions for one engine.
 
     Args:
-        session: of the core; only the completion inbox polls it.
+        session: of the core; only the session poller polls it.
         ranks: the workers; they get a note for each ended load.
         geometry: location of chunks in block tables.
         begin_keys: makes a request's keys; None: do not cache the request.
@@ -110,7 +110,7 @@ class Scheduler:
         self._loads = Loads(session, geometry)
         self._stores = Stores(session, open_pins)
         self._protection = PrefixProtection(geometry, self._stores.pins, resident)
-        self._completions = CompletionInbox(session, self._loads.report, self._notify)
+        self._poller = SessionPoller(session, self._loads.report, self._notify)
         self._step = 0
         self._confirmed_step = 0
         self._due: dict[str, TrackedRequest] = {}
@@ -275,7 +275,7 @@ class Scheduler:
             self._events.learn(load.tracked.request, load.match.prefix)
         if not self._loads.start(load):
             plan = load.match.plan
-            self._completions.deliver(LoadDone(load.name, plan.resident_tokens, plan.tokens, ()))
+            self._poller.deliver(LoadDone(load.name, plan.resident_tokens, plan.tokens, ()))
 
     # ---- a step goes out -------------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class Scheduler:
         self._step_timer.step_began(self._step, pieces, time.monotonic(), is_plain=not self._loads.awaited)
         self._stores.yield_idle()
         self._revoked += self._stores.cancel_lost()
-        self._ended += self._completions.take_reports()
+        self._ended += self._poller.take_reports()
         orders = StepOrders(
             self._step,
             revoked=tuple(self._revoked),
@@ -316,7 +316,7 @@ class Scheduler:
 
         If it raises, nothing is lost: the next call reports the same.
         """
-        self._ended += self._completions.take_reports()
+        self._ended += self._poller.take_reports()
         ended = [each for each in self._ended if each.load not in self._abandoned]
         lost = self._loads.unreported(ended)
         revoked = (*self._revoked, *self._stores.open, *(each.load for each in lost))
@@ -415,7 +415,7 @@ class Scheduler:
     # ---- completions -----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        for event in self._completions.take_events():
+        for event in self._poller.take_events():
             if isinstance(event, LoadDone):
                 self._load_ended(event)
             elif isinstance(event, StoreDone):
@@ -452,7 +452,7 @@ class Scheduler:
         return at_s - self._step_timer.computed_s(at_s)
 
     def _notify(self, report: LoadReport) -> None:
-        """Send a report to the workers. Called in the completion inbox's thread."""
+        """Send a report to the workers. Called in the session poller's thread."""
         subject = ASYNC_NOTE if report.is_async else SYNC_NOTE
         self._ranks.tell(Note(subject, report.load, report.bad_blocks, report.is_failed))
 
@@ -467,7 +467,7 @@ class Scheduler:
             if tracked.load is not None:
                 load = self._loads.void(tracked.load)
                 # The request is computed anew from the end of vLLM's own blocks. A load that has ended may already be
-                # reported as complete: the inbox sets its end time before it checks whether the load is void.
+                # reported as complete: the poller sets its end time before it checks whether the load is void.
                 has_old_blocks = load.match.plan.resident_tokens > 0 or load.ended_s > 0
             if tracked.answer is not None:
                 self._session.release(tracked.question)
@@ -483,5 +483,5 @@ class Scheduler:
         return [] if self._events is None else self._events.take()
 
     def close(self) -> None:
-        """Stop the completion inbox."""
-        self._completions.close()
+        """Stop the session poller."""
+        self._poller.close()

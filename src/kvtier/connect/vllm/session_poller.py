@@ -20,13 +20,13 @@ POLL_S = 0.2
 _Item = TypeVar("_Item")
 
 
-class CompletionInbox:
+class SessionPoller:
     """Ended loads and stores, collected by a thread for the scheduler's thread.
 
     Args:
         session: must not be polled by anything else.
-        report: makes a worker's report of an ended load; called in the inbox's thread.
-        notify: sends a report to the workers; called in the inbox's thread.
+        report: makes a worker's report of an ended load; called in the poller's thread.
+        notify: sends a report to the workers; called in the poller's thread.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CompletionInbox:
         self._reports: deque[LoadReport] = deque()
         self._is_closing = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="kvtier completions", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvtier session poller", daemon=True)
         self._thread.start()
 
     def take_events(self) -> list[Event]:
