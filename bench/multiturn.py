@@ -36,7 +36,7 @@ from bench.parts.turns import ARMS, DISK, HOST, RECOMPUTE, ArmRun, ArmSummary, M
 from bench.parts.workload import Workload, WorkloadSpec, draw
 
 from kvtier.bench.record import make_record
-from kvtier.cli.options import Size, tell_written
+from kvtier.cli.options import Bytes, tell_written
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.support import inspect_cache
 from kvtier.errors import ConfigError
@@ -241,9 +241,9 @@ def _use_quick_defaults(context: click.Context, _option: click.Parameter, is_qui
               help="Questions and answers vary as in ShareGPT, or all have the mean.")  # fmt: skip
 @click.option("--rate", "rate_per_user", type=click.FloatRange(0), default=0.1, show_default=True,
               help="Questions per second of each user; 0: no pause.")  # fmt: skip
-@click.option("--kv-budget", "budget_bytes", type=Size(), default="6GiB", show_default=True, help="KV on the device.")
-@click.option("--host", "host_bytes", type=Size(), default="32GiB", show_default=True, help="Host memory for chunks.")
-@click.option("--disk", "disk_bytes", type=Size(), default="64GiB", show_default=True, help="0: without that arm.")
+@click.option("--kv-budget", "budget_bytes", type=Bytes(), default="6GiB", show_default=True, help="KV on the device.")
+@click.option("--host", "host_bytes", type=Bytes(), default="32GiB", show_default=True, help="Host memory for chunks.")
+@click.option("--disk", "disk_bytes", type=Bytes(), default="64GiB", show_default=True, help="0: without that arm.")
 @dir_option
 @click.option("--chunk-tokens", type=click.IntRange(16, 65536), default=256, show_default=True)
 @click.option("--at-once", type=click.IntRange(1, 1024), default=32, show_default=True, help="Largest decode batch.")

@@ -30,7 +30,7 @@ from bench.parts.command import run as run_script
 from kvtier.bench.fio import Fio, has_fio
 from kvtier.bench.io_samples import FullTier
 from kvtier.bench.record import make_record
-from kvtier.cli.options import Size, WorkDirectory, tell_written
+from kvtier.cli.options import Bytes, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.config.kinds import size_text
 from kvtier.errors import ConfigError
@@ -187,11 +187,11 @@ def rates(text: str, size: int) -> dict[str, float]:
 @click.option("--lmcache", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True,
               help="The `lmcache` command.")  # fmt: skip
 @click.option("--dir", "directory", type=WorkDirectory(), default=Path(), help="On the drive to measure.  [here]")
-@click.option("--size", "sizes", type=Size(), multiple=True, default=("32MiB", "4MiB", "512KiB"), show_default=True,
+@click.option("--size", "sizes", type=Bytes(), multiple=True, default=("32MiB", "4MiB", "512KiB"), show_default=True,
               help="Bytes of an object, repeatable.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True, help="Threads, workers, jobs.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Samples per row.")
-@click.option("--sample", "sample_bytes", type=Size(), default="512MiB", show_default=True, help="Bytes per sample.")
+@click.option("--sample", "sample_bytes", type=Bytes(), default="512MiB", show_default=True, help="Bytes per sample.")
 @record_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def peer(directory: Path, record: Path | None, as_json: bool, **given: Any) -> None:  # noqa: ANN401, FBT001 - flags

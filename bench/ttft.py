@@ -39,7 +39,7 @@ from bench.parts.planner import PlannerChoice, choices
 from transformers import StoppingCriteria
 
 from kvtier.bench.record import make_record
-from kvtier.cli.options import Size, tell_written
+from kvtier.cli.options import Bytes, tell_written
 from kvtier.connect.transformers import Attachment, attach
 from kvtier.connect.transformers.call import FirstToken
 from kvtier.connect.transformers.support import inspect_cache
@@ -439,8 +439,8 @@ class _TokenClock(StoppingCriteria):
               help="Prompt lengths in tokens.")  # fmt: skip
 @click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Samples per median.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Draws weights and tokens.")
-@click.option("--host", "host_bytes", type=Size(), default="32GiB", show_default=True, help="Host memory for chunks.")
-@click.option("--disk", "disk_bytes", type=Size(), default="40GiB", show_default=True, help="Capacity on disk.")
+@click.option("--host", "host_bytes", type=Bytes(), default="32GiB", show_default=True, help="Host memory for chunks.")
+@click.option("--disk", "disk_bytes", type=Bytes(), default="40GiB", show_default=True, help="Capacity on disk.")
 @dir_option
 @click.option("--chunk-tokens", type=click.IntRange(16, 65536), default=256, show_default=True)
 @click.option("--decode/--no-decode", "with_decode", default=True, show_default=True, help="Also beside a decode.")

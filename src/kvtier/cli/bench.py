@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvtier.cli.options import OutputFile, Size, WorkDirectory, origin, tell_written
+from kvtier.cli.options import Bytes, OutputFile, WorkDirectory, origin, tell_written
 from kvtier.cli.probe import ended_by_signals
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, progress
@@ -66,7 +66,7 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     help="A directory on the drive to measure; files go to a temporary directory in it. [default: here]",
 )
 @click.option(
-    "--size", "sizes", type=Size(), multiple=True, help="Chunk size, repeatable. [default: 32, 4, 1/2, 1/16 MiB]"
+    "--size", "sizes", type=Bytes(), multiple=True, help="Chunk size, repeatable. [default: 32, 4, 1/2, 1/16 MiB]"
 )
 @click.option(
     "--threads",
@@ -95,7 +95,7 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
 @click.option(
     "--sample",
     "sample_bytes",
-    type=Size(),
+    type=Bytes(),
     help="Bytes that one sample moves. [default: 256MiB; with --thorough: 1GiB]",
 )
 @click.option(

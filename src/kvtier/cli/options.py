@@ -40,7 +40,7 @@ class OutputFile(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Size(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
+class Bytes(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
     """Bytes, such as ``64GiB``."""
 
     name = "size"
@@ -53,7 +53,7 @@ class Size(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not
             self.fail(f"{value}: {error}; allowed: bytes, or a number with KiB, MiB, GiB", param, ctx)
 
 
-class Seconds(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
+class Duration(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
     """A duration, such as ``500ms``."""
 
     name = "time"
@@ -66,7 +66,7 @@ class Seconds(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - 
             self.fail(f"{value}: {error}; allowed: a number with a unit, such as 500ms", param, ctx)
 
 
-class CountOption(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
+class Quantity(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - not generic before click 8.3
     """Tokens or users: ``4096``, ``131,072``, ``128k`` or ``128Ki``."""
 
     name = "count"

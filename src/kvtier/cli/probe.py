@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvtier.cli.options import OutputFile, Seconds, Size, WorkDirectory, origin, tell_written
+from kvtier.cli.options import Bytes, Duration, OutputFile, WorkDirectory, origin, tell_written
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import print_table
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 )
 @click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
 @click.option("--quick", is_flag=True, help="Two sizes, two depths, a fraction of the time and bytes.")
-@click.option("--size", "sizes", type=Size(), multiple=True, help="Bytes of an object, repeatable.")
+@click.option("--size", "sizes", type=Bytes(), multiple=True, help="Bytes of an object, repeatable.")
 @click.option("--depth", "depths", multiple=True, type=click.IntRange(1, 256), help="Parallel operations, repeatable.")
-@click.option("--seconds", type=Seconds(), help="Limit of each measure.  [default: 0.5 s]")
-@click.option("--bytes", "write_bytes", type=Size(), help="Limit of all writes together.  [default: 8 GiB]")
+@click.option("--seconds", type=Duration(), help="Limit of each measure.  [default: 0.5 s]")
+@click.option("--bytes", "write_bytes", type=Bytes(), help="Limit of all writes together.  [default: 8 GiB]")
 @click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
 @click.option("--plot", type=OutputFile(), help="Also write the charts to a .svg or .png.")
 @click.option(

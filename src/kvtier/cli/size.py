@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from kvtier.cli.options import CountOption
+from kvtier.cli.options import Quantity
 from kvtier.report.format import binary, decimal, exact
 from kvtier.report.table import Table, print_table
 from kvtier.size import CHUNK_TOKENS, KvSize, Total, of
@@ -30,10 +30,8 @@ WIDTH_MAX = 100
 
 @click.command()
 @click.argument("model", metavar="[MODEL]", required=False)
-@click.option(
-    "--tokens", type=CountOption(), multiple=True, help="Tokens of a session; repeatable [default: 4Ki, 128Ki]."
-)
-@click.option("--users", type=CountOption(), multiple=True, help="Sessions; repeatable [default: 1].")
+@click.option("--tokens", type=Quantity(), multiple=True, help="Tokens of a session; repeatable [default: 4Ki, 128Ki].")
+@click.option("--users", type=Quantity(), multiple=True, help="Sessions; repeatable [default: 1].")
 @click.option(
     "--dtype", default="bf16", show_default=True, help="Format: fp16, fp8, int8:g64, mxfp4, nvfp4, int4:g64, ..."
 )
@@ -41,7 +39,7 @@ WIDTH_MAX = 100
 @click.option("--tp", type=int, default=1, show_default=True, help="Tensor-parallel ranks.")
 @click.option("--pp", type=int, default=1, show_default=True, help="Pipeline stages.")
 @click.option(
-    "--chunk-tokens", type=CountOption(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
+    "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
 )
 @click.option(
     "--check", "figures", multiple=True, metavar="SIZE", help='Explain a figure such as "150 KB"; may be repeated.'

@@ -35,7 +35,7 @@ class Loaded:
     """The file that was read."""
 
 
-class _Entry(NamedTuple):
+class _RawSetting(NamedTuple):
     setting: Setting
     raw: object
     origin: Origin
@@ -68,7 +68,7 @@ def load(file: str | Path | None = None, environ: Mapping[str, str] = os.environ
     return Loaded(config=Config(**parts), origins=origins, file=path)
 
 
-def _from_file(path: Path | None) -> Iterator[_Entry]:
+def _from_file(path: Path | None) -> Iterator[_RawSetting]:
     if path is None:
         return
     origin = Origin("file", str(path))
@@ -77,10 +77,10 @@ def _from_file(path: Path | None) -> Iterator[_Entry]:
         if not isinstance(table, dict):
             raise ConfigError(f"{section} (from {origin}): not a section; write its settings below a line [{section}]")
         for key, raw in cast("dict[str, object]", table).items():
-            yield _Entry(find(known, key, str(origin)), raw, origin, is_text=False)
+            yield _RawSetting(find(known, key, str(origin)), raw, origin, is_text=False)
 
 
-def _from_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:
+def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
     # Names without a double underscore are other people's: Kubernetes sets KVTIER_PORT for a service of our name. But
     # one that differs from a setting's name by just that underscore is a slip, and a silent one would be a trap.
     slips = {f"{PREFIX}{section}_{s.key}".upper(): s for section, kind in SECTIONS.items() for s in settings(kind)}
@@ -91,14 +91,14 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:
         section, separator, key = name.removeprefix(PREFIX).lower().partition("__")
         if name.startswith(PREFIX) and separator:
             origin = Origin("environment", name)
-            yield _Entry(find(find_section(section, str(origin)), key, str(origin)), raw, origin, is_text=True)
+            yield _RawSetting(find(find_section(section, str(origin)), key, str(origin)), raw, origin, is_text=True)
 
 
-def _from_flags(flags: Iterable[str]) -> Iterator[_Entry]:
+def _from_flags(flags: Iterable[str]) -> Iterator[_RawSetting]:
     for flag in flags:
         name, equals, raw = flag.partition("=")
         section, dot, key = name.strip().partition(".")
         if not equals or not dot:
             raise ConfigError(f"flag --set {name}: not section.key=value; known sections: {', '.join(SECTIONS)}")
         origin = Origin("flag", f"--set {name.strip()}")
-        yield _Entry(find(find_section(section, str(origin)), key, str(origin)), raw, origin, is_text=True)
+        yield _RawSetting(find(find_section(section, str(origin)), key, str(origin)), raw, origin, is_text=True)

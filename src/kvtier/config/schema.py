@@ -35,11 +35,11 @@ class Setting(NamedTuple):
 
 
 def setting(default: _Value, kind: Kind, help: str, source: str = "") -> _Value:  # noqa: A002 - the word that click uses
-    """A field of a `Section`."""
+    """A field of a `SettingsSection`."""
     return field(default=default, metadata={"kind": kind, "help": help, "source": source})
 
 
-class Section:
+class SettingsSection:
     """A group of settings. Each value is checked when the section is made."""
 
     __slots__ = ()
@@ -52,7 +52,7 @@ class Section:
                 object.__setattr__(self, each.key, read(each, value, "Python", is_text=False))
 
 
-def settings(section: type[Section]) -> Iterator[Setting]:
+def settings(section: type[SettingsSection]) -> Iterator[Setting]:
     """The settings of `section`, in the order they are written."""
     for spec in fields(cast("Any", section)):
         meta = spec.metadata

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from kvtier.codec import registry as codecs
 from kvtier.config.kinds import Choice, Count, Hidden, Location, Named, Seconds, Size, Switch
-from kvtier.config.schema import Section, Setting, near, setting, settings
+from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
 from kvtier.policy.registry import DEFAULT_EVICTOR, EVICTORS
@@ -27,7 +27,7 @@ def _evictors() -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostConfig(Section):
+class HostConfig(SettingsSection):
     """Host memory: the arena of slots through which every chunk goes."""
 
     section: ClassVar[str] = "host"
@@ -41,7 +41,7 @@ class HostConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DirectoryConfig(Section):
+class DirectoryConfig(SettingsSection):
     """The directory tier: a file per object, on a local disk or a shared file system."""
 
     section: ClassVar[str] = "directory"
@@ -61,7 +61,7 @@ class DirectoryConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskConfig(Section):
+class DiskConfig(SettingsSection):
     """The disk tier: preallocated segments on a local drive, for one engine alone."""
 
     section: ClassVar[str] = "disk"
@@ -80,7 +80,7 @@ class DiskConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig(Section):
+class StoreConfig(SettingsSection):
     """What is stored, when, and under which names."""
 
     section: ClassVar[str] = "store"
@@ -103,13 +103,15 @@ class StoreConfig(Section):
     )
 
     def __post_init__(self) -> None:
-        Section.__post_init__(self)  # slots make a new class, so that super() without arguments finds the wrong one
+        SettingsSection.__post_init__(
+            self
+        )  # slots make a new class, so that super() without arguments finds the wrong one
         if self.secret is not None and self.secret_file is not None:
             raise ConfigError("store.secret and store.secret_file are both set; allowed: one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitsConfig(Section):
+class LimitsConfig(SettingsSection):
     """How much may be under way, and for how long."""
 
     section: ClassVar[str] = "limits"
@@ -140,7 +142,7 @@ class LimitsConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerConfig(Section):
+class PlannerConfig(SettingsSection):
     """Load or compute."""
 
     section: ClassVar[str] = "planner"
@@ -154,7 +156,7 @@ class PlannerConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceConfig(Section):
+class TraceConfig(SettingsSection):
     """A record of requests, to be replayed; it tells lengths, times and which blocks are equal."""
 
     section: ClassVar[str] = "trace"
@@ -164,7 +166,7 @@ class TraceConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmConfig(Section):
+class VllmConfig(SettingsSection):
     """What kvtier does inside vLLM."""
 
     section: ClassVar[str] = "vllm"
@@ -182,7 +184,7 @@ class VllmConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogConfig(Section):
+class LogConfig(SettingsSection):
     """Which lines kvtier logs in vLLM; elsewhere the program that uses kvtier decides."""
 
     section: ClassVar[str] = "log"
@@ -209,7 +211,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
 
-SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[SettingsSection]] = {
     kind.section: kind
     for kind in (
         HostConfig,
@@ -225,7 +227,7 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
-def find_section(section: str, origin: str) -> type[Section]:
+def find_section(section: str, origin: str) -> type[SettingsSection]:
     """The section of that name.
 
     Raises:
@@ -236,7 +238,7 @@ def find_section(section: str, origin: str) -> type[Section]:
     return SECTIONS[section]
 
 
-def find(section: type[Section], key: str, origin: str) -> Setting:
+def find(section: type[SettingsSection], key: str, origin: str) -> Setting:
     """The setting `key` of `section`.
 
     Raises:

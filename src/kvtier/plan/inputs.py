@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from kvtier.config.kinds import Choice, Count, Seconds, Size, Switch, parse_size, size_text
-from kvtier.config.schema import Section, Setting, setting, settings
+from kvtier.config.schema import Setting, SettingsSection, setting, settings
 from kvtier.report.format import bytes_text, power_text
 
 NAME_MAX = 400
@@ -133,7 +133,7 @@ def _within(raw: object, least: float, most: float, *, zero_allowed: bool) -> fl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInputs(Section):
+class ModelInputs(SettingsSection):
     """The model and its formats."""
 
     section: ClassVar[str] = "model"
@@ -151,7 +151,7 @@ class ModelInputs(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuInputs(Section):
+class GpuInputs(SettingsSection):
     """The GPUs, and the share of the data sheet that an engine reaches."""
 
     section: ClassVar[str] = "gpu"
@@ -183,7 +183,7 @@ class GpuInputs(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficInputs(Section):
+class TrafficInputs(SettingsSection):
     """Requests: rate, lengths and reuse. With a trace, most of them are measured there."""
 
     section: ClassVar[str] = "traffic"
@@ -222,7 +222,7 @@ class TrafficInputs(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetInputs(Section):
+class TargetInputs(SettingsSection):
     """Service levels and margins."""
 
     section: ClassVar[str] = "target"
@@ -238,7 +238,7 @@ class TargetInputs(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostInputs(Section):
+class HostInputs(SettingsSection):
     """Host memory of all hosts together."""
 
     section: ClassVar[str] = "host"
@@ -251,7 +251,7 @@ class HostInputs(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskInputs(Section):
+class DiskInputs(SettingsSection):
     """Local drives, of all hosts together."""
 
     section: ClassVar[str] = "disk"
@@ -270,7 +270,7 @@ class DiskInputs(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedInputs(Section):
+class SharedInputs(SettingsSection):
     """Storage that the hosts share, behind a network."""
 
     section: ClassVar[str] = "shared"
@@ -282,7 +282,7 @@ class SharedInputs(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoftwareInputs(Section):
+class SoftwareInputs(SettingsSection):
     """Behaviour of the engine and the cache."""
 
     section: ClassVar[str] = "software"
@@ -304,7 +304,7 @@ class SoftwareInputs(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PriceInputs(Section):
+class PriceInputs(SettingsSection):
     """Prices. kvtier ships none; figures that need a missing price are left out."""
 
     section: ClassVar[str] = "price"
@@ -324,7 +324,7 @@ class PriceInputs(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PowerInputs(Section):
+class PowerInputs(SettingsSection):
     """Power besides drives and busy GPUs."""
 
     section: ClassVar[str] = "power"
@@ -375,7 +375,7 @@ class Inputs:
         return replace(self, **parts, origins={**self.origins, **dict.fromkeys(values, origin)})
 
 
-SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[SettingsSection]] = {
     kind.section: kind
     for kind in (
         ModelInputs,
