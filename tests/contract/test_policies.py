@@ -46,7 +46,7 @@ class TakesPinned(Fifo):
 
 @pytest.mark.parametrize(
     ("wrong", "test"),
-    [(Forgets, "test_forgets_nobody_because_of_a_pin"), (TakesPinned, "test_never_chooses_who_is_pinned")],
+    [(Forgets, "test_a_pinned_object_remains_a_candidate"), (TakesPinned, "test_never_chooses_a_pinned_object")],
 )
 def test_the_suite_finds_wrong_policies(wrong, test):
     class Suite(EvictorContract):

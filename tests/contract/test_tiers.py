@@ -177,7 +177,7 @@ class Boundless(MemoryTier):
     ("wrong", "test"),
     [
         (Torn, "test_behaves_like_a_dict"),
-        (Overwrites, "test_a_name_that_is_there_is_left_as_it_is"),
+        (Overwrites, "test_an_existing_name_is_not_overwritten"),
         (Boundless, "test_keeps_to_its_capacity_and_keeps_the_newest"),
     ],
 )
@@ -185,7 +185,7 @@ def test_the_suite_finds_wrong_tiers(wrong, test):
     def make(capacity_bytes):
         return wrong(capacity_bytes=capacity_bytes)
 
-    given = make(1 << 20) if "there_is" in test else make
+    given = make(1 << 20) if "existing" in test else make
     with pytest.raises(AssertionError):
         getattr(TierContract(), test)(given)
 

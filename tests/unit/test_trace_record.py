@@ -165,7 +165,7 @@ def test_lines_that_wait_for_an_earlier_request_are_bounded(tmp_path, metrics, m
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path, metrics):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"trace\.path = .*requests cannot be recorded there"):
+    with pytest.raises(ConfigError, match=r"trace\.path = .*no recording can be created"):
         Recorder(tmp_path / "file" / "below", MIB, CHUNK, metrics)
 
 

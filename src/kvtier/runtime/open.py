@@ -56,7 +56,6 @@ class OpenedSession:
     root: bytes
     """32-byte root of all key chains of this model in this store. Secret."""
     metrics: Metrics
-    slots: tuple[int, ...]
     recorder: Recorder | None = None
     """Records each request that has ended; None without `trace.path`."""
 
@@ -162,7 +161,7 @@ def open_core(
         metrics=metrics,
         observer=CommandCounters(metrics, observer),
     )
-    return OpenedSession(SessionThread(session), root, metrics, ranks.slots, recorder)
+    return OpenedSession(SessionThread(session), root, metrics, recorder)
 
 
 def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[float], None]:

@@ -1,12 +1,11 @@
-"""Writes the requests of a running engine to a file of request lines, which `kvtier replay` reads.
+"""Records the requests of a running engine in a file of request lines, which `kvtier replay` reads.
 
-Block ids are digests of chunk keys under a secret that this object draws and nobody else ever has: equal blocks have
-equal ids within a file, and that is all that they tell. Whoever serves a request drops a note and goes on; a thread of
-our own names the blocks and writes. What it cannot keep up with, what does not fit and what the file system refuses
-is not recorded, and counted: recording never delays a request and never makes one fail.
+Block ids are digests of chunk keys under a secret that only this object has. They show which blocks of a file are
+equal, and nothing else. The engine's thread only queues a request; a thread of the recorder computes ids and writes.
+Requests that exceed the queue, the capacity or the file system's space are counted as lost: recording neither delays
+requests nor makes them fail.
 
-Requests are noted when they end and written in the order in which they arrived, as far as memory for those that wait
-for an earlier one allows.
+Requests are queued when they end and written in order of arrival, as far as the memory for waiting lines allows.
 """
 
 import heapq
@@ -33,16 +32,16 @@ from kvtier.types import ChunkKey, NextTurn
 logger = logging.getLogger(__name__)
 
 ID_BYTES: Final = 6
-"""Of a block's id. Among ten million blocks two have the same one with a probability of one in six."""
+"""Of a block's id. Two of ten million blocks have the same id with a probability of one in six."""
 WAITING_MAX: Final = 1024
-"""Notes that the thread has not taken yet."""
+"""Most queued requests."""
 WAITING_KEYS_MAX: Final = 1 << 17
-"""Keys of those notes, some 10 MB that nobody else may hold any more."""
+"""Most keys of queued requests, about 10 MB of memory."""
 HELD_MAX: Final = 4096
 HELD_BYTES_MAX: Final = 16 << 20
-"""Lines that wait until an earlier request has ended."""
+"""Most lines, and bytes of lines, that wait for an earlier request to end."""
 OPEN_DEADLINE_S: Final = 2.0
-"""How long to wait for the file. A file that is made later records from then on."""
+"""How long opening waits for the file. A file that is created later records from then on."""
 FLUSH_S: Final = 1.0
 FLUSH_BYTES: Final = 1 << 18
 
@@ -61,23 +60,22 @@ class Served(NamedTuple):
     input_tokens: int
     output_tokens: int
     session: str | None = None
-    """Whatever tells requests of one conversation from others; its name is not recorded either."""
+    """Name of the conversation; a digest of it is recorded."""
     next_turn: NextTurn | None = None
-    """Who goes on after the answer, where somebody has said."""
+    """What continues the conversation, if declared."""
 
 
 class Recorder:
     """One recording: a new file in a directory.
 
     Args:
-        folder: made if it is not there.
-        capacity_bytes: most bytes that the recordings in `folder` may have together, as far as can be seen now; what
-            comes when this one has filled the rest is not recorded.
+        folder: created if missing.
+        capacity_bytes: most bytes of all recordings in `folder`, which are summed up at the start.
         chunk_tokens: tokens of a chunk.
-        metrics: where requests are counted.
+        metrics: counts recorded and lost requests.
 
     Raises:
-        ConfigError: the file cannot be made.
+        ConfigError: the file cannot be created.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int, chunk_tokens: int, metrics: Metrics) -> None:
@@ -87,7 +85,7 @@ class Recorder:
         self._began_s = time.monotonic()
         self._notes: queue.Queue[tuple[Served, float | None] | None] = queue.Queue(WAITING_MAX)
         self._keys_put = self._keys_taken = 0
-        """Each is changed by one thread only."""
+        """Each is changed by one thread."""
         self._held: list[tuple[float, int, bytes]] = []
         self._held_bytes = 0
         self._order = itertools.count()
@@ -104,20 +102,22 @@ class Recorder:
         try:
             opened.result(OPEN_DEADLINE_S)
         except TimeoutError:
-            logger.warning("%s is not there after %g s; requests are recorded once it is", self.path, OPEN_DEADLINE_S)
+            logger.warning(
+                "%s could not be created within %g s; kvtier records requests once it is", self.path, OPEN_DEADLINE_S
+            )
         except OSError as error:
             raise ConfigError(
-                f"trace.path = {str(folder)!r}: requests cannot be recorded there: {error.strerror or error}"
+                f"trace.path = {str(folder)!r}: no recording can be created: {error.strerror or error}"
             ) from error
         else:
             logger.info("requests are recorded in %s", self.path)
 
     def served(self, request: Served, open_since_s: float | None = None) -> None:
-        """Note a request that has ended. Never waits. One thread at a time.
+        """Queue a request that has ended. Never blocks. One thread at a time.
 
         Args:
-            request: it.
-            open_since_s: when the earliest request arrived that has not ended yet; None when there is none.
+            request: the request.
+            open_since_s: arrival of the oldest request that has not ended; None if there is none.
         """
         keys = len(request.keys)
         if self._is_full or self._is_closed or self._keys_put - self._keys_taken + keys > WAITING_KEYS_MAX:
@@ -131,7 +131,7 @@ class Recorder:
         self._keys_put += keys
 
     def close(self, deadline_s: float = 5.0) -> None:
-        """Write what has been noted and end the thread. Twice is fine."""
+        """Write the queued requests and end the thread. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -139,7 +139,7 @@ class Recorder:
         try:
             self._notes.put(None, timeout=deadline_s)
         except queue.Full:
-            return  # a file system that hangs; the thread is a daemon
+            return  # the file system hangs; the thread is a daemon
         self._thread.join(max(0.0, until_s - time.monotonic()))
 
     # ---- the thread ------------------------------------------------------------------------------------------------
@@ -193,17 +193,17 @@ class Recorder:
         return line
 
     def _line(self, request: Served) -> bytes:
-        told: dict[str, object] = {
+        line: dict[str, object] = {
             "timestamp": round((request.arrived_s - self._began_s) * 1000, 3),
             "input_length": request.input_tokens,
             "output_length": request.output_tokens,
         }
         if request.session is not None:
-            told["session_id"] = self._named(b"session" + request.session.encode("utf-8", "surrogatepass"))
+            line["session_id"] = self._named(b"session" + request.session.encode("utf-8", "surrogatepass"))
         if request.next_turn is not None:
-            told["next_turn"] = request.next_turn.value
-        told["hash_ids"] = [self._named(key) for key in request.keys]
-        return json.dumps(told, separators=(",", ":")).encode() + b"\n"
+            line["next_turn"] = request.next_turn.value
+        line["hash_ids"] = [self._named(key) for key in request.keys]
+        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
     def _named(self, name: bytes) -> int:
         return int.from_bytes(blake2b(name, key=self._secret, digest_size=ID_BYTES).digest())
@@ -212,7 +212,7 @@ class Recorder:
         if not self._written_bytes and not self._lines:
             line = f'{{"block_size":{self._chunk_tokens},'.encode() + line[1:]
         if self._is_full or self._written_bytes + self._lines_bytes + len(line) > self._room_bytes:
-            self._stop("it has come to trace.capacity_bytes")
+            self._stop("trace.capacity_bytes is reached")
             self._lose()
             return
         self._lines.append(line)
@@ -227,7 +227,7 @@ class Recorder:
         data = b"".join(lines)
         try:
             if os.write(self._file, data) != len(data):
-                raise OSError(0, "only a part was written")  # noqa: TRY301 - one place that ends a recording
+                raise OSError(0, "partial write")  # noqa: TRY301 - one place that ends a recording
         except OSError as error:
             self._lose(len(lines))
             self._stop(error.strerror or str(error))
@@ -237,16 +237,16 @@ class Recorder:
         self._metrics.add(table.TRACE_REQUESTS, len(lines), result="recorded")
 
     def _cut(self) -> None:
-        """Leave whole lines only."""
+        """Remove an incomplete last line."""
         try:
             os.ftruncate(self._file, self._written_bytes)
         except OSError as error:
-            logger.warning("the last line of %s is not whole: %s", self.path, error)
+            logger.warning("the last line of %s is incomplete and could not be removed: %s", self.path, error)
 
     def _stop(self, reason: str) -> None:
         if not self._is_full:
             self._is_full = True
-            logger.warning("recording in %s has stopped: %s; requests go on as before", self.path, reason)
+            logger.warning("recording in %s has stopped: %s; requests are served as before", self.path, reason)
 
     def _lose(self, count: int = 1) -> None:
         self._metrics.add(table.TRACE_REQUESTS, count, result="lost")

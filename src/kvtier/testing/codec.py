@@ -1,4 +1,4 @@
-"""What every codec must hold. Subclass `CodecContract` in a pytest module and give it a `make`."""
+"""Contract tests for codecs. Subclass `CodecContract` in a pytest module and give it a `make`."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +11,9 @@ _GUARD = 64
 
 
 class CodecContract:
-    """Lossless codecs: what is encoded comes back, and what is damaged never writes where it must not.
+    """Codecs are lossless, and damaged input never makes them write outside of their buffer.
 
-    A codec of your own is tested by::
+    Test your codec with::
 
         class TestMine(CodecContract):
             def make(self) -> Codec:
@@ -21,18 +21,18 @@ class CodecContract:
     """
 
     def make(self) -> Codec:
-        """A codec; called anew for each test."""
+        """A codec; called for each test."""
         raise NotImplementedError
 
     def test_has_a_name_and_an_id_that_fits_the_frame(self) -> None:
-        """Both are what a frame and a setting refer to."""
+        """A setting refers to the name, a frame to the id."""
         codec = self.make()
         assert codec.name
         assert codec.name == codec.name.lower().strip()
         assert 0 <= codec.id < 1 << 32
 
-    def test_gives_back_what_it_was_given(self) -> None:
-        """Whatever the content and length."""
+    def test_round_trip(self) -> None:
+        """For any content and length."""
         codec = self.make()
         for raw in _samples():
             stored = _encoded(codec, raw)
@@ -41,7 +41,7 @@ class CodecContract:
             assert into == raw
 
     def test_stays_within_its_bound_and_leaves_its_input_alone(self) -> None:
-        """`bound` is a promise: the frame reserves no more."""
+        """The frame reserves `bound` bytes."""
         codec = self.make()
         for raw in _samples():
             source = bytearray(raw)
@@ -61,7 +61,7 @@ class CodecContract:
         assert into == raw
 
     def test_refuses_another_length(self) -> None:
-        """A section that decodes to more or fewer bytes than expected is damage."""
+        """A section that decodes to another length is damaged."""
         codec = self.make()
         for raw in (bytes(4096), _noise(4096)):
             stored = memoryview(_encoded(codec, raw))
@@ -69,7 +69,7 @@ class CodecContract:
                 assert _refuses(codec, stored, length), f"{length} bytes accepted"
 
     def test_refuses_what_is_cut_off_or_continued(self) -> None:
-        """Wherever the cut is."""
+        """At any position."""
         codec = self.make()
         raw = _noise(2048) + bytes(2048)
         stored = memoryview(_encoded(codec, raw))
@@ -78,7 +78,7 @@ class CodecContract:
         assert _refuses(codec, memoryview(bytes(stored) + b"\0"), len(raw))
 
     def test_ends_in_value_error_or_not_at_all_on_noise(self) -> None:
-        """A codec without checks of its own may accept noise of the right length; none may do worse."""
+        """A codec without checks may accept noise of the right length."""
         codec = self.make()
         stored = _encoded(codec, _noise(2048) + bytes(2048))
         draw = random.Random(7)
@@ -90,7 +90,7 @@ class CodecContract:
             _refuses(codec, memoryview(draw.randbytes(draw.randrange(1, 200))), 4096)
 
     def test_serves_several_threads_at_once(self) -> None:
-        """One instance for all movers."""
+        """All mover threads share one instance."""
         codec = self.make()
 
         def round_trip(seed: int) -> bool:
@@ -117,7 +117,7 @@ def _encoded(codec: Codec, raw: bytes) -> bytes:
 
 
 def _refuses(codec: Codec, stored: memoryview, length: int) -> bool:
-    """Whether `decode` says ValueError; in any case it must not write outside the buffer that it was given."""
+    """Whether `decode` raises ValueError. It must not write outside of its buffer."""
     memory = bytearray(b"\xa5" * (length + _GUARD))
     try:
         codec.decode(stored, memoryview(memory)[:length])

@@ -1,4 +1,4 @@
-"""What every copier must hold. Subclass `CopierContract` in a pytest module and give it a `make`."""
+"""Contract tests for copiers. Subclass `CopierContract` in a pytest module and give it a `make`."""
 
 import mmap
 import random
@@ -18,12 +18,12 @@ _FENCE_WAIT_S = 1e-3
 
 
 class CopierWorld(ABC):
-    """An engine's KV memory with the copier that serves it, as the contract needs to see them.
+    """An engine's KV memory and its copier.
 
     Args:
-        copier: what is tested.
-        layout: what it was made for; padding at the end of a layer shows more than its absence.
-        request: whose blocks they are.
+        copier: the copier under test.
+        layout: its layout; with padding at the end of layers the tests check more.
+        request: the request of all copies.
     """
 
     def __init__(self, copier: Copier, layout: KvLayout, request: RequestId = _REQUEST) -> None:
@@ -33,19 +33,19 @@ class CopierWorld(ABC):
 
     @abstractmethod
     def chunks(self, group: int) -> list[tuple[int, ...]]:
-        """Addresses of at least four full chunks that share nothing; some not in order, where there is an order."""
+        """Addresses of at least four disjoint full chunks; some with blocks that are not in order."""
 
     @abstractmethod
     def wrong(self, group: int) -> list[tuple[int, ...]]:
-        """Addresses that the copier must refuse."""
+        """Invalid addresses."""
 
     @abstractmethod
     def read(self, group: int, blocks: tuple[int, ...]) -> list[bytes]:
-        """What the engine holds at an address: each layer's `layer_bytes`, without padding."""
+        """The engine's bytes at an address: each layer's `layer_bytes`, without padding."""
 
     @abstractmethod
     def fill(self, group: int, blocks: tuple[int, ...], layers: list[bytes]) -> None:
-        """Put bytes there, by another way than the copier."""
+        """Write the bytes of an address without the copier."""
 
     @abstractmethod
     def everything(self) -> bytes:
@@ -53,9 +53,9 @@ class CopierWorld(ABC):
 
 
 class CopierContract:
-    """Gather and scatter move exactly the bytes of the chunk, to exactly their place, and nothing else.
+    """Gather and scatter copy the bytes of the chunk, and no others.
 
-    A copier of your own is tested by::
+    Test your copier with::
 
         class TestMine(CopierContract):
             def make(self) -> CopierWorld:
@@ -63,11 +63,11 @@ class CopierContract:
     """
 
     def make(self) -> CopierWorld:
-        """A world whose memory holds something other than zeros; called anew for each test."""
+        """A world whose memory is not zero; called for each test."""
         raise NotImplementedError
 
     def test_gather_puts_each_layer_at_its_offset(self) -> None:
-        """The payload is layer-major, as the layout says."""
+        """The payload is layer-major, as in the layout."""
         world = self.make()
         for number, group in enumerate(world.layout.groups):
             for blocks in world.chunks(number):
@@ -76,7 +76,7 @@ class CopierContract:
                 assert _layers(group, payload) == world.read(number, blocks)
 
     def test_gather_leaves_the_engine_alone(self) -> None:
-        """It only reads there."""
+        """Gather only reads it."""
         world = self.make()
         before = world.everything()
         for number, group in enumerate(world.layout.groups):
@@ -85,7 +85,7 @@ class CopierContract:
         assert world.everything() == before
 
     def test_scatter_gives_the_engine_each_layer(self) -> None:
-        """What comes from a tier arrives where the engine will read it."""
+        """Each layer arrives at the engine's address."""
         world = self.make()
         rng = random.Random(2)
         for number, group in enumerate(world.layout.groups):
@@ -95,7 +95,7 @@ class CopierContract:
                 assert world.read(number, blocks) == layers
 
     def test_scatter_touches_no_other_block(self) -> None:
-        """Every other block may be another request's: putting the named ones back puts everything back."""
+        """Other blocks may belong to other requests: restoring the named ones restores the memory."""
         world = self.make()
         for number, group in enumerate(world.layout.groups):
             for blocks in world.chunks(number):
@@ -105,7 +105,7 @@ class CopierContract:
                 assert world.everything() == before
 
     def test_gather_then_scatter_elsewhere_is_a_copy(self) -> None:
-        """A chunk comes back to other blocks than it left."""
+        """A chunk is usually loaded into other blocks."""
         world = self.make()
         for number, group in enumerate(world.layout.groups):
             source, *_, target = world.chunks(number)
@@ -117,7 +117,7 @@ class CopierContract:
             assert world.read(number, source) == wanted
 
     def test_padding_stays_as_it_is(self) -> None:
-        """Padding belongs to the frame."""
+        """The frame owns the padding."""
         world = self.make()
         for number, group in enumerate(world.layout.groups):
             first, second, *_ = world.chunks(number)
@@ -130,7 +130,7 @@ class CopierContract:
             assert covered == bytes([_FILLER]) * group.payload_bytes
 
     def test_scatter_only_reads_the_payload(self) -> None:
-        """Others may read the slot, or write it to a tier, at the same time."""
+        """Other threads may read the slot, or write it to a tier, at the same time."""
         world = self.make()
         for number, group in enumerate(world.layout.groups):
             payload = _payload(group, [bytes([layer % 256]) * size for layer, size in enumerate(group.layer_bytes)])
@@ -139,7 +139,7 @@ class CopierContract:
             assert payload == before
 
     def test_a_slot_that_is_used_again_holds_the_new_chunk_only(self) -> None:
-        """No byte of the chunk before is left."""
+        """No byte of the previous chunk remains."""
         world = self.make()
         for number, group in enumerate(world.layout.groups):
             payload = _payload(group)
@@ -148,7 +148,7 @@ class CopierContract:
                 assert _layers(group, payload) == world.read(number, blocks)
 
     def test_different_slots_at_the_same_time(self) -> None:
-        """The mover's threads share one copier."""
+        """Mover threads share one copier."""
         world = self.make()
         rng = random.Random(3)
         jobs = [
@@ -171,7 +171,7 @@ class CopierContract:
             assert world.read(number, blocks) == layers
 
     def test_a_wrong_address_is_refused_before_a_byte_moves(self) -> None:
-        """A mistake in an adapter must become a failed transfer, not a wild copy."""
+        """A bug in an adapter must become a failed transfer, not a copy to a wrong address."""
         world = self.make()
         before = world.everything()
         for number, group in enumerate(world.layout.groups):
@@ -208,7 +208,7 @@ def _scatter(world: CopierWorld, group: int, blocks: tuple[int, ...], payload: m
 def _finish(copier: Copier, fence: Fence | None) -> None:
     until_s = time.monotonic() + _COPY_SECONDS_MAX
     while fence is not None and not copier.done(fence):
-        assert time.monotonic() < until_s, "a copy never ends"
+        assert time.monotonic() < until_s, "a copy did not end"
         time.sleep(_FENCE_WAIT_S)
 
 

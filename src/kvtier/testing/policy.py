@@ -1,4 +1,4 @@
-"""What every eviction policy must hold. Subclass `EvictorContract` in a pytest module and give it a `make`."""
+"""Contract tests for eviction policies. Subclass `EvictorContract` in a pytest module and give it a `make`."""
 
 import random
 
@@ -6,19 +6,19 @@ from kvtier.policy.base import Evictor, Held
 
 
 def held(number: int, parent: int | None = None) -> Held:
-    """An event of the object `number`, of 4096 bytes."""
+    """A use of object `number`."""
     return Held(name_of(number), None if parent is None else name_of(parent))
 
 
 def name_of(number: int) -> bytes:
-    """A 32-byte name, like the ones of keys and objects."""
+    """A 32-byte name, as keys and objects have."""
     return number.to_bytes(32, "big")
 
 
 class EvictorContract:
-    """Whom a policy chooses is its own affair; what it may never do is not.
+    """A policy is free in its choice, but evicts every object once, and never a pinned one.
 
-    A policy of your own is tested by::
+    Test your policy with::
 
         class TestMine(EvictorContract):
             def make(self) -> Evictor:
@@ -26,59 +26,59 @@ class EvictorContract:
     """
 
     def make(self) -> Evictor:
-        """An empty evictor; called anew for each test."""
+        """An empty evictor; called for each test."""
         raise NotImplementedError
 
     def test_an_empty_one_has_no_victim(self) -> None:
-        """There is nobody to choose."""
-        assert self.make().victim(_nobody) is None
+        """`victim` returns None."""
+        assert self.make().victim(_none) is None
 
     def test_the_victim_is_present_and_stays_until_it_is_removed(self) -> None:
-        """`victim` only answers a question."""
+        """`victim` changes nothing."""
         evictor = self.make()
         evictor.added(held(1))
-        assert evictor.victim(_nobody) == name_of(1)
-        assert evictor.victim(_nobody) == name_of(1)
+        assert evictor.victim(_none) == name_of(1)
+        assert evictor.victim(_none) == name_of(1)
         evictor.removed(name_of(1))
-        assert evictor.victim(_nobody) is None
+        assert evictor.victim(_none) is None
 
-    def test_never_chooses_who_is_pinned(self) -> None:
-        """Pinned bytes are being read or written."""
+    def test_never_chooses_a_pinned_object(self) -> None:
+        """Its bytes are being read or written."""
         evictor = self.make()
         for number in range(50):
             evictor.added(held(number))
         free = name_of(37)
         assert evictor.victim(lambda name: name != free) == free
-        assert evictor.victim(_everybody) is None
+        assert evictor.victim(_all) is None
 
-    def test_forgets_nobody_because_of_a_pin(self) -> None:
-        """Who was skipped is found again when the pin is gone."""
+    def test_a_pinned_object_remains_a_candidate(self) -> None:
+        """It is chosen after the pin is gone."""
         evictor = self.make()
         for number in range(20):
             evictor.added(held(number))
-        assert evictor.victim(_everybody) is None
+        assert evictor.victim(_all) is None
         assert _drain(evictor) == {name_of(number) for number in range(20)}
 
-    def test_adding_twice_makes_one(self) -> None:
+    def test_adding_twice_adds_once(self) -> None:
         """The second time is a use."""
         evictor = self.make()
         evictor.added(held(1))
         evictor.added(held(1))
         evictor.removed(name_of(1))
-        assert evictor.victim(_nobody) is None
+        assert evictor.victim(_none) is None
 
-    def test_strangers_are_ignored(self) -> None:
-        """Touching or removing a name that was never added changes nothing."""
+    def test_unknown_names_are_ignored(self) -> None:
+        """Touching or removing them changes nothing."""
         evictor = self.make()
         evictor.touched(held(9))
         evictor.removed(name_of(9))
-        assert evictor.victim(_nobody) is None
+        assert evictor.victim(_none) is None
         evictor.added(held(1))
         evictor.removed(name_of(9))
         assert _drain(evictor) == {name_of(1)}
 
-    def test_everybody_leaves_in_the_end(self) -> None:
-        """Whatever was linked, used, removed and added again: nobody stays for ever, and nobody leaves twice."""
+    def test_every_object_is_evicted_once(self) -> None:
+        """After any sequence of additions, uses and removals."""
         chance = random.Random(7)
         evictor = self.make()
         present: set[bytes] = set()
@@ -95,12 +95,12 @@ class EvictorContract:
                 case _:
                     evictor.removed(event.name)
                     present.discard(event.name)
-            victim = evictor.victim(_nobody)
+            victim = evictor.victim(_none)
             assert (victim in present) if present else victim is None
         assert _drain(evictor) == present
 
-    def test_no_parents_in_a_ring_can_stop_it(self) -> None:
-        """Parents may come from a damaged hint; even then somebody must be able to leave."""
+    def test_a_cycle_of_parents_is_evicted(self) -> None:
+        """Parents may come from a damaged index."""
         evictor = self.make()
         evictor.added(held(1, parent=2))
         evictor.added(held(2, parent=1))
@@ -108,18 +108,18 @@ class EvictorContract:
         assert _drain(evictor) == {name_of(1), name_of(2), name_of(3)}
 
 
-def _nobody(_name: bytes) -> bool:
+def _none(_name: bytes) -> bool:
     return False
 
 
-def _everybody(_name: bytes) -> bool:
+def _all(_name: bytes) -> bool:
     return True
 
 
 def _drain(evictor: Evictor) -> set[bytes]:
-    """Evict until nobody is left."""
+    """Evict all objects."""
     gone: set[bytes] = set()
-    while (victim := evictor.victim(_nobody)) is not None:
+    while (victim := evictor.victim(_none)) is not None:
         assert victim not in gone, "a name that was removed is chosen again"
         gone.add(victim)
         evictor.removed(victim)

@@ -1,4 +1,4 @@
-"""What every tier must hold. Subclass `TierContract` in a pytest module and give it a `make_tier` fixture.
+"""Contract tests for tiers. Subclass `TierContract` in a pytest module and give it a `make_tier` fixture.
 
 The suite needs pytest and hypothesis.
 """
@@ -33,7 +33,7 @@ def object_name(number: int) -> ObjectName:
 
 
 def frame_of(number: int, byte_count: int = 2 * BLOCK_BYTES) -> memoryview:
-    """Page-aligned bytes that belong to `number` and differ at every place from those of other numbers."""
+    """Page-aligned pseudo-random bytes, seeded with `number`."""
     buffer = memoryview(mmap.mmap(-1, max(byte_count, 1)))[:byte_count]
     buffer[:] = random.Random(number).randbytes(byte_count)
     return buffer
@@ -45,26 +45,26 @@ def empty_frame(byte_count: int) -> memoryview:
 
 
 class TierContract:
-    """A tier may forget, but what it gives is what was written, whole, and it keeps to its capacity.
+    """A tier may forget, but it returns written bytes only, whole, and stays within its capacity.
 
-    A tier of your own is tested by::
+    Test your tier with::
 
         class TestMine(TierContract):
             @pytest.fixture
             def make_tier(self, tmp_path):
                 return lambda capacity_bytes: Mine(capacity_bytes=capacity_bytes)
 
-    The suite asks for sizes that are multiples of 4096 bytes; smaller and odd ones come from `odd_sizes`.
+    The suite uses frames of multiples of 4096 bytes, and those of `odd_sizes`.
     """
 
     odd_sizes: Sequence[int] = (1, 511, 4095, 4097, 10_000)
-    """Frame lengths beside the multiples of 4096 that the tier must cope with."""
+    """Further frame lengths that the tier must support."""
     forgets_below_capacity = False
-    """Whether the tier may forget although there is room; then only what it gives is checked, not that it gives."""
+    """Whether the tier may forget below its capacity. Then the tests check returned bytes only."""
 
     @pytest.fixture
     def tier(self, make_tier: MakeTier) -> Tier:
-        """A tier with room for all that these tests write."""
+        """A tier with room for all objects of a test."""
         return make_tier(ROOMY_BYTES)
 
     def test_has_a_name(self, tier: Tier) -> None:
@@ -80,7 +80,7 @@ class TierContract:
         assert list(tier.scan()) == []
 
     def test_an_acknowledged_write_is_readable(self, tier: Tier) -> None:
-        """At once, whole and from another thread."""
+        """At once, and from another thread."""
         frame = frame_of(1)
         assert tier.write(object_name(1), frame)
         assert tier.contains([object_name(2), object_name(1)]) == [False, True]
@@ -90,8 +90,8 @@ class TierContract:
         assert into == frame
         assert list(tier.scan()) == [(object_name(1), frame.nbytes)]
 
-    def test_a_name_that_is_there_is_left_as_it_is(self, tier: Tier) -> None:
-        """Data never changes under a name."""
+    def test_an_existing_name_is_not_overwritten(self, tier: Tier) -> None:
+        """The bytes of a name never change."""
         assert tier.write(object_name(1), frame_of(1))
         assert tier.write(object_name(1), frame_of(2, BLOCK_BYTES))
         into = empty_frame(3 * BLOCK_BYTES)
@@ -99,7 +99,7 @@ class TierContract:
         assert into[: 2 * BLOCK_BYTES] == frame_of(1)
 
     def test_the_tier_keeps_no_hold_of_the_buffers(self, tier: Tier) -> None:
-        """The slot behind a frame is given to another chunk as soon as `write` returns."""
+        """The slot may get another chunk as soon as `write` returns."""
         frame = frame_of(1)
         assert tier.write(object_name(1), frame)
         frame[:] = bytes(frame.nbytes)
@@ -112,7 +112,7 @@ class TierContract:
         assert again == frame_of(1)
 
     def test_reads_ranges(self, tier: Tier) -> None:
-        """From any offset, into any length, up to the frame's end and not a byte further."""
+        """From any offset and of any length, up to the frame's end."""
         size = 5 * BLOCK_BYTES
         frame = frame_of(1, size)
         assert tier.write(object_name(1), frame)
@@ -127,7 +127,7 @@ class TierContract:
                 assert into[count:] == bytes(wanted - count), "wrote behind what it said it had read"
 
     def test_reads_into_and_writes_from_unaligned_memory(self, tier: Tier) -> None:
-        """Slots are page-aligned; a caller's own buffers need not be."""
+        """Slots are page-aligned, but other buffers need not be."""
         padded = empty_frame(4 * BLOCK_BYTES)
         frame = padded[3 : 3 + 2 * BLOCK_BYTES]
         frame[:] = frame_of(1)
@@ -137,7 +137,7 @@ class TierContract:
         assert into == frame_of(1)
 
     def test_keeps_frames_of_any_length(self, tier: Tier) -> None:
-        """Frames are multiples of 4096 bytes; nothing breaks when one is not."""
+        """Frames are multiples of 4096 bytes, but the tier does not rely on it."""
         for number, size in enumerate(self.odd_sizes):
             assert tier.write(object_name(number), frame_of(number, size))
         for number, size in enumerate(self.odd_sizes):
@@ -147,7 +147,7 @@ class TierContract:
         assert dict(tier.scan()) == {object_name(number): size for number, size in enumerate(self.odd_sizes)}
 
     def test_what_is_deleted_is_gone_and_may_come_back(self, tier: Tier) -> None:
-        """A bad copy is dropped and healed by the next write, which may have other bytes."""
+        """A corrupt copy is dropped; the next write, with other bytes, replaces it."""
         assert tier.write(object_name(1), frame_of(1))
         tier.delete(object_name(1))
         assert tier.contains([object_name(1)]) == [False]
@@ -158,7 +158,7 @@ class TierContract:
         assert into == frame_of(2)
 
     def test_keeps_to_its_capacity_and_keeps_the_newest(self, make_tier: MakeTier) -> None:
-        """Room is made on demand; the capacity holds after every write."""
+        """The tier evicts on demand; the capacity holds after every write."""
         capacity = 10 * BLOCK_BYTES
         tier = make_tier(capacity)
         for number in range(40):
@@ -170,7 +170,7 @@ class TierContract:
             assert into == frame_of(number, blocks * BLOCK_BYTES)
 
     def test_refuses_what_is_larger_than_the_place(self, make_tier: MakeTier) -> None:
-        """And evicts nobody for it."""
+        """And evicts nothing for it."""
         tier = make_tier(4 * BLOCK_BYTES)
         assert tier.write(object_name(1), frame_of(1))
         assert not tier.write(object_name(2), frame_of(2, 5 * BLOCK_BYTES))
@@ -178,7 +178,7 @@ class TierContract:
         assert tier.write(object_name(3), frame_of(3, 4 * BLOCK_BYTES))
 
     def test_room_is_given_back(self, make_tier: MakeTier) -> None:
-        """A tier that leaks its capacity holds less and less."""
+        """A tier that leaks capacity would hold less and less."""
         tier = make_tier(4 * BLOCK_BYTES)
         for number in range(50):
             assert tier.write(object_name(number), frame_of(number, 2 * BLOCK_BYTES))
@@ -197,7 +197,7 @@ class TierContract:
         assert tier.write(object_name(0), frame_of(0), About())
 
     def test_a_batch_is_answered_object_by_object(self, tier: Tier) -> None:
-        """What is there, what is not, what does not fit and what is of odd length, in one call and in their order."""
+        """Present, absent, too large and odd objects, in one call and in order."""
         if not isinstance(tier, BatchTier):
             pytest.skip("the tier has no batches, and need not")
         sizes = [BLOCK_BYTES, 4097, 2 * BLOCK_BYTES, 2 * ROOMY_BYTES, BLOCK_BYTES, 3 * BLOCK_BYTES]
@@ -220,7 +220,7 @@ class TierContract:
         assert short.into == frames[5][:BLOCK_BYTES]
 
     def test_closed_is_closed(self, tier: Tier) -> None:
-        """Every method but `close` says so."""
+        """Every method but `close` raises."""
         assert tier.write(object_name(1), frame_of(1))
         tier.close()
         tier.close()
@@ -240,7 +240,7 @@ class TierContract:
                 call()
 
     def test_many_threads_never_see_other_bytes(self, make_tier: MakeTier) -> None:
-        """Writers of the same names, readers and deleters at once, with eviction all the time."""
+        """Concurrent writers, readers and deleters of the same names, with constant eviction."""
         capacity = 24 * BLOCK_BYTES
         tier = make_tier(capacity)
         frames = [bytes(frame_of(number, (1 + number % 3) * BLOCK_BYTES)) for number in range(30)]
@@ -271,16 +271,16 @@ class TierContract:
         assert sum(size for _, size in tier.scan()) <= capacity
 
     def test_behaves_like_a_dict(self, make_tier: MakeTier) -> None:
-        """With room for everything, nothing is lost and nothing is made up."""
+        """With room for all objects, none is lost."""
         _run_machine(make_tier, ROOMY_BYTES, may_forget=self.forgets_below_capacity)
 
     def test_behaves_like_a_dict_that_forgets(self, make_tier: MakeTier) -> None:
-        """Without room, what is there is what was written last under that name."""
+        """Without room, a name has the bytes that were written last."""
         _run_machine(make_tier, 6 * BLOCK_BYTES, may_forget=True)
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Any sequence of operations, next to a dict. Subclasses set the class attributes."""
+    """Any sequence of operations, compared with a dict. Subclasses set the class attributes."""
 
     make_tier: MakeTier
     capacity_bytes: int
@@ -302,7 +302,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=names, blocks=blocks, content=st.integers(0, 3))
     def write(self, number: int, blocks: int, content: int) -> None:
-        """What is there stays; what is not there is written."""
+        """An existing name keeps its bytes."""
         name = object_name(number)
         frame = frame_of(content, blocks * BLOCK_BYTES)
         parent = object_name(number - 1) if number % 4 else None
@@ -313,7 +313,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(number=names, offset=st.integers(0, 3), length=st.integers(0, 4))
     def read(self, number: int, offset: int, length: int) -> None:
-        """The bytes of the dict, or nothing."""
+        """The bytes of the dict, or None."""
         into = empty_frame(length * BLOCK_BYTES)
         count = self.tier.read(object_name(number), into, offset * BLOCK_BYTES)
         kept = self.model.get(object_name(number))
@@ -321,20 +321,20 @@ class TierMachine(RuleBasedStateMachine):
             assert kept is None or self.may_forget
             self.model.pop(object_name(number), None)
         else:
-            assert kept is not None, "gave bytes under a name that is not there"
+            assert kept is not None, "returned bytes of a name that was not written"
             expected = kept[offset * BLOCK_BYTES :][: into.nbytes]
             assert (count, bytes(into[:count])) == (len(expected), expected)
 
     @rule(number=names)
     def delete(self, number: int) -> None:
-        """Gone."""
+        """The name is gone."""
         self.tier.delete(object_name(number))
         self.model.pop(object_name(number), None)
         assert self.tier.contains([object_name(number)]) == [False]
 
     @invariant()
     def agrees(self) -> None:
-        """What a scan shows is in the dict, and all of the dict if nothing may be forgotten."""
+        """A scan shows objects of the dict; all of them, unless the tier may forget."""
         if not hasattr(self, "tier"):
             return
         shown = dict(self.tier.scan())
