@@ -92,11 +92,8 @@ def test_infinity_is_null_in_json(capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        (MODEL,),
-        ("--example", "samsung"),
         ("llama-3.3-70b", "--tp", "4", "--set", "price.gpu=20000", "--set", "price.drive=900", "--interval", "90s"),
         ("deepseek-r1", "--tp", "8", "--weights", "fp8", "--gpu", "b200-sxm", "--set", "shared.capacity_bytes=1000TB"),
-        (MODEL, "--drives", "0", "--host", "0"),
         (MODEL, "--turns", "1", "--users", "1000000"),
     ],
 )
