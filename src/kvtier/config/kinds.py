@@ -132,7 +132,7 @@ class Size:
             raw = parse_size(raw)
         if not isinstance(raw, int) or isinstance(raw, bool):
             raise ValueError("not a size")  # noqa: TRY004 - a user's mistake, not a caller's
-        return _within(raw, self.least, self.most)
+        return within(raw, self.least, self.most)
 
     def show(self, value: object) -> str:
         """See `Kind`."""
@@ -159,7 +159,7 @@ class Seconds:
             raw = parse_seconds(raw)
         if not isinstance(raw, int | float) or isinstance(raw, bool) or not math.isfinite(raw):
             raise ValueError("not a duration")
-        return float(_within(raw, self.least, self.most))
+        return float(within(raw, self.least, self.most))
 
     def show(self, value: object) -> str:
         """See `Kind`."""
@@ -186,7 +186,7 @@ class Count:
             raw = int(raw)
         if not isinstance(raw, int) or isinstance(raw, bool):
             raise ValueError("not a whole number")  # noqa: TRY004 - a user's mistake, not a caller's
-        return _within(raw, self.least, self.most)
+        return within(raw, self.least, self.most)
 
     def show(self, value: object) -> str:
         """See `Kind`."""
@@ -315,7 +315,12 @@ class Hidden:
         return "(none)" if value is None else "(set)"
 
 
-def _within(value: _Number, least: _Number, most: _Number) -> _Number:
+def within(value: _Number, least: _Number, most: _Number) -> _Number:
+    """`value`, if it is from `least` to `most`.
+
+    Raises:
+        ValueError: it is not.
+    """
     if value < least:
         raise ValueError("too small")
     if value > most:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from kvtier.config.kinds import Choice, Count, Seconds, Size, Switch, parse_size, size_text
+from kvtier.config.kinds import Choice, Count, Seconds, Size, Switch, parse_size, size_text, within
 from kvtier.config.schema import Setting, SettingsSection, setting, settings
 from kvtier.report.format import bytes_text, power_text
 
@@ -59,8 +59,11 @@ class Number:
         if self.none_means and (raw is None or raw == "auto"):
             return None
         if is_text and isinstance(raw, str):
-            raw = _float(raw)
-        return _within(raw, self.least, self.most, zero_allowed=bool(self.zero_means))
+            try:
+                raw = float(raw.replace(",", ""))
+            except ValueError:
+                raise ValueError("not a number") from None
+        return _number(raw, self.least, self.most, zero_allowed=bool(self.zero_means))
 
     def show(self, value: object) -> str:
         """The number, or the meaning of a special value."""
@@ -106,30 +109,17 @@ class Rate:
                 raw = float(text)
             except ValueError:
                 raw = parse_size(text)
-        return _within(raw, self.least, self.most, zero_allowed=True)
+        return _number(raw, self.least, self.most, zero_allowed=True)
 
     def show(self, value: object) -> str:
         """The rate with its unit."""
         return f"{bytes_text(value)}/s" if isinstance(value, int | float) and value else self.zero_means
 
 
-def _float(text: str) -> float:
-    try:
-        return float(text.strip().replace(",", ""))
-    except ValueError:
-        raise ValueError("not a number") from None
-
-
-def _within(raw: object, least: float, most: float, *, zero_allowed: bool) -> float:
+def _number(raw: object, least: float, most: float, *, zero_allowed: bool) -> float:
     if not isinstance(raw, int | float) or isinstance(raw, bool) or not math.isfinite(raw):
         raise ValueError("not a number")
-    if raw == 0 and zero_allowed:
-        return 0.0
-    if raw < least:
-        raise ValueError("too small")
-    if raw > most:
-        raise ValueError("too large")
-    return float(raw)
+    return 0.0 if raw == 0 and zero_allowed else float(within(raw, least, most))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,6 @@ All sizes are in bytes. They are exact: fractions appear only where a format has
 """
 
 from kvtier.size.model import Model, from_config, model, names
-from kvtier.size.sizes import CHUNK_TOKENS, KvSize, LayerSize, ObjectSize, Total, of
+from kvtier.size.sizes import CHUNK_TOKENS, KvSize, Total, of
 
-__all__ = ["CHUNK_TOKENS", "KvSize", "LayerSize", "Model", "ObjectSize", "Total", "from_config", "model", "names", "of"]
+__all__ = ["CHUNK_TOKENS", "KvSize", "Model", "Total", "from_config", "model", "names", "of"]
