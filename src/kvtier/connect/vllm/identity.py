@@ -58,26 +58,25 @@ def identify(config: VllmConfig, engine_version: str) -> EngineIdentity:
 
     Args:
         config: the engine's.
-        engine_version: vLLM's, such as ``0.32.0``; see `versions.build_of`.
+        engine_version: vLLM's, such as ``0.32.0``; see `installed.build_of`.
 
     Raises:
         ConfigError: a field of the model's configuration has no canonical form.
     """
     weights, detail = _weights(config)
-    digest = weights.digest if weights is not None else _own_digest(config)
-    return EngineIdentity(_fingerprint(config, engine_version, digest), weights, weights is None, detail)
-
-
-def _fingerprint(config: VllmConfig, engine_version: str, weights: bytes) -> Fingerprint:
+    # Without weights: 32 bytes that only the processes of this engine have in common.
+    own = f"kvtier.own\0{config.kv_transfer_config.engine_id}\0{config.instance_id}".encode()
+    digest = hashlib.sha256(own).digest() if weights is None else weights.digest
     model, cache = config.model_config, config.cache_config
     settings = cast("Mapping[str, object]", model.hf_config.to_dict())
-    return Fingerprint(
-        weights=weights,
+    release = release_of(engine_version) if is_supported(engine_version) else None
+    fingerprint = Fingerprint(
+        weights=digest,
         dtype=plain_name(model.dtype),
         rope={"model_len": model.max_model_len} if _depends_on_length(settings) else {},
         other={
             # The layout of pages and the numerics change between releases.
-            "engine": ["vllm", *_release(engine_version)],
+            "engine": ["vllm", *(release or (engine_version,))],
             "architectures": plain(model.architectures),
             "config": plain(settings),
             "quantisation": [plain(_words(model.quantization)), plain(_words(model.quantization_config))],
@@ -90,10 +89,7 @@ def _fingerprint(config: VllmConfig, engine_version: str, weights: bytes) -> Fin
             "ranks": config.parallel_config.tensor_parallel_size,
         },
     )
-
-
-def _release(version: str) -> tuple[object, ...]:
-    return (release_of(version) if is_supported(version) else None) or (version,)
+    return EngineIdentity(fingerprint, weights, weights is None, detail)
 
 
 def _multimodal(settings: VllmConfig) -> object:
@@ -117,12 +113,6 @@ def _depends_on_length(settings: Mapping[str, object]) -> bool:
         or (isinstance(value, Mapping) and _depends_on_length(cast("Mapping[str, object]", value)))
         for name, value in settings.items()
     )
-
-
-def _own_digest(config: VllmConfig) -> bytes:
-    """32 bytes that only the processes of this engine have in common."""
-    transfer = config.kv_transfer_config
-    return hashlib.sha256(f"kvtier.own\0{transfer.engine_id}\0{config.instance_id}".encode()).digest()
 
 
 def _weights(config: VllmConfig) -> tuple[WeightsDigest | None, str]:
