@@ -111,7 +111,7 @@ def test_a_value_that_a_later_layer_replaces_is_still_checked():
         ("host.capacity_bytes=", "not a size"),
         ("host.page_lock=maybe", "not one of the choices; allowed: auto, on, off"),
         ("host.populate=perhaps", "neither true nor false"),
-        ("host.evictor=random", "not known here; allowed: adaptive, lru"),
+        ("host.evictor=random", "not one of the choices; allowed: adaptive, lru"),
         ("directory.read_threads=0", "too small; allowed: a whole number from 1 to 256"),
         ("directory.read_threads=2.5", "not a whole number"),
         ("directory.read_threads=٣", "not a whole number"),
@@ -121,7 +121,7 @@ def test_a_value_that_a_later_layer_replaces_is_still_checked():
         ("limits.load_deadline_s=5m", "not a duration"),
         ("limits.load_deadline_s=0s", "too small; allowed: seconds as a number, or a number with us, ms, s, min, h"),
         ("directory.path=a\0b", "not a path"),
-        ("store.secret_file=~nobody-of-that-name/x", "no home directory"),
+        ("store.secret_file=~nobody-of-that-name/x", "unknown home directory"),
     ],
 )
 def test_impossible_values_are_refused(flag, why):

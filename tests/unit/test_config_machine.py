@@ -121,7 +121,7 @@ def test_a_reserve_of_all_that_is_free_is_told(tmp_path):
     disk = [f"directory.path={tmp_path / 'a'}", f"disk.path={tmp_path}", "disk.capacity_bytes=1MiB"]
     (found,) = findings(*disk, "disk.reserve_bytes=1024TiB")
     assert found.startswith(
-        "warning: disk.reserve_bytes = 1024 TiB (from flag --set disk.reserve_bytes): leaves nothing"
+        "warning: disk.reserve_bytes = 1024 TiB (from flag --set disk.reserve_bytes): leaves no space"
     )
     assert findings(*disk, "disk.reserve_bytes=0") == []
 
@@ -145,7 +145,7 @@ def test_a_record_of_a_probe_that_cannot_be_read_is_an_error(tmp_path):
         "a file that `kvtier probe --record` or `kvtier probe --json` wrote"
     )
     path.write_text("[]")
-    assert "not the record of a probe" in findings(*given)[0]
+    assert "not a probe record" in findings(*given)[0]
     measure = {"op": "read", "bytes": 4096, "depth": 1, "gb_per_s": 1.0, "latency_us_p50": 9.0, "latency_us_p99": 9.0}
     path.write_text(json.dumps({"links": [{"name": "disk", "measures": [measure]}]}))
     assert findings(*given) == []
@@ -162,7 +162,7 @@ def test_a_secret_that_others_can_read_is_told(tmp_path):
     secret.write_bytes(bytes(31))
     assert "must hold 32 bytes" in findings(path, f"store.secret_file={secret}")[0]
     assert "not a file" in findings(path, f"store.secret_file={tmp_path}")[0]
-    assert "no place to make it in" in findings(path, f"store.secret_file={tmp_path / 'no' / 'secret'}")[0]
+    assert "not a writable directory" in findings(path, f"store.secret_file={tmp_path / 'no' / 'secret'}")[0]
 
 
 def test_a_secret_in_a_flag_or_an_open_file_is_told_without_showing_it(tmp_path):

@@ -102,7 +102,7 @@ def test_a_record_that_is_none_stops_the_start(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("{}")
     config = load(environ={}, flags=[f"planner.probe_file={path}"]).config
-    with pytest.raises(ConfigError, match=r"planner\.probe_file = .*not the record of a probe"):
+    with pytest.raises(ConfigError, match=r"planner\.probe_file = .*not a probe record"):
         link_priors(config, MIB)
 
 

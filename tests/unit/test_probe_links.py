@@ -69,7 +69,7 @@ def test_links_are_read_from_a_record_and_from_plain_json(record, tmp_path):
 def test_what_is_no_record_is_refused(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"--probe = .*not the record of a probe"):
+    with pytest.raises(ConfigError, match=r"--probe = .*not a probe record"):
         read_links(path, "--probe")
 
 

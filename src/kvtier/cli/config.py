@@ -1,4 +1,4 @@
-"""`kvtier config`: what is set, where it came from, and whether it can work here."""
+"""`kvtier config`: the settings, their origins, and checks against this machine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from kvtier.report.table import Table, print_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """One setting, ready to be printed."""
+    """One setting as output."""
 
     name: str
     value: object
@@ -51,7 +51,7 @@ def _shown(loaded: Loaded, setting: Setting) -> Shown:
 
 
 def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options `--file` and `--set`."""
+    """Add the options `--file` and `--set` to a command."""
     command = click.option(
         "--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated."
     )(command)
@@ -62,9 +62,9 @@ def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group()
 def config() -> None:
-    """Show every setting and its origin; check them against this machine.
+    """Show every setting and its origin, or check them against this machine.
 
-    Later wins: defaults, a TOML file, environment variables such as KVTIER_DIRECTORY__CAPACITY_BYTES=64GiB,
+    Later sources win: defaults, a TOML file, environment variables such as KVTIER_DIRECTORY__CAPACITY_BYTES=64GiB,
     flags such as --set directory.capacity_bytes=64GiB.
     """
 
@@ -73,7 +73,7 @@ def config() -> None:
 @settings_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(file: Path | None, flags: tuple[str, ...], as_json: bool) -> int:
-    """Print each value, where it came from and what it is for. Secrets are never printed."""
+    """Print each value with its origin and help. Secrets are hidden."""
     loaded = load(file, flags=flags)
     rows = shown(loaded)
     if as_json:
@@ -81,15 +81,13 @@ def show(file: Path | None, flags: tuple[str, ...], as_json: bool) -> int:
         return 0
     title = f"Settings (file: {loaded.file or 'none'})"
     print_table(
-        Table(
-            ("setting", "value", "from", "what it is"), [(r.name, r.text, r.origin, r.help) for r in rows], title=title
-        )
+        Table(("setting", "value", "from", "help"), [(r.name, r.text, r.origin, r.help) for r in rows], title=title)
     )
     return 0
 
 
 def rows_by_name(rows: list[Shown]) -> dict[str, dict[str, object]]:
-    """The rows as one JSON object with a member for each setting."""
+    """The rows as a JSON object by setting."""
     return {
         row.name: {
             "value": row.value,
@@ -107,9 +105,9 @@ def rows_by_name(rows: list[Shown]) -> dict[str, dict[str, object]]:
 @settings_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check_command(file: Path | None, flags: tuple[str, ...], as_json: bool) -> int:
-    """Check the settings against this machine, without creating anything.
+    """Check the settings against this machine, read-only.
 
-    Exit code 1 when something will not work, 2 when a setting itself is wrong.
+    Exit code 1 when a setting will not work here, 2 when a setting is invalid.
     """
     loaded = load(file, flags=flags)
     findings = check(loaded.config, loaded.origins, loaded.file)
@@ -119,7 +117,7 @@ def check_command(file: Path | None, flags: tuple[str, ...], as_json: bool) -> i
     else:
         for finding in findings:
             click.echo(f"{finding.level}: {finding}")
-        click.echo("the settings can not work here" if is_bad else "the settings can work here")
+        click.echo("the settings will not work here" if is_bad else "the settings can work here")
     return 1 if is_bad else 0
 
 

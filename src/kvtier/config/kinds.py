@@ -1,7 +1,7 @@
-"""What a setting's value may be: how text is read, what is allowed, how a value is shown.
+"""Kinds of settings: how values are read, which are allowed, and how they are shown.
 
-A kind reads two sorts of raw values: text from the edge (environment, flags) and values that have a type already
-(TOML, Python). Reading what it has read gives the same value again, so constructors check with the same code.
+Raw values are text (environment, flags) or typed (TOML, Python). A kind accepts its own values again, so constructors
+use the same checks.
 """
 
 import math
@@ -37,10 +37,10 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``64GiB``, ``1.5 GB`` or ``4096``; units in any case, fractions of a byte cut off.
+    """Bytes of a size such as ``64GiB``, ``1.5 GB`` or ``4096``; units in any case; fractions of a byte are dropped.
 
     Raises:
-        ValueError: it is not a size.
+        ValueError: `text` is not a size.
     """
     found = _QUANTITY.fullmatch(text.strip())
     factor = _SIZE_UNITS_FOLDED.get(found[2].lower() or "b") if found else None
@@ -53,7 +53,7 @@ def parse_seconds(text: str) -> float:
     """Seconds of a duration such as ``500ms``, ``2 min`` or ``0.5`` (seconds).
 
     Raises:
-        ValueError: it is not a duration.
+        ValueError: `text` is not a duration.
     """
     found = _QUANTITY.fullmatch(text.strip())
     factor = TIME_UNITS.get(found[2].lower() or "s") if found else None
@@ -66,7 +66,7 @@ def parse_count(text: str) -> int:
     """Tokens or users of ``4096``, ``131,072``, ``128k`` (128,000) or ``128Ki`` (131,072).
 
     Raises:
-        ValueError: it is not a whole number.
+        ValueError: `text` is not a whole number.
     """
     found = _SUFFIXED.fullmatch(text.strip().replace(",", "").replace("_", ""))
     count = Decimal(found[1]) * _SUFFIXES[found[2].lower()] if found else None
@@ -76,7 +76,7 @@ def parse_count(text: str) -> int:
 
 
 def size_text(count: int) -> str:
-    """Bytes for people: the largest binary unit that leaves at least 1, exact where it divides."""
+    """Bytes as text: in the largest binary unit with at least 1, exact where possible."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         factor = SIZE_UNITS[unit]
         if abs(count) >= factor:
@@ -85,48 +85,48 @@ def size_text(count: int) -> str:
 
 
 def seconds_text(duration_s: float) -> str:
-    """A duration for people: microseconds, milliseconds or seconds."""
+    """A duration as text: in microseconds, milliseconds or seconds."""
     if duration_s >= 1 or duration_s == 0:
         return f"{duration_s:g} s"
     return f"{duration_s * 1e3:g} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:g} us"
 
 
 class Kind(Protocol):
-    """One sort of value."""
+    """The type of a setting: allowed values, reading and showing."""
 
     @property
     def allowed(self) -> str:
-        """What is allowed, for a message."""
+        """The allowed values, for messages."""
         ...
 
     def read(self, raw: object, *, is_text: bool) -> object:
-        """The value of `raw`; `is_text` when it comes from a place that knows only text.
+        """The value of `raw`; `is_text` for sources without types (environment, flags).
 
         Raises:
-            ValueError: what is wrong with it, in a few words.
+            ValueError: the problem, in a few words.
         """
         ...
 
     def show(self, value: object) -> str:
-        """`value` for people."""
+        """`value` as text for people."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes: an integer inside, also ``64GiB`` at the edge."""
+    """Bytes: an integer, or a text such as ``64GiB``."""
 
     least: int = 0
     most: int = 2**50
 
     @property
     def allowed(self) -> str:
-        """See `Kind`."""
+        """Units and range."""
         units = "bytes as an integer, or a number with KiB, MiB, GiB, TiB, kB, MB, GB, TB"
         return f"{units}; from {size_text(self.least)} to {size_text(self.most)}"
 
     def read(self, raw: object, *, is_text: bool) -> int:
-        """See `Kind`."""
+        """Read an integer or a size."""
         del is_text
         if isinstance(raw, str):
             raw = parse_size(raw)
@@ -135,25 +135,25 @@ class Size:
         return within(raw, self.least, self.most)
 
     def show(self, value: object) -> str:
-        """See `Kind`."""
+        """The size with a unit."""
         return size_text(value) if isinstance(value, int) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A duration: seconds as a float inside, also ``500ms`` at the edge."""
+    """A duration: seconds as a number, or a text such as ``500ms``."""
 
     least: float
     most: float
 
     @property
     def allowed(self) -> str:
-        """See `Kind`."""
+        """Units and range."""
         span = f"{seconds_text(self.least)} to {seconds_text(self.most)}"
         return f"seconds as a number, or a number with us, ms, s, min, h; from {span}"
 
     def read(self, raw: object, *, is_text: bool) -> float:
-        """See `Kind`."""
+        """Read a number or a duration."""
         del is_text
         if isinstance(raw, str):
             raw = parse_seconds(raw)
@@ -162,7 +162,7 @@ class Seconds:
         return float(within(raw, self.least, self.most))
 
     def show(self, value: object) -> str:
-        """See `Kind`."""
+        """The duration with a unit."""
         return seconds_text(value) if isinstance(value, float) else str(value)
 
 
@@ -175,11 +175,11 @@ class Count:
 
     @property
     def allowed(self) -> str:
-        """See `Kind`."""
+        """The range."""
         return f"a whole number from {self.least} to {self.most}"
 
     def read(self, raw: object, *, is_text: bool) -> int:
-        """See `Kind`."""
+        """Read an integer, or its digits where `is_text`."""
         if is_text and isinstance(raw, str):
             if not re.fullmatch(r"-?[0-9]{1,20}", raw.strip(), re.ASCII):
                 raise ValueError("not a whole number")
@@ -189,54 +189,34 @@ class Count:
         return within(raw, self.least, self.most)
 
     def show(self, value: object) -> str:
-        """See `Kind`."""
+        """The value itself."""
         return str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a few words."""
+    """One of several words, or of the names in a registry."""
 
-    words: tuple[str, ...]
+    words: tuple[str, ...] | Callable[[], Sequence[str]]
 
     @property
     def allowed(self) -> str:
-        """See `Kind`."""
-        return ", ".join(self.words)
+        """The words."""
+        return ", ".join(self._words())
 
     def read(self, raw: object, *, is_text: bool) -> str:
-        """See `Kind`."""
+        """Read a word."""
         word = raw.strip() if is_text and isinstance(raw, str) else raw
-        if not isinstance(word, str) or word not in self.words:
+        if not isinstance(word, str) or word not in self._words():
             raise ValueError("not one of the choices")
         return word
 
     def show(self, value: object) -> str:
-        """See `Kind`."""
+        """The value itself."""
         return str(value)
 
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """The name of something that a registry knows, ours or an outsider's."""
-
-    names: Callable[[], Sequence[str]]
-
-    @property
-    def allowed(self) -> str:
-        """See `Kind`."""
-        return ", ".join(self.names())
-
-    def read(self, raw: object, *, is_text: bool) -> str:
-        """See `Kind`."""
-        name = raw.strip() if is_text and isinstance(raw, str) else raw
-        if not isinstance(name, str) or name not in self.names():
-            raise ValueError("not known here")
-        return name
-
-    def show(self, value: object) -> str:
-        """See `Kind`."""
-        return str(value)
+    def _words(self) -> Sequence[str]:
+        return self.words() if callable(self.words) else self.words
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +225,11 @@ class Switch:
 
     @property
     def allowed(self) -> str:
-        """See `Kind`."""
+        """Both words."""
         return "true or false"
 
     def read(self, raw: object, *, is_text: bool) -> bool:
-        """See `Kind`."""
+        """Read a boolean, or its word where `is_text`."""
         word = raw.strip().lower() if is_text and isinstance(raw, str) else ""
         if word in _TRUE or raw is True:
             return True
@@ -258,48 +238,48 @@ class Switch:
         raise ValueError("neither true nor false")
 
     def show(self, value: object) -> str:
-        """See `Kind`."""
+        """``true`` or ``false``."""
         return "true" if value else "false"
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A path, made absolute against the working directory (``~`` is the home directory); empty means none."""
+    """A path, made absolute (``~`` is the home directory); empty means none."""
 
     @property
     def allowed(self) -> str:
-        """See `Kind`."""
+        """Any path."""
         return "a path, or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> Path | None:
-        """See `Kind`."""
+        """Read a path and make it absolute."""
         del is_text
         if raw is None or raw == "":
             return None
         if not isinstance(raw, str | Path) or "\0" in str(raw):
             raise ValueError("not a path")
         try:
-            # A process that changes its directory later must not find itself with another store.
+            # absolute, so that a later change of the working directory does not change the store
             return Path(raw).expanduser().absolute()
         except RuntimeError as error:
-            raise ValueError("no home directory is known for it") from error
+            raise ValueError("unknown home directory") from error
 
     def show(self, value: object) -> str:
-        """See `Kind`."""
+        """The path, or ``(none)``."""
         return "(none)" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """A secret: 64 hexadecimal digits at the edge, 32 bytes inside, never shown; empty means none."""
+    """A secret of 32 bytes, as text 64 hexadecimal digits; never shown. Empty means none."""
 
     @property
     def allowed(self) -> str:
-        """See `Kind`."""
+        """The format."""
         return "64 hexadecimal digits, or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> Secret | None:
-        """See `Kind`."""
+        """Read hexadecimal digits, or 32 bytes."""
         del is_text
         if raw is None or raw == "":
             return None
@@ -311,7 +291,7 @@ class Hidden:
             raise ValueError("not a secret") from None
 
     def show(self, value: object) -> str:
-        """See `Kind`: only whether there is one."""
+        """Whether there is a secret, but not the secret."""
         return "(none)" if value is None else "(set)"
 
 

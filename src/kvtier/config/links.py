@@ -1,4 +1,4 @@
-"""How fast links are, as `kvtier probe` measured them: read from its record, checked, as plain numbers."""
+"""Link speeds from a record of `kvtier probe`."""
 
 import json
 import math
@@ -13,31 +13,31 @@ _ALLOWED = "a file that `kvtier probe --record` or `kvtier probe --json` wrote"
 
 
 class Speed(NamedTuple):
-    """One measure of a link."""
+    """One measurement of a link."""
 
     op: str
     size_bytes: int
-    """Of one operation."""
+    """Per operation."""
     depth: int
-    """Operations under way at once."""
+    """Concurrent operations."""
     bytes_per_s: float
     first_s: float
     """Median time of one operation at that depth."""
 
 
 Links = Mapping[str, tuple[Speed, ...]]
-"""By name of the link."""
+"""Measurements by name of the link."""
 
 
 def read_links(path: Path, origin: str) -> Links:
-    """The links of a probe's record.
+    """The links in a probe record.
 
     Args:
         path: the file.
-        origin: what named it, for messages.
+        origin: name of the path's source, for messages.
 
     Raises:
-        ConfigError: it cannot be read, or is no such record.
+        ConfigError: the file is unreadable or not a probe record.
     """
     try:
         with path.open("rb") as stream:
@@ -47,20 +47,20 @@ def read_links(path: Path, origin: str) -> Links:
     if len(content) > FILE_BYTES_MAX:
         raise ConfigError(f"{origin} = {path}: longer than {FILE_BYTES_MAX} bytes; allowed: {_ALLOWED}")
     try:
-        told: Any = json.loads(content)
-        told = told.get("results", told)
-        return {str(link["name"]): tuple(_speed(it) for it in link["measures"]) for link in told["links"]}
+        record: Any = json.loads(content)
+        record = record.get("results", record)
+        return {str(link["name"]): tuple(_speed(it) for it in link["measures"]) for link in record["links"]}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{origin} = {path}: not the record of a probe ({error!r}); allowed: {_ALLOWED}") from error
+        raise ConfigError(f"{origin} = {path}: not a probe record ({error!r}); allowed: {_ALLOWED}") from error
 
 
 def fastest(links: Links, name: str, op: str) -> float | None:
-    """Bytes a second of the fastest measure of `op` on the link `name`; None where there is none."""
+    """Highest bandwidth of `op` on the link `name` in bytes a second; None without a measurement."""
     return max((it.bytes_per_s for it in links.get(name, ()) if it.op == op), default=None)
 
 
-def _speed(told: object) -> Speed:
-    values = cast("dict[str, Any]", told)
+def _speed(measure: object) -> Speed:
+    values = cast("dict[str, Any]", measure)
     speed = Speed(
         op=str(values["op"]),
         size_bytes=int(values["bytes"]),
@@ -70,5 +70,5 @@ def _speed(told: object) -> Speed:
     )
     numbers = speed[1:]
     if not all(math.isfinite(number) and number > 0 for number in numbers):
-        raise ValueError(f"a measure with {numbers}")
+        raise ValueError(f"measurement with {numbers}")
     return speed

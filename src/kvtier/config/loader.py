@@ -1,4 +1,4 @@
-"""Settings come in here, once. Later wins: defaults, TOML file, environment, flags; every value knows its origin."""
+"""Loads the settings from defaults, a TOML file, the environment and flags; the last one wins. Values have origins."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ FILE_VARIABLE = "KVTIER_CONFIG"
 
 
 class Origin(NamedTuple):
-    """Where a value came from."""
+    """The source of a value."""
 
     layer: Literal["default", "file", "environment", "flag"]
     where: str = ""
@@ -27,7 +27,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The settings and, by ``section.key``, where each came from."""
+    """The settings and their origins, by ``section.key``."""
 
     config: Config
     origins: Mapping[str, Origin]
@@ -43,15 +43,15 @@ class _RawSetting(NamedTuple):
 
 
 def load(file: str | Path | None = None, environ: Mapping[str, str] = os.environ, flags: Iterable[str] = ()) -> Loaded:
-    """Read all settings.
+    """Load all settings.
 
     Args:
-        file: a TOML file with a table for each section; None means the one that ``KVTIER_CONFIG`` names, or none.
-        environ: where ``KVTIER_SECTION__KEY`` variables are looked up.
-        flags: ``section.key=value`` texts, later ones win.
+        file: a TOML file with a table for each section; None means the file in ``KVTIER_CONFIG``, if any.
+        environ: environment with ``KVTIER_SECTION__KEY`` variables.
+        flags: texts of the form ``section.key=value``; later ones win.
 
     Raises:
-        ConfigError: a file that is missing or no TOML, an unknown setting, or a value that is not allowed.
+        ConfigError: the file is missing or not TOML, a setting is unknown, or a value is not allowed.
     """
     origins = {setting.name: Origin("default") for kind in SECTIONS.values() for setting in settings(kind)}
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
@@ -62,9 +62,11 @@ def load(file: str | Path | None = None, environ: Mapping[str, str] = os.environ
         origins[setting.name] = origin
     try:
         parts: dict[str, Any] = {section: kind(**values[section]) for section, kind in SECTIONS.items()}
-    except ConfigError as error:  # settings that are right alone and wrong together
-        told = "; ".join(f"{name} is from {origin}" for name, origin in origins.items() if name in str(error).split())
-        raise ConfigError(f"{error} ({told})") from None
+    except ConfigError as error:  # single values are valid, but not their combination
+        sources = "; ".join(
+            f"{name} is from {origin}" for name, origin in origins.items() if name in str(error).split()
+        )
+        raise ConfigError(f"{error} ({sources})") from None
     return Loaded(config=Config(**parts), origins=origins, file=path)
 
 
@@ -75,14 +77,14 @@ def _from_file(path: Path | None) -> Iterator[_RawSetting]:
     for section, table in read_toml(path).items():
         known = find_section(section, str(origin))
         if not isinstance(table, dict):
-            raise ConfigError(f"{section} (from {origin}): not a section; write its settings below a line [{section}]")
+            raise ConfigError(f"{section} (from {origin}): not a section; allowed: settings below a line [{section}]")
         for key, raw in cast("dict[str, object]", table).items():
             yield _RawSetting(find(known, key, str(origin)), raw, origin, is_text=False)
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
-    # Names without a double underscore are other people's: Kubernetes sets KVTIER_PORT for a service of our name. But
-    # one that differs from a setting's name by just that underscore is a slip, and a silent one would be a trap.
+    # Names without a double underscore may belong to other programs: Kubernetes sets KVTIER_PORT for a service named
+    # kvtier. But a setting's name with a single underscore is a typing error that must not be ignored.
     slips = {f"{PREFIX}{section}_{s.key}".upper(): s for section, kind in SECTIONS.items() for s in settings(kind)}
     for name, raw in sorted(environ.items()):
         if name in slips:
@@ -99,6 +101,6 @@ def _from_flags(flags: Iterable[str]) -> Iterator[_RawSetting]:
         name, equals, raw = flag.partition("=")
         section, dot, key = name.strip().partition(".")
         if not equals or not dot:
-            raise ConfigError(f"flag --set {name}: not section.key=value; known sections: {', '.join(SECTIONS)}")
+            raise ConfigError(f"flag --set {name}: not section.key=value; allowed sections: {', '.join(SECTIONS)}")
         origin = Origin("flag", f"--set {name.strip()}")
         yield _RawSetting(find(find_section(section, str(origin)), key, str(origin)), raw, origin, is_text=True)

@@ -1,4 +1,4 @@
-"""What only the machine can tell: whether the settings can work here. Looks, creates nothing, changes nothing."""
+"""Checks the settings against this machine. Read-only."""
 
 import os
 import stat
@@ -20,12 +20,12 @@ from kvtier.tier.marker import DamagedMarkerError, read_marker, refuse_foreign
 from kvtier.tier.safe_open import refuse_public
 
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where a container finds its own limit (cgroup 2, cgroup 1)."""
+"""Memory limits of a container (cgroup 2, cgroup 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that will not work (error) or not as one may expect (warning)."""
+    """A setting that will not work (error) or not as expected (warning)."""
 
     level: Literal["error", "warning"]
     setting: str
@@ -53,12 +53,12 @@ class _Reporter:
 
 
 def check(config: Config, origins: Mapping[str, Origin] | None = None, file: Path | None = None) -> list[Finding]:
-    """What is wrong with `config` on this machine; empty when nothing is.
+    """Problems of `config` on this machine.
 
     Args:
         config: the settings.
-        origins: where each came from, for the messages (`Loaded.origins`).
-        file: the file they were read from, if any (`Loaded.file`).
+        origins: their origins, for messages (`Loaded.origins`).
+        file: the settings file, if any (`Loaded.file`).
     """
     reporter = _Reporter(origins or {})
     findings = [*_host(config, reporter), *_limits(config, reporter)]
@@ -72,21 +72,21 @@ def check(config: Config, origins: Mapping[str, Origin] | None = None, file: Pat
     for setting, path, part in paths:
         try:
             findings += part
-        except OSError as error:  # a directory above that may not even be looked into, a name that is too long
+        except OSError as error:  # such as an unreadable parent directory, or a name that is too long
             findings.append(reporter.error(setting, path, f"{error.filename}: {error.strerror}"))
     return findings
 
 
 def memory_bytes(limits: tuple[Path, ...] = MEMORY_LIMITS) -> int:
-    """Memory of this machine, or of this container where one of the files `limits` says less."""
+    """Memory of this machine, or of this container if one of the files `limits` states less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in limits:
         try:
-            told = path.read_text().strip()
+            limit = path.read_text().strip()
         except OSError:
             continue
-        if told.isdecimal():  # "max" where there is no limit
-            total = min(total, int(told))
+        if limit.isdecimal():  # "max" without a limit
+            total = min(total, int(limit))
     return total
 
 
@@ -94,9 +94,9 @@ def _host(config: Config, reporter: _Reporter) -> Iterator[Finding]:
     wanted, total = config.host.capacity_bytes, memory_bytes()
     shown = size_text(wanted)
     if wanted > total:
-        yield reporter.error("host.capacity_bytes", shown, f"more than the memory here, {size_text(total)}")
+        yield reporter.error("host.capacity_bytes", shown, f"more than the memory of this machine, {size_text(total)}")
     elif wanted > total * 0.9:
-        detail = f"leaves less than a tenth of the memory here, {size_text(total)}, to everything else"
+        detail = f"leaves less than a tenth of the memory, {size_text(total)}, to other programs"
         yield reporter.warning("host.capacity_bytes", shown, detail)
 
 
@@ -106,7 +106,7 @@ def _directory(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         yield from _without_effect("directory", config.directory, reporter)
         return
     nearest = _nearest_existing(path)
-    problem = _place_problem(path, nearest)
+    problem = _path_problem(path, nearest)
     if problem is not None:
         yield reporter.error("directory.path", path, problem)
         return
@@ -122,7 +122,7 @@ def _directory(config: Config, reporter: _Reporter) -> Iterator[Finding]:
     except ConfigError as error:
         yield reporter.error("directory.path", path, str(error))
         return
-    yield from _room("directory", config.directory, nearest, reporter, is_store=is_store)
+    yield from _space("directory", config.directory, nearest, reporter, is_store=is_store)
 
 
 def _disk(config: Config, reporter: _Reporter) -> Iterator[Finding]:
@@ -131,7 +131,7 @@ def _disk(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         yield from _without_effect("disk", config.disk, reporter)
         return
     nearest = _nearest_existing(path)
-    problem = _place_problem(path, nearest)
+    problem = _path_problem(path, nearest)
     if problem is not None:
         yield reporter.error("disk.path", path, problem)
         return
@@ -143,11 +143,11 @@ def _disk(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         yield reporter.error("disk.path", path, str(error))
         return
     is_store = nearest == path and (path / "rank-0" / DISK_MARKER_NAME).exists()
-    yield from _room("disk", config.disk, nearest, reporter, is_store=is_store)
+    yield from _space("disk", config.disk, nearest, reporter, is_store=is_store)
     reserve, usage = config.disk.reserve_bytes, disk_usage(nearest)
     room = usage.total if is_store else usage.free
     if usage.total and reserve >= room:
-        detail = f"leaves nothing to store in: its file system has {size_text(room)}{'' if is_store else ' free'}"
+        detail = f"leaves no space for the store: its file system has {size_text(room)}{'' if is_store else ' free'}"
         yield reporter.warning("disk.reserve_bytes", size_text(reserve), detail)
 
 
@@ -156,7 +156,7 @@ def _trace(config: Config, reporter: _Reporter) -> Iterator[Finding]:
     if path is None:
         yield from _without_effect("trace", config.trace, reporter)
         return
-    problem = _place_problem(path, _nearest_existing(path))
+    problem = _path_problem(path, _nearest_existing(path))
     if problem is not None:
         yield reporter.error("trace.path", path, problem)
 
@@ -178,25 +178,25 @@ def _without_effect(section: str, settings: object, reporter: _Reporter) -> Iter
             yield reporter.warning(name, value, f"has no effect: {section}.path is not set")
 
 
-def _place_problem(path: Path, nearest: Path) -> str | None:
-    """Why nothing can be kept at `path`, whose nearest existing directory is `nearest`; None when it can."""
+def _path_problem(path: Path, nearest: Path) -> str | None:
+    """Why `path` cannot be used, given its nearest existing directory `nearest`; None if it can."""
     if not nearest.is_dir():
-        culprit = path if nearest == path else f"{nearest}, above it,"
-        return f"{culprit} is not a directory"
+        subject = path if nearest == path else f"its parent {nearest}"
+        return f"{subject} is not a directory"
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-        what = "it" if nearest == path else f"it does not exist, and {nearest}, where it would be made,"
+        what = "it" if nearest == path else f"it does not exist, and its parent {nearest}"
         return f"{what} cannot be written by this user"
     return None
 
 
-def _room(
+def _space(
     section: str, settings: DirectoryConfig | DiskConfig, nearest: Path, reporter: _Reporter, *, is_store: bool
 ) -> Iterator[Finding]:
     usage, wanted = disk_usage(nearest), settings.capacity_bytes
     if usage.total == 0:
-        yield reporter.error(f"{section}.path", settings.path, f"the file system of {nearest} keeps no files")
+        yield reporter.error(f"{section}.path", settings.path, f"the file system of {nearest} has no space for files")
         return
-    # What a store holds already counts as used; how much that is, only a scan could tell. So it gets the benefit.
+    # A store's own bytes count as used. Only a scan could tell how many, so a store may use the whole size.
     room = usage.total if is_store else usage.free
     if wanted > room:
         detail = f"more than the {'size' if is_store else 'free space'} of its file system, {size_text(room)}"
@@ -217,16 +217,18 @@ def _secret(config: Config, reporter: _Reporter, file: Path | None) -> Iterator[
 
 
 def _secret_file(path: Path, reporter: _Reporter) -> Iterator[Finding]:
-    if not path.exists():  # it will be made
+    if not path.exists():  # it will be created
         nearest = path.parent
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            yield reporter.error("store.secret_file", path, f"there is none, and {nearest} is no place to make it in")
+            yield reporter.error(
+                "store.secret_file", path, f"it does not exist, and {nearest} is not a writable directory"
+            )
     elif not path.is_file():
         yield reporter.error("store.secret_file", path, "not a file")
     elif not os.access(path, os.R_OK):
         yield reporter.error("store.secret_file", path, "cannot be read by this user")
     elif _is_open_to_others(path):
-        yield reporter.error("store.secret_file", path, f"other users can read it, so it is refused; chmod 600 {path}")
+        yield reporter.error("store.secret_file", path, f"other users can read it; chmod 600 {path}")
     elif path.stat().st_size != SECRET_BYTES:
         yield reporter.error("store.secret_file", path, f"must hold {SECRET_BYTES} bytes")
 
@@ -237,7 +239,7 @@ def _limits(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         detail = f"longer than limits.load_deadline_s, {limits.load_deadline_s:g} s"
         yield reporter.warning("limits.probe_deadline_s", f"{limits.probe_deadline_s:g} s", detail)
     if limits.transfer_deadline_s > limits.load_deadline_s:
-        detail = f"longer than limits.load_deadline_s, {limits.load_deadline_s:g} s: a load ends before its transfers"
+        detail = f"longer than limits.load_deadline_s, {limits.load_deadline_s:g} s: loads end before their transfers"
         yield reporter.warning("limits.transfer_deadline_s", f"{limits.transfer_deadline_s:g} s", detail)
     if (
         config.store.write_policy != "selective"
@@ -248,14 +250,14 @@ def _limits(config: Config, reporter: _Reporter) -> Iterator[Finding]:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """`path`, or the nearest directory above it that exists."""
+    """`path`, or its nearest existing parent."""
     for candidate in (path, *path.parents):
         try:
             candidate.lstat()
         except (FileNotFoundError, NotADirectoryError):
             continue
         return candidate
-    return path  # not even "/": cannot be
+    return path  # not even "/" exists
 
 
 def _is_open_to_others(path: Path) -> bool:

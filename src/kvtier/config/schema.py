@@ -1,4 +1,4 @@
-"""Sections and settings in general: typed fields with a kind, checked when made; TOML files of such sections."""
+"""Sections of typed settings, which check their values when constructed, and TOML files of such sections."""
 
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
 LINE_DOTS_MAX = 256
-"""The parser's time grows with the square of a dotted key's parts."""
+"""The parser's time grows with the square of the parts of a dotted key."""
 
 _Value = TypeVar("_Value")
 
@@ -26,7 +26,7 @@ class Setting(NamedTuple):
     default: object
     help: str
     source: str
-    """Publication from which the default is, where there is one."""
+    """Publication that the default comes from, if any."""
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object
 
 
 def near(word: str, words: Sequence[str]) -> str:
-    """The end of a message about an unknown word: the nearest words, and all of them where they are few."""
+    """End of a message about an unknown word: the nearest words, and all words if they are few."""
     close = get_close_matches(word.lower(), words, n=3, cutoff=0.5)
     suggestion = f"; did you mean {' or '.join(close)}?" if close else ""
     return suggestion if close and len(words) > 24 else f"{suggestion or ';'} known here: {', '.join(words)}"
@@ -84,15 +84,15 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises:
-        ConfigError: it cannot be read, is longer than `FILE_BYTES_MAX`, not TOML, or nested too deep.
+        ConfigError: the file is unreadable, longer than `FILE_BYTES_MAX`, not TOML, or nested too deep.
     """
     try:
         with path.open("rb") as stream:
             content = stream.read(FILE_BYTES_MAX + 1)
         if len(content) > FILE_BYTES_MAX:
-            raise ConfigError(f"file {path}: longer than {FILE_BYTES_MAX} bytes; allowed: at most that")
+            raise ConfigError(f"file {path}: longer than {FILE_BYTES_MAX} bytes")
         if any(line.count(b".") > LINE_DOTS_MAX for line in content.splitlines()):
-            raise ConfigError(f"file {path}: more than {LINE_DOTS_MAX} dots in a line; allowed: at most that")
+            raise ConfigError(f"file {path}: more than {LINE_DOTS_MAX} dots in a line")
         return tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigError(f"file {path}: {error.strerror}; allowed: a readable TOML file") from error

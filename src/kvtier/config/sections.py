@@ -1,6 +1,6 @@
-"""Every setting: its section, type, default, what is allowed and what it is for.
+"""Every setting: its section, type, default, allowed values and help.
 
-To add one: a line here, nothing else. The loader, the environment, `--set`, `config show` and the messages follow.
+To add a setting, add a line here. The loader, the environment, `--set`, `config show` and messages follow.
 """
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.codec import registry as codecs
-from kvtier.config.kinds import Choice, Count, Hidden, Location, Named, Seconds, Size, Switch
+from kvtier.config.kinds import Choice, Count, Hidden, Location, Seconds, Size, Switch
 from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
@@ -19,7 +19,7 @@ from kvtier.policy.registry import DEFAULT_EVICTOR, EVICTORS
 Mode = Literal["auto", "on", "off"]
 
 _MODE = Choice(("auto", "on", "off"))
-_REQUIRED = "Refuse to start when its place fails; false: start without it, and take it in when it can be opened."
+_REQUIRED = "Refuse to start when the tier fails; false: start without it and open it later."
 
 
 def _evictors() -> list[str]:
@@ -28,15 +28,15 @@ def _evictors() -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostConfig(SettingsSection):
-    """Host memory: the arena of slots through which every chunk goes."""
+    """Host memory: the slots through which every chunk passes."""
 
     section: ClassVar[str] = "host"
 
-    capacity_bytes: int = setting(4 * 2**30, Size(2**20), "Host memory for chunks, of each engine; taken at start.")
-    evictor: str = setting(DEFAULT_EVICTOR, Named(_evictors), "Who leaves host memory when it is full.")
-    page_lock: Mode = setting("auto", _MODE, "Page-lock host memory for fast copies to the GPU; auto: where CUDA is.")
+    capacity_bytes: int = setting(4 * 2**30, Size(2**20), "Host memory for chunks, per engine; allocated at start.")
+    evictor: str = setting(DEFAULT_EVICTOR, Choice(_evictors), "Eviction policy of host memory.")
+    page_lock: Mode = setting("auto", _MODE, "Page-lock host memory for fast GPU copies; auto: if CUDA is available.")
     populate: bool = setting(
-        default=False, kind=Switch(), help="Touch all host memory at start: a slower start, no page fault later."
+        default=False, kind=Switch(), help="Touch all host memory at start: slower start, no page faults later."
     )
 
 
@@ -46,14 +46,14 @@ class DirectoryConfig(SettingsSection):
 
     section: ClassVar[str] = "directory"
 
-    path: Path | None = setting(None, Location(), "Where chunks are kept; none: no directory tier.")
-    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Most bytes on disk, of all processes together.")
-    direct_io: Mode = setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
-    evictor: str = setting(DEFAULT_EVICTOR, Named(_evictors), "Who leaves the directory when it is full.")
+    path: Path | None = setting(None, Location(), "Directory of the store; none: no directory tier.")
+    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on disk, shared by all processes.")
+    direct_io: Mode = setting("auto", _MODE, "Bypass the page cache; auto: if the file system allows it.")
+    evictor: str = setting(DEFAULT_EVICTOR, Choice(_evictors), "Eviction policy of the directory.")
     shared: bool = setting(
         default=True,
         kind=Switch(),
-        help="Other processes write here too; false: believe our own index, so a miss costs nothing.",
+        help="Other processes write here, too; false: trust the own index, so that misses cost no I/O.",
     )
     read_threads: int = setting(4, Count(1, 256), "Threads that read chunks from the directory.")
     write_threads: int = setting(2, Count(1, 256), "Threads that write chunks to the directory.")
@@ -62,17 +62,19 @@ class DirectoryConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskConfig(SettingsSection):
-    """The disk tier: preallocated segments on a local drive, for one engine alone."""
+    """The disk tier: preallocated segments on a local drive, for one engine."""
 
     section: ClassVar[str] = "disk"
 
-    path: Path | None = setting(None, Location(), "Where segments are kept, on a local drive; none: no disk tier.")
-    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Most bytes on the drive, of all ranks together.")
-    direct_io: Mode = setting("auto", _MODE, "Go around the kernel's cache; auto: where the file system allows.")
-    reserve_bytes: int = setting(2**30, Size(0), "Free space of the file system that is left to others.")
-    sync_interval_s: float = setting(1.0, Seconds(1e-2, 3600), "About how much time of writes a crash may forget.")
+    path: Path | None = setting(None, Location(), "Directory of the segments, on a local drive; none: no disk tier.")
+    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on the drive, shared by all ranks.")
+    direct_io: Mode = setting("auto", _MODE, "Bypass the page cache; auto: if the file system allows it.")
+    reserve_bytes: int = setting(2**30, Size(0), "Free space of the file system that kvtier does not use.")
+    sync_interval_s: float = setting(
+        1.0, Seconds(1e-2, 3600), "Interval between syncs; a crash loses the writes since."
+    )
     write_bytes_per_day: int = setting(
-        0, Size(0), "What the drive's endurance allows each rank to write in a day; 0: no limit."
+        0, Size(0), "Write budget per rank and day, from the drive's endurance; 0: no limit."
     )
     read_threads: int = setting(4, Count(1, 256), "Threads that read chunks from the disk.")
     write_threads: int = setting(2, Count(1, 256), "Threads that write chunks to the disk.")
@@ -81,124 +83,128 @@ class DiskConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig(SettingsSection):
-    """What is stored, when, and under which names."""
+    """Chunks, write policy and names."""
 
     section: ClassVar[str] = "store"
 
     chunk_tokens: int = setting(
-        0, Count(0, 2**20), "Tokens of a chunk; 0: the smallest multiple of the engine's alignment from 256 on."
+        0, Count(0, 2**20), "Tokens per chunk; 0: the smallest multiple of the engine's alignment, at least 256."
     )
     write_policy: Literal["through", "back", "selective"] = setting(
         "through",
         Choice(("through", "back", "selective")),
-        "When a chunk goes below host memory: as soon as it is ready, when it is evicted, or at its n-th use.",
+        "When a chunk is written to lower tiers: as soon as it is ready, before its eviction, or at its n-th use.",
     )
     selective_uses: int = setting(2, Count(1, 1000), "The n of write_policy = selective.")
-    codec: str = setting("raw", Named(codecs.names), "What happens to the bytes on their way out of host memory.")
+    codec: str = setting("raw", Choice(codecs.names), "Encoding of chunks in lower tiers.")
     secret_file: Path | None = setting(
-        None, Location(), "File with the secret that keys all names; none: made beside what a tier keeps (mode 0600)."
+        None, Location(), "File with the secret that keys all names; none: created in a tier's store (mode 0600)."
     )
     secret: Secret | None = setting(
-        None, Hidden(), "The secret itself, for stores that share one; better in a file or the environment than a flag."
+        None, Hidden(), "The secret itself, for stores that share one. Prefer a file or the environment to a flag."
     )
 
     def __post_init__(self) -> None:
-        SettingsSection.__post_init__(
-            self
-        )  # slots make a new class, so that super() without arguments finds the wrong one
+        SettingsSection.__post_init__(self)  # slots create a new class, for which super() without arguments fails
         if self.secret is not None and self.secret_file is not None:
             raise ConfigError("store.secret and store.secret_file are both set; allowed: one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig(SettingsSection):
-    """How much may be under way, and for how long."""
+    """Concurrency and deadlines."""
 
     section: ClassVar[str] = "limits"
 
-    loads_in_flight: int = setting(16, Count(1, 1024), "Promotes (lower tier to host) at once, for each tier.")
-    stores_in_flight: int = setting(16, Count(1, 1024), "Gathers (engine to host) at once.")
-    demotes_in_flight: int = setting(8, Count(1, 1024), "Demotes (host to lower tier) at once, for each tier.")
+    loads_in_flight: int = setting(16, Count(1, 1024), "Concurrent promotions (lower tier to host) per tier.")
+    stores_in_flight: int = setting(16, Count(1, 1024), "Concurrent gathers (engine to host).")
+    demotes_in_flight: int = setting(8, Count(1, 1024), "Concurrent demotions (host to lower tier) per tier.")
     small_bytes_in_flight: int = setting(
         16 * 2**20,
         Size(0),
-        "Small objects may be more than these loads and demotes at once: so many bytes of each, for each tier.",
+        "Extra bytes in flight for small objects, per tier and direction.",
     )
-    scatters_in_flight: int = setting(16, Count(1, 1024), "Scatters (host to engine) at once.")
-    waiting_chunks: int = setting(4096, Count(0, 10**6), "Objects of stores that may wait for room; more are dropped.")
-    requests: int = setting(4096, Count(1, 10**6), "Requests tracked; more are looked up in host memory only.")
+    scatters_in_flight: int = setting(16, Count(1, 1024), "Concurrent scatters (host to engine).")
+    waiting_chunks: int = setting(4096, Count(0, 10**6), "Objects that may wait for a slot; further ones are dropped.")
+    requests: int = setting(4096, Count(1, 10**6), "Tracked requests; further ones are looked up in host memory only.")
     probe_deadline_s: float = setting(
-        0.5, Seconds(1e-3, 60), "How long a lower tier may take to say what it holds; after it, absent."
+        0.5, Seconds(1e-3, 60), "Deadline for answers of lower tiers; after it their objects count as absent."
     )
-    load_deadline_s: float = setting(30.0, Seconds(1e-2, 3600), "How long a load may take; after it, recomputed.")
-    transfer_deadline_s: float = setting(10.0, Seconds(1e-2, 3600), "How long one transfer may take; then it failed.")
-    store_deadline_s: float = setting(10.0, Seconds(0, 3600), "How long a store waits for room before it is dropped.")
+    load_deadline_s: float = setting(
+        30.0, Seconds(1e-2, 3600), "Deadline of a load; then the engine computes the rest."
+    )
+    transfer_deadline_s: float = setting(10.0, Seconds(1e-2, 3600), "Deadline of a transfer; then it has failed.")
+    store_deadline_s: float = setting(
+        10.0, Seconds(0, 3600), "How long a store waits for slots; then the rest is dropped."
+    )
     open_deadline_s: float = setting(
-        30.0, Seconds(1e-2, 3600), "How long start waits for a tier to open; it may come in later."
+        30.0, Seconds(1e-2, 3600), "How long the start waits for a tier; the tier can open later."
     )
-    close_deadline_s: float = setting(30.0, Seconds(0, 3600), "How long closing may take to flush what was stored.")
-    tier_failures: int = setting(3, Count(1, 1000), "Failures in a row after which a tier is left alone.")
-    tier_retry_s: float = setting(5.0, Seconds(1e-2, 3600), "After how long a tier that was left alone is tried again.")
+    close_deadline_s: float = setting(30.0, Seconds(0, 3600), "Deadline for writing pending chunks at close.")
+    tier_failures: int = setting(3, Count(1, 1000), "Consecutive failures that open a tier's circuit breaker.")
+    tier_retry_s: float = setting(5.0, Seconds(1e-2, 3600), "Delay before a trial of the tier; doubles up to a minute.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig(SettingsSection):
-    """Load or compute."""
+    """The choice between loading and computing."""
 
     section: ClassVar[str] = "planner"
 
     enabled: bool = setting(
-        default=True, kind=Switch(), help="Load only what is there sooner than computed; false: load whatever there is."
+        default=True,
+        kind=Switch(),
+        help="Load only where it is faster than computing; false: load everything available.",
     )
     probe_file: Path | None = setting(
-        None, Location(), "Record of `kvtier probe`: how fast links are believed to be until they are seen; none: fast."
+        None, Location(), "Record of `kvtier probe` with link speeds to assume before measurements; none: fast links."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig(SettingsSection):
-    """A record of requests, to be replayed; it tells lengths, times and which blocks are equal."""
+    """Recordings of requests for `kvtier replay`: lengths, times and identities of blocks."""
 
     section: ClassVar[str] = "trace"
 
-    path: Path | None = setting(None, Location(), "Directory for recordings of requests; none: nothing is recorded.")
-    capacity_bytes: int = setting(2**30, Size(2**12), "Most bytes of recordings in it; then recording stops.")
+    path: Path | None = setting(None, Location(), "Directory for recordings of requests; none: no recording.")
+    capacity_bytes: int = setting(2**30, Size(2**12), "Maximum bytes of recordings; then recording stops.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(SettingsSection):
-    """What kvtier does inside vLLM."""
+    """Behaviour in vLLM."""
 
     section: ClassVar[str] = "vllm"
 
     prefix_protection: bool = setting(
         default=True,
         kind=Switch(),
-        help="Reorder vLLM's free blocks so that those of waiting prompts are handed out last; false: vLLM's order.",
+        help="Reorder vLLM's free blocks so that prefixes of waiting requests are evicted last; false: vLLM's order.",
     )
     unsupported: Literal["refuse", "allow", "selftest"] = setting(
         "refuse",
         Choice(("refuse", "allow", "selftest")),
-        "A vLLM that was never tried; allow: where `doctor --selftest` has passed; selftest: for that test alone.",
+        "Untested versions of vLLM; allow: if `doctor --selftest` has passed; selftest: for that test only.",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig(SettingsSection):
-    """Which lines kvtier logs in vLLM; elsewhere the program that uses kvtier decides."""
+    """Logging in vLLM; elsewhere the host program configures logging."""
 
     section: ClassVar[str] = "log"
 
     level: Literal["engine", "debug", "info", "warning", "error"] = setting(
         "engine",
         Choice(("engine", "debug", "info", "warning", "error")),
-        "Least level of kvtier's lines in vLLM's log; engine: that of vLLM's own (VLLM_LOGGING_LEVEL).",
+        "Minimum level of kvtier's lines in vLLM's log; engine: the level of vLLM (VLLM_LOGGING_LEVEL).",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All settings. Constructors elsewhere take values from it, never the tree."""
+    """All settings. Constructors take single values from it, never the tree."""
 
     host: HostConfig = field(default_factory=HostConfig)
     directory: DirectoryConfig = field(default_factory=DirectoryConfig)
@@ -231,7 +237,7 @@ def find_section(section: str, origin: str) -> type[SettingsSection]:
     """The section of that name.
 
     Raises:
-        ConfigError: there is none; the message names those that are known, and the nearest.
+        ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
     """
     if section not in SECTIONS:
         raise ConfigError(f"{section} (from {origin}): unknown section{near(section, list(SECTIONS))}")
@@ -242,7 +248,7 @@ def find(section: type[SettingsSection], key: str, origin: str) -> Setting:
     """The setting `key` of `section`.
 
     Raises:
-        ConfigError: there is none; the message names those that are known, and the nearest.
+        ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
     """
     known = {setting.key: setting for setting in settings(section)}
     if key not in known:
@@ -251,5 +257,5 @@ def find(section: type[SettingsSection], key: str, origin: str) -> Setting:
 
 
 def value_of(config: Config, setting: Setting) -> object:
-    """What `config` says for `setting`."""
+    """The value of `setting` in `config`."""
     return getattr(getattr(config, setting.section), setting.key)

@@ -1,4 +1,4 @@
-"""What can be seen from outside: metrics."""
+"""Metrics."""
 
 from kvtier.observe.metrics import CONTENT_TYPE, Metrics
 from kvtier.observe.table import METRICS, Label, Metric, MetricKind

@@ -1,6 +1,6 @@
-"""Counts what happens, in this process, and shows it as Prometheus text. Threads may call anything at once.
+"""Counts events of this process and exports them as Prometheus text. Thread-safe.
 
-One lock around a dictionary update: about a microsecond, for events that each move megabytes.
+A lock around a dictionary update costs about a microsecond; events move megabytes each.
 """
 
 from bisect import bisect_left
@@ -13,26 +13,26 @@ from typing import NamedTuple, TypeVar
 from kvtier.observe.table import METRICS, OPEN_LABEL_VALUES_MAX, OTHER, Label, Metric, MetricKind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""What an HTTP answer with `Metrics.render` says it is."""
+"""HTTP content type of `Metrics.render`."""
 
 _Values = tuple[str, ...]
 _Series = TypeVar("_Series")
 
 
 class Series(NamedTuple):
-    """One metric with one set of label values, as it stands."""
+    """One metric with one set of label values."""
 
     metric: Metric
     values: tuple[str, ...]
-    """Of the metric's labels, in their order."""
+    """Label values, in the order of the metric's labels."""
     number: float
-    """The value; of a histogram the sum of its observations."""
+    """The value; for a histogram the sum of its observations."""
     counts: tuple[int, ...] = ()
-    """Of a histogram: observations for each bucket (not cumulative), and for all that are larger."""
+    """Of a histogram: observations per bucket (not cumulative), and of all larger values."""
 
 
 class _Histogram:
-    """Observations by size. `counts` is per bucket, not cumulative; the last is for all that are larger."""
+    """Observations per bucket, not cumulative; the last count is for all larger values."""
 
     __slots__ = ("counts", "total")
 
@@ -45,22 +45,22 @@ class Metrics:
     """The metrics of one session or process.
 
     Args:
-        table: which metrics there are.
+        table: the known metrics.
 
-    A metric or label that the table does not have is our own mistake: every method raises `ValueError` for one.
+    Every method raises `ValueError` for metrics and labels that are not in the table.
     """
 
     def __init__(self, table: tuple[Metric, ...] = METRICS) -> None:
         self._table = table
         self._lock = Lock()
         self.changes = 0
-        """Goes up with everything that is counted; gauges are not."""
+        """Increases with every count; gauges do not count."""
         self._numbers: dict[str, dict[_Values, float]] = {}
         self._histograms: dict[str, dict[_Values, _Histogram]] = {}
         self._open_values: dict[tuple[str, str], set[str]] = {}
         for metric in table:
-            # Every series that can be known is there from the start, at zero: a rate over a series that appears with
-            # its first event misses that event.
+            # All possible series exist from the start, at zero: a rate over a series that appears with its first event
+            # would miss that event.
             closed = [label.values for label in metric.labels if label.values is not None]
             known = list(product(*closed)) if len(closed) == len(metric.labels) else []
             if metric.kind is MetricKind.HISTOGRAM:
@@ -69,7 +69,7 @@ class Metrics:
                 self._numbers[metric.name] = dict.fromkeys(known, 0.0)
 
     def bind(self, metric: Metric, **labels: str) -> "Bound":
-        """One series, checked here once, for code that counts in it often."""
+        """One series with its checks done, for code that counts often."""
         with self._lock:
             values = self._values(metric, labels)
             if metric.kind is MetricKind.HISTOGRAM:
@@ -77,7 +77,7 @@ class Metrics:
             return Bound(self, self._lock, metric, values, numbers=self._series(self._numbers, metric))
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
-        """Add `amount` to a counter or a gauge; a counter never goes down."""
+        """Add `amount` to a counter or gauge; a counter cannot decrease."""
         self.bind(metric, **labels).add(amount)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
@@ -85,11 +85,11 @@ class Metrics:
         self.bind(metric, **labels).set(value)
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Count `value` in a histogram."""
+        """Add an observation to a histogram."""
         self.bind(metric, **labels).observe(value)
 
     def get(self, metric: Metric, **labels: str) -> float:
-        """The value of a counter or gauge, or the number of observations of a histogram; 0 when nothing happened."""
+        """The value of a counter or gauge, or the number of observations of a histogram; 0 without events."""
         with self._lock:
             values = self._values(metric, labels)
             if metric.kind is MetricKind.HISTOGRAM:
@@ -98,12 +98,12 @@ class Metrics:
             return self._series(self._numbers, metric).get(values, 0.0)
 
     def snapshot(self) -> dict[str, float]:
-        """Every series by its Prometheus name, such as ``kvtier_evictions_total{place="host"}``; buckets left out."""
+        """Every series by its Prometheus name, such as ``kvtier_evictions_total{place="host"}``, without buckets."""
         with self._lock:
             return {name: value for metric in self._table for name, value in self._samples(metric, with_buckets=False)}
 
     def series(self) -> list[Series]:
-        """Every series there is, for whoever shows them in another way."""
+        """All series, for other formats."""
         with self._lock:
             found = [
                 Series(metric, values, number)
@@ -116,7 +116,7 @@ class Metrics:
         return found
 
     def render(self) -> str:
-        """Everything in the Prometheus text format, version 0.0.4; each metric with its help, even while unused."""
+        """All metrics in the Prometheus text format, version 0.0.4."""
         lines: list[str] = []
         with self._lock:
             for metric in self._table:
@@ -168,7 +168,7 @@ class Metrics:
 class Bound:
     """One metric with one set of label values, from `Metrics.bind`.
 
-    A method that does not fit the metric's kind raises `ValueError`.
+    Methods that do not fit the metric's kind raise `ValueError`.
     """
 
     __slots__ = ("_histograms", "_lock", "_metric", "_metrics", "_numbers", "_values")
@@ -191,7 +191,7 @@ class Bound:
         self._histograms = histograms
 
     def add(self, amount: float = 1.0) -> None:
-        """See `Metrics.add`."""
+        """Add to a counter or gauge."""
         if self._numbers is None or (amount < 0 and self._metric.kind is MetricKind.COUNTER):
             raise ValueError(f"{self._metric.name} is a {self._metric.kind.value}; cannot add {amount}")
         with self._lock:
@@ -199,14 +199,14 @@ class Bound:
             self._metrics.changes += amount != 0
 
     def set(self, value: float) -> None:
-        """See `Metrics.set`."""
+        """Set a gauge."""
         if self._numbers is None or self._metric.kind is not MetricKind.GAUGE:
             raise ValueError(f"{self._metric.name} is a {self._metric.kind.value}, not a gauge")
         with self._lock:
             self._numbers[self._values] = float(value)
 
     def observe(self, value: float) -> None:
-        """See `Metrics.observe`."""
+        """Add an observation to a histogram."""
         if self._histograms is None:
             raise ValueError(f"{self._metric.name} is a {self._metric.kind.value}, not a histogram")
         with self._lock:

@@ -1,6 +1,6 @@
-"""Every metric there is: name, kind, unit, labels, help. Nothing is counted that is not in this table.
+"""Every metric: name, kind, unit, labels and help. Others cannot be counted.
 
-Prometheus names in base units. Labels are few and their values are known: never a request, a key or a path.
+Names follow Prometheus, in base units. Labels have few known values: never a request, a key or a path.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from kvtier.types import Link, Outcome, Presence, Way
 
 
 class MetricKind(Enum):
-    """What a metric does over time; the values are Prometheus's words."""
+    """Kind of a metric, in Prometheus's words."""
 
-    COUNTER = "counter"  # only goes up
+    COUNTER = "counter"  # only increases
     GAUGE = "gauge"  # goes up and down
     HISTOGRAM = "histogram"  # counts observations by size
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One label: its values where they are known in advance, None where they are names that the user gave (tiers)."""
+    """One label. Its values are None if they are names from the settings (tiers)."""
 
     name: str
     values: tuple[str, ...] | None = None
@@ -33,15 +33,15 @@ class Metric:
     name: str
     kind: MetricKind
     unit: str
-    """The unit that `name` ends with (before ``_total``); empty for a plain count or a claim."""
+    """Unit at the end of `name` (before ``_total``); empty for plain counts."""
     labels: tuple[Label, ...]
     help: str
     buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram, rising; one for all the rest comes after them."""
+    """Upper bounds of a histogram's buckets, ascending; a last bucket is unbounded."""
 
 
 OPEN_LABEL_VALUES_MAX = 32
-"""Values of a label that is not closed; further ones are counted as "other", so that no label can grow for ever."""
+"""Maximum values of an open label; further ones count as "other"."""
 
 OTHER = "other"
 
@@ -57,52 +57,46 @@ LOOKUPS = Metric(
     MetricKind.COUNTER,
     "",
     (Label("presence", tuple(presence.value for presence in Presence)),),
-    "Lookups answered, by what was said.",
+    "Lookups, by result.",
 )
 LOOKUP_TOKENS = Metric(
     "kvtier_lookup_tokens_total",
     MetricKind.COUNTER,
     "tokens",
     (Label("result", ("ready", "arriving", "absent")),),
-    "Tokens of prompts looked up, each request once: in host memory, in a lower tier, nowhere. The hit rate of tokens "
-    "is (ready + arriving) over all three.",
+    "Tokens of looked up prompts, once per request: in host memory, in a lower tier, absent. The token hit rate is "
+    "(ready + arriving) over all three.",
 )
 LOADS = Metric(
     "kvtier_loads_total",
     MetricKind.COUNTER,
     "",
     (Label("result", ("whole", "part", "none")),),
-    "Loads ended, by how much of what was asked for arrived.",
+    "Loads, by the share of the requested tokens that arrived.",
 )
-LOAD_TOKENS = Metric(
-    "kvtier_load_tokens_total", MetricKind.COUNTER, "tokens", (_PLACE,), "Tokens restored, by where they came from."
-)
-LOAD_SECONDS = Metric(
-    "kvtier_load_seconds", MetricKind.HISTOGRAM, "seconds", (), "From asking for a load to its end.", _SECONDS
-)
-STORES = Metric("kvtier_stores_total", MetricKind.COUNTER, "", (), "Stores ended.")
+LOAD_TOKENS = Metric("kvtier_load_tokens_total", MetricKind.COUNTER, "tokens", (_PLACE,), "Tokens loaded, by source.")
+LOAD_SECONDS = Metric("kvtier_load_seconds", MetricKind.HISTOGRAM, "seconds", (), "Duration of a load.", _SECONDS)
+STORES = Metric("kvtier_stores_total", MetricKind.COUNTER, "", (), "Stores.")
 STORE_CHUNKS = Metric(
     "kvtier_store_chunks_total",
     MetricKind.COUNTER,
     "chunks",
     (Label("result", ("held", "dropped")),),
-    "Chunks of stores (all groups counted): held in host memory, or dropped for want of room or by a failure.",
+    "Chunks of stores, in all groups: held in host memory, or dropped (no slot in time, or a failure).",
 )
-STORE_SECONDS = Metric(
-    "kvtier_store_seconds", MetricKind.HISTOGRAM, "seconds", (), "From asking for a store to its end.", _SECONDS
-)
+STORE_SECONDS = Metric("kvtier_store_seconds", MetricKind.HISTOGRAM, "seconds", (), "Duration of a store.", _SECONDS)
 TRANSFERS = Metric(
-    "kvtier_transfers_total", MetricKind.COUNTER, "", (_LINK, _OUTCOME), "Transfers ended, by the way and the outcome."
+    "kvtier_transfers_total", MetricKind.COUNTER, "", (_LINK, _OUTCOME), "Transfers, by link and outcome."
 )
 TRANSFER_BYTES = Metric(
-    "kvtier_transfer_bytes_total", MetricKind.COUNTER, "bytes", (_LINK,), "Bytes moved by transfers that were done."
+    "kvtier_transfer_bytes_total", MetricKind.COUNTER, "bytes", (_LINK,), "Bytes of successful transfers."
 )
 TRANSFER_SECONDS = Metric(
     "kvtier_transfer_seconds",
     MetricKind.HISTOGRAM,
     "seconds",
     (_LINK,),
-    "How long a transfer took, without its wait for a thread.",
+    "Duration of a transfer, without its wait for a thread.",
     _SECONDS,
 )
 TRANSFER_WAIT_SECONDS = Metric(
@@ -110,31 +104,28 @@ TRANSFER_WAIT_SECONDS = Metric(
     MetricKind.HISTOGRAM,
     "seconds",
     (_LINK,),
-    "How long a transfer waited for a thread.",
+    "Wait of a transfer for a thread.",
     _SECONDS,
 )
-TRANSFERS_IN_FLIGHT = Metric(
-    "kvtier_transfers_in_flight", MetricKind.GAUGE, "", (_LINK,), "Transfers given to the mover and not yet ended."
-)
-REQUESTS = Metric("kvtier_requests", MetricKind.GAUGE, "", (), "Requests that are tracked.")
+TRANSFERS_IN_FLIGHT = Metric("kvtier_transfers_in_flight", MetricKind.GAUGE, "", (_LINK,), "Transfers in flight.")
+REQUESTS = Metric("kvtier_requests", MetricKind.GAUGE, "", (), "Tracked requests.")
 PROBES = Metric(
     "kvtier_probes_total",
     MetricKind.COUNTER,
     "",
     (_TIER, Label("result", ("answered", "late", "failed"))),
-    "Questions to lower tiers, by how they ended.",
+    "Probes of lower tiers, by result.",
 )
 PROBE_SECONDS = Metric(
-    "kvtier_probe_seconds", MetricKind.HISTOGRAM, "seconds", (_TIER,), "How long a lower tier took to answer.", _SECONDS
+    "kvtier_probe_seconds", MetricKind.HISTOGRAM, "seconds", (_TIER,), "Duration of a probe.", _SECONDS
 )
-HELD_BYTES = Metric("kvtier_held_bytes", MetricKind.GAUGE, "bytes", (_PLACE,), "Bytes that a place holds.")
+HELD_BYTES = Metric("kvtier_held_bytes", MetricKind.GAUGE, "bytes", (_PLACE,), "Bytes held, by place.")
 CAPACITY_BYTES = Metric(
     "kvtier_capacity_bytes",
     MetricKind.GAUGE,
     "bytes",
     (_PLACE,),
-    "Most bytes a place may hold now: less than its setting while a tier's file system is full. Host memory is each "
-    "engine's own.",
+    "Current capacity, by place: below the setting while a tier's file system is full. Host memory is per engine.",
 )
 EVICTIONS = Metric("kvtier_evictions_total", MetricKind.COUNTER, "", (_PLACE,), "Good copies removed to make room.")
 WRITE_BYTES = Metric(
@@ -142,23 +133,23 @@ WRITE_BYTES = Metric(
     MetricKind.COUNTER,
     "bytes",
     (_TIER, Label("what", ("frames", "upkeep", "avoided"))),
-    "Bytes that a tier wrote to its device: frames, and what keeping them took (copies of survivors, index); and bytes "
-    "that its write budget refused. Write amplification is (frames + upkeep) over frames.",
+    "Bytes written to a tier's device: frames, and upkeep (copies during reclaim, index); and bytes refused by the "
+    "write budget. Write amplification is (frames + upkeep) over frames.",
 )
 DROPS = Metric(
     "kvtier_drops_total",
     MetricKind.COUNTER,
     "",
     (_PLACE, Label("reason", ("corrupt", "failed", "stale"))),
-    "Bad copies removed: damaged, or doubted because a load found damage before them, not written whole, or of another "
-    "version or layout.",
+    "Bad copies removed: damaged, suspect because of damage earlier in the prefix, incomplete, or of another version "
+    "or layout.",
 )
 TIER_UP = Metric(
     "kvtier_tier_up",
     MetricKind.GAUGE,
     "",
     (_TIER, Label("way", get_args(Way))),
-    "1 while the tier is read or written, 0 while such operations have failed and are made only now and then.",
+    "1 while reads or writes of the tier are allowed, 0 while its circuit breaker is open.",
 )
 TIER_FAILURES = Metric(
     "kvtier_tier_failures_total", MetricKind.COUNTER, "", (_TIER,), "I/O errors and missed deadlines of a tier."
@@ -176,7 +167,7 @@ TRACE_REQUESTS = Metric(
     MetricKind.COUNTER,
     "",
     (Label("result", ("recorded", "lost")),),
-    "Requests that were to be recorded as a trace.",
+    "Requests in trace recordings: recorded, or lost.",
 )
 
 METRICS: tuple[Metric, ...] = (
@@ -206,4 +197,3 @@ METRICS: tuple[Metric, ...] = (
     STUCK_QUEUES,
     TRACE_REQUESTS,
 )
-"""The table."""
