@@ -70,6 +70,6 @@ def test_whoever_is_told_hears_it_of_any_rank(tmp_path):
         asking = threading.Thread(target=started[1].ask, args=["leave"])
         asking.start()
         until(lambda: heard == [1])
-        below.executor.tell(Note("still here"))
+        below.executor.send_note(Note("still here"))
         assert below.executor.close(DEADLINE_S)
         asking.join(DEADLINE_S)

@@ -281,7 +281,7 @@ def test_the_outbox_has_an_end(pair, monkeypatch):
     assert 0 < len(answers) < 10
     assert {completion.outcome for completion in answers} == {Outcome.FAILED}
     mover.submit(Cancel(tuple(range(1000))))
-    mover.tell(Note("x" * 2000))  # neither may raise
+    mover.send_note(Note("x" * 2000))  # neither may raise
 
 
 # ---- our own mistakes ----------------------------------------------------------------------------------------------

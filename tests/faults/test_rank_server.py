@@ -59,7 +59,7 @@ def test_notes_arrive_in_order(tmp_path):
     with workers(tmp_path / "kv", 2) as started:
         below = connect([worker.handshake for worker in started])
         for note in notes:
-            below.executor.tell(note)
+            below.executor.send_note(note)
         for worker in started:
             until(lambda worker=worker: len(worker.ask("notes")) == 200)
             assert [Note(*note[:2], tuple(note[2]), note[3]) for note in worker.ask("notes")] == notes

@@ -218,7 +218,7 @@ class Scripted:
     def __init__(self):
         self.commands = []
         self.notes = []
-        self.tell = self.notes.append
+        self.send_note = self.notes.append
         self.is_behind = False
 
     def submit(self, *commands):
@@ -312,7 +312,7 @@ def test_notes_go_to_all_ranks_in_order(ranks):
     group = RankGroup(ranks)
     notes = [Note("loaded", RequestId(str(n)), (n,), flag=True) for n in range(3)]
     for note in notes:
-        group.tell(note)
+        group.send_note(note)
     assert ranks[0].notes == ranks[1].notes == notes
 
 

@@ -29,7 +29,7 @@ from kvtier.runtime import session_thread as module_of_thread
 from kvtier.runtime.jobs import Completion, Threads
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import LocalSession
-from kvtier.runtime.session_thread import SessionError, SessionThread
+from kvtier.runtime.session_thread import Session, SessionError
 from kvtier.tier.memory import MemoryTier
 from kvtier.types import LoadDone, Outcome, Presence, RequestId, StoreDone
 
@@ -244,7 +244,7 @@ def test_a_session_that_was_shut_by_a_mistake_waits_and_does_not_spin(monkeypatc
     polls = []
     poll = kv_session.poll
     monkeypatch.setattr(kv_session, "poll", lambda wait_s=0.0: polls.append(wait_s) or poll(wait_s))
-    owner = SessionThread(kv_session)
+    owner = Session(kv_session)
     assert owner.lookup(RequestId("b"), prefix_of(2)).presence is Presence.ABSENT
     time.sleep(0.3)
     assert len(polls) < 20
@@ -255,7 +255,7 @@ def test_a_session_that_was_shut_by_a_mistake_waits_and_does_not_spin(monkeypatc
 def test_a_mistake_of_the_thread_ends_nothing_but_the_cache(monkeypatch, caplog, method):
     session, _, _ = local(Engine(64).copier(), {})
     stored(session, "a", prefix_of(2), places_of(range(2)))
-    owner = SessionThread(session)
+    owner = Session(session)
     real = getattr(owner, method)
     mistakes = iter([RuntimeError("planted")])
 
@@ -279,7 +279,7 @@ def test_without_polls_the_oldest_events_are_dropped_with_a_warning(monkeypatch,
     monkeypatch.setattr(module_of_thread, "EVENTS_MAX", 3)
     session, _, _ = local(Engine(64).copier(), {})
     session.close()
-    owner = SessionThread.__new__(SessionThread)
+    owner = Session.__new__(Session)
     owner._events, owner._changed, owner._has_dropped_events = deque(maxlen=3), threading.Condition(), False
     for number in range(6):
         owner._publish([StoreDone(RequestId(str(number)), 0, 0)])

@@ -238,7 +238,7 @@ class Mover:
         """See `RemoteRank`: always True, because `submit` queues at once."""
         return True
 
-    def tell(self, note: Note) -> None:
+    def send_note(self, note: Note) -> None:
         """Pass `note` to this rank's engine adapter, in the calling thread."""
         self.on_note(note)
 

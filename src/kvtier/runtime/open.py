@@ -29,7 +29,7 @@ from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.recorder import Recorder
 from kvtier.runtime.session import LocalSession
-from kvtier.runtime.session_thread import SessionThread
+from kvtier.runtime.session_thread import Session
 from kvtier.tier.store_root import MISTAKES
 from kvtier.types import Way
 
@@ -52,7 +52,7 @@ deadline before, and a tier that another process holds, or that reads a large in
 class OpenedSession:
     """A session, and the objects that an engine adapter uses with it."""
 
-    session: SessionThread
+    session: Session
     root: bytes
     """32-byte root of all key chains of this model in this store. Secret."""
     metrics: Metrics
@@ -161,7 +161,7 @@ def open_core(
         metrics=metrics,
         observer=CommandCounters(metrics, observer),
     )
-    return OpenedSession(SessionThread(session), root, metrics, recorder)
+    return OpenedSession(Session(session), root, metrics, recorder)
 
 
 def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[float], None]:

@@ -62,10 +62,10 @@ class RankGroup:
         are_flushed = [rank.flush() for rank in self._ranks]
         return all(are_flushed)
 
-    def tell(self, note: Note) -> None:
+    def send_note(self, note: Note) -> None:
         """Pass `note` to the adapter of every rank, in order, from any thread. A lost rank does not receive it."""
         for rank in self._ranks:
-            rank.tell(note)
+            rank.send_note(note)
 
     def when_leaving(self, act: Callable[[], None]) -> None:
         """Call `act` when a rank's process is about to end. `act` must be quick and may run in any thread.

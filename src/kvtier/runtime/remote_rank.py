@@ -1,7 +1,7 @@
 """A rank in another process, as the core's process sees it.
 
     submit              queues messages in the outbox; `take` and `flush` send them together
-    tell                sends at once
+    send_note           sends at once
     a reader thread     turns messages of the rank into completions
 
 To end, this side stops sending. The rank then cancels commands that have not begun, waits for the others, sends their
@@ -150,7 +150,7 @@ class RemoteRank:
                     del self._outbox[:sent]
         return True
 
-    def tell(self, note: Note) -> None:
+    def send_note(self, note: Note) -> None:
         """Send `note` to the rank's engine adapter, from any thread. A lost rank does not receive it."""
         with self._lock, suppress(ProtocolError):  # a rank whose outbox is full counts as lost
             self._post(note)

@@ -1,6 +1,6 @@
 """The session: passes the core's commands to the mover, and the mover's completions to the core.
 
-It has no lock. One owner thread calls it (an engine's loop, or `SessionThread`); any thread may call `wake`.
+It has no lock. One owner thread calls it (an engine's loop, or `Session`); any thread may call `wake`.
 """
 
 import logging
@@ -14,7 +14,6 @@ from kvtier.core.load_budget import LoadBudget
 from kvtier.errors import BadCallError
 from kvtier.observe import table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.base import Closed
 from kvtier.runtime.jobs import Completion, Executor, Observer
 from kvtier.types import (
     Cancel,
@@ -49,8 +48,18 @@ COPY_DEADLINE_S = 30.0
 COPY_STEP_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """How a session ended."""
+
+    flushed: bool
+    """Whether all pending writes reached their tiers. Writes that a tier refused earlier are not pending."""
+    lost: int
+    """Pending writes that did not reach their tiers before the deadline."""
+
+
 class LocalSession:
-    """A `Session` whose core is in this process.
+    """The session without a thread of its own: one owner thread calls it. Methods are described in `Session`.
 
     Args:
         cache: the core.

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from kvtier.core.load_budget import LoadBudget
 from kvtier.errors import KvError
-from kvtier.runtime.base import Closed
-from kvtier.runtime.session import LocalSession
+from kvtier.runtime.session import Closed, LocalSession
 from kvtier.types import Event, Lookup, NextTurn, Place, Prefix, RequestId
 
 logger = logging.getLogger(__name__)
@@ -35,11 +34,13 @@ class SessionError(KvError):
     """The session is closed, or its thread did not finish a call in time."""
 
 
-class SessionThread:
-    """A `Session` that any thread may use.
+class Session:
+    """A session that any thread may call: all that an engine adapter uses. It takes and returns plain values.
+
+    Every call may raise `SessionError`. Only calls with a `wait_s` or `deadline_s` block for long.
 
     Args:
-        session: owned by this thread from now on.
+        session: owned by the session's thread from now on.
     """
 
     def __init__(self, session: LocalSession) -> None:
@@ -54,10 +55,15 @@ class SessionThread:
         self._thread.start()
 
     def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0, wait_s: float = 0.0) -> Lookup:
-        """See `Session`. Other calls wait while it waits for lower tiers.
+        """How many leading tokens can be loaded. Probes lower tiers; call it again while it returns PROBING.
 
-        Raises:
-            SessionError: the session is closed, or did not finish in time. All calls may raise it.
+        Other calls wait while it waits for lower tiers.
+
+        Args:
+            request: its name.
+            prefix: of its prompt.
+            resident_tokens: leading tokens that the engine holds; load options start behind them.
+            wait_s: how long to wait for the lower tiers' answers.
         """
         return self._call(
             lambda: self._session.lookup(request, prefix, resident_tokens=resident_tokens, wait_s=wait_s),
@@ -75,7 +81,20 @@ class SessionThread:
         budget: LoadBudget | None = None,
         session: str | None = None,
     ) -> None:
-        """See `Session`."""
+        """Load the leading `tokens` into `places`. Exactly one `LoadDone` follows, also after errors.
+
+        Args:
+            request: its name.
+            prefix: of its prompt.
+            tokens: leading tokens to load.
+            places: the engine's blocks of each chunk and group.
+            resident_tokens: leading tokens that the engine holds for every group; they are not loaded.
+            budget: ends the load early, with the tokens loaded so far, once waiting costs more than computing.
+            session: conversation of the request, for eviction.
+
+        Raises:
+            BadCallError: the arguments do not fit. No `LoadDone` follows.
+        """
         self._call(
             lambda: self._session.load(
                 request, prefix, tokens, places, resident_tokens=resident_tokens, budget=budget, session=session
@@ -83,19 +102,26 @@ class SessionThread:
         )
 
     def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], session: str | None = None) -> None:
-        """See `Session`."""
+        """Store the chunks at `places`. Exactly one `StoreDone` follows; until then the engine keeps the blocks.
+
+        Raises:
+            BadCallError: a place is not in the prefix. No `StoreDone` follows.
+        """
         self._call(lambda: self._session.store(request, prefix, places, session))
 
     def release(self, request: RequestId) -> None:
-        """See `Session`."""
+        """The engine is done with `request`: cancel transfers that have not begun, and end its load and stores."""
         self._call(lambda: self._session.release(request))
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
-        """See `Session`."""
+        """Declare what continues conversation `session` after a response; None withdraws it.
+
+        Eviction policies use it. A wrong declaration costs hits only.
+        """
         self._call(lambda: self._session.expects(session, next_turn))
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
-        """See `Session`. Each event is returned to one caller."""
+        """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""
         with self._changed:
             if not self._events:
                 self._changed.wait(wait_s)
@@ -104,7 +130,10 @@ class SessionThread:
         return events
 
     def close(self, deadline_s: float = 30.0) -> Closed:
-        """See `Session`. It does nothing in a forked child, because the session belongs to the parent."""
+        """Write pending objects to their tiers, within `deadline_s` seconds, and end all threads. Idempotent.
+
+        It does nothing in a forked child, because the session belongs to the parent.
+        """
         if self._process != os.getpid():
             return Closed(flushed=False, lost=0)
         if not self._thread.is_alive():

@@ -31,10 +31,10 @@ from kvtier.connect.vllm.stores import Stores, StoreSelection
 from kvtier.connect.vllm.vllm_types import BlockTables, Request, SchedulerOutput
 from kvtier.connect.vllm.worker import ASYNC_NOTE, SYNC_NOTE, LoadReport, StepDone, StepOrders
 from kvtier.core.planner import Piece, Planner
-from kvtier.runtime.base import Session
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank_group import Ranks
 from kvtier.runtime.recorder import Recorder
+from kvtier.runtime.session_thread import Session
 from kvtier.types import LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
 
 logger = logging.getLogger(__name__)
@@ -454,7 +454,7 @@ class Scheduler:
     def _notify(self, report: LoadReport) -> None:
         """Send a report to the workers. Called in the session poller's thread."""
         subject = ASYNC_NOTE if report.is_async else SYNC_NOTE
-        self._ranks.tell(Note(subject, report.load, report.bad_blocks, report.is_failed))
+        self._ranks.send_note(Note(subject, report.load, report.bad_blocks, report.is_failed))
 
     # ---- other -----------------------------------------------------------------------------------------------------
 
