@@ -152,7 +152,7 @@ class World:
         return self._until_answered(asked)
 
     def wait(self, seconds: float) -> None:
-        """Nobody asks for a while."""
+        """Let time pass without requests."""
         self._run_until(self.now_s + seconds)
         self.now_s += seconds
 
@@ -219,7 +219,7 @@ class World:
         """The next thing that happens."""
         deadline_s = self.cache.next_deadline()
         if not self._due or (deadline_s is not None and deadline_s <= self._due[0][0]):
-            assert deadline_s is not None, "somebody waits, and nothing is under way"
+            assert deadline_s is not None, "a request waits and nothing is in flight"
             self.now_s = max(self.now_s, deadline_s)
             self.cache.tick(self.now_s)
         else:

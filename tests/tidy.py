@@ -37,7 +37,7 @@ SKIPPED_FOLDERS = {
 }
 
 PURE = ("core/", "keys/", "policy/", "codec/", "layout.py", "types.py", "errors.py", "config/", "observe/")
-"""Layers that are told the time, never ask for it."""
+"""Layers that take the time as an argument."""
 
 CLOCKS = {"time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "sleep"}
 WAITS = {"join", "wait", "get", "result", "communicate"}
@@ -208,10 +208,9 @@ def synonyms(source: Source) -> Hits:
 
 def test_titles(source: Source) -> Hits:
     """The first line of a test file says what it protects."""
-    if source.place.startswith("tests/") and Path(source.place).name.startswith("test_"):
-        told = ast.get_docstring(source.tree)
-        if not told:
-            yield 1, "no docstring: say in one line what these tests protect"
+    is_test = source.place.startswith("tests/") and Path(source.place).name.startswith("test_")
+    if is_test and not ast.get_docstring(source.tree):
+        yield 1, "no docstring: say in one line what these tests protect"
 
 
 RULES: tuple[Callable[[Source], Hits], ...] = (
@@ -255,7 +254,7 @@ def check_text(place: str, text: str, private: tuple[str, ...] = ()) -> list[Fin
         hit = PRIVATE_PATH.search(line)
         named = hit[0] if hit else next((path for path in private if path in line), None)
         if named:
-            found.append(Finding(place, number, "machine_paths", f"{named}: nobody else has it"))
+            found.append(Finding(place, number, "machine_paths", f"{named}: a path of one machine"))
     return found
 
 
@@ -269,16 +268,16 @@ def lonely_modules(files: dict[str, str], entries: set[str]) -> list[Finding]:
     reached: set[str] = set()
     for name, text in files.items():
         for node in ast.walk(_parsed(text)):
-            told: list[str] = []
+            named: list[str] = []
             if isinstance(node, ast.Import):
-                told = [alias.name for alias in node.names]
+                named = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                told = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+                named = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                told = re.findall(r"kvtier(?:\.\w+)+", node.value)  # a registry's line: imported when it is asked for
-            reached.update(module for module in told if module != name)
+                named = re.findall(r"kvtier(?:\.\w+)+", node.value)  # a registry's line
+            reached.update(module for module in named if module != name)
     return [
-        Finding(name, 1, "lonely_modules", "nobody imports it: use it, register it or delete it")
+        Finding(name, 1, "lonely_modules", "not imported: use it, register it or delete it")
         for name in sorted(files)
         if name not in reached | entries and not any(other.startswith(f"{name}.") for other in files)
     ]

@@ -38,7 +38,7 @@ class Forgets(Fifo):
 
 
 class TakesPinned(Fifo):
-    """A wrong policy: it does not ask who is pinned. The suite must see it."""
+    """A wrong policy: it evicts pinned objects. The suite must see it."""
 
     def victim(self, is_pinned):
         return super().victim(lambda _name: False)

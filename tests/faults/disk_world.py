@@ -31,7 +31,7 @@ def group_of(number: int) -> GroupLayout:
 
 
 def identity(number: int) -> Identity:
-    """Who object `number` is."""
+    """Name of object `number`."""
     return Identity(object_name(number), b"f" * 32, b"l" * 32)
 
 

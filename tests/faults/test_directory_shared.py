@@ -36,7 +36,7 @@ def start_writer(root, seed, count, capacity_bytes=CAPACITY):
 
 
 def sizes_under(root):
-    """Path to size of every object and draft, as somebody who knows nothing of the store would look."""
+    """Path to size of every object and draft, read from the file system alone."""
     sizes = {}
     for folder in ("objects", "drafts"):
         for where, _, names in os.walk(root / folder):
@@ -108,7 +108,7 @@ def test_two_writers_never_exceed_the_cap_and_never_read_other_bytes(tmp_path):
         assert one["errors"] == 0
         assert one["hits"] > 0
         assert one["evictions"] > 0
-    assert keeper.used_bytes == used_exactly(root)  # nobody was killed, so nothing is lost even without a recount
+    assert keeper.used_bytes == used_exactly(root)  # no process was killed, so the count is exact without a recount
     keeper.close()
     tier = DirectoryTier(root, capacity_bytes=CAPACITY)
     assert tier.used_bytes == used_exactly(root) <= CAPACITY

@@ -613,7 +613,7 @@ def test_a_lower_cap_gives_segments_back_and_a_higher_one_keeps_all(tmp_path):
 
 
 def test_damaged_places_in_an_index_are_left_out(tmp_path):
-    """Entries that lie outside of their segment: a sound checksum says only that somebody wrote it."""
+    """Entries that lie outside of their segment: a valid checksum does not make them true."""
     tier = open_tier(tmp_path / "store")
     assert tier.write(object_name(1), sealed(1))
     segment = tier._pool._filling

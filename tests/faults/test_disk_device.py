@@ -62,7 +62,7 @@ class Device:
         command("mount", "-o", "remount,abort", self.place)
 
     def remove(self) -> None:
-        """Nothing is there any more, but for those who have files open."""
+        """Remove the files; open descriptors stay valid."""
         command("umount", "--lazy", self.place)
 
 

@@ -147,7 +147,7 @@ class Soak:
         self.tier = self._opened()
 
     def run(self, operations: int) -> None:
-        """So many operations; the device is sick in every second stretch of them."""
+        """Run operations; the device fails in every second stretch of them."""
         steps = [self.write, self.write_many, self.read, self.read_many, self.delete, self.sync, self.turn]
         weights = [20, 10, 30, 10, 3, 1, 1]
         with self.device.attached():

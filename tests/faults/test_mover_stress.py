@@ -59,7 +59,7 @@ class FlakyTier(WrappedTier):
 
 
 class Owner:
-    """Gives commands as the core would: who writes to a slot has it alone, and only what is whole is read."""
+    """Gives commands as the core would: a slot has one writer or several readers, and only complete slots are read."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world

@@ -1,4 +1,4 @@
-"""Whatever happens to a rank in another process, or to the core, nobody is left waiting and nothing is overwritten."""
+"""When a rank in another process, or the core, fails, everything is answered and nothing is overwritten."""
 
 import itertools
 import logging

@@ -1,4 +1,4 @@
-"""A rank in another process: what it stores comes back, in order, and nobody else gets in."""
+"""A rank in another process: what it stores comes back, in order, and only its core may connect."""
 
 import socket
 import stat
@@ -120,7 +120,7 @@ FOREIGN = {
 }
 
 
-# ---- who gets in ---------------------------------------------------------------------------------------------------
+# ---- authentication ------------------------------------------------------------------------------------------------
 
 
 def test_the_socket_lies_in_a_private_directory_that_goes_when_it_is_taken(tmp_path):

@@ -27,7 +27,7 @@ def accesses(name: str) -> list[int]:
 
 def main() -> None:
     """Count, and write."""
-    told = {}
+    counted = {}
     for name, capacities in CAPACITIES.items():
         order = accesses(name)
         for ours, theirs in POLICIES.items():
@@ -38,8 +38,8 @@ def main() -> None:
                 for time, block in enumerate(order):
                     request.obj_id, request.obj_size, request.clock_time = block, 1, time
                     hits += cache.get(request)
-                told.setdefault(name, {}).setdefault(ours, {})[capacity] = hits
-    made = {"libcachesim": "0.3.5", "block_hits": told}
+                counted.setdefault(name, {}).setdefault(ours, {})[capacity] = hits
+    made = {"libcachesim": "0.3.5", "block_hits": counted}
     (HERE / "libcachesim_hits.json").write_text(json.dumps(made, indent=1) + "\n")
 
 

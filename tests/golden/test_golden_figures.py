@@ -68,12 +68,12 @@ def replayed(trace: str, folder: Path, options: str) -> object:
 
 
 def hits(trace: str, folder: Path) -> object:
-    told = replayed(trace, folder, f"--capacity-tokens {CAPACITIES[trace]} --policy {POLICIES}")
+    output = replayed(trace, folder, f"--capacity-tokens {CAPACITIES[trace]} --policy {POLICIES}")
     fields = ("hit_tokens", "evictions", "written_tokens")
     return {
-        "requests": told["requests"],
-        "input_tokens": told["input_tokens"],
-        **{f"{it['policy']} {it['capacity_tokens']}": {name: it[name] for name in fields} for it in told["results"]},
+        "requests": output["requests"],
+        "input_tokens": output["input_tokens"],
+        **{f"{it['policy']} {it['capacity_tokens']}": {name: it[name] for name in fields} for it in output["results"]},
     }
 
 

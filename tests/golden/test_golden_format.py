@@ -70,7 +70,7 @@ def test_the_documents_digests_are_what_the_code_makes():
 
 def test_the_documents_json_is_what_the_code_hashes():
     fingerprint = example.FINGERPRINT
-    told = {
+    fields = {
         "version": 1,
         "weights": fingerprint.weights.hex(),
         "revision": fingerprint.revision,
@@ -80,7 +80,7 @@ def test_the_documents_json_is_what_the_code_hashes():
         "epoch": fingerprint.epoch,
         "other": fingerprint.other,
     }
-    assert block("fingerprint").strip().encode() == canonical_json(told)
+    assert block("fingerprint").strip().encode() == canonical_json(fields)
 
 
 def test_the_documents_tables_have_the_codes_widths():

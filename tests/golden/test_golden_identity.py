@@ -43,7 +43,7 @@ def test_the_worked_example_keeps_its_digests():
 def test_the_digests_follow_from_the_document_alone():
     """Recomputed with hashlib and struct only, as FORMAT.md says."""
 
-    def told(text: bytes) -> bytes:
+    def encoded(text: bytes) -> bytes:
         return struct.pack("<I", len(text)) + text
 
     root = hmac.new(
@@ -51,9 +51,9 @@ def test_the_digests_follow_from_the_document_alone():
         b"kvtier.root\0" + struct.pack("<I", 1) + bytes.fromhex(GOLDEN["fingerprint"]) + struct.pack("<I", 4),
         hashlib.sha256,
     ).digest()
-    extras = struct.pack("<II", 1, 0) + told(b"adapter") + told(b"style/v1")
+    extras = struct.pack("<II", 1, 0) + encoded(b"adapter") + encoded(b"style/v1")
     first = hashlib.sha256(root + struct.pack("<5I", 4, 1, 2, 3, 4) + extras).digest()
-    extras = struct.pack("<II", 1, 2) + told(b"image") + told(b"\x01\x02")
+    extras = struct.pack("<II", 1, 2) + encoded(b"image") + encoded(b"\x01\x02")
     second = hashlib.sha256(first + struct.pack("<5I", 4, 5, 65_536, 4_294_967_295, 0) + extras).digest()
     layout = hashlib.sha256(b'kvtier.layout\0[1,4,"history",[20,5],"example/bytes"]').digest()
     name = hashlib.sha256(

@@ -1,4 +1,4 @@
-"""The adaptive policy against a plain record of who is present and whose child: whom it may choose."""
+"""Victims of the adaptive policy, against a plain record of the entries and their parents."""
 
 import random
 from collections import Counter
@@ -37,8 +37,8 @@ class Driver:
             path.append(self.names)
         self.prompts = [*self.prompts[-20:], path]
         session = chance.choice(["a", "b", "c", None])
-        told = list(enumerate(path))
-        for depth, name in told if chance.random() < 0.4 else reversed(told):
+        entries = list(enumerate(path))
+        for depth, name in entries if chance.random() < 0.4 else reversed(entries):
             parent = path[depth - 1] if depth and chance.random() < 0.97 else None
             if self.with_rings and chance.random() < 0.05:
                 parent = chance.choice(path)
@@ -71,9 +71,9 @@ class Driver:
 
     def victim(self) -> int | None:
         pinned = {name_of(name) for name in self.pinned}
-        told = self.policy.victim(pinned.__contains__)
-        victim = next((name for name in self.parents if name_of(name) == told), None)
-        assert (victim is None) == (told is None), "somebody who is not here"
+        chosen = self.policy.victim(pinned.__contains__)
+        victim = next((name for name in self.parents if name_of(name) == chosen), None)
+        assert (victim is None) == (chosen is None), "the victim is absent"
         leaves = {name for name in self.parents if not self.children[name]}
         # Without leaves there are rings only, of which anybody may leave.
         allowed = (leaves or set(self.parents)) - self.pinned
@@ -102,7 +102,7 @@ def test_who_leaves_is_a_leaf_that_nobody_pins(with_rings: bool):
         driver.names += 1
         driver.use(pin := driver.names, None, None)
         if not with_rings:
-            driver.pinned = {pin}  # no leaf may be overlooked then: nobody is taken for one in a ring
+            driver.pinned = {pin}  # a cycle has no leaf, and no real leaf may be overlooked
         while (victim := driver.victim()) is not None:
             driver.remove(victim)
         assert set(driver.parents) == driver.pinned

@@ -24,15 +24,15 @@ def slow_key(tokens: list[int], chunk_tokens: int, extras: list[Extra], end: int
     if end == 0:
         return ROOT
     start = (end - 1) // chunk_tokens * chunk_tokens
-    told = b""
+    encoded = b""
     for token in tokens[start:end]:
-        told += struct.pack("<I", token)
+        encoded += struct.pack("<I", token)
     mine = sorted((e.offset - start, e.kind.encode(), e.value) for e in extras if start <= e.offset < end)
-    told += struct.pack("<I", len(mine))
+    encoded += struct.pack("<I", len(mine))
     for position, kind, value in mine:
-        told += struct.pack("<II", position, len(kind)) + kind + struct.pack("<I", len(value)) + value
+        encoded += struct.pack("<II", position, len(kind)) + kind + struct.pack("<I", len(value)) + value
     parent = slow_key(tokens, chunk_tokens, extras, start)
-    return hashlib.sha256(parent + struct.pack("<I", end - start) + told).digest()
+    return hashlib.sha256(parent + struct.pack("<I", end - start) + encoded).digest()
 
 
 @given(token_lists, chunk_sizes, extra_lists)
