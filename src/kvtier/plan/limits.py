@@ -8,7 +8,7 @@ changes the answer, raising another one does not, and the second lowest load is 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from kvtier.plan.queueing import OperatingPoint, decode_token_s, operate
 from kvtier.plan.resolve import Deployment
@@ -162,11 +162,10 @@ def _host_used(deployment: Deployment, point: OperatingPoint) -> float:
 
 def ceiling(deployment: Deployment, *, with_tiers: bool) -> Ceiling:
     """The highest load that meets all limits, with the limits in order."""
-    loads = _loads(deployment)
-    points = [operate(deployment, load, with_tiers=with_tiers) for load in loads]
+    points = _points(deployment, with_tiers=with_tiers)
     limits: list[Limit] = []
     for rule in rules(deployment, with_tiers=with_tiers):
-        met = _first_met(rule.used, deployment, loads, points, with_tiers=with_tiers)
+        met = _first_met(rule.used, deployment, points)
         limits.append(
             Limit(
                 name=rule.name,
@@ -177,19 +176,19 @@ def ceiling(deployment: Deployment, *, with_tiers: bool) -> Ceiling:
             )
         )
     limits.sort(key=lambda it: it.requests_per_s)
-    load = limits[0].requests_per_s or loads[0]
-    return Ceiling(limits=tuple(limits), point=operate(deployment, load, with_tiers=with_tiers))
+    return Ceiling(limits=tuple(limits), point=points(limits[0].requests_per_s or _loads(deployment)[0]))
 
 
 def highest_load(deployment: Deployment, *, with_tiers: bool, only: str = "") -> float:
-    """Requests a second at which the first limit is met, or the limit `only`; cheaper than `ceiling`."""
+    """Requests a second at which the first limit is met, or the limit `only`."""
     used = [rule.used for rule in rules(deployment, with_tiers=with_tiers) if not only or rule.name == only]
-    return _until_met(lambda it, point: max(use(it, point) for use in used), deployment, with_tiers=with_tiers)
+    points = _points(deployment, with_tiers=with_tiers)
+    return _first_met(lambda it, point: max(use(it, point) for use in used), deployment, points)
 
 
 def throughput(deployment: Deployment, *, with_tiers: bool) -> float:
     """Requests a second that the GPUs and their pipes complete at most, with any waiting time."""
-    return _until_met(_pipes_used, deployment, with_tiers=with_tiers)
+    return _first_met(_pipes_used, deployment, _points(deployment, with_tiers=with_tiers))
 
 
 def _pipes_used(deployment: Deployment, point: OperatingPoint) -> float:
@@ -212,26 +211,21 @@ def _loads(deployment: Deployment) -> list[float]:
     return [least * 10 ** (step / _STEPS_PER_DECADE) for step in range(steps + 1)]
 
 
-def _until_met(used: Use, deployment: Deployment, *, with_tiers: bool) -> float:
-    points: list[OperatingPoint] = []
+def _points(deployment: Deployment, *, with_tiers: bool) -> Callable[[float], OperatingPoint]:
+    """The operating point at a load, computed once for each load."""
+    return cache(partial(operate, deployment, with_tiers=with_tiers))
+
+
+def _first_met(used: Use, deployment: Deployment, points: Callable[[float], OperatingPoint]) -> float:
+    """The load at which the budget is used up; infinite when it is not in the searched range."""
     loads = _loads(deployment)
-    for load in loads:
-        points.append(operate(deployment, load, with_tiers=with_tiers))
-        if used(deployment, points[-1]) > 1:
-            break
-    return _first_met(used, deployment, loads, points, with_tiers=with_tiers)
-
-
-def _first_met(
-    used: Use, deployment: Deployment, loads: list[float], points: list[OperatingPoint], *, with_tiers: bool
-) -> float:
-    over = next((n for n, point in enumerate(points) if used(deployment, point) > 1), None)
+    over = next((n for n, load in enumerate(loads) if used(deployment, points(load)) > 1), None)
     if not over:
         return math.inf if over is None else 0.0
     low, high = loads[over - 1], loads[over]
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if used(deployment, operate(deployment, middle, with_tiers=with_tiers)) > 1:
+        if used(deployment, points(middle)) > 1:
             high = middle
         else:
             low = middle
