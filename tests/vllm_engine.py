@@ -445,7 +445,7 @@ class SmallEngine:
             if fence <= self.processed_step:
                 del self.deferred_loads[name]
                 self._load(self.requests[name], external)
-        for name in step.results.failed:
+        for name in step.results[1]:
             request = self.requests.get(name)
             if request is not None and request.is_loading:
                 request.num_computed_tokens, request.is_failed = 0, True
@@ -467,7 +467,7 @@ class SmallEngine:
         if step.bad_blocks:
             self.scheduler.hide(step.bad_blocks)
         self.scheduler.stepped(step.done)
-        for name in step.results.received:
+        for name in step.results[0]:
             request = self.requests[name]  # vLLM asserts that, too
             self.reports += 1
             if request.is_finished:

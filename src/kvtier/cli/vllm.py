@@ -149,7 +149,7 @@ def doctor(
     )
     is_bad = any(finding.level in {"error", "warning"} for finding in findings)
     if as_json:
-        print_json({"ok": not is_bad, "findings": cast("object", [finding.plain() for finding in findings])})
+        print_json({"ok": not is_bad, "findings": cast("object", [finding._asdict() for finding in findings])})
     else:
-        print_table(Table(("", "about", "what was found", "what to do"), [finding.row() for finding in findings]))
+        print_table(Table(("", "about", "what was found", "what to do"), findings))
     return 1 if is_bad else 0

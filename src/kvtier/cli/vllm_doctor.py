@@ -8,10 +8,10 @@ import json
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from kvtier.config.kinds import size_text
 from kvtier.config.loader import Loaded, Origin, load
@@ -80,8 +80,7 @@ class ServerDescription:
     """Run the self-test of this vLLM and model."""
 
 
-@dataclass(frozen=True, slots=True)
-class DoctorFinding:
+class DoctorFinding(NamedTuple):
     """Result of one check.
 
     Error: stored KV cannot be found. Warning: less KV is found than expected. Note: a property of every server that
@@ -92,14 +91,6 @@ class DoctorFinding:
     about: str
     found: str
     advice: str = ""
-
-    def row(self) -> tuple[str, str, str, str]:
-        """Cells of a table row."""
-        return (self.level, self.about, self.found, self.advice)
-
-    def plain(self) -> dict[str, str]:
-        """A JSON object."""
-        return asdict(self)
 
 
 def examine(server: ServerDescription) -> list[DoctorFinding]:

@@ -7,10 +7,11 @@ make the engine fail.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.connect.vllm.block_pool import BlockPins
-from kvtier.connect.vllm.events import Events, Movements
+from kvtier.connect.vllm.events import Events
 from kvtier.connect.vllm.scheduler import Scheduler
 from kvtier.connect.vllm.sides import EngineSetup, SchedulerSide, WorkerSide
 from kvtier.connect.vllm.stats import PromMetrics, Stats
@@ -24,7 +25,7 @@ from kvtier.connect.vllm.vllm_imports import (
     TransferResults,
     external_hash,
 )
-from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, Request, VllmConfig
+from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.worker import StepDone, StepOrders
 
 logger = logging.getLogger(__name__)
@@ -44,15 +45,17 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         setup = EngineSetup.of(vllm_config, kv_cache_config)
         is_scheduler = role is ConnectorRole.SCHEDULER
         self._upper = (
-            SchedulerSide(setup, self._tables, self._resident, self._open_pins, _events) if is_scheduler else None
+            SchedulerSide(
+                setup,
+                tables=lambda request: self._kv_cache_manager.get_block_ids(request),  # noqa: PLW0108 - set later
+                resident=lambda request: self._kv_cache_manager.get_computed_blocks(request)[0].get_block_ids(),
+                open_pins=self._open_pins,
+                open_events=partial(Events, stored=BlockStored, removed=BlockRemoved, external=external_hash),
+            )
+            if is_scheduler
+            else None
         )
         self._lower = None if is_scheduler else WorkerSide(setup)
-
-    def _tables(self, request: str) -> BlockTables:
-        return self._kv_cache_manager.get_block_ids(request)
-
-    def _resident(self, request: Request) -> BlockTables:
-        return self._kv_cache_manager.get_computed_blocks(request)[0].get_block_ids()
 
     def _open_pins(self, on_reuse: Callable[[int], None]) -> BlockPins:
         def guarded(act: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -256,14 +259,3 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
     ) -> PromMetrics:
         """Metrics for `/metrics`."""
         return PromMetrics(metric_types, labelnames, per_engine_labelvalues)
-
-
-def _events(movements: Movements, hash_tokens: int, table: int) -> Events:
-    return Events(
-        movements,
-        hash_tokens=hash_tokens,
-        table=table,
-        stored=BlockStored,
-        removed=BlockRemoved,
-        external=external_hash,
-    )

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -33,20 +33,8 @@ _POLL_S = 100e-6
 """How often a device is polled for the end of a copy."""
 
 
-class PageCopy(Protocol):
-    """Copies pages on one kind of device. Thread-safe; ids and sizes have been checked."""
-
-    def gather(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
-        """Begin to copy the pages of these blocks into `payload`; None if the copy is complete on return."""
-        ...
-
-    def scatter(self, group: int, ids: BlockIds, payload: memoryview) -> Fence | None:
-        """Begin to copy `payload` into the pages of these blocks, except `SKIP`."""
-        ...
-
-    def done(self, fence: Fence) -> bool:
-        """Whether the copy behind `fence` is complete. Never blocks."""
-        ...
+PageCopy: TypeAlias = CpuPageCopy | CudaPageCopy
+"""Copies pages on one kind of device. Thread-safe; its callers check ids and sizes."""
 
 
 class RevokedError(RuntimeError):

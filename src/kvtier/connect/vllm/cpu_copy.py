@@ -30,7 +30,7 @@ class BlockRun(NamedTuple):
 
 
 class CpuPageCopy:
-    """A `PageCopy` whose copies are complete on return."""
+    """Copies pages on a CPU; copies are complete on return."""
 
     def __init__(self, pages: EnginePages) -> None:
         self._groups = [

@@ -44,7 +44,7 @@ class _ThreadState(threading.local):
 
 
 class CudaPageCopy:
-    """A `PageCopy` on CUDA streams. On a CPU it copies at once, so that its arithmetic is tested without a GPU.
+    """Copies pages on CUDA streams. On a CPU it copies at once, so that its arithmetic is tested without a GPU.
 
     Args:
         pages: the worker's KV memory.
@@ -83,7 +83,7 @@ class CudaPageCopy:
             return self._fence()
 
     def done(self, fence: Fence) -> bool:
-        """Whether the copy behind `fence` is complete."""
+        """Whether the copy behind `fence` is complete. Never blocks."""
         assert isinstance(fence, CudaFence)
         return fence.event.query()
 

@@ -90,7 +90,7 @@ class SchedulerSide:
         tables: the current block ids of a request.
         resident: the block ids in vLLM's own cache that match a request.
         open_pins: opens vLLM's block pool, once it exists.
-        open_events: makes the KV events, given the movements, the tokens per block hash, and the vLLM group.
+        open_events: makes `Events` of the movements, `hash_tokens` and `table`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SchedulerSide:
         tables: Callable[[str], BlockTables],
         resident: Callable[[Request], BlockTables],
         open_pins: Callable[[Callable[[int], None]], BlockPins],
-        open_events: Callable[[Movements, int, int], Events],
+        open_events: Callable[..., Events],
     ) -> None:
         self.scheduler: Scheduler | None = None
         """None until all workers are up; until then every lookup is a miss."""
@@ -165,7 +165,7 @@ class SchedulerSide:
             if isinstance(group.validity, History) and wanted is not None and wanted.enable_kv_cache_events:
                 movements = Movements(number)
                 hash_tokens = setup.kv_cache_config.hash_block_size
-                return movements, self._open_events(movements, hash_tokens, group.tables[0].number)
+                return movements, self._open_events(movements, hash_tokens=hash_tokens, table=group.tables[0].number)
         return None, None
 
     @property

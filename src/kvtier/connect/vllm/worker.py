@@ -90,13 +90,6 @@ class Revoker(Protocol):
         ...
 
 
-class Results(NamedTuple):
-    """Ended loads that a worker reports to vLLM after a step, by request id."""
-
-    received: set[str]
-    failed: set[str]
-
-
 class Worker:
     """One worker. A load ends when it has ended on every rank, so all workers of an engine report the same loads.
 
@@ -142,8 +135,8 @@ class Worker:
             self._fence((awaited.load,))
             self._bad_blocks.update(awaited.blocks)
 
-    def results(self) -> Results:
-        """The loads that have ended since the last call.
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended since the last call, and those of them whose loads failed.
 
         While vLLM has nothing to compute it runs empty steps in a loop, in the process whose threads copy the KV. Each
         of their system calls then waits for the GIL, up to 5 ms (`sys.getswitchinterval`). So an empty step waits here
@@ -156,8 +149,7 @@ class Worker:
                 self._changed.wait(IDLE_WAIT_S)
             loaded = [self._loaded.popleft() for _ in range(len(self._loaded))]
         self._note_missing(loaded)
-        received, failed = {each.request for each in loaded}, {each.request for each in loaded if each.is_failed}
-        return Results(received, failed)
+        return {each.request for each in loaded}, {each.request for each in loaded if each.is_failed}
 
     def take_bad_blocks(self) -> set[int]:
         """Blocks since the last call that vLLM takes for filled, but that no load filled."""
