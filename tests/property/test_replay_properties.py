@@ -1,4 +1,4 @@
-"""Replays of any small trace: bounds hold, MIN is the best, and the shortcut for a cache without end is exact."""
+"""Replays of small random traces: bounds hold, MIN is optimal, and infinite hits are counted exactly."""
 
 from functools import cache
 
@@ -42,7 +42,7 @@ def trees(draw):
 
 
 def best_prefix_closed(prompts, capacity):
-    """Block hits of the best cache that keeps whole prefixes: tries every set that may be kept."""
+    """Block hits of the best cache that keeps whole prefixes, by exhaustive search."""
     parent = {block: ids[place - 1] if place else None for ids in prompts for place, block in enumerate(ids)}
 
     @cache
@@ -80,8 +80,8 @@ def test_min_is_the_best_that_keeps_whole_prefixes(prompts, capacity):
 
 
 @given(prompts=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=20))
-def test_the_shortcut_for_a_cache_without_end_equals_the_long_way(prompts):
-    # Also where ids break the prefix property.
+def test_infinite_hit_tokens_equal_a_replay(prompts):
+    # Also with ids that do not name a prefix.
     prompts = [list(dict.fromkeys(it)) for it in prompts]
     packed = read_arrays(Listed(prompts))
     assert infinite_hit_tokens(packed) == replay(packed, "infinite", None).hit_tokens
@@ -91,6 +91,6 @@ def test_the_shortcut_for_a_cache_without_end_equals_the_long_way(prompts):
 def test_more_capacity_never_hurts_lru_and_min_bounds_it(prompts, capacity):
     packed = read_arrays(Listed(prompts))
     small, large = (replay(packed, "lru", it * BLOCK).hit_tokens for it in (capacity, capacity + 1))
-    # An inclusive stack: what LRU holds in less room it also holds in more.
+    # LRU is a stack algorithm: a larger cache includes a smaller one.
     assert small <= large
     assert small <= replay(packed, "min", capacity * BLOCK).hit_tokens <= infinite_hit_tokens(packed)

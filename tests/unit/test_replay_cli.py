@@ -1,4 +1,4 @@
-"""`kvtier replay`: the JSON contract, the report, and clear answers to what cannot be done."""
+"""`kvtier replay`: JSON fields, the report, and errors for impossible options."""
 
 import gzip
 import json
@@ -13,64 +13,66 @@ TRACES = Path(__file__).parents[1] / "golden" / "traces"
 MINISWE = str(TRACES / "lmcache_miniswe_b64.jsonl.gz")
 
 
-def said(capsys, *arguments):
+def replay(capsys, *arguments):
     code = run(["replay", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
 
 def test_json_keeps_its_contract(capsys):
-    code, out, _ = said(
+    code, out, _ = replay(
         capsys, MINISWE, "--capacity-tokens", "100000,0.02M", "--policy", "default,min", "--json", "--jobs", "1"
     )
-    told = json.loads(out)
+    result = json.loads(out)
     assert code == 0
-    assert (told["requests"], told["input_tokens"]) == (402, 2_539_560)
-    assert round(told["infinite_hit_rate"], 4) == 0.9304
+    assert (result["requests"], result["input_tokens"]) == (402, 2_539_560)
+    assert round(result["infinite_hit_rate"], 4) == 0.9304
     fields = {"policy", "capacity_tokens", "hit_rate", "hit_tokens", "evictions", "written_tokens"}
-    assert [(it["policy"], it["capacity_tokens"]) for it in told["results"]] == [
+    assert [(it["policy"], it["capacity_tokens"]) for it in result["results"]] == [
         ("default", 100_000),
         ("default", 20_000),
         ("min", 100_000),
         ("min", 20_000),
     ]
-    for it in told["results"]:
+    for it in result["results"]:
         assert fields <= it.keys()
-        assert it["hit_rate"] == pytest.approx(it["hit_tokens"] / told["input_tokens"])
-    _, out, _ = said(capsys, MINISWE, MINISWE, "--capacity-tokens", "inf", "--policy", "lru", "--json", "--jobs", "1")
+        assert it["hit_rate"] == pytest.approx(it["hit_tokens"] / result["input_tokens"])
+    _, out, _ = replay(capsys, MINISWE, MINISWE, "--capacity-tokens", "inf", "--policy", "lru", "--json", "--jobs", "1")
     assert [it["results"][0]["capacity_tokens"] for it in json.loads(out)] == [None, None]
 
 
-def test_the_session_form_takes_window_seed_and_block(capsys):
+def test_options_of_the_session_format(capsys):
     path = str(TRACES / "claude_code_17sessions.jsonl.gz")
     rates = {}
     for options in ((), ("--window-h", "10", "--seed", "1", "--block", "256"), ("--window-h", "0.2"), ("--seed", "2")):
-        _, out, _ = said(capsys, path, *options, "--capacity-tokens", "1M", "--policy", "lru", "--json", "--jobs", "1")
+        _, out, _ = replay(
+            capsys, path, *options, "--capacity-tokens", "1M", "--policy", "lru", "--json", "--jobs", "1"
+        )
         rates[options] = json.loads(out)["results"][0]["hit_rate"]
     defaults, stated, crowded, _ = rates.values()
     assert defaults == stated
-    assert crowded < defaults  # more sessions at a time for the same capacity
+    assert crowded < defaults  # more concurrent sessions in the same capacity
 
 
 def test_tables_and_describe(capsys):
-    code, out, _ = said(capsys, MINISWE, "--capacity-tokens", "20k", "--policy", "lru", "--jobs", "1")
+    code, out, _ = replay(capsys, MINISWE, "--capacity-tokens", "20k", "--policy", "lru", "--jobs", "1")
     assert code == 0
     assert "hits 0.9304 of the input tokens" in out
     assert "20k" in out
-    code, out, _ = said(capsys, "describe", MINISWE)
+    code, out, _ = replay(capsys, "describe", MINISWE)
     assert code == 0
     assert "2,539,560" in out
-    code, out, _ = said(capsys, "describe", MINISWE, "--json")
+    code, out, _ = replay(capsys, "describe", MINISWE, "--json")
     assert json.loads(out)["sessions"] == 20
-    lines = [line.split() for line in said(capsys, MINISWE, "--policy", "help")[1].splitlines()]
+    lines = [line.split() for line in replay(capsys, MINISWE, "--policy", "help")[1].splitlines()]
     assert {"min", "adaptive-turns", "adaptive-hints"} < {words[0] for words in lines}
 
 
-def test_a_report_holds_the_pictures_and_every_row(capsys, tmp_path):
+def test_the_report_has_charts_and_all_rows(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "report.html"
     arguments = ("--capacity-tokens", "6400,20k", "--policy", "lru,arc,min", "--report", str(path), "--jobs", "1")
-    assert said(capsys, MINISWE, *arguments)[0] == 0
+    assert replay(capsys, MINISWE, *arguments)[0] == 0
     page = path.read_text()
     assert page.count("<svg") == 4
     check_page(page)
@@ -98,25 +100,25 @@ def test_a_report_holds_the_pictures_and_every_row(capsys, tmp_path):
     ],
 )
 def test_wrong_options_are_explained(capsys, arguments, message):
-    code, out, err = said(capsys, *arguments, "--jobs", "1")
+    code, out, err = replay(capsys, *arguments, "--jobs", "1")
     assert (code, out) == (2, "")
     assert message in err
 
 
-def test_wrong_traces_are_explained_and_strict_refuses_what_is_warned_of(capsys, tmp_path):
+def test_bad_traces_are_warned_of_and_refused_with_strict(capsys, tmp_path):
     path = tmp_path / "trace.jsonl.gz"
     lines = [{"timestamp": it * 1000, "input_length": 128, "hash_ids": [it, 1]} for it in (5, 6, 4)]
     path.write_bytes(gzip.compress("\n".join(json.dumps(it) for it in lines).encode()))
-    code, out, err = said(capsys, str(path), "--capacity-tokens", "1k", "--policy", "lru", "--json", "--jobs", "1")
-    told = json.loads(out)
+    code, out, err = replay(capsys, str(path), "--capacity-tokens", "1k", "--policy", "lru", "--json", "--jobs", "1")
+    result = json.loads(out)
     assert code == 0
-    assert told["prefix_violations"] == 2
+    assert result["prefix_violations"] == 2
     assert "2 blocks follow another block than before" in err
-    assert any("1 timestamps go back, first in line 3" in it for it in told["warnings"])
-    code, out, err = said(capsys, str(path), "--strict")
+    assert any("1 timestamps go back, first in line 3" in it for it in result["warnings"])
+    code, out, err = replay(capsys, str(path), "--strict")
     assert (code, out) == (2, "")
     assert "allowed with --strict" in err
     csv = tmp_path / "azure.csv"
     csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
-    assert "has no blocks" in said(capsys, str(csv), "--policy", "lru")[2]
-    assert said(capsys, "describe", str(csv))[0] == 0
+    assert "has no blocks" in replay(capsys, str(csv), "--policy", "lru")[2]
+    assert replay(capsys, "describe", str(csv))[0] == 0

@@ -1,4 +1,4 @@
-"""Hit rates: the published tables to four digits, libCacheSim to the block, and every bound where it must be."""
+"""Hit rates equal published tables to four digits, libCacheSim to the block, and no policy exceeds the bounds."""
 
 import json
 from functools import cache
@@ -76,12 +76,12 @@ def test_the_other_cells_of_the_tables(name, policy, cells):
     ("policy", "hits", "written"),
     [("plain-lru", 0.1387, 127.7), ("oracle-lru", 0.3388, 24.8)],
 )
-def test_what_is_written(policy, hits, written):
+def test_written_tokens(policy, hits, written):
     outcome = replay(trace(CONVERSATION), policy, 3_000_000)
     assert (round(outcome.hit_rate, 4), round(outcome.written_tokens / 1e6, 1)) == (hits, written)
     blocks = outcome.written_tokens // 512
-    if policy != "oracle-lru":  # which also drops what is dead
-        assert outcome.evictions == blocks - 3_000_000 // 512  # all that came is here or left
+    if policy != "oracle-lru":  # it also drops blocks after their last use
+        assert outcome.evictions == blocks - 3_000_000 // 512  # all others are still cached
 
 
 @pytest.mark.no_cover
@@ -98,7 +98,7 @@ def test_block_hits_equal_libcachesim(name):
 
 
 @pytest.mark.parametrize(("name", "capacity"), [("lmcache_miniswe_b64", 6_400), ("lmcache_magagent_b64", 50_000)])
-def test_no_policy_passes_the_bounds_and_lru_is_lru(name, capacity):
+def test_no_policy_exceeds_the_bounds_and_both_lrus_are_equal(name, capacity):
     packed = trace(name)
     rates = {policy: replay(packed, policy, capacity).hit_rate for policy in policy_names()}
     best = rates.pop("infinite")
@@ -108,7 +108,7 @@ def test_no_policy_passes_the_bounds_and_lru_is_lru(name, capacity):
     assert min(rates.values()) >= 0.0
 
 
-def test_sessions_replay_like_a_slow_count():
+def test_hits_of_sessions_equal_a_naive_count():
     packed = trace("claude_code_17sessions")
     assert packed.block_tokens == 256
     seen, hit, total = set(), 0, 0
@@ -122,29 +122,29 @@ def test_sessions_replay_like_a_slow_count():
     assert int(packed.input_tokens.sum()) == total
 
 
-def test_a_sweep_gives_what_single_replays_give_and_a_journal_what_was_done(tmp_path):
+def test_a_sweep_equals_single_replays_and_continues_from_its_journal(tmp_path):
     packed = trace("lmcache_miniswe_b64")
     tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc") for capacity in (20_000, None)]
-    told = []
-    alone = sweep(packed, tasks, jobs=1, advance=told.append)
+    advanced = []
+    alone = sweep(packed, tasks, jobs=1, advance=advanced.append)
     assert alone == [replay(packed, it.policy, it.capacity_tokens) for it in tasks]
-    assert sum(told) == len(packed) * len(tasks)
+    assert sum(advanced) == len(packed) * len(tasks)
 
     path = tmp_path / "kept"
     apart = sweep(packed, tasks, jobs=2, keep=path)
     assert apart == alone
-    path.write_text(path.read_text()[:-20])  # broken off while the last one was written
+    path.write_text(path.read_text()[:-20])  # cut while the last line was written
     assert kept(path, packed, tasks) == len(tasks) - 1
     assert sweep(packed, tasks, jobs=1, keep=path) == alone
     assert kept(path, packed, tasks) == len(tasks)
-    assert not kept(path, trace("lmcache_magagent_b64"), tasks)  # another trace's outcomes are not taken for this one's
+    assert not kept(path, trace("lmcache_magagent_b64"), tasks)  # results of another trace are ignored
     path.write_text("{}\n")
     with pytest.raises(ConfigError, match="line 1: not made by"):
         kept(path, packed, tasks)
 
 
 def kept(path, packed, tasks):
-    """How many of `tasks` need not be done again."""
+    """The number of `tasks` in the journal."""
     journal = Journal(path, packed, lambda plain: CacheResult(**plain))
     return sum(journal.find(task) is not None for task in tasks)
 
@@ -158,10 +158,10 @@ def kept(path, packed, tasks):
     ],
 )
 def test_a_wrong_task_is_refused_before_anything_runs(policy, capacity, message):
-    told = []
+    advanced = []
     with pytest.raises(ConfigError, match=message):
-        sweep(trace("lmcache_miniswe_b64"), [Task("lru", 10_000), Task(policy, capacity)], advance=told.append)
-    assert not told
+        sweep(trace("lmcache_miniswe_b64"), [Task("lru", 10_000), Task(policy, capacity)], advance=advanced.append)
+    assert not advanced
 
 
 def test_policies_keep_their_capacity():

@@ -1,4 +1,4 @@
-"""Tiered replay plans with the product's planner, tells how good that was, what passed when, and can be broken off."""
+"""Tiered replays: plans and their regret, sums over time, interruption and the journal."""
 
 import gzip
 import itertools
@@ -44,19 +44,19 @@ def test_the_best_split_is_the_least_of_all():
     assert best_split([], ahead_s=1.0, **shared) == (0, 5.5)
 
 
-def test_plans_come_close_to_the_best_split_where_links_are_steady():
-    told = replayed(in_turn(24), tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 0.02)).planning
-    assert told.loads == told.requests == 22
-    assert told.loaded_tokens == 22 * 8 * BLOCK
-    assert told.taken_s < 0.5 * told.recompute_s
-    assert 0 <= told.regret_s < 0.02 * told.best_s
-    assert told.taken_s == pytest.approx(told.best_s + told.regret_s)
-    # The first load knows nothing of its link; the others do.
-    assert told.predicted_load_s == pytest.approx(told.load_s, rel=0.1)
+def test_plans_are_close_to_the_best_split_on_steady_links():
+    result = replayed(in_turn(24), tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 0.02)).planning
+    assert result.loads == result.requests == 22
+    assert result.loaded_tokens == 22 * 8 * BLOCK
+    assert result.taken_s < 0.5 * result.recompute_s
+    assert 0 <= result.regret_s < 0.02 * result.best_s
+    assert result.taken_s == pytest.approx(result.best_s + result.regret_s)
+    # The first load has no estimate of its link.
+    assert result.predicted_load_s == pytest.approx(result.load_s, rel=0.1)
 
 
-def test_what_waits_behind_others_is_computed_and_nobody_is_much_later_for_it():
-    # Twelve at once want the same link, which they know, and which is faster than computing for the first of them only.
+def test_loads_that_would_queue_too_long_are_computed():
+    # Twelve loads queue on one known link, which is faster than computing for the first of them only.
     ids = [list(range(100 * turn, 100 * turn + 8)) for turn in range(12)]
     known = [(10.0 * turn, ids[turn % 12], None) for turn in range(24)]
     rush = [(1000.0 + turn / 1000, ids[turn], None) for turn in range(12)]
@@ -68,8 +68,8 @@ def test_what_waits_behind_others_is_computed_and_nobody_is_much_later_for_it():
     assert wise.ttft.p99_s < 0.5 * blind.ttft.p99_s
 
 
-def test_prompts_that_arrive_together_are_loaded_where_that_is_sooner_for_all():
-    # Six at a time want a link that is four times as fast as computing, of which more than its budget is asked.
+def test_concurrent_prompts_are_loaded_if_that_is_faster_for_all():
+    # Six concurrent loads, beyond the budget of a link that is four times as fast as computing.
     ids = [list(range(100 * turn, 100 * turn + 12 + 4 * (turn % 3))) for turn in range(6)]
     rows = [(20.0 * (turn // 6), ids[turn % 6], None) for turn in range(60)]
     tiers = tier("host", 200, bytes_per_s=CHUNK / 0.004), tier("disk", 400)
@@ -79,7 +79,7 @@ def test_prompts_that_arrive_together_are_loaded_where_that_is_sooner_for_all():
 
 
 @pytest.mark.parametrize("policy", ["through", "back", "selective"])
-def test_write_policies_write_what_they_promise(policy):
+def test_writes_of_each_write_policy(policy):
     from kvtier.core.limits import WritePolicy
 
     rows = [(10.0 * turn, ids, None) for turn, ids in enumerate([*TWO, TWO[0], *TWO, list(range(31, 39))])]
@@ -88,9 +88,9 @@ def test_write_policies_write_what_they_promise(policy):
     if policy == "through":
         assert written == 24  # each once
     elif policy == "back":
-        assert written == 16  # what had to leave; the last is still here
+        assert written == 16  # evicted chunks; the last prompt is still cached
     else:
-        assert written == 8  # one is used again before it leaves
+        assert written == 8  # one prompt is used again before its eviction
     assert outcome.tiers[1].drive_writes_per_day == pytest.approx(written / 100 * 86_400 / outcome.duration_s, rel=1e-3)
 
 
@@ -101,11 +101,11 @@ def test_sums_over_time_are_the_totals():
     assert len(over_time.input_tokens_per_s) == PARTS
     assert sum(over_time.input_tokens_per_s) * over_time.part_s == pytest.approx(outcome.input_tokens)
     for it in outcome.tiers:
-        told = over_time.tiers[it.name]
-        assert sum(told.hit_tokens_per_s) * over_time.part_s == pytest.approx(it.hit_tokens)
-        assert sum(told.read_bytes_per_s) * over_time.part_s == pytest.approx(it.reads.total_bytes)
-        assert sum(told.written_bytes_per_s) * over_time.part_s == pytest.approx(it.writes.total_bytes)
-        waited_s = sum(told.write_depth) * over_time.part_s
+        result = over_time.tiers[it.name]
+        assert sum(result.hit_tokens_per_s) * over_time.part_s == pytest.approx(it.hit_tokens)
+        assert sum(result.read_bytes_per_s) * over_time.part_s == pytest.approx(it.reads.total_bytes)
+        assert sum(result.written_bytes_per_s) * over_time.part_s == pytest.approx(it.writes.total_bytes)
+        waited_s = sum(result.write_depth) * over_time.part_s
         assert waited_s == pytest.approx(it.writes.mean_depth * it.count * outcome.duration_s, rel=1e-3)
         peak, together = it.reads.peak_bytes_per_s, it.reads.peak_together_bytes_per_s
         assert 0 < 0.99 * peak <= together <= 2e9
@@ -116,18 +116,18 @@ def test_sums_over_time_are_the_totals():
     assert outcome.ttft.quantiles_s == tuple(sorted(outcome.ttft.quantiles_s))
 
 
-def test_a_link_that_is_still_busy_when_the_last_request_is_answered_is_not_told_to_do_more_than_it_can():
+def test_a_link_that_outlasts_the_last_request_does_not_exceed_its_bandwidth():
     rows = [(turn / 10, list(range(8 * turn, 8 * turn + 8)), None) for turn in range(6)]
     outcome = replayed(rows, tier("host", 48), tier("disk", 100, bytes_per_s=CHUNK), is_planned=False, servers=6)
     written = outcome.tiers[1].writes
-    assert written.total_bytes > CHUNK * outcome.duration_s  # else there was nothing left to do
+    assert written.total_bytes > CHUNK * outcome.duration_s  # the link outlasts the last request
     assert 0.95 < written.used_share <= 1.0
     assert written.mean_bytes_per_s <= 1.001 * written.peak_bytes_per_s
     assert written.mean_depth <= written.peak_depth
     assert outcome.tiers[1].drive_writes_per_day <= 86_400 / 100
 
 
-def test_a_series_spreads_what_it_is_told():
+def test_second_sums_spread_an_amount_evenly():
     series = SecondSums()
     assert (series.span_s, series.peak) == (0.0, 0.0)
     series.add(0.25, 0.75, 3.0)
@@ -140,7 +140,7 @@ def test_a_series_spreads_what_it_is_told():
     assert series.means(SPAN_MAX_S, 1).sum() * SPAN_MAX_S == pytest.approx(14.0)
 
 
-def test_a_tiered_replay_that_is_broken_off_tells_of_the_requests_until_then():
+def test_a_stopped_tiered_replay_covers_the_requests_so_far():
     packed = agents()
     setup = TieredSetup(tiers=(tier("host", 400), tier("disk", 4000)), token_bytes=1024.0)
     asked = []
@@ -149,15 +149,15 @@ def test_a_tiered_replay_that_is_broken_off_tells_of_the_requests_until_then():
         asked.append(1)
         return len(asked) >= 50
 
-    told = replay_tiers(packed, setup, should_stop=stop)
-    assert (told.requests, told.is_complete) == (50, False)
-    assert told.input_tokens == int(packed.input_tokens[:50].sum())
+    result = replay_tiers(packed, setup, should_stop=stop)
+    assert (result.requests, result.is_complete) == (50, False)
+    assert result.input_tokens == int(packed.input_tokens[:50].sum())
     whole = replay_tiers(packed, setup)
     assert (whole.requests, whole.is_complete) == (len(packed), True)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_sweep_that_is_broken_off_gives_what_is_done(jobs, tmp_path):
+def test_a_stopped_sweep_returns_finished_replays(jobs, tmp_path):
     packed = read_arrays(open_trace(MAGAGENT))
     tasks = [Task(policy, capacity) for policy in ("lru", "min", "arc", "s3-fifo") for capacity in (20_000, 50_000)]
     path = tmp_path / "kept"
@@ -171,7 +171,7 @@ def test_a_sweep_that_is_broken_off_gives_what_is_done(jobs, tmp_path):
     assert outcomes == [it for it in sweep(packed, tasks, jobs=1) if it in outcomes]
 
 
-def test_the_first_ctrl_c_is_noted_and_the_second_ends():
+def test_the_first_ctrl_c_stops_and_the_second_kills():
     with interruptible() as should_stop:
         assert not should_stop()
         signal.raise_signal(signal.SIGINT)
@@ -182,20 +182,20 @@ def test_the_first_ctrl_c_is_noted_and_the_second_ends():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_prints_what_is_done_and_the_next_run_goes_on(capsys, tmp_path, monkeypatch):
+def test_ctrl_c_prints_finished_replays_and_the_next_run_continues(capsys, tmp_path, monkeypatch):
     keep = tmp_path / "kept"
     arguments = ["replay", str(MAGAGENT), "--policy", "lru,min", "--capacity-tokens", "50k", "--jobs", "1", "--json"]
     with monkeypatch.context() as patched:
         patched.setattr(Journal, "add", interrupted(Journal.add))
         assert run([*arguments, "--keep", str(keep)]) == 130
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert (told["is_complete"], [it["policy"] for it in told["results"]]) == (False, ["lru"])
+    result = json.loads(out)
+    assert (result["is_complete"], [it["policy"] for it in result["results"]]) == (False, ["lru"])
     assert "Interrupted: 1 of 2 replays" in err
     assert run([*arguments, "--keep", str(keep)]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole["is_complete"]
-    assert whole["results"][0] == told["results"][0]
+    assert whole["results"][0] == result["results"][0]
     assert lines(keep) == 2
 
 
@@ -225,40 +225,40 @@ def several(tmp_path_factory):
     ]
 
 
-def test_tiers_are_replayed_in_several_ways_side_by_side(several, capsys):
+def test_all_combinations_are_replayed(several, capsys):
     assert run([*several, "--jobs", "2", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    ways = [(1, "prefix"), (2, "prefix"), (2, "session")]  # one node has nothing to choose between
-    assert [(it["policy"], it["nodes"], it["router"]) for it in told] == [
+    result = json.loads(capsys.readouterr().out)
+    ways = [(1, "prefix"), (2, "prefix"), (2, "session")]  # with one node all routers are the same
+    assert [(it["policy"], it["nodes"], it["router"]) for it in result] == [
         (policy, *way) for policy in ("lru", "fifo") for way in ways
     ]
     assert run([*several[:-6], "--policy", "fifo", "--nodes", "2", "--router", "session", "--json"]) == 0
-    assert {**json.loads(capsys.readouterr().out), "ttft_unplanned": None} == told[-1]  # one alone has that
+    assert {**json.loads(capsys.readouterr().out), "ttft_unplanned": None} == result[-1]  # only a single setup has it
     assert run([*several[:-4], "--jobs", "1"]) == 0
     table = capsys.readouterr().out
-    for it in (told[0], told[3]):
+    for it in (result[0], result[3]):
         assert re.search(rf"{it['policy'][:-4]} +1 +- +{REQUESTS} +{it['hit_rate']:.4f} ", table), table
 
 
 @pytest.mark.parametrize("is_hasty", [False, True])
-def test_a_planner_that_loses_to_no_planner_is_told_of(several, is_hasty, capsys, monkeypatch):
+def test_a_planner_that_loses_is_warned_of(several, is_hasty, capsys, monkeypatch):
     if is_hasty:  # each load is cut at once
         monkeypatch.setattr(LoadBudget, "cut_s", lambda budget, lowest_s, saved_s: 1e-6)
         monkeypatch.setattr(Planner, "_is_acceptable", lambda planner, plan, now_s: True)
     one = [*several[:8], "--jobs", "1"]
     assert run([*one, "--json"]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert [it in err for it in told["warnings"]] == [True] * is_hasty
-    assert (told["ttft"]["mean_s"] > 1.01 * told["ttft_unplanned"]["mean_s"]) == is_hasty
+    result = json.loads(out)
+    assert [it in err for it in result["warnings"]] == [True] * is_hasty
+    assert (result["ttft"]["mean_s"] > 1.01 * result["ttft_unplanned"]["mean_s"]) == is_hasty
     assert run(one) == 0
-    assert re.search(rf"with tiers, no planner +{told['ttft_unplanned']['mean_s']:.3f} ", capsys.readouterr().out)
+    assert re.search(rf"with tiers, no planner +{result['ttft_unplanned']['mean_s']:.3f} ", capsys.readouterr().out)
     assert run([*one, "--no-planner", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
-    assert (alone["ttft"], alone["ttft_unplanned"], alone["warnings"]) == (told["ttft_unplanned"], None, [])
+    assert (alone["ttft"], alone["ttft_unplanned"], alone["warnings"]) == (result["ttft_unplanned"], None, [])
 
 
-def test_several_tiered_replays_that_are_broken_off_go_on_where_they_stood(several, capsys, tmp_path, monkeypatch):
+def test_interrupted_tiered_replays_continue_from_the_journal(several, capsys, tmp_path, monkeypatch):
     keep = tmp_path / "kept"
     arguments = [*several[:-4], "--jobs", "1", "--json"]
     assert run(arguments) == 0
@@ -269,7 +269,7 @@ def test_several_tiered_replays_that_are_broken_off_go_on_where_they_stood(sever
     out, err = capsys.readouterr()
     assert json.loads(out) == whole[:1]
     assert "Interrupted: 1 of 2 replays" in err
-    # What is kept is not done again: the mark is found in the outcome.
+    # The changed value shows that the journal is used.
     entry = json.loads(keep.read_text().replace('"convoys": ', '"convoys": 9'))
     entry["checksum"] = sweep_module._checksum(entry["task"], entry["outcome"])
     keep.write_text(f"{json.dumps(entry)}\n")
@@ -279,8 +279,8 @@ def test_several_tiered_replays_that_are_broken_off_go_on_where_they_stood(sever
     assert lines(keep) == 2
 
 
-@pytest.mark.parametrize(("form", "told"), [((), ""), (("--json",), "[]")])
-def test_a_replay_that_is_broken_off_before_it_has_begun_tells_that(several, capsys, monkeypatch, form, told):
+@pytest.mark.parametrize(("form", "result"), [((), ""), (("--json",), "[]")])
+def test_ctrl_c_before_the_first_replay(several, capsys, monkeypatch, form, result):
     opened = Journal.__init__
 
     def interrupted_at_once(journal, *arguments):
@@ -290,11 +290,11 @@ def test_a_replay_that_is_broken_off_before_it_has_begun_tells_that(several, cap
     monkeypatch.setattr(Journal, "__init__", interrupted_at_once)
     assert run([*several[:-6], "--policy", "lru", "--jobs", "1", "--keep", "kept", *form]) == 130
     out, err = capsys.readouterr()
-    assert (out.strip(), "Interrupted: 0 of 1 replays" in err) == (told, True)
+    assert (out.strip(), "Interrupted: 0 of 1 replays" in err) == (result, True)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_what_is_under_way_tells_of_its_requests_so_far_and_is_not_kept(jobs, tmp_path):
+def test_partial_results_are_returned_and_not_kept(jobs, tmp_path):
     packed, keep = agents(), tmp_path / "kept"
     setups = [
         TieredSetup(tiers=(tier("host", 400), tier("disk", 4000)), token_bytes=1024.0, evictor=evictor)
@@ -310,13 +310,13 @@ def test_what_is_under_way_tells_of_its_requests_so_far_and_is_not_kept(jobs, tm
     assert all(not it.is_complete for it in done.values())
     assert lines(keep) == 0
     if jobs == 1:
-        assert [(it.evictor, told.requests) for it, told in done.items()] == [("lru", 49)]
+        assert [(it.evictor, result.requests) for it, result in done.items()] == [("lru", 49)]
     whole = sweep_tiers(packed, setups, jobs=jobs, keep=keep)
     assert whole == {it: replay_tiers(packed, it) for it in setups}
     assert sweep_tiers(packed, setups, keep=keep, should_stop=lambda: True) == whole
 
 
-def test_a_tiered_report_holds_the_pictures_and_every_table(capsys, tmp_path):
+def test_the_tiered_report_has_charts_and_tables(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "report.html"
     tiers = (
@@ -342,7 +342,7 @@ def test_a_tiered_report_holds_the_pictures_and_every_table(capsys, tmp_path):
     assert regret in page
 
 
-def test_a_report_of_several_ways_begins_with_all_side_by_side(several, tmp_path):
+def test_the_report_of_several_setups(several, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "report.html"
     assert run([*several[:-4], "--jobs", "1", "--report", str(path), "--json"]) == 0
@@ -353,7 +353,7 @@ def test_a_report_of_several_ways_begins_with_all_side_by_side(several, tmp_path
     assert page.count("first turns") == 1
 
 
-def test_a_trace_of_one_request_is_told():
+def test_a_trace_of_one_request():
     trace = read_arrays(Listed([(5.0, [1, 2], None)]))
     outcome = replay_tiers(trace, TieredSetup(tiers=(tier("host", 8),), token_bytes=1024.0))
     assert (outcome.requests, hits(outcome)) == (1, {"host": 0})

@@ -1,4 +1,4 @@
-"""Where a replay's speeds come from, which it says: the command line, a named part, a probe, the GPUs, a default."""
+"""Speeds of a replay: from the command line, a part, a probe, the GPUs or a default, each with its source."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_tiers_are_read_from_text():
             parse_tier(text)
 
 
-def test_the_text_is_believed_before_the_part_the_part_before_the_probe_and_that_before_the_default(record):
+def test_precedence_of_option_part_probe_and_default(record):
     probe = ProbedSpeeds(record)
     drive = parse_tier("disk=2xpm1753,latency=2ms", probe=probe)
     assert drive.capacity_bytes == drive.drive_bytes == 2 * DRIVE["capacity_bytes"]
@@ -104,7 +104,7 @@ def test_prefill_is_that_of_the_model_on_the_gpus():
     assert "8 x h100-sxm" in prefill.source
     assert prefill_of("llama-3.3-70b", tokens_per_s=123.0, gpu=gpus).tokens_per_s == 123
     assert prefill_of("llama-3.3-70b").tokens_per_s == PrefillSpeed().tokens_per_s
-    # Half of this model's layers look back 128 tokens only: far into a prompt they cost no more.
+    # Half of this model's layers have a window of 128 tokens, with constant cost beyond it.
     windowed = prefill_of("gpt-oss-120b", gpu=gpus)
     assert [tokens for tokens, _ in windowed.windows] == [128]
     by_token = [windowed.seconds(at, at + 1) for at in (0, 64, 100_000, 100_064)]
@@ -112,7 +112,7 @@ def test_prefill_is_that_of_the_model_on_the_gpus():
 
 
 @pytest.mark.parametrize("name", [*catalogue()["gpu"]])
-def test_every_gpu_tells_prefill_and_link(name):
+def test_every_gpu_has_prefill_and_link_speeds(name):
     gpu = find_parts(name, "--gpu", "gpu")
     assert prefill_of("llama-3.1-8b", gpu=gpu).tokens_per_s > 1000
     assert gpu.speed.read_bytes_per_s > 1e9
@@ -133,7 +133,7 @@ def test_a_window_costs_what_its_tokens_cost():
         PrefillSpeed(windows=((100, 0.0),))
 
 
-def test_what_was_used_is_told(record, capsys):
+def test_inputs_have_their_sources(record, capsys):
     tiers = (parse_tier("host=1GiB"), parse_tier("disk=1TiB", probe=ProbedSpeeds(record)))
     rows = {it["what"]: it for it in inputs(TieredSetup(tiers=tiers, token_bytes=1.0))}
     assert rows["disk, reads"]["value"] == "2 GB/s"
@@ -153,14 +153,14 @@ def test_what_was_used_is_told(record, capsys):
         "512",
     ]
     assert run(["replay", str(TRACE), *options, "--json"]) == 0
-    told = {it["what"]: it["source"] for it in json.loads(capsys.readouterr().out)["inputs"]}
-    assert "probe" in told["host, to the engine"]
-    assert "1 x h100-pcie" in told["prefill of one prompt"]
+    sources = {it["what"]: it["source"] for it in json.loads(capsys.readouterr().out)["inputs"]}
+    assert "probe" in sources["host, to the engine"]
+    assert "1 x h100-pcie" in sources["prefill of one prompt"]
     assert run(["replay", str(TRACE), *options]) == 0
     assert "1 x h100-pcie" in capsys.readouterr().out
 
 
-def test_a_tier_without_sources_was_given():
+def test_a_tier_without_sources_is_given():
     spec = TierSpec(name="host", capacity_bytes=1, read_bytes_per_s=1.0, write_bytes_per_s=1.0, latency_s=0.0)
     setup = TieredSetup(tiers=(spec,), token_bytes=1.0)
     assert {it["source"] for it in inputs(setup)} == {PrefillSpeed().source, "given"}

@@ -1,4 +1,4 @@
-"""Tiered replay: links and tiers do what a slow count says, sharing and routing matter, and slow tiers never hurt."""
+"""Tiered replays: links and tiers equal counts by hand, sharing and routing matter, and slow tiers do no harm."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_link_serves_one_after_the_other():
     assert use.mean_depth == pytest.approx((2 * 2.0 + 1.5 + 1.5) / 10)
 
 
-def test_host_memory_gives_back_what_was_stored_and_no_more():
+def test_hits_in_host_memory():
     rows = [(0.0, [1, 2, 3], None), (10.0, [1, 2, 4], None), (20.0, [1, 2, 4, 5], None), (30.0, [9], None)]
     outcome = replayed(rows, tier("host", 100))
     assert hits(outcome) == {"host": 2 + 3}
@@ -83,7 +83,7 @@ def test_host_memory_gives_back_what_was_stored_and_no_more():
     assert outcome.ttft.mean_s < outcome.ttft_without.mean_s
 
 
-def test_what_host_memory_cannot_hold_comes_from_the_tier_below():
+def test_chunks_beyond_host_memory_come_from_the_lower_tier():
     first, second = list(range(1, 9)), list(range(11, 19))
     rows = [(0.0, first, None), (10.0, second, None), (20.0, first, None), (30.0, second, None)]
     assert hits(replayed(rows, tier("host", 8))) == {"host": 0}
@@ -91,14 +91,14 @@ def test_what_host_memory_cannot_hold_comes_from_the_tier_below():
     assert sum(hits(outcome).values()) == 16
     assert hits(outcome)["disk"] >= 8
     disk = outcome.tiers[1]
-    assert disk.writes.total_bytes == 16 * CHUNK  # written once, whatever came back
+    assert disk.writes.total_bytes == 16 * CHUNK  # written once
     assert disk.writes_per_day == pytest.approx(16 / 100 * 86_400 / outcome.duration_s, rel=1e-3)
     small = replayed(rows, tier("host", 8), tier("disk", 8))
     assert small.tiers[1].evictions > 0
     assert sum(hits(small).values()) < 16
 
 
-def test_a_tier_that_is_slower_than_computing_is_left_alone():
+def test_a_tier_slower_than_computing_is_not_used():
     first, second = list(range(1, 9)), list(range(11, 19))
     rows = [(10.0 * turn, first if turn % 2 else second, None) for turn in range(24)]
     slow = replayed(rows, tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 0.3))
@@ -106,12 +106,12 @@ def test_a_tier_that_is_slower_than_computing_is_left_alone():
     assert hits(fast)["disk"] > 8 * 15
     assert (slow.planning.loaded_tokens, hits(slow)["disk"]) == (0, 0)
     assert slow.skipped_tokens > 0
-    assert 0 < slow.planning.trials < slow.planning.requests  # it is looked at again from time to time
+    assert 0 < slow.planning.trials < slow.planning.requests  # tried again now and then
     assert slow.planning.regret_s < 0.06 * slow.planning.best_s
     assert slow.ttft.p99_s < 1.2 * slow.ttft_without.p99_s
     blind = replayed(rows, tier("host", 8), tier("disk", 100, bytes_per_s=CHUNK / 0.3), is_planned=False)
     assert blind.planning.loaded_tokens > 0
-    assert blind.planning.regret_s > slow.planning.best_s  # what the planner is for
+    assert blind.planning.regret_s > slow.planning.best_s
     assert blind.ttft.mean_s > 2 * blind.ttft_without.mean_s
 
 
@@ -122,7 +122,7 @@ def test_without_tiers_prompts_wait_for_each_other():
     assert outcome.ttft.mean_s == pytest.approx(outcome.ttft_without.mean_s)
 
 
-def test_a_shared_tier_gives_one_node_what_another_stored():
+def test_a_shared_tier_serves_chunks_of_other_nodes():
     rows = [(10.0 * turn, [1, 2, 3, *range(10, 10 + turn)], "s") for turn in range(6)]
     alone = replayed(rows, tier("host", 50), tier("disk", 100), nodes=2)
     shared = replayed(rows, tier("host", 50), tier("disk", 100, is_shared=True), nodes=2)
@@ -134,20 +134,20 @@ def test_a_shared_tier_gives_one_node_what_another_stored():
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_routers_serve_everything_and_give_the_same_twice(router):
+def test_routers_are_deterministic_and_serve_all_requests(router):
     packed = agents()
     setup = TieredSetup(
         tiers=(tier("host", 400), tier("disk", 4000, is_shared=True)), token_bytes=TOKEN, nodes=3, router=router
     )
-    told = []
-    outcome = replay_tiers(packed, setup, told.append)
-    assert sum(told) == len(packed)
+    result = []
+    outcome = replay_tiers(packed, setup, result.append)
+    assert sum(result) == len(packed)
     assert outcome == replay_tiers(packed, setup)
-    # No request finds more than was ever computed before it came.
+    # No request hits more than an infinite cache.
     assert 0.5 < outcome.hit_rate <= replay(packed, "infinite", None).hit_rate
 
 
-def test_affinity_finds_more_in_host_memory_than_chance():
+def test_affinity_routers_hit_more_than_random():
     packed = agents()
     rates = {
         router: replay_tiers(
@@ -177,11 +177,11 @@ def test_wrong_tiers_are_explained(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_the_command_tells_tiers_in_json_and_in_tables(capsys):
+def test_json_of_tiers(capsys):
     arguments = [str(TRACES / "lmcache_magagent_b64.jsonl.gz"), "--tier", "host=2GiB", "--tier", "disk=200GiB"]
     assert run(["replay", *arguments, "--policy", "lru", "--model", "llama-3.1-8b", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["token_bytes"] == 131_072
-    assert [it["name"] for it in told["tiers"]] == ["host", "disk"]
-    assert {"reads", "writes", "writes_per_day", "hit_rate"} <= told["tiers"][0].keys()
-    assert told["ttft"]["mean_s"] < told["ttft_without"]["mean_s"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["token_bytes"] == 131_072
+    assert [it["name"] for it in result["tiers"]] == ["host", "disk"]
+    assert {"reads", "writes", "writes_per_day", "hit_rate"} <= result["tiers"][0].keys()
+    assert result["ttft"]["mean_s"] < result["ttft_without"]["mean_s"]

@@ -1,4 +1,4 @@
-"""Anonymous traces replay to the same figures, and nothing of names, ids or the time of day is left in them."""
+"""Anonymized traces replay to the same figures, without names, ids or the time of day."""
 
 import json
 import re
@@ -52,7 +52,9 @@ rows = st.lists(st.tuples(st.floats(0, 50), ids, st.sampled_from([None, "eve", "
 @given(rows=rows, capacity=st.integers(1, 8), coarse_s=st.sampled_from([0.0, 0.5, 60.0]))
 def test_any_trace_replays_to_the_same_figures(rows, capacity, coarse_s):
     numbers = {}
-    small = [(pause, [numbers.setdefault(it, 100 + len(numbers)) for it in ids], who) for pause, ids, who in rows]
+    small = [
+        (pause, [numbers.setdefault(it, 100 + len(numbers)) for it in ids], session) for pause, ids, session in rows
+    ]
     before = read_arrays(Listed(small))
     after = read_arrays(Lines(list(request_lines(before, as_runs=False, coarse_s=coarse_s))))
     for policy in ("plain-lru", "arc", "min"):
@@ -77,7 +79,7 @@ def test_public_traces_replay_to_the_same_figures(tmp_path, capsys, name):
     capsys.readouterr()
 
 
-def test_nothing_of_names_ids_and_the_time_of_day_is_left(tmp_path, capsys):
+def test_names_ids_and_time_of_day_are_removed(tmp_path, capsys):
     lines = [
         {
             "timestamp": 1_760_428_258_000 + 12_345 * n,
@@ -94,16 +96,16 @@ def test_nothing_of_names_ids_and_the_time_of_day_is_left(tmp_path, capsys):
     assert run(["trace", "anonymize", str(source), str(target), "--ids", "--coarse-s", "30"]) == 0
     written = target.read_text()
     assert not re.search("alice|5ec3e7|0ff1ce|176042|never", written)
-    told = [json.loads(it) for it in written.splitlines()]
-    assert [it["timestamp"] for it in told] == [0, 0, 0, 30_000]
-    assert [it["session_id"] for it in told] == [0, 1, 0, 1]
-    assert [it["hash_ids"] for it in told] == [[0, 1], [0, 2], [0, 3], [0, 4]]
-    # Negative control: the words are in what it was made from.
+    lines_written = [json.loads(it) for it in written.splitlines()]
+    assert [it["timestamp"] for it in lines_written] == [0, 0, 0, 30_000]
+    assert [it["session_id"] for it in lines_written] == [0, 1, 0, 1]
+    assert [it["hash_ids"] for it in lines_written] == [[0, 1], [0, 2], [0, 3], [0, 4]]
+    # Negative control: the source has the words.
     assert re.search("alice", source.read_text())
     capsys.readouterr()
 
 
-def test_texts_are_refused_and_so_is_what_cannot_be(tmp_path, capsys):
+def test_texts_and_bad_options_are_refused(tmp_path, capsys):
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"timestamp": 1, "input": "secret " * 50, "output": "x", "session_id": "a"}))
     assert run(["trace", "anonymize", str(text), str(tmp_path / "out")]) == 2

@@ -44,7 +44,7 @@ rows = st.lists(
 
 
 @given(rows=rows, step=st.sampled_from([1, 7, 1 << 16]), in_file=st.booleans())
-def test_columns_equal_a_slow_reading(rows, step, in_file):
+def test_columns_equal_a_naive_reading(rows, step, in_file):
     before = packing._STEP, packing.MEMORY_BYTES_MAX
     packing._STEP, packing.MEMORY_BYTES_MAX = step, 0 if in_file else 1 << 20
     try:
@@ -66,7 +66,7 @@ def test_columns_equal_a_slow_reading(rows, step, in_file):
     assert packed.parents.tolist() == [parents[it] for it in range(packed.block_count)]
 
 
-def test_what_is_wrong_is_said_and_strict_refuses_it():
+def test_warnings_and_strict():
     good = [(0.0, 32, [1, 2], None), (1.0, 32, [1, 3], None)]
     assert read_arrays(Listed(good), is_strict=True).warnings == ()
     back = read_arrays(Listed([*good, (0.5, 16, [1], None)]))
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said_and_strict_refuses_it():
         read_arrays(Listed([]))
 
 
-def test_saved_and_loaded_it_is_the_same(tmp_path):
+def test_save_and_load(tmp_path):
     packed = read_arrays(open_trace(GOLDEN / "lmcache_miniswe_b64.jsonl.gz"))
     packed.save(tmp_path)
     loaded = TraceArrays.load(tmp_path)
@@ -106,23 +106,23 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
     ],
 )  # fmt: skip
 def test_statistics_of_public_traces(file, requests, tokens, unique, hit, late, once, top, intervals, first, written):
-    told = trace_stats(read_arrays(open_trace(GOLDEN / f"{file}.jsonl.gz")))
-    assert (told.requests, told.input_tokens, told.unique_tokens) == (requests, tokens, unique)
-    assert (round(told.infinite_hit_rate, 4), round(told.infinite_hit_rate_second_half, 4)) == (hit, late)
-    assert told.used_once == pytest.approx(once, abs=0.005)
-    assert told.top_reuse == pytest.approx(top, abs=0.005)
-    found = (told.interval_p50_s, told.interval_p90_s, told.interval_p99_s)
+    stats = trace_stats(read_arrays(open_trace(GOLDEN / f"{file}.jsonl.gz")))
+    assert (stats.requests, stats.input_tokens, stats.unique_tokens) == (requests, tokens, unique)
+    assert (round(stats.infinite_hit_rate, 4), round(stats.infinite_hit_rate_second_half, 4)) == (hit, late)
+    assert stats.used_once == pytest.approx(once, abs=0.005)
+    assert stats.top_reuse == pytest.approx(top, abs=0.005)
+    found = (stats.interval_p50_s, stats.interval_p90_s, stats.interval_p99_s)
     assert found == pytest.approx(intervals, rel=0.03)
-    assert told.first_turns == pytest.approx(first, abs=0.005)
-    assert told.written_per_read == pytest.approx(written, rel=0.02)
-    assert told.over_time.input_tokens.sum() == tokens
-    assert told.over_time.unique_tokens[-1] == unique
+    assert stats.first_turns == pytest.approx(first, abs=0.005)
+    assert stats.written_per_read == pytest.approx(written, rel=0.02)
+    assert stats.over_time.input_tokens.sum() == tokens
+    assert stats.over_time.unique_tokens[-1] == unique
 
 
-def test_working_sets_equal_a_slow_count():
+def test_working_sets_equal_a_naive_count():
     rows = [(0.0, 32, [1, 2], None), (10.0, 32, [1, 3], None), (100.0, 16, [1], None)]
-    told = trace_stats(read_arrays(Listed(rows)))
+    stats = trace_stats(read_arrays(Listed(rows)))
     # Block 1: 10 s, then 60 of 90, none at the end; 2: 60 of 100; 3: 60 of 90.
-    assert told.working_set_tokens[60.0] == pytest.approx((10 + 60 + 60 + 60) / 100 * 16, rel=0.01)
-    assert told.working_set_tokens[3600.0] == pytest.approx((100 + 100 + 90) / 100 * 16, rel=0.01)
-    json.dumps(told.over_time.input_tokens.tolist())
+    assert stats.working_set_tokens[60.0] == pytest.approx((10 + 60 + 60 + 60) / 100 * 16, rel=0.01)
+    assert stats.working_set_tokens[3600.0] == pytest.approx((100 + 100 + 90) / 100 * 16, rel=0.01)
+    json.dumps(stats.over_time.input_tokens.tolist())

@@ -1,4 +1,4 @@
-"""Converted traces replay to the same figures, and tell nothing else of where they came from."""
+"""Converted traces replay to the same figures, without anything else of their source."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def test_a_round_trip_keeps_times_lengths_sharing_and_figures(tmp_path, name, as
     for column in ("starts", "input_tokens", "output_tokens", "session", "turn"):
         assert np.array_equal(getattr(after, column), getattr(before, column)), column
     assert np.allclose(after.time_s, before.time_s - before.time_s[0], atol=1e-6)
-    # The same block is the same block everywhere, under one other number.
+    # Equal blocks stay equal, under other numbers.
     pairs = set(zip(before.ids.tolist(), after.ids.tolist(), strict=True))
     assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs})
     for policy in ("lru", "min", "arc"):
@@ -39,7 +39,7 @@ def test_a_round_trip_keeps_times_lengths_sharing_and_figures(tmp_path, name, as
     assert gzip.decompress(again.read_bytes()) == gzip.decompress(path.read_bytes())
 
 
-def test_nothing_of_texts_ids_or_names_is_left(tmp_path, capsys):
+def test_texts_ids_and_names_are_removed(tmp_path, capsys):
     lines = [
         {"timestamp": 1760428258000000 + n, "input": f"secret {n} " * 50, "output": "x", "session_id": f"user-{n}"}
         for n in range(3)

@@ -1,4 +1,4 @@
-"""KV events as a trace: what a real vLLM published gives the prompts that it was asked, and bad files are explained."""
+"""KV events as a trace: events of a real vLLM give its prompts, and bad files are errors."""
 
 import gzip
 import json
@@ -17,8 +17,8 @@ from kvtier.trace.open import ReadOptions, open_trace
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
 REAL = GOLDEN / "vllm_events.msgpack"
-TOLD = json.loads((GOLDEN / "vllm_events.json").read_text())
-BLOCK = TOLD["block"]
+RECORDED = json.loads((GOLDEN / "vllm_events.json").read_text())
+BLOCK = RECORDED["block"]
 
 
 def batches():
@@ -27,8 +27,8 @@ def batches():
     return list(unpacker)
 
 
-def written(path, told, pack_file=bytes):
-    path.write_bytes(pack_file(b"".join(msgpack.packb(it) for it in told)))
+def written(path, sent, pack_file=bytes):
+    path.write_bytes(pack_file(b"".join(msgpack.packb(it) for it in sent)))
     return path
 
 
@@ -43,25 +43,25 @@ def read(path, **reading):
     return requests, trace.notes
 
 
-def test_what_vllm_published_gives_the_prompts_that_it_was_asked():
+def test_events_of_vllm_give_its_prompts():
     trace = open_trace(REAL)
     assert trace.block_tokens == BLOCK
     requests = list(trace.requests())
-    seen = [it for it in TOLD["asked"] if not it["what"].startswith("there as a whole")]
-    assert len(seen) == len(TOLD["asked"]) - 1  # what cannot be known
+    seen = [it for it in RECORDED["asked"] if not it["what"].startswith("there as a whole")]
+    assert len(seen) == len(RECORDED["asked"]) - 1  # a fully cached prompt has no event
     assert [it.input_tokens for it in requests] == [it["prompt"] // BLOCK * BLOCK for it in seen]
-    # Of an answer, the whole blocks beyond the prompt's last whole one; its last token was never computed.
+    # Output: whole blocks after the prompt's last whole one; the last token is not computed.
     ends = [(it["prompt"] + it["generated"] - 1) // BLOCK * BLOCK - it["prompt"] // BLOCK * BLOCK for it in seen]
     assert [it.output_tokens for it in requests] == ends
-    # vLLM's own cache lost nothing, so an endless one hits what it said it had.
+    # vLLM's own cache evicted nothing, so an infinite cache has the same hits.
     packed = read_arrays(trace, is_strict=True)
     assert replay(packed, "lru", None).hit_tokens == sum(it["cached"] for it in seen)
-    # Negative control: without one of its batches the figures are others.
+    # Negative control: see the test with a lost batch.
     assert sum(it["cached"] for it in seen) > 0
 
 
-def test_a_lost_batch_shows(tmp_path):
-    seen = [it for it in TOLD["asked"] if not it["what"].startswith("there as a whole")]
+def test_a_lost_batch_is_a_warning(tmp_path):
+    seen = [it for it in RECORDED["asked"] if not it["what"].startswith("there as a whole")]
     packed = read_arrays(open_trace(written(tmp_path / "lost", batches()[1:])))
     assert replay(packed, "lru", None).hit_tokens != sum(it["cached"] for it in seen)
     assert any("stored before the file begins" in it for it in packed.warnings)
@@ -81,23 +81,23 @@ def test_json_lines_and_arrays_and_packed_files_give_the_same(tmp_path):
 
     plain = [[ts, [hashes(it) for it in events], rank] for ts, events, rank in batches()]
     objects = [{"ts": ts, "events": events, "data_parallel_rank": rank} for ts, events, rank in plain]
-    for number, told in enumerate((plain, objects)):
+    for number, sent in enumerate((plain, objects)):
         path = tmp_path / f"{number}.jsonl"
-        path.write_text("".join(f"{json.dumps(it)}\n" for it in told))
+        path.write_text("".join(f"{json.dumps(it)}\n" for it in sent))
         assert read(path) == expected
-    # Older releases of vLLM, and SGLang, write the fields of an event one after the other.
+    # Older releases of vLLM, and SGLang, write events as arrays.
     names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
     arrays = [[ts, [[it[name] for name in names] for it in events]] for ts, events, _ in batches()]
     assert read(written(tmp_path / "arrays.gz", arrays, gzip.compress)) == expected
 
 
-def test_pages_one_at_a_time_are_one_prompt_and_hashes_of_a_page_alone_name_no_prefix(tmp_path):
-    """As SGLang publishes them; releases before it chained its hashes took those of a page's own tokens."""
-    told = [
+def test_single_pages_are_one_prompt_and_page_hashes_name_no_prefix(tmp_path):
+    """Events of SGLang; older releases hash only the tokens of a page, without its prefix."""
+    sent = [
         [0.0, [stored(7), stored(8, parent=7), stored(7, parent=8)]],
         [100.0, [stored(9), stored(8, parent=9)]],
     ]
-    requests, _ = read(written(tmp_path / "pages", told))
+    requests, _ = read(written(tmp_path / "pages", sent))
     (_, first, _), (_, second, _) = requests
     assert len(first) == 3
     assert len(set(first)) == 3
@@ -106,17 +106,17 @@ def test_pages_one_at_a_time_are_one_prompt_and_hashes_of_a_page_alone_name_no_p
     assert read_arrays(open_trace(tmp_path / "pages"), is_strict=True).prefix_violations == 0
 
 
-def test_what_goes_on_and_what_is_new(tmp_path):
-    told = [
+def test_continued_and_new_requests(tmp_path):
+    sent = [
         [0.0, [stored(1, 2)]],
         [1.0, [stored(3, 4, parent=2)]],  # a prompt in pieces
-        [5.0, [stored(5, parent=4)]],  # its answer
-        [5.5, [stored(6, 7, parent=5)]],  # no answer comes in two blocks: the next turn
+        [5.0, [stored(5, parent=4)]],  # its output
+        [5.5, [stored(6, 7, parent=5)]],  # two blocks at once are no output: the next turn
         [30.0, [stored(8, parent=7)]],  # too late
         [30.0, [{"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}, {"type": "AllBlocksCleared"}]],
         [31.0, [stored(1, 2), stored(9, parent=2, medium="CPU"), stored(9, 10, group_idx=1)]],
     ]
-    requests, notes = read(written(tmp_path / "events", told))
+    requests, notes = read(written(tmp_path / "events", sent))
     assert requests == [
         (0.0, [0, 1, 2, 3], 16),
         (5.5, [0, 1, 2, 3, 4, 5, 6], 0),
@@ -127,13 +127,13 @@ def test_what_goes_on_and_what_is_new(tmp_path):
     assert read(tmp_path / "events", block_tokens=32)[0][0][1] == [1, 3]
 
 
-def test_two_engines_in_one_file_do_not_go_on_for_each_other(tmp_path):
-    told = [[0.0, [stored(1, 2)], 0], [0.1, [stored(1, 2)], 1], [0.2, [stored(3, 4, parent=2)], 0]]
-    assert [it[1] for it in read(written(tmp_path / "events", told))[0]] == [[0, 1, 2, 3], [0, 1]]
+def test_ranks_in_one_file_are_separate(tmp_path):
+    sent = [[0.0, [stored(1, 2)], 0], [0.1, [stored(1, 2)], 1], [0.2, [stored(3, 4, parent=2)], 0]]
+    assert [it[1] for it in read(written(tmp_path / "events", sent))[0]] == [[0, 1, 2, 3], [0, 1]]
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("sent", "message"),
     [
         ([[0.0, [stored(1)]], [1.0, [stored(1, block_size="x")]]], r"batch 2: block_size is 'x'; allowed: a whole"),
         ([[0.0, [stored(1)]], ["soon", [stored(1)]]], "batch 2: ts is 'soon'; allowed: a number"),
@@ -147,9 +147,9 @@ def test_two_engines_in_one_file_do_not_go_on_for_each_other(tmp_path):
         ([[0.0, [{"type": "AllBlocksCleared"}]]], "no BlockStored of an engine's own memory"),
     ],
 )
-def test_a_malformed_batch_is_named_with_its_field(tmp_path, told, message):
-    for path in (written(tmp_path / "packed", told), tmp_path / "lines"):
-        (tmp_path / "lines").write_text("".join(f"{json.dumps(it)}\n" for it in told))
+def test_a_malformed_batch_is_named_with_its_field(tmp_path, sent, message):
+    for path in (written(tmp_path / "packed", sent), tmp_path / "lines"):
+        (tmp_path / "lines").write_text("".join(f"{json.dumps(it)}\n" for it in sent))
         with pytest.raises(ConfigError, match=message):
             list(open_trace(path).requests())
 
@@ -169,7 +169,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
     assert read(tmp_path / "whole") == read(REAL)
 
 
-def test_without_the_package_it_is_said_what_to_install(monkeypatch, capsys):
+def test_the_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "msgpack", None)
     assert run(["replay", "describe", str(REAL)]) == 2
     assert "pip install 'kvtier[events]'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Ten million requests fit in 4 GiB: a twentieth of them is synthesised, read and replayed in a twentieth of that."""
+"""Ten million requests fit in 4 GiB: a twentieth is synthesized, read and replayed in a twentieth of that."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.nightly
 
 REQUESTS = 500_000
 FIXED_BYTES = 128 << 20
-"""The interpreter, numpy, and what is gathered before it goes to a file, however long the trace is."""
+"""The interpreter, numpy and buffers, independent of the length of the trace."""
 SHARE = REQUESTS / 10_000_000
 ENTIRE_BYTES = 4 << 30
 

@@ -1,4 +1,4 @@
-"""Trace readers: every form gives the same requests, plain or packed, and a bad line is named with its field."""
+"""Trace readers: plain and compressed files give the same requests, and errors name line and field."""
 
 import gzip
 import json
@@ -43,12 +43,12 @@ def test_request_lines_plain_gzip_and_zstd_give_the_same(tmp_path):
         (2.5, 256, 9, [0, 1, 3, 4], "a"),
         (2.5, 64, 1, [9], "7"),
     ]
-    # What the bytes say counts, not the name.
+    # The first bytes decide, not the name.
     assert read(written(tmp_path / "a.jsonl", LINES, gzip.compress)) == plain
     assert read(written(tmp_path / "b.gz", LINES, zstandard.compress)) == plain
 
 
-def test_runs_and_ids_give_the_same_and_the_block_is_told_from_their_number(tmp_path):
+def test_runs_equal_ids_and_the_block_size_is_inferred(tmp_path):
     runs = [{**it, "hash_runs": [[block, 1] for block in it["hash_ids"]]} for it in LINES]
     for it in runs:
         del it["hash_ids"]
@@ -58,24 +58,24 @@ def test_runs_and_ids_give_the_same_and_the_block_is_told_from_their_number(tmp_
     assert open_trace(path).block_tokens == 64
 
 
-def test_whole_blocks_alone_may_have_ids_and_numbers_that_do_not_agree_are_told(tmp_path):
+def test_block_size_from_whole_blocks_or_contradictory_counts(tmp_path):
     def lines(number_of):
         return [{"timestamp": n, "input_length": n, "hash_ids": list(range(number_of(n)))} for n in range(10, 400, 13)]
 
-    told = open_trace(written(tmp_path / "whole", lines(lambda tokens: tokens // 16)))
-    assert (told.block_tokens, told.notes[0]) == (
+    found = open_trace(written(tmp_path / "whole", lines(lambda tokens: tokens // 16)))
+    assert (found.block_tokens, found.notes[0]) == (
         16,
         "blocks of 16 tokens, from the numbers of ids, which only whole blocks have",
     )
-    told = open_trace(written(tmp_path / "all", lines(lambda tokens: -(-tokens // 16))))
-    assert (told.block_tokens, told.notes[0]) == (16, "blocks of 16 tokens, from the numbers of ids")
-    told = open_trace(written(tmp_path / "odd", lines(lambda tokens: tokens % 7 + 1)))
-    assert "do not agree on one" in told.notes[0]
-    told = open_trace(written(tmp_path / "none", lines(lambda _: 0)))
-    assert read_arrays(told).warnings == ("none of the first 30 requests has an id, so nothing can be found again",)
+    found = open_trace(written(tmp_path / "all", lines(lambda tokens: -(-tokens // 16))))
+    assert (found.block_tokens, found.notes[0]) == (16, "blocks of 16 tokens, from the numbers of ids")
+    found = open_trace(written(tmp_path / "odd", lines(lambda tokens: tokens % 7 + 1)))
+    assert "do not agree on one" in found.notes[0]
+    found = open_trace(written(tmp_path / "none", lines(lambda _: 0)))
+    assert read_arrays(found).warnings == ("none of the first 30 requests has an id, so nothing can be found again",)
 
 
-def test_hashes_and_texts_as_ids_keep_who_is_equal_to_whom(tmp_path):
+def test_hashes_and_strings_as_ids(tmp_path):
     names = {0: "ff00", 1: 1 << 63, 2: -5, 3: 1 << 40, 4: "x", 9: 12}
     lines = [{**it, "hash_ids": [names[block] for block in it["hash_ids"]]} for it in LINES]
     ids = [it.blocks for it in read(written(tmp_path / "trace", lines))]
@@ -116,7 +116,7 @@ def test_sessions_start_by_one_draw_each_and_sub_agents_at_their_parents_time(tm
     first = by_session["s"][0]
     assert [len(it) for it in by_session["s"]] == [2, 3]
     assert by_session["s"][1][:2] == first == by_session["s/1"][0][:2]
-    assert not {*first} & {*by_session["u"][0]}  # ids mean something only within a session
+    assert not {*first} & {*by_session["u"][0]}  # ids are local to a session
 
 
 def scoped(blocks, **more):
@@ -124,7 +124,7 @@ def scoped(blocks, **more):
     return {"block_size": 64, "requests": requests, **more}
 
 
-def test_what_a_session_stopped_for_tells_who_goes_on(tmp_path):
+def test_stop_reasons_give_next_turns(tmp_path):
     def request(time_s, **more):
         return {"t": time_s, "in": 64, "out": 1, "hash_runs": [[1, 1]], **more}
 
@@ -132,15 +132,15 @@ def test_what_a_session_stopped_for_tells_who_goes_on(tmp_path):
     agent = {"t": 9, "requests": [request(0, stop="tool_use"), request(1, stop="end_turn")]}
     line = {"id": "s", "block_size": 64, "requests": [*(request(n, **it) for n, it in enumerate(stops)), agent]}
     requests = list(open_trace(written(tmp_path / "sessions", [line])).requests())
-    told = {who: [it.next_turn for it in requests if it.session == who] for who in ("s", "s/5")}
-    assert told["s"] == [NextTurn.TOOL, NextTurn.USER, None, None, None]
-    assert told["s/5"] == [NextTurn.TOOL, NextTurn.NOBODY]
+    found = {session: [it.next_turn for it in requests if it.session == session] for session in ("s", "s/5")}
+    assert found["s"] == [NextTurn.TOOL, NextTurn.USER, None, None, None]
+    assert found["s/5"] == [NextTurn.TOOL, NextTurn.NOBODY]
 
 
-def test_request_lines_say_who_goes_on_and_keep_it_when_written(tmp_path):
-    said = ["tool", None, "user", "nobody"]
+def test_next_turns_are_read_and_written(tmp_path):
+    turns = ["tool", None, "user", "nobody"]
     line = {"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [0], "session_id": 1}
-    path = written(tmp_path / "said", [{**line, "timestamp": n, "next_turn": it} for n, it in enumerate(said)])
+    path = written(tmp_path / "turns", [{**line, "timestamp": n, "next_turn": it} for n, it in enumerate(turns)])
     packed = read_arrays(open_trace(path))
     assert packed.next_turn.tolist() == [0, -1, 1, 2]
     packed.save(tmp_path)
@@ -152,22 +152,22 @@ def test_request_lines_say_who_goes_on_and_keep_it_when_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", [int, "block {}".format, lambda it: it + (1 << 60), lambda it: it * 30_000_000])
-def test_ids_of_sessions_may_be_anything_and_keep_who_is_equal_to_whom(tmp_path, name):
+def test_any_ids_of_sessions(tmp_path, name):
     first, second = [[1, 2], [1, 2, 3], [4]], [[1, 2], [1, 5]]
     named = [[[name(block) for block in blocks] for blocks in it] for it in (first, second)]
     path = written(tmp_path / "local", [scoped(it, id=n) for n, it in zip("ab", named, strict=True)])
     requests = read(path, block_tokens=64)
-    told = {session: [it.blocks for it in requests if it.session == session] for session in "ab"}
-    a, b = told["a"], told["b"]
+    found = {session: [it.blocks for it in requests if it.session == session] for session in "ab"}
+    a, b = found["a"], found["b"]
     assert a[1][:2] == a[0]
     assert b[1][:1] == b[0][:1]
-    assert len({*a[1], *a[2], *b[0], *b[1]}) == 7  # nothing else is equal, also not across sessions
+    assert len({*a[1], *a[2], *b[0], *b[1]}) == 7  # all other ids are distinct
 
     lines = [scoped(it, id=n, hash_id_scope="global") for n, it in zip("ab", named, strict=True)]
     requests = read(written(tmp_path / "global", lines), block_tokens=64)
-    told = {session: [it.blocks for it in requests if it.session == session] for session in "ab"}
-    assert told["b"][0] == told["a"][0]
-    assert len({*told["a"][1], *told["a"][2], *told["b"][1]}) == 5
+    found = {session: [it.blocks for it in requests if it.session == session] for session in "ab"}
+    assert found["b"][0] == found["a"][0]
+    assert len({*found["a"][1], *found["a"][2], *found["b"][1]}) == 5
 
 
 def test_a_scope_that_is_unknown_or_changes_is_refused(tmp_path):
@@ -176,7 +176,7 @@ def test_a_scope_that_is_unknown_or_changes_is_refused(tmp_path):
         read(written(tmp_path / "mixed", sessions))
     with pytest.raises(ConfigError, match="line 1: hash_id_scope is 'user'; allowed: local, global"):
         read(written(tmp_path / "unknown", [scoped([[1]], hash_id_scope="user")]))
-    assert read(written(tmp_path / "said", [scoped([[1]], hash_id_scope="local"), scoped([[1]])]))
+    assert read(written(tmp_path / "turns", [scoped([[1]], hash_id_scope="local"), scoped([[1]])]))
 
 
 def test_lengths_have_no_blocks_and_text_is_cut_into_chains(tmp_path):
@@ -234,7 +234,7 @@ def test_a_malformed_line_is_named_with_its_field(tmp_path, bad, message):
     path = written(tmp_path / "trace", [*LINES[:2], bad])
     with pytest.raises(ConfigError, match=message):
         read(path)
-    read(written(path, LINES[:2]))  # without it, all is well
+    read(written(path, LINES[:2]))  # negative control
 
 
 def test_files_that_are_no_traces_are_refused(tmp_path):
@@ -250,7 +250,7 @@ def test_files_that_are_no_traces_are_refused(tmp_path):
         read(tmp_path / "cut")
 
 
-def test_damage_is_told_in_which_line_it_is(tmp_path):
+def test_damage_is_reported_with_its_line(tmp_path):
     lines = [json.dumps({**LINES[0], "timestamp": n}) for n in range(3000)]
     data = ("\n".join(lines) + "\n").encode()
     path = tmp_path / "trace"
@@ -258,9 +258,9 @@ def test_damage_is_told_in_which_line_it_is(tmp_path):
 
     def refused(content, message):
         path.write_bytes(content)
-        with pytest.raises(ConfigError, match=message) as told:
+        with pytest.raises(ConfigError, match=message) as found:
             read(path)
-        assert str(path) in str(told.value)
+        assert str(path) in str(found.value)
 
     refused(data + b'{"timestamp": \xff', "line 3001: not a trace: no UTF-8 text: invalid start byte at byte 15")
     refused(data + b"[" * 100_000, "line 3001: ")
@@ -270,7 +270,7 @@ def test_damage_is_told_in_which_line_it_is(tmp_path):
     packed = gzip.compress(data, mtime=0)
     refused(packed[:10] + b"\x07" + packed[11:], "not a trace: .* invalid block type")
     refused(packed[:3000] + bytes([packed[3000] ^ 255]) + packed[3001:], "trace .*: not ")
-    # In frames of a thousand lines each, cut within the last one: not a trace of two thousand lines.
+    # Frames of a thousand lines, the last one cut: an error, not two thousand lines.
     thousand = [("\n".join(lines[at : at + 1000]) + "\n").encode() for at in (0, 1000, 2000)]
     packed = b"".join(zstandard.compress(it) for it in thousand)
     refused(packed[:-1], "not a trace: it ends within a zstd frame")
@@ -281,13 +281,13 @@ def test_damage_is_told_in_which_line_it_is(tmp_path):
         assert read(path) == plain
 
 
-def test_seconds_that_look_like_milliseconds_are_told(tmp_path):
+def test_seconds_read_as_milliseconds_are_warned_of(tmp_path):
     lines = [{"timestamp": it, "input_length": 9000, "hash_ids": [it]} for it in range(50)]
     path = written(tmp_path / "trace", lines)
     assert any("look like seconds" in note and "--time-unit s" in note for note in open_trace(path).notes)
-    told = open_trace(path, ReadOptions(time_unit="s"))
-    assert not any("look like" in note for note in told.notes)
-    assert [it.time_s for it in told.requests()][-1] == 49.0
+    found = open_trace(path, ReadOptions(time_unit="s"))
+    assert not any("look like" in note for note in found.notes)
+    assert [it.time_s for it in found.requests()][-1] == 49.0
 
 
 def test_texts_may_have_times_of_their_own_unit_or_since_1970(tmp_path):
@@ -337,11 +337,11 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 )
 def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
     path = written(tmp_path / "trace", lines)
-    with pytest.raises(ConfigError, match=message) as told:
+    with pytest.raises(ConfigError, match=message) as found:
         read_arrays(open_trace(path))
-    assert str(path) in str(told.value)
+    assert str(path) in str(found.value)
     if len(lines) > 2 or (len(lines) == 2 and not isinstance(lines[0], str)):
-        read_arrays(open_trace(written(path, lines[:-1])))  # without the last line, all is well
+        read_arrays(open_trace(written(path, lines[:-1])))  # negative control
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
         ([HEADER, ROW, ROW.replace(":46.", ":12.")], "1 timestamps go back, first in line 3"),
     ],
 )
-def test_every_reader_tells_of_times_that_cannot_be_meant(tmp_path, lines, message):
+def test_every_reader_warns_of_implausible_times(tmp_path, lines, message):
     path = written(tmp_path / "trace", lines)
     assert any(message in it for it in read_arrays(open_trace(path)).warnings)
     with pytest.raises(ConfigError, match="allowed with --strict"):
@@ -397,7 +397,7 @@ def test_a_directory_is_one_trace_in_the_order_of_names_and_of_time(tmp_path):
     assert [(it.time_s, it.blocks) for it in read(folder)] == [(n, [n, n + 1]) for n in (1, 2, 3, 4)]
     assert open_trace(folder).block_tokens == 64
 
-    # One draw for each session, whichever file it is in; ids mean something only within one.
+    # One draw for each session in any file; ids are local to a session.
     sessions = [scoped([[1, 2, 3], [1, 2, 3, 4]], id=name) for name in "xyz"]
     together = read(written(tmp_path / "together", sessions), block_tokens=64)
     apart = tmp_path / "apart"
@@ -414,7 +414,7 @@ def test_a_directory_is_one_trace_in_the_order_of_names_and_of_time(tmp_path):
     assert (first.input_tokens, second.blocks) == (3, first.blocks[:2])
 
 
-def test_what_is_wrong_in_a_directory_is_named_with_its_file(tmp_path):
+def test_errors_in_a_directory_name_the_file(tmp_path):
     with pytest.raises(ConfigError, match=r"0 files of this directory are traces; allowed: 1 to \d+, named \*\.json,"):
         open_trace(tmp_path)
     written(tmp_path / "a.jsonl", requests_at(1))
@@ -427,7 +427,7 @@ def test_what_is_wrong_in_a_directory_is_named_with_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [zstandard.compress, gzip.compress])
-def test_packed_traces_are_read_in_linear_time_and_expand_so_far_only(tmp_path, monkeypatch, packing):
+def test_compressed_traces_are_read_in_linear_time_with_a_limit(tmp_path, monkeypatch, packing):
     content = b"".join(f"{number:0127}\n".encode() * (1 << 12) for number in range(16))
     packed = packing(content * 8)
     path = tmp_path / "trace"
@@ -435,7 +435,7 @@ def test_packed_traces_are_read_in_linear_time_and_expand_so_far_only(tmp_path, 
     began_s = time.monotonic()
     with io_module.open_binary(path) as stream:
         assert sum(map(len, iter(lambda: stream.read(1 << 16), b""))) == 8 * len(content)
-    # A twentieth of a second; it was half a minute when each part copied what was left of all.
+    # 0.05 s; it was 30 s when each part copied the rest of the file.
     assert time.monotonic() - began_s < 15
 
     monkeypatch.setattr(io_module, "EXPANDED_BYTES_FREE", 8 * len(content))
@@ -446,7 +446,7 @@ def test_packed_traces_are_read_in_linear_time_and_expand_so_far_only(tmp_path, 
         sum(1 for _ in io_module.text_lines(path))
 
 
-def test_what_is_kept_and_what_is_written_has_a_limit(tmp_path, monkeypatch):
+def test_held_and_written_blocks_are_limited(tmp_path, monkeypatch):
     folder = tmp_path / "trace"
     folder.mkdir()
     lines = [{"timestamp": n, "input_length": 640, "hash_runs": [[0, 10]]} for n in range(4)]
@@ -468,7 +468,7 @@ def test_what_is_kept_and_what_is_written_has_a_limit(tmp_path, monkeypatch):
                     read_arrays(open_trace(path, ReadOptions(block_tokens=64 if path != texts else 1)))
 
 
-def test_a_request_has_so_many_blocks_and_tokens_at_most(tmp_path):
+def test_blocks_and_tokens_of_a_request_are_limited(tmp_path):
     most = block_ids.REQUEST_BLOCKS_MAX
     line = {"timestamp": 0, "input_length": 1 << 30, "output_length": 1}
     for blocks in ({"hash_runs": [[0, most], [0, 1]]}, {"hash_ids": [0] * (most + 1)}):

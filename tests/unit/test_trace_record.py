@@ -1,4 +1,4 @@
-"""Recordings: what is noted replays in the order of arrival, tells nothing of the keys, and never costs a request."""
+"""Recordings replay in the order of arrival, do not reveal keys, and never delay or fail a request."""
 
 import errno
 import json
@@ -57,7 +57,7 @@ def test_what_was_served_is_read_back_in_the_order_of_arrival(tmp_path, metrics)
     began = time.monotonic()
     long = Served(began + 1, keys("a", "b"), 40, 900, "alice")
     quick = [Served(began + 2 + n, keys("a", "b", n), 50 + n, n, "bob") for n in range(3)]
-    # The long one ends last; until then nobody who came later may be written.
+    # The long request ends last; later ones are written after it.
     path = recorded(tmp_path, metrics, [*((it, began + 1) for it in quick), (long, None)])
     trace = open_trace(path)
     assert trace.block_tokens == CHUNK
@@ -71,10 +71,10 @@ def test_what_was_served_is_read_back_in_the_order_of_arrival(tmp_path, metrics)
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_who_goes_on_is_recorded_where_somebody_has_said(tmp_path, metrics):
-    said = [NextTurn.TOOL, None, NextTurn.USER, NextTurn.NOBODY]
-    served = [(Served(float(n), keys(n), 20, 1, "alice", it), None) for n, it in enumerate(said)]
-    assert [it.next_turn for it in open_trace(recorded(tmp_path, metrics, served)).requests()] == said
+def test_next_turns_are_recorded(tmp_path, metrics):
+    turns = [NextTurn.TOOL, None, NextTurn.USER, NextTurn.NOBODY]
+    served = [(Served(float(n), keys(n), 20, 1, "alice", it), None) for n, it in enumerate(turns)]
+    assert [it.next_turn for it in open_trace(recorded(tmp_path, metrics, served)).requests()] == turns
 
 
 def test_two_recordings_of_the_same_requests_share_no_id_and_hold_nothing_of_the_keys(tmp_path, metrics):
@@ -122,7 +122,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, metrics, monk
     assert counted(metrics) == {"recorded": 3, "lost": 6}
 
 
-def test_who_serves_never_waits_for_a_file_system_that_hangs(tmp_path, metrics, monkeypatch):
+def test_serving_does_not_wait_for_a_hanging_file_system(tmp_path, metrics, monkeypatch):
     hangs, may_go_on = threading.Event(), threading.Event()
 
     def hanging(file, data):
@@ -139,14 +139,14 @@ def test_who_serves_never_waits_for_a_file_system_that_hangs(tmp_path, metrics, 
     for _ in range(recording.WAITING_MAX + 50):
         recorder.served(request)
     assert counted(metrics)["lost"] == 50
-    # Of many keys there is a bound of its own.
+    # Keys have their own limit.
     long = Served(0.0, keys(1) * recording.WAITING_KEYS_MAX, 20, 1)
     recorder.served(long)
     assert counted(metrics)["lost"] == 51
     may_go_on.set()
     recorder.close()
     assert counted(metrics)["recorded"] == recording.WAITING_MAX + 1
-    recorder.served(request)  # after its end: nothing but a count
+    recorder.served(request)  # after close: only counted
     recorder.close()
 
 
@@ -160,7 +160,7 @@ def test_lines_that_wait_for_an_earlier_request_are_bounded(tmp_path, metrics, m
     outputs = [it.output_tokens for it in open_trace(recorder.path).requests()]
     assert sorted(outputs) == [*range(50), 99]
     assert outputs[:40] == list(range(40))
-    assert "go back" in read_arrays(open_trace(recorder.path)).warnings[0]  # said, not hidden
+    assert "go back" in read_arrays(open_trace(recorder.path)).warnings[0]
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path, metrics):
@@ -179,16 +179,16 @@ def test_the_command_runs_a_program_with_recording_on(tmp_path):
     folder = tmp_path / "new" / "traces"
     program = "from kvtier.config.loader import load; it = load().config.trace; print(it.path, it.capacity_bytes)"
     command = [sys.executable, "-m", "kvtier.cli.main", "trace", "record", "--capacity", "1MiB", str(folder)]
-    told = {"capture_output": True, "text": True}
-    done = subprocess.run([*command, sys.executable, "-c", program], timeout=250, check=False, **told)
+    options = {"capture_output": True, "text": True}
+    done = subprocess.run([*command, sys.executable, "-c", program], timeout=250, check=False, **options)
     assert (done.returncode, done.stdout.split()) == (0, [str(folder), str(MIB)]), done.stderr
     assert folder.is_dir()
-    apart = subprocess.run([*command, "--", sys.executable, "-c", "print(5)"], timeout=250, check=False, **told)
+    apart = subprocess.run([*command, "--", sys.executable, "-c", "print(5)"], timeout=250, check=False, **options)
     assert (apart.returncode, apart.stdout) == (0, "5\n"), apart.stderr
-    nothing = subprocess.run([*command, "--"], timeout=250, check=False, **told)
+    nothing = subprocess.run([*command, "--"], timeout=250, check=False, **options)
     assert (nothing.returncode, "PROGRAM is missing" in nothing.stderr) == (2, True)
     (tmp_path / "file").write_text("")
     command[-1] = str(tmp_path / "file")
-    done = subprocess.run([*command, "true"], timeout=250, check=False, **told)
+    done = subprocess.run([*command, "true"], timeout=250, check=False, **options)
     assert done.returncode == 2
     assert "allowed: a directory" in done.stderr

@@ -1,4 +1,4 @@
-"""Synthesised traces: the same for the same seed, sound in their ids, like what they were made from, and streamed."""
+"""Synthetic traces: deterministic, with ids that name prefixes, like their model, and streamed."""
 
 import json
 import tracemalloc
@@ -34,56 +34,56 @@ CURVES = {
     "lmcache_miniswe_b64": ((20_000, 60_000), 0.05),
     "lmcache_magagent_b64": ((20_000, 60_000), 0.05),
 }
-"""Capacities, and by how much a hit rate may be off, as the document promises: more where there are few sessions."""
+"""Capacities, and the tolerance of hit rates in docs/traces.md, larger with few sessions."""
 QUANTILE_OFF_MAX = 0.15
 
 
 def figures(packed, capacities):
-    told = trace_stats(packed)
-    rates = [told.infinite_hit_rate, *(replay(packed, "plain-lru", it).hit_rate for it in capacities)]
-    return np.array(rates), np.array([told.interval_p50_s, told.interval_p90_s, told.interval_p99_s]), told
+    stats = trace_stats(packed)
+    rates = [stats.infinite_hit_rate, *(replay(packed, "plain-lru", it).hit_rate for it in capacities)]
+    return np.array(rates), np.array([stats.interval_p50_s, stats.interval_p90_s, stats.interval_p99_s]), stats
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_a_trace_like_another_has_its_curve_and_its_intervals(tmp_path, name):
+def test_a_trace_like_another_has_its_hit_rates_and_intervals(tmp_path, name):
     model = read_arrays(open_trace(TRACES / f"{name}.jsonl.gz"))
     capacities, off_max = CURVES[name]
-    rates, intervals, told = figures(model, capacities)
+    rates, intervals, stats = figures(model, capacities)
     like, like_intervals, like_told = figures(made(tmp_path, TraceSource(model, 1), len(model)), capacities)
     assert np.abs(like - rates).max() < off_max
     assert np.abs(like_intervals[:2] / intervals[:2] - 1).max() < QUANTILE_OFF_MAX
-    assert like_told.input_mean == pytest.approx(told.input_mean, rel=0.05)
-    assert like_told.duration_s == pytest.approx(told.duration_s, rel=0.12)
-    # Negative control: lengths and times alone do not make such a trace. Without what sessions share, nothing is hit.
+    assert like_told.input_mean == pytest.approx(stats.input_mean, rel=0.05)
+    assert like_told.duration_s == pytest.approx(stats.duration_s, rel=0.12)
+    # Negative control: without shared blocks nothing is hit.
     lone = Statistics(turns=1.0, shared_share=0.0, block_tokens=model.block_tokens)
     assert np.abs(figures(made(tmp_path, StatisticalSource(lone, 1), 500), ())[0] - rates[:1]).max() > off_max
 
 
-def test_a_trace_that_is_longer_than_its_model_goes_on_with_new_sessions(tmp_path):
+def test_a_longer_trace_has_new_sessions(tmp_path):
     model = read_arrays(open_trace(TRACES / "mooncake_synthetic_runs.jsonl.gz"))
-    rates, _, told = figures(model, (3_000_000,))
+    rates, _, stats = figures(model, (3_000_000,))
     longer = made(tmp_path, TraceSource(model, 3), 3 * len(model))
     like, _, like_told = figures(longer, (3_000_000,))
     assert np.abs(like - rates).max() < 0.03
     assert longer.block_count == pytest.approx(3 * model.block_count, rel=0.05)
-    assert like_told.duration_s == pytest.approx(3 * told.duration_s, rel=0.05)
-    # It is no copy: at another rate the same sessions begin at other times.
-    faster = made(tmp_path, TraceSource(model, 3, 2 * len(model) / told.duration_s), len(model))
-    assert trace_stats(faster).duration_s < 0.85 * told.duration_s
+    assert like_told.duration_s == pytest.approx(3 * stats.duration_s, rel=0.05)
+    # At another rate the same sessions start at other times.
+    faster = made(tmp_path, TraceSource(model, 3, 2 * len(model) / stats.duration_s), len(model))
+    assert trace_stats(faster).duration_s < 0.85 * stats.duration_s
 
 
-def test_who_goes_on_is_as_in_the_model(tmp_path):
+def test_next_turns_are_as_in_the_model(tmp_path):
     path = tmp_path / "model.jsonl"
-    said = [["tool", "user", "nobody"], ["tool", None, "tool"], ["user", "user", None]]
+    next_turns = [["tool", "user", "nobody"], ["tool", None, "tool"], ["user", "user", None]]
     lines = [
         {"timestamp": 1000 * turn + 100 * session, "input_length": 64, "hash_ids": [[session * 9 + turn]]}
         | {"session_id": session, "next_turn": it, "block_size": 64}
         for turn in range(3)
-        for session, it in enumerate(row[turn] for row in said)
+        for session, it in enumerate(row[turn] for row in next_turns)
     ]
     path.write_text("".join(json.dumps({**it, "hash_ids": it["hash_ids"][0]}) + "\n" for it in lines))
     like = made(tmp_path, TraceSource(read_arrays(open_trace(path)), 1), 9)
-    turns = {who: like.next_turn[like.session == who].tolist() for who in range(3)}
+    turns = {session: like.next_turn[like.session == session].tolist() for session in range(3)}
     assert sorted(turns.values()) == sorted([[0, 1, 2], [0, -1, 0], [1, 1, -1]])
 
 
@@ -126,7 +126,7 @@ def test_a_seed_decides_everything(like):
 def test_ids_name_whole_prefixes_whatever_the_statistics(
     tmp_path_factory, turns, first, grown, shared, share, block, seed
 ):
-    told = Statistics(
+    stats = Statistics(
         turns=turns,
         first_tokens=first,
         turn_tokens=grown,
@@ -136,7 +136,7 @@ def test_ids_name_whole_prefixes_whatever_the_statistics(
         block_tokens=block,
         requests_per_s=5.0,
     )
-    packed = made(tmp_path_factory.mktemp("made"), StatisticalSource(told, seed), 120)
+    packed = made(tmp_path_factory.mktemp("made"), StatisticalSource(stats, seed), 120)
     assert packed.prefix_violations == 0
     assert packed.block_tokens == block
     counts = np.diff(packed.starts)
@@ -145,9 +145,9 @@ def test_ids_name_whole_prefixes_whatever_the_statistics(
 
 
 def test_statistics_are_met(tmp_path):
-    told = Statistics(requests_per_s=3.0, turns=5.0, first_tokens=700, turn_tokens=300, output_tokens=90, spread=0.5)
-    packed = made(tmp_path, StatisticalSource(told, 2), 20_000)
-    late = slice(5000, None)  # until sessions end as often as they begin
+    stats = Statistics(requests_per_s=3.0, turns=5.0, first_tokens=700, turn_tokens=300, output_tokens=90, spread=0.5)
+    packed = made(tmp_path, StatisticalSource(stats, 2), 20_000)
+    late = slice(5000, None)  # in steady state
     assert 15_000 / float(packed.time_s[-1] - packed.time_s[5000]) == pytest.approx(3.0, rel=0.1)
     assert packed.output_tokens[late].mean() == pytest.approx(90, rel=0.03)
     first = packed.input_tokens[packed.turn == 0]
@@ -172,7 +172,7 @@ def test_writing_takes_memory_for_open_sessions_only():
     assert grown < 512 << 10  # 8,000 lines are 1 MB
 
 
-def test_the_command_writes_what_it_is_told(tmp_path, capsys):
+def test_the_command(tmp_path, capsys):
     target = tmp_path / "out.jsonl.gz"
     assert run(["trace", "synthesize", str(target), "--requests", "1k", "--turns", "2", "--block", "64"]) == 0
     assert "1,000 requests, blocks of 64 tokens" in capsys.readouterr().out
@@ -196,7 +196,7 @@ def test_the_command_writes_what_it_is_told(tmp_path, capsys):
         (("--like", "ONE"), "all its requests come at once"),
     ],
 )
-def test_what_cannot_be_is_explained(tmp_path, capsys, options, message):
+def test_impossible_options_are_refused(tmp_path, capsys, options, message):
     (tmp_path / "csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     (tmp_path / "one").write_text(json.dumps({"timestamp": 0, "input_length": 9, "hash_ids": [1]}))
     files = {"LIKE": TRACES / "lmcache_magagent_b64.jsonl.gz", "CSV": tmp_path / "csv", "ONE": tmp_path / "one"}
