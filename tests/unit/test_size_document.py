@@ -22,7 +22,9 @@ def test_the_output_shown_is_the_output_printed(capsys, monkeypatch):
 def test_every_command_runs(line, capsys, tmp_path, monkeypatch):
     folder = tmp_path / "my-model"
     folder.mkdir()
-    (folder / "config.json").write_text('{"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}')
+    (folder / "config.json").write_text(
+        '{"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}'
+    )
     monkeypatch.chdir(tmp_path)
     assert run(shlex.split(line)) == 0
     assert capsys.readouterr().out

@@ -125,8 +125,14 @@ def key_as_value(cache: LayerCache) -> LayerCache:
 
 def shared() -> LayerCache:
     """Cross-layer sharing: no cache of its own."""
-    source = "Gemma 3n and 4 in Transformers: the layer reads the KV of the last layer of its kind that keeps one"
+    source = "Brandon et al. 2024 (cross-layer attention): the layer reads the KV of an earlier layer of its kind"
     return LayerCache(kind="shared", source=source, expression="0: reads an earlier layer's")
+
+
+def cross() -> LayerCache:
+    """Cross-attention to an image: no cache for tokens of text."""
+    source = "Llama 3.2 Vision in Transformers: keys and values come from the image alone"
+    return LayerCache(kind="cross", source=source, expression="0 a token of text")
 
 
 def mla(latent: int, rotary: int) -> LayerCache:
@@ -235,4 +241,27 @@ def lightning(heads: int, dim: int, state_bytes: int) -> LayerCache:
         source="MiniMax-01 2025; shape as in vLLM 0.32 mamba_utils, 16 bits as there and in Transformers 5.23",
         state=(StatePart("state", heads * dim * dim, state_bytes, heads),),
         expression="heads x dim x dim",
+    )
+
+
+def rg_lru(width: int, kernel: int) -> LayerCache:
+    """Griffin's recurrent block: one state for each channel, and the last inputs of its convolution."""
+    return LayerCache(
+        kind="rg_lru",
+        source="De et al. 2024 (Griffin); shapes and the 32 bits of the state as in Transformers 5.23",
+        state=(
+            StatePart("state", width, THIRTY_TWO_BITS, width),
+            StatePart("convolution", (kernel - 1) * width, SIXTEEN_BITS, width),
+        ),
+        expression="width, and (kernel - 1) x width",
+    )
+
+
+def short_convolution(width: int, kernel: int) -> LayerCache:
+    """A gated short convolution: its last inputs."""
+    return LayerCache(
+        kind="convolution",
+        source="LFM2 2025; shape as in vLLM 0.32 mamba_utils",
+        state=(StatePart("convolution", (kernel - 1) * width, SIXTEEN_BITS, width),),
+        expression="(kernel - 1) x width",
     )

@@ -59,7 +59,7 @@ def model(name: str | Path) -> Model:
     """
     entry = catalogue.find(name) if isinstance(name, str) else None
     if entry is not None:
-        config = ModelConfig(entry.config, entry.name)
+        config = ModelConfig({"sliding_window": None, **entry.config}, entry.name)  # an entry leaves out what is null
         return _model(config, entry.name, f"{entry.repository} ({entry.via})", entry)
     path = Path(name)
     if not path.exists():

@@ -1,26 +1,68 @@
 """A model's config.json: typed access to its fields, a record of those used, and errors that name the field."""
 
 import json
+import os
+import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar, cast
 
 from kvtier.errors import ConfigError
 
-FILE_BYTES_MAX = 16 << 20
+FILE_BYTES_MAX = 2 << 20
 DIM_MAX = 1 << 24
 LAYERS_MAX = 4096
 
 OTHER_NAMES = {
-    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
-    "hidden_size": ("n_embd", "d_model"),
-    "max_position_embeddings": ("n_positions", "model_max_length"),
+    "num_key_value_heads": ("n_kv_heads", "n_head_kv", "num_kv_heads", "kv_n_heads", "num_attention_groups"),
+    "head_dim": ("kv_channels", "attention_head_dim"),
+    "hidden_size": ("n_embd", "n_embed", "d_model", "dim"),
+    "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len", "seq_length"),
 }
-"""Older names of the same fields."""
+"""Other names of the same fields."""
 
-TEXT_PARTS = ("text_config", "llm_config", "language_config")
+TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 """Fields in which multimodal models keep the language model's configuration."""
+
+_CACHE_WORDS = re.compile(
+    "attn|attention|head|kv|key|value|quer|qk|mqa|gqa|mla|mha|group|window|sliding|swa|local|global|chunk|linear|latent|"
+    "lora_rank|compress|share|sharing|cross|encoder|decoder|ssm|ssd|mamba|state|conv|recur|lru|rnn|wkv|delta|kda|gla|"
+    "retention|lightning|loop|repeat|ut_steps|layer|block|pattern|interval|period|sparse|index|hybrid|cla_|_cla|mem_|"
+    "memory|cache|no_op"
+)
+"""Parts of the names of fields that may change what is cached."""
+
+_HARMLESS_ENDS = (
+    "bias|biases|dropout|drop|layerdrop|pdrop|prob|probs|eps|epsilon|init|initializer|std|id|ids|token|theta|dtype|act|"
+    "activation|function|implementation|impl|coef|norm|normalization|layernorm|softcap|softcapping|scale|scaling|"
+    "multiplier|multipliers|scalar|token_index|alpha_factor|beta_factor|clip|clip_qkv|clip_val|fp32|loss|loss_weight|ln|freq"
+)
+_HARMLESS_STARTS = (
+    "moe|mlp|ffn|expert|experts|router|vision|visual|vit|image|mm|audio|video|speech|projector|perceiver|spatial|talker|"
+    "code2wav|token2wav|rope|rotary|vocab|tie|tokenizer|torch|auto_map|quant|quantization|compression|norm|layernorm|"
+    "layer_norm|embd|embedding|initializer|aux|flash|id2label|label2id|generation|task_specific|adapter|suppress|"
+    "problem|hash|vq|mamba_dt|linear_dt|linear_a_log|pruned|pretraining|transformers|deepstack|dt|time_step|output|attention_probs|attention_softmax|"
+    "attn_logit|attn_temperature|attn_soft|query_pre_attn|parallel_attn|pooler|classifier|keys_to_ignore|block_ff|"
+    "block_auto|block_use|block_ffn|hidden_act|share_expert|shared_expert|shared_experts|_attn_implementation"
+)
+_HARMLESS_NAMES = (
+    "activation_sparsity_pattern|add_bias_linear|do_layer_norm_before|hidden_size_per_layer_input|linear_allow_neg_eigval|"
+    "mamba_norm_before_gate|mtp_layers_block_type|no_rope_layers|num_dense_layers|num_expert_group|qk_norm_type|"
+    "reorder_and_upcast_attn|seconds_per_chunk|attn_rotary_emb|scale_attn_by_inverse_layer_idx|scale_attn_weights|use_mamba_kernels|"
+    "apply_residual_connection_post_layernorm|architectures|attn_uses_sequence_id|attention_fp32|"
+    "attention_output_gate|attn_output_gate|block_multiple_of|chunk_size|chunk_size_feed_forward|decoder_sparse_step|"
+    "dense_list|first_k_dense_replace|gradient_checkpointing|interleave_moe_layer_step|language_model|mamba_chunk_size|"
+    "mask_unknown|mlp_layer_types|model_type|moe_layers|n_group|n_shared_experts|n_shared_head|no_rope_layer_interval|"
+    "num_experts_shared|num_local_experts|num_logits_to_keep|num_shared_experts|num_shared_expert|prune_heads|"
+    "remove_final_layer_norm|share_q_dim|shared_intermediate_size|slow_but_exact|topk_group|use_cache|use_flash_attn|"
+    "use_head_wise_attn_gate|use_logn_attn|use_mem_eff_path|use_mem_rope|use_qk_norm|zero_centered|"
+    "num_memory_blocks|qk_layernorm"
+)
+_HARMLESS = re.compile(f"(.*_)?({_HARMLESS_ENDS})|({_HARMLESS_STARTS})(_.*|config)?|{_HARMLESS_NAMES}")
+"""Names that contain one of `_CACHE_WORDS` and change no cache: precision, experts, vocabulary, positions, training."""
 
 _Value = TypeVar("_Value")
 
@@ -31,15 +73,51 @@ class ModelConfig:
     Args:
         values: the JSON object.
         origin: file or name, for error messages.
+        prefix: what precedes the names of its fields, as in ``object.``.
     """
 
-    def __init__(self, values: Mapping[str, object], origin: str) -> None:
+    def __init__(self, values: Mapping[str, object], origin: str, prefix: str = "") -> None:
         self.values, self.origin = values, origin
         self.used: dict[str, object] = {}
         """Fields that were read, by name; those of a nested object are ``object.field``."""
+        self.defaults: Mapping[str, object] = {}
+        """Values of fields that the file omits, by the class of the model."""
         self.notes: list[str] = []
         """Remarks of the family's reader about the sizes."""
-        self._prefix = ""
+        self.assumed: list[str] = []
+        """Fields whose value is one of `defaults`."""
+        self.is_part = False
+        """Whether it is a part of a larger file, in which Transformers writes only what differs from the class."""
+        self._prefix = prefix
+        self._known: set[str] = set()
+        self._own: Mapping[str, object] = values
+        self._base: ModelConfig | None = None
+        self._parts: list[ModelConfig] = []
+
+    def know(self, *keys: str) -> None:
+        """Mark fields as understood, by any of their names, whether or not a reader needs them."""
+        names = {name for key in keys for name in (key, *OTHER_NAMES.get(key, ()))}
+        self._known |= names
+        if self._base is not None:
+            self._base.know(*(names - self._own.keys()))
+
+    def states(self, key: str) -> bool:
+        """Whether the file itself has `key`, by any of its names."""
+        return any(self.values.get(name) is not None for name in (key, *OTHER_NAMES.get(key, ())))
+
+    def add_parts(self, parts: "list[ModelConfig]") -> None:
+        """Let `unknown` name the fields of other objects too."""
+        self._parts += parts
+
+    def unknown(self) -> list[str]:
+        """Names of the fields that look as if they describe a cache, and that no reader has read."""
+        found = [
+            self._prefix + name
+            for key, value in self._own.items()
+            if key not in self._known
+            for name in _cache_fields(key, value)
+        ]
+        return [*found, *(name for part in self._parts for name in part.unknown())]
 
     def has(self, key: str) -> bool:
         """Whether `key` is there."""
@@ -87,7 +165,12 @@ class ModelConfig:
     def objects(self, key: str) -> list["ModelConfig"]:
         """The objects of the list `key`; none where it is missing."""
         items = cast("list[dict[str, object]] | None", self._list(key, dict, "objects"))
-        return [ModelConfig(item, f"{self.origin}: {key}[{index}]") for index, item in enumerate(items or ())]
+        parts = [
+            ModelConfig(item, f"{self.origin}: {key}[{index}]", f"{self._prefix}{key}[{index}].")
+            for index, item in enumerate(items or ())
+        ]
+        self.add_parts(parts)
+        return parts
 
     def child(self, key: str) -> "ModelConfig":
         """The object `key`. Fields read from it count as used here."""
@@ -105,20 +188,36 @@ class ModelConfig:
         if not isinstance(values, dict):
             raise ConfigError(f"{self.origin}: {name} must be an object, got {_short(values)}")
         other = ModelConfig({**base, **cast("dict[str, object]", values)}, f"{self.origin}: {name}")
-        other.used, other.notes, other._prefix = self.used, self.notes, prefix
+        other.used, other.notes, other.assumed, other._prefix = self.used, self.notes, self.assumed, prefix
+        if base:
+            other.defaults, other._base = self.defaults, self
+        other._own = cast("dict[str, object]", values)
+        self._known.add(name)
+        self.add_parts([other])
         return other
 
     def _find(self, key: str) -> tuple[str, object]:
         """Name under which `key` is found, and its value; None where it is missing."""
-        for name in (key, *OTHER_NAMES.get(key, ())):
-            if self.values.get(name) is not None:
-                return name, self.values[name]
-        return key, None
+        names = (key, *OTHER_NAMES.get(key, ()))
+        found = next((name for name in names if self.values.get(name) is not None), None)
+        if found is not None:
+            return found, self.values[found]
+        default = self.defaults.get(key)
+        if isinstance(default, str):
+            return key, self._find(default)[1]
+        return key, None if any(name in self.values for name in names) else default
 
     def _get(self, key: str) -> object:
         name, value = self._find(key)
+        others = OTHER_NAMES.get(key, ())
+        for other in others if key != "max_position_embeddings" else ():
+            if self.values.get(other) not in (None, value):
+                raise self.wrong(key, f"it contradicts {other}, which is {_short(self.values[other])}")
+        self.know(key)
         if value is not None:
             self.used[self._prefix + name] = value
+            if name not in self.values:
+                self.assumed.append(self._prefix + name)
         return value
 
     def _typed(self, key: str, kind: type[_Value], name: str) -> _Value | None:
@@ -145,10 +244,10 @@ def load(path: Path) -> ModelConfig:
     Raises:
         ConfigError: the file is missing, or not a model's configuration.
     """
-    file = path / "config.json" if path.is_dir() else path
+    names = ("config.json", "params.json") if path.is_dir() else ("",)
+    file = next((path / name for name in names if (path / name).exists()), path / names[0])
     try:
-        with file.open("rb") as stream:
-            raw = stream.read(FILE_BYTES_MAX + 1)
+        raw = _read(file)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}; it must be a config.json or its folder") from error
     if len(raw) > FILE_BYTES_MAX:
@@ -162,10 +261,48 @@ def load(path: Path) -> ModelConfig:
     return language_model(ModelConfig(cast("dict[str, object]", values), str(file)))
 
 
+def _read(file: Path) -> bytes:
+    """The bytes of a regular file, at most one more than allowed."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without waiting for the writer of a FIFO
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "not a regular file")
+        return stream.read(FILE_BYTES_MAX + 1)
+
+
 def language_model(config: ModelConfig) -> ModelConfig:
-    """The language model's configuration: `config` itself, or one of its `TEXT_PARTS`."""
-    nested = next((part for part in TEXT_PARTS if isinstance(config.values.get(part), dict)), None)
-    return config if nested is None or config.has("num_hidden_layers") else config.child(nested)
+    """The language model's configuration: `config` itself, or one of its `TEXT_PARTS`.
+
+    Raises:
+        ConfigError: a field beside the part describes a cache, and the part does not repeat it.
+    """
+    beside: list[ModelConfig] = []
+    while nested := next((part for part in TEXT_PARTS if isinstance(config.values.get(part), dict)), ""):
+        outer, config = config, config.child(nested)
+        others = {key: value for key, value in outer.values.items() if key != nested}
+        beside.append(ModelConfig({k: v for k, v in others.items() if config.values.get(k) != v}, outer.origin))
+        config.is_part = True
+    config.add_parts(beside)
+    return config
+
+
+def _cache_fields(key: str, value: object) -> list[str]:
+    """Names of `key` and of the fields below it that look as if they describe a cache and have a value."""
+    found: list[str] = []
+    rest: list[tuple[str, str, object]] = [(key, key, value)]
+    while rest:
+        path, name, each = rest.pop()
+        if each in (None, False, 0, "") or _HARMLESS.fullmatch(name):
+            continue
+        if isinstance(each, dict):
+            fields = cast("dict[str, object]", each)
+            rest += [(f"{path}.{name}", name, field) for name, field in fields.items()]
+        elif isinstance(each, list):
+            rest += [(f"{path}[]", name, item) for item in cast("list[object]", each) if isinstance(item, dict)]
+        is_structural = not isinstance(each, float) or each.is_integer()
+        if is_structural and each not in ([], {}) and _CACHE_WORDS.search(name):
+            found.append(path)
+    return found
 
 
 def _short(value: object) -> str:
