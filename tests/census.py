@@ -121,13 +121,17 @@ def census(*, with_imports: bool) -> dict[str, object]:
 
 
 def _print(found: dict[str, object]) -> None:
+    before = json.loads((ROOT / "tests" / "census.json").read_text("utf-8"))["before"]
+    print(f"in brackets: {before['commit']}")
     for title, value in found.items():
+        then = before[title]
         if isinstance(value, dict):
-            print(f"{title}: {len(value)}")
+            print(f"{title}: {len(value)} [{len(then) if isinstance(then, dict) else then}]")
             for name, count in value.items():
-                print(f"  {name:<40} {' '.join(count) if isinstance(count, list) else format(count, ',')}")
+                old = f" [{then[name]:,}]" if isinstance(then, dict) and name in then else ""
+                print(f"  {name:<40} {' '.join(count) if isinstance(count, list) else format(count, ',')}{old}")
         else:
-            print(f"{title}: {value:,}")
+            print(f"{title}: {value:,} [{then:,}]")
 
 
 if __name__ == "__main__":
