@@ -59,8 +59,8 @@ OPEN_END = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
 PRIVATE_PATH = re.compile(r"""(?<![\w.~/:>})\]*-])/(home|root|Users|work|workspace|data\d?|scratch)(?=/\w)""")
 
 
-TELLTALE_MAX = 60
-TELLTALE_DOCUMENTS_MAX = 66
+TELLTALE_MAX = 20
+TELLTALE_DOCUMENTS_MAX = 30
 """Tell-tale words (`census.TELL_TALE`) in `src` and in documents. Lower both as words go."""
 
 
