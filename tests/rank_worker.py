@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class SlowCopier:
-    """Holds every scatter until the file `gate` is gone, and says so in the file `gate`.held."""
+    """Holds every scatter until the file `gate` is removed; creates `gate`.held meanwhile."""
 
     def __init__(self, copier, gate):
         self._copier = copier

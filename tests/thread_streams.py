@@ -1,8 +1,7 @@
-"""A device in threads: queues over host memory that run at their own pace, and can be held up on purpose.
+"""A device simulated in threads: streams over host memory that tests can delay.
 
-A copier for a GPU is wrong in ways that a quick device hides: it reads a slot that was given away, or writes a stage
-that is still in use. Here every queue is a thread, so an order that nobody asked for is an order that will not happen:
-`hold` a queue, and whatever does not wait for it runs first.
+A fast device hides missing dependencies between streams, such as a copy to a stage that is still in use. Here each
+stream is a thread: pause one, and all work that is not ordered behind it runs first.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ from kvtier.device.copy_descriptors import CopyDescriptors
 from kvtier.device.streams import BusCopy, Event, Stream
 
 _WAIT_S_MAX = 60.0
-"""A queue that waits longer for an event has been forgotten by a test."""
+"""Longest wait of a stream for an event."""
 _IDLE_S_MAX = 3600.0
 _JOBS_MAX = 1 << 16
 _POLL_S = 50e-6
@@ -32,11 +31,11 @@ class ThreadEvent:
         self.reached = threading.Event()
 
     def query(self) -> bool:
-        """Whether its queue has come to it."""
+        """Whether its stream has reached it."""
         return self.reached.is_set()
 
     def hold(self) -> None:
-        """Wait for it: a thread on a CPU has no other way to come after.
+        """Block until it is reached, because a thread of a CPU has no stream.
 
         Raises:
             TimeoutError: it never came.
@@ -46,7 +45,7 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """A queue of a `ThreadStreams`; a daemon thread does its work, in order.
+    """A stream of a `ThreadStreams`; a daemon thread does its work, in order.
 
     Args:
         pause_s: how long to sleep before each piece of work.
@@ -94,7 +93,7 @@ class ThreadStream:
         self.record().hold()
 
     def close(self) -> None:
-        """End the thread once it has done what it was given."""
+        """End the thread after its queued work."""
         self.may_run.set()
         self._jobs.put(None, timeout=_WAIT_S_MAX)
 
@@ -122,14 +121,14 @@ class ThreadStreams:
     """A device of `ThreadStream`s.
 
     Args:
-        pause_s: how long a queue sleeps before each piece of work; called for each.
+        pause_s: how long a stream sleeps before each piece of work; called for each.
     """
 
     def __init__(self, pause_s: Callable[[], float] = lambda: 0.0) -> None:
         self._pause_s = pause_s
         self.streams: list[ThreadStream] = []
         self.engine = ThreadStream(lambda: 0.0)
-        """What the engine queues."""
+        """The engine's own stream."""
         self._stages: list[npt.NDArray[np.uint8]] = []
 
     def close(self) -> None:
@@ -143,7 +142,7 @@ class ThreadStreams:
         return self.streams[-1]
 
     def stage(self, size_bytes: int, stream: Stream) -> int:
-        """See `Streams`. It is full of noise."""
+        """See `Streams`. It is filled with 0xEE."""
         self._stages.append(np.full(size_bytes + 256, 0xEE, np.uint8))
         return -(-int(self._stages[-1].ctypes.data) // 256) * 256
 

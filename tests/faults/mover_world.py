@@ -27,7 +27,7 @@ WAIT_S = 20.0
 
 CHUNK_BLOCKS = 4
 CHUNKS = 6
-"""Chunks with known content. Chunk c lies in blocks c * CHUNK_BLOCKS on; as many blocks behind them are for copies."""
+"""Chunks with known content. Chunk c begins at block c * CHUNK_BLOCKS; as many blocks behind are targets of copies."""
 
 FINGERPRINT = bytes(range(32))
 NEVER_S = float("inf")
@@ -212,7 +212,7 @@ class World:
         )
 
     def spoil(self, slot: int, group: int = 0) -> None:
-        """Leave nothing of what a slot held, so that what is there later must have been brought."""
+        """Overwrite a slot, so that later content must come from a transfer."""
         self.arena.frame(group, slot)[:] = b"\xee" * len(self.arena.frame(group, slot))
 
     @staticmethod
@@ -351,7 +351,7 @@ class NthCallTier(WrappedTier):
 
 
 class FencedCopier:
-    """Copies when its fence is asked, and is done only once `release` is set: a device that works on its own time."""
+    """A slow device: it copies when its fence is polled, and is done once `release` is set."""
 
     def __init__(self, inner: Copier) -> None:
         self.inner = inner

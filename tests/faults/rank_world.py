@@ -1,4 +1,4 @@
-"""Ranks in this process and in others, and both ends of a connection by hand. Used by the tests of the rank_server."""
+"""Ranks in this process and in others, and both ends of a connection. For the tests of ranks."""
 
 import socket
 import threading
@@ -99,7 +99,7 @@ def greeted(server):
     return connection
 
 
-def heard(connection):
+def received(connection):
     """Everything until the other side hangs up."""
     frames, messages = rank_server.MessageReader(), []
     while data := connection.recv(1 << 16):

@@ -94,7 +94,7 @@ class Traffic:
         self.longest_s = max(self.longest_s, time.monotonic() - start_s)
 
     def request(self, seed: int) -> int:
-        """Look up, load what is known, store what is not; how many tokens came from below."""
+        """Look up, load the cached tokens, store the others; the number of loaded tokens."""
         self.number += 1
         self.seeds.append(seed)
         name, prefix, session = f"r{self.number}", prefix_of(CHUNKS, self.kv.root, seed=seed), self.kv.session
@@ -113,7 +113,7 @@ class Traffic:
         return below
 
     def until_it_works(self) -> None:
-        """What is stored now is found below again, once it has left host memory."""
+        """A chunk stored now is found in the tier after it has left host memory."""
         end_s = time.monotonic() + PATIENCE_S
         while True:
             assert time.monotonic() < end_s, "the tier does not come back"
@@ -246,7 +246,7 @@ def test_a_recording_that_hangs_holds_up_no_engine(hanging: HangingFs, monkeypat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiers_are_called_by_their_own_threads_only(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked of a tier, were it only how full it is."""
+    """Any call of a tier, also for its fill level."""
     callers: set[str] = set()
     kinds = {"directory": DirectoryTier, "disk": DiskTier}
 

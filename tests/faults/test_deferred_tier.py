@@ -137,9 +137,9 @@ def test_a_restart_on_a_read_only_disk(small_disk: Path, kind: str, caplog: pyte
     for number in range(8):
         assert looked_up(session.session, f"r{number}", prefix_of(CHUNKS, session.root)).tokens == 0
     assert is_useful_without(session)
-    (told,) = warnings(caplog)
-    assert "Read-only file system" in told
-    assert "kvtier starts without this tier" in told
+    (seen,) = warnings(caplog)
+    assert "Read-only file system" in seen
+    assert "kvtier starts without this tier" in seen
     remount(small_disk, "rw")
     until_found(session, source, target)
     assert session.session.close().flushed
@@ -154,8 +154,8 @@ def test_a_disk_that_is_full_when_it_is_opened(small_disk: Path, kind: str, capl
     session = opened(kind, small_disk / "kv", Engine(64))
     assert up(session, kind) == 0.0
     assert is_useful_without(session)
-    assert any("No space left" in told and "kvtier starts without this tier" in told for told in warnings(caplog))
-    assert any("kvtier uses a temporary secret" in told for told in warnings(caplog)), "the secret found no room"
+    assert any("No space left" in seen and "kvtier starts without this tier" in seen for seen in warnings(caplog))
+    assert any("kvtier uses a temporary secret" in seen for seen in warnings(caplog)), "the secret found no room"
     stranger.unlink()
     until_up(session, kind)
     assert session.session.close().flushed
@@ -182,7 +182,7 @@ def test_a_place_that_hangs_when_it_is_opened(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_open_tier_whose_place_is_taken_away_is_down_until_it_is_back(tmp_path: Path, kind: str) -> None:
+def test_an_open_tier_without_its_path_is_down_until_it_is_back(tmp_path: Path, kind: str) -> None:
     """Without a single request."""
     source, target = Engine(64, seed=1), Engine(64, seed=2)
     filled(kind, tmp_path / "kv", source)
@@ -206,7 +206,7 @@ def test_an_open_tier_whose_place_is_taken_away_is_down_until_it_is_back(tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_store_whose_first_try_fails(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_store_opens_after_a_failed_attempt(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its secret is there before it, and is no stranger to it: not to the next try, nor to the next start."""
     place, call = {"directory": (directory, "open_store"), "disk": (disk, "DiskStoreLock")}[kind]
     make, tries = getattr(place, call), iter([OSError(errno.ENOSPC, "planned")])
@@ -298,7 +298,7 @@ def test_a_store_of_another_version(tmp_path: Path, caplog: pytest.LogCaptureFix
     ("mistake", "words"),
     [("file", "Not a directory|is not a directory|File exists"), ("home", "holds other files"), ("long", "too long")],
 )
-def test_mistakes_are_told_at_once(tmp_path: Path, kind: str, mistake: str, words: str) -> None:
+def test_mistakes_in_settings_stop_the_start(tmp_path: Path, kind: str, mistake: str, words: str) -> None:
     place = tmp_path / "place"
     if mistake == "file":
         place.write_text("a letter")
@@ -316,7 +316,7 @@ def test_mistakes_are_told_at_once(tmp_path: Path, kind: str, mistake: str, word
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_place_that_may_not_be_written_is_told_at_once(tmp_path: Path, kind: str) -> None:
+def test_a_path_without_permission_stops_the_start(tmp_path: Path, kind: str) -> None:
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(ConfigError, match="Permission denied"):
@@ -358,14 +358,14 @@ def test_a_secret_that_cannot_be_read(tmp_path: Path, trouble: OSError, monkeypa
     session.session.close()
 
 
-def test_a_secret_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_an_invalid_secret_stops_the_start(tmp_path: Path) -> None:
     filled("directory", tmp_path / "kv", Engine(64))
     (tmp_path / "kv" / "secret").chmod(0o644)
     with pytest.raises(ConfigError, match="lets others read it"):
         opened("directory", tmp_path / "kv", Engine(64))
 
 
-def test_the_core_hears_of_ranks_in_other_processes(tmp_path: Path) -> None:
+def test_tiers_of_ranks_in_other_processes_are_down_too(tmp_path: Path) -> None:
     """As it would: by the handshake, of each rank."""
     other = DiskTier(tmp_path / "kv" / "rank-1", capacity_bytes=8 * MIB)
     made = settings("disk", tmp_path / "kv", open_deadline_s=0.5)
@@ -380,7 +380,7 @@ def test_the_core_hears_of_ranks_in_other_processes(tmp_path: Path) -> None:
     other.close()
 
 
-def test_tries_become_rare_and_what_is_new_is_said(
+def test_attempts_become_rare_and_new_errors_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits: list[float] = []
@@ -428,18 +428,18 @@ def test_tries_become_rare_and_what_is_new_is_said(
 
 
 def test_hints_reach_a_tier_that_has_come_in() -> None:
-    heard: list[tuple[str, NextTurn | None]] = []
+    received: list[tuple[str, NextTurn | None]] = []
 
     class Listening(MemoryTier):
         def expects(self, session: str, next_turn: NextTurn | None) -> None:
-            heard.append((session, next_turn))
+            received.append((session, next_turn))
 
     for make in (Listening, MemoryTier):  # one that takes hints, one that does not
         tier = DeferredTier("memory", partial(make, capacity_bytes=MIB), 5.0)
         tier.opened(DEADLINE_S, is_required=True)
         tier.expects("a session", NextTurn.USER)
         tier.close()
-    assert heard == [("a session", NextTurn.USER)]
+    assert received == [("a session", NextTurn.USER)]
 
 
 def test_until_it_is_open_everything_fails() -> None:

@@ -1,4 +1,4 @@
-"""Small objects that wait for one tier go together, and what goes wrong with one of them costs the others nothing."""
+"""Small objects that wait for one tier form a batch; a failure of one object does not fail the others."""
 
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -77,7 +77,7 @@ def _together(world: World, tier: Held, link: Link) -> list[Completion]:
 
 
 def _there_and_back(world: World, tier: Held) -> tuple[list[Completion], list[Completion]]:
-    """Five chunks go down together and come back together; what is DONE has the right bytes."""
+    """Five chunks are demoted and promoted as batches; a chunk that is DONE has the right bytes."""
     _gathered(world)
     down = _together(world, tier, Link.DEMOTE)
     for slot in (0, *CHUNKS):

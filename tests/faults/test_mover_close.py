@@ -1,4 +1,4 @@
-"""Closing in every state: everything is answered exactly once, nothing new begins."""
+"""Closing in every state: every command is completed once, and none begins."""
 
 import pytest
 from mover_world import WAIT_S, HangingTier, World

@@ -1,4 +1,4 @@
-"""The n-th call of a tier or a copier goes wrong, for every n and every way: no wrong byte is DONE, nothing hangs."""
+"""The n-th call of a tier or a copier fails, for every n and every kind: no wrong byte is DONE, nothing hangs."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ CALLS_MAX = 60
 
 
 def _there_and_back(world: World) -> list[Completion]:
-    """Chunks go down, are asked for, come back to other slots and other blocks, and one is dropped."""
+    """Demote chunks, probe them, promote them to other slots and blocks, and drop one."""
     answers: list[Completion] = []
     for chunk in (1, 2):
         for group in (0, 1):
@@ -51,7 +51,7 @@ def _failures(answers: list[Completion]) -> list[Completion]:
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 @pytest.mark.parametrize("way", NthCallTier.WAYS)
-def test_a_tier_whose_nth_call_goes_wrong(way: str, codec: str) -> None:
+def test_the_nth_call_of_a_tier_fails(way: str, codec: str) -> None:
     if codec == "zstd":
         pytest.importorskip("zstandard")
     for n in range(1, CALLS_MAX):
@@ -74,7 +74,7 @@ def test_a_tier_whose_nth_call_goes_wrong(way: str, codec: str) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, SystemExit])
-def test_a_copier_whose_nth_call_goes_wrong(error: type[BaseException]) -> None:
+def test_the_nth_call_of_a_copier_fails(error: type[BaseException]) -> None:
     for n in range(1, CALLS_MAX):
         copiers: list[NthCallCopier] = []
 
@@ -140,7 +140,7 @@ def test_faults_are_logged_but_not_each_one(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("name", ["_settle", "_do", "_give", "_judged", "Completion"])
 @pytest.mark.parametrize("is_put", [False, True])
-def test_a_mistake_of_the_mover_fails_what_it_is_about_and_nothing_else(
+def test_an_internal_error_of_the_mover_fails_its_commands_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, *, is_put: bool
 ) -> None:
     owner = module if name in ("Completion", "_judged") else Mover

@@ -1,4 +1,4 @@
-"""A hanging tier or device holds up nothing else, not closing, and not the end of the process."""
+"""A tier or device that hangs delays neither other work, nor closing, nor the exit of the process."""
 
 import gc
 import subprocess
@@ -25,7 +25,7 @@ def _memory(name: str = "memory") -> MemoryTier:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_other_tiers_and_other_lanes_go_on(method: str) -> None:
+def test_other_tiers_and_other_queues_go_on(method: str) -> None:
     bad, good = HangingTier(_memory("bad")), _memory("good")
     with World({"bad": bad, "good": good}, threads=Threads(device=1, read=1, write=1)) as world:
         world.stored(1, 2, tier="bad")
@@ -83,8 +83,8 @@ def test_a_lane_that_is_stuck_is_logged_once_and_counted(
             clock.now_s += STUCK_S
             assert stuck_queues() == 1
             world.mover.submit(world.transfer(Link.GATHER, 3, 4))
-        told = [record.getMessage() for record in caplog.records if "stuck" in record.getMessage()]
-        assert told == [f"the memory {queue} queue is stuck: all of its threads have been in a call for {STUCK_S:g} s"]
+        seen = [record.getMessage() for record in caplog.records if "stuck" in record.getMessage()]
+        assert seen == [f"the memory {queue} queue is stuck: all of its threads have been in a call for {STUCK_S:g} s"]
         tier.release.set()
         world.take(2 + 3)
         end_s = time.monotonic() + WAIT_S
@@ -177,7 +177,7 @@ def test_drops_do_not_pile_up_behind_a_hanging_tier() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_close_returns_by_its_deadline_and_a_late_finisher_harms_nobody(method: str) -> None:
+def test_close_returns_by_its_deadline_and_a_late_thread_does_no_harm(method: str) -> None:
     tier = HangingTier(_memory())
     world = World({"memory": tier}, threads=Threads(read=1, write=1))
     world.stored(1)

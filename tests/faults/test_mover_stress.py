@@ -1,4 +1,4 @@
-"""Many threads, slots and faults at once, seeded: what is DONE has the right bytes, and each command has one answer."""
+"""Many threads, slots and faults at once, seeded: DONE means the right bytes, and each command is completed once."""
 
 import random
 import threading
@@ -21,7 +21,7 @@ FAULT_SHARE = 0.1
 
 
 class FlakyTier(WrappedTier):
-    """A tenth of the calls fail, lie or damage, by chance."""
+    """A random tenth of the calls fails, returns a wrong result or damages bytes."""
 
     def __init__(self, name: str, seed: int) -> None:
         super().__init__(MemoryTier(name, capacity_bytes=200_000))  # so small that it evicts all the time

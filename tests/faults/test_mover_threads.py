@@ -1,4 +1,4 @@
-"""When the system gives no thread: the mover does not begin, or answers, but never waits for one that is not there."""
+"""If the system cannot start a thread, the mover does not start, or completes its commands as FAILED."""
 
 import threading
 
@@ -51,7 +51,7 @@ def test_a_lane_without_threads_answers_that_it_failed(monkeypatch: pytest.Monke
         world.done(world.drop(1))  # the other queues go on
 
 
-def test_more_than_the_core_may_let_wait_is_a_mistake_and_yet_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_beyond_the_queue_bound_fail_and_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover_module, "QUEUE_BOUND", 2)
     tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read")
     with World({"memory": tier}, threads=Threads(read=1)) as world:

@@ -1,4 +1,4 @@
-"""Every command on its way, with the real copier, arena, frame and memory tier: right bytes, right answers."""
+"""Every command with the real copier, arena, frame and memory tier: right bytes and completions."""
 
 import threading
 import time
@@ -88,7 +88,7 @@ def test_files_written_by_one_mover_are_read_by_the_next(tmp_path: Path, codec: 
         assert probed.present == (True, False, True)
 
 
-def test_what_is_compressed_takes_fewer_bytes_and_says_so() -> None:
+def test_a_compressed_object_reports_fewer_bytes() -> None:
     if "zstd" not in _codecs():
         pytest.skip("zstandard is not installed")
     with World(codec=registry.by_name("zstd")) as world:
@@ -112,7 +112,7 @@ def test_the_frame_carries_the_identity_of_the_object() -> None:
         assert (about.depth, about.group) == (2, 0)
 
 
-def test_answers_say_what_moved_and_how_long_it_took() -> None:
+def test_completions_have_bytes_and_times() -> None:
     with World() as world:
         gathered, *_ = world.run(world.transfer(Link.GATHER, 0, 0))
         demoted, *_ = world.run(world.transfer(Link.DEMOTE, 0, 0))
@@ -160,14 +160,14 @@ class Heard(Lru):
 
 
 def test_what_a_session_expects_reaches_a_directorys_evictor_and_is_no_fault_of_others(tmp_path: Path) -> None:
-    heard = Heard()
-    directory = DirectoryTier(tmp_path / "kv", capacity_bytes=1 << 22, evictor=heard)
+    received = Heard()
+    directory = DirectoryTier(tmp_path / "kv", capacity_bytes=1 << 22, evictor=received)
     deaf = DirectoryTier(tmp_path / "deaf", capacity_bytes=1 << 22)
     memory = MemoryTier(capacity_bytes=1 << 22)
     with closing(directory), closing(deaf), World({"directory": directory, "deaf": deaf, "memory": memory}) as world:
         for tier in ("directory", "deaf", "memory"):
             world.done(Tell(tier, "a", NextTurn.USER), Tell(tier, "a", None))
-    assert heard.said == [("a", NextTurn.USER), ("a", None)]
+    assert received.said == [("a", NextTurn.USER), ("a", None)]
 
 
 def test_what_a_tier_does_not_have_is_absent_and_no_fault() -> None:
@@ -177,7 +177,7 @@ def test_what_a_tier_does_not_have_is_absent_and_no_fault() -> None:
         assert not completion.is_tier_fault
 
 
-def test_what_a_tier_refuses_is_told_from_what_breaks_it() -> None:
+def test_a_refused_write_is_no_tier_fault() -> None:
     with World({"memory": MemoryTier(capacity_bytes=100)}) as world:
         world.done(world.transfer(Link.GATHER, 1, 0))
         (completion,) = world.run(world.transfer(Link.DEMOTE, 1, 0))
@@ -223,7 +223,7 @@ def test_two_tiers_receive_one_slot_at_the_same_time_while_it_is_read() -> None:
         assert world.is_at(2, CHUNKS + 1)
 
 
-def test_what_has_no_slot_group_or_block_fails_and_harms_nobody() -> None:
+def test_an_invalid_slot_group_or_block_fails_its_command_only() -> None:
     with World() as world:
         world.done(world.transfer(Link.GATHER, 1, 0))
         wrong = [
@@ -358,7 +358,7 @@ def test_what_has_not_begun_can_be_cancelled_and_what_has_goes_on() -> None:
         assert answers == {running: Outcome.DONE, third: Outcome.DONE}
 
 
-def test_whoever_waits_for_answers_can_be_woken() -> None:
+def test_wake_ends_a_waiting_take() -> None:
     with World() as world:
         waker = threading.Timer(0.02, world.mover.wake)
         waker.start()

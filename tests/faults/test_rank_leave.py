@@ -1,4 +1,4 @@
-"""A rank that has to go says so, and what is only in its host memory is brought to its tiers first."""
+"""A rank that leaves announces it, and pending writes reach its tiers first."""
 
 import threading
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_a_core_that_does_not_care_costs_the_rank_its_patience_only(tmp_path):
     assert server.close(DEADLINE_S)
 
 
-def test_a_rank_that_nobody_has_connected_to_may_go_at_once(tmp_path):
+def test_a_rank_without_a_connection_leaves_at_once(tmp_path):
     rank = open_rank(config(tmp_path / "kv"), LAYOUT, FINGERPRINT, Engine(64).copier())
     server = RankServer(rank, lambda _note: None)
     assert server.leave(0.0)
@@ -62,14 +62,14 @@ def test_a_rank_that_nobody_has_connected_to_may_go_at_once(tmp_path):
     assert server.close(DEADLINE_S)
 
 
-def test_whoever_is_told_hears_it_of_any_rank(tmp_path):
+def test_leaving_of_any_rank_is_announced(tmp_path):
     with workers(tmp_path / "kv", 2) as started:
         below = connect([worker.handshake for worker in started])
-        heard = []
-        below.executor.when_leaving(lambda: heard.append(1))
+        received = []
+        below.executor.when_leaving(lambda: received.append(1))
         asking = threading.Thread(target=started[1].ask, args=["leave"])
         asking.start()
-        until(lambda: heard == [1])
+        until(lambda: received == [1])
         below.executor.send_note(Note("still here"))
         assert below.executor.close(DEADLINE_S)
         asking.join(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""When a rank in another process, or the core, fails, everything is answered and nothing is overwritten."""
+"""If a rank in another process, or the core, fails, every command is completed and no block is overwritten."""
 
 import itertools
 import logging
@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from tests.faults.rank_world import NEVER_S, a_transfer, greeted, heard, opened, served, take, until
+from tests.faults.rank_world import NEVER_S, a_transfer, greeted, opened, received, served, take, until
 from tests.rank_worker import workers
 from tests.rig import CHUNK_TOKENS, DEADLINE_S, load_places, loaded, looked_up, places_of, prefix_of, stored
 
@@ -177,10 +177,10 @@ def test_when_the_core_goes_what_waits_is_withdrawn_and_what_runs_ends_first(ser
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(0.2)
         with pytest.raises(TimeoutError):
-            heard(connection)
+            received(connection)
         connection.settimeout(DEADLINE_S)
         served.gate.hold.set()
-        assert [message.outcome for message in heard(connection)] == [Outcome.DONE] * 2
+        assert [message.outcome for message in received(connection)] == [Outcome.DONE] * 2
 
 
 def test_a_core_that_does_not_read_is_given_up(served, monkeypatch):
@@ -199,13 +199,13 @@ def test_a_core_that_does_not_read_is_given_up(served, monkeypatch):
         struct.pack("<I", MESSAGE_BYTES_MAX + 1),
         struct.pack("<I", 5) + b"hello",
         struct.pack("<I", 0),
-        encode(CompletionMessage(1, Outcome.DONE)),  # well formed, but not for a rank to hear
+        encode(CompletionMessage(1, Outcome.DONE)),  # valid, but not a message to a rank
     ],
 )
-def test_a_rank_that_hears_garbage_hangs_up(served, garbage, caplog):
+def test_a_rank_disconnects_after_an_invalid_message(served, garbage, caplog):
     with greeted(served) as connection:
         connection.sendall(encode(Ping()) + garbage)
-        assert heard(connection) == [Ping()]
+        assert received(connection) == [Ping()]
     assert "closes the connection to the core" in caplog.text
 
 
@@ -216,7 +216,7 @@ def test_notes_come_in_the_order_of_the_stream(served):
     assert [note.subject for note in served.notes] == [str(n) for n in range(50)]
 
 
-# ---- what a core hears ---------------------------------------------------------------------------------------------
+# ---- messages to the core ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def pair():
         encode(CompletionMessage(1, Outcome.DONE, (True,) * 3)),
     ],
 )
-def test_a_core_that_hears_garbage_gives_the_rank_up(pair, garbage, caplog):
+def test_a_rank_is_lost_after_an_invalid_message(pair, garbage, caplog):
     mover, theirs = pair
     mover.submit(probe := Probe(1, "directory", ((ChunkKey(bytes(32)), 0),) * 2, NEVER_S))
     mover.submit(a_transfer(Link.SCATTER, 2))
@@ -253,7 +253,7 @@ def test_a_core_that_hears_garbage_gives_the_rank_up(pair, garbage, caplog):
     assert sum("is lost" in record.message for record in caplog.records) == 1
 
 
-def test_an_answer_that_nobody_waits_for_is_ignored(pair):
+def test_a_completion_of_no_open_command_is_ignored(pair):
     mover, theirs = pair
     mover.submit(Probe(1, "directory", (), NEVER_S))
     mover.flush()
@@ -302,7 +302,9 @@ def once(monkeypatch, owner, name, *, after=0):
 @pytest.mark.parametrize(
     ("owner", "name"), [(remote_rank, "decode"), (RemoteRank, "_receive"), (remote_rank, "Completion")]
 )
-def test_a_mistake_in_the_cores_reader_loses_the_rank_and_leaves_nothing_open(served, monkeypatch, caplog, owner, name):
+def test_an_internal_error_of_the_reader_loses_the_rank_and_leaves_nothing_open(
+    served, monkeypatch, caplog, owner, name
+):
     with greeted(served) as connection:
         mover = RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S)
         connection.close()
@@ -345,7 +347,7 @@ def test_an_answer_that_the_core_does_not_take_is_given_once_more_as_failed(serv
 
 
 @pytest.mark.parametrize("name", ["_answer", "encode", "submit"])
-def test_a_mistake_of_a_rank_hangs_up_and_leaves_nothing_open(served, monkeypatch, caplog, name):
+def test_an_internal_error_of_a_rank_disconnects_and_leaves_nothing_open(served, monkeypatch, caplog, name):
     with greeted(served) as connection:
         mover = RemoteRank(connection.dup(), "rank 0", hung_s=DEADLINE_S)
         connection.close()

@@ -1,4 +1,4 @@
-"""A rank in another process: what it stores comes back, in order, and only its core may connect."""
+"""A rank in another process: it stores and loads, keeps the order of notes, and only its core may connect."""
 
 import socket
 import stat
@@ -196,7 +196,7 @@ def test_another_clock_is_refused(served, monkeypatch, ahead_s):
         connect([served.handshake | {"pid": 0}])
 
 
-def test_an_address_of_another_machine_says_so():
+def test_an_address_of_another_machine_is_refused():
     with pytest.raises(ProtocolError, match="all ranks must run on one machine"):
         connect([FOREIGN])
 

@@ -66,7 +66,7 @@ class Clock:
 
 
 class Instant:
-    """A mover without threads: what it was given is done when it is next asked, but copies take one round more."""
+    """A mover without threads: `take` completes the submitted commands, and copies one `take` later."""
 
     def __init__(self, held: set[tuple[ChunkKey, int]]) -> None:
         self.held = held
@@ -118,7 +118,7 @@ class Instant:
 
 
 class Recording:
-    """One session, and the engine that calls it: what it asked for, and how that ended."""
+    """One session, and the engine that calls it, with its open and ended requests."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -146,7 +146,7 @@ class Recording:
         self.refused: list[BaseException] = []
 
     def act(self, act: Callable[[], Any]) -> Any:
-        """A call of the engine's; what is raised is a call that was refused."""
+        """A call of the engine. An exception counts as a refused call."""
         try:
             return act()
         except ERRORS as error:

@@ -1,4 +1,4 @@
-"""The arena: slots that do not overlap, aligned, bounded by the capacity, and given back only when nobody looks."""
+"""The arena: slots are disjoint, aligned and within the capacity, and are released with their last view."""
 
 import gc
 import os
@@ -76,7 +76,7 @@ def test_the_capacity_is_filled_and_never_exceeded() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, 1, -5])
-def test_too_small_a_capacity_says_what_a_chunk_costs(capacity: int) -> None:
+def test_too_small_a_capacity_is_refused_with_the_size_of_a_chunk(capacity: int) -> None:
     one = chunk_bytes(_layout())
     with pytest.raises(ConfigError) as caught:
         slots_for(_layout(), capacity or 2 * one - 1)
@@ -172,7 +172,7 @@ def test_a_page_lock_that_fails_leaves_nothing_locked() -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [1, 4096, 4097, 3 << 20])
-def test_page_aligned_memory_has_the_size_that_was_asked_for(size_bytes: int) -> None:
+def test_page_aligned_memory_has_the_given_size(size_bytes: int) -> None:
     memory = page_aligned(size_bytes)
     assert len(memory) == size_bytes
     assert _address(memory.data) % ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""Tables of pieces: merged ones move the same bytes, and the kernel moves what the table says."""
+"""Copy descriptors: merged tables move the same bytes, and the kernel executes a table."""
 
 import importlib.util
 import os
@@ -125,7 +125,7 @@ def test_a_kernel_that_does_not_compile_or_copies_wrongly_is_not_used(
     assert "(RuntimeError: Failed to find C compiler)" in caplog.text
 
 
-def test_the_kernel_moves_what_its_table_says_in_tritons_interpreter() -> None:
+def test_the_kernel_executes_its_table_in_tritons_interpreter() -> None:
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch") is None:
         pytest.skip("Triton is not installed; its twin in threads is tested instead")
     # The interpreter is chosen when Triton is imported.

@@ -1,4 +1,4 @@
-"""Layers move lowest first over all chunks that are here; nobody waits for what is not; errors stay where they are."""
+"""Layers are scattered lowest first over all chunks in host memory; an error fails its own chunks only."""
 
 import random
 import threading
@@ -87,7 +87,7 @@ def test_every_step_of_every_chunk_is_moved_once(workers: int) -> None:
     assert inside[1] <= workers
 
 
-def test_an_error_is_told_to_those_whom_it_concerns() -> None:
+def test_an_error_is_raised_for_its_chunks_only() -> None:
     def move(jobs: list[ChunkScatter]) -> None:
         if any(job.name == 7 and job.step == 1 for job in jobs):  # type: ignore[attr-defined]
             raise OSError("planned")
@@ -102,7 +102,7 @@ def test_an_error_is_told_to_those_whom_it_concerns() -> None:
     order.run(Chunk(8))  # and it goes on
 
 
-def test_a_thread_that_is_ended_leaves_nobody_waiting() -> None:
+def test_a_thread_that_ends_leaves_no_other_waiting() -> None:
     def move(_jobs: list[ChunkScatter]) -> None:
         raise SystemExit
 

@@ -33,7 +33,7 @@ def streams() -> Iterator[ThreadStreams]:
 
 
 class Engine:
-    """Memory in which the descriptors of each part lie scattered."""
+    """Memory in which the runs of each part are scattered."""
 
     def __init__(self, seed: int = 1, parts: int = PARTS, piece: int = PIECE) -> None:
         rng = np.random.default_rng(seed)
@@ -167,7 +167,7 @@ def test_nothing_is_touched_before_the_engine_is_ready(streams: ThreadStreams, p
 
 
 def test_a_slot_is_free_once_the_event_has_come(streams: ThreadStreams) -> None:
-    """Whoever gets it next may write to it at once."""
+    """The memory may be reused at once."""
     staged, engine = StagedCopy(streams), Engine(9)
     slots = [bytes(slot) for slot in engine.slots]
     events = [staged.scatter([part]) for part in engine.parts()]
@@ -177,7 +177,7 @@ def test_a_slot_is_free_once_the_event_has_come(streams: ThreadStreams) -> None:
     assert [engine.holds(part) for part in range(PARTS)] == slots
 
 
-def test_a_part_that_is_not_whole_is_not_gathered(streams: ThreadStreams) -> None:
+def test_an_incomplete_part_is_not_gathered(streams: ThreadStreams) -> None:
     staged, engine = StagedCopy(streams), Engine(10)
     whole = engine.parts()[0]
     slot = bytes(engine.slots[0])
@@ -195,7 +195,7 @@ def test_a_part_that_is_not_whole_is_not_gathered(streams: ThreadStreams) -> Non
     finish(staged.scatter([]))
 
 
-def test_what_was_begun_has_ended_when_an_error_is_told(
+def test_queued_copies_have_ended_when_an_error_is_raised(
     streams: ThreadStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged, engine = StagedCopy(streams), Engine(11)

@@ -1,4 +1,4 @@
-"""What a probe measured is believed of a link until it is seen, and no longer."""
+"""A prior from a probe's record counts until the link is measured."""
 
 import json
 import time
@@ -148,6 +148,6 @@ def test_a_session_plans_with_what_the_probe_measured(tmp_path):
             option = offered(session, prefix)
         finally:
             session.close(30)
-        # Five seconds for an object, as the probe says. Without it a link that nobody knows is believed to be fast.
+        # Five seconds for an object by the probe's record. Without a record an unmeasured link counts as fast.
         assert option.is_known is is_known
         assert (option.seconds > 4.9) is is_known

@@ -1,4 +1,4 @@
-"""Several ranks as one: nothing counts before every rank has it, and what fails on one has failed."""
+"""Several ranks as one: a command is done once all ranks have done it, and fails if one fails."""
 
 import threading
 import time
@@ -211,7 +211,7 @@ def test_a_damaged_copy_on_one_rank_is_dropped_on_all():
 
 
 class Scripted:
-    """A rank that answers when it is told to."""
+    """A rank whose completions are made by the test."""
 
     lost = ""
 
@@ -287,7 +287,7 @@ def test_without_another_thread_the_ranks_are_closed_all_the_same(ranks, monkeyp
     assert RankGroup(ranks).close(1.0)
 
 
-def test_equal_drops_are_told_apart(ranks):
+def test_equal_drops_are_separate_commands(ranks):
     group = RankGroup(ranks)
     twins = [Drop("below", ChunkKey(bytes(32)), 0) for _ in range(2)]
     for drop in twins:
@@ -355,7 +355,7 @@ def test_a_rank_that_hangs_does_not_hold_up_the_closing_of_others(ranks):
     hold.set()
 
 
-def test_without_ranks_there_is_no_fleet():
+def test_a_group_without_ranks_is_refused():
     with pytest.raises(ValueError, match="at least one rank"):
         RankGroup([])
 
@@ -405,7 +405,7 @@ def test_the_order_of_answers_does_not_matter(one, two, three):
     assert together.is_tier_fault == (one.is_tier_fault or two.is_tier_fault)
 
 
-# ---- who may be put together ---------------------------------------------------------------------------------------
+# ---- ranks that fit together ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -429,7 +429,7 @@ def test_host_memory_is_divided_among_the_ranks(servers):
     assert connect(servers(0, 1)).slots == slots_for(LAYOUT, config(None, host_chunks=16).host.capacity_bytes // 2)
 
 
-def test_too_little_host_memory_for_all_ranks_says_so():
+def test_too_little_host_memory_for_all_ranks_is_refused():
     with pytest.raises(ConfigError, match=r"host\.capacity_bytes = 100 is too small.*at least \d+"):
         slots_for(LAYOUT, 100, ranks=2)
 

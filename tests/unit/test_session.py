@@ -1,4 +1,4 @@
-"""The session with all real parts: engine blocks, core, mover, arena, frame, directory; and what it does in trouble."""
+"""The session with all real parts: engine blocks, core, mover, arena, frame, directory; and after errors."""
 
 import threading
 import time
@@ -150,7 +150,7 @@ def test_a_closed_session_gives_nothing_and_still_answers():
     assert (load.tokens, store.held, store.dropped) == (0, 0, 4)
 
 
-def test_a_mistake_of_ours_shuts_the_doors_and_the_engine_goes_on(monkeypatch, caplog):
+def test_after_an_internal_error_the_session_is_shut_and_the_engine_goes_on(monkeypatch, caplog):
     session, _, _ = local(Engine(64).copier(), {})
     stored(session, "a", prefix_of(2), places_of(range(2)))
 
@@ -166,7 +166,7 @@ def test_a_mistake_of_ours_shuts_the_doors_and_the_engine_goes_on(monkeypatch, c
     assert not session.close().flushed
 
 
-def test_the_callers_own_mistakes_are_told_to_the_caller():
+def test_bad_arguments_raise_in_the_caller():
     session, _, _ = local(Engine(64).copier(), {})
     with pytest.raises(ValueError, match="no boundary"):
         session.load(RequestId("a"), prefix_of(2), 17, [])
@@ -181,7 +181,7 @@ def test_the_callers_own_mistakes_are_told_to_the_caller():
     assert session.poll() == []
 
 
-def test_after_a_mistake_a_copy_that_runs_is_waited_for_and_everything_else_is_answered(monkeypatch, caplog):
+def test_after_an_internal_error_running_copies_end_and_everything_else_fails(monkeypatch, caplog):
     hold, has_begun = threading.Event(), threading.Event()
     inner = Engine(64).copier()
 
@@ -211,7 +211,7 @@ def test_after_a_mistake_a_copy_that_runs_is_waited_for_and_everything_else_is_a
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-def test_after_a_mistake_a_copy_is_not_waited_for_longer_than_its_deadline(monkeypatch):
+def test_after_an_internal_error_a_copy_is_awaited_until_its_deadline(monkeypatch):
     hold, has_begun = threading.Event(), threading.Event()
     inner = Engine(64).copier()
 
@@ -237,7 +237,7 @@ def test_after_a_mistake_a_copy_is_not_waited_for_longer_than_its_deadline(monke
     session.close()
 
 
-def test_a_session_that_was_shut_by_a_mistake_waits_and_does_not_spin(monkeypatch):
+def test_a_session_that_was_shut_waits_and_does_not_spin(monkeypatch):
     kv_session, _, _ = local(Engine(64).copier(), {})
     monkeypatch.setattr(Cache, "release", None)
     kv_session.release(RequestId("a"))
@@ -252,7 +252,7 @@ def test_a_session_that_was_shut_by_a_mistake_waits_and_does_not_spin(monkeypatc
 
 
 @pytest.mark.parametrize("method", ["_publish", "_do_calls"])
-def test_a_mistake_of_the_thread_ends_nothing_but_the_cache(monkeypatch, caplog, method):
+def test_an_internal_error_of_the_thread_ends_the_cache_only(monkeypatch, caplog, method):
     session, _, _ = local(Engine(64).copier(), {})
     stored(session, "a", prefix_of(2), places_of(range(2)))
     owner = Session(session)
@@ -316,7 +316,7 @@ class Slow:
 @pytest.mark.parametrize(
     ("after_s", "presence", "now_s"), [(0.001, Presence.ARRIVING, 0.001), (0.5, Presence.PROBING, 0.002)]
 )
-def test_a_lookup_waits_for_the_answer_itself_and_no_longer_than_asked(after_s, presence, now_s):
+def test_a_lookup_waits_for_the_probe_up_to_its_wait_s(after_s, presence, now_s):
     _, cache, _ = local(Engine(8).copier(), {"below": MemoryTier("below", capacity_bytes=1 << 20)})
     mover = Slow(after_s)
     session = LocalSession(cache, mover, clock=mover.clock)
@@ -342,7 +342,7 @@ def test_a_limit_that_is_reached_is_logged_once(caplog, name):
     session.close()
 
 
-def test_poll_waits_no_longer_than_asked_and_returns_when_woken():
+def test_poll_waits_up_to_its_wait_s_and_returns_when_woken():
     session, _, _ = local(Engine(64).copier(), {})
     assert session.poll(0.0) == []
     threading.Timer(0.05, session.wake).start()
@@ -416,15 +416,15 @@ def test_metrics_tell_what_happened(tmp_path):
     kv.session.close()
 
 
-def test_whoever_counts_is_told_of_every_command_and_answer_in_the_owners_thread():
-    told = []
+def test_the_observer_gets_every_command_and_completion_in_the_owners_thread():
+    seen = []
 
     class Recorder:
         def submitted(self, command):
-            told.append(("submitted", command, threading.current_thread()))
+            seen.append(("submitted", command, threading.current_thread()))
 
         def completed(self, completion):
-            told.append(("completed", completion.command, threading.current_thread()))
+            seen.append(("completed", completion.command, threading.current_thread()))
 
     tier = MemoryTier("below", capacity_bytes=64 << 20)
     _, cache, mover = local(Engine(64).copier(), {"below": tier})
@@ -432,11 +432,11 @@ def test_whoever_counts_is_told_of_every_command_and_answer_in_the_owners_thread
     looked_up(session, "a", prefix_of(2))
     stored(session, "a", prefix_of(2), places_of(range(2)))
     assert session.close().flushed
-    submitted = [command for what, command, _ in told if what == "submitted"]
+    submitted = [command for what, command, _ in seen if what == "submitted"]
     assert len(submitted) == 1 + 4 + 4  # a probe, gathers, demotes
-    completions = [command for what, command, _ in told if what == "completed"]
+    completions = [command for what, command, _ in seen if what == "completed"]
     assert sorted(map(id, completions)) == sorted(map(id, submitted))
-    assert {thread for _, _, thread in told} == {threading.current_thread()}
+    assert {thread for _, _, thread in seen} == {threading.current_thread()}
 
 
 @pytest.mark.parametrize(("wanted", "alignment", "expected"), [(0, 1, 256), (0, 16, 256), (0, 96, 288), (64, 16, 64)])

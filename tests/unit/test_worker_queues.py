@@ -1,4 +1,4 @@
-"""A queue: each job is run or handed back exactly once, in order, within its bound; a thread that ends is replaced."""
+"""A worker queue: each job is run or returned once, in order, within its bound; a thread that ends is replaced."""
 
 import threading
 import time
@@ -185,7 +185,7 @@ def test_when_no_thread_can_be_had_what_waits_is_handed_back(exits: list[type[Ba
     assert set(exits) <= {SystemExit}  # the thread is on its way out
 
 
-def test_a_start_that_fails_is_told_and_what_began_can_be_closed() -> None:
+def test_a_failed_start_raises_and_started_threads_can_be_closed() -> None:
     started: list[threading.Thread] = []
 
     def start_two(thread: threading.Thread) -> None:
@@ -214,7 +214,7 @@ def test_scratch_memory_is_kept_until_more_is_needed() -> None:
 
 
 def test_what_may_go_together_is_taken_together_but_not_more_than_a_share() -> None:
-    """Ids tell how many may go with a job. Nobody else is idle, so that a share is all that waits."""
+    """A job's id is its largest batch. No other thread is idle, so the share is all waiting jobs."""
     taken: list[list[int]] = []
     begun, gate = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -270,12 +270,12 @@ class _Ahead:
     """Runs jobs as a device would want it, and tells the order; `exits` names the steps that end the thread."""
 
     def __init__(self, *exits: str) -> None:
-        self.told: list[str] = []
+        self.seen: list[str] = []
         self.exits = exits
         self.gate, self.is_over = threading.Event(), threading.Semaphore(0)
 
     def _tell(self, what: str) -> None:
-        self.told.append(what)
+        self.seen.append(what)
         if what in self.exits:
             raise SystemExit
 
@@ -289,7 +289,7 @@ class _Ahead:
             yield
             self._tell(f"do {ids}")
         finally:
-            self.told.append(f"end {ids}")
+            self.seen.append(f"end {ids}")
             for _ in jobs:
                 self.is_over.release()
 
@@ -303,10 +303,10 @@ class _Ahead:
             assert self.is_over.acquire(timeout=WAIT_S)
         assert queue.close() == []
         assert queue.join(_until_s())
-        return self.told
+        return self.seen
 
 
-def test_the_next_is_asked_for_before_the_rest_is_done() -> None:
+def test_the_next_batch_begins_before_the_present_one_is_finished() -> None:
     assert _Ahead().run_six() == [
         *("ask 0 1", "have 0 1"),
         *("ask 2 3", "do 0 1", "end 0 1", "have 2 3"),
@@ -316,10 +316,10 @@ def test_the_next_is_asked_for_before_the_rest_is_done() -> None:
 
 @pytest.mark.parametrize("where", ["ask 0 1", "have 0 1", "do 0 1", "ask 2 3", "have 2 3", "do 2 3", "do 4 5"])
 def test_a_thread_that_ends_leaves_nothing_in_between(where: str, exits: list[type[BaseException]]) -> None:
-    """Whatever was asked for comes to its end, once, and what waits is done by the next thread."""
-    told = _Ahead(where).run_six()
-    assert sorted(it for it in told if it.startswith("end")) == ["end 0 1", "end 2 3", "end 4 5"]
-    assert ("do 4 5" in told) == (where != "do 2 3"), "only what was under way behind it is given up with it"
+    """Batches that have begun end once, and the next thread does the waiting jobs."""
+    seen = _Ahead(where).run_six()
+    assert sorted(it for it in seen if it.startswith("end")) == ["end 0 1", "end 2 3", "end 4 5"]
+    assert ("do 4 5" in seen) == (where != "do 2 3"), "only what was under way behind it is given up with it"
     assert exits == [SystemExit]
 
 
@@ -333,4 +333,4 @@ def test_what_may_not_go_together_does_not_begin_in_between() -> None:
         assert ahead.is_over.acquire(timeout=WAIT_S)
     queue.close()
     assert queue.join(_until_s())
-    assert ahead.told[:4] == ["ask 0 1", "have 0 1", "do 0 1", "end 0 1"]
+    assert ahead.seen[:4] == ["ask 0 1", "have 0 1", "do 0 1", "end 0 1"]
