@@ -61,7 +61,7 @@ class NodeRequest:
     first_token_s: float = -1.0
 
 
-class Node:
+class ReplayNode:
     """One engine.
 
     Args:

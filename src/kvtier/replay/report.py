@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier.replay.tables import CONVENTION, CacheReplays, results_table, stats_table
+from kvtier.replay.tables import CONVENTION, CacheReplays, TieredReplay, results_table, stats_table
 from kvtier.report.chart import Chart, Charts, Colours, figures_html
 from kvtier.report.format import short_count
 from kvtier.report.output import write_file
@@ -93,13 +93,9 @@ def _draw_capacity(axes: "Axes", replayed: CacheReplays, colours: Colours) -> No
     axes.legend(loc="best")
 
 
-def _draw_intervals(axes: "Axes", replayed: CacheReplays, colours: Colours) -> None:
-    draw_intervals(axes, replayed.stats, colours)
-
-
-def draw_intervals(axes: "Axes", stats: TraceStats, colours: Colours) -> None:
+def draw_intervals(axes: "Axes", replayed: "CacheReplays | TieredReplay", colours: Colours) -> None:
     """The distribution of reuse intervals; also used by the report of tiers."""
-    it = stats.intervals
+    it = replayed.stats.intervals
     total = it.counts.sum()
     if not total:
         axes.text(0.5, 0.5, "nothing is reused", transform=axes.transAxes, ha="center", color=colours["soft"])
@@ -140,7 +136,7 @@ CHARTS: Charts[CacheReplays] = {
         _draw_capacity,
         "Dashed: Belady's bound for whole prefixes. Dotted: an infinite cache.",
     ),
-    "intervals": Chart("Reuse intervals", _draw_intervals, INTERVALS_CAPTION),
+    "intervals": Chart("Reuse intervals", draw_intervals, INTERVALS_CAPTION),
     "working-set": Chart(
         "Working set over time",
         _draw_working_set,

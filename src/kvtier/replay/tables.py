@@ -124,7 +124,7 @@ def inputs(setup: "TieredSetup") -> list[dict[str, str]]:
     prefill = setup.prefill
     rows = [("prefill of one prompt", f"{prefill.tokens_per_s:,.0f} tokens/s", prefill.source)]
     for number, tier in enumerate(setup.tiers):
-        reads, writes = _directions(is_host=not number)
+        reads, writes = directions(is_host=not number)
         figures = (
             ("capacity_bytes", "capacity", binary(tier.capacity_bytes)),
             ("read_bytes_per_s", reads, _rate(tier.read_bytes_per_s)),
@@ -229,7 +229,8 @@ def ttft_table(result: "TieredResult", unplanned: "TieredResult | None" = None) 
     return Table(title="Time to first token", columns=columns, rows=rows, numeric=5)
 
 
-def _directions(*, is_host: bool) -> tuple[str, str]:
+def directions(*, is_host: bool) -> tuple[str, str]:
+    """Names of a tier's links."""
     return ("to the engine", "from the engine") if is_host else ("reads", "writes")
 
 

@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.replay.links import EventQueue, LinkSeries, ReplayLink, ReplayTier, SecondSums, link_stats
-from kvtier.replay.node import Node, NodeRequest, key_of
+from kvtier.replay.node import NodeRequest, ReplayNode, key_of
 from kvtier.replay.prefill import PrefillSpeed
 from kvtier.replay.results import (
     HOST,
@@ -249,7 +249,7 @@ class _TieredReplay:
 
     # ---- nodes and tiers -------------------------------------------------------------------------------------------
 
-    def _node(self, shared: dict[str, ReplayTier]) -> Node:
+    def _node(self, shared: dict[str, ReplayTier]) -> ReplayNode:
         setup, host = self._setup, self._setup.tiers[0]
         slots = host.capacity_bytes // self._bytes
         if slots < 2:
@@ -262,7 +262,7 @@ class _TieredReplay:
             limits=Limits(write_policy=setup.write_policy, small_bytes=LimitsConfig().small_bytes_in_flight),
         )
         up, down = self._link_series[HOST]
-        return Node(
+        return ReplayNode(
             self._events,
             cache,
             [Planner(is_on=setup.is_planned) for _ in range(self._servers)],

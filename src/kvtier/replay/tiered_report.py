@@ -2,19 +2,20 @@
 # matplotlib's own stubs leave keyword arguments without a type:
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtier.replay.report import INTERVALS_CAPTION, draw_intervals, trace_html, trace_names
-from kvtier.replay.results import HOST, QUANTILES, TieredResult, TieredSeries
+from kvtier.replay.results import HOST, QUANTILES, LinkStats, TieredResult, TieredSeries
 from kvtier.replay.tables import (
     TieredReplay,
     comparison_table,
+    directions,
     inputs_table,
     planning_table,
     tiers_table,
@@ -35,6 +36,8 @@ INTRO = (
 _OTHERS = ("shared", "gpu", "tiered")
 """Colours of tiers that are neither host memory nor disk."""
 _MINUTE_S = 60.0
+
+Curves = tuple[Sequence[float], Sequence[float]]
 
 
 def write_tiered_report(path: Path, replayed: Sequence[TieredReplay]) -> None:
@@ -168,50 +171,34 @@ def _draw_total(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
 
 
+def _links(replayed: TieredReplay, colours: Colours) -> Iterator[tuple[str, LinkStats, Curves, dict[str, Any]]]:
+    """Name, statistics, (bytes a second, depth) and line style of each tier's links."""
+    for tier, colour in zip(replayed.result.tiers, _hues(replayed, colours).values(), strict=True):
+        it = replayed.result.over_time.tiers[tier.name]
+        reads, writes = directions(is_host=tier.name == HOST)
+        style = {"color": colour, "linewidth": 1.5}
+        yield f"{tier.name} {reads}", tier.reads, (it.read_bytes_per_s, it.read_depth), style
+        dashed = {**style, "linestyle": (0, (4, 2))}
+        yield f"{tier.name} {writes}", tier.writes, (it.written_bytes_per_s, it.write_depth), dashed
+
+
 def _draw_demand(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    result = replayed.result
-    minutes = _minutes(result.over_time, at=0.5)
-    most = 0.0
-    for tier, colour in zip(result.tiers, _hues(replayed, colours).values(), strict=True):
-        over_time = result.over_time.tiers[tier.name]
-        for what, series, use, dash in (
-            ("to the engine" if tier.name == HOST else "reads", over_time.read_bytes_per_s, tier.reads, "-"),
-            (
-                "from the engine" if tier.name == HOST else "writes",
-                over_time.written_bytes_per_s,
-                tier.writes,
-                (0, (4, 2)),
-            ),
-        ):
-            name = (
-                f"{tier.name} {what}: {decimal(use.mean_bytes_per_s)}/s mean, "
-                f"{decimal(use.peak_together_bytes_per_s)}/s peak"
-            )
-            axes.plot(minutes, series, color=colour, linestyle=dash, linewidth=1.5, label=name)
-            most = max(most, *series)
-    axes.set(
-        xlabel="minutes", ylabel="bytes a second", ylim=(0, (1.2 + 0.16 * len(result.tiers)) * most), xlim=(0, None)
-    )
+    minutes = _minutes(replayed.result.over_time, at=0.5)
+    for name, stats, (bytes_per_s, _), style in _links(replayed, colours):
+        mean, peak = decimal(stats.mean_bytes_per_s), decimal(stats.peak_together_bytes_per_s)
+        axes.plot(minutes, bytes_per_s, label=f"{name}: {mean}/s mean, {peak}/s peak", **style)
+    # Room for the legend above the curves.
+    axes.set(xlabel="minutes", ylabel="bytes a second", ylim=(0, None), xlim=(0, None))
+    axes.set_ylim(top=(1.2 + 0.16 * len(replayed.result.tiers)) * axes.dataLim.y1)
     axes.yaxis.set_major_formatter(lambda value, _: decimal(value))
     axes.legend(loc="upper right")
 
 
 def _draw_depth(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    result = replayed.result
-    minutes = _minutes(result.over_time, at=0.5)
-    for tier, colour in zip(result.tiers, _hues(replayed, colours).values(), strict=True):
-        over_time = result.over_time.tiers[tier.name]
-        reads, writes = ("to the engine", "from the engine") if tier.name == HOST else ("reads", "writes")
-        axes.plot(minutes, over_time.read_depth, color=colour, linewidth=1.5, label=f"{tier.name} {reads}")
-        axes.plot(
-            minutes,
-            over_time.write_depth,
-            color=colour,
-            linewidth=1.5,
-            linestyle=(0, (4, 2)),
-            label=f"{tier.name} {writes}",
-        )
-    axes.set(xlabel="minutes", ylabel="transfers under way or waiting", ylim=(0, None), xlim=(0, None))
+    minutes = _minutes(replayed.result.over_time, at=0.5)
+    for name, _, (_, depth), style in _links(replayed, colours):
+        axes.plot(minutes, depth, label=name, **style)
+    axes.set(xlabel="minutes", ylabel="active and queued transfers", ylim=(0, None), xlim=(0, None))
     axes.set_ylim(top=1.3 * axes.get_ylim()[1])
     axes.legend(loc="upper right", ncols=2)
 
@@ -245,10 +232,6 @@ def _draw_ttft(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
     axes.legend(loc="upper left")
 
 
-def _draw_intervals(axes: "Axes", replayed: TieredReplay, colours: Colours) -> None:
-    draw_intervals(axes, replayed.stats, colours)
-
-
 CHARTS: Charts[TieredReplay] = {
     "stack": Chart(
         "Where prompts came from, over time",
@@ -274,5 +257,5 @@ CHARTS: Charts[TieredReplay] = {
         "Queue depth", _draw_depth, "Transfers on all links of a tier together, mean of each part of the time."
     ),
     "working-set": Chart("Working set, and bytes held", _draw_working_set, "Dotted: all blocks used so far."),
-    "intervals": Chart("Reuse intervals", _draw_intervals, INTERVALS_CAPTION),
+    "intervals": Chart("Reuse intervals", draw_intervals, INTERVALS_CAPTION),
 }
