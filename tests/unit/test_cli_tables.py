@@ -87,7 +87,7 @@ def test_no_command_breaks_a_figure(command, drawn, store, tmp_path):
 
 def test_no_table_breaks_a_figure(drawn):
     chance = random.Random(18)
-    for _ in range(300):
+    for _ in range(80):
         count = chance.randrange(1, 14)
         numeric = chance.randrange(count + 1)
         text = ("a few words of text", "x" * 70, "/a/path/that/is/long/" * 3, "12.5 GiB of 1,024 GiB", "", "(3.25x)")
