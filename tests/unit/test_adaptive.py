@@ -28,7 +28,7 @@ NOBODY = NextTurn.NOBODY
 
 
 def chats_among_documents(prompts: int, seed: int) -> Iterator[Prompt]:
-    """Chats grow by a name at each turn; between two turns come prompts of twelve names that nobody ever asks again."""
+    """Chats grow by one name per turn; between two turns come prompts of twelve names that are used once."""
     chance = random.Random(seed)
     fresh = iter(range(1, 1 << 30))
     chats = [[next(fresh) for _ in range(4)] for _ in range(12)]
@@ -44,7 +44,7 @@ def chats_among_documents(prompts: int, seed: int) -> Iterator[Prompt]:
 
 
 def use(evictor: Evictor, present: set[int], slots: int, event: Held) -> None:
-    """A name is used, in a place of so many slots; `present` is what it holds."""
+    """Use a name, with `slots` slots; `present` are the names held."""
     name = int.from_bytes(event.name)
     if name in present:
         evictor.touched(event)
@@ -59,7 +59,7 @@ def use(evictor: Evictor, present: set[int], slots: int, event: Held) -> None:
 
 
 def hits(make: Callable[[], Evictor], prompts: Iterator[Prompt], slots: int, *, is_from_start: bool = False) -> int:
-    """Leading names found, of all prompts, in a place of so many slots."""
+    """Leading names found in all prompts, with `slots` slots."""
     evictor, present, found = make(), set[int](), 0
     for prompt in prompts:
         missing = next((depth for depth, name in enumerate(prompt) if name not in present), len(prompt))
@@ -155,7 +155,7 @@ STEPS = st.lists(
 
 
 def spares_parents_and_pins(evictor: Evictor, steps: list[tuple[str, int, set[int]]]) -> None:
-    """Three prompts: 0 is the start of two of them. A victim is present, free, and nobody's parent."""
+    """Three prompts: 0 is the start of two of them. A victim is present, unpinned and has no children."""
     present: dict[int, int | None] = {}
     for step, number, pins in steps:
         parent = None if number in (0, 9) else {5: 0}.get(number, number - 1)
@@ -255,7 +255,7 @@ def test_memory_stays_bounded_whatever_comes():
 
 
 def calls_of_worst_victim(names: int) -> int:
-    """Function calls inside the longest `victim` of many, in a place of so many names."""
+    """Function calls in the longest of many calls of `victim`."""
     evictor, fresh, worst = Adaptive(), iter(range(1 << 30)), 0
     chance = random.Random(6)
     prompts: list[Prompt] = []
@@ -346,7 +346,7 @@ def test_a_use_that_another_follows_soon_is_worth_more_than_one_that_waits_or_wa
     assert model.value(soon, 0) == pytest.approx(1 / 10, rel=0.5)  # a bucket of ages is known as a whole
     assert model.value(late, 0) == pytest.approx(1 / 200, rel=0.5)
     assert model.value(never, 0) < model.value(late, 0) / 5
-    assert model.value(late, 0) < model.value(late, 150)  # who waited for so long will not have to wait much longer
+    assert model.value(late, 0) < model.value(late, 150)  # after a long wait the reuse is near
 
 
 def test_many_at_once_are_worth_what_each_is_alone():

@@ -20,7 +20,7 @@ NOBODY = NextTurn.NOBODY
 
 
 def sessions_that_end(seed: int) -> Iterator[tuple[str, Prompt, bool]]:
-    """Twelve agents at a time grow by three names a turn, until each ends at a turn that nobody can guess."""
+    """Twelve agents at a time grow by three names a turn, until each ends at a random turn."""
     chance, fresh = random.Random(seed), iter(range(1, 1 << 30))
     agents: dict[str, Prompt] = {}
     for _ in range(2500):
@@ -46,22 +46,22 @@ def hits_of_sessions(tell_end: Callable[[Adaptive, str, bool], None], slots: int
 
 
 def test_names_of_sessions_that_have_ended_make_room():
-    told = hits_of_sessions(lambda evictor, session, ends: evictor.expects(session, NOBODY) if ends else None)
-    untold = hits_of_sessions(lambda *_: None)
-    assert told > 1.05 * untold
+    hinted = hits_of_sessions(lambda evictor, session, ends: evictor.expects(session, NOBODY) if ends else None)
+    plain = hits_of_sessions(lambda *_: None)
+    assert hinted > 1.05 * plain
 
 
 def test_ends_that_are_told_wrongly_do_little_harm():
-    untold = hits_of_sessions(lambda *_: None)
-    lied = hits_of_sessions(lambda evictor, session, ends: None if ends else evictor.expects(session, NOBODY))
-    assert lied > 0.9 * untold
+    plain = hits_of_sessions(lambda *_: None)
+    wrong = hits_of_sessions(lambda evictor, session, ends: None if ends else evictor.expects(session, NOBODY))
+    assert wrong > 0.9 * plain
 
 
 Turn = tuple[str, Prompt, NextTurn]
 
 
 def agents_and_people(seed: int) -> Iterator[Turn]:
-    """Sessions of which some wait for a tool, which comes soon, and some for a person, who often never does.
+    """Sessions that wait for a tool, which is fast, or for a person, who often does not continue.
 
     Neither a prompt's length nor its growth tells which.
     """
@@ -96,7 +96,7 @@ def hits_of_turns(tell: Teller, slots: int = 160) -> int:
 
 @pytest.fixture(scope="module")
 def unsaid():
-    """What is hit when nobody says anything."""
+    """Hits without hints."""
     return hits_of_turns(lambda *_: None)
 
 
@@ -121,14 +121,14 @@ SWAPPED = {NextTurn.TOOL: NextTurn.USER, NextTurn.USER: NextTurn.TOOL}
         lambda evictor, session, next_turn: evictor.expects(session, SWAPPED[next_turn]),
         lambda evictor, session, next_turn: evictor.expects(f"{session}?", next_turn),
     ],
-    ids=["at random", "all over", "all tools", "the wrong way round", "of nobody"],
+    ids=["at random", "all over", "all tools", "the wrong way round", "unknown session"],
 )
 def test_lies_about_the_next_turn_do_little_harm(lie, unsaid):
     assert hits_of_turns(lie) > 0.95 * unsaid
 
 
 def hint_of(evictor: Adaptive, number: int) -> int:
-    """What the session of a name has said, as the evictor sorted it: 0 nothing, then by `NextTurn`."""
+    """The hint in the kind of a name: 0 for none, then by `NextTurn`."""
     run = evictor._entries[name_of(number)].run
     assert run is not None
     return run.kind // evictor._model._unhinted
@@ -139,7 +139,7 @@ def test_who_is_told_too_late_or_in_pieces_is_sorted_all_the_same():
     for number in range(6):
         parent = number - 1 if number else None
         ours.added(held(number, parent)._replace(session="a"))
-        ours.added(held(100 + number)._replace(session="b"))  # each name of a's prompt is told by itself
+        ours.added(held(100 + number)._replace(session="b"))  # each name of a's prompt arrives alone
     ours.expects("a", NextTurn.USER)
     assert [hint_of(ours, number) for number in range(6)] == [2] * 6
     assert [hint_of(ours, 100 + number) for number in range(5)] == [0] * 5
@@ -160,7 +160,7 @@ def test_names_that_others_used_too_are_nobodys():
 
 @pytest.mark.parametrize("slots", [40, 90])
 def test_hints_keep_the_books(slots):
-    """Whatever is said, and whenever: a victim is a leaf that is here, and every run is found again."""
+    """With any hints, a victim is a present leaf, and every run stays reachable."""
     chance, present, ours = random.Random(slots), set[int](), Adaptive()
     for session, prompt, next_turn in agents_and_people(6):
         for depth in reversed(range(len(prompt))):
@@ -187,7 +187,7 @@ def test_hints_keep_the_books(slots):
     ],
 )
 def test_a_replay_tells_after_each_request_who_goes_on(monkeypatch, policy, expected):
-    told: list[tuple[int, str, NextTurn | None]] = []
+    passed: list[tuple[int, str, NextTurn | None]] = []
     prompts, sessions = [[0, 1], [2], [0, 1, 3], [4], [2, 5]], [7, 8, 7, 9, 8]
     packed = TraceArrays(
         name="by hand",
@@ -206,14 +206,14 @@ def test_a_replay_tells_after_each_request_who_goes_on(monkeypatch, policy, expe
         warnings=(),
         prefix_violations=0,
     )
-    monkeypatch.setattr(Adaptive, "expects", lambda self, *said: told.append((self._now, *said)))
+    monkeypatch.setattr(Adaptive, "expects", lambda self, *hint: passed.append((self._now, *hint)))
     replay(packed, policy, 1600)
-    assert told == expected  # after so many uses
+    assert passed == expected  # after so many uses
 
 
 def test_a_session_that_nobody_knows_may_end():
     ours = Adaptive()
-    ours.expects("nobody", NOBODY)
+    ours.expects("unknown", NOBODY)
     ours.added(held(1)._replace(session="a"))
     ours.expects("a", NOBODY)
     ours.expects("a", NOBODY)

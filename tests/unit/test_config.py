@@ -1,4 +1,4 @@
-"""Settings: who wins, where each value came from, and what every refusal says."""
+"""Settings: precedence, origins and error messages."""
 
 import dataclasses
 import os

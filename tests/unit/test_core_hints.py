@@ -1,4 +1,4 @@
-"""What sessions say reaches the evictors of host memory and the tiers, after what they have stored."""
+"""Hints of sessions reach the evictors of host memory and of tiers, after the objects that they store."""
 
 from tests.core_driver import Driver, prefix_of
 
@@ -11,7 +11,7 @@ A, B = "a", "b"
 
 
 class Listening(Lru):
-    """Notes whose use it is told of, and what sessions say."""
+    """Records uses with their session, and hints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def test_every_group_of_host_memory_and_every_tier_are_told():
     core, evictors = listening(groups=(History(), History()), tiers=("disk", "far"))
     core.expects("a", NextTurn.USER)
     core.expects("a", None)
-    assert core.tells == [Tell(tier, "a", said) for said in (NextTurn.USER, None) for tier in ("disk", "far")]
+    assert core.tells == [Tell(tier, "a", hint) for hint in (NextTurn.USER, None) for tier in ("disk", "far")]
     assert [it.heard for it in evictors] == [[("a", NextTurn.USER), ("a", None)]] * 2
 
 
@@ -58,7 +58,7 @@ def test_what_a_session_is_still_storing_is_told_before_what_it_says():
     core.store("r", prefix_of("xy"), session=A)
     core.expects("a", NextTurn.TOOL)
     core.expects("b", NextTurn.USER)  # which stores nothing
-    core.expects("a", NextTurn.NOBODY)  # the last word counts
+    core.expects("a", NextTurn.NOBODY)  # the last hint counts
     assert core.tells == [Tell("disk", "b", NextTurn.USER)]
     core.run(links=[Link.GATHER])
     assert evictor.heard == [
@@ -90,7 +90,7 @@ def test_a_use_is_that_of_who_uses_it_not_of_who_stored_it():
     core.run()
     core.load("r4", prefix_of("x"), session=A)
     core.run()
-    assert evictor.heard == [("added", "x", "a"), *(("touched", "x", who) for who in ("b", None, "a"))]
+    assert evictor.heard == [("added", "x", "a"), *(("touched", "x", session) for session in ("b", None, "a"))]
 
 
 def test_what_is_promoted_belongs_to_who_loads_it():

@@ -1,4 +1,4 @@
-"""What the core knows of a load before it begins, and when it ends one that no longer pays."""
+"""Load options before a load, and the cut of a load that no longer pays."""
 
 import pytest
 from tests.core_driver import CHUNK, Driver, prefix_of
@@ -109,7 +109,7 @@ def test_a_load_may_have_to_wait_for_its_first_chunk_while_others_come() -> None
 
 
 def paced(core: Driver, *, host_s: float = 1e-6, **tiers: float) -> None:
-    """Every object takes so many seconds on its way from each place, one after the other."""
+    """Set the seconds per object of each link; objects are transferred one by one."""
     for place, seconds in {"host": host_s, **tiers}.items():
         core.cache._estimators[place] = estimator = core.cache._estimators[place]
         estimator.first_s, estimator.first_bytes, estimator.bytes_per_s = seconds, ALIGNMENT, ALIGNMENT / seconds

@@ -1,4 +1,4 @@
-"""Loads: nobody waits twice for the same bytes, nobody waits for ever, and what is claimed is delivered."""
+"""Loads: bytes are transferred once, every wait ends, and the reported tokens are delivered."""
 
 import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
@@ -176,7 +176,7 @@ def test_a_promotion_that_was_cancelled_is_not_held_against_the_tier() -> None:
     core.release("x")
     assert core.loaded()[0].tokens == 0
     assert core.cancelled == [one.id]
-    core.load("y", prompt)  # before the mover has said that it cancelled
+    core.load("y", prompt)  # before the cancellation is answered
     assert core.going(Link.PROMOTE) == [one]
     core.answer(one, Outcome.CANCELLED)
     core.run()
@@ -270,7 +270,7 @@ def test_a_scatter_that_fails_is_a_hole() -> None:
     core.answer(first, Outcome.FAILED)
     core.answer(second)
     assert core.loaded()[0].tokens == 0
-    core.answer(first)  # an answer that nobody waits for
+    core.answer(first)  # an answer without a waiter
     assert not core.loaded()
 
 
@@ -357,7 +357,7 @@ def test_a_state_that_fails_costs_only_back_to_the_one_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "places", "resident", "told"),
+    ("tokens", "places", "resident", "message"),
     [
         (5, [], 0, "no boundary"),
         (16, [], 0, "16 tokens is no boundary"),
@@ -369,10 +369,10 @@ def test_a_state_that_fails_costs_only_back_to_the_one_before() -> None:
     ],
 )
 def test_a_load_that_makes_no_sense_is_refused_before_anything_moves(
-    tokens: int, places: list[Place], resident: int, told: str
+    tokens: int, places: list[Place], resident: int, message: str
 ) -> None:
     core = Driver()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         core.cache.load(RequestId("r"), prefix_of("ab"), tokens, places, 0.0, resident_tokens=resident)
     assert not core.cache.take_commands()
     core.load("r", prefix_of("ab"))
@@ -424,7 +424,7 @@ def test_one_load_goes_on_with_what_another_one_promotes() -> None:
 
 
 def test_a_load_comes_before_stores_that_wait_for_the_slot_of_what_it_loads() -> None:
-    """Also when what kept the object has just been answered, and nobody has looked at what that makes possible."""
+    """Even if the transfer that protected the object has just ended and `advance` has not been called."""
     core, prefix = Driver(slots=2, tiers=()), prefix_of("ab")
     core.store("r", prefix)
     core.run()

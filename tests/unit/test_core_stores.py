@@ -116,7 +116,7 @@ def test_a_prompt_that_is_used_again_outlives_one_that_is_not() -> None:
     assert core.present() == {"a", "ab", "y", "yz"}
 
 
-def test_a_store_waits_for_room_only_while_its_patience_lasts() -> None:
+def test_a_store_waits_for_a_slot_until_its_deadline() -> None:
     core = Driver(slots=2, tiers=(), store_deadline_s=3.0)
     core.store("a", prefix_of("ab"))
     core.store("b", prefix_of("yz"))
@@ -131,7 +131,7 @@ def test_a_store_waits_for_room_only_while_its_patience_lasts() -> None:
     assert core.cache.counters.stores_dropped == 2
 
 
-def test_what_others_brought_while_a_store_waited_for_room_is_held_when_its_patience_ends() -> None:
+def test_an_object_that_another_operation_brought_is_held_at_the_deadline() -> None:
     core = Driver(slots=2, store_deadline_s=10)
     core.store("m", prefix_of("m"))
     core.store("n", prefix_of("n"))
@@ -155,7 +155,7 @@ def test_a_group_without_room_does_not_keep_others_waiting() -> None:
     assert [one.request for one in core.going(Link.GATHER)] == ["c"]
 
 
-def test_patience_ends_also_for_who_waits_for_somebody_elses_promotion() -> None:
+def test_the_deadline_also_ends_a_wait_for_another_promotion() -> None:
     core = Driver(store_deadline_s=3.0)
     core.load("r", prefix_of("a"))
     core.store("a", prefix_of("a"))
@@ -407,7 +407,7 @@ def test_a_load_does_not_wait_for_a_demotion() -> None:
     assert len(core.going(Link.DEMOTE)) == 1
     core.fill("disk", prefix_of("z"))
     core.load("r", prefix_of("z"))
-    assert core.going(Link.PROMOTE), "a debt was forgotten"
+    assert core.going(Link.PROMOTE), "a pending write was dropped"
     assert core.cache.counters.demotions_dropped == 1
     core.run()
     assert len(core.held["disk"]) == 8

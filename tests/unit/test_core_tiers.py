@@ -1,4 +1,4 @@
-"""TierState tiers: a hint is never believed, a failure is a miss, and one that hangs holds up nobody else."""
+"""Lower tiers: a probe answer is only a hint, a failure is a miss, and a hanging tier does not delay others."""
 
 import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
@@ -8,7 +8,7 @@ from kvtier.core.limits import WritePolicy
 from kvtier.layout import History, Window
 from kvtier.types import Drop, Link, Outcome, Presence, RequestId, StoreDone
 
-# ---- questions -------------------------------------------------------------------------------------------------------
+# ---- probes ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_lookup_asks_each_tier_once_for_what_is_not_here() -> None:
@@ -91,7 +91,7 @@ def test_an_unanswered_probe_means_absent_after_its_deadline() -> None:
     assert core.lookup("r", prompt).presence is Presence.ABSENT
     assert [notice.is_up for notice in core.notices()] == [False]
     core.tell(probe, [True])
-    assert core.lookup("r", prompt).tokens == 0, "an answer that nobody waits for"
+    assert core.lookup("r", prompt).tokens == 0, "an answer without a waiter"
     assert core.cache.next_deadline() is None
 
 
@@ -351,7 +351,7 @@ def test_a_failed_trial_makes_the_rest_longer() -> None:
     core.wait(5.0)
     core.load("c", prefix_of("c"))
     assert core.going(Link.PROMOTE)
-    assert len(core.notices()) == 1, "going down is said once"
+    assert len(core.notices()) == 1, "one notice"
 
 
 def test_a_cancelled_trial_may_be_repeated() -> None:
@@ -480,7 +480,7 @@ def test_a_tier_whose_budget_is_stuck_is_not_asked_though_it_is_up() -> None:
     core.load("a", prefix_of("a"))
     core.load("b", prefix_of("b"))
     core.wait(2.0)
-    assert [done.request for done in core.loaded()] == ["a", "b"], "nobody waits for a budget that is stuck"
+    assert [done.request for done in core.loaded()] == ["a", "b"], "no load waits for stuck transfers"
     core.lookup("c", prefix_of("c"))
     assert not core.probes
 

@@ -1,4 +1,4 @@
-"""The frame: in place for raw, packed for the rest, one object's and nobody else's, and readable in parts."""
+"""Frames: in place for raw, encoded otherwise, and bound to one object."""
 
 import numpy as np
 import pytest

@@ -38,7 +38,7 @@ def fresh():
 
 @pytest.fixture
 def outside(fresh, tmp_path, monkeypatch):
-    """A package of somebody else with codecs, installed."""
+    """An installed package with codecs."""
     (tmp_path / "outside_codecs.py").write_text(OUTSIDE)
     about = tmp_path / "outside_codecs-1.0.dist-info"
     about.mkdir()

@@ -66,8 +66,8 @@ def test_an_extra_that_no_full_chunk_reaches_enters_no_key():
 
 def test_canonical_extras_are_as_the_document_says():
     assert canonical_extras((), 0) == bytes(4)
-    told = canonical_extras([Extra("b", b"", 9), Extra("a", b"xy", 8)], 8)
-    assert told == bytes.fromhex("02000000 00000000 01000000 61 02000000 7879 01000000 01000000 62 00000000")
+    encoded = canonical_extras([Extra("b", b"", 9), Extra("a", b"xy", 8)], 8)
+    assert encoded == bytes.fromhex("02000000 00000000 01000000 61 02000000 7879 01000000 01000000 62 00000000")
 
 
 @pytest.mark.parametrize(

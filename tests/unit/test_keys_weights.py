@@ -69,10 +69,10 @@ def test_files_behind_links_count_under_the_links_name(checkpoint, tmp_path):
 
 
 def test_progress_tells_every_piece(checkpoint):
-    told = []
-    digest_files(files_of(checkpoint), progress=lambda done, total: told.append((done, total)))
+    calls = []
+    digest_files(files_of(checkpoint), progress=lambda done, total: calls.append((done, total)))
     total = 2 * PIECE_BYTES + 804
-    assert told == [(PIECE_BYTES, total), (2 * PIECE_BYTES, total), (total - 4, total), (total, total)]
+    assert calls == [(PIECE_BYTES, total), (2 * PIECE_BYTES, total), (total - 4, total), (total, total)]
 
 
 def test_the_cache_spares_the_reading(checkpoint, tmp_path):
@@ -92,7 +92,7 @@ def test_the_cache_is_believed_only_for_the_same_version_of_a_file(checkpoint, t
     content = bytearray((checkpoint / "a.safetensors").read_bytes())
     content[5] ^= 1
     (checkpoint / "a.safetensors").write_bytes(content)
-    # Whoever puts size and mtime back cannot put ctime back.
+    # Size and mtime can be restored, ctime cannot.
     os.utime(checkpoint / "a.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns))
     after = digest_files(files_of(checkpoint), cache, settle_s=0)
     assert after.digest != before.digest

@@ -40,7 +40,7 @@ class SlowLru:
         for leaf in leaves:
             if not is_pinned(leaf):
                 return leaf
-            self.order.remove(leaf)  # whoever pins it is using it now
+            self.order.remove(leaf)  # pinned: its reader uses it now
             self.order.append(leaf)
         return None
 

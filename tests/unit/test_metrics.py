@@ -55,10 +55,10 @@ def test_counters_gauges_and_histograms_count():
     assert metrics.get(TRANSFER_BYTES, link="gather") == 0
     assert metrics.get(TRANSFERS_IN_FLIGHT, link="promote") == 2
     assert metrics.get(TRANSFER_SECONDS, link="promote") == 4
-    told = metrics.snapshot()
-    assert told['kvtier_transfer_bytes_total{link="demote"}'] == 111
-    assert told['kvtier_transfer_seconds_count{link="promote"}'] == 4
-    assert told['kvtier_transfer_seconds_sum{link="promote"}'] == pytest.approx(106.0005)
+    values = metrics.snapshot()
+    assert values['kvtier_transfer_bytes_total{link="demote"}'] == 111
+    assert values['kvtier_transfer_seconds_count{link="promote"}'] == 4
+    assert values['kvtier_transfer_seconds_sum{link="promote"}'] == pytest.approx(106.0005)
 
 
 def test_buckets_are_cumulative_and_their_bounds_inclusive():

@@ -1,4 +1,4 @@
-"""The secret: made once, the same for all who race, never readable by others, never shown."""
+"""The secret: created once even in a race, never readable by others, never shown."""
 
 import logging
 import multiprocessing

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from kvtier.policy.base import Held
 from kvtier.policy.ghosts import USES_MAX, Ghosts
 from kvtier.policy.reuse import ReuseModel
-from kvtier.policy.runs import CURRENT, NO_NODE, SHARED, SLACK, KeyRun, Node, Owner
+from kvtier.policy.runs import CURRENT, NO_NODE, SHARED, SLACK, KeyNode, KeyRun, Owner
 from kvtier.types import NextTurn
 
 _GHOSTS = 8
@@ -71,14 +71,14 @@ class Adaptive:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, Node] = {}
+        self._entries: dict[bytes, KeyNode] = {}
         self._held = 0  # present names
         self._model = ReuseModel(_USE_KINDS * 2, _NEW_KINDS, _PAUSE_KINDS, len(NextTurn))
         self._ghosts = Ghosts(0)  # resized on the first eviction, when the number of names is known
         self._now = 0  # uses so far
-        self._prompt: list[Node] = []  # used by the current prompt
-        self._above: Node | None = NO_NODE  # next node, if the prompt arrives from its end
-        self._below: Node = NO_NODE  # parent of the next node, if the prompt arrives from its start
+        self._prompt: list[KeyNode] = []  # used by the current prompt
+        self._above: KeyNode | None = NO_NODE  # next node, if the prompt arrives from its end
+        self._below: KeyNode = NO_NODE  # parent of the next node, if the prompt arrives from its start
         self._prompt_new = 0  # names of the prompt that are neither present nor remembered
         self._prompt_pauses = (0, 0)  # kinds, by the first remembered name and by the last
         self._tail = 0  # index in the prompt of its last present name
@@ -105,7 +105,7 @@ class Adaptive:
         entries = self._entries
         entry = entries.get(name)
         if entry is None:
-            entries[name] = entry = Node(name)
+            entries[name] = entry = KeyNode(name)
         if entry.run is None:
             entry.name_hash = name_hash = _name_hash(name)
             entry.uses, entry.time = self._ghosts.find(name_hash)
@@ -113,7 +113,7 @@ class Adaptive:
         if parent_name is not None and entry.parent is None and parent_name != name:
             parent = entries.get(parent_name)
             if parent is None:
-                entries[parent_name] = parent = Node(parent_name)
+                entries[parent_name] = parent = KeyNode(parent_name)
             entry.parent = parent
             parent.children += 1
         self._use(entry, held.session)
@@ -207,7 +207,7 @@ class Adaptive:
                 return tail.name
         return least[3].entries[-1].name
 
-    def _use(self, entry: Node, session: str | None) -> None:
+    def _use(self, entry: KeyNode, session: str | None) -> None:
         if session != self._session_name or entry.run is CURRENT:
             self._begin_prompt(session)
         if entry is self._above:
@@ -239,7 +239,7 @@ class Adaptive:
         entry.time = now
         self._prompt.append(entry)
 
-    def _remembered(self, entry: Node, now: int) -> None:
+    def _remembered(self, entry: KeyNode, now: int) -> None:
         """A name was used again."""
         entry.uses = min(entry.uses + 1, USES_MAX)
         pause = min(max((now - entry.time).bit_length() - _PAUSE_BITS_MIN, 1), _PAUSE_KINDS - 1)
@@ -366,7 +366,7 @@ class Adaptive:
                 heappush(self._heap, (self._model.value(run.kind, self._now - run.time), run.time, number, run))
                 tries -= 1
 
-    def _became_leaf(self, entry: Node) -> None:
+    def _became_leaf(self, entry: KeyNode) -> None:
         """The last present child of `entry` was removed."""
         run = entry.run
         if run is None:
@@ -378,7 +378,7 @@ class Adaptive:
         elif not run.number:
             self._queue(run)
 
-    def _split_off(self, entry: Node) -> KeyRun:
+    def _split_off(self, entry: KeyNode) -> KeyRun:
         """Move `entry` to a run of its own."""
         old = entry.run
         assert old is not None, "a removed name is queued"

@@ -11,14 +11,14 @@ class Owner:
 
     def __init__(self) -> None:
         self.is_over = False
-        self.tip: Node | None = None  # last present name of its last prompt
+        self.tip: KeyNode | None = None  # last present name of its last prompt
 
 
 SHARED = Owner()
 """Several sessions, or none."""
 
 
-class Node:
+class KeyNode:
     """A present name, or the parent of one."""
 
     __slots__ = ("children", "name", "name_hash", "owner", "parent", "run", "time", "uses")
@@ -30,13 +30,13 @@ class Node:
 
     def __init__(self, name: bytes) -> None:
         self.name = name
-        self.parent: Node | None = None
+        self.parent: KeyNode | None = None
         self.children = 0  # present ones
         self.run: KeyRun | None = None  # of the last use; None when not present
         self.owner: Owner | None = None  # the session that used it
 
 
-NO_NODE = Node(b"")
+NO_NODE = KeyNode(b"")
 """Sentinel: no adjacent node."""
 
 
@@ -49,7 +49,7 @@ class KeyRun:
 
     __slots__ = ("count", "entries", "kind", "number", "owner", "time")
 
-    def __init__(self, kind: int, owner: Owner | None, time: int, entries: list[Node]) -> None:
+    def __init__(self, kind: int, owner: Owner | None, time: int, entries: list[KeyNode]) -> None:
         self.kind = kind
         self.owner = owner
         self.time = time
@@ -57,7 +57,7 @@ class KeyRun:
         self.count = len(entries)  # names whose `run` is this
         self.number = 0  # its number in a heap, or 0
 
-    def last(self) -> Node:
+    def last(self) -> KeyNode:
         """The last name; the run must not be empty."""
         entries = self.entries
         while entries[-1].run is not self:
