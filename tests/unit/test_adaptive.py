@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.policy import adaptive
-from kvtier.policy.adaptive import Adaptive
+from kvtier.policy.adaptive import SLACK, Adaptive, Ghosts
 from kvtier.policy.base import Evictor, Held
 from kvtier.policy.fifo import Fifo
-from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.lru import Lru
 from kvtier.policy.reuse import WATCHED_MAX, ReuseModel
-from kvtier.policy.runs import SLACK
 from kvtier.replay.run import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.arrays import read_arrays

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from tests.unit.test_adaptive import Prompt, use
 
-from kvtier.policy.adaptive import Adaptive
+from kvtier.policy.adaptive import SLACK, Adaptive, Owner
 from kvtier.policy.reuse import ReuseModel
-from kvtier.policy.runs import SLACK, Owner
 from kvtier.replay.run import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.arrays import TraceArrays

@@ -39,7 +39,7 @@ def listening(**options) -> tuple[Driver, list[Listening]]:
     return Driver(evictor=make, **options), made
 
 
-def test_every_group_of_host_memory_and_every_tier_are_told():
+def test_every_group_of_host_memory_and_every_tier_gets_the_hint():
     core, evictors = listening(groups=(History(), History()), tiers=("disk", "far"))
     core.expects("a", NextTurn.USER)
     core.expects("a", None)
@@ -53,7 +53,7 @@ def test_an_evictor_that_takes_no_hints_is_left_alone():
     assert core.tells == [Tell("disk", "a", NextTurn.NOBODY)]
 
 
-def test_what_a_session_is_still_storing_is_told_before_what_it_says():
+def test_a_hint_follows_the_open_stores_of_its_session():
     core, (evictor,) = listening()
     core.store("r", prefix_of("xy"), session=A)
     core.expects("a", NextTurn.TOOL)
@@ -80,7 +80,7 @@ def test_a_store_that_fails_or_is_given_up_holds_no_news_back():
         assert evictor.heard[-1] == ("a", NextTurn.USER)
 
 
-def test_a_use_is_that_of_who_uses_it_not_of_who_stored_it():
+def test_a_use_belongs_to_the_session_that_uses_the_object():
     core, (evictor,) = listening(tiers=())
     core.store("r1", prefix_of("x"), session=A)
     core.run()
@@ -93,7 +93,7 @@ def test_a_use_is_that_of_who_uses_it_not_of_who_stored_it():
     assert evictor.heard == [("added", "x", "a"), *(("touched", "x", session) for session in ("b", None, "a"))]
 
 
-def test_what_is_promoted_belongs_to_who_loads_it():
+def test_a_promoted_object_belongs_to_the_loading_session():
     core, (evictor,) = listening()
     core.fill("disk", prefix_of("xy"))
     core.lookup("r", prefix_of("xy"))

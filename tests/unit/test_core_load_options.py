@@ -19,13 +19,13 @@ def known(first_s: float, bytes_per_s: float, first_bytes: int = MB) -> LinkEsti
 # ---- estimators ------------------------------------------------------------------------------------------------------
 
 
-def test_a_link_that_nobody_used_is_believed_to_be_fast() -> None:
+def test_an_unused_link_counts_as_fast() -> None:
     first_s, all_s = LinkEstimator().seconds(100 * MB, 0, 0.0)
     assert all_s == pytest.approx(first_s + 100 * MB / DEFAULT_BYTES_PER_S)
     assert not LinkEstimator().is_known
 
 
-def test_the_first_wait_and_the_flow_after_it_are_told_apart() -> None:
+def test_latency_and_bandwidth_are_estimated_separately() -> None:
     estimator = LinkEstimator()
     for _ in range(10):
         estimator.began(MB, 0.0)
@@ -182,7 +182,7 @@ def test_each_tier_that_can_be_done_without_makes_an_offer() -> None:
     assert options(core, "r", prefix) == expected
 
 
-def test_who_comes_later_waits_for_who_came_before() -> None:
+def test_a_load_waits_for_earlier_loads() -> None:
     core, first, second = Driver(slots=64), prefix_of("abcdef"), prefix_of("uvw")
     core.fill("disk", first)
     core.fill("disk", second)
@@ -192,7 +192,7 @@ def test_who_comes_later_waits_for_who_came_before() -> None:
     assert options(core, "b", second) == [(3 * CHUNK, "disk", 0.9)]
 
 
-def test_who_shares_a_prefix_that_is_being_loaded_waits_for_it_and_no_longer() -> None:
+def test_a_load_of_a_shared_prefix_waits_for_the_open_load_only() -> None:
     core, first, second = Driver(slots=12), prefix_of("abcdef"), prefix_of("abcdeg")
     core.fill("disk", first)
     core.fill("disk", second)
@@ -334,7 +334,7 @@ def test_a_load_that_was_cut_before_anything_came_tells_that_it_takes_longer() -
     assert core.cache._estimators["disk"].lead_s == pytest.approx(1.0)
 
 
-def test_who_waits_behind_others_tells_nothing_of_the_link() -> None:
+def test_a_load_behind_others_does_not_measure_the_link() -> None:
     core, prefix = filled("abcd")
     core.fill("disk", prefix_of("xy"))
     options(core, "other", prefix_of("xy"))

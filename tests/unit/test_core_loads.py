@@ -27,7 +27,7 @@ def test_an_empty_prefix_has_nothing_to_give() -> None:
     assert core.lookup("a", prefix_of("")).presence is Presence.ABSENT
 
 
-def test_one_load_is_shared_by_all_who_wait() -> None:
+def test_one_promotion_serves_all_waiting_loads() -> None:
     core = Driver()
     prompt = prefix_of("ab")
     core.fill("disk", prompt)
@@ -80,7 +80,7 @@ def test_a_prefix_larger_than_host_memory_streams_through() -> None:
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
-def test_a_prefix_larger_than_host_memory_streams_though_everything_there_is_owed(policy: WritePolicy) -> None:
+def test_a_prefix_larger_than_host_memory_streams_despite_pending_writes(policy: WritePolicy) -> None:
     core = Driver(slots=4, write_policy=policy, selective_uses=1)
     core.store("a", prefix_of("0123"))
     core.run(links=[Link.GATHER])

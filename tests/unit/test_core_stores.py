@@ -1,4 +1,4 @@
-"""Stores: what is acknowledged is readable, room is made on demand, and budget ends."""
+"""Stores: held objects are readable, slots are freed on demand, and deadlines end the wait."""
 
 import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
@@ -45,7 +45,7 @@ def test_what_came_while_a_store_waited_is_held_without_moving() -> None:
     assert [one.held for one in core.stored()] == [1, 1, 1]
 
 
-def test_a_store_gathers_what_a_tier_failed_to_bring_for_somebody_else() -> None:
+def test_a_store_gathers_an_object_whose_promotion_failed() -> None:
     core = Driver()
     core.load("r", prefix_of("a"))
     core.store("a", prefix_of("a"))
@@ -54,7 +54,7 @@ def test_a_store_gathers_what_a_tier_failed_to_bring_for_somebody_else() -> None
     assert core.stored() == [StoreDone(RequestId("a"), 1, 0)]
 
 
-def test_a_gather_that_fails_is_dropped_and_who_joined_gathers_for_itself() -> None:
+def test_after_a_failed_gather_another_store_gathers_the_object() -> None:
     core = Driver(tiers=())
     core.store("a", prefix_of("a"))
     core.store("b", prefix_of("a"))
@@ -66,7 +66,7 @@ def test_a_gather_that_fails_is_dropped_and_who_joined_gathers_for_itself() -> N
     assert core.stored() == [StoreDone(RequestId("b"), 1, 0)]
 
 
-def test_who_joined_is_dropped_when_no_more_may_wait() -> None:
+def test_a_joined_store_drops_the_object_when_the_queue_is_full() -> None:
     core = Driver(tiers=(), waiting_chunks=1, gathers=1)
     core.store("a", prefix_of("a"))
     core.store("b", prefix_of("a"))
@@ -387,7 +387,7 @@ def test_a_use_before_the_copy_is_there_counts() -> None:
     assert core.held["disk"]
 
 
-def test_flush_demotes_what_is_owed_parents_first() -> None:
+def test_flush_demotes_pending_writes_parents_first() -> None:
     core = Driver(write_policy=WritePolicy.BACK, demotes=1)
     core.store("a", prefix_of("abc"))
     core.run()

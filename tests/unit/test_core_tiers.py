@@ -110,7 +110,7 @@ def test_a_probe_that_was_answered_has_no_deadline_any_more() -> None:
     assert core.lookup("c", prefix_of("c")).tokens == 0
 
 
-def test_the_fastest_tier_is_read_whoever_answered_first() -> None:
+def test_the_fastest_tier_is_read_whatever_the_order_of_answers() -> None:
     core = Driver(tiers=("disk", "shared"))
     core.lookup("a", prefix_of("a"))
     disk, shared = core.probes.values()
@@ -128,7 +128,7 @@ def test_a_failed_probe_means_absent() -> None:
     assert core.lookup("r", prompt).presence is Presence.ABSENT
 
 
-def test_a_released_request_forgets_what_it_was_told() -> None:
+def test_a_released_request_drops_its_probe_answers() -> None:
     core = Driver()
     prompt = prefix_of("a")
     core.lookup("r", prompt)
@@ -407,7 +407,7 @@ def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
     assert len(core.held["disk"]) == 2
 
 
-def test_a_new_copy_is_not_owed_to_a_tier_that_takes_no_writes() -> None:
+def test_a_tier_without_writes_gets_no_pending_write() -> None:
     core = Driver(tier_failures=1)
     fail_demotions(core, 1)
     core.store("a", prefix_of("ab"))
@@ -475,7 +475,7 @@ def test_while_one_tier_hangs_the_others_go_on() -> None:
     assert core.loaded()[0].tokens == 24
 
 
-def test_a_tier_whose_budget_is_stuck_is_not_asked_though_it_is_up() -> None:
+def test_a_tier_with_only_stuck_transfers_is_not_probed() -> None:
     core = Driver(slots=8, promotes=1, transfer_deadline_s=2.0, tier_failures=9)
     core.load("a", prefix_of("a"))
     core.load("b", prefix_of("b"))

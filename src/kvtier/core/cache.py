@@ -91,37 +91,37 @@ class Cache:
         self._commands: list[Command] = []
         self._events: list[Event] = []
         new_id = count(1).__next__
-        self._host = HostMemory(slots, evictor, layout)
+        self.host = HostMemory(slots, evictor, layout)
         self._tiers = TierStates(tiers, self._limits, min(slots), self._events, down)
-        self._counters = Counters()
-        self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self._counters)
+        self.counters = Counters()
+        self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self.counters)
         self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in (HOST, *tiers)}
-        self._pending_writes = PendingWrites(self._host, self._tiers, self._limits, self._counters)
+        self._pending_writes = PendingWrites(self.host, self._tiers, self._limits, self.counters)
         self._operations = OpenOperations(
             layout=layout,
             limits=self._limits,
-            host=self._host,
+            host=self.host,
             pending_writes=self._pending_writes,
             order=[HOST, *tiers],
-            counters=self._counters,
+            counters=self.counters,
             events=self._events,
         )
         self._transfers = TransferScheduler(
             limits=self._limits,
             ranks=ranks,
-            host=self._host,
+            host=self.host,
             tiers=self._tiers,
             probes=self._probes,
             pending_writes=self._pending_writes,
             operations=self._operations,
-            counters=self._counters,
+            counters=self.counters,
             estimators=self._estimators,
             new_id=new_id,
             commands=self._commands,
         )
         self._cost_model = CostModel(
             layout=layout,
-            host=self._host,
+            host=self.host,
             estimators=self._estimators,
             loads=self._operations.loads.values(),
             scatters=lambda: len(self._operations.scatters),
@@ -145,7 +145,7 @@ class Cache:
             query = LookupQuery(prefix, resident_tokens, _in_host, runs)
             options = self._cost_model.options(query, tokens, tokens, now_s)
             return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), options, tokens)
-        known = self._probes.send(request, prefix, self._host, now_s)
+        known = self._probes.send(request, prefix, self.host, now_s)
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
         @cache  # used for the boundary, the sources and the options
@@ -178,23 +178,13 @@ class Cache:
 
     def presence(self, key: ChunkKey, group: int) -> Presence:
         """Whether host memory has, or will have, an object."""
-        entry = self._host.find(key, group)
+        entry = self.host.find(key, group)
         return Presence.ABSENT if entry is None else PRESENCE[entry.residency]
-
-    @property
-    def counters(self) -> Counters:
-        """Totals since the start."""
-        return self._counters
-
-    @property
-    def host(self) -> HostMemory:
-        """Host memory, read-only."""
-        return self._host
 
     @property
     def pending_count(self) -> int:
         """Objects with pending writes."""
-        return len(self._host.pending_objects())
+        return len(self.host.pending_objects())
 
     @property
     def in_flight(self) -> int:
@@ -338,14 +328,14 @@ class Cache:
         Raises:
             AssertionError: one does not hold, which is a bug in the core.
         """
-        self._host.check()
+        self.host.check()
         self._transfers.check()
 
     def _pass_next_turns(self) -> None:
         storing = {store.session for store in self._operations.stores}
         for session in [session for session in self._next_turns if session not in storing]:
             next_turn = self._next_turns.pop(session)
-            self._host.expects(session, next_turn)
+            self.host.expects(session, next_turn)
             self._commands += [Tell(tier_state.name, session, next_turn) for tier_state in self._tiers.all]
 
     def _stop(self, request: RequestId) -> None:
@@ -359,17 +349,17 @@ class Cache:
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
     def _readable_run(self, group: int, keys: tuple[ChunkKey, ...]) -> int:
-        readable = self._host.readable[group]
+        readable = self.host.readable[group]
         for place, key in enumerate(keys):
             if key not in readable:
                 return place
         return len(keys)
 
     def _is_ready(self, prefix: Prefix) -> Callable[[int, int], bool]:
-        return lambda group, chunk: prefix.keys[chunk] in self._host.readable[group]
+        return lambda group, chunk: prefix.keys[chunk] in self.host.readable[group]
 
     def _place_of(self, known: ProbeAnswers | None, key: ChunkKey, group: int) -> str | None:
-        entry = self._host.find(key, group)
+        entry = self.host.find(key, group)
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
         if known is not None:

@@ -18,11 +18,125 @@ from math import inf
 from operator import attrgetter
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from kvtier.policy.base import Held
-from kvtier.policy.ghosts import USES_MAX, Ghosts
 from kvtier.policy.reuse import ReuseModel
-from kvtier.policy.runs import CURRENT, NO_NODE, SHARED, SLACK, KeyNode, KeyRun, Owner
 from kvtier.types import NextTurn
+
+_HASH_BITS = 20
+_TIME_BITS = 40
+_TIME_MASK = (1 << _TIME_BITS) - 1
+_USES_BITS = 4
+USES_MAX = (1 << _USES_BITS) - 1
+"""The count saturates here."""
+
+
+class Ghosts:
+    """A direct-mapped table: a newer name replaces the older one in its slot.
+
+    Names are identified by a 64-bit hash. Two names in a slot are confused once in 2^20; that costs a wrong guess only.
+
+    Args:
+        places: number of slots; rounded up to a power of two.
+    """
+
+    def __init__(self, places: int) -> None:
+        # `array` would write its memory at once, which is slow for large tables; numpy's zeros are lazy.
+        self._table = np.zeros(1 << max(0, places - 1).bit_length(), np.uint64).data
+        self._mask = len(self._table) - 1
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def remember(self, name_hash: int, uses: int, time: int) -> None:
+        """Remember an evicted name with its number of uses and the time of the last."""
+        uses = min(uses, USES_MAX)
+        check = name_hash >> 64 - _HASH_BITS << _TIME_BITS
+        self._table[name_hash & self._mask] = (check | time & _TIME_MASK) << _USES_BITS | uses
+
+    def find(self, name_hash: int) -> tuple[int, int]:
+        """(uses, time of the last use) of an evicted name; zeros if unknown."""
+        item = self._table[name_hash & self._mask]
+        if not item or item >> _TIME_BITS + _USES_BITS != name_hash >> 64 - _HASH_BITS:
+            return 0, 0
+        return item & USES_MAX, item >> _USES_BITS & _TIME_MASK
+
+
+SLACK = 64
+"""Stale names or runs that are tolerated before a clean-up."""
+
+
+class Owner:
+    """A session that used names."""
+
+    __slots__ = ("__weakref__", "is_over", "tip")
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.tip: KeyNode | None = None  # last present name of its last prompt
+
+
+SHARED = Owner()
+"""Several sessions, or none."""
+
+
+class KeyNode:
+    """A present name, or the parent of one."""
+
+    __slots__ = ("children", "name", "name_hash", "owner", "parent", "run", "time", "uses")
+
+    name_hash: int
+    uses: int
+    time: int
+    """Time of the last use. These three are set for names that were ever present."""
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.parent: KeyNode | None = None
+        self.children = 0  # present ones
+        self.run: KeyRun | None = None  # of the last use; None when not present
+        self.owner: Owner | None = None  # the session that used it
+
+
+NO_NODE = KeyNode(b"")
+"""Sentinel: no adjacent node."""
+
+
+class KeyRun:
+    """Names of one kind used by one prompt; they age together.
+
+    Each is the parent of the next, so the last one is evicted first. Names that were used again or removed may still be
+    in the list; their `run` is another.
+    """
+
+    __slots__ = ("count", "entries", "kind", "number", "owner", "time")
+
+    def __init__(self, kind: int, owner: Owner | None, time: int, entries: list[KeyNode]) -> None:
+        self.kind = kind
+        self.owner = owner
+        self.time = time
+        self.entries = entries
+        self.count = len(entries)  # names whose `run` is this
+        self.number = 0  # its number in a heap, or 0
+
+    def last(self) -> KeyNode:
+        """The last name; the run must not be empty."""
+        entries = self.entries
+        while entries[-1].run is not self:
+            entries.pop()
+        return entries[-1]
+
+    def drop_one(self) -> None:
+        """One name was used again or removed."""
+        self.count -= 1
+        if 2 * self.count + SLACK < len(self.entries):
+            self.entries = [entry for entry in self.entries if entry.run is self]
+
+
+CURRENT = KeyRun(0, None, 0, [])
+"""Sentinel: run of the current prompt, whose kinds are not known yet."""
+
 
 _GHOSTS = 8
 """Evicted names remembered, as a multiple of the names held."""
