@@ -113,7 +113,7 @@ def test_bad_traces_are_warned_of_and_refused_with_strict(capsys, tmp_path):
     result = json.loads(out)
     assert code == 0
     assert result["prefix_violations"] == 2
-    assert "2 blocks follow another block than before" in err
+    assert "2 blocks follow a different parent than before" in err
     assert any("1 timestamps go back, first in line 3" in it for it in result["warnings"])
     code, out, err = replay(capsys, str(path), "--strict")
     assert (code, out) == (2, "")

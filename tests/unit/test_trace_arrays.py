@@ -74,8 +74,8 @@ def test_warnings_and_strict():
     assert back.time_s.tolist() == [0.0, 1.0, 1.0]
     torn = [*good, (2.0, 32, [5, 3], None)]
     assert read_arrays(Listed(torn)).prefix_violations == 2 - 1
-    assert "1 blocks follow another block than before, first in request 3" in read_arrays(Listed(torn)).warnings[0]
-    with pytest.raises(ConfigError, match=r"follow another block .*allowed with --strict"):
+    assert "1 blocks follow a different parent than before, first in request 3" in read_arrays(Listed(torn)).warnings[0]
+    with pytest.raises(ConfigError, match=r"follow a different parent.*allowed with --strict"):
         read_arrays(Listed(torn), is_strict=True)
     with pytest.raises(ConfigError, match="has no request"):
         read_arrays(Listed([]))

@@ -72,7 +72,7 @@ def test_block_size_from_whole_blocks_or_contradictory_counts(tmp_path):
     found = open_trace(written(tmp_path / "odd", lines(lambda tokens: tokens % 7 + 1)))
     assert "do not agree on one" in found.notes[0]
     found = open_trace(written(tmp_path / "none", lines(lambda _: 0)))
-    assert read_arrays(found).warnings == ("none of the first 30 requests has an id, so nothing can be found again",)
+    assert read_arrays(found).warnings == ("none of the first 30 requests has an id, so reuse is unknown",)
 
 
 def test_hashes_and_strings_as_ids(tmp_path):
@@ -242,7 +242,7 @@ def test_files_that_are_no_traces_are_refused(tmp_path):
         open_trace(written(tmp_path / "a", [""]))
     with pytest.raises(ConfigError, match="No such file"):
         open_trace(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="unknown form; allowed: JSON lines with hash_ids"):
+    with pytest.raises(ConfigError, match="unknown format; allowed: JSON lines with hash_ids"):
         open_trace(written(tmp_path / "b", [{"prompt": "?"}]))
     whole = gzip.compress(("\n".join(json.dumps(it) for it in LINES) * 50).encode())
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
@@ -262,18 +262,18 @@ def test_damage_is_reported_with_its_line(tmp_path):
             read(path)
         assert str(path) in str(found.value)
 
-    refused(data + b'{"timestamp": \xff', "line 3001: not a trace: no UTF-8 text: invalid start byte at byte 15")
+    refused(data + b'{"timestamp": \xff', "line 3001: not a trace: not UTF-8: invalid start byte at byte 15")
     refused(data + b"[" * 100_000, "line 3001: ")
     refused(data + b'{"timestamp": 5,', "line 3001: not JSON: .*; allowed: a JSON value on each line")
     refused(json.dumps(LINES[0], indent=1).encode(), "line 1: not JSON: .*; allowed: a JSON value on each line")
-    refused(json.dumps(LINES).encode(), "line 1: unknown form")
+    refused(json.dumps(LINES).encode(), "line 1: unknown format")
     packed = gzip.compress(data, mtime=0)
     refused(packed[:10] + b"\x07" + packed[11:], "not a trace: .* invalid block type")
     refused(packed[:3000] + bytes([packed[3000] ^ 255]) + packed[3001:], "trace .*: not ")
     # Frames of a thousand lines, the last one cut: an error, not two thousand lines.
     thousand = [("\n".join(lines[at : at + 1000]) + "\n").encode() for at in (0, 1000, 2000)]
     packed = b"".join(zstandard.compress(it) for it in thousand)
-    refused(packed[:-1], "not a trace: it ends within a zstd frame")
+    refused(packed[:-1], "not a trace: truncated zstd frame")
     refused(packed[:-200] + b"?" * 200, "not a trace: ")
 
     for same in (data, b"\xef\xbb\xbf" + data, data.replace(b"\n", b"\r\n"), data[:-1], packed, gzip.compress(data)):
@@ -347,7 +347,7 @@ def test_every_reader_names_file_line_and_field(tmp_path, lines, message):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([session(0, 9, 5)], "1 requests come before the one above them"),
+        ([session(0, 9, 5)], "1 requests come before the previous one"),
         (
             [session(0, 3_600_000)],
             "times look like milliseconds, not seconds: read as seconds, a ses",
@@ -422,7 +422,7 @@ def test_errors_in_a_directory_name_the_file(tmp_path):
     with pytest.raises(ConfigError, match=r"b\.jsonl, line 2: 'input_length' is missing"):
         read(tmp_path)
     written(tmp_path / "a.jsonl", [{"ts": 1.0, "events": []}])
-    with pytest.raises(ConfigError, match="a directory of KV events; allowed: one file of that form"):
+    with pytest.raises(ConfigError, match="a directory of KV events; allowed: one file of that format"):
         open_trace(tmp_path)
 
 

@@ -206,9 +206,7 @@ class Journal(Generic[ResultT]):
         self._done: dict[str, ResultT] = {}
         try:
             if path.exists() and path.stat().st_size > JOURNAL_BYTES_MAX:
-                raise ConfigError(
-                    f"--keep {str(path)!r} is longer than {JOURNAL_BYTES_MAX} bytes; allowed: at most that"
-                )
+                raise ConfigError(f"--keep {str(path)!r} is too long; allowed: at most {JOURNAL_BYTES_MAX} bytes")
             text = path.read_text(encoding="utf-8") if path.exists() else ""
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--keep {str(path)!r} cannot be read: {error}") from error
@@ -250,7 +248,7 @@ class Journal(Generic[ResultT]):
 
 def _checked(entry: dict[str, Any]) -> dict[str, Any]:
     if entry["checksum"] != _checksum(entry["task"], entry["outcome"]):
-        raise ValueError("its checksum is another")
+        raise ValueError("checksum mismatch")
     return entry["outcome"]
 
 

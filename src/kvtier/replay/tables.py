@@ -87,7 +87,7 @@ def stats_table(stats: TraceStats) -> Table:
         (f"working set, {window_s:,.0f} s after the last use", f"{tokens:,.0f} tokens")
         for window_s, tokens in stats.working_set_tokens.items()
     ]
-    rows += [("blocks with more than one parent", f"{stats.prefix_violations:,}")] * bool(stats.prefix_violations)
+    rows += [("blocks after a different parent", f"{stats.prefix_violations:,}")] * bool(stats.prefix_violations)
     return Table(title="The trace", columns=("", "value"), rows=tuple(rows), numeric=1)
 
 

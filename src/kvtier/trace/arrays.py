@@ -178,7 +178,7 @@ class _Builder:
         warnings = [str(it) for it in self._reader.notes if isinstance(it, TraceWarning)]
         if times_back:
             warnings.append(
-                f"{times_back} timestamps go back, first in line {first_back}; the latest before it counts instead"
+                f"{times_back} timestamps go back, first in line {first_back}; replaced by the latest time before"
             )
         return self._finished(warnings)
 
@@ -227,9 +227,9 @@ class _Builder:
         parents, violations, first_bad = _parents(ids, starts, count)
         if violations:
             warnings.append(
-                f"{violations} blocks follow another block than before, first in request {first_bad + 1}: "
-                "ids that do not name a whole prefix, so that hits are overstated; least so those of policies that "
-                "go by prefixes ('default'), which may look worse here than with the engine's own names"
+                f"{violations} blocks follow a different parent than before, first in request {first_bad + 1}: "
+                "the ids do not name whole prefixes, so hits are overstated, least for policies that use prefixes "
+                "('default'), which may look worse here than with the engine's own names"
             )
         return TraceArrays(
             name=self._reader.name,

@@ -185,7 +185,7 @@ def _zstd_parts(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
             if decoder.eof:
                 packed, decoder = decoder.unused_data, None
     if decoder is not None:
-        raise EOFError("it ends within a zstd frame")
+        raise EOFError("truncated zstd frame")
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -199,9 +199,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         with open_binary(path) as stream:
             for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX + 1), b""), 1):
                 if len(line) > LINE_BYTES_MAX:
-                    raise ConfigError(
-                        f"trace {path}, line {number}: longer than {LINE_BYTES_MAX} bytes; allowed: at most that"
-                    )
+                    raise ConfigError(f"trace {path}, line {number}: too long; allowed: at most {LINE_BYTES_MAX} bytes")
                 # Some programs write a byte order mark.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 empty = 0 if text.strip() else empty + 1
@@ -209,13 +207,13 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, text
                 if empty > EMPTY_LINES_MAX:
                     raise ConfigError(
-                        f"trace {path}, line {number}: more than {EMPTY_LINES_MAX} empty lines in a row; allowed: that"
+                        f"trace {path}, line {number}: empty lines in a row; allowed: at most {EMPTY_LINES_MAX}"
                     )
     except OSError as error:
         raise ConfigError(f"trace {path}, after line {number}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"trace {path}, line {number}: not a trace: no UTF-8 text: {error.reason} at byte {error.start + 1}"
+            f"trace {path}, line {number}: not a trace: not UTF-8: {error.reason} at byte {error.start + 1}"
         ) from error
     except damage_errors() as error:
         raise ConfigError(f"trace {path}, after line {number}: not a trace: {error}") from error

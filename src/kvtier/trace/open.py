@@ -74,8 +74,8 @@ def open_trace(path: Path, options: ReadOptions | None = None) -> TraceReader:
 
         return TextLines(path, options.block_tokens, options.tokenizer, options.time_unit)
     raise ConfigError(
-        f"trace {file}, line {first_line}: unknown form; allowed: JSON lines with hash_ids or hash_runs, sessions with "
-        "requests, text with input, KV events, or CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
+        f"trace {file}, line {first_line}: unknown format; allowed: JSON lines with hash_ids or hash_runs, sessions "
+        "with requests, text with input, KV events, or CSV with TIMESTAMP, ContextTokens, GeneratedTokens"
     )
 
 
@@ -87,5 +87,5 @@ def _kv_events(path: Path, options: ReadOptions) -> TraceReader:
 
 def _one_file(path: Path, form: str) -> Path:
     if path.is_dir():
-        raise ConfigError(f"trace {path}: a directory of {form}; allowed: one file of that form")
+        raise ConfigError(f"trace {path}: a directory of {form}; allowed: one file of that format")
     return path

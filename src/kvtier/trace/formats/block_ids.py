@@ -107,4 +107,4 @@ def check_held(blocks: int) -> None:
         ConfigError: more than `HELD_BLOCKS_MAX`.
     """
     if blocks > HELD_BLOCKS_MAX:
-        raise ConfigError(f"{blocks} blocks up to here, all kept to be sorted; allowed: at most {HELD_BLOCKS_MAX}")
+        raise ConfigError(f"{blocks} blocks up to here, held to be sorted; allowed: at most {HELD_BLOCKS_MAX}")

@@ -42,8 +42,7 @@ _BLOCK_STORED_FIELDS: Final = (
 _HISTORY: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of KV groups that keep all blocks of a prompt."""
 _CONVENTION: Final = (
-    "events name what an engine stored: prompts that it had as a whole are missing, lengths are whole blocks, and what "
-    "was generated counts as output"
+    "KV events: fully cached prompts are missing, lengths are whole blocks, and generated tokens count as output"
 )
 
 Tip = tuple[object, int]
@@ -103,7 +102,7 @@ class KvEvents(TraceReader):
         self._cleared = 0
         first = next(self._stored(), None)
         if first is None:
-            raise ConfigError(f"trace {path}: no BlockStored of an engine's own memory; allowed: at least one")
+            raise ConfigError(f"trace {path}: no BlockStored of GPU memory; allowed: at least one")
         self._own_tokens, self._group = first.block_tokens, first.group
         self._factor = merge_factor(path, self._own_tokens, block_tokens)
         self.block_tokens = self._own_tokens * self._factor
@@ -145,17 +144,17 @@ class KvEvents(TraceReader):
             yield self._closed(each, chains, began_s or 0.0)
         self.notes = (_CONVENTION,)
         if self._cleared:
-            self.notes += (f"the engine's cache was cleared {self._cleared} times, which a replay does not do",)
+            self.notes += (f"the engine's cache was cleared {self._cleared} times, which is not replayed",)
         if unknown:
-            text = f"{unknown} requests follow blocks that were stored before the file begins; they are cut"
+            text = f"{unknown} requests follow blocks stored before the start of the file; they are cut"
             self.notes += (TraceWarning(text),)
 
     def _closed(self, done: _OpenRequest, chains: "_Chains", began_s: float) -> Request:
         path = chains.path(done.prompt_end)
         if len(path) > REQUEST_BLOCKS_MAX:
             raise ConfigError(
-                f"trace {self.path}, batch {done.first_batch}: a request of more than {REQUEST_BLOCKS_MAX} blocks; "
-                "allowed: that"
+                f"trace {self.path}, batch {done.first_batch}: a request of more blocks than allowed; allowed: at "
+                f"most {REQUEST_BLOCKS_MAX}"
             )
         return Request(
             done.time_s - began_s,

@@ -83,7 +83,7 @@ def _inferred_block_tokens(head: list[tuple[int, int]]) -> tuple[int, str]:
     """The power of two that fits all (tokens, blocks), else one that fits some; and a note."""
     blocked = [(tokens, blocks) for tokens, blocks in head if blocks]
     if not blocked:
-        return 1, TraceWarning(f"none of the first {len(head)} requests has an id, so nothing can be found again")
+        return 1, TraceWarning(f"none of the first {len(head)} requests has an id, so reuse is unknown")
     least = max(1.0, *(tokens / blocks for tokens, blocks in blocked))
     most = min((tokens / (blocks - 1) for tokens, blocks in blocked if blocks > 1), default=math.inf)
     block = 2 ** math.ceil(math.log2(least))

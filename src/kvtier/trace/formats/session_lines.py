@@ -126,7 +126,7 @@ def _renumbered(requests: list[Request], first_id: int) -> tuple[list[Request], 
         return requests, first_id
     known, numbers = np.unique(np.concatenate([it.blocks for it in requests]), return_inverse=True)
     if first_id + len(known) > _IDS_MAX:
-        raise ConfigError(f"more than {_IDS_MAX} distinct blocks up to here; allowed: at most so many")
+        raise ConfigError(f"more than {_IDS_MAX} distinct blocks up to here; allowed: at most that many")
     numbers = (numbers.reshape(-1) + first_id).astype(np.int32)
     ends = np.cumsum([len(it.blocks) for it in requests])
     parts = np.split(numbers, ends[:-1])
@@ -136,7 +136,7 @@ def _renumbered(requests: list[Request], first_id: int) -> tuple[list[Request], 
 def _time_warnings(times_back: int, longest_s: float) -> tuple[str, ...]:
     warnings: list[str] = []
     if times_back:
-        warnings.append(TraceWarning(f"{times_back} requests come before the one above them; they are put in order"))
+        warnings.append(TraceWarning(f"{times_back} requests come before the previous one; they are sorted"))
     if longest_s > SESSION_MAX_S:
         days = f"{longest_s / 86_400:,.0f} days"
         warnings.append(
