@@ -36,7 +36,7 @@ def delayed(milliseconds: int = 50) -> None:
 
 
 class World:
-    """Parts whose pieces lie scattered over a tensor on the device."""
+    """Parts whose runs are scattered over a tensor on the device."""
 
     def __init__(self, parts: int, piece: int, *, is_locked: bool = True) -> None:
         count = PART // piece
@@ -75,7 +75,7 @@ def test_there_and_back(piece: int, is_locked: bool) -> None:
     finish(staged.scatter(world.parts))
     assert (world.held() == world.host).all()
     wanted = world.host.copy()
-    world.host[:] = 0xDB  # poisoned: whoever still reads it is found out
+    world.host[:] = 0xDB  # poisoned, so that a late read is detected
     torch.cuda.synchronize()
     assert (world.held() == wanted).all()
     finish(staged.gather(world.parts))
