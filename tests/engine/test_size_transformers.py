@@ -27,6 +27,10 @@ DELTA = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_conv_kernel_dim": KERNEL,
 }  # fmt: skip
+MAMBA2 = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": KERNEL,
+    "mamba_expand": 2,
+}  # fmt: skip
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,7 +40,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**BASE, "head_dim": 32}),
     "falcon": ("Falcon", {**BASE, "multi_query": True, "alibi": False}),
     "gpt_bigcode": ("GPTBigCode", {"vocab_size": 32, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}),
+    "bloom": ("Bloom", {"vocab_size": 32, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
+    "mpt": ("Mpt", {"vocab_size": 32, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 128}),
+    "dbrx": (
+        "Dbrx",
+        {
+            "vocab_size": 32, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 128,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000},
+            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 2, "moe_top_k": 1},
+        },
+    ),
+    "hunyuan": ("HunYuanDenseV1", {**BASE, "head_dim": 16, "cla_share_factor": 2}),
+    "longcat": (
+        "LongcatFlash",
+        {
+            "vocab_size": 32, "hidden_size": 64, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "num_layers": 2,
+            "num_attention_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8,
+            "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2,
+        },
+    ),
     # windows, by each rule
+    "exaone4": ("Exaone4", {**EIGHT, "sliding_window": WINDOW}),
     "mistral": ("Mistral", {**BASE, "sliding_window": WINDOW}),
     "gemma2": ("Gemma2", {**BASE, "head_dim": 32, "sliding_window": WINDOW}),
     "cohere2": ("Cohere2", {**EIGHT, "sliding_window": WINDOW}),
@@ -71,6 +95,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 16, "mamba_d_conv": KERNEL,
         },
     ),
+    "bamba": ("Bamba", {**BASE, **MAMBA2, "attn_layer_indices": [1]}),
+    "granite": (
+        "GraniteMoeHybrid",
+        {
+            **BASE, **MAMBA2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2,
+            "num_experts_per_tok": 1, "shared_intermediate_size": 32,
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        {
+            **BASE, "num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 16,
+            "mamba_d_conv": KERNEL, "mamba_expand": 2, "mamba_ngroups": 1, "n_mamba_heads": 4, "use_mem_rope": False,
+        },
+    ),
+    "lfm2": ("Lfm2", {**BASE, "full_attn_idxs": [1, 3], "conv_L_cache": KERNEL}),
+    "olmo_hybrid": ("OlmoHybrid", {**BASE, **DELTA, "layer_types": ["linear_attention", "full_attention"] * 2}),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {
+            **BASE, "num_key_value_heads": 4, "layer_group_size": 2, "head_dim": 16, "short_conv_kernel_size": KERNEL,
+            "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+            "num_local_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "n_group": 2,
+            "topk_group": 1, "first_k_dense_replace": 1,
+        },
+    ),
     "jamba": ("Jamba", {**EIGHT, "attn_layer_period": 4, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8}),
     "mamba": ("Mamba", {"vocab_size": 32, "hidden_size": 32, "state_size": 16, "num_hidden_layers": 3}),
     "mamba2": (
@@ -103,7 +153,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
-CONVOLUTIONS = {"linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "short_conv_kernel_size"}
+CONVOLUTIONS = {"linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache", "short_conv_kernel_size"}
 
 
 def tensors(found: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -705,7 +705,8 @@ def _bailing(config: ModelConfig) -> Layers:
     types = _every_nth(count, group, "linear_attention")
     if count % group or listed not in (None, types):
         raise config.wrong("layer_group_size", f"it must divide num_hidden_layers = {count} and fit layer_types")
-    heads, dim, is_kda = config.integer("num_attention_heads"), config.integer("head_dim"), config.has(_KDA_KERNEL)
+    heads, is_kda = config.integer("num_attention_heads"), config.has(_KDA_KERNEL)
+    dim = config.integer("linear_head_dim", config.integer("head_dim"))  # Transformers saves another head_dim
     if is_kda == config.has("group_norm_size"):
         raise config.wrong(
             "layer_group_size", f"exactly one of {_KDA_KERNEL} and group_norm_size tells the linear layers"
