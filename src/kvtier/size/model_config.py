@@ -30,7 +30,7 @@ TEXT_PARTS = ("thinker_config", "text_config", "llm_config", "language_config")
 _CACHE_WORDS = re.compile(
     "attn|attention|head|kv|key|value|quer|qk|mqa|gqa|mla|mha|group|window|sliding|swa|local|global|chunk|linear|latent|"
     "lora_rank|compress|share|sharing|cross|encoder|decoder|ssm|ssd|mamba|state|conv|recur|lru|rnn|wkv|delta|kda|gla|"
-    "retention|lightning|loop|repeat|ut_steps|layer|block|pattern|interval|period|sparse|index|hybrid|cla_|_cla|mem_|"
+    "retention|lightning|loop|repeat|ut_steps|layer|block|pattern|interval|period|sparse|index|hybrid|cla(?!ss)|mem_|"
     "memory|cache|no_op"
 )
 """Parts of the names of fields that may change what is cached."""
@@ -292,7 +292,7 @@ def _cache_fields(key: str, value: object) -> list[str]:
     rest: list[tuple[str, str, object]] = [(key, key, value)]
     while rest:
         path, name, each = rest.pop()
-        if each in (None, False, 0, "") or _HARMLESS.fullmatch(name):
+        if each in (None, False, 0, "") or _HARMLESS.fullmatch(name.lower()):
             continue
         if isinstance(each, dict):
             fields = cast("dict[str, object]", each)
@@ -300,7 +300,7 @@ def _cache_fields(key: str, value: object) -> list[str]:
         elif isinstance(each, list):
             rest += [(f"{path}[]", name, item) for item in cast("list[object]", each) if isinstance(item, dict)]
         is_structural = not isinstance(each, float) or each.is_integer()
-        if is_structural and each not in ([], {}) and _CACHE_WORDS.search(name):
+        if is_structural and each not in ([], {}) and _CACHE_WORDS.search(name.lower()):
             found.append(path)
     return found
 

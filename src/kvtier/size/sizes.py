@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvtier.codec.head import frame_layout
+from kvtier.codec.head import SECTIONS_MAX, frame_layout
 from kvtier.errors import ConfigError
-from kvtier.layout import GroupLayout, History, State, Validity, Window
+from kvtier.layout import SECTION_BYTES_MAX, GroupLayout, History, State, Validity, Window
 from kvtier.report.format import both, decimal, exact
 from kvtier.size.caches import LayerCache, TokenPart
 from kvtier.size.dtype import Format, parse_dtype
@@ -272,6 +272,9 @@ def _rank_objects(
             groups.setdefault(rule, []).append(math.ceil(cache.rank_token_bytes(form, tp) * chunk_tokens))
         if cache.state:
             groups.setdefault(State(), []).append(math.ceil(cache.rank_state_bytes(tp)))
+    largest = max(sum(sizes) for sizes in groups.values()) if groups else 0
+    if largest > SECTIONS_MAX * SECTION_BYTES_MAX:  # checked here, since a list of all sections might fill the memory
+        raise ConfigError(f"chunk-tokens: {chunk_tokens} tokens make too large a chunk: {exact(largest)} bytes")
     try:
         return tuple(_object_size(GroupLayout(rule, tuple(sizes), "")) for rule, sizes in groups.items())
     except ValueError as error:
