@@ -154,12 +154,12 @@ def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Pat
 
 def test_the_log_says_that_random_weights_are_kept_nowhere(start: Start, tmp_path: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv"), load_format="dummy")
-    assert line("WARNING", "nothing is kept below host memory: its weights are random").search(engine.printed())
+    assert line("WARNING", "KV is kept in host memory only: its weights are random").search(engine.printed())
 
 
 def test_the_log_says_why_there_are_no_hits_after_a_mistake_of_ours(start: Start, tmp_path: Path) -> None:
     engine = start("llama", connector(tmp_path / "kv"), sabotage="sabotage:fail_lookups")
     wanted = engine.ask(SHORT)[0].tokens
     assert len(wanted) == 8
-    assert line("ERROR", "kvtier has failed and is not used any more").search(engine.printed())
+    assert line("ERROR", "kvtier has failed and is off until a restart").search(engine.printed())
     assert engine.printed().count("RuntimeError: a mistake of ours") == 1
