@@ -10,11 +10,11 @@ import click
 from kvtier.config.kinds import size_text
 from kvtier.config.loader import load
 from kvtier.errors import ConfigError
+from kvtier.inspection import DiskStore, StoreInspector, open_store
+from kvtier.inspection.disk import StoreHealth
+from kvtier.inspection.inspector import Listing, ObjectRow, ObjectView, Purge, StoreStat, Verification
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
-from kvtier.store import DiskStore, StoreInspector, open_store
-from kvtier.store.base import Listing, ObjectRow, ObjectView, Purge, StoreStat, Verification
-from kvtier.store.disk import StoreHealth
 from kvtier.tier.disk_status import DiskStatus
 
 NAME_DIGITS = 16

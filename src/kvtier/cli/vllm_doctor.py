@@ -23,15 +23,15 @@ from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError, UnsupportedModelError
+from kvtier.inspection import open_store
+from kvtier.inspection.disk import is_disk
+from kvtier.inspection.inspector import FINGERPRINT_DIGITS, StoreStat
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import checkpoint_files
 from kvtier.report.output import progress
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
-from kvtier.store import open_store
-from kvtier.store.base import FINGERPRINT_DIGITS, StoreStat
-from kvtier.store.disk import is_disk
 from kvtier.tier import notes
 from kvtier.tier.marker import MARKER_NAME
 

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.store.base import UNBOUNDED_BYTES, ObjectFile, Purge, StoreInspector, Usage
+from kvtier.inspection.inspector import UNBOUNDED_BYTES, ObjectFile, Purge, StoreInspector, Usage
 from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME

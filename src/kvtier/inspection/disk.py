@@ -15,8 +15,8 @@ from time import time
 import numpy as np
 
 from kvtier.errors import ConfigError
+from kvtier.inspection.inspector import UNBOUNDED_BYTES, ObjectFile, Purge, StoreInspector, Usage
 from kvtier.layout import ALIGNMENT
-from kvtier.store.base import UNBOUNDED_BYTES, ObjectFile, Purge, StoreInspector, Usage
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_files import SEGMENTS_NAME, segment_files
 from kvtier.tier.disk_format import VERSION, Entries

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from kvtier.store.base import StoreInspector
-from kvtier.store.directory import DirectoryStore
-from kvtier.store.disk import DiskStore, is_disk
+from kvtier.inspection.directory import DirectoryStore
+from kvtier.inspection.disk import DiskStore, is_disk
+from kvtier.inspection.inspector import StoreInspector
 
 
 def open_store(root: Path) -> StoreInspector:
