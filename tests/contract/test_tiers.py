@@ -7,11 +7,11 @@ import pytest
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.fifo import Fifo
 from kvtier.runtime.deferred_tier import DeferredAheadTier, DeferredTier
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
-from kvtier.tier.memory import MemoryTier
 
 DEADLINE_S = 20.0
 

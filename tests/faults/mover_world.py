@@ -18,8 +18,8 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.jobs import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
 from kvtier.testing.host_copier import HostCopier
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import UNKNOWN, About, Tier
-from kvtier.tier.memory import MemoryTier
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
 
 WAIT_S = 20.0

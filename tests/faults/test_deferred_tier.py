@@ -39,10 +39,10 @@ from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier import directory, disk
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
-from kvtier.tier.memory import MemoryTier
 from kvtier.types import NextTurn
 
 KINDS = ["directory", "disk"]

@@ -10,9 +10,9 @@ from kvtier.codec import registry
 from kvtier.errors import TierError
 from kvtier.runtime.jobs import Completion, Threads
 from kvtier.runtime.mover import CANCELLED, TOO_LATE
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import AheadTier, BatchTier, Read, Tier, Write
 from kvtier.tier.disk import DiskTier
-from kvtier.tier.memory import MemoryTier
 from kvtier.types import Cancel, Link, Outcome
 
 ONE_THREAD = Threads(read=1, write=1)

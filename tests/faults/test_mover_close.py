@@ -5,7 +5,7 @@ from mover_world import WAIT_S, HangingTier, World
 
 from kvtier.runtime.jobs import Threads, Work
 from kvtier.runtime.mover import CLOSED
-from kvtier.tier.memory import MemoryTier
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Cancel, Link, Outcome
 
 

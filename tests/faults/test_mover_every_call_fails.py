@@ -11,7 +11,7 @@ from kvtier.runtime import mover as module
 from kvtier.runtime.jobs import Completion
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.transfers import NOT_ADMITTED
-from kvtier.tier.memory import MemoryTier
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Link, Outcome, Transfer
 
 CALLS_MAX = 60

@@ -14,7 +14,7 @@ from mover_world import CHUNKS, WAIT_S, FencedCopier, HangingTier, ManualClock, 
 from kvtier.runtime.jobs import Threads
 from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE
 from kvtier.runtime.worker_queues import STUCK_S
-from kvtier.tier.memory import MemoryTier
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Link, Outcome
 
 METHODS = ("read", "write", "contains", "delete")
@@ -225,7 +225,7 @@ _PROCESS = """
 import sys, threading
 sys.path.insert(0, {folder!r})
 from mover_world import HangingTier, World
-from kvtier.tier.memory import MemoryTier
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Link
 tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read", "contains", "write")
 world = World({{"memory": tier}})

@@ -10,8 +10,8 @@ from mover_world import CHUNKS, World, WrappedTier
 
 from kvtier.errors import TierError
 from kvtier.runtime.jobs import Completion, Threads
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import UNKNOWN, About
-from kvtier.tier.memory import MemoryTier
 from kvtier.types import Cancel, Link, ObjectName, Outcome, Transfer
 
 COMMANDS = 5000

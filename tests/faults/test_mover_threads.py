@@ -10,7 +10,7 @@ from kvtier.runtime.arena import Arena
 from kvtier.runtime.jobs import Threads
 from kvtier.runtime.mover import NO_THREAD, Mover
 from kvtier.runtime.worker_queues import WorkerQueue
-from kvtier.tier.memory import MemoryTier
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Link, Outcome
 
 

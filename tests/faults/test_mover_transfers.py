@@ -25,9 +25,9 @@ from kvtier.policy.lru import Lru
 from kvtier.runtime.jobs import Threads, Work
 from kvtier.runtime.mover import TOO_LATE
 from kvtier.runtime.transfers import NOT_ADMITTED
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import UNKNOWN, About
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.memory import MemoryTier
 from kvtier.types import Cancel, Link, NextTurn, ObjectName, Outcome, Tell
 
 

@@ -36,7 +36,7 @@ from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import LocalSession
-from kvtier.tier.memory import MemoryTier
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Cancel, ChunkKey, Drop, Link, Outcome, Presence, Probe, RequestId, Transfer
 
 SLOTS = 8

@@ -30,7 +30,7 @@ from kvtier.runtime.jobs import Completion, Threads
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.runtime.session import LocalSession
 from kvtier.runtime.session_thread import Session, SessionError
-from kvtier.tier.memory import MemoryTier
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import LoadDone, Outcome, Presence, RequestId, StoreDone
 
 

@@ -39,8 +39,8 @@ BAD = [
     ("open_ends", "src/kvtier/core/cache.py", "x = 1  # TODO: later\n"),
     ("open_ends", "tests/unit/test_x.py", '"""X."""\n# FIXME\n'),
     ("synonyms", "src/kvtier/core/cache.py", "def offload_chunk():\n    pass\n"),
-    ("synonyms", "src/kvtier/tier/memory.py", "class L2Tier:\n    pass\n"),
-    ("synonyms", "src/kvtier/tier/memory.py", "def f(retrieve_count):\n    pass\n"),
+    ("synonyms", "src/kvtier/tier/disk.py", "class L2Tier:\n    pass\n"),
+    ("synonyms", "src/kvtier/tier/disk.py", "def f(retrieve_count):\n    pass\n"),
     ("test_titles", "tests/unit/test_x.py", "def test_x():\n    pass\n"),
     ("syntax", "src/kvtier/core/cache.py", "def f(:\n"),
 ]

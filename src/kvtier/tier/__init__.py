@@ -1,1 +1,1 @@
-"""The places below host memory, one file each. Outsiders add theirs through the entry-point group `kvtier.tiers`."""
+"""Storage tiers below host memory: a directory of files, and a disk with segment files."""

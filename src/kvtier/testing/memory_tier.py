@@ -1,4 +1,4 @@
-"""Frames in this process's memory: the reference that the other tiers are measured against."""
+"""A tier in process memory, for tests: the reference for the behaviour of the other tiers."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ class MemoryTier:
     """A dict of frames with a hard cap. One lock around everything, no I/O under it.
 
     Args:
-        name: how the tier is called in metrics and errors.
-        capacity_bytes: the most bytes that all frames together may take.
-        evictor: who chooses what leaves; belongs to this tier alone. Default: `Lru`.
+        name: the tier's name in metrics and errors.
+        capacity_bytes: maximum of all frames together.
+        evictor: the eviction policy, not shared with another tier. Default: `Lru`.
 
     Raises:
         ConfigError: `capacity_bytes` is below 1.
