@@ -1,5 +1,6 @@
 """`kvtier size`: KV size of a model, with formulas, and the conventions behind other people's figures."""
 
+import re
 import shutil
 import sys
 import textwrap
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from kvtier.cli.options import Quantity
+from kvtier.cli.options import Bytes, Quantity
+from kvtier.config.kinds import parse_size
+from kvtier.errors import ConfigError
 from kvtier.report.format import binary, decimal, exact
 from kvtier.report.table import Table, print_table
 from kvtier.size import CHUNK_TOKENS, KvSize, Total, of
+from kvtier.size.capacity import WEIGHT_BYTES, GpuCapacity, TierCapacity, gpu_capacity
 from kvtier.size.catalogue import entries
 from kvtier.size.sizes import reasons
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 TOKENS = (4096, 131_072)
 """Session lengths shown without --tokens."""
 
+GPU_SIZES = ("memory_bytes", "weight_bytes", "kv_bytes")
 CHECKS_SHOWN = 3
 FIELD_ENTRIES_SHOWN = 6
 WIDTH_MAX = 100
@@ -36,11 +41,17 @@ WIDTH_MAX = 100
     "--dtype", default="bf16", show_default=True, help="Format: fp16, fp8, int8:g64, mxfp4, nvfp4, int4:g64, ..."
 )
 @click.option("--index-dtype", help="Format of an indexer's keys [default: as --dtype].")
-@click.option("--tp", type=int, default=1, show_default=True, help="Tensor-parallel ranks.")
+@click.option("--tp", type=int, help="Tensor-parallel ranks [default: 1, or all of --gpu].")
 @click.option("--pp", type=int, default=1, show_default=True, help="Pipeline stages.")
 @click.option(
     "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
 )
+@click.option("--gpu", metavar="NAME[xN]", help="Show what fits in N GPUs of the catalogue (kvtier plan --list).")
+@click.option("--memory", type=Bytes(), help="Memory of a GPU that is not in the catalogue; tp x pp of them.")
+@click.option(
+    "--weights", metavar="FORMAT|SIZE", default="bf16", show_default=True, help="Weights: bf16, fp8, fp4, or bytes."
+)
+@click.option("--tier", type=Bytes(), help="Show what a tier of this size holds.")
 @click.option(
     "--check", "figures", multiple=True, metavar="SIZE", help='Explain a figure such as "150 KB"; may be repeated.'
 )
@@ -53,9 +64,13 @@ def size(
     users: tuple[int, ...],
     dtype: str,
     index_dtype: str | None,
-    tp: int,
+    tp: int | None,
     pp: int,
     chunk_tokens: int,
+    gpu: str | None,
+    memory: int | None,
+    weights: str,
+    tier: int | None,
     figures: tuple[str, ...],
     published: bool,
     is_list: bool,
@@ -74,7 +89,13 @@ def size(
         return 0
     if model is None:
         raise click.UsageError("name a MODEL, or use --list or --published")
+    if gpu is not None and memory is not None:
+        raise click.UsageError("--gpu and --memory exclude each other")
+    gpus, memory_bytes = _gpus(gpu) if gpu is not None else ((tp or 1) * pp, memory)
+    tp = tp or (max(1, gpus // pp) if gpu is not None else 1)
     kv = of(model, dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
+    on_gpus = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights)) if memory_bytes is not None else None
+    on_tier = TierCapacity(kv=kv, capacity_bytes=tier) if tier is not None else None
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
     verdicts: list[Verdict] = []
     if figures:
@@ -82,10 +103,74 @@ def size(
 
         verdicts = [check(kv, figure, [(total.tokens, total.users) for total in totals]) for figure in figures]
     if as_json:
-        _print_json(_as_json(kv, totals, verdicts))
+        _print_json(_as_json(kv, totals, verdicts) | _fits_as_json(totals, on_gpus, on_tier))
     else:
-        _print(kv, totals, verdicts)
+        _print(kv, totals, verdicts, _fits(totals, on_gpus, on_tier))
     return 0
+
+
+def _gpus(text: str) -> tuple[int, float]:
+    """Number and memory of the GPUs ``NAME``, ``NAMExN`` or ``NxNAME``."""
+    from kvtier.plan.hardware import catalogue, find
+
+    name, count = text, 1
+    if text.lower() not in catalogue()["gpu"]:
+        found = re.fullmatch(r"(?:([0-9]{1,6})x)?(.+?)(?:x([0-9]{1,6}))?", text)
+        if found is not None and not (found[1] and found[3]):
+            name, count = found[2], int(found[1] or found[3] or 1)
+    return count, float(find("gpu", name, "--gpu").values["memory_bytes"])
+
+
+def _weight_bytes(kv: KvSize, text: str) -> float:
+    """Bytes of the weights: a size, or a format and the parameters of the catalogue."""
+    if text not in WEIGHT_BYTES:
+        try:
+            return parse_size(text)
+        except ValueError as error:
+            raise ConfigError(f"weights: {text!r} is neither a size nor one of {', '.join(WEIGHT_BYTES)}") from error
+    parameters = kv.model.parameters_billion
+    if parameters is None:
+        raise ConfigError(f"weights: the parameters of {kv.model.name} are not known; give bytes, such as 141GB")
+    return parameters * 1e9 * WEIGHT_BYTES[text]
+
+
+def _fits_as_json(
+    totals: list[Total], on_gpus: GpuCapacity | None, on_tier: TierCapacity | None
+) -> dict[str, dict[str, object]]:
+    """The members `gpu` and `tier` of the JSON document, where they were asked for."""
+    documents: dict[str, dict[str, object]] = {}
+    if on_gpus is not None:
+        documents["gpu"] = {key: getattr(on_gpus, key) for key in ("gpus", "replicas", *GPU_SIZES)}
+    if on_tier is not None:
+        documents["tier"] = {"capacity_bytes": on_tier.capacity_bytes}
+    lengths = dict.fromkeys(total.tokens for total in totals)
+    for name, capacity in (("gpu", on_gpus), ("tier", on_tier)):
+        if capacity is not None:
+            documents[name]["held"] = [capacity.held(tokens)._asdict() for tokens in lengths]
+    return documents
+
+
+def _fits(totals: list[Total], on_gpus: GpuCapacity | None, on_tier: TierCapacity | None) -> Table | None:
+    """What fits, one row for each length of a session."""
+    capacities: list[GpuCapacity | TierCapacity] = []
+    titles: list[str] = []
+    columns: list[str] = []
+    if on_gpus is not None:
+        capacities.append(on_gpus)
+        weights = decimal(on_gpus.weight_bytes * on_gpus.replicas)
+        titles.append(f"{on_gpus.gpus} GPUs: {weights} of weights, {decimal(on_gpus.kv_bytes)} left for KV")
+        columns += ["sessions on GPUs", "tokens on GPUs"]
+    if on_tier is not None:
+        capacities.append(on_tier)
+        titles.append(f"a tier of {decimal(on_tier.capacity_bytes)}")
+        columns += ["sessions in the tier", "tokens in the tier"]
+    if not capacities:
+        return None
+    rows: list[tuple[str, ...]] = []
+    for tokens in dict.fromkeys(total.tokens for total in totals):
+        held = [capacity.held(tokens) for capacity in capacities]
+        rows.append((_count(tokens), *(_count(each) for it in held for each in (it.sessions, it.tokens))))
+    return Table(("tokens", *columns), rows, numeric=1 + len(columns), title="; ".join(titles))
 
 
 def _as_json(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> dict[str, object]:
@@ -120,7 +205,7 @@ def _as_json(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> dict
         "chunk_bytes_per_rank": kv.chunk_bytes_per_rank,
         "objects": [asdict(each) for each in kv.objects],
         "totals": [asdict(total) for total in totals],
-        "reasons": reasons(kv),
+        "reasons": _reasons(kv, totals),
     }
     if verdicts:
         document["checks"] = [
@@ -138,7 +223,7 @@ def _as_json(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> dict
     return document
 
 
-def _print(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> None:
+def _print(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]", fits: Table | None) -> None:
     model = kv.model
     ranks = "".join(f", {name} {count}" for name, count in (("TP", kv.tp), ("PP", kv.pp)) if count > 1)
     _wrap(f"{model.name}: {len(model.layers)} layers, {kv.form.name} ({kv.form.description}){ranks}", bold=True)
@@ -187,6 +272,9 @@ def _print(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> None:
         )
     )
     _gap()
+    if fits is not None:
+        print_table(fits)
+        _gap()
     for verdict in verdicts:
         alternatives = (f"  or {match.text}" for match in verdict.matches[1:CHECKS_SHOWN])
         _wrap_all((verdict.text, *alternatives))
@@ -195,8 +283,17 @@ def _print(kv: KvSize, totals: list[Total], verdicts: "list[Verdict]") -> None:
     _wrap_all(
         f"- {layer.cache.kind}: {layer.cache.expression}; {layer.formula}. {layer.cache.source}." for layer in kv.layers
     )
-    _wrap_all(f"- {reason}" for reason in reasons(kv))
+    _wrap_all(f"- {reason}" for reason in _reasons(kv, totals))
     _wrap_all([f"- Fields used: {', '.join(f'{key} = {_short(value)}' for key, value in model.fields.items())}."])
+
+
+def _reasons(kv: KvSize, totals: list[Total]) -> list[str]:
+    """Sentences that explain the sizes, and which of `totals` the model does not reach."""
+    most, longest = kv.model.tokens_max, max(total.tokens for total in totals)
+    if most is None or longest <= most:
+        return reasons(kv)
+    beyond = f"{longest:,} tokens are beyond the model's maximum of {most:,} (max_position_embeddings)"
+    return [f"{beyond}: that size is of the cache alone.", *reasons(kv)]
 
 
 def _sizes(kv: KvSize) -> list[tuple[str, float]]:

@@ -276,6 +276,7 @@ def language_model(config: ModelConfig) -> ModelConfig:
     Raises:
         ConfigError: a field beside the part describes a cache, and the part does not repeat it.
     """
+    _note_format(config)
     beside: list[ModelConfig] = []
     while nested := next((part for part in TEXT_PARTS if isinstance(config.values.get(part), dict)), ""):
         outer, config = config, config.child(nested)
@@ -284,6 +285,19 @@ def language_model(config: ModelConfig) -> ModelConfig:
         config.is_part = True
     config.add_parts(beside)
     return config
+
+
+def _note_format(config: ModelConfig) -> None:
+    """Note that a checkpoint brings scales for KV in 8 bits, which engines may use without being asked."""
+    for name in ("quantization_config", "compression_config"):
+        part = config.values.get(name)
+        fields = cast("dict[str, object]", part) if isinstance(part, dict) else {}
+        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            if fields.get(key):
+                config.notes.append(
+                    f"The checkpoint has {name}.{key} = {_short(fields[key])}: engines may then keep KV in 8 bits; "
+                    "--dtype fp8 gives that size."
+                )
 
 
 def _cache_fields(key: str, value: object) -> list[str]:

@@ -133,14 +133,34 @@ class KvSize:
         return sum(each.bytes for each in self.objects if each.rule != "state")
 
     @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """Layers of each pipeline stage."""
+        return pipeline_stages(len(self.model.layers), self.pp)
+
+    @cached_property
+    def stage_objects(self) -> tuple[tuple[ObjectSize, ...], ...]:
+        """The objects of a chunk on a rank of each stage: one for each KV group."""
+        return tuple(
+            _rank_objects([self.model.layers[layer] for layer in stage], self.form, self.tp, self.chunk_tokens)
+            for stage in self.stages
+        )
+
+    @cached_property
     def objects(self) -> tuple[ObjectSize, ...]:
         """The objects of a chunk on the fullest rank: one for each KV group."""
-        stages = pipeline_stages(len(self.model.layers), self.pp)
-        of_each = (
-            _rank_objects([self.model.layers[layer] for layer in stage], self.form, self.tp, self.chunk_tokens)
-            for stage in stages
+        return max(self.stage_objects, key=lambda objects: sum(each.bytes for each in objects))
+
+    def rank_session_bytes(self, stage: int, tokens: int) -> float:
+        """For one session of `tokens` on a rank of `stage`, as an engine keeps it: windows forget."""
+        caches = Counter(cache for layer in self.stages[stage] for cache in self.model.layers[layer])
+        return sum(
+            count
+            * (
+                cache.rank_token_bytes(self.form, self.tp) * min(tokens, cache.window or tokens)
+                + cache.rank_state_bytes(self.tp)
+            )
+            for cache, count in caches.items()
         )
-        return max(of_each, key=lambda objects: sum(each.bytes for each in objects))
 
     def session_bytes(self, tokens: int) -> float:
         """The minimum for one session of `tokens`: windows hold their last tokens only, states once, one copy."""

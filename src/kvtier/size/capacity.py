@@ -1,0 +1,90 @@
+"""What fits: tokens and sessions in GPU memory beside the weights, and in the bytes of a tier."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.errors import ConfigError
+from kvtier.report.format import decimal
+from kvtier.size.sizes import KvSize
+
+GPU_MEMORY_SHARE = 0.92
+"""Share of GPU memory that the engine takes: vLLM 0.32, gpu_memory_utilization."""
+GPU_OTHER_BYTES = 3_758_096_384
+"""GPU memory for activations and libraries: NVIDIA AIConfigurator, system files, 2026-08-21."""
+WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5625}
+"""Bytes of a weight; fp4 with a scale of one byte for each 16 (NVFP4)."""
+
+
+class Held(NamedTuple):
+    """Sessions of one length that fit."""
+
+    session_tokens: int
+    sessions: int
+    """Whole sessions."""
+    tokens: int
+    """Tokens of all sessions, the last of which may be a part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCapacity:
+    """KV that equal GPUs hold beside the weights."""
+
+    kv: KvSize
+    gpus: int
+    replicas: int
+    """Copies of the model; each takes all ranks and stages."""
+    memory_bytes: float
+    """Of one GPU."""
+    weight_bytes: float
+    """Of one copy of the model."""
+    rank_bytes: tuple[float, ...]
+    """Left for KV on a GPU of each stage."""
+
+    @property
+    def kv_bytes(self) -> float:
+        """Left for KV on all GPUs."""
+        return self.replicas * self.kv.tp * sum(self.rank_bytes)
+
+    def held(self, tokens: int) -> Held:
+        """Sessions of `tokens` at once; the fullest stage of a copy is the limit."""
+        needed = (self.kv.rank_session_bytes(stage, tokens) for stage in range(self.kv.pp))
+        of_copy = min((left / need for left, need in zip(self.rank_bytes, needed, strict=True) if need), default=0.0)
+        return Held(tokens, self.replicas * int(of_copy), int(self.replicas * of_copy * tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCapacity:
+    """KV that the bytes of a tier hold, as stored: chunks of all ranks, with headers and padding."""
+
+    kv: KvSize
+    capacity_bytes: int
+
+    def held(self, tokens: int) -> Held:
+        """Sessions of `tokens`: whole chunks, and one snapshot of the states."""
+        chunks = max(1, tokens // self.kv.chunk_tokens)
+        objects = [each for stage in self.kv.stage_objects for each in stage]
+        needed = self.kv.tp * sum(each.frame_bytes * (1 if each.rule == "state" else chunks) for each in objects)
+        count = self.capacity_bytes / needed if needed else 0.0
+        return Held(tokens, int(count), int(count * tokens))
+
+
+def gpu_capacity(kv: KvSize, memory_bytes: float, gpus: int, weight_bytes: float) -> GpuCapacity:
+    """What `gpus` GPUs of `memory_bytes` each hold beside weights of `weight_bytes`.
+
+    Raises:
+        ConfigError: the ranks do not divide the GPUs, or the weights leave no room.
+    """
+    ranks = kv.tp * kv.pp
+    if gpus < 1 or gpus % ranks:
+        raise ConfigError(f"gpu: {gpus} GPUs are not a multiple of tp x pp = {ranks}")
+    layers = len(kv.model.layers)
+    usable = memory_bytes * GPU_MEMORY_SHARE - GPU_OTHER_BYTES
+    left = tuple(usable - weight_bytes * len(stage) / layers / kv.tp for stage in kv.stages)
+    if min(left) <= 0:
+        raise ConfigError(
+            f"gpu: a GPU of {decimal(memory_bytes)} has {decimal(max(usable, 0))} for weights and KV, and its share of "
+            f"the weights is {decimal(usable - min(left))}; more or larger GPUs, or smaller weights, are needed"
+        )
+    return GpuCapacity(
+        kv=kv, gpus=gpus, replicas=gpus // ranks, memory_bytes=memory_bytes, weight_bytes=weight_bytes, rank_bytes=left
+    )

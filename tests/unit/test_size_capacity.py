@@ -1,0 +1,145 @@
+"""What fits in GPU memory and in a tier, against figures computed by hand."""
+
+import json
+
+import pytest
+
+from kvtier import size
+from kvtier.cli.main import run
+from kvtier.errors import ConfigError
+from kvtier.plan.inputs import GpuInputs
+from kvtier.plan.model_cost import WEIGHT_BYTES
+from kvtier.size import capacity
+
+GIB = 1 << 30
+LEFT = 80 * GIB * 0.92 - 3_758_096_384
+"""Bytes of a GPU of 80 GiB that the weights and the KV share."""
+
+
+def test_the_plan_makes_the_same_assumptions():
+    assert GpuInputs().memory_share == capacity.GPU_MEMORY_SHARE
+    assert GpuInputs().other_bytes == capacity.GPU_OTHER_BYTES
+    assert capacity.WEIGHT_BYTES.items() >= WEIGHT_BYTES.items()
+
+
+def test_tokens_beside_the_weights():
+    kv = size.of("llama-3.1-8b")
+    found = capacity.gpu_capacity(kv, 80 * GIB, 1, 16e9)
+    tokens = (LEFT - 16e9) / 131_072
+    assert found.kv_bytes == LEFT - 16e9
+    assert found.held(4096) == (4096, int(tokens / 4096), int(tokens))
+
+
+def test_ranks_divide_weights_and_heads_and_copies_of_the_model_add_up():
+    kv = size.of("llama-3.1-8b", tp=2)
+    found = capacity.gpu_capacity(kv, 80 * GIB, 8, 16e9)
+    assert found.replicas == 4
+    of_copy = (LEFT - 8e9) / 65_536 / 100_000
+    assert found.held(100_000) == (100_000, 4 * int(of_copy), int(4 * of_copy * 100_000))
+    many = size.of("llama-3.1-8b", tp=16)  # two ranks hold each head
+    assert many.rank_session_bytes(0, 10) == 10 * 131_072 / 8
+
+
+def test_the_fullest_stage_is_the_limit():
+    config = {
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+    }  # fmt: skip
+    kv = size.of(size.from_config(config, "mine"), pp=2)
+    assert [len(stage) for stage in kv.stages] == [2, 1]
+    found = capacity.gpu_capacity(kv, 8 * GIB, 2, 3e9)
+    usable = 8 * GIB * 0.92 - 3_758_096_384
+    assert found.rank_bytes == (usable - 2e9, usable - 1e9)
+    assert found.held(1).tokens == int((usable - 2e9) / (2 * 2 * 4 * 64 * 2))
+
+
+def test_windows_forget_on_gpus_and_tiers_keep_them():
+    kv = size.of("gpt-oss-20b")
+    found = capacity.gpu_capacity(kv, 80 * GIB, 1, 13e9)
+    assert found.held(100_000).sessions == int((LEFT - 13e9) / (24_576 * 100_000 + 24_576 * 128))
+    frames = sum(each.frame_bytes for each in kv.objects)
+    tier = capacity.TierCapacity(kv=kv, capacity_bytes=10**12)
+    assert tier.held(100_000).sessions == int(10**12 / (390 * frames))
+
+
+def test_a_tier_keeps_one_snapshot_for_each_session():
+    kv = size.of("qwen3-next-80b-a3b", tp=2)
+    state, chunk = (sum(it.frame_bytes for it in kv.objects if (it.rule == "state") is each) for each in (True, False))
+    tier = capacity.TierCapacity(kv=kv, capacity_bytes=10**12)
+    assert tier.held(2560) == (
+        2560,
+        int(10**12 / 2 / (10 * chunk + state)),
+        int(10**12 / 2 / (10 * chunk + state) * 2560),
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "weights", "named"),
+    [(3, 16e9, "3 GPUs are not a multiple of tp x pp = 2"), (2, 500e9, "share of the weights")],
+)
+def test_gpus_that_cannot_hold_it(gpus, weights, named):
+    with pytest.raises(ConfigError, match=named):
+        capacity.gpu_capacity(size.of("llama-3.1-8b", tp=2), 80 * GIB, gpus, weights)
+
+
+def printed(capsys, *arguments: str) -> dict:
+    assert run(["size", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["8xh100-sxm", "h100-sxmx8"])
+def test_gpus_by_name_and_number(capsys, name):
+    found = printed(capsys, "llama-3.3-70b", "--gpu", name, "--tokens", "10k", "--tier", "1TB")
+    assert (found["tp"], found["gpu"]["gpus"], found["gpu"]["weight_bytes"]) == (8, 8, 140_000_000_000)
+    tokens = int((LEFT - 17.5e9) / 40_960)
+    assert found["gpu"]["held"] == [{"session_tokens": 10_000, "sessions": tokens // 10_000, "tokens": tokens}]
+    assert found["tier"]["held"][0]["sessions"] == int(10**12 / (8 * 39 * 10_489_856))
+    assert run(["size", "llama-3.3-70b", "--gpu", name]) == 0
+    assert "140 GB of weights" in capsys.readouterr().out
+
+
+def test_a_name_that_ends_like_a_number_of_gpus(capsys):
+    assert printed(capsys, "llama-3.1-8b", "--gpu", "mi300x")["gpu"]["gpus"] == 1
+    assert printed(capsys, "llama-3.1-8b", "--gpu", "mi300xx2")["gpu"]["gpus"] == 2
+
+
+def test_memory_and_weights_in_bytes(capsys):
+    found = printed(capsys, "deepseek-v4-pro", "--memory", "400GiB", "--weights", "200GB", "--tp", "2")
+    assert found["gpu"]["gpus"] == 2
+    assert found["gpu"]["kv_bytes"] == pytest.approx(2 * (400 * GIB * 0.92 - 3_758_096_384 - 100e9))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--gpu", "h10"), "not in the catalogue of gpus"),
+        (("--gpu", "0xh100-sxm"), "0 GPUs are not a multiple"),
+        (("--gpu", "h100-sxm", "--memory", "80GB"), "exclude each other"),
+        (("--memory", "80GB", "--weights", "int3"), "'int3' is neither a size nor one of bf16"),
+        (("--tier", "10 apples"), "10 apples"),
+    ],
+)
+def test_options_that_are_wrong(capsys, arguments, named):
+    assert run(["size", "llama-3.1-8b", *arguments]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_weights_that_are_not_known(capsys, tmp_path):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(["size", str(tmp_path), "--gpu", "h100-sxm"]) == 2
+    assert "give bytes, such as 141GB" in capsys.readouterr().err
+
+
+def test_notes_on_the_context_and_on_the_format_of_the_checkpoint(capsys, tmp_path):
+    config = {
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = printed(capsys, str(tmp_path), "--tokens", "9000")["reasons"]
+    assert any("9,000 tokens are beyond the model's maximum of 8,192" in each for each in found)
+    assert any("kv_cache_scheme" in each and "--dtype fp8" in each for each in found)
+    assert not any("beyond" in each for each in printed(capsys, str(tmp_path), "--tokens", "8192")["reasons"])
