@@ -74,7 +74,7 @@ class NextTurn(Enum):
 
 
 class Place(NamedTuple):
-    """Where the engine keeps one chunk of one group. Only the copier understands `blocks`."""
+    """The engine's blocks of one chunk of one group. Only the copier understands `blocks`."""
 
     group: int
     chunk: int
@@ -139,7 +139,7 @@ class LoadOption(NamedTuple):
     tokens: int
     """Leading tokens that it loads: a valid boundary for every KV group."""
     place: str
-    """The slowest place that it needs."""
+    """The slowest place that the load needs."""
     seconds: float
     """Expected time from start to end, including transfers queued before it."""
     wait_s: float
@@ -159,7 +159,7 @@ class Lookup:
     tokens: int
     """Leading tokens that a load can bring: a valid boundary for every KV group."""
     ready_tokens: int
-    """Of these, tokens in host memory now."""
+    """Leading tokens that host memory can serve now, at most `tokens`."""
     presence: Presence
     sources: tuple[tuple[str, int], ...] = ()
     """(place, tokens) of such a load, "host" first."""

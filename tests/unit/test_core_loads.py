@@ -359,8 +359,8 @@ def test_a_state_that_fails_costs_only_back_to_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("tokens", "places", "resident", "message"),
     [
-        (5, [], 0, "no boundary"),
-        (16, [], 0, "16 tokens is no boundary"),
+        (5, [], 0, "not a boundary"),
+        (16, [], 0, "16 tokens is not a boundary"),
         (8, [Place(0, 0, ()), Place(0, 2, ())], 0, "outside the prefix"),
         (8, [Place(1, 0, ())], 0, "outside the prefix"),
         (4, [Place(0, 0, ()), Place(0, 1, ())], 0, "past the 4 tokens"),

@@ -168,7 +168,7 @@ def test_after_an_internal_error_the_session_is_shut_and_the_engine_goes_on(monk
 
 def test_bad_arguments_raise_in_the_caller():
     session, _, _ = local(Engine(64).copier(), {})
-    with pytest.raises(ValueError, match="no boundary"):
+    with pytest.raises(ValueError, match="not a boundary"):
         session.load(RequestId("a"), prefix_of(2), 17, [])
     with pytest.raises(ValueError, match="outside the prefix"):
         session.store(RequestId("a"), prefix_of(2), places_of([7]))

@@ -19,7 +19,7 @@ from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, align_up
 from kvtier.types import ObjectName
 
 MAGIC: Final = b"\x89KVT\r\n\x1a\n"
-"""As in PNG: a transfer that converts line ends or strips the eighth bit breaks it."""
+"""First bytes of a frame. As in PNG, a transfer that converts line ends or strips the eighth bit breaks them."""
 
 VERSION: Final = 1
 FIXED_BYTES: Final = 256
@@ -80,7 +80,7 @@ class Section(NamedTuple):
     payload_offset: int
     raw_bytes: int
     offset: int
-    """In the frame."""
+    """Offset in the frame."""
     stored_bytes: int
     extent_bytes: int
     """Stored bytes and padding: covered by the checksum."""

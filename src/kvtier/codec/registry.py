@@ -35,7 +35,7 @@ def by_name(name: str) -> Codec:
     """The codec `name` with default settings; one instance for all callers.
 
     Raises:
-        ConfigError: there is no such codec, or its package is missing.
+        ConfigError: the codec is unknown, or its package is missing.
     """
     if name in _BUILT_IN:
         _, module, attribute = _BUILT_IN[name]

@@ -65,4 +65,4 @@ class Zstd:
             content = decompressor.decompress(stored, max_output_size=len(into), allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ValueError(f"zstd: {error}") from None
-        into[:] = content  # raises ValueError too, should the lengths differ
+        into[:] = content  # raises ValueError too, if the lengths differ

@@ -225,7 +225,7 @@ class Switch:
 
     @property
     def allowed(self) -> str:
-        """Both words."""
+        """The allowed words."""
         return "true or false"
 
     def read(self, raw: object, *, is_text: bool) -> bool:

@@ -17,7 +17,7 @@ class Speed(NamedTuple):
 
     op: str
     size_bytes: int
-    """Per operation."""
+    """Bytes of one operation."""
     depth: int
     """Concurrent operations."""
     bytes_per_s: float

@@ -53,7 +53,7 @@ class DirectoryConfig(SettingsSection):
     shared: bool = setting(
         default=True,
         kind=Switch(),
-        help="Other processes write here, too; false: trust the own index, so that misses cost no I/O.",
+        help="Other processes write here, too; false: trust this process's index, so that misses cost no I/O.",
     )
     read_threads: int = setting(4, Count(1, 256), "Threads that read chunks from the directory.")
     write_threads: int = setting(2, Count(1, 256), "Threads that write chunks to the directory.")

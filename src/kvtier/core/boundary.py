@@ -1,4 +1,4 @@
-"""Which leading tokens of a prompt can be restored. Pure arithmetic over chunks and groups.
+"""Computes how many leading tokens of a prompt can be restored. Pure arithmetic over chunks and groups.
 
 A boundary is a token count at which the engine may resume: a multiple of the chunk at which every group is valid.
 History needs all chunks before it, a window the chunks over its last tokens, a state the chunk that ends there.
@@ -22,7 +22,7 @@ def needed_chunks(group: GroupLayout, prefix: Prefix, tokens: int) -> range:
     full, rest = divmod(tokens, prefix.chunk_tokens)
     if rest or full > len(prefix.keys):
         size = prefix.chunk_tokens
-        raise ValueError(f"{tokens} tokens is no boundary: allowed are multiples of {size} up to {prefix.tokens}")
+        raise ValueError(f"{tokens} tokens is not a boundary: allowed are multiples of {size} up to {prefix.tokens}")
     if isinstance(group.validity, History):
         return range(full)
     if isinstance(group.validity, Window):

@@ -208,7 +208,7 @@ class Cache:
         self._probes.send_health_checks(now_s)
 
     def next_deadline(self) -> float | None:
-        """When `tick` has work to do if no other call is made."""
+        """The time at which `tick` has work to do if no other call is made."""
         ends = [self._transfers.next_deadline(), self._probes.next_deadline()]
         return min((end for end in ends if end is not None), default=None)
 
@@ -293,7 +293,7 @@ class Cache:
         self._may_move = True  # demotions may wait for a trial
 
     def advance(self, now_s: float) -> None:
-        """Start what completions have made possible. Call it once for many: it costs as much as a completion."""
+        """Start what completions have made possible. Call it once for many completions: it costs as much as one."""
         if self._may_move:
             self._may_move = False
             self._transfers.advance(now_s)

@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class WritePolicy(Enum):
-    """When a copy from the engine is demoted to the lower tiers."""
+    """Rule for demoting a copy from the engine to the lower tiers."""
 
     THROUGH = "through"  # as soon as it is ready
     BACK = "back"  # before it is evicted from host memory, and at close
@@ -14,7 +14,7 @@ class WritePolicy(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Counts are objects in flight; seconds are on the session's clock."""
+    """Limits on objects in flight (counts) and on their duration (seconds)."""
 
     gathers: int = 16
     scatters: int = 16
@@ -23,8 +23,8 @@ class Limits:
     demotes: int = 8
     """Demotions in flight per tier. All tiers share at most a quarter of the slots of the smallest group."""
     small_bytes: int = 0
-    """Promotions of a tier, and likewise demotions, may exceed their count up to these bytes in flight, within the same
-    quarters. Small objects travel in batches, and a batch holds only objects in flight.
+    """Bytes of small objects in flight per tier and direction, beyond the counts but within the quarter of the slots.
+    Small objects travel in batches, and a batch holds only objects in flight.
     """
     waiting_chunks: int = 4096
     """Objects of all stores that may wait for a slot; further ones are dropped."""

@@ -33,7 +33,7 @@ class LinkPrior(NamedTuple):
 
 @dataclass(slots=True)
 class LinkEstimator:
-    """One link."""
+    """The estimate of one link."""
 
     first_s: float = DEFAULT_FIRST_S
     """Latency of the first batch of a burst."""

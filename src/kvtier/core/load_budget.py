@@ -28,7 +28,7 @@ class LoadBudget(NamedTuple):
         return max(0.0, elapsed_s - self.free_s) - saved_s
 
     def cut_s(self, lowest_s: float, saved_s: float) -> float:
-        """When to cut a load whose tokens save `saved_s` and whose minimal regret was `lowest_s`."""
+        """The time after which to cut a load whose tokens save `saved_s` and whose minimal regret was `lowest_s`."""
         return self.free_s + lowest_s + saved_s + self.allowance_s
 
     def saved_s(self, start: int, end: int) -> float:

@@ -1,4 +1,4 @@
-"""Options for loading what a lookup found: one for each set of places that leaves out the slowest ones.
+"""Load options: load everything, everything except the slowest place, except the two slowest, and so on.
 
 Optimal cut points lie only at boundaries between places. Within one place the time of a load grows linearly with its
 tokens, while later tokens cost more to compute. So if the first chunk of a place pays, all of its chunks do.

@@ -1,6 +1,6 @@
 """Open loads and stores: what each of them waits for, and how it ends.
 
-This module starts no transfers; it fills the queues of `transfer_scheduler`.
+This module starts no transfers; it fills the queues that `transfer_scheduler` works on.
 """
 
 from collections import deque

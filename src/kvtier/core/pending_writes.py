@@ -49,7 +49,7 @@ class PendingWrites:
         return slot
 
     def slot_for_load(self, group: int, wanted: int) -> int | None:
-        """As `slot_for_store`, but except under write-back a pending write is dropped if that frees a slot."""
+        """A free slot of `group`, or None. Except under write-back, a pending write is dropped if that frees a slot."""
         slot = self.slot_for_store(group, wanted)
         if slot is None and self._limits.write_policy is not WritePolicy.BACK:
             entry = self._host.oldest_pending(group)

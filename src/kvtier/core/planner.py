@@ -8,13 +8,13 @@ least sum. Estimates of links may be wrong, so three rules bound the loss:
 - With that rule alone, a link with a latency before its first byte could never be used. So while the loss budget is
   positive, a load may also lose `RISK_FACTOR` times its expected loss at its worst moment. The loss budget gains
   `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses reduce it. A wait
-  behind other loads does not, up to the time that those loads save. So all requests together lose at most that income,
-  the initial loss budget, and the grants of loads that were open when it ran out, whatever the links do. A load over a
-  known link gets no extra time for such a wait: its option includes it, and a stalled link must not stall the engine.
+  behind other loads does not, up to the time that those loads save. The total loss is therefore bounded by the initial
+  loss budget, its gains, and the allowances of loads that were open when it ran out. A load over a known link gets no
+  extra time for such a wait: its option includes it, and a stalled link must not stall the engine.
 - A link that cost a load, or is estimated to be slower than computing, goes into back-off. Then one load tries it,
   within `SLACK`. The back-off doubles with each failed trial, from a second to half a minute, and ends with a success.
 
-Prompts that arrive together share the engine. While it computes one prompt, others wait whose loads have ended. A plan
+Prompts that arrive together share the engine. While it computes one prompt, others whose loads have ended wait. A plan
 includes the longest of these waits, up to what open loads save. So no request finishes later than without any loads.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["LoadPlan", "Piece", "Planner"]
 
 SLACK = 0.03
 COMPUTED_SHARE = 0.02
-"""Share of computing time that may be lost in addition; with `SLACK` it makes the 5 % that users are promised."""
+"""Share of computing time that may be lost in addition; with `SLACK` it makes the documented bound of 5 %."""
 SLACK_S_MIN = 0.005
 """Smaller losses do not matter, and threads wake up late."""
 LOSS_BUDGET_START_S = 1.0
@@ -70,11 +70,11 @@ class LoadPlan:
     load_s: float = 0.0
     """Expected time of the load, excluding time in which the engine is busy with other requests."""
     budget: LoadBudget | None = None
-    """For the load; without one it runs to its end."""
+    """Budget of the load; without one it runs to its end."""
     is_trial: bool = False
-    """It is not expected to pay: it tries a link in back-off."""
+    """The load tries a link in back-off and is not expected to pay."""
     place: str = ""
-    """The slowest place that it needs."""
+    """The slowest place that the load needs."""
     risk_s: float = 0.0
     """Expected loss of the load at its worst moment."""
     ahead_s: float = 0.0
@@ -162,7 +162,7 @@ class Planner:
             total_tokens: tokens of the prompt.
             resident_tokens: leading tokens that the engine holds.
             ahead_s: how long the engine computes for other requests before this one.
-            beside_s: how long until the engine can compute another prompt beside this one; never, by default.
+            beside_s: time until the engine can compute another prompt concurrently with this one; by default never.
             now_s: the time.
         """
         recompute_s = self.seconds(total_tokens - resident_tokens, resident_tokens)

@@ -17,7 +17,7 @@ enough time; its possible loss is bounded anyway.
 PRIOR_STEP_TOKENS = 100
 """A step is assumed to cost as much as this many tokens. Unlike speed, this differs little between machines."""
 PRIOR_WEIGHT = 1e-6
-"""Weight of that assumption beside measurements."""
+"""Weight of `PRIOR_STEP_TOKENS` relative to measurements."""
 NEWEST_SHARE = 0.25
 """Weight of the newest step in the average of its size."""
 OUTLIER_FACTOR = 3.0

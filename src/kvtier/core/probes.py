@@ -112,7 +112,7 @@ class Probes:
         return changed
 
     def next_deadline(self) -> float | None:
-        """When `expire` has work to do."""
+        """The time at which `expire` has work to do."""
         while self._deadlines and self._deadlines[0][1] not in self._open:
             self._deadlines.popleft()
         return self._deadlines[0][0] if self._deadlines else None

@@ -28,17 +28,17 @@ class HostEntry:
     residency: Residency = Residency.ABSENT
     source: str = HOST
     is_fresh: bool = False
-    """It came from the engine, and its writes to lower tiers are not pending yet."""
+    """The object came from the engine, and its writes to lower tiers are not pending yet."""
     pins: int = 0
     """Queued or running scatters, and running demotions."""
     stuck: int = 0
-    """Of these, overdue demotions."""
+    """Overdue demotions among the pins."""
     pending: frozenset[str] = NO_TIERS
     """Lower tiers with a pending write of the object."""
     queued: frozenset[str] = NO_TIERS
-    """Of these, tiers whose queue contains it."""
+    """Tiers among `pending` whose queue contains the object."""
     uses: int = 1
-    """Includes the operation that brought it."""
+    """Number of uses, including the operation that brought the object."""
     waiters: list["Waiter"] = field(default_factory=list["Waiter"])
 
 
@@ -66,7 +66,7 @@ class LoadOperation:
     run: int = 0
     """Leading chunks that are resident or delivered, in every group."""
     cut_s: float = inf
-    """When the load is cut, unless more chunks arrive."""
+    """Time at which the load is cut, unless more chunks arrive."""
     was_cut: bool = False
     tried: dict[Item, set[str]] = field(default_factory=dict[Item, set[str]])
     """Tiers that failed to deliver an object to this load."""
@@ -82,7 +82,7 @@ class LoadOperation:
 
     @property
     def end_s(self) -> float:
-        """When the load is stopped, unless more chunks arrive."""
+        """Time at which the load is stopped, unless more chunks arrive."""
         return min(self.deadline_s, self.cut_s)
 
     def begin(self, now_s: float, budget: LoadBudget | None, *, is_alone: bool) -> None:
@@ -189,4 +189,4 @@ SEVERITY = {
     Outcome.FAILED: 3,
     Outcome.CORRUPT: 4,
 }
-"""When ranks disagree, the most severe outcome counts."""
+"""Severity of outcomes: when ranks disagree, the most severe outcome counts."""

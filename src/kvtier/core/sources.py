@@ -1,4 +1,4 @@
-"""Where the tokens of a load come from, for reports and metrics."""
+"""Attributes the tokens of a load to places, for reports and metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,7 +18,7 @@ def lookup_sources(
     place_of: Callable[[int, int], str],
     order: Sequence[str],
 ) -> Sources:
-    """Where a load of the leading `tokens` would come from; `place_of` takes (group, chunk)."""
+    """Sources of a load of the leading `tokens`; `place_of` takes (group, chunk)."""
     items = [(index, chunk) for index, group in enumerate(groups) for chunk in needed_chunks(group, prefix, tokens)]
     return load_sources(prefix, tokens, {item: place_of(*item) for item in items}, order)
 

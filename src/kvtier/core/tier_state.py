@@ -9,7 +9,7 @@ from kvtier.core.records import HostEntry, Item
 from kvtier.core.residency import READABLE
 from kvtier.types import Event, Link, TierNotice, Way
 
-# As in `transfer_scheduler`: a member is slow to find on its class in Python 3.11.
+# Constants for hot paths, as in `transfer_scheduler`.
 DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
 WAYS: dict[Link, Way] = {PROMOTE: "read", DEMOTE: "write"}
 
@@ -29,13 +29,13 @@ class TierState:
         self.out = {PROMOTE: 0, DEMOTE: 0}
         self.out_bytes = {PROMOTE: 0, DEMOTE: 0}
         self.late = {PROMOTE: 0, DEMOTE: 0}
-        """Of these, overdue ones: their threads are stuck, and count against the limit."""
+        """Overdue transfers in flight: their threads are stuck, and count against the limit."""
         self._suspect: dict[Item, None] = {}
         self.limit = {
             PROMOTE: min(limits.promotes, in_flight_max),
             DEMOTE: min(limits.demotes, in_flight_max),
         }
-        """For objects of any size; small objects may exceed it."""
+        """Limit for objects of any size; small objects may exceed it."""
         self._share = in_flight_max
         self._small_bytes = limits.small_bytes
 

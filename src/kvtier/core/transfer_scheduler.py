@@ -95,7 +95,7 @@ class TransferScheduler:
         return changed
 
     def next_deadline(self) -> float | None:
-        """When `expire` has work to do if nothing else happens."""
+        """The time at which `expire` has work to do if nothing else happens."""
         while self._deadlines and self._deadlines[0][1] not in self.flights:
             self._deadlines.popleft()
         ends = self._operations.deadlines()

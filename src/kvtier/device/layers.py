@@ -1,4 +1,4 @@
-"""Loads in the order in which the engine needs the layers, and what it waits for, layer by layer."""
+"""Layerwise loads: the order of the copies, and the readiness of each layer."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,7 +97,7 @@ class LayerOrder:
 
 
 class LayerReadiness:
-    """Which layers of one load have arrived. Copiers report, the engine's thread waits.
+    """Tracks which layers of one load have arrived. Copiers report, the engine's thread waits.
 
     Args:
         expected: chunks of each layer, by the layer's number in the model.

@@ -17,7 +17,7 @@ from kvtier.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 256 << 20
-"""Approximate size of one call; the driver blocks other calls for about 50 ms meanwhile."""
+"""Approximate bytes that one call locks; the driver blocks other calls for about 50 ms meanwhile."""
 STOP_DEADLINE_S = 30.0
 
 _MEANINGS = {1: "invalid value", 2: "out of memory", 304: "the system refused", 801: "not supported here"}

@@ -20,7 +20,7 @@ from kvtier.device.copy_descriptors import ADDRESS, BYTES, OFFSET, CopyDescripto
 from kvtier.device.streams import BusCopy, Event, Stream, Streams
 
 STAGE_BYTES = 16 << 20
-"""Of one stage; more for a larger part. The device holds four."""
+"""Bytes of one stage; more for a larger part. The device holds four."""
 RING = 2
 """Stages in each direction."""
 DIRECT_BYTES_MIN = 256 << 10
@@ -40,7 +40,7 @@ class _Stage:
     def __init__(self, address: int, size_bytes: int) -> None:
         self.address, self.size_bytes = address, size_bytes
         self.free: Event | None = None
-        """Event behind the last use."""
+        """Event behind the last use of the stage."""
 
 
 class _Direction:
@@ -174,7 +174,7 @@ class StagedCopy:
 class _Placed(NamedTuple):
     part: PayloadPart
     start: int
-    """Of the part in its stage."""
+    """Offset of the part in its stage."""
     stop: int
 
 

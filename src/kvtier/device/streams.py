@@ -27,7 +27,7 @@ class BusCopy(NamedTuple):
 
     payload: memoryview
     address: int
-    """In device memory."""
+    """Address in device memory."""
 
 
 class Stream(Protocol):

@@ -1,4 +1,4 @@
-"""The secret that keys every root: random and kept beside a store, or configured for a cluster or tenant.
+"""The secret that keys every root: random and kept in a store's directory, or configured for a cluster or tenant.
 
 With the secret, names can be computed from tokens; without it they reveal nothing. It is never logged, and neither
 error messages nor its `repr` show it.

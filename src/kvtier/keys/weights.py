@@ -336,7 +336,7 @@ class _Cache:
             handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)  # mode 0600
             draft = Path(name)
             with os.fdopen(handle, "wb") as file:
-                # Compare with the file system's own clock, through the time of the draft.
+                # Compare with the file system's own clock, through the time of the temporary file.
                 latest_ns = os.fstat(file.fileno()).st_mtime_ns - self._settle_ns
                 kept = [(label, digest) for label, digest in known.items() if _changed_ns(label) <= latest_ns]
                 digests = {label: digest.hex() for label, digest in kept[-CACHE_ENTRIES_MAX:]}

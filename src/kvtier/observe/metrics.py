@@ -28,7 +28,7 @@ class Series(NamedTuple):
     number: float
     """The value; for a histogram the sum of its observations."""
     counts: tuple[int, ...] = ()
-    """Of a histogram: observations per bucket (not cumulative), and of all larger values."""
+    """Observations of a histogram per bucket (not cumulative), and of all larger values."""
 
 
 class _Histogram:

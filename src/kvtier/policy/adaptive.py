@@ -1,6 +1,6 @@
 """Evicts the names with the least expected reuse per time, learned from the stream of uses.
 
-No fixed rule wins on all traffic: recency suits agents, frequency suits chats. What matters is which names are dead
+No fixed rule wins on all workloads: recency suits agents, frequency suits chats. What matters is which names are dead
 already and which are reused soon. So each use gets a kind from features of its prompt: how much of the prompt is new,
 how long ago its continued part was used, how often the name was used before, and whether the prompt ended there.
 `ReuseModel` learns the value of keeping a name for each kind and age, and the names of least value are evicted first.
@@ -144,7 +144,7 @@ _LEARN_EVERY = 1 / 2
 """Uses between two trainings, as a share of the names held; fewer at first."""
 _LEARN_USES_MIN = 512
 _DOUBT_USES = 50
-"""While little is learned, the value of new prompts is raised; the raise halves as the number of uses doubles."""
+"""Raise of the value of new prompts while little is learned. It halves as the number of uses doubles."""
 _RANK_EVERY = 1 / 4
 """Every run is revalued once in this many uses, as a share of the names held, because runs age."""
 _RANK_AT_ONCE = 64
@@ -160,7 +160,7 @@ _PAUSE_KINDS = 20
 _PAUSE_BITS_MIN = 6
 """Pauses shorter than this power of two are one kind."""
 _KIND_OF_USES = tuple(min(max(0, uses - 1).bit_length(), _USE_KINDS - 1) for uses in range(USES_MAX + 1))
-"""By number of uses, including the current one."""
+"""Kind of each number of uses, which includes the current use."""
 _HINTS: dict[NextTurn | None, int] = {None: 0} | {it: place for place, it in enumerate(NextTurn, 1)}
 """Kind of the session's last hint, for names that only this session used."""
 _OVER = _HINTS[NextTurn.NOBODY]
@@ -509,7 +509,7 @@ class Adaptive:
             self._rank(_TIDY_AT_ONCE)
 
     def _retire(self, run: KeyRun) -> None:
-        """If the run's only session is over, give it the kind for that."""
+        """Give `run` the kind of ended sessions, if its only session has ended."""
         if run.owner is not None and run.owner.is_over:
             self._apply_hint(run, _OVER)
             run.owner = None

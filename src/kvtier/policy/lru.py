@@ -31,7 +31,7 @@ class Lru:
     """Exact LRU over leaves. Each event costs O(log n) amortised.
 
     The heap is lazy: it contains each leaf once, with the sequence number at the time of queueing. A use changes only
-    the entry. An item at the top with an old number is requeued, and one that is no leaf any more is removed. When
+    the entry. An item at the top with an old number is requeued, and one that is not a leaf any more is removed. When
     stale items are in the majority, the heap is rebuilt.
 
     A pinned leaf at the top counts as used at that moment, because its reader uses it. So pinned names are not examined

@@ -19,7 +19,7 @@ def make_evictor(name: str) -> Evictor:
     """A new evictor of the policy `name`.
 
     Raises:
-        ConfigError: there is no such policy, or its package cannot be loaded.
+        ConfigError: the policy is unknown, or its package cannot be loaded.
     """
     if name in EVICTORS:
         return EVICTORS[name]()

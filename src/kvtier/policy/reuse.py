@@ -2,8 +2,8 @@
 
 Ages count uses of any name; bytes, seconds and tokens play no role. Ages are in buckets, two for each doubling. For
 each bucket the model counts the watched uses that were followed by another at such an age, and the time for which uses
-were watched at such an age. Their ratio is a rate. When the watch of a use ends, for whatever reason, its data counts:
-no outcome is waited for.
+were watched at such an age. Their ratio is a rate. The data of a watch counts when the watch ends, also
+without a reuse.
 
 A kind has three features: a base, and two more whose effects are learned separately for each base. Their effects are
 factors on the rate of the base, so that few uses teach something about many kinds. A hint is a fourth feature of some
@@ -28,7 +28,7 @@ BUCKETS = len(ENDS) + 1
 WATCHED_MAX = 1 << 14
 """Uses watched at once; beyond that the oldest watch ends."""
 _HORIZON = 8
-"""When the watched uses span less than this, as a multiple of the names held, the share of watched names is halved."""
+"""Least span of the watched uses, as a multiple of the names held. Below it the share of watched names is halved."""
 _PRIOR_USES = 1.0
 """Weight of the prior, in uses."""
 _HALF_LIFE = 64.0
@@ -81,7 +81,7 @@ class ReuseModel:
         self._again: Numbers = np.zeros((self._rows, BUCKETS))
         self._ended: Numbers = np.zeros((self._rows, BUCKETS))
         self._inside: Numbers = np.zeros((self._rows, BUCKETS))
-        """Per row and bucket: uses followed by another, uses whose watch ended, and time watched."""
+        """Tables by row and bucket: uses followed by another, uses whose watch ended, and time watched."""
         self._kinds = array("q", [-1]) * WATCHED_MAX  # of open watches, a ring buffer; -1 is free
         self._times = array("q", [-1]) * WATCHED_MAX
         self._hashes = array("Q", [0]) * WATCHED_MAX
@@ -97,9 +97,9 @@ class ReuseModel:
         self._rates: tuple[Numbers, Numbers, Numbers, Numbers] | None = None
         self._known_kinds = kinds = self._unhinted * (1 + hints)
         self._values: Numbers = np.zeros((kinds, BUCKETS + 1))
-        """By kind, at the start of each bucket, and after the last."""
+        """Values by kind, at the start of each bucket, and after the last."""
         self._has_values: Numbers = np.zeros(kinds, np.bool_)
-        """By kind, whether `_values` has been requested."""
+        """Whether `_values` has been requested, by kind."""
 
     def __len__(self) -> int:
         return len(self.watched)
@@ -257,7 +257,7 @@ class ReuseModel:
         return base, first, self._bases * (1 + self._firsts) + base * self._seconds + plain % self._seconds
 
     def _hint_rows_of(self, kinds: Numbers) -> Numbers:
-        """For hinted kinds."""
+        """Rows of the hints of hinted kinds."""
         base = kinds % self._unhinted // (self._firsts * self._seconds)
         return self._hint_rows + base * self._hints + kinds // self._unhinted - 1
 

@@ -42,7 +42,7 @@ class DeferredTier(Generic[_Tier]):
         self._lock = threading.Lock()
         self._tier: _Tier | None = None
         self._error: Exception | None = None
-        """Of the last attempt."""
+        """Error of the last attempt to open the tier."""
         self._is_awaited = True
         """Whether `opened` is going to log or raise the error."""
         self._tried = threading.Event()
@@ -113,7 +113,7 @@ class DeferredTier(Generic[_Tier]):
             tier.close()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the tier
-        """Attributes of the tier beside the interface, such as its fill level."""
+        """Attributes of the tier that are not in the interface, such as its fill level."""
         if name.startswith("_") or self._tier is None:
             raise AttributeError(name)
         return getattr(self._tier, name)

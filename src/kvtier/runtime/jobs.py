@@ -1,4 +1,4 @@
-"""Commands on their way through a mover: jobs, completions, and what a mover and a session share about a tier."""
+"""The interface of an executor of commands, and the values that a mover and a session share."""
 
 import math
 import threading
@@ -18,9 +18,9 @@ class Completion(NamedTuple):
 
     command: Work
     outcome: Outcome
-    """For a probe, drop or tell DONE, FAILED or CANCELLED."""
+    """Outcome of the command; DONE, FAILED or CANCELLED for a probe, drop or tell."""
     present: tuple[bool, ...] = ()
-    """For a probe that is DONE: whether the tier holds each of its objects."""
+    """Whether the tier holds each object of a probe that is DONE."""
     size_bytes: int = 0
     """Bytes moved, 0 unless DONE: engine bytes for gather and scatter, frame bytes for demote and promote."""
     seconds: float = 0.0
@@ -28,9 +28,9 @@ class Completion(NamedTuple):
     waited_s: float = 0.0
     """Time in the queue."""
     detail: str = ""
-    """Why it is not DONE, for logs."""
+    """Reason why the command is not DONE, for logs."""
     is_tier_fault: bool = False
-    """The tier failed, or delayed it past its deadline. Circuit breakers count faults; a refused write is none."""
+    """The tier failed or missed the deadline. Circuit breakers count faults; a refused write is not a fault."""
 
 
 class Executor(Protocol):
@@ -126,11 +126,11 @@ class Job:
         self.submitted_s = submitted_s
         self.together = together
         self.deadline_s = math.inf if isinstance(command, Drop | Tell) else command.deadline_s
-        """Past it the core has given up. Drops and tells have none."""
+        """Time after which the core ignores the result. Drops and tells have no deadline."""
         self.is_in_tier = False
         """Whether an exception now would be the tier's fault."""
         self.is_answered = False
         self.over: threading.Event | None = None
-        """Of a drop: set on completion."""
+        """Event of a drop, set on completion."""
         self.after: threading.Event | None = None
-        """Of a demotion: `over` of an earlier drop of the same object, which must end first."""
+        """Event of a demotion: `over` of an earlier drop of the same object, which must end first."""

@@ -1,4 +1,4 @@
-"""The mover: executes commands in worker queues and completes each exactly once. It has no policy and no index.
+r"""The mover: executes commands in worker queues and completes each exactly once. It has no policy and no index.
 
     device queue     gather, scatter      scatters first, because requests wait for them
     read queue       promote             \
@@ -36,11 +36,11 @@ from kvtier.tier.effective_cap import FULL
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
-"""Most jobs that may wait in one queue. The core's budgets are far lower, so reaching it is a bug in kvtier."""
+"""Most jobs that may wait in one queue. The core's limits are far lower, so reaching it is a bug in kvtier."""
 
 DROPS_BOUND = 1024
-"""Most jobs in a write queue when a drop or a tell arrives. The core has no budget for them; a lost one costs
-hits only."""
+"""Most jobs in a write queue when a drop or a tell arrives. The core does not limit them; a lost one costs hits
+only."""
 
 _Object = tuple[str, ChunkKey, int]
 """(tier, key, group)."""
@@ -410,7 +410,7 @@ class Mover:
             job.over.set()
 
     def _answer_too_late(self, job: Job) -> None:
-        # A tier that keeps a job waiting for so long counts as failed. The device has no circuit breaker.
+        # A tier that delays a job past its deadline counts as failed. The device has no circuit breaker.
         self._answer(job, Outcome.FAILED, TOO_LATE, is_tier_fault=bool(job.command.tier))
 
     def _answer_orphans(self, jobs: list[Job]) -> None:

@@ -1,7 +1,7 @@
 """Messages between the core's process and a rank's: a little-endian 32-bit length, then JSON.
 
 Both ends are the same kvtier on one machine and have authenticated each other. Input is checked all the same: a message
-that is too long, no JSON or of another form raises `ProtocolError`, and the connection ends.
+that is too long, not JSON or of another form raises `ProtocolError`, and the connection ends.
 
 Times are on the session's clock. `time.monotonic` is one clock for all processes of a Linux machine, so they travel as
 they are; `rank_server` checks that both clocks agree.

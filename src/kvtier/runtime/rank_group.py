@@ -31,7 +31,7 @@ class RankGroup:
         self._inbox = CompletionInbox()
         self._lock = threading.Lock()
         self._open: dict[int, _PendingCommand] = {}
-        """By the identity of the command, because a drop has no id."""
+        """Open commands by object identity, because a drop has no id."""
         for rank in self._ranks:
             rank.complete_to(self._answered)
 

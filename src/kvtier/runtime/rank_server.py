@@ -50,7 +50,7 @@ GREETING_S = 5.0
 """How long the authentication of a connection may take."""
 
 SEND_S = 10.0
-"""If the core does not read a completion for this long, the connection is closed."""
+"""Deadline for the core to read a completion; past it the connection is closed."""
 
 IDLE_S = 60.0
 """Idle threads check for the end at this interval."""
@@ -293,7 +293,7 @@ class RankServer:
                 self._mute()  # part of a message may be sent, so no other can follow
 
     def _mute(self) -> None:
-        """Send nothing any more. The reader thread gets the end of the stream and ends the mover."""
+        """Stop sending. The reader thread gets the end of the stream and ends the mover."""
         self._is_mute = True
         if self._peer is not None:
             _shut(self._peer, socket.SHUT_RD)

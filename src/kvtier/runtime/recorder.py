@@ -32,7 +32,7 @@ from kvtier.types import ChunkKey, NextTurn
 logger = logging.getLogger(__name__)
 
 ID_BYTES: Final = 6
-"""Of a block's id. Two of ten million blocks have the same id with a probability of one in six."""
+"""Bytes of a block's id. Two of ten million blocks have the same id with a probability of one in six."""
 WAITING_MAX: Final = 1024
 """Most queued requests."""
 WAITING_KEYS_MAX: Final = 1 << 17
@@ -54,9 +54,9 @@ class Served(NamedTuple):
     """One request that has ended."""
 
     arrived_s: float
-    """On the clock of `time.monotonic`."""
+    """Arrival on the clock of `time.monotonic`."""
     keys: Sequence[ChunkKey]
-    """Of the prompt's whole chunks."""
+    """Keys of the prompt's full chunks."""
     input_tokens: int
     output_tokens: int
     session: str | None = None

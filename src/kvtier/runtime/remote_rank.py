@@ -39,14 +39,14 @@ from kvtier.runtime.protocol import (
 from kvtier.types import Cancel, Command, Link, Outcome, Probe, Transfer
 
 SILENCE_S = 1.0
-"""After this long without a message the rank is checked."""
+"""Time without a message after which the rank is checked."""
 
 HUNG_S = 30.0
 """A rank that does not answer a ping for this long is lost. The time is long because the process may be busy; tiers
 have deadlines of their own in the core."""
 
 RETRY_S = 0.005
-"""A rank that reads slowly is sent the rest of its commands after this long."""
+"""Time after which a rank that reads slowly is sent the rest of its commands."""
 
 OUTBOX_BYTES_MAX = 32 << 20
 RECV_BYTES = 1 << 16
@@ -79,7 +79,7 @@ class RemoteRank:
         self._is_closed = False
         self._has_refused = False
         self._pinged_s: float | None = None
-        """When a ping was sent, if no message has arrived since."""
+        """Time at which a ping was sent; None if a message has arrived since."""
         self._leaving: Callable[[], None] = lambda: None
         self._inbox = CompletionInbox()
         self._put: Callable[[Completion], None] = self._inbox.put

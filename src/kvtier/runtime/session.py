@@ -1,6 +1,6 @@
 """The session: passes the core's commands to the mover, and the mover's completions to the core.
 
-It has no lock. One owner thread calls it (an engine's loop, or `Session`); any thread may call `wake`.
+It has no lock. One owner thread calls it (that of `session_thread.Session`); any thread may call `wake`.
 """
 
 import logging
@@ -43,7 +43,7 @@ MOVER_DEADLINE_S = 5.0
 """How long the mover may take to end after an internal error. Then loads and stores without a running copy fail."""
 
 COPY_DEADLINE_S = 30.0
-"""How long a load or store then waits for its running copy before it fails, too."""
+"""How long a load or store waits for its running copy after an internal error before it fails, too."""
 
 COPY_STEP_S = 0.05
 
@@ -100,7 +100,7 @@ class LocalSession:
         self._closed: Closed | None = None
         self._is_broken = False
         self._copying: dict[int, RequestId] = {}
-        """After an internal error: running copies by transfer id, with the request of each."""
+        """Running copies after an internal error: transfer id -> request."""
         self._copying_until_s = 0.0
         self._woken = threading.Event()
 
@@ -392,7 +392,7 @@ class LocalSession:
         return False
 
     def _await_copies(self, until_s: float) -> None:
-        """After the session was shut down: wait for an event, at most until `until_s`."""
+        """Wait for an event, at most until `until_s`, after the session was shut down."""
         wait_s = max(0.0, until_s - self._clock())
         if not self._copying:
             if not self._events and self._closed is None:

@@ -34,7 +34,7 @@ FENCE_WAIT_S_MIN = 20e-6
 FENCE_WAIT_S_MAX = 1e-3
 
 NOT_ADMITTED = "not admitted"
-"""Detail of a demote that the tier refused: FAILED, but no tier fault."""
+"""Detail of a demote that the tier refused: FAILED, but not a tier fault."""
 
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
@@ -293,7 +293,7 @@ class Transfers:
 
 @contextmanager
 def _calling_tier(job: Job) -> Generator[None]:
-    """Mark exceptions raised within as the tier's fault."""
+    """Attribute exceptions raised in this context to the tier."""
     job.is_in_tier = True
     yield
     job.is_in_tier = False

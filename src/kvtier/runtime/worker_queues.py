@@ -82,10 +82,10 @@ class WorkerQueue:
         self._wanted = threads
         self._serving = 0
         self._idle = 0
-        self._threads: list[threading.Thread] = []  # also those that are about to end
+        self._threads: list[threading.Thread] = []  # including those that are about to end
         self._clock = clock
         self._began_s: dict[int, float] = {}
-        """When each busy thread began its present jobs, by thread id."""
+        """Time at which each busy thread began its present jobs, by thread id."""
 
     def start(self) -> None:
         """Start the threads.

@@ -32,7 +32,7 @@ class CodecContract:
         assert 0 <= codec.id < 1 << 32
 
     def test_round_trip(self) -> None:
-        """For any content and length."""
+        """Decoding restores any content of any length."""
         codec = self.make()
         for raw in _samples():
             stored = _encoded(codec, raw)
@@ -69,7 +69,7 @@ class CodecContract:
                 assert _refuses(codec, stored, length), f"{length} bytes accepted"
 
     def test_refuses_what_is_cut_off_or_continued(self) -> None:
-        """At any position."""
+        """A section that is cut off or continued at any position is refused."""
         codec = self.make()
         raw = _noise(2048) + bytes(2048)
         stored = memoryview(_encoded(codec, raw))

@@ -24,7 +24,7 @@ class _Group(NamedTuple):
     ids: range
     """Block ids that every layer has."""
     blocks: int
-    """Of a full chunk."""
+    """Number of blocks of a full chunk."""
     payload_bytes: int
     is_small: bool
 
@@ -32,7 +32,7 @@ class _Group(NamedTuple):
 class HostCopier:
     """Copies between numbered blocks and payloads. A chunk's address is the tuple of its block ids, in token order.
 
-    Block `i` of a chunk lies at ``layer_offsets[l] + i * block_bytes`` of layer `l`. The last chunk of a prompt may
+    Block `i` of a chunk is at ``layer_offsets[l] + i * block_bytes`` of layer `l`. The last chunk of a prompt may
     have fewer blocks: gather zeroes the remaining bytes of each layer, and scatter skips them.
 
     Args:
@@ -70,14 +70,14 @@ class HostCopier:
         return None
 
     def scatter(self, request: RequestId, group: int, blocks: tuple[int, ...], payload: memoryview) -> Fence | None:  # noqa: ARG002
-        """Copy `payload` into engine blocks; complete on return. Raises as `gather`."""
+        """Copy `payload` into engine blocks; complete on return. Raises like `gather`."""
         known = self._groups[group]
         for slot, engine in _runs(known, blocks, payload):
             _copy(engine, slot, is_small=known.is_small)
         return None
 
     def done(self, fence: Fence) -> bool:  # noqa: ARG002
-        """Always: copies are complete on return."""
+        """Always true: copies are complete on return."""
         return True
 
 

@@ -43,7 +43,7 @@ class EvictorContract:
         assert evictor.victim(_none) is None
 
     def test_never_chooses_a_pinned_object(self) -> None:
-        """Its bytes are being read or written."""
+        """The bytes of a pinned object are being read or written."""
         evictor = self.make()
         for number in range(50):
             evictor.added(held(number))
@@ -52,7 +52,7 @@ class EvictorContract:
         assert evictor.victim(_all) is None
 
     def test_a_pinned_object_remains_a_candidate(self) -> None:
-        """It is chosen after the pin is gone."""
+        """The object is chosen after the pin is removed."""
         evictor = self.make()
         for number in range(20):
             evictor.added(held(number))
@@ -78,7 +78,7 @@ class EvictorContract:
         assert _drain(evictor) == {name_of(1)}
 
     def test_every_object_is_evicted_once(self) -> None:
-        """After any sequence of additions, uses and removals."""
+        """Any sequence of additions, uses and removals may come before."""
         chance = random.Random(7)
         evictor = self.make()
         present: set[bytes] = set()

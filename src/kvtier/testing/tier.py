@@ -80,7 +80,7 @@ class TierContract:
         assert list(tier.scan()) == []
 
     def test_an_acknowledged_write_is_readable(self, tier: Tier) -> None:
-        """At once, and from another thread."""
+        """The object is readable at once, and from another thread."""
         frame = frame_of(1)
         assert tier.write(object_name(1), frame)
         assert tier.contains([object_name(2), object_name(1)]) == [False, True]
@@ -112,7 +112,7 @@ class TierContract:
         assert again == frame_of(1)
 
     def test_reads_ranges(self, tier: Tier) -> None:
-        """From any offset and of any length, up to the frame's end."""
+        """Reads may begin at any offset and have any length, up to the frame's end."""
         size = 5 * BLOCK_BYTES
         frame = frame_of(1, size)
         assert tier.write(object_name(1), frame)
@@ -170,7 +170,7 @@ class TierContract:
             assert into == frame_of(number, blocks * BLOCK_BYTES)
 
     def test_refuses_what_is_larger_than_the_place(self, make_tier: MakeTier) -> None:
-        """And evicts nothing for it."""
+        """The tier evicts nothing for an object larger than its capacity."""
         tier = make_tier(4 * BLOCK_BYTES)
         assert tier.write(object_name(1), frame_of(1))
         assert not tier.write(object_name(2), frame_of(2, 5 * BLOCK_BYTES))
@@ -271,11 +271,11 @@ class TierContract:
         assert sum(size for _, size in tier.scan()) <= capacity
 
     def test_behaves_like_a_dict(self, make_tier: MakeTier) -> None:
-        """With room for all objects, none is lost."""
+        """A tier with room for all objects loses none."""
         _run_machine(make_tier, ROOMY_BYTES, may_forget=self.forgets_below_capacity)
 
     def test_behaves_like_a_dict_that_forgets(self, make_tier: MakeTier) -> None:
-        """Without room, a name has the bytes that were written last."""
+        """A tier without room returns the bytes that were written last, or nothing."""
         _run_machine(make_tier, 6 * BLOCK_BYTES, may_forget=True)
 
 
