@@ -1,15 +1,18 @@
 """Small parts of the connector: store selection, open loads, session poller, step timer, KV events, settings."""
 
+import logging
 import random
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from tests.vllm_recorded import recorded
 
 from kvtier.config.sections import Config
 from kvtier.connect.vllm import events as events_module
+from kvtier.connect.vllm import sides
 from kvtier.connect.vllm.events import CPU, STORAGE, Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, _shared
@@ -419,3 +422,29 @@ def test_settings_come_in_sections_or_flat():
 def test_a_wrong_setting_is_named(extra, message):
     with pytest.raises(ConfigError, match=message):
         settings_from(extra, Config())
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        ({}, ", host memory only"),
+        ({"directory.path": "/a"}, ", directory /a"),
+        ({"disk.path": "/b"}, ", disk /b"),
+        ({"directory.path": "/a", "disk.path": "/b"}, ", directory /a, disk /b"),
+    ],
+)
+def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypatch, caplog, settings, end):
+    for name in ("open_core", "KeyMaker", "StatsReader", "Scheduler"):
+        monkeypatch.setattr(sides, name, MagicMock())
+    tiers = tuple(name.removesuffix(".path") for name in settings)
+    monkeypatch.setattr(sides, "connect", MagicMock(return_value=MagicMock(tiers=tiers)))
+    monkeypatch.setattr(sides.support, "warnings", lambda vllm_config: ())
+    setup = MagicMock(
+        config=settings_from(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=())
+    )
+    setup.identity.is_private = False
+    side = sides.SchedulerSide(setup, MagicMock(), MagicMock(), MagicMock(), MagicMock())
+    with caplog.at_level(logging.INFO, logger="kvtier"):
+        side.connect([])
+    (line,) = caplog.messages
+    assert line.endswith(end)

@@ -151,10 +151,11 @@ class SchedulerSide:
             recorder=opened.recorder,
         )
         ranks.executor.when_leaving(self._leave)
+        paths = {"directory": config.directory.path, "disk": config.disk.path}
         logger.info(
             "kvtier is ready: chunks of %d tokens, %d KV groups, %d ranks, %s",
             *(geometry.chunk_tokens, len(geometry.groups), setup.ranks),
-            f"directory {config.directory.path}" if ranks.tiers else "host memory only",
+            ", ".join(f"{tier} {path}" for tier, path in paths.items() if path is not None) or "host memory only",
         )
 
     def _events(self) -> tuple[Movements, Events] | tuple[None, None]:
