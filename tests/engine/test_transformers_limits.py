@@ -32,7 +32,7 @@ def static(model: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "no model": (object, "object is no transformers PreTrainedModel"),
+    "no model": (object, "object is not a transformers PreTrainedModel"),
     "encoder-decoder": (
         lambda: _made("T5ForConditionalGeneration", "T5Config", 2, d_model=48, d_kv=12, d_ff=64, num_heads=4),
         "encoder-decoder",

@@ -70,7 +70,7 @@ def test_what_cannot_be_stored_is_said_and_fails_nothing(attached: Attach, caplo
     plain = attached(llama())
     cache = computed(plain.model, prompt)
     assert plain.store(torch.tensor([1, 2, 3]), cache) == 0
-    assert "not stored: the prompt is no tensor" in caplog.text
+    assert "not stored: the prompt is not a tensor" in caplog.text
     plain.close()
     assert plain.store(prompt, cache) == 0
     assert "not stored: the attachment is closed" in caplog.text

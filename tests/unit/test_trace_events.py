@@ -111,7 +111,7 @@ def test_continued_and_new_requests(tmp_path):
         [0.0, [stored(1, 2)]],
         [1.0, [stored(3, 4, parent=2)]],  # a prompt in pieces
         [5.0, [stored(5, parent=4)]],  # its output
-        [5.5, [stored(6, 7, parent=5)]],  # two blocks at once are no output: the next turn
+        [5.5, [stored(6, 7, parent=5)]],  # two blocks at once are not an output: the next turn
         [30.0, [stored(8, parent=7)]],  # too late
         [30.0, [{"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}, {"type": "AllBlocksCleared"}]],
         [31.0, [stored(1, 2), stored(9, parent=2, medium="CPU"), stored(9, 10, group_idx=1)]],
@@ -139,9 +139,9 @@ def test_ranks_in_one_file_are_separate(tmp_path):
         ([[0.0, [stored(1)]], ["soon", [stored(1)]]], "batch 2: ts is 'soon'; allowed: a number"),
         ([[0.0, [stored(1)]], [1.0, [stored(2.5)]]], "batch 2: block hash 2.5; allowed: whole numbers, bytes"),
         ([[0.0, [stored(1)]], [1.0, [stored(2, parent=[1])]]], "batch 2: block hash .*allowed"),
-        ([[0.0, [stored(1)]], [1.0, [{"block_hashes": 1}]]], "batch 2: .* is no event"),
+        ([[0.0, [stored(1)]], [1.0, [{"block_hashes": 1}]]], "batch 2: .* is not an event"),
         ([[0.0, [stored(1)]], [1.0, [{"type": "BlockStored"}]]], "batch 2: block_hashes .* is None; allowed: a list"),
-        ([[0.0, [stored(1)]], [1.0]], "batch 2: .* is no batch"),
+        ([[0.0, [stored(1)]], [1.0]], "batch 2: .* is not a batch"),
         ([[0.0, [stored(1)]], [1.0, 5]], "batch 2: events is 5; allowed: a list"),
         ([[0.0, [stored(1)]], [1.76e12, []]], r"batch 2: ts is 1.76e\+12; allowed: seconds"),
         ([[0.0, [{"type": "AllBlocksCleared"}]]], "no BlockStored of GPU memory"),

@@ -68,7 +68,7 @@ class ReplayNode:
         events: the clock.
         cache: the core.
         planners: one for each prefill server, as if the servers were engines that share host memory.
-        object_bytes: of one chunk.
+        object_bytes: size of one chunk.
         up, down: the links from host memory to the engine and back.
         tiers: the lower tiers by name.
         prefill: speed of each server.

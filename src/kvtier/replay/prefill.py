@@ -11,7 +11,7 @@ class PrefillSpeed:
     """Speed of a prefill. The defaults are near a 70B dense model with 80 layers and 8,192 hidden units on 8 H100."""
 
     tokens_per_s: float = 10_000.0
-    """Of the first tokens of a prompt."""
+    """Speed for the first tokens of a prompt."""
     attention_tokens: float = 53_000.0
     """Position at which a token costs twice the first: 2 x parameters / (4 x layers x hidden units)."""
     windows: tuple[tuple[int, float], ...] = ()

@@ -61,11 +61,11 @@ class LinkStats:
     transfers: int
     total_bytes: int
     mean_bytes_per_s: float
-    """Of all links together."""
+    """Mean bandwidth of all links together."""
     peak_bytes_per_s: float
-    """Of the busiest second of the busiest link; at most its bandwidth."""
+    """Bandwidth in the busiest second of the busiest link; at most the link's bandwidth."""
     peak_together_bytes_per_s: float
-    """Of the busiest second of all links together."""
+    """Bandwidth in the busiest second of all links together."""
     used_share: float
     """Share of the bandwidth."""
     mean_depth: float
@@ -82,11 +82,11 @@ class TtftStats:
     p95_s: float
     p99_s: float
     quantiles_s: tuple[float, ...]
-    """At the shares 0, 1/200, 2/200, ... 1 of the requests."""
+    """Quantiles at 0, 1/200, 2/200, ... 1."""
 
     @classmethod
     def of(cls, times_s: npt.NDArray[np.float64]) -> "TtftStats":
-        """From the times of at least one request."""
+        """Statistics of the times of at least one request."""
         quantiles: list[float] = np.quantile(times_s, np.linspace(0, 1, QUANTILES + 1)).tolist()
         p50, p95, p99 = (quantiles[round(share * QUANTILES)] for share in (0.5, 0.95, 0.99))
         return cls(mean_s=float(times_s.mean()), p50_s=p50, p95_s=p95, p99_s=p99, quantiles_s=tuple(quantiles))
@@ -98,7 +98,7 @@ class TierResult:
 
     name: str
     capacity_bytes: int
-    """Of one."""
+    """Capacity of one tier of this name."""
     count: int
     """Nodes that have one; 1 if it is shared."""
     hit_tokens: int
@@ -141,17 +141,17 @@ class PlanningStats:
     predicted_load_s: float = 0.0
     """Expected time of all loads beyond the engine's backlog."""
     load_s: float = 0.0
-    """Their actual time beyond the backlog."""
+    """Actual time of all loads beyond the backlog."""
     recompute_s: float = 0.0
     """Time to compute everything."""
     taken_s: float = 0.0
     """Time of loads and computing the rest."""
     best_s: float = 0.0
-    """The same with the best splits."""
+    """Time of loads and computing the rest, with the best splits."""
     regret_s: float = 0.0
     """Sum over requests of the time beyond the best split."""
     regret_most_s: float = 0.0
-    """Of one request."""
+    """Largest regret of one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class TierSeries:
     """A tier over time; a tier of each node summed over nodes."""
 
     hit_tokens_per_s: tuple[float, ...]
-    """By arrival of the requests."""
+    """Hit tokens by arrival time of the requests."""
     read_bytes_per_s: tuple[float, ...]
     written_bytes_per_s: tuple[float, ...]
     read_depth: tuple[float, ...]
@@ -188,9 +188,9 @@ class TieredResult:
     """False: it was stopped after these requests."""
     nodes: int
     servers: int
-    """Of each node."""
+    """Prefill servers of each node."""
     duration_s: float
-    """Until the last first token."""
+    """Time until the last request has its first token."""
     input_tokens: int
     hit_rate: float
     ttft: TtftStats
@@ -209,7 +209,7 @@ class TieredResult:
     dropped_demotions: int
     """Not written to a lower tier: the slot was needed, or the tier failed."""
     busy_share: float
-    """Of the prefill servers' time."""
+    """Busy share of the prefill servers' time."""
     busy_share_without: float
     over_time: TieredSeries
 

@@ -24,7 +24,7 @@ class CacheResult:
 
     policy: str
     capacity_tokens: int | None
-    """None: unlimited."""
+    """Capacity of the cache; None: unlimited."""
     hit_rate: float
     """Hit tokens over input tokens."""
     hit_tokens: int
@@ -32,7 +32,7 @@ class CacheResult:
     """Accesses to cached blocks, in a leading run or not."""
     evictions: int
     written_tokens: int
-    """Of inserted blocks, each counted whole."""
+    """Tokens of inserted blocks, each counted whole."""
     peak_tokens: int
     """Most tokens cached at the start of a request."""
     mean_tokens: float
@@ -43,9 +43,9 @@ class Task(NamedTuple):
     """One replay."""
 
     policy: str
-    """As in `make_policy`."""
+    """Name of the policy, as in `make_policy`."""
     capacity_tokens: int | None
-    """None: unlimited."""
+    """Capacity of the cache; None: unlimited."""
 
 
 def capacity_blocks(trace: TraceArrays, capacity_tokens: int | None) -> int:

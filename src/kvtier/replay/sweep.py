@@ -95,7 +95,7 @@ def replay_all(
         trace: the trace.
         tasks: what to replay.
         replayer: runs one task.
-        read: a result from what `asdict` made of it.
+        read: makes a result from the output of `asdict`.
         is_complete: whether a result covers the whole trace; only those go to the journal.
         jobs: most processes; None: one for each core.
         keep: file of the journal.
@@ -194,10 +194,10 @@ class Journal(Generic[ResultT]):
     Args:
         path: the file; created with the first result.
         trace: the trace.
-        read: a result from what `asdict` made of it.
+        read: makes a result from the output of `asdict`.
 
     Raises:
-        ConfigError: the file cannot be read or is no journal.
+        ConfigError: the file cannot be read or is not a journal.
     """
 
     def __init__(self, path: Path, trace: TraceArrays, read: Callable[[dict[str, Any]], ResultT]) -> None:

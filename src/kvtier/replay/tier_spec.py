@@ -66,18 +66,18 @@ class Parts(NamedTuple):
 
     @property
     def source(self) -> str:
-        """For messages and tables."""
+        """Source of the figures, for messages and tables."""
         return f"catalogue: {self.number} x {self.item.name} ({self.item.source}, {self.item.date})"
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Of drives."""
+        """Capacity of all drives together; None for parts without one."""
         each = self.item.values.get("capacity_bytes")
         return None if each is None else self.number * int(each)
 
     @property
     def speed(self) -> TierSpeed:
-        """Of all parts together; of a GPU, its link to the host."""
+        """Speed of all parts together; for a GPU, of its link to the host."""
         share = _SHARES.get(self.item.kind, 1.0)
         note = "" if share == 1 else f", {share:.0%} of it"
         read, write = (self.number * share * float(self.item.values[name]) for name in _BANDWIDTHS[self.item.kind])
@@ -99,7 +99,7 @@ def find_parts(text: str, option: str, kind: str = "") -> Parts:
     known = {name: item for of, items in catalogue().items() if kind in ("", of) for name, item in items.items()}
     name = found[2].lower().replace("_", "-") if found else text
     if name not in known:
-        raise ConfigError(f"{option}: {text!r} is no {kind or 'part'} of the catalogue{near(name, sorted(known))}")
+        raise ConfigError(f"{option}: {text!r} is not a {kind or 'part'} of the catalogue{near(name, sorted(known))}")
     number = int(found[1] or 1) if found else 1
     if not number:
         raise ConfigError(f"{option}: {text!r}; allowed: at least one")
@@ -118,7 +118,7 @@ class ProbedSpeeds:
         self._links = read_links(path, "--probe")
 
     def speed(self, tier: str) -> TierSpeed:
-        """Of the tier of that name; unknown if its link was not measured."""
+        """Speed of a tier; unknown if its link was not measured."""
         for link, read, write in _PROBED.get(tier, ()):
             read_bytes_per_s = fastest(self._links, link, read)
             if read_bytes_per_s is not None:
@@ -214,7 +214,7 @@ def prefill_of(model: str, *, tokens_per_s: float | None = None, gpu: Parts | No
 
     Args:
         model: as in `kvtier size`; its attention determines how the cost grows with the position of a token.
-        tokens_per_s: of the first tokens; None: from the GPUs, or the default.
+        tokens_per_s: speed for the first tokens; None: from the GPUs, or the default.
         gpu: GPUs that compute one prompt together, at half their bf16 peak, as in `kvtier plan`.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Request traces: one reader for each form, one packed form that everything replays."""
+"""Request traces: a reader for each format, and the columns that are replayed."""

@@ -31,7 +31,7 @@ ACCESSES_MAX = 1 << 32
 _DENSE_MIN = 1 << 22
 """A table of all ids may have this size, however few accesses there are."""
 _SPARSE = 2
-"""With more ids for each access than this, ids are sorted: a table of all of them would be mostly empty."""
+"""Above this ratio of ids to accesses, ids are sorted: a table of all of them would be mostly empty."""
 _STEP = 1 << 16
 """Values of one vectorized step."""
 _NAMES = ("ids", "starts", "time_s", "input_tokens", "output_tokens", "session", "turn", "next_turn", "parents")
@@ -155,7 +155,7 @@ class _Builder:
         kinds = (np.int64, np.float64, np.int32, np.int32, np.int32, np.int32, np.int8)
         self._ids = _GrowingColumn(np.int32)
         self._columns = [_GrowingColumn(kind) for kind in kinds]
-        """In the order of `_rows`: starts, time, input, output, session, turn, next turn."""
+        """Columns in the order of `_rows`: starts, time, input, output, session, turn, next turn."""
         self._blocks: list[Column] = []
         self._rows: list[tuple[int, float, int, int, int, int, int]] = []
         self._waiting = self._total = 0

@@ -93,12 +93,12 @@ def open_binary(path: Path) -> IO[bytes]:
     """Open a file; its first bytes, not its name, tell plain, gzip or zstd.
 
     Raises:
-        ConfigError: it cannot be opened or is no regular file. Reading raises it if zstandard is not installed, or if
-            a compressed file expands beyond `EXPANDED_BYTES_FREE` and `EXPANSION_MAX`.
+        ConfigError: it cannot be opened or is not a regular file. Reading raises it if zstandard is not installed, or
+            if a compressed file expands beyond `EXPANDED_BYTES_FREE` and `EXPANSION_MAX`.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError(f"trace {path} is no regular file; allowed: a file, which is read twice")
+            raise ConfigError(f"trace {path} is not a regular file; allowed: a file, which is read twice")
         with path.open("rb") as stream:
             magic = stream.read(4)
         if magic.startswith(_GZIP):
@@ -192,7 +192,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Non-empty lines with their numbers from 1.
 
     Raises:
-        ConfigError: the file cannot be read, is damaged or no UTF-8, or a line is longer than `LINE_BYTES_MAX`.
+        ConfigError: the file cannot be read, is damaged or not UTF-8, or a line is longer than `LINE_BYTES_MAX`.
     """
     number = empty = 0
     try:
@@ -223,7 +223,7 @@ def json_lines(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     """JSON objects of a trace, each with its file and line number.
 
     Raises:
-        ConfigError: as `files_of` and `text_lines`, or a line is no JSON object.
+        ConfigError: as `files_of` and `text_lines`, or a line is not a JSON object.
     """
     for file in files_of(path):
         for number, text in text_lines(file):
@@ -247,7 +247,7 @@ def whole(fields: dict[str, Any], name: str, *, least: int = 0) -> int:
     """The field `name` as an integer of at most `WHOLE_MAX`.
 
     Raises:
-        ConfigError: it is no integer, below `least` or too large.
+        ConfigError: it is not an integer, below `least` or too large.
         KeyError: it is missing.
     """
     value = fields[name]
@@ -261,7 +261,7 @@ def number(fields: dict[str, Any], name: str) -> float:
     """The field `name` as a finite number.
 
     Raises:
-        ConfigError: it is no finite number.
+        ConfigError: it is not a finite number.
         KeyError: it is missing.
     """
     value = fields[name]

@@ -21,11 +21,11 @@ class ReadOptions:
     window_h: float = 10.0
     """Hours within which sessions without absolute times start."""
     seed: int = 1
-    """Of their start times."""
+    """Seed of the sessions' start times."""
     time_unit: str = "ms"
-    """Of `timestamp` in request lines, and in text where it does not count from 1970."""
+    """Unit of `timestamp` in request lines, and in text where it does not count from 1970."""
     tokenizer: Path | None = None
-    """For text."""
+    """Tokenizer file for traces of text."""
 
     def __post_init__(self) -> None:
         if self.block_tokens is not None and not 1 <= self.block_tokens <= 1 << 20:

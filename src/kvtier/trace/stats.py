@@ -88,7 +88,7 @@ class TraceStats:
     unique_tokens: int | None
     infinite_hit_rate: float | None
     infinite_hit_rate_second_half: float | None
-    """Of the second half of the requests, after the first."""
+    """Hit rate of the second half of the requests, after the first half."""
     used_once: float | None
     """Share of blocks that are used once."""
     top_reuse: float | None
@@ -112,7 +112,7 @@ class TraceStats:
 
 
 def reuse_pauses(trace: TraceArrays, used_s: Floats) -> Iterator[tuple[float, Column, Floats]]:
-    """For each request: its time, its blocks, and the seconds since each block's last use (inf: none).
+    """Time and blocks of each request, and the seconds since each block's last use (inf: none).
 
     Args:
         trace: the trace.

@@ -55,7 +55,7 @@ class SyntheticSession(NamedTuple):
     """Requests that share blocks: a conversation, an agent with sub-agents, questions about one document."""
 
     requests: tuple[SyntheticRequest, ...]
-    """At least one, in the order of time."""
+    """At least one request, in the order of time."""
     own_blocks: int
     """Number of blocks that no other session has."""
     conversations: int
@@ -120,25 +120,25 @@ def _line(request: SyntheticRequest, time_s: float, block: int, name: int) -> st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Of sessions. Lengths and pauses are log-normal with these means."""
+    """Statistics of sessions. Lengths and pauses are log-normal with these means."""
 
     requests_per_s: float = 2.0
     """Mean; sessions are a Poisson process."""
     turns: float = 4.0
     """Requests of a session, geometrically distributed."""
     first_tokens: float = 1500.0
-    """Of the first prompt after its shared part."""
+    """Length of the first prompt after its shared part."""
     turn_tokens: float = 600.0
     """Growth of the prompt from turn to turn: the response and the next question."""
     output_tokens: float = 300.0
     think_s: float = 60.0
-    """From one request of a session to the next."""
+    """Pause from one request of a session to the next."""
     spread: float = 1.0
     """Standard deviation of the logarithm of lengths and pauses."""
     shared_prompts: int = 16
     """Distinct shared prompts."""
     shared_tokens: int = 1024
-    """Of each shared prompt, in whole blocks."""
+    """Length of each shared prompt, in whole blocks."""
     shared_share: float = 0.8
     """Share of the sessions that begin with one."""
     popularity: float = 1.0
@@ -176,8 +176,8 @@ class StatisticalSource(SessionSource):
     """Conversations that grow turn by turn, drawn from statistics; many begin with a shared prompt.
 
     Args:
-        statistics: of the sessions.
-        seed: of all draws.
+        statistics: statistics of the sessions.
+        seed: seed of all draws.
     """
 
     def __init__(self, statistics: Statistics, seed: int) -> None:
@@ -251,7 +251,7 @@ class TraceSource(SessionSource):
 
     Args:
         trace: the model.
-        seed: of all draws.
+        seed: seed of all draws.
         requests_per_s: mean rate; None: the trace's. Pauses within sessions stay.
 
     Raises:
@@ -290,7 +290,7 @@ class TraceSource(SessionSource):
 
 
 def _shared(trace: TraceArrays, duration_s: float) -> npt.NDArray[np.bool_]:
-    """For each block, whether it is shared."""
+    """Whether each block is shared."""
     parents = np.asarray(trace.parents, np.int64)
     first_s, last_s = np.full(len(parents), np.inf), np.full(len(parents), -np.inf)
     for request in range(len(trace)):

@@ -221,7 +221,7 @@ class Attachment:
                 withdraws the announcement.
 
         Raises:
-            ConfigError: `session` is no string, or `next_turn` is unknown.
+            ConfigError: `session` is not a string, or `next_turn` is unknown.
         """
         known = checked_turn(session, next_turn)
 

@@ -129,7 +129,7 @@ class Span:
 
 
 Spans: TypeAlias = tuple[tuple[tuple[Span, ...], ...], ...]
-"""Per group, per layer: runs of columns in order."""
+"""Runs of columns in order, per group and layer."""
 
 
 class RecordingWindowLayer(DynamicSlidingWindowLayer):

@@ -91,7 +91,7 @@ def prompt_of(
         return reason
     input_ids = inputs if inputs is not None else arguments.get("input_ids")
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        return "the prompt is no tensor input_ids [rows, columns]"
+        return "the prompt is not a tensor input_ids [rows, columns]"
     mask = padding_mask(input_ids, options)
     if mask.shape != input_ids.shape:
         return f"attention_mask has shape {tuple(mask.shape)}; allowed: that of input_ids, {tuple(input_ids.shape)}"
@@ -146,7 +146,7 @@ def checked_turn(session: object, next_turn: object) -> NextTurn | None:
     """Check the arguments of `Attachment.expects`.
 
     Raises:
-        ConfigError: `session` is no string, or `next_turn` is unknown.
+        ConfigError: `session` is not a string, or `next_turn` is unknown.
     """
     if not isinstance(session, str):
         raise ConfigError(f"session is {session!r}; allowed: a string")

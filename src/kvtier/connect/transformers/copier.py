@@ -100,13 +100,13 @@ class SpanPlan:
     start: int
     stop: int
     offsets: Numbers
-    """Of the chunk's first token in the layer's share of a payload."""
+    """Offset of the chunk's first token in the layer's share of a payload."""
     addresses: Numbers
-    """Of the span's first column."""
+    """Addresses of the span's first column."""
     token_bytes: Numbers
-    """From one token to the next in a payload."""
+    """Stride of a token in a payload."""
     column_bytes: Numbers
-    """From one column to the next in the tensor."""
+    """Stride of a column in the tensor."""
     is_dense: bool
     """`token_bytes` equals `column_bytes`."""
 
@@ -180,13 +180,13 @@ class ExposedRow:
     pad: int
     spans: Spans
     readiness: LayerReadiness | None
-    """Of a layerwise load; None for other requests."""
+    """Readiness of a layerwise load's layers; None for other requests."""
     ready: dict[torch.device, Event]
-    """Per device: an event behind everything that the engine had queued on these tensors."""
+    """An event per device, behind everything that the engine had queued on these tensors."""
     plans: dict[tuple[int, int], tuple[SpanPlan, ...]] = field(
         default_factory=dict[tuple[int, int], "tuple[SpanPlan, ...]"]
     )
-    """By (group, layer), computed on demand."""
+    """Copy plans by (group, layer), computed on demand."""
 
 
 class Fences:
@@ -213,7 +213,7 @@ class CacheCopier:
 
     Args:
         shape: the model's KV groups.
-        layout: of `shape`.
+        layout: the layout of `shape`.
         staged_copy_of: makes the copier of a device; tests simulate a device.
     """
 
@@ -261,7 +261,7 @@ class CacheCopier:
 
         Raises:
             LookupError: the request is not exposed, or its tensors lack some of the tokens.
-            ValueError: `blocks` is no run of at most a chunk's tokens.
+            ValueError: `blocks` is not a run of at most a chunk's tokens.
         """
         row, chunk = self._chunk(request, group, blocks, is_gather=True)
         with self._gathers:
@@ -272,7 +272,7 @@ class CacheCopier:
 
         Raises:
             LookupError: the request is not exposed.
-            ValueError: `blocks` is no run of at most a chunk's tokens.
+            ValueError: `blocks` is not a run of at most a chunk's tokens.
         """
         row, chunk = self._chunk(request, group, blocks, is_gather=False)
         if row.readiness is None:
@@ -298,7 +298,7 @@ class CacheCopier:
             raise LookupError(f"request {request!r} is not exposed to the copier")
         start, stop = blocks
         if not 0 <= start < stop <= start + self._layout.chunk_tokens:
-            raise ValueError(f"blocks {blocks} is no run of 1 to {self._layout.chunk_tokens} tokens")
+            raise ValueError(f"blocks {blocks} is not a run of 1 to {self._layout.chunk_tokens} tokens")
         chunk = _ChunkCopy(row, row.pad + start, row.pad + stop, self._layout.chunk_tokens, is_gather=is_gather)
         for spans in row.spans[group]:
             chunk.check(spans)

@@ -62,7 +62,7 @@ class MovingRope:
         """``short`` or ``long``: the side that a call stays on; None if it may cross, or its side cannot be cached.
 
         Args:
-            prompt_tokens: of the longest row, without padding.
+            prompt_tokens: length of the longest row, without padding.
             total_tokens: the most it can grow to.
         """
         # One token less than the length: there "dynamic" scaling keeps its frequencies from earlier calls.

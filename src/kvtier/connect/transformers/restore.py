@@ -1,9 +1,9 @@
 """Fills a cache for a call's prompts as far as possible: lookup, plan, load. Every wait has a deadline.
 
 The rows of a batch share one cache length, so they resume at a common column. A row with a longer restorable prefix may
-then stop inside a chunk, and uses a part of it. Full attention does not care. A window needs the tokens before the
-column where it resumes, not those before the chunk's end. So the window's chunks of both boundaries around that column
-are loaded, and only if the lookup finds both.
+then stop inside a chunk, and uses a part of it. Full attention works with any column. A window needs the tokens before
+the column where it resumes, not those before the chunk's end. So the window's chunks of both boundaries around that
+column are loaded, and only if the lookup finds both.
 """
 
 import logging
@@ -192,8 +192,8 @@ class Restorer:
         """A cache for these rows, filled as far as possible.
 
         Args:
-            rows: of the call.
-            columns: of its prompt, padding included.
+            rows: rows of the call.
+            columns: length of its prompt, padding included.
             is_layerwise: return the cache while its layers are still being loaded. `finish` or `resume` must follow.
         """
         restored = Restored()
@@ -306,7 +306,7 @@ class Restorer:
         answers = [self._session.lookup(row.request, prefix) for row, prefix in questions]
         pause_s = _PROBE_POLL_MIN_S
         while any(answer.presence is Presence.PROBING for answer in answers) and time.monotonic() < deadline:
-            # A probe's answer is no event and does not end a poll. An index in memory answers at once.
+            # A probe's answer is not an event and does not end a poll. An index in memory answers at once.
             self._requests.poll(pause_s)
             pause_s = min(2 * pause_s, _PROBE_POLL_MAX_S)
             for number, (row, prefix) in enumerate(questions):

@@ -42,7 +42,7 @@ def check_model(model: object) -> Model:
     """
     if not isinstance(model, PreTrainedModel):
         hint = "; for a peft model pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
-        raise UnsupportedModelError(f"{type(model).__name__} is no transformers PreTrainedModel{hint}; {_ALLOWED}")
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers PreTrainedModel{hint}; {_ALLOWED}")
     checked: Model = model
     name = type(checked).__name__
     config = checked.config
@@ -215,7 +215,7 @@ _GENERATE_ARGUMENTS = {
     *inspect.signature(vars(GenerationMixin)["generate"]).parameters,
     *("input_ids", "attention_mask", "past_key_values", "use_cache", "tokenizer", "return_dict"),
 }  # fmt: skip
-"""Arguments of `generate` that are no input of the model, or are checked elsewhere."""
+"""Arguments of `generate` that are not inputs of the model, or are checked elsewhere."""
 
 _OFF: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),

@@ -17,7 +17,7 @@ class BlockContent(NamedTuple):
 
     block: int
     hash: Any
-    """VLLM's; None: the prefix cache cannot find the block."""
+    """vLLM's hash of the block. None: the prefix cache cannot find the block."""
 
 
 class BlockPins:
@@ -47,7 +47,7 @@ class BlockPins:
         """Free the pinned `blocks` that nothing else uses, and watch them for reuse; returns these.
 
         Args:
-            blocks: of one request and one group, deepest first.
+            blocks: block ids of one request and one group, deepest first.
             is_thorough: check every block. Otherwise only the first and the last are checked: a request frees its
                 blocks together, and a window frees the shallowest.
         """

@@ -199,7 +199,7 @@ def open_copier(
     """The copier of a worker.
 
     Args:
-        geometry: of the same `config`.
+        geometry: the geometry of `config`.
         config: the worker's `KVCacheConfig`.
         tensors: the tensors that vLLM registers (`register_kv_caches`).
         layers: the model's layers, `compilation_config.static_forward_context`.

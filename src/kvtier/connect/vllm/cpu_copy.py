@@ -23,7 +23,7 @@ class BlockRun(NamedTuple):
     """Blocks that are adjacent both in the chunk and in the engine."""
 
     position: int
-    """Of the first block, in the chunk."""
+    """Index of the first block in the chunk."""
     first: int
     """Id of the first block."""
     blocks: int

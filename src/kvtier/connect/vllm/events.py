@@ -32,7 +32,7 @@ class Moved(NamedTuple):
 
 
 class ChunkBlocks(NamedTuple):
-    """VLLM's blocks of one chunk."""
+    """Blocks of one chunk in vLLM."""
 
     hashes: tuple[Any, ...]
     parent: Any
@@ -103,7 +103,7 @@ class Events:
     """Turns movements of chunks into events about vLLM's blocks. Used by the scheduler's thread only.
 
     Args:
-        movements: of the group that the events are about.
+        movements: movements of the group that the events are about.
         hash_tokens: tokens per block hash of vLLM.
         table: number of the vLLM group.
         stored: makes a `BlockStored`.

@@ -41,7 +41,7 @@ class TableLayout(NamedTuple):
     """One vLLM group, as a part of a `Group`."""
 
     number: int
-    """Of the vLLM group: its index in the block tables."""
+    """Index of the vLLM group in the block tables."""
     block_tokens: int
     blocks: int
     """Blocks of a chunk in an address: the last ones of the chunk."""
@@ -97,7 +97,7 @@ class Geometry:
 
         Raises:
             UnsupportedModelError: KV of an unknown kind, or stored in an unknown way.
-            ConfigError: `chunk_tokens` is no multiple of vLLM's alignment.
+            ConfigError: `chunk_tokens` is not a multiple of vLLM's alignment.
         """
         check_groups(config)
         specs = [_spec_of(number, group) for number, group in enumerate(config.kv_cache_groups)]
@@ -204,7 +204,7 @@ class Geometry:
             resident_tokens: leading tokens in vLLM's own cache.
 
         Raises:
-            ValueError: `tokens` is no boundary.
+            ValueError: `tokens` is not a boundary.
         """
         if tokens % self.chunk_tokens or tokens < self.chunk_tokens:
             raise ValueError(f"tokens must be a multiple of {self.chunk_tokens}, got {tokens}")

@@ -147,7 +147,7 @@ def _weights(config: VllmConfig) -> tuple[WeightsDigest | None, str]:
 
 
 def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
-    """Write the fingerprint's ingredients beside each store, so that the doctor can name differences.
+    """Write the fingerprint's ingredients next to each store, so that the doctor can name differences.
 
     Runs in its own thread, since a file system may hang. A path that does not exist gets the note at the next start.
     """

@@ -120,7 +120,7 @@ def _allowed() -> str:
 
 
 def engine_config(arguments: Sequence[str]) -> VllmConfig:
-    """VLLM's configuration for a server's command line. Imports vLLM, which takes seconds; its output goes to stderr.
+    """The `VllmConfig` of a server's command line. Imports vLLM, which takes seconds; its output goes to stderr.
 
     Raises:
         ConfigError: vLLM rejects the arguments, with vLLM's message.
@@ -153,8 +153,8 @@ def engine_arguments(arguments: Sequence[str]) -> Any:  # noqa: ANN401 - vLLM's 
 def _inspect_models_in_process() -> None:
     """Let vLLM inspect a model's class in this process.
 
-    VLLM uses a new process for it, which keeps CUDA out of a server but imports everything again. This process ends
-    soon, so neither matters. If vLLM lacks the function, nothing changes.
+    By default vLLM uses a new process for it, which keeps CUDA out of a server but imports everything again. This
+    process ends soon, so neither matters. If vLLM lacks the function, nothing changes.
     """
     registry: Any = _imported("vllm.model_executor.models.registry")
     if hasattr(registry, "_run_in_subprocess"):

@@ -96,7 +96,7 @@ USED: Mapping[str, Mapping[str, str]] = {
     },
     "lora/request.py": {"LoRARequest": "lora_name lora_path lora_int_id load_inplace is_3d_lora_weight"},
 }
-"""By file in vLLM's package, by class ("" for the module): the names in use. Hooks are checked apart."""
+"""Names in use, by file in vLLM's package and class ("" for the module). Hooks are checked separately."""
 
 _CONNECTOR = Path(__file__).with_name("connector.py")
 
@@ -134,7 +134,7 @@ def missing(root: Path, connector: Path = _CONNECTOR) -> list[str]:
 def config_being_made() -> VllmConfig | None:
     """The `VllmConfig` whose constructor is importing the connector, found on the stack; None for other callers.
 
-    VLLM passes its configuration to a connector only after the weights are loaded, up to half an hour later. But
+    A connector gets vLLM's configuration only after the weights are loaded, up to half an hour later. But
     `VllmConfig.__post_init__` imports the connector's class before that, in the server's process.
     """
     frame = inspect.currentframe()
@@ -170,7 +170,7 @@ class _Source:
     """The classes of a package, from its source.
 
     Args:
-        root: of the package.
+        root: directory of the package.
     """
 
     def __init__(self, root: Path) -> None:
@@ -193,7 +193,7 @@ class _Source:
 
     @cached_property
     def _classes(self) -> dict[str, tuple[str, ast.ClassDef]]:
-        """By name, over all files in `USED`: a base class may be in another file."""
+        """Classes of all files in `USED` by name: a base class may be in another file."""
         return {node.name: (file, node) for file in USED for node in self.body(file) if isinstance(node, ast.ClassDef)}
 
     def find(self, name: str, file: str) -> ast.ClassDef | None:

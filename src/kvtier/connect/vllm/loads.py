@@ -28,9 +28,9 @@ class OpenLoad:
     blocked_by: set[RequestId] = field(default_factory=set[RequestId])
     """Open stores that read one of its target blocks. It begins when they have ended."""
     is_void: bool = False
-    """Its bytes must not be used."""
+    """The bytes of the load must not be used."""
     is_dropped: bool = False
-    """Its request has ended."""
+    """The request of the load has ended."""
     is_reported: bool = False
     """Orders that went out report its end, but it is still open."""
 
@@ -55,7 +55,7 @@ class Loads:
         self.awaited: list[AwaitedLoad] = []
         """Loads that the next step's forward waits for."""
         self._landed: dict[str, OpenLoad] = {}
-        """By request: complete loads whose report vLLM has not processed yet."""
+        """Complete loads whose report vLLM has not processed yet, by request."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -158,7 +158,7 @@ class Loads:
         return load
 
     def landed(self, load: OpenLoad) -> None:
-        """Record a complete load. VLLM knows of it when the request's next step begins."""
+        """Record a complete load. The next step of its request reports it to vLLM."""
         self._landed[load.tracked.id] = load
 
     def forget_landed(self, request: str) -> None:

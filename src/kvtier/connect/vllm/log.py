@@ -48,7 +48,7 @@ class _Follower(logging.Handler):
         super().__init__()
         self._engine = engine
         self.has_own_level = False
-        """`log.level` is set. VLLM's handlers filter by its own level, so they are called directly."""
+        """Whether `log.level` is set. Handlers of vLLM filter by its own level, so they are called directly."""
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Pass `record` on, without a lock, and with its file name relative to the package."""

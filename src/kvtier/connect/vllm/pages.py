@@ -20,7 +20,7 @@ from kvtier.errors import UnsupportedModelError
 from kvtier.layout import KvLayout
 
 BlockIds = Sequence[Sequence[int]]
-"""Per table of a group: its block ids."""
+"""Block ids of each table of a group."""
 
 
 class Stack(NamedTuple):
@@ -48,7 +48,7 @@ class EnginePages(NamedTuple):
     """All pages of one worker."""
 
     groups: tuple[tuple[TablePages, ...], ...]
-    """Per group, its tables."""
+    """Tables of each group."""
     layout: KvLayout
     """The geometry's layout, with the details of this worker."""
     block_count: int
@@ -62,7 +62,7 @@ def engine_pages(
     """The pages of a worker.
 
     Args:
-        geometry: of the same `config`.
+        geometry: the geometry of `config`.
         config: the worker's `KVCacheConfig`.
         tensors: per layer: the tensor that vLLM registers.
         layers: the model's layers, `static_forward_context`, which name their attention backend.
@@ -123,7 +123,7 @@ class _Pages(NamedTuple):
 
 
 def _starts(config: KvCacheConfig) -> dict[str, tuple[int, int]]:
-    """Per layer: (offset, block stride) in the worker's KV memory, in bytes."""
+    """(offset, block stride) of each layer in the worker's KV memory, in bytes."""
     return {
         layer: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)
         for tensor in config.kv_cache_tensors

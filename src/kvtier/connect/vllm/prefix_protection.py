@@ -1,6 +1,6 @@
 """Prefix protection: allocation does not evict the cached prefixes of requests that are waiting.
 
-VLLM hands out free blocks in LRU order. When users return in turn that order is the worst possible: LRU reuse evicts
+Free blocks leave vLLM's pool in LRU order. When users return in turn that order is the worst possible: LRU reuse evicts
 the next waiting request's prefix, then the one after it, and every request misses although most prefixes would fit. But
 the scheduler knows the waiting queue. So before a request is given blocks, the least valuable free blocks move to the
 front of the free list: first the blocks that no waiting request needs, in vLLM's order, then those of the last request
@@ -41,9 +41,9 @@ class PrefixProtection:
         self._resident = resident
         self._waiting: OrderedDict[str, TrackedRequest] = OrderedDict()
         self._needed: dict[str, list[BlockContent]] = {}
-        """Per waiting request: its cached blocks, deepest first. Looked up once, when an allocation might evict one."""
+        """Cached blocks of each waiting request, deepest first; looked up once, when an allocation might evict one."""
         self._need_counts: Counter[BlockContent] = Counter()
-        """Per block: the number of waiting requests that need it."""
+        """Number of waiting requests that need a block."""
         self._done_for: str | None = None
         """The request that the free list was last ordered for, if nothing has changed since."""
         self._needed_total = 0

@@ -140,7 +140,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 _FileStamps = tuple[tuple[str, int, int, int, int], ...]
-"""Per file: name, inode, size, modification time, change time."""
+"""Stamp of each file: name, inode, size, modification time, change time."""
 
 
 class _Adapter(NamedTuple):
@@ -154,7 +154,7 @@ class _Adapter(NamedTuple):
 class Adapters:
     """Identities of the adapters in vLLM's memory.
 
-    VLLM reads an adapter's files at first use, and perhaps again later. So their digest is taken once. After its files
+    Files of an adapter are read at first use, and perhaps again later. So their digest is taken once. After its files
     change an adapter is no longer cached, because vLLM may hold either version. An adapter that is reloaded on purpose
     (`load_inplace`) is digested again.
 

@@ -118,7 +118,7 @@ class TrackedRequest:
     handed_tokens: int = 0
     """Leading tokens that are cached or were handed to the session. (Of windows and states it has fewer.)"""
     windows: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
-    """Per window group: chunks that are cached or were handed to the session."""
+    """Chunks of each window group that are cached or were handed to the session."""
     junction_tokens: int = 0
     """Length of the cached history that another request shares with this one; 0: none."""
     offers: list[StateOffer] = field(default_factory=list[StateOffer])
@@ -140,7 +140,7 @@ class TrackedRequest:
 
     @property
     def id(self) -> str:
-        """VLLM's request id."""
+        """Request id in vLLM."""
         return self.request.request_id
 
     @property

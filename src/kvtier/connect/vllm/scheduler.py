@@ -59,7 +59,7 @@ class Scheduler:
     """The decisions for one engine.
 
     Args:
-        session: of the core; only the session poller polls it.
+        session: the session, with its own thread; only the session poller polls it.
         ranks: the workers; they get a note for each ended load.
         geometry: location of chunks in block tables.
         begin_keys: makes a request's keys; None: do not cache the request.
@@ -149,7 +149,7 @@ class Scheduler:
         self._step_timer.forget(tracked.id)
         self._loads.forget_landed(tracked.id)
         if tracked.load is not None:
-            # VLLM keeps the blocks of an asynchronous load until its end has been reported.
+            # Blocks of an asynchronous load stay allocated in vLLM until its end has been reported.
             self._planner.dropped(self._loads.drop(tracked.load).match.plan)
         else:
             self._store_full_chunks(tracked, tables)
@@ -388,8 +388,9 @@ class Scheduler:
     def hide(self, bad_blocks: Collection[int]) -> None:
         """Remove unfilled blocks, and the blocks after them, from vLLM's prefix cache. See `Worker.take_bad_blocks`.
 
-        VLLM hashes the blocks of a synchronous load before the load has ended. After a failure it computes them, and
-        they stay hashed. If their request ended before that, another request would find bytes that were never written.
+        In vLLM the blocks of a synchronous load are hashed before the load has ended. After a failure vLLM computes
+        them, and they stay hashed. If their request ended before that, another request would find bytes that were never
+        written.
         """
         for name in self._requests:
             for table in self._tables(name):

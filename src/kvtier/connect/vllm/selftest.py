@@ -1,8 +1,8 @@
-"""The self-test of an unsupported vLLM, and its results beside the store.
+"""The self-test of an unsupported vLLM, and its results next to the store.
 
 Names and signatures do not prove the layout of a page. The self-test (`kvtier vllm doctor --selftest`) does, for one
 build of vLLM, one model and one KV layout. It stores KV, restarts, and compares the answers with vLLM's own; a control
-run restores wrong bytes. Its result is a note beside the store, and engines of that build require it.
+run restores wrong bytes. Its result is a note next to the store, and engines of that build require it.
 
 Each engine runs in its own process (`python -m kvtier.connect.vllm.selftest JOB RESULT`), with the arguments of the
 server's command line, but without a tokenizer or a server.
@@ -38,7 +38,8 @@ ENGINE_S = 3600.0
 """Longest run of one engine; loading a large model's weights takes most of it."""
 
 TOLERANCE = 0.05
-"""Of log probabilities: the rounding of 16-bit numbers in equal batches. The control run must exceed it."""
+"""Largest difference of log probabilities: rounding of 16-bit numbers in equal batches. The control run must
+exceed it."""
 
 PROMPT_TOKENS_MAX = 3000
 ANSWER_TOKENS = 16
@@ -48,7 +49,7 @@ _IDS = (5, 2000)
 _ERROR_LINES = 12
 
 
-# ---- results beside the store --------------------------------------------------------------------------------------
+# ---- results next to the store -------------------------------------------------------------------------------------
 
 
 def result_folder(config: Config) -> Path | None:
@@ -63,7 +64,7 @@ def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> N
         config: the settings.
         build: `installed.build_of`.
         fingerprint: digest of the model's.
-        layout: of a worker.
+        layout: the layout of a worker.
 
     Raises:
         ConfigError: there is no result; the message names the command that makes one.
@@ -129,7 +130,7 @@ class EngineAnswer(NamedTuple):
 
 
 def run(config: Config, arguments: Sequence[str]) -> str:
-    """Test the installed vLLM, write the result beside the store of `config`, and return a summary.
+    """Test the installed vLLM, write the result next to the store of `config`, and return a summary.
 
     Args:
         config: the server's settings.
@@ -173,7 +174,7 @@ def run(config: Config, arguments: Sequence[str]) -> str:
         count = publish(store, results)
     return (
         f"passed: {sum(cached)} tokens restored after a restart, answers equal (log probabilities within "
-        f"{difference:.2g}); with wrong bytes they differ by {control:.2g}; {count} results beside the store"
+        f"{difference:.2g}); with wrong bytes they differ by {control:.2g}; {count} results next to the store"
     )
 
 
@@ -214,7 +215,7 @@ def _engine(folder: str, arguments: Sequence[str], first: Sequence[int]) -> list
 
     Args:
         folder: for files.
-        arguments: of the server.
+        arguments: arguments of the server.
         first: per prompt, the leading tokens to ask for alone, so that vLLM's own cache has them.
 
     Raises:

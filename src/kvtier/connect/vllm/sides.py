@@ -27,7 +27,7 @@ from kvtier.runtime.rank_server import RankServer, connect
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 4.0
-"""How long a worker that shuts down waits for its pending writes. VLLM grants it 5 s in all
+"""How long a worker that shuts down waits for its pending writes. It has 5 s in all from vLLM
 (`VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS`)."""
 
 
@@ -54,7 +54,7 @@ class EngineSetup:
     geometry: Geometry
     identity: identity.EngineIdentity
     build: str
-    """VLLM's; see `installed.build_of`."""
+    """vLLM's build; see `installed.build_of`."""
 
     @staticmethod
     def of(vllm_config: VllmConfig, kv_cache_config: KvCacheConfig) -> "EngineSetup":
@@ -86,7 +86,7 @@ class SchedulerSide:
     """The core and the scheduler, in the scheduler's process.
 
     Args:
-        setup: of the engine.
+        setup: settings and identity of the engine.
         tables: the current block ids of a request.
         resident: the block ids in vLLM's own cache that match a request.
         open_pins: opens vLLM's block pool, once it exists.
@@ -210,7 +210,7 @@ class WorkerSide:
     """A rank and its worker, in a worker's process.
 
     Args:
-        setup: of the engine.
+        setup: settings and identity of the engine.
     """
 
     def __init__(self, setup: EngineSetup) -> None:

@@ -75,7 +75,7 @@ class StatsReader:
     """Reads the increase of the session's metrics, at most once per `INTERVAL_S`.
 
     Args:
-        metrics: of the session.
+        metrics: the session's metrics.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -132,7 +132,7 @@ class PromMetrics:
     Args:
         types: metric classes to use, by the class of `prometheus_client`.
         labels: names of vLLM's own labels.
-        values: of vLLM's own labels, per engine.
+        values: values of vLLM's own labels, per engine.
     """
 
     def __init__(self, types: Mapping[Any, Any], labels: Sequence[str], values: Mapping[int, Sequence[object]]) -> None:

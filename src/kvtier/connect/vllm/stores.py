@@ -18,7 +18,7 @@ from kvtier.types import Place, Prefix, RequestId, StoreDone
 
 
 class StoreSelection:
-    """Selects the objects of a request that are worth storing.
+    """Selects the objects of a request to store.
 
     History groups: every chunk. Window groups: the chunks that a resumption at a likely boundary needs. Likely
     boundaries are the end of each step, and the point where another prompt diverged, in vLLM's own cache or in kvtier.

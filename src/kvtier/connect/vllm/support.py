@@ -132,7 +132,7 @@ def validity_of(spec: KvCacheSpec, where: str) -> Validity:
     token counts, too (`SlidingWindowManager.get_num_skipped_tokens`, vLLM 0.32 and 0.33).
 
     Args:
-        spec: of one layer, or of all layers of a group.
+        spec: the spec of one layer, or of all layers of a group.
         where: names the layers in an error.
 
     Raises:

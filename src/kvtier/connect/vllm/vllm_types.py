@@ -31,7 +31,7 @@ SchedulerOutput: TypeAlias = Any
 """`vllm.v1.core.sched.output.SchedulerOutput`: one scheduled step."""
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
-"""Per vLLM group: the block ids of one request, in token order."""
+"""Block ids of one request for each vLLM group, in token order."""
 
 StateOffer: TypeAlias = tuple[int, int, int]
 """(vLLM group, block, tokens): the block holds the recurrent state after that number of tokens."""

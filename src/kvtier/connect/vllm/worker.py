@@ -41,11 +41,11 @@ class LoadReport(NamedTuple):
     is_failed: bool
     """The load delivered nothing that vLLM can use."""
     is_async: bool
-    """VLLM waits for the report. Otherwise the worker waits for the load, before the forward."""
+    """Whether vLLM waits for the report. Otherwise the worker waits for the load, before the forward."""
 
     @property
     def request(self) -> str:
-        """VLLM's request id."""
+        """Request id in vLLM."""
         return self.load.partition("/")[2]
 
 
@@ -54,7 +54,7 @@ class AwaitedLoad(NamedTuple):
 
     load: RequestId
     blocks: tuple[int, ...]
-    """Its target blocks."""
+    """Target blocks of the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Worker:
     """One worker. A load ends when it has ended on every rank, so all workers of an engine report the same loads.
 
     Args:
-        copier: of its rank.
+        copier: the copier of its rank.
     """
 
     def __init__(self, copier: Revoker) -> None:

@@ -277,7 +277,7 @@ def infinite_hit_tokens(trace: TraceArrays) -> int:
 
 
 def last_uses(trace: TraceArrays) -> npt.NDArray[np.int32]:
-    """For each block, the last request that has it."""
+    """The last request that has each block."""
     last = np.full(trace.block_count, -1, np.int32)
     starts = trace.starts
     for first in range(0, len(trace), _REQUESTS):
@@ -289,7 +289,7 @@ def last_uses(trace: TraceArrays) -> npt.NDArray[np.int32]:
 
 
 def next_uses(trace: TraceArrays) -> npt.NDArray[np.int32]:
-    """For each access, the next request that has its block; NEVER if there is none."""
+    """The next request that has the block of each access; NEVER if there is none."""
     following = np.full(trace.block_count, NEVER, np.int32)
     out = np.empty(len(trace.ids), np.int32)
     starts = trace.starts.tolist() if len(trace) < 1 << 20 else trace.starts

@@ -19,7 +19,7 @@ class Reference(NamedTuple):
     """A policy that is not shipped."""
 
     make: Callable[[int, TraceArrays], Policy]
-    """From capacity in blocks and trace."""
+    """Makes the policy from a capacity in blocks and the trace."""
     help: str
 
 

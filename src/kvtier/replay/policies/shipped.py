@@ -77,7 +77,7 @@ class Shipped(Policy):
 
 
 def _next_turns(trace: TraceArrays, *, turns: bool, ends: bool) -> Sequence[NextTurn | None]:
-    """For each request, the hint that follows it."""
+    """The hint that follows each request."""
     known: list[NextTurn | None] = [None] * len(trace)
     if turns:
         known = [NEXT_TURNS[place] if place >= 0 else None for place in trace.next_turn.tolist()]

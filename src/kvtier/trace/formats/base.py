@@ -95,7 +95,7 @@ def merge_factor(path: Path, own_tokens: int, block_tokens: int | None) -> int:
     """How many blocks of the trace make one block of `block_tokens`; None keeps the trace's own.
 
     Raises:
-        ConfigError: `block_tokens` is no multiple of `own_tokens`.
+        ConfigError: `block_tokens` is not a multiple of `own_tokens`.
     """
     wanted = own_tokens if block_tokens is None else block_tokens
     if wanted < own_tokens or wanted % own_tokens:

@@ -22,7 +22,7 @@ HELD_BLOCKS_MAX = 1 << 28
 
 
 class Numbering:
-    """Maps ids that are no small integers to numbers; one for each reading of a trace."""
+    """Maps ids that are not small integers to numbers; one for each reading of a trace."""
 
     def __init__(self) -> None:
         self._numbers: dict[int | str, int] = {}

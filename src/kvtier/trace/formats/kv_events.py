@@ -34,7 +34,7 @@ SECONDS_MAX: Final = 1e11
 BATCH_BYTES_MAX: Final = 1 << 24
 """A batch takes up to 64 times its bytes in memory: 1 GiB."""
 _ITEMS_MAX: Final = 1 << 20
-"""Of one array or map: msgpack allocates the announced length."""
+"""Most items of one array or map: msgpack allocates the announced length."""
 _BLOCK_STORED_FIELDS: Final = (
     *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
 )
@@ -176,7 +176,7 @@ class KvEvents(TraceReader):
         fields = _fields(event, _BLOCK_STORED_FIELDS)
         kind = fields.get("type")
         if not isinstance(kind, str):
-            raise ConfigError(f"{short(event)} is no event; allowed: [kind, fields], or an object with type")
+            raise ConfigError(f"{short(event)} is not an event; allowed: [kind, fields], or an object with type")
         self._cleared += kind == "AllBlocksCleared"
         is_gpu = str(fields.get("medium") or "GPU").upper() == "GPU"
         if kind != "BlockStored" or not is_gpu or fields.get("kv_cache_spec_kind") not in _HISTORY:
@@ -286,7 +286,7 @@ def _batches(path: Path) -> Iterator[tuple[int, object]]:
 def _batch_fields(batch: object) -> tuple[float, list[object], object]:
     fields = _fields(batch, ("ts", "events", "data_parallel_rank"))
     if "events" not in fields:
-        raise ConfigError(f"{short(batch)} is no batch; allowed: [time, events, rank], or ts and events")
+        raise ConfigError(f"{short(batch)} is not a batch; allowed: [time, events, rank], or ts and events")
     events, rank = fields["events"], fields.get("data_parallel_rank")
     if not isinstance(events, list):
         raise ConfigError(f"events is {short(events)}; allowed: a list")

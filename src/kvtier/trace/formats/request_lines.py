@@ -28,7 +28,7 @@ class RequestLines(TraceReader):
     Args:
         path: the file, or a directory of such files, whose times count from the same moment.
         block_tokens: tokens of a block, a multiple of the trace's own; None: its own.
-        time_unit: of `timestamp`: "s", "ms" or "us".
+        time_unit: unit of `timestamp`: "s", "ms" or "us".
 
     Raises:
         ConfigError: the file cannot be read, a line is malformed, or `block_tokens` does not fit.

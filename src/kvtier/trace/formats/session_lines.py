@@ -35,7 +35,7 @@ class SessionLines(TraceReader):
         path: the file, or a directory of such files.
         block_tokens: tokens of a block, a multiple of the trace's own.
         window_h: hours within which sessions start.
-        seed: of the start times.
+        seed: seed of the start times.
 
     Raises:
         ConfigError: the file cannot be read, a line is malformed, or `block_tokens` does not fit.
@@ -106,7 +106,7 @@ class SessionLines(TraceReader):
 
 
 def _next_turn(request: dict[str, Any], *, is_sub_agent: bool) -> NextTurn | None:
-    """From the stop reason: `tool_use`, or `end_turn`; other reasons tell nothing."""
+    """The hint that follows from the stop reason `tool_use` or `end_turn`; None for other reasons."""
     stop = request.get("stop")
     if stop == "end_turn":
         return NextTurn.NOBODY if is_sub_agent else NextTurn.USER

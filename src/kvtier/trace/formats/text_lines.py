@@ -99,7 +99,7 @@ def _load(path: Path) -> Tokenize:
             "--tokenizer needs tokenizers, which is not installed; allowed: pip install 'kvtier[transformers]'"
         ) from None
     if not path.is_file():
-        raise ConfigError(f"--tokenizer {str(path)!r} is no file; allowed: a tokenizer.json")
+        raise ConfigError(f"--tokenizer {str(path)!r} is not a file; allowed: a tokenizer.json")
     try:
         tokenizer: Any = Tokenizer.from_file(str(path))
     except Exception as error:  # its Rust part raises bare Exceptions
