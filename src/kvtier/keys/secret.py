@@ -108,22 +108,22 @@ def _load(path: Path, *, is_inside: bool) -> Secret | None:
 
 def _create(path: Path) -> None:
     """Create `path` with a random secret, atomically; an existing file stays."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(handle, secrets.token_bytes(SECRET_BYTES))
             os.fsync(handle)
         finally:
             os.close(handle)
         # Unlike a rename, a link fails if another process was faster; then its secret is used.
-        path.hardlink_to(draft)
+        path.hardlink_to(temporary)
     except FileExistsError:
         pass
     except OSError as error:
         _refuse(path, f"cannot be created: {error.strerror}; create it by hand, or set store.secret", error)
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _refuse(path: Path, why: str, cause: OSError | None = None) -> NoReturn:

@@ -331,22 +331,22 @@ class _Cache:
 
     def write(self, known: dict[str, bytes]) -> None:
         """Atomically replace the file with the newest settled digests of `known`."""
-        draft: Path | None = None
+        temporary: Path | None = None
         try:
             handle, name = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)  # mode 0600
-            draft = Path(name)
+            temporary = Path(name)
             with os.fdopen(handle, "wb") as file:
                 # Compare with the file system's own clock, through the time of the temporary file.
                 latest_ns = os.fstat(file.fileno()).st_mtime_ns - self._settle_ns
                 kept = [(label, digest) for label, digest in known.items() if _changed_ns(label) <= latest_ns]
                 digests = {label: digest.hex() for label, digest in kept[-CACHE_ENTRIES_MAX:]}
                 file.write(json.dumps({"version": 1, "digests": digests}, indent=0).encode())
-            draft.replace(self._path)
+            temporary.replace(self._path)
         except OSError as error:
             _log.warning("weights cache %s cannot be written: %s", self._path, error)
-            if draft:
+            if temporary:
                 with suppress(OSError):
-                    draft.unlink()
+                    temporary.unlink()
 
 
 def _changed_ns(label: str) -> int:
