@@ -467,7 +467,7 @@ class Scheduler:
             has_old_blocks = tracked.request.num_computed_tokens > 0
             if tracked.load is not None:
                 load = self._loads.void(tracked.load)
-                # The request is computed anew from the end of vLLM's own blocks. A load that has ended may already be
+                # The request is computed again from the end of vLLM's own blocks. A load that has ended may already be
                 # reported as complete: the poller sets its end time before it checks whether the load is void.
                 has_old_blocks = load.match.plan.resident_tokens > 0 or load.ended_s > 0
             if tracked.answer is not None:
