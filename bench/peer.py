@@ -28,11 +28,11 @@ from bench.parts.command import record_option, recorded_settings
 from bench.parts.command import run as run_script
 
 from kvtier.bench.fio import Fio, has_fio
-from kvtier.bench.io_samples import FullTier
+from kvtier.bench.io_workloads import FullTier
 from kvtier.bench.record import make_record
 from kvtier.cli.options import Bytes, WorkDirectory, tell_written
 from kvtier.cli.probe import ended_by_signals
-from kvtier.config.kinds import size_text
+from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json, progress, write_json
 from kvtier.report.table import Table, print_table

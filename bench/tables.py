@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.config.kinds import size_text
+from kvtier.config.value_types import size_text
 from kvtier.report.chart import Chart, Colours, write_charts
 
 if TYPE_CHECKING:

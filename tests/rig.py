@@ -15,14 +15,14 @@ import kvtier
 from kvtier.config.sections import Config, DirectoryConfig, HostConfig, LimitsConfig, StoreConfig
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
-from kvtier.device.base import Copier
+from kvtier.device.copier import Copier
 from kvtier.keys.chain import Chain
 from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena, chunk_bytes
+from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.open import OpenedSession, open_session
-from kvtier.runtime.session import LocalSession
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
 from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId, StoreDone

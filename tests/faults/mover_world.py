@@ -10,12 +10,12 @@ from typing import Self
 import numpy as np
 
 from kvtier.codec.base import Codec
-from kvtier.device.base import Copier, Fence
+from kvtier.device.copier import Copier, Fence
 from kvtier.errors import TierError
-from kvtier.keys.names import object_name
+from kvtier.keys.object_names import object_name
 from kvtier.layout import GroupLayout, History, KvLayout, State
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.jobs import Completion, Threads, Work
+from kvtier.runtime.executor import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
 from kvtier.testing.host_copier import HostCopier
 from kvtier.testing.memory_tier import MemoryTier

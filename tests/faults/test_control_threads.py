@@ -31,10 +31,11 @@ from tests.rig import (
 )
 
 from kvtier.config.sections import Config, DirectoryConfig, DiskConfig, TraceConfig
-from kvtier.observe import table
-from kvtier.runtime import rank, recorder
+from kvtier.observe import metric_definitions as table
+from kvtier.runtime import rank
+from kvtier.runtime import trace_recorder as recorder
 from kvtier.runtime.open import OpenedSession, open_session
-from kvtier.runtime.recorder import Served
+from kvtier.runtime.trace_recorder import Served
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.types import NextTurn

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.rig import CHUNK_TOKENS, LAYOUT, Engine, load_places, loaded, looked_up, opened, places_of, prefix_of, stored
 
-from kvtier.keys.names import object_name
+from kvtier.keys.object_names import object_name
 from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory import DirectoryTier
 

@@ -32,7 +32,7 @@ from tests.rig import (
 from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
 from kvtier.core.circuit_breaker import RETRY_SECONDS_MAX
 from kvtier.errors import ConfigError, KvError, TierError
-from kvtier.observe import table
+from kvtier.observe import metric_definitions as table
 from kvtier.runtime import deferred_tier, rank
 from kvtier.runtime import open as runtime
 from kvtier.runtime.deferred_tier import DeferredTier

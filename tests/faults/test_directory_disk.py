@@ -8,7 +8,7 @@ from rank_world import until
 from tests.rig import CHUNK_TOKENS, Engine, load_places, loaded, looked_up, opened, places_of, prefix_of, stored
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.observe import table
+from kvtier.observe import metric_definitions as table
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier import effective_cap
 from kvtier.tier.directory import DirectoryTier

@@ -30,8 +30,8 @@ from kvtier.tier import directory
 from kvtier.tier.base import About
 from kvtier.tier.direct import write_all
 from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory_marker import read_marker
 from kvtier.tier.index_snapshot import SnapshotRow, save_snapshot
-from kvtier.tier.marker import read_marker
 from kvtier.tier.store_paths import charge_bytes
 from kvtier.types import ObjectName
 

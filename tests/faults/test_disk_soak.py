@@ -26,10 +26,10 @@ from kvtier.tier import disk_batch
 from kvtier.tier.aio import ReadRun, begin_runs
 from kvtier.tier.base import Read, Write
 from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_marker import MARKER_NAME
 from kvtier.tier.disk_status import STATUS_NAME
-from kvtier.tier.marker import MARKER_NAME as DIRECTORY_MARKER_NAME
 from kvtier.tier.store_paths import charge_bytes
 
 NAMES = 200

@@ -20,12 +20,12 @@ from tests.rig import (
 )
 
 from kvtier.core.limits import Limits
+from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.mover import Threads
-from kvtier.runtime.session import LocalSession
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_files import SEGMENTS_NAME
+from kvtier.tier.segment_files import SEGMENTS_NAME
 from kvtier.types import RequestId
 
 PROMPTS, CHUNKS = 12, 9

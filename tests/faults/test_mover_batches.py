@@ -8,7 +8,7 @@ from mover_world import HangingTier, ManualClock, NthCallTier, World, WrappedTie
 
 from kvtier.codec import registry
 from kvtier.errors import TierError
-from kvtier.runtime.jobs import Completion, Threads
+from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import CANCELLED, TOO_LATE
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import AheadTier, BatchTier, Read, Tier, Write

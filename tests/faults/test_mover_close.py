@@ -3,7 +3,7 @@
 import pytest
 from mover_world import WAIT_S, HangingTier, World
 
-from kvtier.runtime.jobs import Threads, Work
+from kvtier.runtime.executor import Threads, Work
 from kvtier.runtime.mover import CLOSED
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Cancel, Link, Outcome

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mover_world import CHUNKS, WAIT_S, FencedCopier, HangingTier, ManualClock, World
 
-from kvtier.runtime.jobs import Threads
+from kvtier.runtime.executor import Threads
 from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE
 from kvtier.runtime.worker_queues import STUCK_S
 from kvtier.testing.memory_tier import MemoryTier

@@ -9,7 +9,7 @@ import pytest
 from mover_world import CHUNKS, World, WrappedTier
 
 from kvtier.errors import TierError
-from kvtier.runtime.jobs import Completion, Threads
+from kvtier.runtime.executor import Completion, Threads
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier.base import UNKNOWN, About
 from kvtier.types import Cancel, Link, ObjectName, Outcome, Transfer

@@ -7,7 +7,7 @@ from mover_world import FINGERPRINT, HangingTier, NthCallCopier, World, small_la
 
 from kvtier.runtime import mover as mover_module
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.jobs import Threads
+from kvtier.runtime.executor import Threads
 from kvtier.runtime.mover import NO_THREAD, Mover
 from kvtier.runtime.worker_queues import WorkerQueue
 from kvtier.testing.memory_tier import MemoryTier

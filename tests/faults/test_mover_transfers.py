@@ -22,7 +22,7 @@ from kvtier.codec.frame import verify_frame
 from kvtier.config.sections import Mode
 from kvtier.errors import ConfigError
 from kvtier.policy.lru import Lru
-from kvtier.runtime.jobs import Threads, Work
+from kvtier.runtime.executor import Threads, Work
 from kvtier.runtime.mover import TOO_LATE
 from kvtier.runtime.transfers import NOT_ADMITTED
 from kvtier.testing.memory_tier import MemoryTier

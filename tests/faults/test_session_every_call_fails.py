@@ -17,8 +17,8 @@ from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.counters import CommandCounters, Gauges
-from kvtier.runtime.jobs import Completion
-from kvtier.runtime.session import LocalSession
+from kvtier.runtime.executor import Completion
+from kvtier.runtime.local_session import LocalSession
 from kvtier.types import (
     Cancel,
     ChunkKey,

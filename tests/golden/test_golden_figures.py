@@ -16,8 +16,8 @@ from pathlib import Path
 
 from kvtier import size
 from kvtier.cli.main import run
-from kvtier.plan.load import load
 from kvtier.plan.plan import make_plan, to_json
+from kvtier.plan.read_inputs import load
 
 HERE = Path(__file__).parent
 LINES = 800

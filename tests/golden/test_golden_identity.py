@@ -10,7 +10,7 @@ import pytest
 import worked_example as example
 
 from kvtier.keys.chain import Chain, chunk_keys
-from kvtier.keys.names import object_names
+from kvtier.keys.object_names import object_names
 from kvtier.keys.weights import digest_files, digest_tensors
 
 GOLDEN = {

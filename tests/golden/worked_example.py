@@ -4,7 +4,7 @@ from kvtier.codec.frame import Identity, frame_bytes, head_bytes, seal
 from kvtier.codec.registry import by_name
 from kvtier.keys.chain import Extra, chunk_keys
 from kvtier.keys.fingerprint import Fingerprint, root_key
-from kvtier.keys.names import object_name
+from kvtier.keys.object_names import object_name
 from kvtier.layout import GroupLayout, History, KvLayout
 
 SECRET = bytes(range(32))

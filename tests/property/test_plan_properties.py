@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kvtier.plan.inputs import Inputs
 from kvtier.plan.limits import ceiling, used_shares
-from kvtier.plan.load import load
 from kvtier.plan.plan import capacity, make_plan
 from kvtier.plan.queueing import operate
+from kvtier.plan.read_inputs import load
 from kvtier.plan.resolve import resolve
 
 # Shrinking an example of thirty inputs takes minutes and tells nothing that the inputs themselves do not.

@@ -19,7 +19,7 @@ from kvtier.core.planner import (
     SLACK_S_MIN,
     Planner,
 )
-from kvtier.core.prefill import Piece, PrefillCosts, PrefillEstimator
+from kvtier.core.prefill_estimator import Piece, PrefillCosts, PrefillEstimator
 from kvtier.layout import History, State, Validity, Window
 from kvtier.types import Link, LoadDone, LoadOption, Lookup, Place, Presence, RequestId
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.runtime.jobs import Completion
+from kvtier.runtime.executor import Completion
 from kvtier.runtime.protocol import (
     MESSAGE_BYTES_MAX,
     CommandMessage,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.replay.policies.reference import infinite_hit_tokens
-from kvtier.replay.run import replay
+from kvtier.replay.single_cache import replay
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.formats.base import Request
 

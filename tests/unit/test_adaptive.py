@@ -15,7 +15,7 @@ from kvtier.policy.base import Evictor, Held
 from kvtier.policy.fifo import Fifo
 from kvtier.policy.lru import Lru
 from kvtier.policy.reuse import WATCHED_MAX, ReuseModel
-from kvtier.replay.run import replay
+from kvtier.replay.single_cache import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace

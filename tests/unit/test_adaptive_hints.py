@@ -10,7 +10,7 @@ from tests.unit.test_adaptive import Prompt, use
 
 from kvtier.policy.adaptive import SLACK, Adaptive, Owner
 from kvtier.policy.reuse import ReuseModel
-from kvtier.replay.run import replay
+from kvtier.replay.single_cache import replay
 from kvtier.testing.policy import held, name_of
 from kvtier.trace.arrays import TraceArrays
 from kvtier.types import NextTurn

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import pytest
 from tests.unit.test_report import check_page
 
-from kvtier.bench import core, io, io_samples
+from kvtier.bench import core, io
+from kvtier.bench import io_workloads as io_samples
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
 from kvtier.bench.io import IoRepeats
 from kvtier.bench.io_report import notes
-from kvtier.bench.io_samples import FullTier, IoSample, layout_of
+from kvtier.bench.io_workloads import FullTier, IoSample, layout_of
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError, KvError
-from kvtier.runtime.jobs import Completion
+from kvtier.runtime.executor import Completion
 from kvtier.types import Link, Outcome
 
 

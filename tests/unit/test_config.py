@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.config.kinds import SIZE_UNITS, parse_seconds, parse_size, size_text
 from kvtier.config.loader import load
 from kvtier.config.schema import settings
 from kvtier.config.sections import SECTIONS, Config, DirectoryConfig, HostConfig, LimitsConfig, StoreConfig
+from kvtier.config.value_types import SIZE_UNITS, parse_seconds, parse_size, size_text
 from kvtier.errors import ConfigError
 
 DIGITS = "0123456789abcdef" * 4

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.config.loader import load
-from kvtier.config.machine import check, memory_bytes
+from kvtier.config.machine_checks import check, memory_bytes
 from kvtier.config.sections import Config, DirectoryConfig, HostConfig, StoreConfig
-from kvtier.tier.marker import MARKER_NAME, open_store
+from kvtier.tier.directory_marker import MARKER_NAME, open_store
 
 SMALL = HostConfig(capacity_bytes=2**20)
 as_user = pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")

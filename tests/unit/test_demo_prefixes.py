@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.demo.prefixes import (
+from kvtier.demo.restorable import (
     RUNS_MAX,
     EarlierRun,
     StoredPrefixes,

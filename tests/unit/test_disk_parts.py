@@ -9,7 +9,6 @@ from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.runtime.rank import _disk
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_budget import DAY_S, WriteBudget
 from kvtier.tier.disk_format import (
     ENTRIES_PER_BLOCK,
     ENTRY,
@@ -23,6 +22,7 @@ from kvtier.tier.disk_format import (
     read_header,
 )
 from kvtier.tier.disk_settings import segment_bytes_for
+from kvtier.tier.write_budget import DAY_S, WriteBudget
 
 HEADER = Header(b"s" * 16, 7, 1 << 20)
 SEGMENT_BYTES = 64 * BLOCK_BYTES

@@ -13,7 +13,7 @@ from kvtier.errors import TierError
 from kvtier.inspection import disk as inspection_disk
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import Gauges
-from kvtier.runtime.jobs import TierView
+from kvtier.runtime.executor import TierView
 from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier

@@ -15,7 +15,7 @@ from kvtier.codec.frame import frame_bytes, head_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.layout import GroupLayout, History
-from kvtier.tier import notes
+from kvtier.tier import store_notes as notes
 from kvtier.tier.base import About
 from kvtier.tier.directory import DirectoryTier
 from kvtier.types import ObjectName

@@ -156,7 +156,7 @@ def test_a_compaction_that_is_cut_short_loses_nothing(sparse, monkeypatch):
     def cut(_files, _segment):
         raise OSError("planned")
 
-    monkeypatch.setattr("kvtier.tier.disk_files.SegmentFiles.remove", cut)
+    monkeypatch.setattr("kvtier.tier.segment_files.SegmentFiles.remove", cut)
     with pytest.raises(TierError, match="planned"):
         inspection_disk.DiskStore(store).compact()
     tier = DiskTier(store, capacity_bytes=1 << 20, segment_bytes=1 << 18, sync_interval_s=3600.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.keys.names import object_name, object_names
+from kvtier.keys.object_names import object_name, object_names
 
 KEY, OTHER, LAYOUT = bytes(32), bytes(range(32)), b"\x05" * 32
 

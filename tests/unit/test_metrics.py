@@ -6,7 +6,7 @@ from threading import Thread
 import pytest
 
 from kvtier.observe import METRICS, Label, Metric, MetricKind, Metrics
-from kvtier.observe.table import (
+from kvtier.observe.metric_definitions import (
     DROPS,
     EVICTIONS,
     LOAD_SECONDS,
@@ -37,7 +37,7 @@ def test_the_table_keeps_its_rules():
 
 
 def test_every_metric_of_the_module_is_in_the_table():
-    from kvtier.observe import table
+    from kvtier.observe import metric_definitions as table
 
     declared = {value.name for value in vars(table).values() if isinstance(value, Metric)}
     assert declared == {metric.name for metric in METRICS}

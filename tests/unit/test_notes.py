@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tier import notes
+from kvtier.tier import store_notes as notes
 from kvtier.tier.directory import DirectoryTier
 
 NAME = bytes(range(16))

@@ -8,9 +8,9 @@ from collections import OrderedDict
 import pytest
 
 from kvtier.plan.limits import life_years
-from kvtier.plan.load import load
 from kvtier.plan.plan import capacity, gpus_needed, make_plan
 from kvtier.plan.queueing import fetch_s, operate, prefill_s
+from kvtier.plan.read_inputs import load
 from kvtier.plan.resolve import resolve
 from kvtier.plan.workload import lognormal_curve
 

@@ -3,9 +3,9 @@
 import pytest
 from tests.unit.test_report import check_page
 
-from kvtier.plan.load import load
 from kvtier.plan.plan import make_plan
 from kvtier.plan.published import compare
+from kvtier.plan.read_inputs import load
 from kvtier.plan.report import (
     capacity_curves,
     charts,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.plan.inputs import SETTINGS
-from kvtier.plan.load import PUBLISHED, example_names, example_tables, load
 from kvtier.plan.plan import make_plan
 from kvtier.plan.published import FIGURES, HOW, compare
+from kvtier.plan.read_inputs import PUBLISHED, example_names, example_tables, load
 
 TOP = Path(__file__).parents[2]
 DOCUMENT = TOP / "docs" / "planning.md"

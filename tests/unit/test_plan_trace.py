@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.plan.load import load
 from kvtier.plan.plan import make_plan
+from kvtier.plan.read_inputs import load
 from kvtier.plan.trace import read_trace
 
 BLOCK = 64

@@ -14,7 +14,7 @@ from kvtier.core.planner import (
     Piece,
     Planner,
 )
-from kvtier.core.prefill import PRIOR_PER_TOKEN_S, PRIOR_STEP_TOKENS, TOKENS_MIN, PrefillEstimator
+from kvtier.core.prefill_estimator import PRIOR_PER_TOKEN_S, PRIOR_STEP_TOKENS, TOKENS_MIN, PrefillEstimator
 from kvtier.types import LoadDone, LoadOption, Lookup, Presence, RequestId
 
 PER_TOKEN_S = 1e-3

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from kvtier.cli.main import run
-from kvtier.config.links import Speed, fastest, read_links
+from kvtier.config.probe_record import Speed, fastest, read_links
 from kvtier.errors import ConfigError
-from kvtier.plan.load import load
+from kvtier.plan.read_inputs import load
 
 
 def measure(op, size, depth, rate, latency_us):

@@ -24,18 +24,18 @@ from tests.rig import (
 from kvtier.core.cache import Cache
 from kvtier.core.records import SEVERITY
 from kvtier.errors import ConfigError
-from kvtier.keys.names import object_name
+from kvtier.keys.object_names import object_name
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime import rank_group as module
 from kvtier.runtime.arena import Arena, slots_for
-from kvtier.runtime.jobs import Completion, Threads
+from kvtier.runtime.executor import Completion, Threads
+from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.open import open_core
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_group import RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
-from kvtier.runtime.session import LocalSession
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import Cancel, ChunkKey, Drop, Link, Outcome, Presence, Probe, RequestId, Transfer
 

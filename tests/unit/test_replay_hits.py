@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.replay.policies.registry import REFERENCES, make_policy, policy_names
-from kvtier.replay.run import CacheResult, Task, replay
+from kvtier.replay.single_cache import CacheResult, Task, replay
 from kvtier.replay.sweep import Journal, sweep
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import ReadOptions, open_trace

@@ -16,12 +16,12 @@ from kvtier.cli.replay import interruptible
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.planner import Planner
 from kvtier.replay import sweep as sweep_module
-from kvtier.replay.links import SPAN_MAX_S, SecondSums
-from kvtier.replay.prefill import PrefillSpeed, best_split
+from kvtier.replay.prefill_speed import PrefillSpeed, best_split
 from kvtier.replay.results import PARTS
-from kvtier.replay.run import Task
+from kvtier.replay.single_cache import Task
 from kvtier.replay.sweep import Journal, sweep
 from kvtier.replay.tiered import TieredSetup, replay_tiers, sweep_tiers
+from kvtier.replay.virtual_tiers import SPAN_MAX_S, SecondSums
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
 

@@ -8,7 +8,7 @@ import pytest
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import catalogue
-from kvtier.replay.prefill import PrefillSpeed
+from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import TierSpec
 from kvtier.replay.tables import inputs
 from kvtier.replay.tier_spec import ProbedSpeeds, find_parts, parse_tier, prefill_of

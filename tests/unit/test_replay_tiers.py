@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from kvtier.cli.main import run
-from kvtier.replay.links import EventQueue, LinkSeries, ReplayLink, link_stats
-from kvtier.replay.prefill import PrefillSpeed
+from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import TierSpec
 from kvtier.replay.router import ROUTERS
-from kvtier.replay.run import replay
+from kvtier.replay.single_cache import replay
 from kvtier.replay.tiered import TieredSetup, replay_tiers
+from kvtier.replay.virtual_tiers import EventQueue, LinkSeries, ReplayLink, link_stats
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.formats.base import Request
 from kvtier.trace.open import open_trace

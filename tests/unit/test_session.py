@@ -23,13 +23,13 @@ from tests.rig import (
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.errors import ConfigError
-from kvtier.observe import table
-from kvtier.runtime import session as module
-from kvtier.runtime import session_thread as module_of_thread
-from kvtier.runtime.jobs import Completion, Threads
+from kvtier.observe import metric_definitions as table
+from kvtier.runtime import local_session as module
+from kvtier.runtime import session as module_of_thread
+from kvtier.runtime.executor import Completion, Threads
+from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.open import choose_chunk_tokens
-from kvtier.runtime.session import LocalSession
-from kvtier.runtime.session_thread import Session, SessionError
+from kvtier.runtime.session import Session, SessionError
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.types import LoadDone, Outcome, Presence, RequestId, StoreDone
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier import size
-from kvtier.config.kinds import parse_count
+from kvtier.config.value_types import parse_count
 from kvtier.errors import ConfigError
 from kvtier.report.format import binary, both, decimal, exact
 from kvtier.size.check import check, parse_figure

@@ -30,7 +30,7 @@ BAD = [
     ("logging_setup", "src/kvtier/runtime/mover.py", "import logging\nlogging.basicConfig()\n"),
     ("logging_setup", "src/kvtier/connect/x.py", "import logging\nlogging.getLogger('a').setLevel(1)\n"),
     ("asserted_data", "src/kvtier/codec/frame.py", "def f(x):\n    assert x\n"),
-    ("seeded_hash", "src/kvtier/keys/names.py", "x = hash('a')\n"),
+    ("seeded_hash", "src/kvtier/keys/object_names.py", "x = hash('a')\n"),
     ("endless_waits", "src/kvtier/runtime/mover.py", "def f(thread):\n    thread.join()\n"),
     ("endless_waits", "src/kvtier/runtime/mover.py", "def f(self):\n    self.event.wait()\n"),
     ("endless_waits", "src/kvtier/runtime/mover.py", "import queue\nx = queue.Queue()\n"),

@@ -11,7 +11,7 @@ import zstandard
 
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError
-from kvtier.replay.run import replay
+from kvtier.replay.single_cache import replay
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import ReadOptions, open_trace
 

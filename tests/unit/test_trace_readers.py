@@ -11,7 +11,7 @@ import zstandard
 
 from kvtier.errors import ConfigError
 from kvtier.trace import arrays as arrays_module
-from kvtier.trace import io as io_module
+from kvtier.trace import trace_files as io_module
 from kvtier.trace.arrays import TraceArrays, read_arrays, without_sessions
 from kvtier.trace.formats import block_ids, session_lines
 from kvtier.trace.formats.block_ids import merge_blocks

@@ -11,13 +11,13 @@ from hashlib import sha256
 
 import pytest
 
-import kvtier.runtime.recorder as recording
+import kvtier.runtime.trace_recorder as recording
 from kvtier.config.loader import load
 from kvtier.errors import ConfigError
-from kvtier.observe import table
+from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.replay.run import replay
-from kvtier.runtime.recorder import Recorder, Served
+from kvtier.replay.single_cache import replay
+from kvtier.runtime.trace_recorder import Recorder, Served
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
 from kvtier.types import NextTurn

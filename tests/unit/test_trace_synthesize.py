@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cli.main import run
-from kvtier.replay.run import replay
+from kvtier.replay.single_cache import replay
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
 from kvtier.trace.stats import trace_stats

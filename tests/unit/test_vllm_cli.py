@@ -14,7 +14,7 @@ from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
-from kvtier.config import machine
+from kvtier.config import machine_checks as machine
 from kvtier.config.sections import Config, DirectoryConfig
 from kvtier.connect.vllm import installed
 from kvtier.connect.vllm.identity import note_fingerprint

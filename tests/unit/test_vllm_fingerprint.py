@@ -13,7 +13,7 @@ import pytest
 from tests.vllm_config import vllm_config
 
 from kvtier.connect.vllm import identity as module
-from kvtier.connect.vllm import internals
+from kvtier.connect.vllm import required_names as internals
 from kvtier.connect.vllm.identity import EngineIdentity, identify, local_folder
 from kvtier.connect.vllm.installed import SUPPORTED, build_of, check_engine, check_version, release_of
 from kvtier.errors import ConfigError

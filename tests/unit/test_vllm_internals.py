@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.connect.vllm import internals
+from kvtier.connect.vllm import required_names as internals
 
 CONNECTOR = """
 class KvtierConnector:

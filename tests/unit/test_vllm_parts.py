@@ -26,7 +26,7 @@ from kvtier.core.planner import LoadPlan, Planner
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, State, Window
-from kvtier.runtime.jobs import Completion
+from kvtier.runtime.executor import Completion
 from kvtier.types import (
     ChunkKey,
     Drop,

@@ -12,7 +12,7 @@ from kvtier.connect.vllm import copier as module
 from kvtier.connect.vllm.copier import RevokedError
 from kvtier.connect.vllm.cpu_copy import CpuPageCopy
 from kvtier.connect.vllm.pages import BlockIds, EnginePages
-from kvtier.device.base import Fence
+from kvtier.device.copier import Fence
 from kvtier.types import RequestId
 
 REQUEST = RequestId("S0/x")

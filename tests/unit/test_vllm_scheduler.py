@@ -24,7 +24,7 @@ from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
-from kvtier.runtime import session as session_module
+from kvtier.runtime import local_session as session_module
 from kvtier.types import Lookup, Presence
 
 WAYS = [

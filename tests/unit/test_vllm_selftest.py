@@ -9,7 +9,7 @@ from kvtier.config.sections import Config, DirectoryConfig, LimitsConfig, VllmCo
 from kvtier.connect.vllm import selftest
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.tier import notes
+from kvtier.tier import store_notes as notes
 
 BUILD, MODEL = "0.1.dev7 build 0123456789abcdef", bytes(range(32))
 LAYOUT = KvLayout(256, (GroupLayout(History(), (4096,), "pages"),))

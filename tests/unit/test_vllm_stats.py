@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.connect.vllm import stats
 from kvtier.connect.vllm.stats import PromMetrics, Stats, StatsReader, observations
-from kvtier.observe import table
+from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 
 

@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from kvtier.runtime.jobs import Job
+from kvtier.runtime.executor import Job
 from kvtier.runtime.worker_queues import QueueState, Scratch, WorkerQueue
 from kvtier.types import ChunkKey, Drop, Probe
 

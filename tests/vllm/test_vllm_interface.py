@@ -5,7 +5,7 @@ import inspect
 import pytest
 from harness import in_process
 
-from kvtier.connect.vllm import internals
+from kvtier.connect.vllm import required_names as internals
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,7 @@ from harness import Ask
 from judge import prompt
 from settings import CHUNK, connector, whole
 
-from kvtier.replay.run import replay
+from kvtier.replay.single_cache import replay
 from kvtier.trace.arrays import read_arrays
 from kvtier.trace.open import open_trace
 

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
-from kvtier.bench.io_samples import SEGMENTS, FullTier, IoSample, engine_blocks, host_sample, memcpy, segment_bytes
-from kvtier.config.kinds import size_text
+from kvtier.bench.io_workloads import SEGMENTS, FullTier, IoSample, engine_blocks, host_sample, memcpy, segment_bytes
+from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.tier.direct import can_direct
 

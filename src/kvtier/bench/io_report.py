@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.bench.io import IoResult, IoRow
 from kvtier.bench.record import machine
-from kvtier.config.kinds import size_text
+from kvtier.config.value_types import size_text
 from kvtier.report.chart import Chart, Colours, figures_html
 from kvtier.report.format import NONE, time_text
 from kvtier.report.output import write_file

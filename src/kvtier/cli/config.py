@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from kvtier.config.kinds import Hidden
 from kvtier.config.loader import Loaded, load
-from kvtier.config.machine import Finding, check
+from kvtier.config.machine_checks import Finding, check
 from kvtier.config.schema import Setting, settings
 from kvtier.config.sections import SECTIONS, value_of
+from kvtier.config.value_types import Hidden
 from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from kvtier.config.kinds import size_text
 from kvtier.config.loader import load
+from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.inspection import DiskStore, StoreInspector, open_store
 from kvtier.inspection.disk import StoreHealth

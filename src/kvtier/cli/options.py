@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvtier.config.kinds import parse_count, parse_seconds, parse_size
+from kvtier.config.value_types import parse_count, parse_seconds, parse_size
 
 
 class WorkDirectory(click.Path):

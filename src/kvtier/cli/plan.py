@@ -78,7 +78,7 @@ def plan(
         _list_hardware(as_json)
         return
     from kvtier.errors import ConfigError
-    from kvtier.plan.load import OPTIONS, load
+    from kvtier.plan.read_inputs import OPTIONS, load
 
     values: dict[str, Any] = {"model": model, **given}
     options = {name: values[option] for name, option in OPTIONS.items()}

@@ -15,7 +15,7 @@ from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
-    from kvtier.replay.run import CacheResult
+    from kvtier.replay.single_cache import CacheResult
     from kvtier.trace.arrays import TraceArrays
     from kvtier.trace.stats import TraceStats
 
@@ -215,7 +215,7 @@ def _run_policies(
     output: ReplayOutput,
 ) -> int:
     from kvtier.replay.policies.reference import infinite_hit_tokens
-    from kvtier.replay.run import Task
+    from kvtier.replay.single_cache import Task
     from kvtier.replay.sweep import sweep
     from kvtier.replay.tables import CacheReplays
     from kvtier.trace.stats import trace_stats
@@ -302,7 +302,7 @@ def _names(text: str) -> list[str]:
 
 
 def _capacities(text: str) -> list[int | None]:
-    from kvtier.config.kinds import parse_count
+    from kvtier.config.value_types import parse_count
     from kvtier.errors import ConfigError
 
     found: list[int | None] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from kvtier.cli.options import Bytes, Quantity
-from kvtier.config.kinds import parse_size
+from kvtier.config.value_types import parse_size
 from kvtier.errors import ConfigError
 from kvtier.report.format import binary, decimal, exact
 from kvtier.report.table import Table, print_table

@@ -140,7 +140,7 @@ def synthesize(target: Path, requests: str | None, like: Path | None, **options:
     Sessions are drawn from the statistics above, or from the trace --like: whole sessions, with their lengths, pauses
     and shared blocks, in another order and under new ids.
     """
-    from kvtier.config.kinds import parse_count
+    from kvtier.config.value_types import parse_count
     from kvtier.errors import ConfigError
     from kvtier.trace.synthesize import (
         SessionSource,

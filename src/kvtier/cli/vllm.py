@@ -7,11 +7,11 @@ from typing import cast
 
 import click
 
-from kvtier.config.kinds import Hidden
 from kvtier.config.loader import Loaded, load
-from kvtier.config.machine import check
+from kvtier.config.machine_checks import check
 from kvtier.config.schema import Setting, settings
 from kvtier.config.sections import SECTIONS, Config, value_of
+from kvtier.config.value_types import Hidden
 from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed, is_supported
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json

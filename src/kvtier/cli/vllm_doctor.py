@@ -13,10 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple, cast
 
-from kvtier.config.kinds import size_text
 from kvtier.config.loader import Loaded, Origin, load
-from kvtier.config.machine import check
+from kvtier.config.machine_checks import check
 from kvtier.config.sections import Config
+from kvtier.config.value_types import size_text
 from kvtier.connect.vllm import installed, selftest, support
 from kvtier.connect.vllm.identity import identify, local_folder
 from kvtier.connect.vllm.installed import CONNECTOR, engine_config
@@ -32,8 +32,8 @@ from kvtier.report.output import progress
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
-from kvtier.tier import notes
-from kvtier.tier.marker import MARKER_NAME
+from kvtier.tier import store_notes as notes
+from kvtier.tier.directory_marker import MARKER_NAME
 
 Level = Literal["error", "warning", "note", "fine"]
 

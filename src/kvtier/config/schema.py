@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from kvtier.config.kinds import Hidden, Kind
+from kvtier.config.value_types import Hidden, Kind
 from kvtier.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.codec import registry as codecs
-from kvtier.config.kinds import Choice, Count, Hidden, Location, Seconds, Size, Switch
 from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
+from kvtier.config.value_types import Choice, Count, Hidden, Location, Seconds, Size, Switch
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
 from kvtier.policy.registry import DEFAULT_EVICTOR, EVICTORS

@@ -18,7 +18,8 @@ from typing import Final
 
 from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.counters import Counters
-from kvtier.core.host import HostMemory
+from kvtier.core.hit_sources import lookup_sources
+from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_budget import LoadBudget
@@ -28,7 +29,6 @@ from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.records import HOST, LoadOperation, ProbeAnswers, StoreOperation
 from kvtier.core.residency import PRESENCE, READABLE
-from kvtier.core.sources import lookup_sources
 from kvtier.core.tier_state import TierStates
 from kvtier.core.transfer_scheduler import TransferScheduler
 from kvtier.errors import BadCallError

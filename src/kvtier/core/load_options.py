@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kvtier.core.boundary import longest_boundary, needed_chunks
-from kvtier.core.host import HostMemory
+from kvtier.core.host_memory import HostMemory
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.records import HOST, LoadOperation
 from kvtier.core.residency import READABLE

@@ -8,12 +8,12 @@ from itertools import islice, takewhile
 
 from kvtier.core.boundary import longest_boundary
 from kvtier.core.counters import Counters
-from kvtier.core.host import HostMemory
+from kvtier.core.hit_sources import load_sources
+from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.records import HOST, HostEntry, LoadOperation, StoreOperation, Waiter
 from kvtier.core.residency import READABLE
-from kvtier.core.sources import load_sources
 from kvtier.layout import History, KvLayout
 from kvtier.types import ChunkKey, Event, LoadDone, Place, RequestId, StoreDone
 

@@ -1,7 +1,7 @@
 """Pending writes: which lower tiers should get each copy from the engine, and when, by the write policy."""
 
 from kvtier.core.counters import Counters
-from kvtier.core.host import HostMemory
+from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.core.records import HostEntry
 from kvtier.core.residency import READY

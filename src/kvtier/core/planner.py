@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import inf, sqrt
 
 from kvtier.core.load_budget import LoadBudget
-from kvtier.core.prefill import Piece, PrefillEstimator
+from kvtier.core.prefill_estimator import Piece, PrefillEstimator
 from kvtier.types import LoadDone, LoadOption, Lookup
 
 __all__ = ["LoadPlan", "Piece", "Planner"]

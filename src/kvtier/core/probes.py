@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtier.core.counters import Counters
-from kvtier.core.host import HostMemory
+from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.records import Item, OpenProbe, ProbeAnswers
 from kvtier.core.tier_state import TierStates

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtier.core.counters import Counters
-from kvtier.core.host import HostMemory
+from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import OpenOperations

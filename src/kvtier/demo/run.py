@@ -22,13 +22,13 @@ from kvtier.config.loader import load
 from kvtier.config.schema import settings as settings_of
 from kvtier.config.sections import SECTIONS, value_of
 from kvtier.demo.model import SHAPES, WHY
-from kvtier.demo.prefixes import EarlierRun, StoredPrefixes, add_to_history, drop_stale_history, read_history
+from kvtier.demo.restorable import EarlierRun, StoredPrefixes, add_to_history, drop_stale_history, read_history
 from kvtier.demo.result import DemoResult, PassResult, RequestResult
 from kvtier.demo.trace import RequestPlan, build_prompt, plan_requests, read_trace
 from kvtier.demo.worker import PassJob, pass_events
 from kvtier.errors import ConfigError
 from kvtier.report.output import write_json
-from kvtier.tier.marker import ALLOWED, open_store, read_marker
+from kvtier.tier.directory_marker import ALLOWED, open_store, read_marker
 from kvtier.tier.store_root import opening
 
 NEEDED = ("torch", "transformers", "tokenizers")

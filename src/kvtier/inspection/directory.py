@@ -12,8 +12,8 @@ from kvtier.errors import ConfigError
 from kvtier.inspection.inspector import UNBOUNDED_BYTES, ObjectFile, Purge, StoreInspector, Usage
 from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory_marker import BESIDE, MARKER_NAME, DamagedMarkerError, Marker, read_marker
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
-from kvtier.tier.marker import BESIDE, MARKER_NAME, DamagedMarkerError, Marker, read_marker
 from kvtier.tier.safe_open import WRONG_KIND, folder_at, open_directory, open_file
 from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_paths import Paths, charge_bytes, walk

@@ -18,12 +18,12 @@ from kvtier.errors import ConfigError
 from kvtier.inspection.inspector import UNBOUNDED_BYTES, ObjectFile, Purge, StoreInspector, Usage
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_files import SEGMENTS_NAME, segment_files
 from kvtier.tier.disk_format import VERSION, Entries
 from kvtier.tier.disk_marker import ALLOWED, MARKER_NAME, Marker, marker_in
 from kvtier.tier.disk_segment import Segment, file_name
 from kvtier.tier.disk_status import STATUS_NAME, TEMP_NAME, UNCHANGED_S, DiskStatus, read_status
 from kvtier.tier.safe_open import WRONG_KIND, directory_at, folder_at, open_file
+from kvtier.tier.segment_files import SEGMENTS_NAME, segment_files
 
 _NEVER_S = 86400.0
 

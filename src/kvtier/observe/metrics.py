@@ -10,7 +10,7 @@ from math import isfinite, isnan
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
-from kvtier.observe.table import METRICS, OPEN_LABEL_VALUES_MAX, OTHER, Label, Metric, MetricKind
+from kvtier.observe.metric_definitions import METRICS, OPEN_LABEL_VALUES_MAX, OTHER, Label, Metric, MetricKind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """HTTP content type of `Metrics.render`."""

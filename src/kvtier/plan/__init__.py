@@ -1,7 +1,7 @@
 """Capacity planning: users, capacity, bandwidth, wear, power and cost of a deployment with and without tiers.
 
 ```python
-from kvtier.plan.load import load
+from kvtier.plan.read_inputs import load
 from kvtier.plan.plan import make_plan
 
 result = make_plan(load(options={"model.name": "llama-3.3-70b", "model.tp": 4, "traffic.users": 200}))

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from kvtier.config.kinds import Choice, Count, Seconds, Size, Switch, parse_size, size_text, within
 from kvtier.config.schema import Setting, SettingsSection, setting, settings
+from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch, parse_size, size_text, within
 from kvtier.report.format import bytes_text, power_text
 
 NAME_MAX = 400

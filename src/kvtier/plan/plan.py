@@ -134,7 +134,7 @@ def make_plan(inputs: Inputs, trace: TraceSummary | None = None, *, with_sensiti
     """Plan for the inputs.
 
     Args:
-        inputs: from `kvtier.plan.load`.
+        inputs: from `kvtier.plan.read_inputs`.
         trace: summary of the trace that they name, if it has been read already.
         with_sensitivities: also compute the dependence on each input, which takes most of the time.
 

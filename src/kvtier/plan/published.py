@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.plan.load import PUBLISHED, example_tables
 from kvtier.plan.plan import Plan, Variant, make_plan
+from kvtier.plan.read_inputs import PUBLISHED, example_tables
 from kvtier.report.format import bytes_text, rate_text, share_text
 from kvtier.report.table import Table
 

@@ -63,7 +63,7 @@ def resolve(inputs: Inputs, trace: TraceSummary | None = None) -> Deployment:
     """Resolve the inputs.
 
     Args:
-        inputs: from `kvtier.plan.load`.
+        inputs: from `kvtier.plan.read_inputs`.
         trace: summary of the trace that the inputs name, if it has been read already.
 
     Raises:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from kvtier.config.kinds import seconds_text
+from kvtier.config.value_types import seconds_text
 from kvtier.plan.inputs import SETTINGS
 from kvtier.plan.limits import TTFT
 from kvtier.plan.plan import DriveLoad, Plan, Variant

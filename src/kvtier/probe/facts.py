@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.config.machine import memory_bytes
+from kvtier.config.machine_checks import memory_bytes
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 

@@ -19,7 +19,7 @@ import xxhash
 
 from kvtier.codec import registry
 from kvtier.codec.base import Codec
-from kvtier.config.machine import memory_bytes
+from kvtier.config.machine_checks import memory_bytes
 from kvtier.errors import ConfigError, KvError
 from kvtier.layout import SECTION_BYTES_MAX
 from kvtier.runtime.arena import page_aligned

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.config.kinds import size_text
+from kvtier.config.value_types import size_text
 from kvtier.probe.links import LinkMeasures, Measure
 from kvtier.probe.run import ProbeResult
 from kvtier.probe.tiers import TierFacts

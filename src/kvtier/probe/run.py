@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.codec import registry
-from kvtier.config.kinds import size_text
 from kvtier.config.loader import Loaded
-from kvtier.config.machine import check
+from kvtier.config.machine_checks import check
 from kvtier.config.sections import Config
+from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError, KvError
 from kvtier.probe import links, tiers, warnings
 from kvtier.probe.facts import Facts, Mount, mount_of, read_facts

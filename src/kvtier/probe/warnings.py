@@ -6,8 +6,8 @@ Each warning names the observation, its effect on the cache, and the remedy.
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from kvtier.config.kinds import size_text
 from kvtier.config.sections import Config
+from kvtier.config.value_types import size_text
 from kvtier.probe.facts import Facts, Mount
 from kvtier.probe.links import LinkMeasures
 from kvtier.probe.tiers import TierFacts

@@ -14,9 +14,9 @@ from kvtier.core.limits import Limits
 from kvtier.core.planner import LoadPlan, Piece, Planner
 from kvtier.core.residency import READABLE
 from kvtier.policy.base import Held
-from kvtier.replay.links import EventQueue, ReplayLink, ReplayTier
-from kvtier.replay.prefill import PrefillSpeed, best_split
+from kvtier.replay.prefill_speed import PrefillSpeed, best_split
 from kvtier.replay.results import PlanningStats
+from kvtier.replay.virtual_tiers import EventQueue, ReplayLink, ReplayTier
 from kvtier.types import (
     ChunkKey,
     Command,

@@ -17,7 +17,7 @@ import xxhash
 from kvtier import __version__
 from kvtier.errors import ConfigError
 from kvtier.replay.policies.registry import check_policy
-from kvtier.replay.run import CacheResult, Task, capacity_blocks, replay_task
+from kvtier.replay.single_cache import CacheResult, Task, capacity_blocks, replay_task
 from kvtier.trace.arrays import TraceArrays
 
 if TYPE_CHECKING:

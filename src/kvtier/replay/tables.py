@@ -9,7 +9,7 @@ from kvtier.trace.stats import TraceStats
 
 if TYPE_CHECKING:  # replays through one cache do not load the core
     from kvtier.replay.results import TieredResult, TtftStats
-    from kvtier.replay.run import CacheResult
+    from kvtier.replay.single_cache import CacheResult
     from kvtier.replay.tiered import TieredSetup
 
 CONVENTION = (

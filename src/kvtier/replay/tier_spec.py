@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier import size
-from kvtier.config.links import fastest, read_links
+from kvtier.config.probe_record import fastest, read_links
 from kvtier.config.schema import near
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import HardwareItem, catalogue
 from kvtier.plan.inputs import GpuInputs, HostInputs, SoftwareInputs
 from kvtier.plan.model_cost import model_cost
-from kvtier.replay.prefill import PrefillSpeed
+from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import HOST, TierSpec
 from kvtier.size.check import parse_figure
 

@@ -17,9 +17,8 @@ from kvtier.core.planner import Planner
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
-from kvtier.replay.links import EventQueue, LinkSeries, ReplayLink, ReplayTier, SecondSums, link_stats
 from kvtier.replay.node import NodeRequest, ReplayNode, key_of
-from kvtier.replay.prefill import PrefillSpeed
+from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import (
     HOST,
     PARTS,
@@ -33,6 +32,7 @@ from kvtier.replay.results import (
 )
 from kvtier.replay.router import ROUTERS, Router
 from kvtier.replay.sweep import replay_all
+from kvtier.replay.virtual_tiers import EventQueue, LinkSeries, ReplayLink, ReplayTier, SecondSums, link_stats
 from kvtier.trace.arrays import TraceArrays
 from kvtier.types import Prefix, RequestId
 

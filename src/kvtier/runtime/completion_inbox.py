@@ -2,7 +2,7 @@
 
 from queue import Empty, SimpleQueue
 
-from kvtier.runtime.jobs import Completion
+from kvtier.runtime.executor import Completion
 
 
 class CompletionInbox:

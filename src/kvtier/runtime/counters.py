@@ -6,9 +6,9 @@ from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
 from kvtier.core.records import HOST
 from kvtier.layout import KvLayout
-from kvtier.observe import table
+from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.jobs import Completion, Observer, TierView, Work
+from kvtier.runtime.executor import Completion, Observer, TierView, Work
 from kvtier.types import Drop, Link, Outcome, Probe, Transfer
 
 

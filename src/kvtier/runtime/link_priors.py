@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import log2
 
-from kvtier.config.links import Links, Speed, fastest, read_links
+from kvtier.config.probe_record import Links, Speed, fastest, read_links
 from kvtier.config.sections import Config
 from kvtier.core.link_estimates import LinkPrior
 from kvtier.core.records import HOST

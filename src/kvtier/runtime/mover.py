@@ -20,14 +20,14 @@ from functools import partial
 
 from kvtier.codec.base import Codec
 from kvtier.codec.raw import Raw
-from kvtier.device.base import Copier
+from kvtier.device.copier import Copier
 from kvtier.errors import CorruptChunkError, KvError
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.deferred_tier import NOT_OPEN
+from kvtier.runtime.executor import Completion, Figures, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.jobs import Completion, Figures, Job, Threads, TierView, Work
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.transfers import NOT_ADMITTED, Result, Transfers
 from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue

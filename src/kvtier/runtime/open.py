@@ -13,23 +13,23 @@ from typing import TypeVar, get_args
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
-from kvtier.device.base import Copier
+from kvtier.device.copier import Copier
 from kvtier.errors import ConfigError, KvError, TierError
 from kvtier.keys.fingerprint import root_key
 from kvtier.keys.secret import SECRET_BYTES, Secret, load_or_create
 from kvtier.layout import KvLayout
-from kvtier.observe import table
+from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import PageLock
 from kvtier.runtime.counters import CommandCounters, Gauges
-from kvtier.runtime.jobs import Observer
+from kvtier.runtime.executor import Observer
 from kvtier.runtime.link_priors import link_priors
+from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.rank_group import OpenRanks
-from kvtier.runtime.recorder import Recorder
-from kvtier.runtime.session import LocalSession
-from kvtier.runtime.session_thread import Session
+from kvtier.runtime.session import Session
+from kvtier.runtime.trace_recorder import Recorder
 from kvtier.tier.store_root import MISTAKES
 from kvtier.types import Way
 

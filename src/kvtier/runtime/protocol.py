@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from kvtier.errors import KvError
-from kvtier.runtime.jobs import Work
+from kvtier.runtime.executor import Work
 from kvtier.types import Cancel, ChunkKey, Drop, Link, NextTurn, Outcome, Probe, RequestId, Tell, Transfer
 
 MESSAGE_BYTES_MAX = 16 << 20

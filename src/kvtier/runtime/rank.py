@@ -10,7 +10,7 @@ from functools import partial
 from kvtier.codec.frame import frame_bytes
 from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
-from kvtier.device.base import Copier
+from kvtier.device.copier import Copier
 from kvtier.errors import ConfigError, KvError
 from kvtier.layout import KvLayout
 from kvtier.policy.registry import make_evictor

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvtier.core.records import SEVERITY
 from kvtier.runtime.completion_inbox import CompletionInbox
-from kvtier.runtime.jobs import Completion, TierView, Work
+from kvtier.runtime.executor import Completion, TierView, Work
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.remote_rank import RETRY_S, RemoteRank

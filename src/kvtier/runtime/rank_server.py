@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.runtime.executor import Completion, Work
 from kvtier.runtime.fault_log import FaultLog
-from kvtier.runtime.jobs import Completion, Work
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import (
     CommandMessage,

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvtier.runtime.completion_inbox import CompletionInbox
-from kvtier.runtime.jobs import Completion, Work
+from kvtier.runtime.executor import Completion, Work
 from kvtier.runtime.mover import CLOSED
 from kvtier.runtime.protocol import (
     CommandMessage,

@@ -14,13 +14,13 @@ from typing import NamedTuple, TypeVar, TypeVarTuple
 from kvtier.codec.base import Codec
 from kvtier.codec.frame import OPEN_SCRATCH_BYTES, open_in_place, seal, seal_scratch_bytes
 from kvtier.codec.head import Identity
-from kvtier.device.base import Copier, Fence
+from kvtier.device.copier import Copier, Fence
 from kvtier.errors import TierError
-from kvtier.keys.names import object_name, object_names
+from kvtier.keys.object_names import object_name, object_names
 from kvtier.layout import KvLayout
 from kvtier.policy.base import Hinted
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.jobs import Job, Work
+from kvtier.runtime.executor import Job, Work
 from kvtier.runtime.worker_queues import Scratch
 from kvtier.tier.base import About, AheadTier, BatchTier, Read, Tier, Write, ended
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Tell, Transfer

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Generator, Sequence
 from enum import Enum
 
 from kvtier.runtime.arena import page_aligned
-from kvtier.runtime.jobs import Job
+from kvtier.runtime.executor import Job
 from kvtier.types import Drop, Tell
 
 IDLE_WAIT_S = 60.0

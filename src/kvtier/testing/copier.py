@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtier.device.base import Copier, Fence
+from kvtier.device.copier import Copier, Fence
 from kvtier.layout import GroupLayout, KvLayout
 from kvtier.types import RequestId
 

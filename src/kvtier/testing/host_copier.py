@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.device.base import Fence
+from kvtier.device.copier import Fence
 from kvtier.layout import KvLayout
 from kvtier.types import RequestId
 

@@ -33,9 +33,9 @@ from kvtier.tier.byte_cap import ByteCap
 from kvtier.tier.cap_file import CapFile
 from kvtier.tier.direct import can_direct, forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory_index import DirectoryIndex
+from kvtier.tier.directory_marker import ALLOWED, UnknownStoreError, open_store
 from kvtier.tier.effective_cap import EffectiveCap, with_cause
 from kvtier.tier.index_snapshot import load_snapshot, save_snapshot
-from kvtier.tier.marker import ALLOWED, UnknownStoreError, open_store
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.safe_open import MISSING, check_private, directory_at, open_file
 from kvtier.tier.store_lock import StoreLock

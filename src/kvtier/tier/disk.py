@@ -24,16 +24,16 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.tier import disk_batch
 from kvtier.tier.base import UNKNOWN, About, Read, Write, ended
 from kvtier.tier.direct import can_direct
-from kvtier.tier.disk_budget import WriteBudget
-from kvtier.tier.disk_files import SegmentFiles
+from kvtier.tier.directory_marker import UnknownStoreError
 from kvtier.tier.disk_marker import ALLOWED, DiskStoreLock
 from kvtier.tier.disk_pool import Extent, Pool
 from kvtier.tier.disk_settings import DirectIo, check_settings, segment_bytes_for
 from kvtier.tier.disk_status import FAULT_LENGTH_MAX, DiskStatus, StatusFile
 from kvtier.tier.effective_cap import EffectiveCap
-from kvtier.tier.marker import UnknownStoreError
 from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.segment_files import SegmentFiles
 from kvtier.tier.store_root import opening
+from kvtier.tier.write_budget import WriteBudget
 from kvtier.types import ObjectName
 
 logger = logging.getLogger(__name__)

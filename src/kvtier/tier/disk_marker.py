@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.cap_file import lock_file
-from kvtier.tier.disk_files import SEGMENTS_NAME, newest_head
+from kvtier.tier.directory_marker import MARKER_NAME as DIRECTORY_MARKER_NAME
+from kvtier.tier.directory_marker import UnknownStoreError
 from kvtier.tier.disk_format import STORE_ID_BYTES, VERSION, is_segment_size, pack_json, read_json
 from kvtier.tier.disk_status import STATUS_NAME, TEMP_NAME
-from kvtier.tier.marker import MARKER_NAME as DIRECTORY_MARKER_NAME
-from kvtier.tier.marker import UnknownStoreError
 from kvtier.tier.safe_open import WRONG_KIND, Descriptor, check_private, make_root, open_file, read_file
+from kvtier.tier.segment_files import SEGMENTS_NAME, newest_head
 from kvtier.tier.store_root import RANK, refuse_foreign_files
 
 MARKER_NAME = "kvtier-disk.json"

@@ -23,10 +23,10 @@ import numpy as np
 from kvtier.errors import TierError
 from kvtier.layout import ALIGNMENT, align_up
 from kvtier.tier.direct import aligned_buffer
-from kvtier.tier.disk_files import SegmentFiles
 from kvtier.tier.disk_format import BLOCK_BYTES, GENERATION_MAX
 from kvtier.tier.disk_segment import Segment
 from kvtier.tier.disk_table import ObjectTable
+from kvtier.tier.segment_files import SegmentFiles
 
 logger = logging.getLogger(__name__)
 

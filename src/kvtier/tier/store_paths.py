@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtier.layout import ALIGNMENT, align_up
-from kvtier.tier.marker import MARKER_NAME
+from kvtier.tier.directory_marker import MARKER_NAME
 from kvtier.tier.safe_open import MISSING, make_directory, open_directory
 
 NAME_BYTES = 32

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tier.notes import NOTE
+from kvtier.tier.store_notes import NOTE
 
 MISTAKES = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvtier.errors import ConfigError
 from kvtier.trace.formats.base import Request, TraceReader, TraceWarning
 from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX
-from kvtier.trace.io import WHOLE_MAX
+from kvtier.trace.trace_files import WHOLE_MAX
 from kvtier.types import NextTurn
 
 Column = npt.NDArray[Any]

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from kvtier.errors import ConfigError
 from kvtier.trace.formats.base import UNITS_S, TraceReader
-from kvtier.trace.io import LineErrors, files_of, is_msgpack, text_lines
+from kvtier.trace.trace_files import LineErrors, files_of, is_msgpack, text_lines
 
 # Each reader is imported where it is made: a trace needs one of them.
 

@@ -20,7 +20,7 @@ from kvtier.connect.transformers.restore import Restored, RowRequest, row_tokens
 from kvtier.connect.transformers.support import Options, padding_mask, reason_against
 from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain, Extra
-from kvtier.runtime.recorder import Recorder, Served
+from kvtier.runtime.trace_recorder import Recorder, Served
 from kvtier.types import NextTurn, Place, Prefix
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.connect.transformers.caches import CachedLayer, CacheShape, Span, Spans
-from kvtier.device.base import Fence
+from kvtier.device.copier import Fence
 from kvtier.device.copy_descriptors import CopyDescriptors, joined, table
 from kvtier.device.layers import ChunkScatter, LayerOrder, LayerReadiness
 from kvtier.device.staged_copy import PayloadPart, StagedCopy

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from transformers.generation.utils import GenerationMixin
 
-from kvtier.connect.hf_config import UNRELATED_FIELDS, plain
+from kvtier.connect.fingerprint_exclusions import UNRELATED_FIELDS, plain
 from kvtier.connect.transformers.caches import Argument, Model, ModelConfig
 from kvtier.errors import UnsupportedModelError
 from kvtier.keys.fingerprint import Fingerprint

@@ -16,8 +16,8 @@ from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, home_cache
 from kvtier.layout import KvLayout
 from kvtier.runtime import open as runtime
-from kvtier.runtime.recorder import Recorder
-from kvtier.runtime.session_thread import Session
+from kvtier.runtime.session import Session
+from kvtier.runtime.trace_recorder import Recorder
 
 logger = logging.getLogger(__name__)
 

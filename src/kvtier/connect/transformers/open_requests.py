@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvtier.connect.transformers.caches import Spans
 from kvtier.connect.transformers.copier import CacheCopier
-from kvtier.runtime.session_thread import Session
+from kvtier.runtime.session import Session
 from kvtier.types import LoadDone, Place, Prefix, RequestId, StoreDone
 
 _POLL_S = 0.05

@@ -19,7 +19,7 @@ from kvtier.connect.transformers.copier import CacheCopier
 from kvtier.connect.transformers.open_requests import OpenRequests
 from kvtier.device.layers import LayerReadiness
 from kvtier.errors import KvError
-from kvtier.runtime.session_thread import Session
+from kvtier.runtime.session import Session
 from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId
 
 logger = logging.getLogger(__name__)

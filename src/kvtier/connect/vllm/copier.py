@@ -21,7 +21,7 @@ from kvtier.connect.vllm.cuda_copy import CudaPageCopy
 from kvtier.connect.vllm.geometry import NULL_BLOCK, SKIP, Geometry
 from kvtier.connect.vllm.pages import BlockIds, EnginePages, engine_pages
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Layer
-from kvtier.device.base import Fence
+from kvtier.device.copier import Fence
 from kvtier.errors import UnsupportedModelError
 from kvtier.layout import KvLayout
 from kvtier.types import RequestId

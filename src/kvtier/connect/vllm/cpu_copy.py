@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvtier.connect.vllm.geometry import SKIP
 from kvtier.connect.vllm.pages import BlockIds, EnginePages
-from kvtier.device.base import Fence
+from kvtier.device.copier import Fence
 
 Bytes = npt.NDArray[np.uint8]
 

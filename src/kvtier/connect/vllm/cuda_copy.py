@@ -20,7 +20,7 @@ import torch
 
 from kvtier.connect.vllm.geometry import SKIP
 from kvtier.connect.vllm.pages import BlockIds, EnginePages, Stack
-from kvtier.device.base import Fence
+from kvtier.device.copier import Fence
 from kvtier.layout import align_up
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.connect.vllm.vllm_types import Request
-from kvtier.runtime.jobs import Completion, Work
+from kvtier.runtime.executor import Completion, Work
 from kvtier.types import ChunkKey, Drop, Link, Outcome, Prefix, Transfer
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from kvtier.config.sections import Config
-from kvtier.connect.hf_config import plain
+from kvtier.connect.fingerprint_exclusions import plain
 from kvtier.connect.vllm.installed import is_supported, release_of
 from kvtier.connect.vllm.vllm_types import VllmConfig, plain_name
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
-from kvtier.tier import notes
+from kvtier.tier import store_notes as notes
 
 logger = logging.getLogger(__name__)
 

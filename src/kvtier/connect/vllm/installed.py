@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvtier.connect.vllm import internals
+from kvtier.connect.vllm import required_names as internals
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError
 

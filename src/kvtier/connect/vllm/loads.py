@@ -9,7 +9,7 @@ from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.requests import PrefixMatch, TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables
 from kvtier.connect.vllm.worker import AwaitedLoad, LoadReport
-from kvtier.runtime.session_thread import Session
+from kvtier.runtime.session import Session
 from kvtier.types import ChunkKey, LoadDone, Place, Prefix, RequestId
 
 

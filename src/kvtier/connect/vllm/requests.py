@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from kvtier.connect.vllm.request_keys import RequestKeys
 from kvtier.connect.vllm.vllm_types import Request, StateOffer
 from kvtier.core.planner import LoadPlan
-from kvtier.runtime.recorder import Served
+from kvtier.runtime.trace_recorder import Served
 from kvtier.types import Lookup, NextTurn, Prefix, RequestId
 
 _ENDED_BY_OUTPUT = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})

@@ -33,8 +33,8 @@ from kvtier.connect.vllm.worker import ASYNC_NOTE, SYNC_NOTE, LoadReport, StepDo
 from kvtier.core.planner import Piece, Planner
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.rank_group import Ranks
-from kvtier.runtime.recorder import Recorder
-from kvtier.runtime.session_thread import Session
+from kvtier.runtime.session import Session
+from kvtier.runtime.trace_recorder import Recorder
 from kvtier.types import LoadDone, Lookup, Prefix, Presence, RequestId, StoreDone
 
 logger = logging.getLogger(__name__)

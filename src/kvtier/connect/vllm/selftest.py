@@ -30,7 +30,7 @@ from kvtier.connect.vllm.installed import CONNECTOR, engine_arguments, is_suppor
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout
 from kvtier.runtime.open import within
-from kvtier.tier import notes
+from kvtier.tier import store_notes as notes
 
 logger = logging.getLogger(__name__)
 

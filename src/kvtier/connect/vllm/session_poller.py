@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvtier.connect.vllm.worker import LoadReport
-from kvtier.runtime.session_thread import Session
+from kvtier.runtime.session import Session
 from kvtier.types import Event, LoadDone
 
 POLL_S = 0.2

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvtier.observe.metric_definitions import CAPACITY_BYTES, METRICS, Metric, MetricKind
 from kvtier.observe.metrics import Metrics, Series
-from kvtier.observe.table import CAPACITY_BYTES, METRICS, Metric, MetricKind
 
 INTERVAL_S = 0.25
 """Interval of the reports; with every step they would be most of the traffic between the processes."""

@@ -13,7 +13,7 @@ from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.requests import TrackedRequest
 from kvtier.connect.vllm.vllm_types import BlockTables, StateOffer
 from kvtier.layout import History, Window
-from kvtier.runtime.session_thread import Session
+from kvtier.runtime.session import Session
 from kvtier.types import Place, Prefix, RequestId, StoreDone
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.trace.io import short
+from kvtier.trace.trace_files import short
 from kvtier.types import NextTurn
 
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.trace.formats.base import Ids
-from kvtier.trace.io import short
+from kvtier.trace.trace_files import short
 
 OWN_IDS_MAX = 1 << 25
 """Smaller ids are kept; others (hashes, strings) get the numbers -1, -2, ... in the order of their first use."""

@@ -23,7 +23,16 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.trace.formats.base import Request, TraceReader, TraceWarning, merge_factor
 from kvtier.trace.formats.block_ids import REQUEST_BLOCKS_MAX, merge_blocks
-from kvtier.trace.io import LineErrors, damage_errors, is_msgpack, number, open_binary, short, text_lines, whole
+from kvtier.trace.trace_files import (
+    LineErrors,
+    damage_errors,
+    is_msgpack,
+    number,
+    open_binary,
+    short,
+    text_lines,
+    whole,
+)
 
 PROMPT_S: Final = 2.0
 """Longest pause between two parts of a prompt."""

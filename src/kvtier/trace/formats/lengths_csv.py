@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.trace.formats.base import Request, TraceReader
-from kvtier.trace.io import LineErrors, short, text_lines, whole
+from kvtier.trace.trace_files import LineErrors, short, text_lines, whole
 
 HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 

@@ -16,7 +16,7 @@ from kvtier.trace.formats.base import (
     time_unit_warning,
 )
 from kvtier.trace.formats.block_ids import Numbering, blocks_of, check_held, merge_blocks
-from kvtier.trace.io import LineErrors, json_lines, number, whole
+from kvtier.trace.trace_files import LineErrors, json_lines, number, whole
 
 HEAD_LINES = 2000
 """Lines from which block size and time unit are inferred."""

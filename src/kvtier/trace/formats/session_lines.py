@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.trace.formats.base import Request, TraceReader, TraceWarning, merge_factor
 from kvtier.trace.formats.block_ids import Numbering, blocks_of, check_held, merge_blocks
-from kvtier.trace.io import LineErrors, json_lines, number, short, whole
+from kvtier.trace.trace_files import LineErrors, json_lines, number, short, whole
 from kvtier.types import NextTurn
 
 BLOCK_TOKENS_DEFAULT = 256

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.trace.formats.base import UNITS_S, Ids, Request, TraceReader, next_turn_of, session_of, time_unit_warning
 from kvtier.trace.formats.block_ids import check_held
-from kvtier.trace.io import LineErrors, json_lines, number
+from kvtier.trace.trace_files import LineErrors, json_lines, number
 
 BLOCK_TOKENS_DEFAULT = 64
 _PIECES = re.compile(r"\s*[A-Za-z]{1,6}|\s*\d{1,3}|\s*[^\sA-Za-z\d]|\s+")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.observe import table
+from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
 from kvtier.types import ChunkKey, NextTurn
 

@@ -19,8 +19,8 @@ from kvtier.errors import KvError
 from kvtier.layout import GroupLayout, History, KvLayout, align_up
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.mover import Mover, Threads
-from kvtier.runtime.session import LocalSession
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier

@@ -8,15 +8,15 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Literal
 
-from kvtier.config.kinds import size_text
-from kvtier.config.links import read_links
 from kvtier.config.loader import Origin
+from kvtier.config.probe_record import read_links
 from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
+from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import SECRET_BYTES
+from kvtier.tier.directory_marker import DamagedMarkerError, read_marker, refuse_foreign
 from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
 from kvtier.tier.disk_marker import refuse_foreign_ranks
-from kvtier.tier.marker import DamagedMarkerError, read_marker, refuse_foreign
 from kvtier.tier.safe_open import refuse_public
 
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

@@ -17,8 +17,8 @@ import xxhash
 
 from kvtier.errors import ConfigError
 from kvtier.tier.cap_file import lock_file
-from kvtier.tier.notes import NOTE
 from kvtier.tier.safe_open import WRONG_KIND, make_root, open_file, read_file, set_aside
+from kvtier.tier.store_notes import NOTE
 from kvtier.tier.store_root import RANK, refuse_foreign_files
 
 MARKER_NAME = "kvtier-store.json"

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from kvtier.config.links import fastest, read_links
+from kvtier.config.probe_record import fastest, read_links
 from kvtier.config.schema import Setting, near, read, read_toml
 from kvtier.errors import ConfigError
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.report.output import write_file
-from kvtier.tier.marker import MARKER_NAME
+from kvtier.tier.directory_marker import MARKER_NAME
 
 HISTORY_NAME = "demo.json"
 VERSION = 1
