@@ -45,7 +45,7 @@ def demo(record: dict[str, Any]) -> str:
             f"Without kvtier nothing is kept between requests. {_link('demo')}"
         ),
         "",
-        "| pass | TTFT median | TTFT p95 | prompt tokens | restored | of what is restorable |",
+        "| pass | TTFT median | TTFT p95 | prompt tokens | restored | share of restorable tokens |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for it in passes:

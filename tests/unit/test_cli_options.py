@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
         (tmp_path, "is a directory"),
         (tmp_path / "file" / "x.png", "cannot be written"),
         (tmp_path / "nowhere" / "x.png", f"there is no directory '{tmp_path}/nowhere'"),
-        (tmp_path / "fifo.png", "is no regular file"),
+        (tmp_path / "fifo.png", "is not a regular file"),
     ):
         assert run([*command, str(path)]) == 2
         told = capsys.readouterr()

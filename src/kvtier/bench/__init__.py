@@ -1,1 +1,1 @@
-"""Benchmarks and the demo: each builds a result value first, then somebody renders it."""
+"""The measurements of `kvtier bench`. They return plain results; reports are made from these."""

@@ -39,7 +39,7 @@ class FioResult(NamedTuple):
     gb_per_s: float
     """10^9 bytes, both directions together."""
     latency_us: IoLatency
-    """Of one request; in a mix of a read."""
+    """Latency of one request; in a mix, of a read."""
 
 
 class Fio:

@@ -65,9 +65,9 @@ class IoRow:
     streams: int = 1
     """Engines whose objects were interleaved."""
     latency_us: IoLatency | None = None
-    """Of one object: seal and write, or read and verify; in a mix of loads. All repeats together."""
+    """Latency of one object: seal and write, or read and verify; in a mix, of loads. All repeats together."""
     ceiling_latency_us: IoLatency | None = None
-    """Of one request of fio; medians of the repeats."""
+    """Latency of one request of fio; medians of the repeats."""
     device_share: float | None = None
     """Bytes read from the device over bytes loaded; None if the kernel does not report it."""
 
@@ -176,7 +176,7 @@ def run(
     Args:
         directory: on the drive in question; all files go to a temporary directory in it.
         sizes: payload bytes of a chunk.
-        tiers: of `TIERS`, measured in turn beside the same ceiling.
+        tiers: of `TIERS`, measured in turn, with the same ceiling.
         threads: thread counts; without `keep_all` only the fastest row of each tier, op and size is kept.
         repeats: pairs of samples per row.
         sample_bytes: bytes moved by one sample.

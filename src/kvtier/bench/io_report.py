@@ -24,7 +24,7 @@ OPS = {"store": "Store", "load": "Cold load, verified", "mix": "Reads and writes
 CAPTION = "Share of the ceiling; dots are single repeats, lines their medians."
 COLOURS = {"host": "host", "directory": "shared", "disk": "disk"}
 FROM_DEVICE = 0.9
-"""When the device delivers less than this share of the loaded bytes, a note says that a cache delivered the rest."""
+"""Share of the loaded bytes: when the device delivers less, a note says that a cache delivered the rest."""
 
 
 def write_report(path: Path, result: IoResult) -> None:

@@ -48,7 +48,7 @@ LAYER_BYTES = 1 << 20
 GRAIN_BYTES = BLOCKS * 256
 """A layer is a multiple of this: blocks of at least 256 bytes."""
 COMPARED_BYTES = 4096
-"""Of each slot, compared after the timed part; inside it every checksum is verified."""
+"""Bytes of each slot compared after the timed part; inside it every checksum is verified."""
 SEGMENTS = 3
 """Eviction frees whole segments, and one segment is spare: two more keep the last round of stores."""
 PROC_IO = Path("/proc/self/io")
@@ -88,7 +88,7 @@ class FullTier:
         count: objects per sample.
         threads: read threads, and as many write threads.
         streams: engines whose objects are interleaved, each in its own order.
-        read_percent: of the mix with most stores, which need capacity beside the loaded objects; 100: no mix.
+        read_percent: of the mix with most stores, which need capacity in addition to the loaded objects; 100: no mix.
         seed: draws the order of the streams.
     """
 

@@ -22,11 +22,11 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--repeats", type=click.IntRange(1, 1000), default=21, show_default=True, help="Samples per figure.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Draws the prompt's tokens.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the prompt's tokens.")
 @click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
-    """CPU time of a prompt of 131,072 tokens before a byte moves: hashing, lookup, decisions."""
+    """Measure the CPU time of a prompt of 131,072 tokens before a byte moves: hashing, lookup, decisions."""
     from kvtier.bench import core as benchmark
     from kvtier.bench.record import RecordedSetting, make_record
     from kvtier.report.output import write_json
@@ -72,7 +72,7 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     "--threads",
     multiple=True,
     type=click.IntRange(1, 64),
-    help="Threads to try, repeatable. [default: 4; with --thorough: 1, 2, 4]",
+    help="Number of threads to try, repeatable. [default: 4; with --thorough: 1, 2, 4]",
 )
 @click.option(
     "--tier",
@@ -81,13 +81,19 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     type=click.Choice(("directory", "disk")),
     help="Tier to measure, repeatable. [default: both]",
 )
-@click.option("--mix", "mixes", multiple=True, metavar="R/W", help="Also a mix of reads and writes, such as 92/8.")
+@click.option(
+    "--mix",
+    "mixes",
+    multiple=True,
+    metavar="R/W",
+    help="Also measure a mix of reads and writes, such as 92/8; repeatable.",
+)
 @click.option(
     "--streams",
     type=click.IntRange(1, 1024),
     default=1,
     show_default=True,
-    help="Engines whose objects are interleaved.",
+    help="Number of engines whose objects are interleaved.",
 )
 @click.option(
     "--repeats", type=click.IntRange(1, 100), help="Pairs of samples per row. [default: 3; with --thorough: 5]"
@@ -101,11 +107,11 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
 @click.option(
     "--thorough",
     is_flag=True,
-    help="More threads, repeats and bytes, 19 times as much in all, and no deadline. Without options on what to "
-    "measure, the last repeat begins within 2 minutes.",
+    help="Measure more thread counts, repeats and bytes: 19 times the work, without a deadline. Otherwise "
+    "the last repeat begins within 2 minutes, unless options select the measurements.",
 )
 @click.option("--all", "keep_all", is_flag=True, help="Show every thread count, not only the best.")
-@click.option("--fresh", is_flag=True, help="Store to new files, not into a full tier.")
+@click.option("--fresh", is_flag=True, help="Store to new files instead of into a full tier.")
 @click.option("--report", type=OutputFile(), help="Also write an HTML report.")
 @click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -117,7 +123,7 @@ def io(
     as_json: bool,
     **given: Any,  # noqa: ANN401 - below
 ) -> None:
-    """Store and cold load through the whole path, next to memcpy and fio in the same run."""
+    """Measure stores and cold loads through the whole path, next to memcpy and fio in the same run."""
     from kvtier.bench import io as benchmark
     from kvtier.bench.record import RecordedSetting, make_record
     from kvtier.report.output import write_json

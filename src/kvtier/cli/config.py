@@ -22,9 +22,9 @@ class Shown:
 
     name: str
     value: object
-    """In base units; "(set)" for a secret."""
+    """The value in base units; "(set)" for a secret."""
     text: str
-    """For people."""
+    """The value as readable text."""
     origin: str
     default: object
     allowed: str

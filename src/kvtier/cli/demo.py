@@ -24,14 +24,16 @@ SEED = 11
 @click.command()
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Keep the store in this directory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; write a report only where --report is given.")
-@click.option("--report", type=OutputFile(), help=f"HTML report  [default: {REPORT}]")
+@click.option("--report", type=OutputFile(), help=f"Write an HTML report to this file.  [default: {REPORT}]")
 @click.option("--record", type=OutputFile(), help="Write all samples and conditions as a JSON record.")
-@click.option("--sessions", type=int, default=8, show_default="8 of 12", help="Conversations, the shortest first.")
-@click.option("--requests", type=int, show_default="all", help="Only the first N requests.")
+@click.option(
+    "--sessions", type=int, default=8, show_default="8 of 12", help="Number of conversations, the shortest first."
+)
+@click.option("--requests", type=int, show_default="all", help="Number of requests, from the first on.")
 @click.option("--new-tokens", type=int, default=16, show_default=True, help="Tokens of each answer.")
-@click.option("--model-size", default="small", show_default=True, help="tiny, small or medium.")
-@click.option("--seed", type=int, default=SEED, show_default=True, help="Of the model's weights.")
-@click.option("--threads", type=int, default=0, show_default="one for each core", help="Threads of torch.")
+@click.option("--model-size", default="small", show_default=True, help="Size of the model: tiny, small or medium.")
+@click.option("--seed", type=int, default=SEED, show_default=True, help="Seed of the model's weights.")
+@click.option("--threads", type=int, default=0, show_default="one for each core", help="Number of torch threads.")
 @click.pass_context
 def demo(context: click.Context, as_json: bool, report: Path | None, record: Path | None, **given: Any) -> int:  # noqa: ANN401
     """Replay real agent conversations through a small language model made here, and compare.

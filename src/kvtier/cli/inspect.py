@@ -31,14 +31,18 @@ def inspect() -> None:
     """List, count, verify, repair, compact and purge stores.
 
     DIR is the setting directory.path, or a rank's directory (such as rank-0) in disk.path. All commands but `purge`,
-    `compact` and `verify --repair` are read-only and may run beside processes that use the store.
+    `compact` and `verify --repair` are read-only and may run while other processes use the store.
     """
 
 
 @inspect.command()
 @directory_argument
 @click.option(
-    "--limit", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Most objects to list."
+    "--limit",
+    type=click.IntRange(1, 1_000_000),
+    default=100,
+    show_default=True,
+    help="Maximum number of objects listed.",
 )
 @click.option("--after", default="", metavar="NAME", help="List names after this one, for the next page.")
 @json_option
@@ -106,7 +110,7 @@ def show(directory: Path, name: str, as_json: bool) -> int:
 
 @inspect.command(name="verify")
 @directory_argument
-@click.option("--repair", "is_repair", is_flag=True, help="Remove bad objects.")
+@click.option("--repair", "is_repair", is_flag=True, help="Remove damaged objects.")
 @json_option
 def verify_command(directory: Path, is_repair: bool, as_json: bool) -> int:
     """Read and verify every byte of every object.
@@ -128,13 +132,13 @@ def verify_command(directory: Path, is_repair: bool, as_json: bool) -> int:
 
 @inspect.command(name="purge")
 @directory_argument
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Purge without asking.")
 @click.option("--force", is_flag=True, help="Remove the objects of a directory store that processes have open.")
 @json_option
 def purge_command(directory: Path, yes: bool, force: bool, as_json: bool) -> int:
     """Remove the store in DIR with all its objects and its secret. DIR itself and foreign files are kept.
 
-    The secret of a disk store is beside rank-0, shared by all ranks, and is kept.
+    The secret of a disk store is next to rank-0, shared by all ranks, and is kept.
 
     A store that other processes have open is refused. With --force the objects of a directory store are removed, and
     the store is kept.

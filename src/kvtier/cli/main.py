@@ -1,8 +1,8 @@
-"""The entry point: which commands there are, and how they end.
+"""The entry point: the table of commands, and their exit codes.
 
 Nothing heavy is imported here: `kvtier --help` names the commands from the table below and imports none of them.
-Exit codes: 0 fine, 1 found something bad, 2 wrong usage or setting; 130 after Ctrl-C and 141 after a closed pipe, as a
-shell would report them.
+Exit codes: 0 success, 1 problem found, 2 usage or configuration error. 130 after Ctrl-C and 141 after a closed pipe
+are those of a shell.
 """
 
 import os
@@ -17,18 +17,18 @@ from kvtier import __version__
 from kvtier.errors import KvError
 
 COMMANDS = {
-    "bench": ("kvtier.cli.bench:bench", "Measure the core and the I/O path against what this machine allows."),
+    "bench": ("kvtier.cli.bench:bench", "Measure the core and the I/O path, compared with the hardware's limits."),
     "config": ("kvtier.cli.config:config", "Show every setting and its origin; check them against this machine."),
     "demo": ("kvtier.cli.demo:demo", "Replay real conversations without kvtier, cold, and warm after a restart."),
-    "inspect": ("kvtier.cli.inspect:inspect", "Look into a store's directory: list, count, verify, repair, purge."),
-    "plan": ("kvtier.cli.plan:plan", "Plan tiers: users, capacity, bandwidth, wear and cost, and which limit binds."),
-    "probe": ("kvtier.cli.probe:probe", "Measure this machine's links and name what is misconfigured."),
+    "inspect": ("kvtier.cli.inspect:inspect", "Inspect a store: list, count, verify, repair, purge."),
+    "plan": ("kvtier.cli.plan:plan", "Plan tiers: users, capacity, bandwidth, wear, cost, and the binding limit."),
+    "probe": ("kvtier.cli.probe:probe", "Measure link speeds, and warn of misconfiguration."),
     "replay": ("kvtier.cli.replay:replay", "Replay a trace: hit rates of policies and capacities, and their bounds."),
-    "size": ("kvtier.cli.size:size", "Size a model's KV, say why, and explain other people's figures."),
+    "size": ("kvtier.cli.size:size", "Compute the KV size of a model, with formulas; check published figures."),
     "trace": ("kvtier.cli.trace:trace", "Record, convert, anonymize and synthesize request traces."),
-    "vllm": ("kvtier.cli.vllm:vllm", "Turn the connector on in vLLM; find out why there is no hit."),
+    "vllm": ("kvtier.cli.vllm:vllm", "Configure the connector in vLLM, and diagnose missing hits."),
 }
-"""Name to where the command is and one line on what it does."""
+"""Location and one line of help for each command."""
 
 
 class LazyGroup(click.Group):
@@ -54,10 +54,10 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="kvtier", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Keep KV on cheaper tiers and bring it back faster than recomputing it.
+    """KV-cache offloading: tools for stores, tiers, traces and models.
 
     Results go to stdout (with --json as JSON alone), progress and messages to stderr.
-    Exit codes: 0 fine, 1 found something bad, 2 wrong usage or setting.
+    Exit codes: 0 success, 1 problem found, 2 usage or configuration error.
     """
 
 
@@ -85,7 +85,7 @@ def run(arguments: list[str] | None = None) -> int:
     if "_KVTIER_COMPLETE" in os.environ:  # a shell asks for completions, which click answers
         cli.main(args=arguments, prog_name="kvtier")
     try:
-        # Not cli.main, which ends the process with 1 on a closed pipe: here that means "found something bad".
+        # Not cli.main, which ends the process with 1 on a closed pipe: here that means "problem found".
         with cli.make_context("kvtier", sys.argv[1:] if arguments is None else list(arguments)) as context:
             result: Any = cli.invoke(context)
     except click.exceptions.Exit as end:

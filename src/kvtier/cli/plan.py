@@ -22,8 +22,8 @@ COLUMN = 48
 @click.command()
 @click.argument("model", required=False)
 @click.option("--gpu", help="Kind of GPU, from the catalogue.  [default: h100-sxm]")
-@click.option("--gpus", metavar="N", help="GPUs.  [default: 8]")
-@click.option("--tp", metavar="N", help="GPUs of one copy of the model.  [default: 1]")
+@click.option("--gpus", metavar="N", help="Number of GPUs.  [default: 8]")
+@click.option("--tp", metavar="N", help="Tensor-parallel size: GPUs per replica.  [default: 1]")
 @click.option("--weights", help="Format of the weights: bf16, fp8, fp4.  [default: bf16]")
 @click.option("--dtype", help="Format of the KV, as in `kvtier size`.  [default: bf16]")
 @click.option("--users", metavar="N", help="Users at the same time.  [default: 80]")
@@ -34,18 +34,20 @@ COLUMN = 48
 @click.option("--question", metavar="TOKENS", help="Tokens that each query adds.  [default: 100]")
 @click.option("--answer", metavar="TOKENS", help="Tokens of an answer.  [default: 100]")
 @click.option(
-    "--reuse", metavar="SHARE", help="Share of prompt tokens of earlier prompts.  [default: from turns and lengths]"
+    "--reuse",
+    metavar="SHARE",
+    help="Share of prompt tokens that occur in earlier prompts.  [default: from turns and lengths]",
 )
 @click.option("--trace", metavar="FILE", help="Measure the traffic in a trace (.jsonl or .csv, also .gz).")
 @click.option("--ttft", metavar="TIME", help="Limit of the mean time to first token.  [default: 1 s]")
 @click.option("--host", metavar="SIZE", help="Host memory for KV; 0: none.  [default: 1 TiB]")
 @click.option("--drive", help="Kind of drive, from the catalogue.  [default: pm1753]")
-@click.option("--drives", metavar="N", help="Drives; 0: none.  [default: 4]")
+@click.option("--drives", metavar="N", help="Number of drives; 0: none.  [default: 4]")
 @click.option("--file", type=click.Path(path_type=Path), help="TOML file of inputs: hardware, traffic, prices.")
 @click.option(
     "--probe",
     type=click.Path(path_type=Path),
-    help="Record of `kvtier probe`: measured links, of one drive of --drives.",
+    help="Record of `kvtier probe` with measured links; its drive stands for each of --drives.",
 )
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one input; may be repeated.")
 @click.option("--example", help="Start from an example that ships with kvtier, such as samsung.")

@@ -35,13 +35,15 @@ if TYPE_CHECKING:
     help="TOML file of settings [default: $KVTIER_CONFIG].",
 )
 @click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
-@click.option("--quick", is_flag=True, help="Two sizes, two depths, a fraction of the time and bytes.")
-@click.option("--size", "sizes", type=Bytes(), multiple=True, help="Bytes of an object, repeatable.")
-@click.option("--depth", "depths", multiple=True, type=click.IntRange(1, 256), help="Parallel operations, repeatable.")
-@click.option("--seconds", type=Duration(), help="Limit of each measure.  [default: 0.5 s]")
-@click.option("--bytes", "write_bytes", type=Bytes(), help="Limit of all writes together.  [default: 8 GiB]")
+@click.option("--quick", is_flag=True, help="Measure two sizes and two depths, in a fraction of the time and bytes.")
+@click.option("--size", "sizes", type=Bytes(), multiple=True, help="Size of an object, repeatable.")
+@click.option(
+    "--depth", "depths", multiple=True, type=click.IntRange(1, 256), help="Number of parallel operations, repeatable."
+)
+@click.option("--seconds", type=Duration(), help="Time limit of each measurement.  [default: 0.5 s]")
+@click.option("--bytes", "write_bytes", type=Bytes(), help="Byte limit of all writes together.  [default: 8 GiB]")
 @click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
-@click.option("--plot", type=OutputFile(), help="Also write the charts to a .svg or .png.")
+@click.option("--plot", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
 @click.option(
     "--record",
     type=OutputFile(),

@@ -93,13 +93,13 @@ def reading_options(command: Callable[..., object]) -> Callable[..., object]:
     for option in reversed(
         (
             click.option(
-                "--block", type=int, metavar="TOKENS", help="Tokens of a block.  [default: the trace's; sessions: 256]"
+                "--block", type=int, metavar="TOKENS", help="Tokens of a block.  [the trace's; sessions: 256]"
             ),
-            click.option("--window-h", type=float, default=10.0, help="Hours within which sessions start.  [10]"),
-            click.option("--seed", type=int, default=1, help="Of their start times.  [1]"),
-            click.option("--time-unit", default="ms", help="Of timestamps in request lines: s, ms, us.  [ms]"),
-            click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json, for traces of text."),
-            click.option("--strict", is_flag=True, help="Make warnings about a trace errors."),
+            click.option("--window-h", type=float, default=10.0, help="Hours over which sessions start.  [10]"),
+            click.option("--seed", type=int, default=1, help="Seed of the sessions' start times.  [1]"),
+            click.option("--time-unit", default="ms", help="Unit of timestamps in request lines: s, ms, us.  [ms]"),
+            click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for traces of text."),
+            click.option("--strict", is_flag=True, help="Treat warnings about a trace as errors."),
         )
     ):
         command = option(command)
@@ -115,23 +115,44 @@ def tier_options(command: Callable[..., object]) -> Callable[..., object]:
                 "tiers",
                 multiple=True,
                 metavar="NAME=SIZE",
-                help="First host=64GiB, then such as disk=4TiB,read=12GB/s or disk=4xpm1753; may be repeated.",
+                help="A tier, host memory first: host=64GiB, disk=4TiB,read=12GB/s, disk=4xpm1753. Repeatable.",
             ),
-            click.option("--model", default="llama-3.3-70b", help="Model of the KV, as in `kvtier size`."),
-            click.option("--gpu", help="GPUs of a node, such as 8xh100-sxm: speed of prefill and of host links."),
-            click.option("--prefill", type=float, help="Prefill tokens a second of one prompt.  [by --gpu, or 10,000]"),
+            click.option(
+                "--model",
+                default="llama-3.3-70b",
+                help="Model whose KV is stored, as in `kvtier size`.  [llama-3.3-70b]",
+            ),
+            click.option(
+                "--gpu", help="GPUs of a node, such as 8xh100-sxm; they set the speeds of prefill and host links."
+            ),
+            click.option(
+                "--prefill", type=float, help="Prefill speed of one prompt, in tokens a second.  [by --gpu, or 10,000]"
+            ),
             click.option(
                 "--probe", type=click.Path(path_type=Path), help="Link speeds from a record of `kvtier probe`."
             ),
-            click.option("--servers", type=int, help="Concurrent prompts of a node.  [80 % busy without tiers]"),
-            click.option("--nodes", default="1", help="Engines, each with its own tiers unless shared; a list.  [1]"),
+            click.option(
+                "--servers", type=int, help="Concurrent prompts of a node.  [busy 80 % of the time without tiers]"
+            ),
+            click.option(
+                "--nodes",
+                default="1",
+                help="Numbers of engines, comma-separated; each engine has its own unshared tiers.  [1]",
+            ),
             click.option(
                 "--router",
                 default="round-robin",
-                help="random, round-robin, session, prefix, load-and-prefix; a list.",
+                help="Routers, comma-separated: random, round-robin, session, prefix, load-and-prefix.",
             ),
-            click.option("--write-policy", type=click.Choice(["through", "back", "selective"]), default="through"),
-            click.option("--planner/--no-planner", default=True, help="Without it, everything cached is loaded."),
+            click.option(
+                "--write-policy",
+                type=click.Choice(["through", "back", "selective"]),
+                default="through",
+                help="When stored KV is copied to lower tiers.  [through]",
+            ),
+            click.option(
+                "--planner/--no-planner", default=True, help="Use the planner; --no-planner loads everything cached."
+            ),
         )
     ):
         command = option(command)
@@ -145,11 +166,20 @@ def replay() -> None:
 
 @replay.command(name="run")
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--capacity-tokens", default=CAPACITIES, help=f"Such as 3M, or inf; a list.  [{CAPACITIES}]")
-@click.option("--policy", "policies", default=POLICIES, help=f"A list; `help` prints all.  [{POLICIES}]")
+@click.option(
+    "--capacity-tokens",
+    default=CAPACITIES,
+    help=f"Cache capacities in tokens, comma-separated, such as 3M,inf.  [{CAPACITIES}]",
+)
+@click.option(
+    "--policy",
+    "policies",
+    default=POLICIES,
+    help=f"Eviction policies, comma-separated; `help` lists all.  [{POLICIES}]",
+)
 @tier_options
 @reading_options
-@click.option("--jobs", type=click.IntRange(1, 256), help="Most processes.  [default: one for each core]")
+@click.option("--jobs", type=click.IntRange(1, 256), help="Maximum number of processes.  [one for each core]")
 @click.option("--keep", type=OutputFile(), help="Journal file: an interrupted run continues from it.")
 @click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -164,7 +194,8 @@ def run(
 ) -> int:
     """Replay TRACES through one cache, for each policy and capacity.
 
-    The whole trace, no warm-up. The hit rate is the tokens of the longest leading run of cached blocks, over input
+    The replay covers the whole trace, without warm-up.
+    The hit rate is the tokens of the longest leading run of cached blocks, over input
     tokens; a prompt's last block is accessed first. Policies are the shipped ones (`default` is the default setting)
     and others to compare with; `min` is the bound for policies that keep whole prefixes, `infinite` an infinite cache.
 

@@ -36,13 +36,16 @@ WIDTH_MAX = 100
 @click.command()
 @click.argument("model", metavar="[MODEL]", required=False)
 @click.option("--tokens", type=Quantity(), multiple=True, help="Tokens of a session; repeatable [default: 4Ki, 128Ki].")
-@click.option("--users", type=Quantity(), multiple=True, help="Sessions; repeatable [default: 1].")
+@click.option("--users", type=Quantity(), multiple=True, help="Number of sessions; repeatable [default: 1].")
 @click.option(
-    "--dtype", default="bf16", show_default=True, help="Format: fp16, fp8, int8:g64, mxfp4, nvfp4, int4:g64, ..."
+    "--dtype",
+    default="bf16",
+    show_default=True,
+    help="Format of the KV: fp16, fp8, int8:g64, mxfp4, nvfp4, int4:g64, ...",
 )
 @click.option("--index-dtype", help="Format of an indexer's keys [default: as --dtype].")
-@click.option("--tp", type=int, help="Tensor-parallel ranks [default: 1, or all of --gpu].")
-@click.option("--pp", type=int, default=1, show_default=True, help="Pipeline stages.")
+@click.option("--tp", type=int, help="Tensor-parallel size [default: 1, or all of --gpu].")
+@click.option("--pp", type=int, default=1, show_default=True, help="Number of pipeline stages.")
 @click.option(
     "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
 )
@@ -55,7 +58,7 @@ WIDTH_MAX = 100
 @click.option(
     "--check", "figures", multiple=True, metavar="SIZE", help='Explain a figure such as "150 KB"; may be repeated.'
 )
-@click.option("--published", is_flag=True, help="Judge published figures, cell by cell.")
+@click.option("--published", is_flag=True, help="Check published figures, cell by cell.")
 @click.option("--list", "is_list", is_flag=True, help="List the models known by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def size(
@@ -76,7 +79,7 @@ def size(
     is_list: bool,
     as_json: bool,
 ) -> int:
-    """KV size of a model: per token, session and chunk, minimum and stored, with the reasons.
+    """Compute the KV size of a model: per token, session and chunk, minimum and stored, with the reasons.
 
     MODEL is a config.json, its folder, or a name from --list. Numbers may be written 131,072, 128k (128,000) or 128Ki
     (131,072). Several --tokens and --users give one row for each pair.

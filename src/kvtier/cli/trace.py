@@ -38,7 +38,12 @@ def trace() -> None:
 @trace.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=OutputFile())
-@click.option("--ids", "as_ids", is_flag=True, help="Write hash_ids, which more tools read; runs are shorter.")
+@click.option(
+    "--ids",
+    "as_ids",
+    is_flag=True,
+    help="Write one hash id for each block, which more tools read, instead of shorter runs.",
+)
 @reading_options
 def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  # noqa: ANN401  the options above
     """Write SOURCE, in any format of `kvtier replay`, to TARGET as request lines (.gz: gzip).
@@ -53,9 +58,14 @@ def convert(source: Path, target: Path, as_ids: bool, **reading: Any) -> None:  
 @trace.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=OutputFile())
-@click.option("--ids", "as_ids", is_flag=True, help="Write hash_ids, which more tools read; runs are shorter.")
-@click.option("--coarse-s", type=float, default=0.0, help="Round times down to multiples of this.  [0: do not]")
-@click.option("--no-sessions", is_flag=True, help="Leave out sessions.")
+@click.option(
+    "--ids",
+    "as_ids",
+    is_flag=True,
+    help="Write one hash id for each block, which more tools read, instead of shorter runs.",
+)
+@click.option("--coarse-s", type=float, default=0.0, help="Round times down to multiples of this; 0: keep them.  [0]")
+@click.option("--no-sessions", is_flag=True, help="Leave out session ids.")
 @reading_options
 def anonymize(source: Path, target: Path, as_ids: bool, coarse_s: float, no_sessions: bool, **reading: Any) -> None:  # noqa: ANN401
     """Write SOURCE to TARGET (.gz: gzip) for sharing.
@@ -95,12 +105,12 @@ def _write(target: Path, arrays: "TraceArrays", *, as_runs: bool, coarse_s: floa
 @trace.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--capacity", default="1GiB", help="Limit of FOLDER, at which recording stops.  [1GiB]")
+@click.option("--capacity", default="1GiB", help="Size of FOLDER at which recording stops.  [1GiB]")
 def record(folder: Path, program: tuple[str, ...], capacity: str) -> None:
     """Run PROGRAM, such as `vllm serve MODEL …` with kvtier, and record its requests in FOLDER.
 
     Each engine writes a file of request lines: arrival times, lengths, and which blocks are equal, under ids that
-    cannot be reversed. No texts, no tokens. `kvtier replay` reads the files.
+    cannot be reversed. The files hold neither texts nor tokens. `kvtier replay` reads them.
 
     Equivalent to the settings trace.path and trace.capacity_bytes.
     """

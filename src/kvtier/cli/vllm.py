@@ -18,7 +18,7 @@ from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
 
 directory_option = click.option(
-    "--dir", "directory", type=click.Path(path_type=Path), help="The store's directory: the setting directory.path."
+    "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store: the setting directory.path."
 )
 
 
@@ -102,7 +102,7 @@ def _engine_notes(config: Config) -> list[str]:
 @vllm.command()
 @click.argument("transfer", metavar="[CONFIG_JSON]", required=False)
 @directory_option
-@click.option("--model", help="The model: a folder, or a name in the local hub cache.")
+@click.option("--model", help="Model: a folder, or a name in the local hub cache.")
 @click.option("--block-size", type=click.IntRange(1, 1 << 20), help="vLLM's --block-size [default: what vLLM chooses].")
 @click.option(
     "--engine-args",
@@ -113,7 +113,7 @@ def _engine_notes(config: Config) -> list[str]:
 @click.option(
     "--selftest",
     is_flag=True,
-    help="Test the installed vLLM with --model: starts four engines, and writes the result beside the store.",
+    help="Test the installed vLLM with --model: starts four engines, and writes the result next to the store.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(

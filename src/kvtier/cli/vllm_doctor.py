@@ -38,7 +38,7 @@ from kvtier.tier.directory_marker import MARKER_NAME
 Level = Literal["error", "warning", "note", "fine"]
 
 HOST_CHUNKS_FEW = 16
-"""With fewer chunks of host memory each prompt evicts the previous one."""
+"""Host memory of fewer chunks is reported: each prompt evicts the previous one."""
 
 FREE_BYTES_FEW = 1 << 30
 """A file system with less free space may be full before the next prompt is stored."""
@@ -61,7 +61,7 @@ ADVICE = {
     "limits": "`kvtier config show` explains the setting",
     "planner": "`kvtier config show` explains the setting",
 }
-"""By section: what to do about a setting that does not work on this machine."""
+"""Advice by section, for a setting that does not work on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +336,7 @@ def _stores(config: Config, mine: Fingerprint | DoctorFinding | None, chunk_toke
     is_keyed = secret_file is not None or config.store.secret is not None
     for root in (directory, *([] if disk is None else sorted(disk.glob("rank-*")))):
         if root is None or not ((root / MARKER_NAME).is_file() or is_disk(root)):
-            continue  # `_machine` reports a path that is no store
+            continue  # `_machine` reports a path that is not a store
         try:
             found = _statistics(root, config)
         except (KvError, OSError) as error:
@@ -357,7 +357,7 @@ def _statistics(root: Path, config: Config) -> StoreStat:
 
 
 def _secret(place: Path, found: StoreStat) -> Iterator[DoctorFinding]:
-    """The secret beside a store. With it, a reader of the store could test which texts were cached."""
+    """The secret next to a store. With it, a reader of the store could test which texts were cached."""
     file = place / "secret"
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
@@ -419,7 +419,7 @@ def _content(root: Path, found: StoreStat, mine: Fingerprint | None, chunk_token
 
 
 def _differences(root: Path, shares: Iterable[str], mine: Fingerprint) -> str:
-    """Differences of a store's fingerprints from `mine`, for fingerprints with a note beside the store."""
+    """Differences of a store's fingerprints from `mine`, for fingerprints with a note next to the store."""
     place = root.parent if is_disk(root) else root
     known = {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in notes.read(place, "fingerprint")}
     own = dict(_leaves(json.loads(mine.canonical)))

@@ -1,7 +1,7 @@
 """The demo's model: a small Llama with random weights from a seed; nothing is downloaded.
 
-Its answers mean nothing. But it computes what a trained model of this shape computes, at the same cost, and its keys
-and values depend on every earlier token. A KV cache sees no more than that.
+Its answers are meaningless. It has the cost of a trained model of this shape, and its keys and values depend on every
+earlier token.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which prefixes earlier requests have stored: counted from tokens alone, without kvtier, and kept between calls.
+"""Prefixes that earlier requests have stored: counted from tokens alone, without kvtier, and kept between calls.
 
 The count says how many tokens a perfect cache would restore. A request stores the whole chunks of its prompt and
 answer, without the answer's last token: no forward pass reads that token, so it has no KV.
@@ -48,14 +48,14 @@ class StoredPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """What one call of the demo left in a store."""
+    """Contents that one call of the demo left in a store."""
 
     namespace: str
     identity: str
     """Model, tokenizer and store: only a call with equal ones can use its KV."""
     chunk_tokens: int
     digests: tuple[str, ...]
-    """Those of `StoredPrefixes`."""
+    """Digests of `StoredPrefixes`."""
 
 
 def read_history(directory: Path) -> list[EarlierRun]:

@@ -19,19 +19,19 @@ class RequestResult:
     prompt_tokens: int
     answer: tuple[int, ...]
     ttft_ms: float
-    """From the call of `generate` to the first new token."""
+    """Time from the call of `generate` to the first new token."""
     total_ms: float
-    """From the call of `generate` to its return."""
+    """Time from the call of `generate` to its return."""
     restored: Mapping[str, int]
     """Leading prompt tokens whose KV was loaded, by tier."""
     restorable_tokens: int
-    """As `StoredPrefixes` counts them; 0 in the pass without kvtier."""
+    """Restorable tokens, as `StoredPrefixes` counts them; 0 in the pass without kvtier."""
     margins: tuple[float, ...]
-    """For each new token, the logit of the best token less that of the second best."""
+    """Logit of the best token less that of the second best, for each new token."""
 
     @property
     def restored_tokens(self) -> int:
-        """Of all tiers."""
+        """Tokens restored from all tiers."""
         return sum(self.restored.values())
 
 
@@ -44,7 +44,7 @@ class PassResult:
     set_up_s: float
     """Building the model, a request to warm up, and attaching kvtier."""
     wall_s: float
-    """From the first request until the last answer is there and all stores are on disk."""
+    """Time from the first request until the last answer is there and all stores are on disk."""
     flush_s: float
     """The part of `wall_s` after the last answer."""
     lost: int = 0
@@ -135,7 +135,7 @@ class AnswerDifference:
     turn: int
     token: int
     margin: float
-    """Of that token in the first pass. One near float32's rounding error is a tie, not wrong KV."""
+    """Margin of that token in the first pass. One near float32's rounding error is a tie, not wrong KV."""
 
     def __str__(self) -> str:
         one, other = self.passes
@@ -154,7 +154,7 @@ class DemoResult:
     why: str
     """Why this model."""
     conversations: str
-    """Which requests, in one line."""
+    """The replayed requests, in one line."""
     shape: Mapping[str, int]
     parameters: int
     kv_bytes_per_token: int
@@ -164,7 +164,7 @@ class DemoResult:
     new_tokens: int
     passes: tuple[PassResult, ...]
     elapsed_s: float
-    """From the start of the command to the end of the last pass."""
+    """Time from the start of the command to the end of the last pass."""
     tokenizer_s: float
     directory: str | None
     """The store; None if it was temporary."""

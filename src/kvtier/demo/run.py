@@ -52,17 +52,17 @@ class DemoProgress(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """What to run."""
+    """Settings of one run."""
 
     directory: Path | None
-    """Where the store is kept; None: in a temporary directory, removed at the end."""
+    """Directory of the store; None: a temporary directory, removed at the end."""
     model_size: str
     sessions: int
     requests: int | None
     seed: int
     new_tokens: int
     threads: int
-    """Of torch; 0: one for each core."""
+    """Threads of torch; 0: one for each core."""
 
     def __post_init__(self) -> None:
         if self.model_size not in SHAPES:

@@ -28,7 +28,7 @@ SILENCE_S = 300.0
 """A process without output for this long is killed. One request of the largest model takes a few seconds."""
 
 GRACE_S = 10.0
-"""How long a process may take to exit before it is killed."""
+"""Time that a process may take to exit before it is killed."""
 
 
 class DemoError(KvError):
@@ -68,7 +68,7 @@ class LogitsRecorder:
         self.begin_s = time.perf_counter()
         self.first_token_s = 0.0
         self.margins: list[float] = []
-        """For each new token, the logit of the best token less that of the second best."""
+        """Logit of the best token less that of the second best, for each new token."""
 
     def __call__(self, input_ids: "torch.Tensor", scores: "torch.Tensor") -> "torch.Tensor":  # noqa: ARG002  the library's signature
         """Record one token's logits."""

@@ -41,7 +41,7 @@ class DirectoryStore(StoreInspector):
         return sorted(ObjectFile(it.name, it.size_bytes, it.mtime_ns / 1e9, path(it.name)) for it in found)
 
     def usage(self) -> Usage:
-        """What marker, cap file and temporary files record."""
+        """Usage from the marker, the cap file and the temporary files."""
         temp_files = reserved(self._paths.temp_files)
         return Usage(
             self._marker.store_id,

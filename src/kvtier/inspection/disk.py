@@ -114,7 +114,7 @@ class DiskStore(StoreInspector):
         return sorted(found.values())
 
     def usage(self) -> Usage:
-        """What marker, status file and segments record."""
+        """Usage from the marker, the status file and the segments."""
         marker, status = self._marker(), read_status(self.root)
         segments: list[tuple[int, os.stat_result]] = []
         with suppress(FileNotFoundError, NotADirectoryError), self._segments() as folder:

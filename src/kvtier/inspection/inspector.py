@@ -1,6 +1,6 @@
-"""What `kvtier inspect` does with a store, for either kind; `directory` and `disk` know their layouts.
+"""The operations of `kvtier inspect` on a store of either kind; `directory` and `disk` know the layouts.
 
-Inspection takes no lock and writes nothing, so it may run beside processes that use the store. Objects that disappear
+Inspection takes no lock and writes nothing, so it may run while other processes use the store. Objects that disappear
 meanwhile are left out. Only a repair, a purge and a compaction open the store.
 """
 
@@ -37,7 +37,7 @@ _BATCH = 16 * _THREADS
 
 
 class ObjectFile(NamedTuple):
-    """Where an object is stored. Sorts by name."""
+    """Location of an object's frame. Sorts by name."""
 
     name: bytes
     size_bytes: int
@@ -45,7 +45,7 @@ class ObjectFile(NamedTuple):
     """Last known use, seconds since 1970; in a disk store the start of its segment."""
     path: str
     number: int = 0
-    """Of the segment, in a disk store."""
+    """Number of the segment, in a disk store."""
     offset: int = 0
     """Bytes from the start of the file."""
 
@@ -115,7 +115,7 @@ class StoreStat:
     created: str
     objects: int
     bytes: int
-    """Of the objects' frames."""
+    """Sum of the objects' frames."""
     charged_bytes: int
     """Counted against the cap: whole blocks of 4 KiB per object, or whole segments."""
     recorded_bytes: int | None
@@ -128,13 +128,13 @@ class StoreStat:
     open_in: int
     """Tiers of running processes that have the store open."""
     free_bytes: int
-    """Of the file system."""
+    """Free space of the file system."""
     unreadable: int
     """Objects with an invalid head."""
     oldest_age_s: float | None
     newest_age_s: float | None
     fingerprints: dict[str, FingerprintShare]
-    """By the first digits of the fingerprint."""
+    """Share of each fingerprint, by its first digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class Purge:
     directory: str
     objects: int = 0
     bytes: int = 0
-    """Of the objects."""
+    """Sum of the objects."""
     is_emptied_only: bool = False
     """Other processes had the store open: its objects were removed, the store was not."""
     left: list[str] = field(default_factory=list[str])
@@ -220,7 +220,7 @@ class StoreInspector(ABC):
 
     @abstractmethod
     def usage(self) -> Usage:
-        """What the store's own files record."""
+        """Usage as the store's own files record it."""
 
     @abstractmethod
     def opened(self, stored: ObjectFile) -> AbstractContextManager[int]:
@@ -257,7 +257,7 @@ class StoreInspector(ABC):
         return stored.size_bytes
 
     def listing(self, *, limit: int, after: str = "") -> Listing:
-        """At most `limit` objects with names after `after` (hexadecimal digits)."""
+        """List at most `limit` objects with names after `after` (hexadecimal digits)."""
         found = self.objects()
         start = bisect_right(found, after.lower(), key=lambda stored: stored.name.hex())
         page = found[start : start + limit]

@@ -11,7 +11,7 @@ class Cost:
     """Cost of a deployment at one load; None where a price is missing."""
 
     watts: float
-    """Of all machines, times `power.pue`."""
+    """Power of all machines, times `power.pue`."""
     bought: float | None
     """Price of GPUs, servers and, with tiers, of their hardware."""
     per_hour: float | None
@@ -91,7 +91,7 @@ def _bills(deployment: Deployment, *, with_tiers: bool) -> dict[str, tuple[float
 
 
 def break_evens(deployment: Deployment) -> list[BreakEven]:
-    """For each tier below the GPU, the time for which KV is worth keeping there."""
+    """Compute for each tier below the GPU how long KV is worth keeping there."""
     inputs, price = deployment.inputs, deployment.inputs.price
     tokens = deployment.workload.reusable_tokens
     if not tokens:

@@ -26,7 +26,7 @@ class HardwareItem:
     """Bytes, bytes a second, FLOP/s by format of the weights, watts."""
     source: str
     date: str
-    """When the source was read."""
+    """Date on which the source was read."""
 
 
 @cache

@@ -131,7 +131,7 @@ class ModelInputs(SettingsSection):
     name: str = setting("", Name("a name that `kvtier size` knows, or a config.json"), "The model.")
     kv_dtype: str = setting("bf16", Name("a format that `kvtier size` knows, such as bf16 or fp8"), "Format of the KV.")
     weights: Literal["bf16", "fp8", "fp4"] = setting("bf16", Choice(("bf16", "fp8", "fp4")), "Format of the weights.")
-    tp: int = setting(1, Count(1, 1024), "GPUs of one copy of the model (tensor parallel).")
+    tp: int = setting(1, Count(1, 1024), "GPUs per replica (tensor-parallel size).")
     parameters: float = setting(
         0.0, Number(1e6, 1e14, "from the model"), "All parameters: they fill GPU memory, and decoding reads them."
     )
@@ -353,7 +353,7 @@ class Inputs:
         return self.origins.get(name) or (f"default ({source})" if source else "default")
 
     def change(self, values: Mapping[str, object], origin: str = "Python") -> "Inputs":
-        """These inputs with some values replaced, by ``section.key``.
+        """Copy the inputs with some values, by ``section.key``, replaced.
 
         Raises:
             ConfigError: a value is not allowed.
@@ -382,4 +382,4 @@ SECTIONS: dict[str, type[SettingsSection]] = {
 }
 
 SETTINGS: dict[str, Setting] = {each.name: each for kind in SECTIONS.values() for each in settings(kind)}
-"""By ``section.key``, in the order they are written."""
+"""All settings by ``section.key``, in the order they are written."""

@@ -43,7 +43,7 @@ class Limit:
     requests_per_s: float
     """The load at which this limit alone is met; infinite when it is not met in the searched range."""
     users: float
-    """That load in users; with a trace's own pauses, in queries a second."""
+    """The ceiling in users; with a trace's own pauses, in queries a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Ceiling:
     limits: tuple[Limit, ...]
     """The tightest first."""
     point: OperatingPoint
-    """At the ceiling, or at almost no load where even that exceeds a limit."""
+    """Operating point at the ceiling, or at almost no load where even that exceeds a limit."""
 
     @property
     def binding(self) -> Limit:
@@ -68,7 +68,7 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class LimitRule:
-    """How a limit is checked."""
+    """Check of one limit."""
 
     name: str
     meaning: str
@@ -204,7 +204,7 @@ def in_users(deployment: Deployment, requests_per_s: float) -> float:
 
 
 def _loads(deployment: Deployment) -> list[float]:
-    """From almost nothing to far beyond the load that decoding alone allows."""
+    """Loads to try, from almost nothing to far beyond what decoding alone allows."""
     most = deployment.replicas / (deployment.workload.answer_tokens * decode_token_s(deployment))
     steps = (_DECADES_BELOW + _DECADES_ABOVE) * _STEPS_PER_DECADE
     least = most / 10**_DECADES_BELOW

@@ -21,9 +21,9 @@ class AttentionCost:
 
     layers: int
     flop_per_pair: float
-    """For one query token and one earlier token, of one layer, all heads."""
+    """FLOP for one query token and one earlier token, of one layer, all heads."""
     window_tokens: int | None
-    """None for full attention."""
+    """Size of the attention window; None for full attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,12 +30,12 @@ class Variant:
     served_per_s: float
     """Requests a second at the requested load: all of them, or the most that the GPUs complete."""
     point: OperatingPoint
-    """At the served load."""
+    """Operating point at the served load."""
     ttft_s: float
-    """At the requested load; infinite where queues grow without end."""
+    """Mean TTFT at the requested load; infinite where queues grow without end."""
     output_tokens_per_s: float
     gpus_needed: int | None
-    """For the requested load (`gpus_needed`); None where no number of them is enough."""
+    """GPUs for the requested load (`gpus_needed`); None where no number of them is enough."""
     cost: Cost
 
 
@@ -67,7 +67,7 @@ class CapacityNeed:
     residence_s: float
     tokens: float
     bytes: float
-    """Of KV; a tier that fills only a share of its capacity needs more."""
+    """Size of the KV; a tier that fills only a share of its capacity needs more."""
     read_bytes_per_s: float
     """Average, with all hits read from tiers."""
     read_burst_bytes_per_s: float
@@ -91,7 +91,7 @@ class DriveLoad:
     depth_burst: float
     written_bytes_per_day: float
     writes_per_day: float
-    """Over the capacity of all drives."""
+    """Writes of a day, divided by the capacity of all drives."""
     rated_writes_per_day: float
     life_years: float
     drives_for_bandwidth: int

@@ -1,4 +1,4 @@
-"""Published figures of an example beside those of its plan: which follow, and which do not."""
+"""Published figures of an example compared with those of its plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class PublishedFigure:
 
 
 def compare(example: str, plan: Plan) -> list[PublishedFigure]:
-    """The published figures of an example beside those of a plan.
+    """Compare the published figures of an example with those of a plan.
 
     Args:
         example: its name.
@@ -53,7 +53,7 @@ def compare(example: str, plan: Plan) -> list[PublishedFigure]:
 
 
 def published_table(figures: list[PublishedFigure], *, with_notes: bool = False) -> Table:
-    """The published figures of an example beside those of the plan."""
+    """The published figures of an example, compared with those of the plan."""
     columns = ("figure", "published", "plan", "off", "", *(("why",) if with_notes else ()))
     rows = [
         (it.text, it.show(it.published), it.show(it.computed), f"{it.off:+.0%}", it.how, it.note)[: len(columns)]
@@ -96,7 +96,7 @@ def _read_share(plan: Plan) -> float:
 
 
 def _drive_power_share(plan: Plan) -> float:
-    """Of the power without drives, at the load at which the share is highest."""
+    """Share of the drives in the power without drives, at the load at which it is highest."""
     return plan.inputs.disk.count * plan.inputs.disk.watts / plan.alone.cost.watts
 
 

@@ -27,7 +27,7 @@ class RequestClass:
     """Requests that find their KV in the same place."""
 
     share: float
-    """Of all requests."""
+    """Share of all requests."""
     computed_tokens: float
     prompt_tokens: float
     loaded_from: str
@@ -48,7 +48,7 @@ class OperatingPoint:
     found: dict[str, float]
     """Share of all prompt tokens from GPU memory and each tier."""
     computed_tokens: float
-    """Of a prompt."""
+    """Tokens of a prompt that are computed."""
     prefill_s: float
     load_s: float
     wait_s: float
@@ -59,13 +59,13 @@ class OperatingPoint:
     gpu_busy: float
     """Share of the time in which the GPU computes instead of waiting for a load."""
     gpu_seconds: float
-    """Of one request, on one replica."""
+    """GPU time of one request, on one replica."""
     read_bytes_per_s: dict[str, float]
     wanted_bytes_per_s: dict[str, float]
     """Reads if no hit were computed because its load is too slow."""
     write_bytes_per_s: dict[str, float]
     link_used: float
-    """Of the load bandwidth of a replica."""
+    """Share in use of a replica's load bandwidth."""
     loading: float
     """Mean number of loading requests, by Little's law."""
 

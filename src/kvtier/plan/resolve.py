@@ -25,7 +25,7 @@ class TierHardware:
 
     name: str
     capacity_bytes: float
-    """For KV."""
+    """Capacity for KV."""
     read_bytes_per_s: float
     write_bytes_per_s: float
 
@@ -90,8 +90,8 @@ def resolve(inputs: Inputs, trace: TraceSummary | None = None) -> Deployment:
     if kv_bytes < session_bytes:
         raise ConfigError(
             f"model.tp = {tp} (from {inputs.origin('model.tp')}): {tp} x {gpu.name} leave {max(kv_bytes, 0) / 1e9:.1f} "
-            f"GB for KV beside {weight_bytes / 1e9:.1f} GB of weights, one session needs {session_bytes / 1e9:.1f} GB; "
-            "allowed: more or larger GPUs, smaller weights or a smaller kv_dtype"
+            f"GB for KV next to {weight_bytes / 1e9:.1f} GB of weights, one session needs {session_bytes / 1e9:.1f} "
+            "GB; allowed: more or larger GPUs, smaller weights or a smaller kv_dtype"
         )
     if model.tokens_max is not None and load.session_tokens > model.tokens_max:
         raise ConfigError(

@@ -33,9 +33,9 @@ class InputSensitivity:
     """The lower value; None where it is not allowed."""
     higher: float | None
     users: UsersServed
-    """As planned."""
+    """Users with the planned value."""
     users_lower: UsersServed | None
-    """With the lower value; None where no plan is possible with it."""
+    """Users with the lower value; None where no plan is possible with it."""
     users_higher: UsersServed | None
 
     @property

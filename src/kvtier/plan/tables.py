@@ -45,7 +45,7 @@ def circumstances(plan: Plan) -> list[tuple[str, str]]:
             "model",
             (
                 f"KV {inputs.model.kv_dtype}, weights {inputs.model.weights} ({bytes_text(deployment.weight_bytes)}); "
-                f"{bytes_text(deployment.kv_bytes)} for KV beside each copy"
+                f"{bytes_text(deployment.kv_bytes)} for KV next to each copy"
             ),
         ),
         (
@@ -95,7 +95,7 @@ def conclusion(plan: Plan) -> list[str]:
     if binding.users:
         sentences.append(
             f"Binding limit: {binding.name}, at {load_text(plan, binding.users)} {unit} ({binding.meaning}). "
-            f"Raised by {binding.raised_by}."
+            f"To raise it, change {binding.raised_by}."
         )
         sentences += _ttft_parts(plan)
     else:

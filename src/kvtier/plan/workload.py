@@ -66,16 +66,16 @@ class TraceSummary:
     requests: int
     duration_s: float
     input_tokens: float
-    """Of a request, on average; as are all tokens below."""
+    """Mean of a request, as are all token counts below."""
     output_tokens: float
     first_share: float
     """Share of requests that reuse nothing, or only their first block."""
     reusable_tokens: float
-    """In earlier prompts, after any pause."""
+    """Tokens that occur in earlier prompts, after any pause."""
     burst: float
     """Busiest window of `BURST_S` over the average one."""
     curve: ReuseCurve | None
-    """None where the trace has no block ids."""
+    """Reuse by interval; None where the trace has no block ids."""
     notes: tuple[str, ...]
 
 

@@ -34,7 +34,7 @@ class Mount(NamedTuple):
     """File system type, such as ``ext4`` or ``nfs4``."""
     source: str
     options: frozenset[str]
-    """Of the mount and of the file system, ``key`` or ``key=value``."""
+    """Options of the mount and of the file system, ``key`` or ``key=value``."""
     device: str
     """``major:minor``; major 0 if there is no block device."""
 
@@ -88,7 +88,7 @@ class Facts:
     memlock_bytes: int | None = None
     """Limit on page-locked memory of this process; None: no limit."""
     cores: int = 1
-    """Of this process's affinity mask."""
+    """Cores in this process's affinity mask."""
     load: float | None = None
     """Runnable and disk-waiting processes, averaged over a minute."""
     has_gpu: bool = False

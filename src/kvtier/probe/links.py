@@ -48,7 +48,7 @@ class Measure:
 
     op: str
     bytes: int
-    """Of one operation."""
+    """Size of one operation."""
     depth: int
     """Concurrent operations, each in a thread of its own."""
     gb_per_s: float

@@ -51,7 +51,7 @@ class ProbeResult:
     warnings: tuple[str, ...]
     places: tuple[TierFacts, ...]
     skipped: tuple[str, ...]
-    """What was not measured, with the reason."""
+    """Measurements left out, each with the reason."""
     bounds: Bounds
     is_complete: bool
     """Whether every tier was measured."""
@@ -69,7 +69,7 @@ class Effort:
     """Bytes of an object."""
     depths: tuple[int, ...]
     seconds: float
-    """Of each measure."""
+    """Time limit of each measurement."""
     write_bytes: int
     """Limit, all tiers together."""
 

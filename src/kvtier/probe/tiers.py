@@ -47,7 +47,7 @@ class TierFacts:
 
     tier: str
     path: str
-    """Of the tier, or the directory to measure."""
+    """Path of the tier, or the directory to measure."""
     measured_in: str
     """The directory of the temporary store, on the same file system."""
     file_system: str
@@ -66,11 +66,11 @@ class ProbeTarget:
     """One tier to measure."""
 
     name: str
-    """In results."""
+    """Name of the tier in results."""
     kind: str
     """``directory`` or ``disk``."""
     path: Path
-    """Of the store, or the directory to measure."""
+    """Path of the store, or the directory to measure."""
     direct_io: DirectIo
     is_configured: bool
     """Whether `path` is from the settings, not from ``--dir``."""
@@ -99,7 +99,7 @@ class TierPoints:
     sizes: tuple[int, ...]
     depths: tuple[int, ...]
     seconds: float
-    """Of each measure."""
+    """Time limit of each measurement."""
     write_bytes: int
     """Limit of each measure."""
 
@@ -111,7 +111,7 @@ class TierPoints:
 
     @property
     def capacity_bytes(self) -> int:
-        """Of the store. Eviction frees whole segments and one is spare, so the disk tier needs two more."""
+        """Capacity of the store. Eviction frees whole segments and one is spare, so the disk tier needs two more."""
         return MEASURES_HELD * self.write_bytes + 2 * self.segment_bytes
 
     def fitting(self) -> list[tuple[int, int]]:
@@ -239,7 +239,7 @@ def check_room(place: Path, points: TierPoints) -> None:
 
 
 def choose_parent(path: Path) -> Path:
-    """Where to measure a tier at `path`: beside it if that is the same file system, otherwise in it.
+    """Choose where to measure a tier at `path`: next to it if that is the same file system, otherwise in it.
 
     Raises:
         ConfigError: no directory there is writable.

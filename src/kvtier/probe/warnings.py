@@ -13,7 +13,7 @@ from kvtier.probe.links import LinkMeasures
 from kvtier.probe.tiers import TierFacts
 
 FULL_SHARE = 0.9
-"""Above this share in use, file systems fragment files and SSDs slow down."""
+"""Share in use above which file systems fragment files and SSDs slow down."""
 BUSY = 1.5
 """Runnable processes per core above which figures are too low."""
 FASTER = 1.25

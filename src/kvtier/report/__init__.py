@@ -1,1 +1,1 @@
-"""How results are shown: `format` (numbers), `table`, `chart`, `page` (HTML), `output` (JSON and files)."""
+"""Presentation of results: `format` (numbers), `table`, `chart`, `page` (HTML), `output` (JSON and files)."""

@@ -64,7 +64,7 @@ def count_text(count: float) -> str:
 
 
 def short_count(count: float | None) -> str:
-    """A count such as tokens with a suffix for thousands: ``131.1k``; None is no limit."""
+    """A count such as tokens with a suffix for thousands: ``131.1k``; None means no limit."""
     if count is None:
         return "inf"
     for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):

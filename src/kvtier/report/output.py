@@ -80,7 +80,9 @@ def check_writable(option: str, path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"{option} {str(path)!r} is a directory; allowed: a file")
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{option} {str(path)!r} is no regular file; allowed: a file, which is replaced as a whole")
+        raise ConfigError(
+            f"{option} {str(path)!r} is not a regular file; allowed: a file, which is replaced as a whole"
+        )
     if not parent.is_dir():
         raise ConfigError(f"{option} {str(path)!r} cannot be written: there is no directory {str(parent)!r}")
     if not os.access(parent, os.W_OK):

@@ -24,7 +24,7 @@ COLOURS = {
     "disk": ("#1b8f6f", "#34b38e"),
     "shared": ("#8a4fd0", "#b58af0"),
 }
-"""Of pages and charts, on light and on dark screens."""
+"""Colours of pages and charts, on light and on dark screens."""
 LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 _LIGHT_VARIABLES = "".join(f"--{name}:{light};" for name, light in LIGHT.items())
 _DARK_VARIABLES = "".join(f"--{name}:{dark};" for name, (_, dark) in COLOURS.items())

@@ -66,7 +66,7 @@ class DiskTier:
         direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
         sync_interval_s: seconds of writes that a crash may lose, approximately.
         reserve_bytes: free space left to other programs; segments are removed to keep it free.
-        write_bytes_per_day: limit for flash wear (`WriteBudget`); 0 is no limit.
+        write_bytes_per_day: limit for flash wear (`WriteBudget`); 0 means no limit.
         lock_deadline_s: longest wait for another operation that makes space.
         open_deadline_s: longest wait for another process that has the store open.
 
@@ -401,7 +401,7 @@ class DiskTier:
         )
 
     def _check_store(self) -> None:
-        """After an I/O error: continue with the same store, or reopen it when it was replaced."""
+        """Check the store after an I/O error: continue with it, or reopen it when it was replaced."""
         if not self._reopening.acquire(timeout=self._lock_deadline_s):
             raise TierError(self.name, "is being reopened")
         try:

@@ -85,7 +85,7 @@ def _runs(found: dict[int, Extent], reads: Sequence[Read]) -> list[list[int]]:
 def _are_whole(
     runs: Sequence[Sequence[int]], requests: Sequence[ReadRun], counts: Sequence[int] | None, found: dict[int, Extent]
 ) -> list[bool]:
-    """For each of `runs`, whether it was read whole. Without `counts`, runs of several frames are read here.
+    """Tell for each of `runs` whether it was read whole. Without `counts`, runs of several frames are read here.
 
     The caller reads the frames of a failed run one by one.
     """

@@ -6,7 +6,7 @@
 Frames grow from the front and index blocks from the end; a segment is full when they would meet. A block is written
 once, so a crash cannot damage earlier entries; only `DiskTier.delete` blanks an entry in place.
 
-A block is valid only with its own checksum and the generation of its segment's header. The small JSON files beside the
+A block is valid only with its own checksum and the generation of its segment's header. The small JSON files next to the
 segments have a checksum, too.
 """
 

@@ -41,7 +41,7 @@ class Marker(NamedTuple):
     store_id: bytes
     """Random, unique to the store."""
     segment_bytes: int
-    """Of each segment."""
+    """Size of each segment."""
     created: str
     """UTC time, ISO 8601."""
 

@@ -34,7 +34,7 @@ SURVIVOR_SHARE = 0.25
 """Largest share of a segment that is copied forward when it is evicted."""
 
 SPARE_SEGMENTS_MIN = 4
-"""From this many segments on one is kept empty, so that no write waits for an eviction."""
+"""Pools of at least this many segments keep one empty, so that no write waits for an eviction."""
 
 LEAVE_DEADLINE_S = 1.0
 """Longest wait for reads from a segment to be evicted, before another segment is tried."""
@@ -124,7 +124,7 @@ class Pool:
 
     @property
     def frame_bytes_max(self) -> int:
-        """The largest frame that fits beside the header and two index blocks, of which one may be wasted."""
+        """The largest frame that fits next to the header and two index blocks, of which one may be wasted."""
         return self._files.segment_bytes - 3 * BLOCK_BYTES
 
     def contains(self, names: Sequence[bytes]) -> list[bool]:

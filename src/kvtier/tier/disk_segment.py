@@ -74,7 +74,7 @@ class Segment:
         self.pins = 0
         """Reads, copies and index writes in flight."""
         self.is_leaving = False
-        """It is being evicted: unpinning notifies the pool."""
+        """Whether the segment is being evicted: unpinning then notifies the pool."""
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0)
         descriptor, self._status = open_file(self.name, flags, folder)
         self._descriptor = Descriptor(descriptor)

@@ -92,7 +92,7 @@ def open_file(name: str, flags: int, directory: int | None = None) -> tuple[int,
         directory: descriptor of a directory.
 
     Raises:
-        OSError: it cannot be opened; with an `errno` in `WRONG_KIND` when it is no regular file.
+        OSError: it cannot be opened; with an `errno` in `WRONG_KIND` when it is not a regular file.
     """
     descriptor = os.open(name, flags | _FILE_FLAGS, FILE_MODE, dir_fd=directory)
     try:
@@ -167,7 +167,7 @@ def open_directory(name: str, directory: int | None = None, *, is_listed: bool =
     """A descriptor of the directory `name`; `is_listed` makes it usable for `os.scandir`.
 
     Raises:
-        OSError: it cannot be opened; with an `errno` in `WRONG_KIND` when it is no directory, or a link to one.
+        OSError: it cannot be opened; with an `errno` in `WRONG_KIND` when it is not a directory, or is a link to one.
     """
     return os.open(name, _DIRECTORY_FLAGS | (os.O_RDONLY if is_listed else os.O_PATH), dir_fd=directory)
 

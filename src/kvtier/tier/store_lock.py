@@ -9,10 +9,10 @@ from kvtier.tier.safe_open import Descriptor, open_file
 
 
 class StoreLock:
-    """This process's flock on the marker at `path`.
+    """A flock of this process on the marker at `path`.
 
     Raises:
-        OSError: the marker is missing, no regular file, or cannot be written.
+        OSError: the marker is missing, not a regular file, or cannot be written.
     """
 
     def __init__(self, path: str, tier: str) -> None:

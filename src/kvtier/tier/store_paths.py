@@ -109,7 +109,7 @@ class Paths:
 
     @contextmanager
     def fan(self, name: bytes) -> Generator[int]:
-        """As `open_fan`, but a missing directory is created.
+        """Open a directory like `open_fan`; a missing one is created.
 
         Raises:
             OSError: it cannot be created, or the store is gone.

@@ -20,7 +20,7 @@ class WriteBudget:
     most objects offered once are never read.
 
     Args:
-        bytes_per_day: fill rate; 0 is no limit.
+        bytes_per_day: fill rate; 0 means no limit.
         now_s: time, on the clock of `admits`.
     """
 
