@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvtier import size
+from kvtier.size.families import all_class_defaults
 
 pytestmark = pytest.mark.engine
 
@@ -216,3 +218,15 @@ def test_where_key_and_value_are_one_transformers_keeps_both():
     twice = sum(layer.bytes_per_token for layer in kv.layers if layer.cache.kind == "full") * TOKENS
     assert kv.session_bytes(TOKENS) + twice == actual
     assert any("store both" in note for note in kv.model.notes)
+
+
+def test_class_defaults_are_those_of_the_classes():
+    for model_type, fields in all_class_defaults().items():
+        if model_type not in CONFIG_MAPPING:
+            continue  # code that is published beside the model
+        kind = CONFIG_MAPPING[model_type]
+        names = kind.attribute_map
+        for name, value in fields.items():
+            found = kind.__dataclass_fields__.get(names.get(name, name))
+            default = None if found is None else found.default
+            assert default == (None if isinstance(value, str) else value), (model_type, name)

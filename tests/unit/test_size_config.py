@@ -197,8 +197,8 @@ def test_files_that_cannot_be_read(tmp_path):
         size.model(tmp_path / "nowhere" / "config.json")
     with pytest.raises(ConfigError, match=r"config\.json: No such file"):
         size.model(tmp_path)
-    (tmp_path / "large.json").write_bytes(b" " * ((2 << 20) + 1))
-    with pytest.raises(ConfigError, match="more than 2097152 bytes"):
+    (tmp_path / "large.json").write_bytes(b" " * ((4 << 20) + 1))
+    with pytest.raises(ConfigError, match="more than 4194304 bytes"):
         size.model(tmp_path / "large.json")
 
 

@@ -9,6 +9,7 @@ SHAPE = {
     "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "hidden_size": 4096,
 }  # fmt: skip
+OPEN = json.dumps(SHAPE)[:-1] + ", "
 DEEP = 200_000
 
 FILES: dict[str, str] = {
@@ -22,10 +23,10 @@ FILES: dict[str, str] = {
     "list": json.dumps({**SHAPE, "layer_types": ["full_attention"] * 100_000}),
     "deep list": '{"attention": ' + "[" * DEEP + "]" * DEEP + "}",
     "deep objects": '{"a": ' * DEEP + "1" + "}" * DEEP,
-    "deep fields": '{"kv": ' * 800 + "1" + "}" * 800,
-    "many lists": '{"attention": [' + "[]," * 600_000 + "[]]}",
-    "many objects": '{"attention": [' + "{}," * 600_000 + "{}]}",
-    "many fields": json.dumps({f"kv_{index}": 1 for index in range(100_000)}),
+    "deep fields": OPEN + '"kv": ' + '{"kv": ' * 800 + "1" + "}" * 801,
+    "many lists": OPEN + '"attention": [' + "[]," * 1_380_000 + "[]]}",
+    "many objects": OPEN + '"attention": [' + "{}," * 1_380_000 + "{}]}",
+    "many fields": json.dumps({**SHAPE} | {f"kv_{index}": 1 for index in range(220_000)}),
     "huge": " " * (64 << 20),
     "infinite": json.dumps({**SHAPE, "head_dim": float("inf")}),
     "escapes": json.dumps({**SHAPE, "model_type": "\x1b[2J\ud800", "\x1b[31mkv_\udfff": 3}),

@@ -1,8 +1,9 @@
 """Sizes of models outside the catalogue, against figures computed by hand.
 
 Each configuration has the fields of the published file that concern attention, heads, layers and states, and all that
-look as if they did. Fields of training, vocabulary and tokens are left out. Formulas are those of the modeling files
-of Transformers 5.23 or vLLM 0.32, or of the code that is published beside the file.
+look as if they did. Fields of training, vocabulary and tokens are left out. Where no copy of the file was at hand, the
+fields are those that its class documents. Formulas are those of the modeling files of Transformers 5.23 or vLLM 0.32,
+or of the code that is published beside the file.
 """
 
 from typing import Any
@@ -58,7 +59,7 @@ SANTACODER = {  # bigcode/santacoder
     "n_embd": 2048, "n_head": 16, "n_inner": 8192, "n_layer": 24, "n_positions": 2048, "attn_pdrop": 0.1,
     "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "reorder_and_upcast_attn": False,
 }  # fmt: skip
-DECILM = {  # Deci/DeciLM-7B: the field of its configuration_decilm.py; most layers have 4 KV heads, some fewer
+DECILM = {  # the fields of Deci/DeciLM-7B's configuration_decilm.py; the numbers of the list are an example
     "model_type": "deci", "architectures": ["DeciLMForCausalLM"], "hidden_size": 4096, "num_attention_heads": 32,
     "num_hidden_layers": 32, "max_position_embeddings": 8192,
     "num_key_value_heads_per_layer": [4] * 24 + [2] * 6 + [1] * 2,
@@ -244,6 +245,16 @@ PHI3_128K = {  # microsoft/Phi-3-mini-128k-instruct: the window is longer than t
     "sliding_window": 262144,
 }  # fmt: skip
 
+BAICHUAN2 = {  # baichuan-inc/Baichuan2-7B-Base
+    "model_type": "baichuan", "hidden_size": 4096, "model_max_length": 4096, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "_from_model_config": True, "z_loss_weight": 0, "use_cache": True,
+}  # fmt: skip
+QWEN1 = {  # Qwen/Qwen-7B
+    "model_type": "qwen", "attn_dropout_prob": 0.0, "hidden_size": 4096, "kv_channels": 128, "no_bias": True,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "onnx_safe": None, "scale_attn_weights": True,
+    "seq_length": 8192, "use_cache": True, "use_dynamic_ntk": True, "use_flash_attn": "auto", "use_logn_attn": True,
+}  # fmt: skip
+
 SIZES: dict[str, tuple[dict[str, Any], int, int]] = {
     # bytes of a token in 16 bits, and bytes of the states of a session
     "step3": (STEP3, 61 * 2 * 1 * 256 * BF16, 0),
@@ -284,6 +295,8 @@ SIZES: dict[str, tuple[dict[str, Any], int, int]] = {
     "gpt-neo": (GPT_NEO, 24 * 2 * 16 * 128 * BF16, 0),
     "gemma-3-4b": (GEMMA3_4B, 34 * 2 * 4 * 256 * BF16, 0),
     "phi-3-128k": (PHI3_128K, 32 * 2 * 32 * 96 * BF16, 0),
+    "baichuan-2": (BAICHUAN2, 32 * 2 * 32 * 128 * BF16, 0),
+    "qwen-7b": (QWEN1, 32 * 2 * 32 * 128 * BF16, 0),
 }  # fmt: skip
 
 
@@ -397,6 +410,46 @@ def test_a_field_beside_the_part_of_the_language_model_is_not_ignored():
     assert size.from_config({**beside, "num_key_value_heads": 8}, "mine")  # the same value
     with pytest.raises(ConfigError, match=r"not understood .*'num_key_value_heads'"):
         size.from_config({**beside, "num_key_value_heads": 4}, "mine")
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # fields of the published files that the catalogue leaves out (aiconfigurator, model_configs, at 095f58a5)
+    "deepseek-v4-pro": {
+        "num_hash_layers": 3, "num_key_value_heads": 1, "num_nextn_predict_layers": 1, "o_groups": 16,
+        "o_lora_rank": 1024, "q_lora_rank": 1536, "index_n_heads": 64, "index_topk": 1024, "hc_mult": 4,
+        "compress_rope_theta": 160000, "n_shared_experts": 1, "use_cache": True,
+    },
+    "glm-5.2": {
+        "index_share_for_mtp_iteration": True, "index_topk_freq": 4, "index_skip_topk_offset": 3, "index_n_heads": 32,
+        "index_topk": 2048, "q_lora_rank": 2048, "indexer_rope_interleave": True, "first_k_dense_replace": 3,
+    },
+    "kimi-k3": {
+        "activation_situ_linear_beta": 25.0, "attn_res_block_size": 12, "mla_use_nope": True, "num_beam_groups": 1,
+        "mla_use_output_gate": True, "use_grouped_topk": True, "ignore_index": -100, "q_lora_rank": 1536,
+    },
+    "minimax-m2.5": {"mtp_transformer_layers": 1, "num_mtp_modules": 3, "use_qk_norm": True, "use_routing_bias": True},
+    "mimo-v2-flash": {"sliding_window_size": 128, "attention_chunk_size": 128, "swa_num_attention_heads": 64},
+    "nemotron-3-super-120b-a12b": {
+        "mtp_hybrid_override_pattern": "*E", "num_nextn_predict_layers": 1, "mamba_proj_bias": False, "expand": 2,
+        "mamba_num_groups": 0, "use_mamba_kernels": True, "n_group": 1, "topk_group": 1, "attention_bias": False,
+    },
+    "gemma-4-26b-a4b": {
+        "enable_moe_block": True, "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision",
+        "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+    },
+    "llama-3.3-70b": {
+        "attention_bias": False, "pretraining_tp": 1, "rope_scaling": {"original_max_position_embeddings": 8192},
+        "quantization_config": {"group_size": 128, "ignore": ["lm_head"], "kv_cache_scheme": None},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_all_fields_of_a_published_file_are_understood(name):
+    config = {"sliding_window": None, **entries()[name].config}
+    fields = {key: value for key, value in PUBLISHED[name].items() if key not in config}
+    whole, part = (size.of(size.from_config(each, name)) for each in ({**config, **fields}, config))
+    assert whole.layers == part.layers
 
 
 def test_every_entry_of_the_catalogue_could_be_a_file():

@@ -58,7 +58,14 @@ _MLA_FIELDS = (
     "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "num_key_value_heads",
     "head_dim", "mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora",
 )  # fmt: skip
-_INDEX_FIELDS = ("index_n_heads", "index_topk", "index_topk_freq", "index_skip_topk_offset", "indexer_rope_interleave")
+_INDEX_FIELDS = (
+    "index_n_heads",
+    "index_topk",
+    "index_topk_freq",
+    "index_skip_topk_offset",
+    "indexer_rope_interleave",
+    "index_share_for_mtp_iteration",
+)
 _LINEAR_FIELDS = ("group_norm_size", "linear_silu", "linear_rope", "linear_mode")
 """Fields that a reader understands without needing their values."""
 
@@ -98,14 +105,15 @@ def class_defaults(model_type: str, *, is_part: bool) -> Mapping[str, object]:
 
     A file of its own states its shape: only the head dimension and the rule for the KV heads stand in there.
     """
-    found = _class_defaults().get(model_type, {})
+    found = all_class_defaults().get(model_type, {})
     if is_part:
         return found
     return {key: value for key, value in found.items() if key == "head_dim" or isinstance(value, str)}
 
 
 @cache
-def _class_defaults() -> Mapping[str, Mapping[str, object]]:
+def all_class_defaults() -> Mapping[str, Mapping[str, object]]:
+    """Model type to field to value; a text is the name of the field whose value stands in."""
     return tomllib.loads((files("kvtier.size") / "class_defaults.toml").read_text(encoding="utf-8"))
 
 
@@ -339,6 +347,7 @@ def _mimo_v2(config: ModelConfig) -> Layers:
         config.integer("swa_num_key_value_heads"), config.integer("swa_head_dim"), config.integer("swa_v_head_dim")
     )
     windowed = caches.window(narrow, config.integer("sliding_window"))
+    config.know("attention_chunk_size", "swa_num_attention_heads")
     pattern = config.integers("hybrid_layer_pattern")
     return [
         (windowed if is_windowed else wide,)
@@ -439,6 +448,7 @@ def _kimi(config: ModelConfig) -> Layers:
         linear.integer("num_heads"), linear.integer("head_dim"), linear.integer("short_conv_kernel_size"), 4
     )
     latents = _mla(config)
+    config.know("activation_situ_linear_beta", "attn_res_block_size", "mla_use_output_gate")
     config.know(
         "layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"
     )  # as in linear_attn_config
@@ -744,6 +754,7 @@ _READERS: dict[str, Callable[[ModelConfig], Layers]] = {
     "bamba": _bamba,
     "chatglm": _chatglm,
     "dbrx": _mpt,
+    "deepseek_ref": _deepseek_v4,
     "deepseek_v4": _deepseek_v4,
     "falcon": _falcon,
     "falcon_h1": _falcon_h1,
@@ -766,6 +777,7 @@ _READERS: dict[str, Callable[[ModelConfig], Layers]] = {
     "mimo_v2_flash": _mimo_v2,
     "minimax": _minimax_text,
     "minimax_m3": _minimax_m3,
+    "minimax_m3_vl": _minimax_m3,
     "minimax_m3_vl_text": _minimax_m3,
     "minimax_text_01": _minimax_text,
     "mllama_text_model": _mllama,

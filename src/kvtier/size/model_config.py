@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 from kvtier.errors import ConfigError
 
-FILE_BYTES_MAX = 2 << 20
+FILE_BYTES_MAX = 4 << 20
 DIM_MAX = 1 << 24
 LAYERS_MAX = 4096
 
@@ -18,6 +18,7 @@ OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
     "num_key_value_heads": ("n_kv_heads", "n_head_kv", "num_kv_heads", "kv_n_heads", "num_attention_groups"),
+    "sliding_window": ("sliding_window_size",),
     "head_dim": ("kv_channels", "attention_head_dim"),
     "hidden_size": ("n_embd", "n_embed", "d_model", "dim"),
     "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len", "seq_length"),
@@ -41,17 +42,17 @@ _HARMLESS_ENDS = (
     "multiplier|multipliers|scalar|token_index|alpha_factor|beta_factor|clip|clip_qkv|clip_val|fp32|loss|loss_weight|ln|freq"
 )
 _HARMLESS_STARTS = (
-    "moe|mlp|ffn|expert|experts|router|vision|visual|vit|image|mm|audio|video|speech|projector|perceiver|spatial|talker|"
+    "moe|mlp|ffn|expert|experts|router|vision|visual|vit|image|img|mm|audio|video|speech|projector|perceiver|spatial|talker|"
     "code2wav|token2wav|rope|rotary|vocab|tie|tokenizer|torch|auto_map|quant|quantization|compression|norm|layernorm|"
     "layer_norm|embd|embedding|initializer|aux|flash|id2label|label2id|generation|task_specific|adapter|suppress|"
-    "problem|hash|vq|mamba_dt|linear_dt|linear_a_log|pruned|pretraining|transformers|deepstack|dt|time_step|output|attention_probs|attention_softmax|"
+    "problem|hash|num_hash|mtp|vq|mamba_dt|linear_dt|linear_a_log|pruned|pretraining|transformers|deepstack|dt|time_step|output|attention_probs|attention_softmax|"
     "attn_logit|attn_temperature|attn_soft|query_pre_attn|parallel_attn|pooler|classifier|keys_to_ignore|block_ff|"
     "block_auto|block_use|block_ffn|hidden_act|share_expert|shared_expert|shared_experts|_attn_implementation"
 )
 _HARMLESS_NAMES = (
     "activation_sparsity_pattern|add_bias_linear|do_layer_norm_before|hidden_size_per_layer_input|linear_allow_neg_eigval|"
     "mamba_norm_before_gate|mtp_layers_block_type|no_rope_layers|num_dense_layers|num_expert_group|qk_norm_type|"
-    "reorder_and_upcast_attn|seconds_per_chunk|attn_rotary_emb|scale_attn_by_inverse_layer_idx|scale_attn_weights|use_mamba_kernels|"
+    "reorder_and_upcast_attn|seconds_per_chunk|attn_rotary_emb|enable_moe_block|for_llm_compressor|group_limited_greedy|scale_attn_by_inverse_layer_idx|scale_attn_weights|use_mamba_kernels|"
     "apply_residual_connection_post_layernorm|architectures|attn_uses_sequence_id|attention_fp32|"
     "attention_output_gate|attn_output_gate|block_multiple_of|chunk_size|chunk_size_feed_forward|decoder_sparse_step|"
     "dense_list|first_k_dense_replace|gradient_checkpointing|interleave_moe_layer_step|language_model|mamba_chunk_size|"
@@ -59,7 +60,7 @@ _HARMLESS_NAMES = (
     "num_experts_shared|num_local_experts|num_logits_to_keep|num_shared_experts|num_shared_expert|prune_heads|"
     "remove_final_layer_norm|share_q_dim|shared_intermediate_size|slow_but_exact|topk_group|use_cache|use_flash_attn|"
     "use_head_wise_attn_gate|use_logn_attn|use_mem_eff_path|use_mem_rope|use_qk_norm|zero_centered|"
-    "num_memory_blocks|qk_layernorm"
+    "num_beam_groups|ignore_index|use_grouped_topk|use_unified_vision_chunk|num_memory_blocks|qk_layernorm"
 )
 _HARMLESS = re.compile(f"(.*_)?({_HARMLESS_ENDS})|({_HARMLESS_STARTS})(_.*|config)?|{_HARMLESS_NAMES}")
 """Names that contain one of `_CACHE_WORDS` and change no cache: precision, experts, vocabulary, positions, training."""
@@ -283,6 +284,8 @@ def language_model(config: ModelConfig) -> ModelConfig:
         others = {key: value for key, value in outer.values.items() if key != nested}
         beside.append(ModelConfig({k: v for k, v in others.items() if config.values.get(k) != v}, outer.origin))
         config.is_part = True
+        if not config.has("model_type"):
+            config.values = {**config.values, "model_type": outer.values.get("model_type")}
     config.add_parts(beside)
     return config
 
@@ -312,7 +315,9 @@ def _cache_fields(key: str, value: object) -> list[str]:
             fields = cast("dict[str, object]", each)
             rest += [(f"{path}.{name}", name, field) for name, field in fields.items()]
         elif isinstance(each, list):
-            rest += [(f"{path}[]", name, item) for item in cast("list[object]", each) if isinstance(item, dict)]
+            items = [cast("object", item) for item in cast("list[object]", each) if isinstance(item, dict)]
+            rest += [(f"{path}[]", name, item) for item in items[:LAYERS_MAX]]
+            found += [path] * (len(items) > LAYERS_MAX)
         is_structural = not isinstance(each, float) or each.is_integer()
         if is_structural and each not in ([], {}) and _CACHE_WORDS.search(name.lower()):
             found.append(path)
