@@ -217,17 +217,19 @@ class Soak:
 
     def fork(self) -> None:
         """A child that ends as programs do; the parent's store is as it was."""
-        before = self._content()
-        child = os.fork()
-        if child == 0:
-            with suppress(TierError):
-                self.tier.write(object_name(NAMES), FRAMES[0])
-            self.tier.close()
-            del self.tier
-            gc.collect()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert self._content() == before
+        # The parent's own maintenance thread, which writes to segments, waits for these locks.
+        with self.tier._pool._turn, self.tier._pool._sync:
+            before = self._content()
+            child = os.fork()
+            if child == 0:
+                with suppress(TierError):
+                    self.tier.write(object_name(NAMES), FRAMES[0])
+                self.tier.close()
+                del self.tier
+                gc.collect()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            assert self._content() == before
         self.counts["forked"] += 1
 
     def lose(self) -> None:
