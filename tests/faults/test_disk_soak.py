@@ -11,7 +11,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -217,8 +217,10 @@ class Soak:
 
     def fork(self) -> None:
         """A child that ends as programs do; the parent's store is as it was."""
-        # The parent's own maintenance thread, which writes to segments, waits for these locks.
-        with self.tier._pool._turn, self.tier._pool._sync:
+        with ExitStack() as still:
+            if isinstance(self.tier, DiskTier):  # its maintenance thread, which writes to segments, waits for these
+                still.enter_context(self.tier._pool._turn)
+                still.enter_context(self.tier._pool._sync)
             before = self._content()
             child = os.fork()
             if child == 0:
