@@ -85,8 +85,8 @@ def test_the_published_figures(capsys):
     page = capsys.readouterr().out
     assert "3,270 GB, divided by 1,024" in page
     found = output(capsys, "--published")["cells"]
-    assert len(found) == 50
-    assert {cell["verdict"] for cell in found} == {"exact", "rounded", "other unit", "wrong"}
+    assert len(found) == 60
+    assert {cell["verdict"] for cell in found} == {"exact", "cut", "rounded", "other unit", "wrong"}
 
 
 def test_the_list(capsys):

@@ -334,9 +334,9 @@ def _emit_published(*, as_json: bool) -> None:
         _wrap_all(f"- {cell.row}, {cell.column}, {cell.printed}: {cell.because}" for cell in own if cell.because)
         click.echo()
     _wrap(
-        "exact: right to the digits printed (kB = 1,000 B, 4K = 4,096 tokens). rounded: the same to fewer digits. "
-        "other unit: right in one other convention. wrong: in none. All values count every layer in 16 bits, one copy; "
-        "with its windows GPT-OSS needs half of it."
+        "exact: right to the digits printed (kB = 1,000 B, 4K = 4,096 tokens). cut: the same digits, cut off instead "
+        "of rounded. rounded: right to fewer digits. other unit: right in one other convention. wrong: in none. "
+        "All values count every layer in 16 bits, one copy; with its windows GPT-OSS needs half of it."
     )
 
 

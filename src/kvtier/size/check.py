@@ -20,11 +20,12 @@ from kvtier.report.format import both, exact
 from kvtier.size.caches import LayerCache, TokenPart
 from kvtier.size.sizes import KvSize, of
 
-Agreement = Literal["exact", "rounded", "coarse"]
-"""Digits agree to the last one, to the last one of very few, or when cut off or rounded to fewer."""
-Judgement = Literal["exact", "rounded", "other unit", "wrong"]
-"""Of a published figure: right as written (a kB is 1,000 bytes, 4K tokens are 4,096); right to fewer digits, or
-multiplied from a rounded size of a token; right in one other convention; right in none."""
+Agreement = Literal["exact", "cut", "rounded", "coarse"]
+"""Digits agree when rounded to the last one, when cut off after it, to the last one of very few, or to fewer."""
+Judgement = Literal["exact", "cut", "rounded", "other unit", "wrong"]
+"""Of a published figure: right as written (a kB is 1,000 bytes, 4K tokens are 4,096); the same cut off instead of
+rounded; right to fewer digits, or multiplied from a rounded size of a token; right in one other convention; right in
+none."""
 
 _EXACT_MAX = 0.005
 """Largest relative error of digits that count as exact."""
@@ -127,7 +128,12 @@ class FigureMatch:
     def text(self) -> str:
         """The match in one line."""
         steps = f", counted with {' and '.join(self.candidate.steps)}" if self.candidate.steps else ""
-        digits = {"exact": "", "rounded": ", rounded", "coarse": ", rounded or cut to fewer digits"}[self.agreement]
+        digits = {
+            "exact": "",
+            "cut": ", cut off, not rounded",
+            "rounded": ", rounded",
+            "coarse": ", rounded or cut to fewer digits",
+        }[self.agreement]
         return f"{self.candidate.what}{steps} ({exact(self.candidate.bytes)} B), {self.unit.name}{digits}"
 
 
@@ -190,7 +196,7 @@ def check(kv: KvSize, text: str, sessions: Sequence[tuple[int, int]] = ()) -> Ve
     own = list(_own(kv, sessions))
     matches = [match for each in (*own, *_recounted(kv, sessions)) for match in _matches(each, figure, _COST_MAX)]
     kept: dict[tuple[float, float], FigureMatch] = {}
-    for match in sorted(matches, key=lambda match: (match.cost, match.agreement == "coarse")):
+    for match in sorted(matches, key=lambda match: (match.cost, match.agreement == "coarse", match.agreement == "cut")):
         kept.setdefault((match.candidate.bytes, match.unit.bytes), match)  # the simplest of equal results
     nearest = min(
         (each for each in own if not each.steps),
@@ -222,7 +228,7 @@ def _agreement(value: float, figure: Figure) -> Agreement | None:
     is_rounded = abs(off) <= figure.step / 2 * slack
     is_cut = 0 <= off < figure.step / slack
     if error <= _EXACT_MAX and (is_rounded or is_cut):
-        return "exact"
+        return "exact" if is_rounded else "cut"
     if is_rounded and error <= _COARSE_MAX:
         return "rounded"
     is_coarse = (is_cut and error <= _CUT_MAX) or (abs(off) <= figure.rough / 2 * slack and error <= _COARSE_MAX)
@@ -349,12 +355,37 @@ def _counted(kv: KvSize, recount: Callable[[TokenPart], TokenPart]) -> float:
 @cache
 def published_cells() -> tuple[PublishedCell, ...]:
     """Every cell of every published table, in the order printed."""
-    tables = tomllib.loads(files("kvtier.size").joinpath("published.toml").read_text(encoding="utf-8"))["table"]
-    return tuple(
+    published = tomllib.loads(files("kvtier.size").joinpath("published.toml").read_text(encoding="utf-8"))
+    cells = [
         _cell(table, row, column, printed)
-        for table in tables
+        for table in published["table"]
         for row in table["row"]
         for column, printed in enumerate(row["cells"])
+    ]
+    return (*cells, *(_by_formula(formula, name) for formula in published["formula"] for name in formula["models"]))
+
+
+def _by_formula(formula: dict[str, Any], name: str) -> PublishedCell:
+    """What a published formula gives for a token of the model `name`, in 16 bits."""
+    kv = of(name)
+    heads = kv.model.attention_heads
+    by_heads = _counted(kv, lambda part: replace(part, count=heads or part.count))
+    ratio = by_heads / kv.bytes_per_token
+    because = [f"{heads} attention heads as KV heads: {ratio:g} times too many"] if ratio != 1 else []
+    if not formula["has_element_bytes"]:
+        because.append("elements, not bytes")
+    return PublishedCell(
+        document=formula["document"],
+        row=name,
+        column="1 token",
+        printed=f"{exact(by_heads)} B" if formula["has_element_bytes"] else f"{exact(by_heads / 2)} elements",
+        model=name,
+        tokens=1,
+        users=1,
+        bytes=kv.bytes_per_token,
+        bytes_minimum=kv.session_bytes(1),
+        verdict="wrong" if ratio != 1 else "exact" if formula["has_element_bytes"] else "other unit",
+        because="; ".join(because),
     )
 
 
@@ -397,4 +428,6 @@ def _judged(kv: KvSize, printed: str, tokens: int, users: int) -> tuple[Judgemen
         return "wrong", because
     if is_other or (steps and not is_early):
         return "other unit", because
-    return ("exact" if best.agreement == "exact" and not steps else "rounded"), because
+    if steps or best.agreement not in ("exact", "cut"):
+        return "rounded", because
+    return best.agreement, because
