@@ -1,0 +1,233 @@
+"""From the fields of a configuration to attention, MLA and windows: what most families have in common.
+
+A function marks the fields that it understands; what is left is for `kvtier.size.families` to refuse.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kvtier.errors import ConfigError
+from kvtier.size import caches
+from kvtier.size.caches import LayerCache
+from kvtier.size.model_config import LAYERS_MAX, ModelConfig
+
+Layers = list[tuple[LayerCache, ...]]
+"""The caches of each layer, in the order of the layers."""
+
+_PATTERNS: dict[str, int] = {
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3_text": 6,
+    "gemma3n_text": 5,
+    "gemma4_text": 6,
+    "gpt_oss": 2,
+    "cohere2": 4,
+    "exaone4": 4,
+    "olmo3": 4,
+}
+"""Default interval of full-attention layers between windowed ones, as in Transformers."""
+
+_ALL_WINDOWED = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
+"""Model types in which `sliding_window` applies to every layer."""
+
+_WINDOW_FIELDS = (
+    "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "use_sliding_window", "max_window_layers",
+)  # fmt: skip
+
+_MLA_FIELDS = (
+    "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "num_key_value_heads",
+    "head_dim", "mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora",
+)  # fmt: skip
+
+INDEX_FIELDS = (
+    "index_n_heads",
+    "index_topk",
+    "index_topk_freq",
+    "index_skip_topk_offset",
+    "indexer_rope_interleave",
+    "index_share_for_mtp_iteration",
+)
+
+_FIELDS_NAMED = 8
+"""Fields that the message about unknown ones names."""
+
+_Item = TypeVar("_Item")
+
+
+def read_plain(config: ModelConfig) -> Layers:
+    """Attention or MLA in every layer, with windows and chunks by the layer types."""
+    if set(config.integers("attn_type_list") or ()) - {1}:
+        raise config.wrong("attn_type_list", "a model of this type must have attention (1) in every layer")
+    types = read_layer_types(config)
+    if has_mla(config):
+        (latents,) = read_mla(config)
+        return _with_indexers(config, [(with_kind(config, latents, kind),) for kind in types])
+    heads = config.integers("num_key_value_heads_per_layer")
+    if heads is not None:
+        config.know("num_key_value_heads")
+        changes = [
+            {"num_key_value_heads": each}
+            for each in one_for_each_layer(config, "num_key_value_heads_per_layer", heads, len(types))
+        ]
+        configs = [config.changed(change, "num_key_value_heads_per_layer") for change in changes]
+    else:
+        configs = read_layer_configs(config)
+    each_layer = zip(configs, types, strict=True)
+    return with_shared(config, [(with_kind(layer, read_attention(layer), kind),) for layer, kind in each_layer], types)
+
+
+def read_layer_configs(config: ModelConfig) -> list[ModelConfig]:
+    """The configuration of each layer: `config` with the changes of `per_layer_config`."""
+    count = read_layer_count(config)
+    if not config.has("per_layer_config"):
+        return [config] * count
+    part = config.child("per_layer_config")
+    part.know(*part.values)  # the configuration of each layer has a record of its own
+    changes = part.values
+    strange = next((key for key in changes if not key.isdecimal() or int(key) >= count), None)
+    if strange is not None:
+        raise config.wrong("per_layer_config", f"{strange!r} is none of the {count} layers")
+    layers = [config] * count
+    for key, change in changes.items():
+        layers[int(key)] = config.changed(change, f"per_layer_config.{key}")
+    return layers
+
+
+def with_kind(config: ModelConfig, cache: LayerCache, kind: str) -> LayerCache:
+    """`cache` as a layer of type `kind` keeps it: all tokens, a window or a chunk."""
+    if kind in {"full_attention", "attention", "global_attention", "deepseek_sparse_attention", "indexed_attention"}:
+        return cache
+    if kind in {"sliding_attention", "local_attention"}:
+        tokens, most = config.integer("sliding_window"), config.optional_integer("max_position_embeddings")
+        return cache if most is not None and tokens >= most else caches.window(cache, tokens)
+    if kind == "chunked_attention":
+        return caches.chunked(cache, config.integer("attention_chunk_size"))
+    raise config.wrong("layer_types", f"{kind!r} is not known here for model type {config.text('model_type')!r}")
+
+
+def read_layer_types(config: ModelConfig) -> list[str]:
+    """The type of each layer: as listed, or by the rule of the model type."""
+    count, model_type = read_layer_count(config), config.text("model_type")
+    listed = config.texts("layer_types")
+    if listed is not None:
+        config.know(*_WINDOW_FIELDS, "global_attn_every_n_layers", "full_attention_interval")
+        return one_for_each_layer(config, "layer_types", listed, count)
+    if not config.has("sliding_window"):
+        if model_type in _PATTERNS.keys() | _ALL_WINDOWED and "sliding_window" not in config.values:
+            raise config.wrong("sliding_window", f"models of type {model_type!r} state it, or null for none")
+        config.know(*_WINDOW_FIELDS)
+        return ["full_attention"] * count
+    if config.has("use_sliding_window"):  # Qwen2 and Qwen3: the layers from max_window_layers on
+        first = config.integer("max_window_layers", least=0) if config.flag("use_sliding_window") else count
+        config.know(*_WINDOW_FIELDS)
+        return ["full_attention" if layer < first else "sliding_attention" for layer in range(count)]
+    if model_type in _ALL_WINDOWED:
+        return ["sliding_attention"] * count
+    if isinstance(config.values.get("sliding_window_pattern"), str):  # EXAONE 4: LLLG
+        letters = config.text("sliding_window_pattern")
+        if set(letters) - {"L", "G"}:
+            raise config.wrong("sliding_window_pattern", "it must be a number, or of the letters L and G")
+        return [
+            "full_attention" if letters[layer % len(letters)] == "G" else "sliding_attention" for layer in range(count)
+        ]
+    every = config.integer("sliding_window_pattern", _PATTERNS.get(model_type, 0), least=0)
+    if not every:
+        raise config.wrong("sliding_window", "layer_types or sliding_window_pattern must say which layers have it")
+    return every_nth(count, every, "sliding_attention")
+
+
+def every_nth(count: int, every: int, other: str) -> list[str]:
+    """Full attention in every n-th layer, `other` in the rest."""
+    return [other if (layer + 1) % every else "full_attention" for layer in range(count)]
+
+
+def one_for_each_layer(config: ModelConfig, key: str, items: list[_Item] | None, count: int) -> list[_Item]:
+    """`items` of the field `key`, one for each of `count` layers."""
+    if items is None or len(items) != count:
+        entries = "" if items is None else f"it has {len(items)} entries and "
+        raise config.wrong(key, f"{entries}it must have num_hidden_layers = {count} of them")
+    return items
+
+
+def read_layer_count(config: ModelConfig) -> int:
+    """Number of layers."""
+    return config.integer("num_hidden_layers", most=LAYERS_MAX)
+
+
+def read_attention(
+    config: ModelConfig, kv_heads: str = "num_key_value_heads", head_dim: str = "head_dim"
+) -> LayerCache:
+    """Keys and values by the fields named; without `head_dim`, hidden size / heads."""
+    heads = config.integer("num_attention_heads")
+    kept_heads = read_kv_heads(config, heads, kv_heads)
+    if heads % kept_heads:
+        raise config.wrong(kv_heads, f"it must divide num_attention_heads, which is {heads}")
+    if config.has(head_dim):
+        return caches.full(kept_heads, config.integer(head_dim))
+    hidden = config.integer("hidden_size")
+    if hidden % heads:
+        raise config.wrong("hidden_size", f"without {head_dim} it must be a multiple of num_attention_heads, {heads}")
+    return caches.full(kept_heads, hidden // heads)
+
+
+def read_kv_heads(config: ModelConfig, heads: int, field: str) -> int:
+    """KV heads of a layer. Only a known field or class says that every head keeps its own."""
+    kind = config.text("attention_head_type")
+    is_one, is_all = kind == "multiquery" or config.flag("multi_query"), kind == "multihead"
+    if config.has(field) and not (is_one or is_all):
+        return config.integer(field)
+    if is_one or is_all:
+        kept = 1 if is_one else heads
+        if config.states(field) and config.integer(field) != kept:
+            raise config.wrong(field, f"it contradicts attention_head_type or multi_query, by which it is {kept}")
+        return kept
+    config.know("num_attention_heads", "head_dim", "layer_types")
+    unknown = config.unknown()
+    hint = f"; not understood: {name_list(unknown)}" if unknown else ""
+    raise ConfigError(f"{config.origin}: {field} is missing, so the number of KV heads is not known{hint}")
+
+
+def has_mla(config: ModelConfig) -> bool:
+    """Whether the attention is MLA, which `use_mla` may turn off."""
+    if config.has("kv_lora_rank") and config.flag("use_mla", default=True):
+        return True
+    config.know("use_mla")
+    if config.values.get("use_mla") is False:
+        config.know("kv_lora_rank", *_MLA_FIELDS)
+    return False
+
+
+def read_mla(config: ModelConfig) -> tuple[LayerCache, ...]:
+    """The latent of a layer."""
+    config.know(*_MLA_FIELDS)
+    return (caches.mla(config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim", least=0)),)
+
+
+def _with_indexers(config: ModelConfig, layers: Layers) -> Layers:
+    """MLA layers with the keys of their indexers, where the model has some."""
+    if not config.has("index_head_dim"):
+        return layers
+    config.know(*INDEX_FIELDS)
+    types = config.texts("indexer_types") or ["full"] * len(layers)
+    if len(types) != len(layers) or not set(types) <= {"full", "shared"}:
+        raise config.wrong("indexer_types", f"it must have {len(layers)} entries, each full or shared")
+    index = caches.indexer(config.integer("index_head_dim"))
+    if "shared" in types:
+        shared = types.count("shared")
+        config.notes.append(f"{shared} layers use the choice of an earlier indexer and keep no index keys.")
+    return [(*layer, index) if kind == "full" else layer for layer, kind in zip(layers, types, strict=True)]
+
+
+def with_shared(config: ModelConfig, layers: Layers, types: Sequence[str]) -> Layers:
+    """The last `num_kv_shared_layers` read the KV of earlier layers of their type."""
+    count = config.integer("num_kv_shared_layers", 0, least=0, most=LAYERS_MAX)
+    own = len(layers) - count
+    if count and (own < 1 or not set(types[own:]) <= set(types[:own])):
+        raise config.wrong("num_kv_shared_layers", f"of {len(layers)} layers, too few keep a KV to share")
+    return [*layers[:own], *([(caches.shared(),)] * count)]
+
+
+def name_list(names: Sequence[str]) -> str:
+    """Quoted names for a message, the first few of many."""
+    more = f" and {len(names) - _FIELDS_NAMED} more" if len(names) > _FIELDS_NAMED else ""
+    return ", ".join(repr(name) for name in names[:_FIELDS_NAMED]) + more
