@@ -24,6 +24,7 @@ FILES: dict[str, str] = {
     "deep list": '{"attention": ' + "[" * DEEP + "]" * DEEP + "}",
     "deep objects": '{"a": ' * DEEP + "1" + "}" * DEEP,
     "deep fields": OPEN + '"kv": ' + '{"kv": ' * 800 + "1" + "}" * 801,
+    "deep parts": '{"text_config": ' * 800 + "1" + "}" * 800,
     "many lists": OPEN + '"attention": [' + "[]," * 1_380_000 + "[]]}",
     "many objects": OPEN + '"attention": [' + "{}," * 1_380_000 + "{}]}",
     "many fields": json.dumps({**SHAPE} | {f"kv_{index}": 1 for index in range(220_000)}),

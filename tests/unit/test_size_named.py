@@ -342,6 +342,7 @@ def test_mistrals_own_file_is_read_from_its_folder(tmp_path):
 def test_draft_layers_and_images_are_noted():
     assert any("3 draft layers" in note for note in size.from_config(STEP35, "step").notes)
     assert any("8 layers attend to images" in note for note in size.from_config(LLAMA_VISION, "llama").notes)
+    assert any("The talker" in note for note in size.from_config(QWEN_OMNI, "omni").notes)
     assert any("omits num_attention_heads" in note for note in size.from_config(GEMMA3_4B, "gemma").notes)
 
 

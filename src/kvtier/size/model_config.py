@@ -278,8 +278,12 @@ def language_model(config: ModelConfig) -> ModelConfig:
         ConfigError: a field beside the part describes a cache, and the part does not repeat it.
     """
     _note_format(config)
+    if isinstance(config.values.get("talker_config"), dict):
+        config.notes.append("The talker, which speaks the answer, keeps KV of its own; the sizes leave it out.")
     beside: list[ModelConfig] = []
     while nested := next((part for part in TEXT_PARTS if isinstance(config.values.get(part), dict)), ""):
+        if len(beside) == len(TEXT_PARTS):
+            raise ConfigError(f"{config.origin}: parts are nested too deeply")
         outer, config = config, config.child(nested)
         others = {key: value for key, value in outer.values.items() if key != nested}
         beside.append(ModelConfig({k: v for k, v in others.items() if config.values.get(k) != v}, outer.origin))
