@@ -49,7 +49,7 @@ WIDTH_MAX = 100
 @click.option(
     "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
 )
-@click.option("--gpu", metavar="NAME[xN]", help="Show what fits in N GPUs of the catalogue (kvtier plan --list).")
+@click.option("--gpu", metavar="NAME[xN]", help="Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
 @click.option("--memory", type=Bytes(), help="Memory of a GPU that is not in the catalogue; tp x pp of them.")
 @click.option(
     "--weights", metavar="FORMAT|SIZE", default="bf16", show_default=True, help="Weights: bf16, fp8, fp4, or bytes."
