@@ -124,7 +124,7 @@ def test_inputs_that_are_no_left_padded_tokens_pass_through(attached: Attach) ->
     assert "model input 'inputs_embeds'" in kv.last.uncached_reason
     output = kv.generate(**GREEDY)
     assert torch.equal(output, model.generate(**GREEDY))
-    assert "no tensor input_ids" in kv.last.uncached_reason
+    assert "not a tensor input_ids" in kv.last.uncached_reason
 
 
 def test_training_mode_and_autocast_pass_through(attached: Attach) -> None:

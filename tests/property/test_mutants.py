@@ -13,7 +13,7 @@ from kvtier.core import (
     boundary,
     cache,
     circuit_breaker,
-    host,
+    host_memory,
     operations,
     pending_writes,
     probes,
@@ -43,13 +43,13 @@ def mutant(plant: Mutant) -> Mutant:
 
 @mutant
 def a_pin_is_never_released(patch: Patch) -> None:
-    patch.setattr(host.HostMemory, "unpin", lambda self, entry: None)
+    patch.setattr(host_memory.HostMemory, "unpin", lambda self, entry: None)
 
 
 @mutant
 def the_slot_of_a_late_promotion_is_reused_at_once(patch: Patch) -> None:
-    patch.setattr(host.HostMemory, "late", host.HostMemory.failed)
-    patch.setattr(host.HostMemory, "settled", lambda self, entry: None)
+    patch.setattr(host_memory.HostMemory, "late", host_memory.HostMemory.failed)
+    patch.setattr(host_memory.HostMemory, "settled", lambda self, entry: None)
 
 
 @mutant
