@@ -193,7 +193,7 @@ class StoreDone:
 
     request: RequestId
     held: int
-    """Chunks (of all groups) that are readable in host memory, new or already there."""
+    """Objects that are readable in host memory, new or already there."""
     dropped: int
     """Chunks that found no room in time, or failed."""
 

@@ -82,7 +82,7 @@ def run(arguments: list[str] | None = None) -> int:
         KeyboardInterrupt: Ctrl-C.
         BrokenPipeError: nobody reads stdout any more.
     """
-    if "_KVTIER_COMPLETE" in os.environ:  # a shell asks for completions, which click answers
+    if "_KVTIER_COMPLETE" in os.environ:  # shell completion: click answers it and exits
         cli.main(args=arguments, prog_name="kvtier")
     try:
         # Not cli.main, which ends the process with 1 on a closed pipe: here that means "problem found".

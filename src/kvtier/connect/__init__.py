@@ -1,1 +1,1 @@
-"""One file or small package per engine; the only place that speaks the engine's language."""
+"""One package per engine. Only these import an engine or know its data structures."""

@@ -1,7 +1,7 @@
 """Chooses how many tokens of a request to load and how many to compute, and bounds the cost of wrong estimates.
 
-The core estimates what loads take (`Lookup.options`), `prefill` what computing takes. The plan is the option with the
-least sum. Estimates of links may be wrong, so three rules bound the loss:
+The core estimates what loads take (`Lookup.options`), `prefill_estimator` what computing takes. The plan is the option
+with the least sum. Estimates of links may be wrong, so three rules bound the loss:
 
 - A load is cut when it no longer pays (`load_budget`). Time in which the engine computes for other requests is free. A
   load may lose `SLACK` of the time that computing the whole prompt takes. So may a trial of a link in back-off.

@@ -133,8 +133,8 @@ WRITE_BYTES = Metric(
     MetricKind.COUNTER,
     "bytes",
     (_TIER, Label("what", ("frames", "upkeep", "avoided"))),
-    "Bytes written to a tier's device: frames, and upkeep (copies during reclaim, index); and bytes refused by the "
-    "write budget. Write amplification is (frames + upkeep) over frames.",
+    "Bytes written to a tier's device: frames, and upkeep (index; copies during eviction and compaction); and bytes "
+    "refused by the write budget. Write amplification is (frames + upkeep) over frames.",
 )
 DROPS = Metric(
     "kvtier_drops_total",

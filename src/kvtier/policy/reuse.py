@@ -48,7 +48,7 @@ _DONE_MAX = 256
 _OPEN_AT_ONCE = 2048
 """Open watches examined in one step of a training."""
 _EARLIER = 1 << 63
-"""Bit that hashes the hash of a second watch of a name."""
+"""Flipped in a name's hash to key the second watch of that name."""
 _KINDS_AT_ONCE = 12
 """Kinds whose values one step of a training computes."""
 

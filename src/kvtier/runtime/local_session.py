@@ -1,6 +1,6 @@
 """The session: passes the core's commands to the mover, and the mover's completions to the core.
 
-It has no lock. One owner thread calls it (that of `session_thread.Session`); any thread may call `wake`.
+It has no lock. One owner thread calls it (that of `session.Session`); any thread may call `wake`.
 """
 
 import logging

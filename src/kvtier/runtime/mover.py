@@ -39,8 +39,8 @@ QUEUE_BOUND = 1 << 16
 """Most jobs that may wait in one queue. The core's limits are far lower, so reaching it is a bug in kvtier."""
 
 DROPS_BOUND = 1024
-"""Most jobs in a write queue when a drop or a tell arrives. The core does not limit them; a lost one costs hits
-only."""
+"""A drop or tell is refused when its write queue already holds this many jobs. The core does not limit
+them; a lost one costs hits only."""
 
 _Object = tuple[str, ChunkKey, int]
 """(tier, key, group)."""

@@ -20,7 +20,7 @@ from kvtier.types import Event, Lookup, NextTurn, Place, Prefix, RequestId
 logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
-"""How long a caller waits for its result. The thread never blocks, so only an overloaded machine exceeds it."""
+"""How long a caller waits for its result. The thread waits only in `lookup` and `close`, within their deadlines."""
 
 IDLE_S = 1.0
 

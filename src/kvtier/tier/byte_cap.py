@@ -193,7 +193,7 @@ class ByteCap:
     def _evict_down(
         self, used_bytes: int, target_bytes: int, wanted: tuple[int, bool] | None, most: int | None = None
     ) -> tuple[int, TempFile | None]:
-        """Evict up to `most` objects, until at most `target_bytes` are used. Returns the bytes used without the draft.
+        """Evict up to `most` objects, until at most `target_bytes` are used. Returns the bytes used then.
 
         With `wanted` (charge, direct I/O), the last victim's file may be reused as that temporary file.
         """

@@ -1,7 +1,7 @@
 """kvtier's metrics in vLLM's `/metrics`: counted in the scheduler's process, exported by the server's process.
 
-Plain values travel between the two: per metric of `observe.table` and set of label values, the increase since the last
-report. In `/metrics` the names have vLLM's prefix ``vllm:``.
+Plain values travel between the two: per metric of `observe.metric_definitions` and set of label values, the increase
+since the last report. In `/metrics` the names have vLLM's prefix ``vllm:``.
 """
 
 import time

@@ -1,7 +1,7 @@
 """The worker's part of each engine step, and the metadata that vLLM carries between scheduler and workers (pickled).
 
-The core commands copies directly, between steps. Step metadata carries only what must be ordered with the forward:
-blocks that copies must keep off, and loads that the forward waits for.
+Copies do not travel with steps: the core sends them to the rank's mover directly. Step metadata carries only what must
+be ordered with the forward: blocks that copies must keep off, and loads that the forward waits for.
 """
 
 import logging

@@ -42,7 +42,7 @@ class PlainLru(Policy):
 
 
 class S3Fifo(Policy):
-    """A small FIFO for new blocks, a main FIFO for blocks used twice in it, and ghosts of the small one's victims."""
+    """S3-FIFO: a small FIFO for new blocks, a main FIFO for reused ones, and ghosts of the small one."""
 
     SMALL_SHARE = 0.1
     USES_MAX = 3
