@@ -123,7 +123,8 @@ class TempFiles:
             # Lock files last: while one exists, the next process repeats the removal.
             for name in sorted(names, key=_is_lock):
                 if name[:_OWNER_DIGITS] in gone or name.startswith(_PROBE_PREFIX):
-                    os.unlink(name, dir_fd=directory)
+                    with suppress(FileNotFoundError):  # an opening process removes its probe without the lock
+                        os.unlink(name, dir_fd=directory)
         return bool(gone)
 
     def _next_name(self, reserved_bytes: int) -> str:
