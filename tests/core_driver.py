@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits
+from kvtier.core.limits import Limits, TierRules
 from kvtier.layout import GroupLayout, History, KvLayout, Validity
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
@@ -52,7 +52,7 @@ class Driver:
         groups: Sequence[Validity] = (History(),),
         payloads: Sequence[int] = (),
         slots: int | Sequence[int] = 8,
-        tiers: Sequence[str] = ("disk",),
+        tiers: Sequence[str | TierRules] = ("disk",),
         ranks: int = 1,
         evictor: Callable[[], Evictor] = Lru,
         **limits: object,
@@ -61,24 +61,23 @@ class Driver:
         layout = KvLayout(
             CHUNK, tuple(GroupLayout(kind, (size,), "test") for kind, size in zip(groups, sizes, strict=True))
         )
-        settings = {
-            "probe_deadline_s": LONG_S,
-            "load_deadline_s": LONG_S,
-            "transfer_deadline_s": LONG_S,
-            "store_deadline_s": LONG_S,
-        }
+        settings: dict[str, object] = {"load_deadline_s": LONG_S, "copy_deadline_s": LONG_S, "store_deadline_s": LONG_S}
+        of_tiers: dict[str, object] = {"probe_deadline_s": LONG_S, "transfer_deadline_s": LONG_S}
+        for name, value in limits.items():
+            (of_tiers if name in TierRules.__dataclass_fields__ else settings)[name] = value
+        rules = [it if isinstance(it, TierRules) else TierRules(name=it, **of_tiers) for it in tiers]
         self.cache = Cache(
             layout=layout,
             slots=[slots] * len(groups) if isinstance(slots, int) else slots,
-            tiers=tiers,
+            tiers=rules,
             evictor=evictor,
-            limits=Limits(**{**settings, **limits}),
+            limits=Limits(**settings),
             ranks=ranks,
         )
         self.layout = layout
         self.ranks = ranks
         self.now_s = 0.0
-        self.held: dict[str, set[Item]] = {tier: set() for tier in tiers}
+        self.held: dict[str, set[Item]] = {it.name: set() for it in rules}
         """What the tiers hold; used by `run` only."""
         self.out: dict[int, Transfer] = {}
         self.probes: dict[int, Probe] = {}

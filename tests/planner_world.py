@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvtier.core.boundary import needed_chunks
 from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits
+from kvtier.core.limits import Limits, TierRules
 from kvtier.core.planner import LoadPlan, Piece, Planner
 from kvtier.core.prefill_estimator import PrefillCosts
 from kvtier.layout import GroupLayout, History, KvLayout, Validity
@@ -107,9 +107,9 @@ class World:
         self.cache = Cache(
             layout=self.layout,
             slots=[slots] * len(groups),
-            tiers=("disk",),
+            tiers=[TierRules(name="disk", transfer_deadline_s=AGES_S, probe_deadline_s=AGES_S)],
             evictor=Lru,
-            limits=Limits(load_deadline_s=AGES_S, transfer_deadline_s=AGES_S, probe_deadline_s=AGES_S),
+            limits=Limits(load_deadline_s=AGES_S),
         )
         self.now_s = 0.0
         self.answers: list[Answer] = []

@@ -1,7 +1,7 @@
 """A small engine in host memory with a whole kvtier below it, for tests of the parts together."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import CO_GENERATOR
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import kvtier
 from kvtier.config.sections import Config, DirectoryConfig, HostConfig, LimitsConfig, StoreConfig
 from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits
+from kvtier.core.limits import Limits, TierRules
 from kvtier.device.copier import Copier
 from kvtier.keys.chain import Chain
 from kvtier.layout import GroupLayout, History, KvLayout, Window
@@ -113,6 +113,7 @@ def local(
     *,
     slots: int = 8,
     limits: Limits | None = None,
+    rules: Mapping[str, object] | None = None,
     threads: Threads | None = None,
 ) -> tuple[LocalSession, Cache, Mover]:
     """A session without thread and settings, its parts at hand."""
@@ -123,7 +124,7 @@ def local(
     cache = Cache(
         layout=LAYOUT,
         slots=(slots, slots),
-        tiers=list(tiers),
+        tiers=[TierRules(name=name, **(rules or {})) for name in tiers],
         evictor=lambda: make_evictor("lru"),
         limits=limits,
     )

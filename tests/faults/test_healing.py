@@ -1,7 +1,7 @@
 """Damaged objects are healed by the next pass: what is found to be damaged and computed again is written again."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from tests.rig import (
     stored,
 )
 
-from kvtier.core.limits import Limits
 from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.mover import Threads
 from kvtier.tier.base import Tier
@@ -42,9 +41,9 @@ def disk(root: Path) -> Tier:
 
 
 @contextmanager
-def opened(tier: Tier, engine: Engine, threads: Threads, limits: Limits) -> Iterator[LocalSession]:
+def opened(tier: Tier, engine: Engine, threads: Threads, rules: Mapping[str, object]) -> Iterator[LocalSession]:
     """A session whose host memory holds nothing yet; all pending writes reach the tier before it ends."""
-    session, _, _ = local(engine.copier(), {"below": tier}, slots=64, limits=limits, threads=threads)
+    session, _, _ = local(engine.copier(), {"below": tier}, slots=64, rules=rules, threads=threads)
     try:
         yield session
     finally:
@@ -94,7 +93,7 @@ def damage(tier: Tier, root: Path, dice: random.Random, share: float) -> Callabl
 def test_damaged_objects_are_healed_by_the_next_pass(tmp_path: Path, make: Tiers, share: float, promotes: int) -> None:
     seed = round(promotes * share * 10)
     dice, engine, root = random.Random(seed), Engine(CHUNKS * 4, seed), tmp_path / "store"
-    session_over = partial(opened, threads=Threads(read=4, write=4), limits=Limits(promotes=promotes))
+    session_over = partial(opened, threads=Threads(read=4, write=4), rules={"promotes": promotes})
     tier = make(root)
     with session_over(tier, engine) as session:
         store_all(session, "first")

@@ -12,7 +12,7 @@ from tests.core_driver import prefix_of
 from tests.rig import Raise, Site
 
 from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits
+from kvtier.core.limits import Limits, TierRules
 from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
@@ -127,7 +127,7 @@ class Recording:
         cache = Cache(
             layout=LAYOUT,
             slots=(8, 8),
-            tiers=["disk"],
+            tiers=[TierRules(name="disk")],
             evictor=lambda: make_evictor("adaptive"),
             limits=Limits(load_deadline_s=1.0, store_deadline_s=0.5, waiting_chunks=12),
         )

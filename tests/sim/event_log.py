@@ -415,13 +415,15 @@ class EventLog:
             is_late = transfer.tier and now_s > transfer.deadline_s + TICK_LATENESS_S_MAX
             if is_late and not sent.is_cancelled:
                 raise Violation(f"{transfer.link.value} {transfer.id} is past its deadline and was not cancelled")
-        small = limits.small_bytes // OBJECT_BYTES
+        by_name = {rules.name: rules for rules in self._scenario.rules}
         for (link, tier), count in out.items():
+            rules = by_name.get(tier)
+            small = rules.small_bytes // OBJECT_BYTES if rules else 0
             most = {
                 Link.GATHER: limits.gathers,
                 Link.SCATTER: limits.scatters,
-                Link.PROMOTE: min(max(limits.promotes, small), self._tier_most),
-                Link.DEMOTE: min(max(limits.demotes, small), self._tier_most),
+                Link.PROMOTE: min(max(rules.promotes if rules else 0, small), self._tier_most),
+                Link.DEMOTE: min(max(rules.demotes if rules else 0, small), self._tier_most),
             }[link]
             if count > most:
                 raise Violation(f"{count} {link.value}s {tier} in flight, {most} allowed")
@@ -432,7 +434,7 @@ class EventLog:
         if self._drops_due:
             raise Violation(f"a corrupt copy was not dropped: {self._drops_due}")
         for which, count in self._faults_in_a_row.items():
-            if count >= limits.tier_failures and which not in self.down:
+            if count >= by_name[which[0]].failures and which not in self.down:
                 raise Violation(f"{which} failed {count} times in a row and still counts as healthy")
 
 

@@ -141,7 +141,7 @@ class _Simulation:
         self.cache = Cache(
             layout=scenario.layout,
             slots=scenario.slots,
-            tiers=scenario.tiers,
+            tiers=scenario.rules,
             evictor=self._make_evictor,
             limits=scenario.limits,
             ranks=scenario.ranks,

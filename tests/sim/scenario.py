@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
+from typing import Any
 
-from kvtier.core.limits import Limits, WritePolicy
+from kvtier.core.limits import Limits, TierRules, WritePolicy
 from kvtier.layout import GroupLayout, History, KvLayout, State, Validity, Window
 
 EVICTORS = ("lru", "adaptive", "fifo", "random")
@@ -63,7 +64,7 @@ class Scenario:
     """Steps before arrivals stop; the run then continues until everything has ended."""
     layout: KvLayout
     slots: tuple[int, ...]
-    tiers: tuple[str, ...]
+    rules: tuple[TierRules, ...]
     tier_objects: int | None
     """Capacity of each tier, in objects of one rank; None: unlimited."""
     tier_evicts: bool
@@ -84,6 +85,11 @@ class Scenario:
     readers: float
     """Share of the requests that store nothing."""
     faults: Faults
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers, fastest first."""
+        return tuple(rules.name for rules in self.rules)
 
     @property
     def has_history_only(self) -> bool:
@@ -111,13 +117,13 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         seed=seed,
         mode=mode,
         steps=steps,
+        rules=(),
         layout=KvLayout(chunk_tokens, groups),
         slots=tuple(max(2, slots_base + dice.randint(-2, 2)) for _ in groups),
-        tiers=tiers,
         tier_objects=dice.randint(4, 40) if mode is Mode.STORM and dice.random() < 0.4 else None,
         tier_evicts=dice.random() < 0.6,
         ranks=dice.choices((1, 2, 3), (60, 30, 10))[0],
-        limits=replace(_draw_limits(dice, mode), small_bytes=_draw_small_bytes(seed)),
+        limits=_draw_limits(dice, mode, rules := {"small_bytes": _draw_small_bytes(seed)}),
         evictor=dice.choices(EVICTORS, (35, 35, 15, 15))[0],
         device_s=(0.001, dice.uniform(0.002, 0.02)),
         tier_s=tuple((0.001, dice.choice((0.005, 0.02, 0.1))) for _ in tiers),
@@ -128,6 +134,7 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         readers=dice.choice((0.0, 0.3, 0.7)),
         faults=_draw_faults(dice, mode, tiers, more=Random(f"writes {seed}")),
     )
+    scenario = replace(scenario, rules=tuple(TierRules(name=name, **rules) for name in tiers))
     return replace(scenario, **overrides)
 
 
@@ -141,24 +148,28 @@ def _draw_groups(dice: Random, chunk_tokens: int) -> tuple[GroupLayout, ...]:
     return tuple(GroupLayout(kind, (OBJECT_BYTES,), "sim") for kind in kinds)
 
 
-def _draw_limits(dice: Random, mode: Mode) -> Limits:
+def _draw_limits(dice: Random, mode: Mode, rules: dict[str, Any]) -> Limits:
+    """Limits of the core; limits of each tier go into `rules`."""
     is_calm = mode is not Mode.STORM
-    return Limits(
-        gathers=dice.randint(1, 6),
-        scatters=dice.randint(1, 6),
-        promotes=dice.randint(1, 6),
-        demotes=dice.randint(1, 6),
-        waiting_chunks=4096 if is_calm else dice.choice((0, 3, 10, 4096, 4096, 4096)),
-        requests=4096 if is_calm else dice.choice((1, 3, 4096, 4096)),
-        probe_deadline_s=AGES_S if is_calm else dice.uniform(0.02, 0.3),
-        load_deadline_s=AGES_S if is_calm else dice.uniform(0.1, 1.5),
-        transfer_deadline_s=AGES_S if is_calm else dice.uniform(0.1, 1.0),
-        store_deadline_s=AGES_S if is_calm else dice.uniform(0.02, 1.0),
-        tier_failures=dice.randint(1, 4),
-        tier_retry_s=dice.uniform(0.02, 0.5),
-        write_policy=dice.choice(list(WritePolicy)),
-        selective_uses=dice.randint(1, 3),
-    )
+    drawn: dict[str, Any] = {
+        "gathers": dice.randint(1, 6),
+        "scatters": dice.randint(1, 6),
+        "promotes": dice.randint(1, 6),
+        "demotes": dice.randint(1, 6),
+        "waiting_chunks": 4096 if is_calm else dice.choice((0, 3, 10, 4096, 4096, 4096)),
+        "requests": 4096 if is_calm else dice.choice((1, 3, 4096, 4096)),
+        "probe_deadline_s": AGES_S if is_calm else dice.uniform(0.02, 0.3),
+        "load_deadline_s": AGES_S if is_calm else dice.uniform(0.1, 1.5),
+        "transfer_deadline_s": AGES_S if is_calm else dice.uniform(0.1, 1.0),
+        "store_deadline_s": AGES_S if is_calm else dice.uniform(0.02, 1.0),
+        "failures": dice.randint(1, 4),
+        "retry_s": dice.uniform(0.02, 0.5),
+        "write_policy": dice.choice(list(WritePolicy)),
+        "selective_uses": dice.randint(1, 3),
+    }
+    for name in ("promotes", "demotes", "probe_deadline_s", "transfer_deadline_s", "failures", "retry_s"):
+        rules[name] = drawn.pop(name)
+    return Limits(copy_deadline_s=rules["transfer_deadline_s"], **drawn)
 
 
 def _draw_small_bytes(seed: int) -> int:

@@ -3,7 +3,7 @@
 import pytest
 from tests.core_driver import CHUNK, Driver, key, prefix_of
 
-from kvtier.core.limits import Limits, WritePolicy
+from kvtier.core.limits import WritePolicy
 from kvtier.layout import History, Window
 from kvtier.types import Link, Outcome, Place, Presence, RequestId, StoreDone
 
@@ -340,7 +340,7 @@ def test_write_back_lets_go_as_many_as_are_waited_for() -> None:
 
 
 def test_write_back_to_a_tier_that_is_down_makes_room_at_once() -> None:
-    core = Driver(slots=2, write_policy=WritePolicy.BACK, tier_failures=1)
+    core = Driver(slots=2, write_policy=WritePolicy.BACK, failures=1)
     core.store("a", prefix_of("ab"))
     core.run()
     core.store("b", prefix_of("yz"))
@@ -422,7 +422,7 @@ def test_a_copy_that_is_not_new_is_not_demoted_again() -> None:
 
 
 def test_a_refused_demotion_is_no_fault_of_the_tier() -> None:
-    core = Driver(tier_failures=1)
+    core = Driver(failures=1)
     core.store("a", prefix_of("a"))
     core.run(links=[Link.GATHER])
     core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED)
@@ -432,16 +432,16 @@ def test_a_refused_demotion_is_no_fault_of_the_tier() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gathers", "scatters", "promotes", "demotes", "requests", "tier_failures", "selective_uses"]
+    "name", ["gathers", "scatters", "promotes", "demotes", "requests", "failures", "selective_uses"]
 )
 def test_a_budget_below_one_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"limits.{name} must be at least 1, got 0"):
-        Limits(**{name: 0})
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        Driver(**{name: 0})
 
 
 def test_a_negative_number_of_waiting_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match="waiting_chunks must be at least 0"):
-        Limits(waiting_chunks=-1)
+        Driver(waiting_chunks=-1)
 
 
 @pytest.mark.parametrize("slots", [(1,), (4, 4), ()])

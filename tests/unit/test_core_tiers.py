@@ -35,7 +35,7 @@ def test_a_lookup_asks_each_tier_once_for_what_is_not_here() -> None:
 
 
 def test_a_tier_that_no_request_asks_is_asked_for_nothing() -> None:
-    core = Driver(tiers=("disk", "shared"), tier_failures=2)
+    core = Driver(tiers=("disk", "shared"), failures=2)
     core.lookup("r", prefix_of("a"))
     asked, other = core.probes.values()
     core.tell(other, [False])
@@ -82,7 +82,7 @@ def test_a_lookup_is_not_probing_when_nothing_could_be_added() -> None:
 
 
 def test_an_unanswered_probe_means_absent_after_its_deadline() -> None:
-    core = Driver(probe_deadline_s=2.0, tier_failures=1)
+    core = Driver(probe_deadline_s=2.0, failures=1)
     prompt = prefix_of("a")
     core.lookup("r", prompt)
     (probe,) = core.probes.values()
@@ -148,7 +148,7 @@ def test_only_so_many_requests_are_kept_in_mind() -> None:
 
 
 def test_a_tier_that_is_down_is_neither_asked_nor_believed() -> None:
-    core = Driver(tiers=("disk", "shared"), tier_failures=1)
+    core = Driver(tiers=("disk", "shared"), failures=1)
     core.lookup("a", prefix_of("a"))
     disk, shared = core.probes.values()
     core.tell(shared, [True])
@@ -267,7 +267,7 @@ def fail_demotions(core: Driver, count: int) -> None:
 
 
 def test_writes_that_fail_or_hang_do_not_stop_reads() -> None:
-    core = Driver(slots=16, tier_failures=2, tier_retry_s=5.0, transfer_deadline_s=2.0)
+    core = Driver(slots=16, failures=2, retry_s=5.0, transfer_deadline_s=2.0)
     core.fill("disk", prefix_of("abcdef"))
     fail_demotions(core, 2)
     assert [(notice.way, notice.is_up) for notice in core.notices()] == [("write", False)]
@@ -289,7 +289,7 @@ def test_writes_that_fail_or_hang_do_not_stop_reads() -> None:
 
 
 def test_reads_that_succeed_do_not_hide_writes_that_fail() -> None:
-    core = Driver(slots=16, tier_failures=2)
+    core = Driver(slots=16, failures=2)
     core.fill("disk", prefix_of("ab"))
     for number in range(2):
         fail_demotions(core, 1)
@@ -301,7 +301,7 @@ def test_reads_that_succeed_do_not_hide_writes_that_fail() -> None:
 
 
 def test_reads_that_fail_do_not_stop_writes_and_what_succeeds_again_ends_the_rest_of_both() -> None:
-    core = Driver(slots=16, tier_failures=1, tier_retry_s=5.0)
+    core = Driver(slots=16, failures=1, retry_s=5.0)
     fail_promotions(core, 1)
     core.store("a", prefix_of("ab"))
     core.run()
@@ -322,7 +322,7 @@ def test_reads_that_fail_do_not_stop_writes_and_what_succeeds_again_ends_the_res
 
 
 def test_the_breaker_opens_after_failures_in_a_row_and_a_trial_closes_it() -> None:
-    core = Driver(tier_failures=2, tier_retry_s=5.0)
+    core = Driver(failures=2, retry_s=5.0)
     fail_promotions(core, 2)
     (notice,) = core.notices()
     assert (notice.tier, notice.is_up) == ("disk", False)
@@ -340,7 +340,7 @@ def test_the_breaker_opens_after_failures_in_a_row_and_a_trial_closes_it() -> No
 
 
 def test_a_failed_trial_makes_the_rest_longer() -> None:
-    core = Driver(tier_failures=1, tier_retry_s=5.0)
+    core = Driver(failures=1, retry_s=5.0)
     fail_promotions(core, 1)
     core.wait(5.0)
     core.load("a", prefix_of("a"))
@@ -355,7 +355,7 @@ def test_a_failed_trial_makes_the_rest_longer() -> None:
 
 
 def test_a_cancelled_trial_may_be_repeated() -> None:
-    core = Driver(tier_failures=1, tier_retry_s=5.0)
+    core = Driver(failures=1, retry_s=5.0)
     fail_promotions(core, 1)
     core.wait(5.0)
     core.load("a", prefix_of("a"))
@@ -367,7 +367,7 @@ def test_a_cancelled_trial_may_be_repeated() -> None:
 
 
 def test_a_probe_is_a_trial_too() -> None:
-    core = Driver(tier_failures=1, tier_retry_s=5.0)
+    core = Driver(failures=1, retry_s=5.0)
     fail_promotions(core, 1)
     core.wait(5.0)
     core.lookup("a", prefix_of("a"))
@@ -379,7 +379,7 @@ def test_a_probe_is_a_trial_too() -> None:
 
 
 def test_demotions_wait_for_the_answer_of_a_trial() -> None:
-    core = Driver(slots=16, demotes=2, tier_failures=1, tier_retry_s=5.0)
+    core = Driver(slots=16, demotes=2, failures=1, retry_s=5.0)
     core.store("a", prefix_of("abcde"))
     core.run(links=[Link.GATHER])
     core.answer(core.going(Link.DEMOTE)[0], Outcome.FAILED, is_fault=True)
@@ -394,7 +394,7 @@ def test_demotions_wait_for_the_answer_of_a_trial() -> None:
 
 
 def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
-    core = Driver(slots=16, tier_failures=1, tier_retry_s=5.0, write_policy=WritePolicy.BACK)
+    core = Driver(slots=16, failures=1, retry_s=5.0, write_policy=WritePolicy.BACK)
     core.store("a", prefix_of("abcdefghijklmnop"))
     core.run()
     core.store("b", prefix_of("y"))
@@ -408,7 +408,7 @@ def test_a_demotion_that_waits_goes_out_when_the_trial_succeeds() -> None:
 
 
 def test_a_tier_without_writes_gets_no_pending_write() -> None:
-    core = Driver(tier_failures=1)
+    core = Driver(failures=1)
     fail_demotions(core, 1)
     core.store("a", prefix_of("ab"))
     core.run()
@@ -455,7 +455,7 @@ def test_a_copy_that_is_found_corrupt_too_late_is_dropped_all_the_same() -> None
 
 
 def test_while_one_tier_hangs_the_others_go_on() -> None:
-    core = Driver(tiers=("disk", "shared"), slots=16, transfer_deadline_s=2.0, tier_failures=2, tier_retry_s=60.0)
+    core = Driver(tiers=("disk", "shared"), slots=16, transfer_deadline_s=2.0, failures=2, retry_s=60.0)
     core.fill("disk", prefix_of("abcdef"))
     core.fill("shared", prefix_of("uvwxyz"))
     for request, text in (("a", "abcdef"), ("u", "uvwxyz")):
@@ -476,7 +476,7 @@ def test_while_one_tier_hangs_the_others_go_on() -> None:
 
 
 def test_a_tier_with_only_stuck_transfers_is_not_probed() -> None:
-    core = Driver(slots=8, promotes=1, transfer_deadline_s=2.0, tier_failures=9)
+    core = Driver(slots=8, promotes=1, transfer_deadline_s=2.0, failures=9)
     core.load("a", prefix_of("a"))
     core.load("b", prefix_of("b"))
     core.wait(2.0)
@@ -486,7 +486,7 @@ def test_a_tier_with_only_stuck_transfers_is_not_probed() -> None:
 
 
 def test_stores_go_on_while_their_tier_hangs() -> None:
-    core = Driver(slots=8, demotes=1, transfer_deadline_s=2.0, tier_failures=9)
+    core = Driver(slots=8, demotes=1, transfer_deadline_s=2.0, failures=9)
     core.store("a", prefix_of("abcdefgh"))
     core.run(links=[Link.GATHER])
     (stuck,) = core.going(Link.DEMOTE)
@@ -502,7 +502,7 @@ def test_stores_go_on_while_their_tier_hangs() -> None:
 
 
 def test_a_leaf_that_hangs_does_not_shield_its_parents() -> None:
-    core = Driver(tiers=("disk", "shared"), slots=8, demotes=1, transfer_deadline_s=2.0, tier_failures=1)
+    core = Driver(tiers=("disk", "shared"), slots=8, demotes=1, transfer_deadline_s=2.0, failures=1)
     core.store("a", prefix_of("ab"))
     core.run(keep=lambda one: one.link is Link.DEMOTE and one.key == key("ab"))
     core.wait(2.0)
@@ -551,7 +551,7 @@ def test_late_answers_of_some_ranks_end_nothing_early() -> None:
 
 
 def test_a_hanging_tier_leaves_half_of_host_memory() -> None:
-    core = Driver(slots=8, transfer_deadline_s=2.0, tier_failures=1)
+    core = Driver(slots=8, transfer_deadline_s=2.0, failures=1)
     core.store("a", prefix_of("abcd"))
     core.run(links=[Link.GATHER])
     core.load("r", prefix_of("uvwxyz"))

@@ -214,7 +214,7 @@ def test_nothing_is_told_where_another_disk_lies_at_the_path(tmp_path):
 
 
 def test_a_session_says_whether_it_uses_the_tier(tmp_path):
-    tier, core = opened(tmp_path), Driver(tier_failures=1)
+    tier, core = opened(tmp_path), Driver(failures=1)
     view = TierView()
     gauges, sampler = Gauges(Metrics(), core.cache, core.layout, {"disk": view}), FiguresSampler(tier, view)
     gauges()

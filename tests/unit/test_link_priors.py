@@ -9,7 +9,7 @@ from tests.rig import stored
 
 from kvtier.config.loader import load
 from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits
+from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.records import HOST
 from kvtier.errors import ConfigError
@@ -110,7 +110,7 @@ def test_the_core_starts_with_them():
     cache = Cache(
         layout=KvLayout(16, (GroupLayout(History(), (4096,), "x"),)),
         slots=(4,),
-        tiers=["disk", "other"],
+        tiers=[TierRules(name="disk"), TierRules(name="other")],
         evictor=lambda: make_evictor("lru"),
         limits=Limits(),
         link_priors={"disk": SLOW},

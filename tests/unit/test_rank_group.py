@@ -22,6 +22,7 @@ from tests.rig import (
 )
 
 from kvtier.core.cache import Cache
+from kvtier.core.limits import TierRules
 from kvtier.core.records import SEVERITY
 from kvtier.errors import ConfigError
 from kvtier.keys.object_names import object_name
@@ -78,7 +79,7 @@ def session_of(engines, tiers, broken=((), ())):
     cache = Cache(
         layout=LAYOUT,
         slots=(SLOTS, SLOTS),
-        tiers=["below"],
+        tiers=[TierRules(name="below")],
         evictor=lambda: make_evictor("lru"),
     )
     return LocalSession(cache, group)

@@ -102,7 +102,7 @@ def test_a_hanging_tier_costs_a_miss_and_not_a_stall():
     session, cache, _ = local(
         Engine(64).copier(),
         {"below": Hanging("below", capacity_bytes=1 << 20)},
-        limits=Limits(probe_deadline_s=0.05, tier_failures=1),
+        rules={"probe_deadline_s": 0.05, "failures": 1},
     )
     try:
         start = time.monotonic()
@@ -128,7 +128,7 @@ def test_everything_open_is_answered_at_close():
     first, _, _ = local(Engine(64).copier(), {"below": tier})
     stored(first, "a", prefix_of(4), places_of(range(4)))
     first.close()
-    session, _, _ = local(Engine(64).copier(), {"below": tier}, limits=Limits(transfer_deadline_s=60))
+    session, _, _ = local(Engine(64).copier(), {"below": tier}, rules={"transfer_deadline_s": 60.0})
     try:
         tokens = looked_up(session, "b", prefix_of(4)).tokens
         session.load(RequestId("b"), prefix_of(4), tokens, load_places(tokens))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
+from kvtier.core.limits import TierRules
 from kvtier.keys.chain import chunk_keys
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
@@ -78,7 +79,7 @@ def _cache(slots: int, tiers: Iterable[str] = ()) -> Cache:
     return Cache(
         layout=layout,
         slots=(slots,),
-        tiers=list(tiers),
+        tiers=[TierRules(name=name) for name in tiers],
         evictor=lambda: make_evictor(Config().host.evictor),
     )
 

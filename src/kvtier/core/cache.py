@@ -20,7 +20,7 @@ from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.counters import Counters
 from kvtier.core.hit_sources import lookup_sources
 from kvtier.core.host_memory import HostMemory
-from kvtier.core.limits import Limits
+from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.load_options import CostModel, LookupQuery
@@ -59,7 +59,7 @@ class Cache:
     Args:
         layout: the model's KV groups.
         slots: host slots of each group, at least two each.
-        tiers: names of the lower tiers, fastest first.
+        tiers: the lower tiers, fastest first.
         evictor: makes the evictor of a group in host memory.
         ranks: how many ranks answer each command.
         down: tiers that are not open yet.
@@ -71,7 +71,7 @@ class Cache:
         *,
         layout: KvLayout,
         slots: Sequence[int],
-        tiers: Sequence[str],
+        tiers: Sequence[TierRules],
         evictor: Callable[[], Evictor],
         limits: Limits | None = None,
         ranks: int = 1,
@@ -92,17 +92,18 @@ class Cache:
         self._events: list[Event] = []
         new_id = count(1).__next__
         self.host = HostMemory(slots, evictor, layout)
-        self._tiers = TierStates(tiers, self._limits, min(slots), self._events, down)
+        self._tiers = TierStates(tiers, min(slots), self._events, down)
         self.counters = Counters()
         self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self.counters)
-        self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in (HOST, *tiers)}
+        order = [HOST, *self._tiers.by_name]
+        self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in order}
         self._pending_writes = PendingWrites(self.host, self._tiers, self._limits, self.counters)
         self._operations = OpenOperations(
             layout=layout,
             limits=self._limits,
             host=self.host,
             pending_writes=self._pending_writes,
-            order=[HOST, *tiers],
+            order=order,
             counters=self.counters,
             events=self._events,
         )

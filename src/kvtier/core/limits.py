@@ -13,36 +13,57 @@ class WritePolicy(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierRules:
+    """What the core must know of one lower tier. Tiers are ordered from fastest to slowest."""
+
+    name: str
+    persists: bool = True
+    """Its objects survive this process, so an object that it holds need not stay in host memory for slower tiers."""
+    is_remote: bool = False
+    """An answer costs a round trip: it is asked for few names, in rounds, and requests need not wait for it."""
+    promotes: int = 16
+    """Promotions in flight. All tiers share a quarter of the slots of the smallest group."""
+    demotes: int = 8
+    """Demotions in flight. All tiers share a quarter of the slots of the smallest group."""
+    small_bytes: int = 0
+    """Bytes of small objects in flight per direction, beyond the counts but within the quarter of the slots. Small
+    objects travel in batches, and a batch holds only objects in flight.
+    """
+    probe_deadline_s: float = 0.5
+    transfer_deadline_s: float = 10.0
+    failures: int = 3
+    """Consecutive failures that open a circuit breaker."""
+    retry_s: float = 5.0
+    """Delay before a trial; doubles up to a minute."""
+
+    def __post_init__(self) -> None:
+        for name in ("promotes", "demotes", "failures"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"tier {self.name}: {name} must be at least 1, got {getattr(self, name)}")
+        if self.small_bytes < 0:
+            raise ValueError(f"tier {self.name}: small_bytes must be at least 0, got {self.small_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits on objects in flight (counts) and on their duration (seconds)."""
 
     gathers: int = 16
     scatters: int = 16
-    promotes: int = 16
-    """Promotions in flight per tier. All tiers share at most a quarter of the slots of the smallest group."""
-    demotes: int = 8
-    """Demotions in flight per tier. All tiers share at most a quarter of the slots of the smallest group."""
-    small_bytes: int = 0
-    """Bytes of small objects in flight per tier and direction, beyond the counts but within the quarter of the slots.
-    Small objects travel in batches, and a batch holds only objects in flight.
-    """
     waiting_chunks: int = 4096
     """Objects of all stores that may wait for a slot; further ones are dropped."""
     requests: int = 4096
     """Requests whose probe answers are kept; further ones are looked up in host memory only."""
-    probe_deadline_s: float = 0.5
     load_deadline_s: float = 30.0
-    transfer_deadline_s: float = 10.0
+    copy_deadline_s: float = 10.0
+    """Time in which a gather or scatter must begin."""
     store_deadline_s: float = 10.0
-    tier_failures: int = 3
-    tier_retry_s: float = 5.0
     write_policy: WritePolicy = WritePolicy.THROUGH
     selective_uses: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("gathers", "scatters", "promotes", "demotes", "requests", "tier_failures", "selective_uses"):
+        for name in ("gathers", "scatters", "requests", "selective_uses"):
             if getattr(self, name) < 1:
                 raise ValueError(f"limits.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("waiting_chunks", "small_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"limits.{name} must be at least 0, got {getattr(self, name)}")
+        if self.waiting_chunks < 0:
+            raise ValueError(f"limits.waiting_chunks must be at least 0, got {self.waiting_chunks}")

@@ -135,7 +135,7 @@ class Probes:
     def _send(
         self, request: RequestId, answers: ProbeAnswers, tier: str, objects: tuple[Item, ...], now_s: float
     ) -> None:
-        probe = Probe(self._new_id(), tier, objects, now_s + self._limits.probe_deadline_s)
+        probe = Probe(self._new_id(), tier, objects, now_s + self._tiers[tier].rules.probe_deadline_s)
         self._open[probe.id] = OpenProbe(tier, request, objects, self._ranks, [True] * len(objects))
         self._deadlines.append((probe.deadline_s, probe.id))
         answers.open_probes.add(probe.id)

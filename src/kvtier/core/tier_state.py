@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtier.core.circuit_breaker import CircuitBreaker
-from kvtier.core.limits import Limits
+from kvtier.core.limits import TierRules
 from kvtier.core.records import HostEntry, Item
 from kvtier.core.residency import READABLE
 from kvtier.types import Event, Link, TierNotice, Way
@@ -20,9 +20,10 @@ SUSPECT_MAX = 1 << 16
 class TierState:
     """One lower tier: its circuit breakers, its limits and its queue of demotions."""
 
-    def __init__(self, name: str, limits: Limits, in_flight_max: int) -> None:
-        self.name = name
-        self.breakers = {link: CircuitBreaker(limits.tier_failures, limits.tier_retry_s) for link in WAYS}
+    def __init__(self, rules: TierRules, in_flight_max: int) -> None:
+        self.name = rules.name
+        self.rules = rules
+        self.breakers = {link: CircuitBreaker(rules.failures, rules.retry_s) for link in WAYS}
         """PROMOTE: for promotions and probes. DEMOTE: for demotions. A tier on a full disk can still be read."""
         self.queue: OrderedDict[HostEntry, None] = OrderedDict()
         """Demotions that wait, in order; each entry has a pending write to this tier."""
@@ -32,12 +33,12 @@ class TierState:
         """Overdue transfers in flight: their threads are stuck, and count against the limit."""
         self._suspect: dict[Item, None] = {}
         self.limit = {
-            PROMOTE: min(limits.promotes, in_flight_max),
-            DEMOTE: min(limits.demotes, in_flight_max),
+            PROMOTE: min(rules.promotes, in_flight_max),
+            DEMOTE: min(rules.demotes, in_flight_max),
         }
         """Limit for objects of any size; small objects may exceed it."""
         self._share = in_flight_max
-        self._small_bytes = limits.small_bytes
+        self._small_bytes = rules.small_bytes
 
     def has_room(self, link: Link, size_bytes: int) -> bool:
         """Whether one more transfer of `size_bytes` may start."""
@@ -95,13 +96,11 @@ class TierState:
 class TierStates:
     """All lower tiers, fastest first."""
 
-    def __init__(
-        self, names: Sequence[str], limits: Limits, slots_min: int, events: list[Event], down: Collection[str]
-    ) -> None:
+    def __init__(self, tiers: Sequence[TierRules], slots_min: int, events: list[Event], down: Collection[str]) -> None:
         # A quarter of the slots for promotions of all tiers, a quarter for demotions: when all tiers hang, half of host
         # memory is still usable.
-        in_flight_max = max(1, slots_min // (4 * max(1, len(names))))
-        self.by_name = {name: TierState(name, limits, in_flight_max) for name in names}
+        in_flight_max = max(1, slots_min // (4 * max(1, len(tiers))))
+        self.by_name = {rules.name: TierState(rules, in_flight_max) for rules in tiers}
         self.all = tuple(self.by_name.values())
         for name in down:
             for breaker in self.by_name[name].breakers.values():

@@ -393,6 +393,7 @@ class TransferScheduler:
         store: StoreOperation | None = None,
     ) -> None:
         work = load or store
+        limit_s = self._tiers[tier].rules.transfer_deadline_s if tier else self._limits.copy_deadline_s
         transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
             self._new_id(),
             link,
@@ -404,7 +405,7 @@ class TransferScheduler:
             () if place is None else place.blocks,
             entry.parent,
             entry.depth,
-            now_s + self._limits.transfer_deadline_s,
+            now_s + limit_s,
             entry.session,
         )
         self.flights[transfer.id] = InFlightTransfer(transfer, entry, self._ranks, load, store, place)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush, nsmallest
 
 from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits
+from kvtier.core.limits import TierRules
 from kvtier.core.planner import LoadPlan, Piece, Planner
 from kvtier.core.residency import READABLE
 from kvtier.policy.base import Held
@@ -89,7 +89,7 @@ class ReplayNode:
         finished: Callable[[NodeRequest], None],
     ) -> None:
         self._events = events
-        self._tick_margin_s = Limits().transfer_deadline_s
+        self._tick_margin_s = TierRules(name="").transfer_deadline_s
         self.cache = cache
         self._planners = planners
         self._object_bytes = object_bytes

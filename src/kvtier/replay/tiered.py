@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.config.sections import LimitsConfig
 from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits, WritePolicy
+from kvtier.core.limits import Limits, TierRules, WritePolicy
 from kvtier.core.planner import Planner
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
@@ -257,9 +257,9 @@ class _TieredReplay:
         cache = Cache(
             layout=self._layout,
             slots=(slots,),
-            tiers=[it.name for it in setup.tiers[1:]],
+            tiers=[TierRules(name=it.name, small_bytes=LimitsConfig().small_bytes_in_flight) for it in setup.tiers[1:]],
             evictor=lambda: make_evictor(setup.evictor),
-            limits=Limits(write_policy=setup.write_policy, small_bytes=LimitsConfig().small_bytes_in_flight),
+            limits=Limits(write_policy=setup.write_policy),
         )
         up, down = self._link_series[HOST]
         return ReplayNode(

@@ -12,7 +12,7 @@ from typing import TypeVar, get_args
 
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
-from kvtier.core.limits import Limits, WritePolicy
+from kvtier.core.limits import Limits, TierRules, WritePolicy
 from kvtier.device.copier import Copier
 from kvtier.errors import ConfigError, KvError, TierError
 from kvtier.keys.fingerprint import root_key
@@ -144,7 +144,7 @@ def open_core(
     cache = Cache(
         layout=layout,
         slots=ranks.slots,
-        tiers=ranks.tiers,
+        tiers=[_rules(config, name) for name in ranks.tiers],
         evictor=lambda: make_evictor(config.host.evictor),
         limits=_limits(config),
         down=ranks.down,
@@ -232,17 +232,25 @@ def _limits(config: Config) -> Limits:
     return Limits(
         gathers=limits.stores_in_flight,
         scatters=limits.scatters_in_flight,
+        waiting_chunks=limits.waiting_chunks,
+        requests=limits.requests,
+        load_deadline_s=limits.load_deadline_s,
+        copy_deadline_s=limits.transfer_deadline_s,
+        store_deadline_s=limits.store_deadline_s,
+        write_policy=WritePolicy(config.store.write_policy),
+        selective_uses=config.store.selective_uses,
+    )
+
+
+def _rules(config: Config, name: str) -> TierRules:
+    limits = config.limits
+    return TierRules(
+        name=name,
         promotes=limits.loads_in_flight,
         demotes=limits.demotes_in_flight,
         small_bytes=limits.small_bytes_in_flight,
-        waiting_chunks=limits.waiting_chunks,
-        requests=limits.requests,
         probe_deadline_s=limits.probe_deadline_s,
-        load_deadline_s=limits.load_deadline_s,
         transfer_deadline_s=limits.transfer_deadline_s,
-        store_deadline_s=limits.store_deadline_s,
-        tier_failures=limits.tier_failures,
-        tier_retry_s=limits.tier_retry_s,
-        write_policy=WritePolicy(config.store.write_policy),
-        selective_uses=config.store.selective_uses,
+        failures=limits.tier_failures,
+        retry_s=limits.tier_retry_s,
     )
