@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -24,9 +24,12 @@ class Setting(NamedTuple):
     key: str
     kind: Kind
     default: object
+    """None where a value is needed (`is_needed`)."""
     help: str
     source: str
     """Publication that the default comes from, if any."""
+    is_needed: bool = False
+    """There is no default."""
 
     @property
     def name(self) -> str:
@@ -39,6 +42,11 @@ def setting(default: _Value, kind: Kind, help: str, source: str = "") -> _Value:
     return field(default=default, metadata={"kind": kind, "help": help, "source": source})
 
 
+def needed(kind: Kind, help: str) -> Any:  # noqa: A002, ANN401 - as `dataclasses.field`
+    """A field of a `SettingsSection` without a default."""
+    return field(metadata={"kind": kind, "help": help, "source": ""})
+
+
 class SettingsSection:
     """A group of settings. Each value is checked when the section is made."""
 
@@ -46,17 +54,29 @@ class SettingsSection:
     section: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for each in settings(type(self)):
+        for each in self.settings():
             value = getattr(self, each.key)
-            if value is not each.default:
+            if each.is_needed or value is not each.default:
                 object.__setattr__(self, each.key, read(each, value, "Python", is_text=False))
+
+    @property
+    def label(self) -> str:
+        """The section's name in settings and messages."""
+        return self.section
+
+    def settings(self) -> Iterator[Setting]:
+        """The settings, in the order they are written."""
+        return (each._replace(section=self.label) for each in settings(type(self)))
 
 
 def settings(section: type[SettingsSection]) -> Iterator[Setting]:
-    """The settings of `section`, in the order they are written."""
+    """The settings of `section`, in the order they are written. Fields that are no settings are left out."""
     for spec in fields(cast("Any", section)):
         meta = spec.metadata
-        yield Setting(section.section, spec.name, meta["kind"], spec.default, meta["help"], meta["source"])
+        if "kind" in meta:
+            is_needed = spec.default is MISSING
+            default = None if is_needed else spec.default
+            yield Setting(section.section, spec.name, meta["kind"], default, meta["help"], meta["source"], is_needed)
 
 
 def read(setting: Setting, raw: object, origin: str, *, is_text: bool) -> object:

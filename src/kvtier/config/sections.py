@@ -5,7 +5,6 @@ To add a setting, add a line here. The loader, the environment, `--set`, `config
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -14,16 +13,12 @@ from kvtier.config.schema import Setting, SettingsSection, near, setting, settin
 from kvtier.config.value_types import Choice, Count, Hidden, Location, Seconds, Size, Switch
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
-from kvtier.policy.registry import DEFAULT_EVICTOR, EVICTORS
+from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names
 
 Mode = Literal["auto", "on", "off"]
 
 _MODE = Choice(("auto", "on", "off"))
 _REQUIRED = "Refuse to start when the tier fails; false: start without it and open it later."
-
-
-def _evictors() -> list[str]:
-    return [*EVICTORS, *sorted(entry_points(group="kvtier.evictors").names - EVICTORS.keys())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +28,7 @@ class HostConfig(SettingsSection):
     section: ClassVar[str] = "host"
 
     capacity_bytes: int = setting(4 * 2**30, Size(2**20), "Host memory for chunks, per engine; allocated at start.")
-    evictor: str = setting(DEFAULT_EVICTOR, Choice(_evictors), "Eviction policy of host memory.")
+    evictor: str = setting(DEFAULT_EVICTOR, Choice(evictor_names), "Eviction policy of host memory.")
     page_lock: Mode = setting("auto", _MODE, "Page-lock host memory for fast GPU copies; auto: if CUDA is available.")
     populate: bool = setting(
         default=False, kind=Switch(), help="Touch all host memory at start: slower start, no page faults later."
@@ -49,7 +44,7 @@ class DirectoryConfig(SettingsSection):
     path: Path | None = setting(None, Location(), "Directory of the store; none: no directory tier.")
     capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on disk, shared by all processes.")
     direct_io: Mode = setting("auto", _MODE, "Bypass the page cache; auto: if the file system allows it.")
-    evictor: str = setting(DEFAULT_EVICTOR, Choice(_evictors), "Eviction policy of the directory.")
+    evictor: str = setting(DEFAULT_EVICTOR, Choice(evictor_names), "Eviction policy of the directory.")
     shared: bool = setting(
         default=True,
         kind=Switch(),

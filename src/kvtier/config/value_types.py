@@ -244,17 +244,21 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A path, made absolute (``~`` is the home directory); empty means none."""
+    """A path, made absolute (``~`` is the home directory); empty means none, unless `is_needed`."""
+
+    is_needed: bool = False
 
     @property
     def allowed(self) -> str:
         """Any path."""
-        return "a path, or empty for none"
+        return "a path" if self.is_needed else "a path, or empty for none"
 
     def read(self, raw: object, *, is_text: bool) -> Path | None:
         """Read a path and make it absolute."""
         del is_text
         if raw is None or raw == "":
+            if self.is_needed:
+                raise ValueError("empty")
             return None
         if not isinstance(raw, str | Path) or "\0" in str(raw):
             raise ValueError("not a path")
@@ -267,6 +271,31 @@ class Location:
     def show(self, value: object) -> str:
         """The path, or ``(none)``."""
         return "(none)" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text without control characters."""
+
+    least: int = 0
+    most: int = 1024
+
+    @property
+    def allowed(self) -> str:
+        """The range of lengths."""
+        return f"a text of {self.least} to {self.most} characters, none of them a control character"
+
+    def read(self, raw: object, *, is_text: bool) -> str:
+        """Read a text."""
+        del is_text
+        if not isinstance(raw, str) or not raw.isprintable():
+            raise ValueError("not a text")
+        within(len(raw), self.least, self.most)
+        return raw
+
+    def show(self, value: object) -> str:
+        """The text, or ``(none)``."""
+        return str(value) or "(none)"
 
 
 @dataclass(frozen=True, slots=True)

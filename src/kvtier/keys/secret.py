@@ -5,6 +5,7 @@ error messages nor its `repr` show it.
 """
 
 import errno
+import hmac
 import os
 import secrets
 import stat
@@ -16,6 +17,10 @@ from kvtier.errors import ConfigError
 SECRET_BYTES: Final = 32
 _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 _MODE_FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
+
+
+_KEY_ID_OF = b"kvtier.key-id"
+_KEY_ID_BYTES = 16
 
 
 class Secret(bytes):
@@ -51,6 +56,11 @@ def parse(text: str, origin: str = "secret") -> Secret:
             f"got {len(digits)} characters, {sum(digit in _HEXADECIMAL for digit in digits)} of them digits"
         )
     return Secret(value)
+
+
+def key_id(secret: Secret) -> bytes:
+    """16 public bytes that are equal for equal secrets: the first part of a shared store's prefix."""
+    return hmac.digest(secret, _KEY_ID_OF, "sha256")[:_KEY_ID_BYTES]
 
 
 def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret:

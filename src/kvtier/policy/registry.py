@@ -15,6 +15,13 @@ EVICTORS: dict[str, Callable[[], Evictor]] = {"adaptive": Adaptive, "lru": Lru, 
 DEFAULT_EVICTOR = "adaptive"
 
 
+def evictor_names() -> list[str]:
+    """Names of all known policies, including those of packages that cannot be loaded."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 - slow
+
+    return [*EVICTORS, *sorted(entry_points(group="kvtier.evictors").names - EVICTORS.keys())]
+
+
 def make_evictor(name: str) -> Evictor:
     """A new evictor of the policy `name`.
 

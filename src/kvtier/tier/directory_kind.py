@@ -1,0 +1,96 @@
+"""The kind `directory`: its settings, checks and how it opens."""
+# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from kvtier.config.schema import needed, setting
+from kvtier.config.value_types import Choice, Location, Size, Switch
+from kvtier.errors import ConfigError
+from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
+from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory_marker import DamagedMarkerError, read_marker, refuse_foreign
+from kvtier.tier.machine import nearest_existing, path_problem, space_problems
+from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
+from kvtier.tier.safe_open import refuse_public
+
+TRIAL_LOCK_DEADLINE_S = 60.0
+"""Longer than in an engine, so that a busy machine gives a slow measurement instead of none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectorySettings(TierSettings):
+    """The directory tier: a file per object, on a local disk or a shared file system."""
+
+    kind: ClassVar[str] = "directory"
+
+    path: Path = needed(Location(is_needed=True), "Directory of the store.")
+    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on disk, shared by all processes.")
+    direct_io: Literal["auto", "on", "off"] = setting(
+        "auto", Choice(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
+    )
+    evictor: str = setting(DEFAULT_EVICTOR, Choice(evictor_names), "Eviction policy of the directory.")
+    shared: bool = setting(
+        default=True,
+        kind=Switch(),
+        help="Other processes write here, too; false: trust this process's index, so that misses cost no I/O.",
+    )
+
+
+def _open(settings: DirectorySettings, _context: TierContext) -> DirectoryTier:
+    return DirectoryTier(
+        settings.path,
+        name=settings.name,
+        capacity_bytes=settings.capacity_bytes,
+        direct_io=settings.direct_io,
+        shared=settings.shared,
+        evictor=make_evictor(settings.evictor),
+    )
+
+
+def _open_trial(settings: DirectorySettings, place: Path, capacity_bytes: int, _object_bytes: int) -> DirectoryTier:
+    return DirectoryTier(
+        place,
+        name=settings.name,
+        capacity_bytes=capacity_bytes,
+        direct_io=settings.direct_io,
+        shared=False,
+        lock_deadline_s=TRIAL_LOCK_DEADLINE_S,
+    )
+
+
+def _check(settings: DirectorySettings) -> Iterator[Problem]:
+    path = settings.path
+    nearest = nearest_existing(path)
+    problem = path_problem(path, nearest)
+    if problem is not None:
+        yield Problem("error", "path", problem)
+        return
+    try:
+        if nearest == path:
+            refuse_public(path)
+        is_store = nearest == path and read_marker(path) is not None
+        if not is_store:
+            refuse_foreign(path)
+    except DamagedMarkerError as error:
+        yield Problem("warning", "path", f"{error}; {error.WHAT_NEXT}")
+        return
+    except ConfigError as error:
+        yield Problem("error", "path", str(error))
+        return
+    yield from space_problems(settings.capacity_bytes, nearest, is_store=is_store)
+
+
+KIND = TierKind(
+    name="directory",
+    help="A file per object in a directory that several processes may share.",
+    settings=DirectorySettings,
+    where="path",
+    open=_open,
+    check=_check,
+    folder=lambda settings: settings.path,
+    secret_path=lambda settings: settings.path / "secret",
+    open_trial=_open_trial,
+)

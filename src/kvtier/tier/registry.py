@@ -1,0 +1,253 @@
+"""The known kinds of tier. To add one, add a line to `_BUILT_IN`, or an entry point of `kvtier.tiers` elsewhere.
+
+A kind is one module that defines a subclass of `TierSettings` and a `TierKind` named ``KIND``. An entry point names the
+`TierKind` object; its own name must be the kind's. Everything that handles tiers (settings, ranks, adapters, probe,
+benchmarks, inspection, replay) asks this registry, and a module is imported when its kind is first named.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast
+
+from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
+from kvtier.config.value_types import Count, Seconds, Size, Switch
+from kvtier.errors import ConfigError
+from kvtier.layout import KvLayout
+from kvtier.tier.base import Tier
+
+ENTRY_POINTS = "kvtier.tiers"
+
+_BUILT_IN: dict[str, str] = {
+    "directory": "kvtier.tier.directory_kind",
+    "disk": "kvtier.tier.disk_kind",
+}
+"""Module of each kind."""
+
+NAME = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
+NAME_LENGTH_MAX = 32
+RESERVED = frozenset({"host", "gpu", "device", "engine"})
+"""Places that are not tiers; metrics and reports name them next to the tiers."""
+
+S = TypeVar("S", bound="TierSettings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings(SettingsSection):
+    """Settings that every tier has. A kind's subclass adds its own, and may change defaults."""
+
+    section: ClassVar[str] = "tiers"
+    kind: ClassVar[str] = ""
+    """Name of the kind."""
+
+    name: str = ""
+    """The tier's name in metrics, errors and settings, unique in a configuration; empty: the kind's."""
+    required: bool = setting(
+        default=False,
+        kind=Switch(),
+        help="Refuse to start when the tier fails; false: start without it and open it later.",
+    )
+    loads_in_flight: int = setting(16, Count(1, 1024), "Concurrent promotions (tier to host).")
+    writes_in_flight: int = setting(8, Count(1, 1024), "Concurrent demotions (host to tier).")
+    small_bytes_in_flight: int = setting(
+        16 * 2**20, Size(0), "Extra bytes in flight for small objects, in each direction."
+    )
+    read_threads: int = setting(4, Count(1, 256), "Threads that read objects.")
+    write_threads: int = setting(2, Count(1, 256), "Threads that write objects.")
+    probe_deadline_s: float = setting(0.5, Seconds(1e-3, 60), "How long a lookup waits for the tier's answer.")
+    transfer_deadline_s: float = setting(10.0, Seconds(1e-2, 3600), "After this long a read or write has failed.")
+    failures: int = setting(3, Count(1, 1000), "Consecutive failures that open the tier's circuit breaker.")
+    retry_s: float = setting(5.0, Seconds(1e-2, 3600), "Delay before a trial of the tier; doubles up to a minute.")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", checked_name(self.name or self.kind))
+        SettingsSection.__post_init__(self)  # slots create a new class, for which super() without arguments fails
+
+    @property
+    def label(self) -> str:
+        """``tiers.NAME``."""
+        return f"tiers.{self.name}"
+
+
+class Problem(NamedTuple):
+    """A setting of a tier that will not work on this machine (error) or not as expected (warning)."""
+
+    level: Literal["error", "warning"]
+    key: str
+    """The setting, such as ``path``."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierContext:
+    """What a rank gives to a tier that it opens."""
+
+    layout: KvLayout
+    """The rank's KV groups."""
+    rank: int = 0
+    ranks: int = 1
+    fingerprint: bytes = bytes(32)
+    """`Fingerprint.digest`, 32 bytes."""
+    key_id: bytes | None = None
+    """16 bytes that identify the configured secret; None without one. See `keys.secret.key_id`."""
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierKind(Generic[S]):
+    """A kind of tier: what everything outside its module knows of it."""
+
+    name: str
+    help: str
+    """One sentence."""
+    settings: type[S]
+    where: str
+    """The setting that the middle of ``KIND:WHERE?key=value`` fills, such as ``path``."""
+    open: Callable[[S, TierContext], Tier]
+    """Opens the tier of one rank.
+
+    Raises:
+        ConfigError: a mistake in the settings.
+        TierError: the storage fails; it may open later.
+    """
+    persists: bool = True
+    """Objects survive the process."""
+    is_remote: bool = False
+    """A lookup costs a round trip, so few names are asked for at a time."""
+    is_ahead: bool = False
+    """Its tiers are `AheadTier`."""
+    is_shared: Callable[[S], bool] = lambda _settings: False
+    """Other nodes use the same store. It demands a configured secret and a model that can be identified."""
+    has_cap: bool = True
+    """Its settings have ``capacity_bytes``, which the tier enforces."""
+    check: Callable[[S], Iterator[Problem]] = lambda _settings: iter(())
+    """Compares the settings with this machine. Read-only. OSError becomes an error of the setting `where`."""
+    folder: Callable[[S], Path | None] = lambda _settings: None
+    """The store's directory on this machine, for notes and the facts of its file system; None: it has none."""
+    secret_path: Callable[[S], Path | None] = lambda _settings: None
+    """File for an automatic secret; None: the tier has no place for one, as a shared tier."""
+    inspect: Callable[[S], Any] | None = None
+    """Opens a `tier.store_view.StoreView` for `kvtier inspect`; None: `kvtier inspect` uses the opened tier."""
+    open_trial: Callable[[S, Path, int, int], Tier] | None = None
+    """Opens an empty temporary tier for measurements: (settings, an empty directory on the same device, bytes to hold,
+    bytes of the largest object). None: measurements write to the configured tier and delete what they wrote."""
+
+
+def names() -> list[str]:
+    """Names of all known kinds, including those whose packages are broken."""
+    return [*_BUILT_IN, *sorted(_outside_points())]
+
+
+@cache
+def by_name(name: str, origin: str = "") -> TierKind[Any]:
+    """The kind `name`.
+
+    Args:
+        name: of the kind.
+        origin: the source of the name, for messages.
+
+    Raises:
+        ConfigError: the kind is unknown, or its package cannot be used.
+    """
+    source = f" (from {origin})" if origin else ""
+    if name in _BUILT_IN:
+        try:
+            return cast("TierKind[Any]", import_module(_BUILT_IN[name]).KIND)
+        except ImportError as error:
+            raise ConfigError(
+                f"tier kind {name!r}{source} needs a package: {error}; pip install 'kvtier[{name}]'"
+            ) from error
+    points = _outside_points().get(name)
+    if points is None:
+        raise ConfigError(f"tier kind {name!r}{source}: unknown kind{near(name, names())}")
+    if len(points) > 1:
+        several = " and ".join(sorted(map(_package, points)))
+        raise ConfigError(f"tier kind {name!r}{source} is in several packages: {several}; allowed: one of them")
+    return _loaded(points[0], source)
+
+
+def kind_of(tier: TierSettings) -> TierKind[Any]:
+    """The kind of a tier with these settings."""
+    return by_name(tier.kind)
+
+
+def checked_name(name: str) -> str:
+    """`name`, if a tier may have it.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    if not NAME.fullmatch(name) or len(name) > NAME_LENGTH_MAX or name in RESERVED:
+        raise ConfigError(
+            f"tier name {name[:80]!r}: allowed: a letter, then letters, digits and single underscores, in lower case, "
+            f"at most {NAME_LENGTH_MAX} in all, and none of {', '.join(sorted(RESERVED))}"
+        )
+    return name
+
+
+def make(kind: TierKind[S], name: str, values: Mapping[str, object], origin: str) -> S:
+    """The settings of a tier named `name` with these values, as `schema.read` gives them.
+
+    Raises:
+        ConfigError: a setting is missing, or the values do not go together.
+    """
+    missing = [each.key for each in settings(kind.settings) if each.is_needed and each.key not in values]
+    if missing:
+        raise ConfigError(f"tiers.{name}.{missing[0]} (from {origin}): missing; a {kind.name} tier needs it")
+    return kind.settings(name=name, **cast("Any", values))
+
+
+def find(kind: TierKind[Any], label: str, key: str, origin: str) -> Setting:
+    """The setting `key` of a tier of this kind, labelled ``tiers.NAME``.
+
+    Raises:
+        ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
+    """
+    known = {each.key: each._replace(section=label) for each in settings(kind.settings)}
+    if key not in known:
+        raise ConfigError(f"{label}.{key} (from {origin}): unknown setting of a {kind.name} tier{near(key, [*known])}")
+    return known[key]
+
+
+@cache
+def _outside_points() -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name not in _BUILT_IN:
+            found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "a package without metadata"
+
+
+def _loaded(point: EntryPoint, source: str) -> TierKind[Any]:
+    subject = f"tier kind {point.name!r}{source} of the package {_package(point)} ({point.value})"
+    try:
+        kind = cast("TierKind[Any]", point.load())
+    except Exception as error:
+        raise ConfigError(f"{subject} cannot be loaded: {type(error).__name__}: {error}") from error
+    wrong = _flaw(kind, point.name)
+    if wrong:
+        raise ConfigError(f"{subject} is not usable: {wrong}")
+    return kind
+
+
+def _flaw(kind: object, name: str) -> str:
+    """Why `kind` cannot be registered as `name`; empty if it can."""
+    if not isinstance(kind, TierKind):
+        return f"it is a {type(kind).__name__}, not a TierKind"
+    found = cast("TierKind[Any]", kind)
+    if found.name != name or found.settings.kind != name:
+        return f"its names are {found.name!r} (kind) and {found.settings.kind!r} (settings), not {name!r}"
+    if not NAME.fullmatch(name) or name in RESERVED:
+        return "a kind's name must be letters, digits and single underscores in lower case"
+    if found.where not in {each.key for each in settings(found.settings)}:
+        return f"its settings have no {found.where!r}, which is its `where`"
+    return ""
