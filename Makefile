@@ -6,7 +6,7 @@ VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test coverage test-vllm test-vllm-next lint simulate nightly setup clean
+.PHONY: demo test coverage test-shared test-shared-core test-vllm test-vllm-next lint simulate nightly setup clean
 
 setup: $(VENV)/.done
 
@@ -14,7 +14,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --constraint constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[transformers,zstd,plots,events]' \
+		--editable '.[transformers,zstd,plots,events,s3]' \
 		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter
 	touch $@
 
@@ -27,6 +27,14 @@ test: setup
 # The same with coverage, which takes twice as long.
 coverage: setup
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal --cov --cov-report=term
+
+# Stores that several nodes share, on real servers, which it installs (as root, with apt-get) and starts on loopback.
+test-shared: setup
+	$(BIN)/python -m pytest tests/shared
+
+# The part that every change must pass.
+test-shared-core: setup
+	$(BIN)/python -m pytest -m shared_core tests/shared
 
 # The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own.
 test-vllm: $(VLLM_VENV)/.done

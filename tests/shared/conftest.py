@@ -1,0 +1,59 @@
+"""Real shared stores, started once for all tests of this folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import obstore
+import pytest
+from obstore.store import S3Store
+from tests.shared.ceph import Ceph, Daemon, NotInstalledError, S3Access, install
+from tests.shared.proxy import Proxy
+
+
+@pytest.fixture(scope="session")
+def ceph(tmp_path_factory) -> Iterator[Ceph]:
+    """A running cluster; its gateway and its file system start when a test asks for them."""
+    try:
+        install()
+    except NotInstalledError as error:
+        pytest.skip(f"Ceph cannot be installed: {error}")
+    ceph = Ceph(tmp_path_factory.mktemp("ceph"))
+    try:
+        ceph.start()
+        yield ceph
+    finally:
+        ceph.close()
+
+
+class Gateway(NamedTuple):
+    """The S3 server, the network before it, and how to reach it through this network."""
+
+    daemon: Daemon
+    proxy: Proxy
+    access: S3Access
+    raw: S3Store
+    """A plain client that does not pass through `proxy`."""
+
+
+@pytest.fixture
+def gateway(ceph: Ceph) -> Iterator[Gateway]:
+    """The S3 gateway with an empty bucket, healthy before and after the test."""
+    direct = ceph.s3()
+    raw = direct.client()
+    obstore.delete(raw, [row["path"] for page in obstore.list(raw) for row in page])
+    with Proxy(direct.port) as proxy:
+        access = direct._replace(endpoint=f"http://127.0.0.1:{proxy.port}")
+        yield Gateway(ceph.gateway, proxy, access, raw)
+        proxy.heal()
+    ceph.osd.resume()
+    ceph.gateway.resume()
+    if not ceph.gateway.is_running:
+        ceph.gateway.start()
+        ceph.wait_gateway()
+
+
+@pytest.fixture(scope="session")
+def mounts(ceph: Ceph) -> tuple[Path, Path]:
+    """Two mounts of one CephFS, as two nodes have them."""
+    return ceph.mounts()
