@@ -1,7 +1,9 @@
 """Plain values that pass between layers. No behaviour and no imports from kvtier."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Literal, NamedTuple, NewType
 
 ChunkKey = NewType("ChunkKey", bytes)
@@ -209,3 +211,17 @@ class TierNotice:
 
 
 Event = LoadDone | StoreDone | TierNotice
+
+
+class Figures(NamedTuple):
+    """A tier's fill level and writes. None: the tier does not report it."""
+
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+    """The current cap; below its setting while the file system is full."""
+    evictions: int | None = None
+    """Objects evicted by this process since the start."""
+    write_bytes: Mapping[str, int] = MappingProxyType({})
+    """Bytes written since the start, by kind of write."""
+    direct_io: bool | None = None
+    """Whether reads and writes bypass the page cache."""

@@ -19,7 +19,7 @@ from kvtier.runtime.executor import Completion, Threads, Work
 from kvtier.runtime.mover import Mover
 from kvtier.testing.host_copier import HostCopier
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier.base import UNKNOWN, About, Tier
+from kvtier.tier.base import UNKNOWN, About, Figures, Tier
 from kvtier.types import ChunkKey, Drop, Link, ObjectName, Outcome, Probe, RequestId, Transfer
 
 WAIT_S = 20.0
@@ -78,6 +78,7 @@ class World:
         *,
         slots: int = 8,
         threads: Threads | None = None,
+        tier_threads: dict[str, Threads] | None = None,
         codec: Codec | None = None,
         rank: int = 0,
         wrap: Callable[[Copier], Copier] = lambda copier: copier,
@@ -110,6 +111,7 @@ class World:
             tiers=self.tiers,
             codec=codec,
             threads=threads,
+            tier_threads=tier_threads or {},
             clock=clock,
         )
         self._ids = 0
@@ -241,6 +243,9 @@ class WrappedTier:
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         return self.inner.scan()
+
+    def figures(self) -> Figures:
+        return self.inner.figures()
 
     def close(self) -> None:
         self.inner.close()

@@ -41,6 +41,7 @@ from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.tier import directory, disk
+from kvtier.tier.base import Figures
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
 from kvtier.types import NextTurn
@@ -421,7 +422,7 @@ def test_attempts_become_rare_and_new_errors_are_logged(
     assert sum("tier 'memory': gone" in line for line in lines) == 1
     assert sum("tier 'memory': another" in line for line in lines) == 1
     assert lines[-1] == "tier memory is open now"
-    assert tier.capacity_bytes == MIB
+    assert tier.figures().capacity_bytes == MIB
     tier.close()
     with pytest.raises(KvError):
         tier.contains([])
@@ -451,7 +452,8 @@ def test_until_it_is_open_everything_fails() -> None:
     for ask in (lambda: tier.contains([]), lambda: tier.delete(bytes(32)), tier.scan):
         with pytest.raises(TierError, match="is not open"):
             ask()
-    assert getattr(tier, "used_bytes", None) is None
+    assert tier.figures() == Figures()
+    tier.note_use(is_up=True)
     tier.expects("a session", NextTurn.USER)
     tier.close()
     tier.close()

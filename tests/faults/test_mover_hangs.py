@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from mover_world import CHUNKS, WAIT_S, FencedCopier, HangingTier, ManualClock, World
 
-from kvtier.runtime.executor import Threads
-from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE
+from kvtier.runtime.executor import Threads, TierView
+from kvtier.runtime.mover import CLOSED, DROPS_BOUND, TOO_LATE, FiguresSampler
 from kvtier.runtime.worker_queues import STUCK_S
 from kvtier.testing.memory_tier import MemoryTier
+from kvtier.tier.base import Figures
 from kvtier.types import Link, Outcome
 
 METHODS = ("read", "write", "contains", "delete")
@@ -127,6 +128,33 @@ def test_figures_are_left_by_the_tiers_threads_and_one_at_a_time() -> None:
     assert {thread.name for thread in callers} <= {"kvtier memory write", "kvtier memory read"}
 
 
+def test_figures_that_are_none_are_not_believed() -> None:
+    """A tier of another package may return anything; the thread that draws the gauges never sees it."""
+
+    class Wrong(MemoryTier):
+        given: object = None
+
+        def figures(self) -> Figures:
+            return self.given  # type: ignore[return-value]
+
+    tier, view = Wrong(capacity_bytes=1 << 20), TierView()
+    sampler = FiguresSampler(tier, view)
+    for number, given in enumerate((None, (1, 2, 3), Figures("a"), Figures(1, 2, 3, {"x": None}), Figures(1, 2, 3, 4))):  # type: ignore[arg-type]
+        tier.given = given
+        sampler.sample(float(10 * number))
+        assert view.figures == Figures()
+    tier.given = Figures(1.0, 2, None, {"frames": 7})  # type: ignore[arg-type]
+    sampler.sample(1000.0)
+    assert view.figures == Figures(1, 2, None, {"frames": 7})
+
+
+def test_tiers_have_threads_of_their_own_number() -> None:
+    slow, fast = MemoryTier("slow", capacity_bytes=1 << 20), MemoryTier("fast", capacity_bytes=1 << 20)
+    with World({"slow": slow, "fast": fast}, threads=Threads(read=1), tier_threads={"fast": Threads(read=3)}):
+        running = [thread.name for thread in threading.enumerate()]
+    assert (running.count("kvtier slow read"), running.count("kvtier fast read")) == (1, 3)
+
+
 def test_a_hanging_device_does_not_hold_up_the_tiers() -> None:
     copiers: list[FencedCopier] = []
 
@@ -226,6 +254,7 @@ import sys, threading
 sys.path.insert(0, {folder!r})
 from mover_world import HangingTier, World
 from kvtier.testing.memory_tier import MemoryTier
+from kvtier.tier.base import Figures
 from kvtier.types import Link
 tier = HangingTier(MemoryTier(capacity_bytes=1 << 24), "read", "contains", "write")
 world = World({{"memory": tier}})

@@ -97,7 +97,7 @@ class Gauges:
         for name, view in self._views.items():
             view.is_up = self._cache.is_up(name)
             self._metrics.set(table.STUCK_QUEUES, view.stuck_queues(), tier=name)
-            used_bytes, capacity_bytes, evictions, written = view.figures
+            used_bytes, capacity_bytes, evictions, written, _ = view.figures
             if used_bytes is not None and capacity_bytes is not None and evictions is not None:
                 self._set(name, used_bytes, capacity_bytes, evictions)
             for what, count in written.items():

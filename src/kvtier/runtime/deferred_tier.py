@@ -7,12 +7,12 @@ tier is opened by a thread of its own, so that one that hangs delays nothing els
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from kvtier.core.circuit_breaker import RETRY_GROWTH, RETRY_SECONDS_MAX
 from kvtier.errors import TierError
 from kvtier.policy.base import Hinted
-from kvtier.tier.base import UNKNOWN, About, AheadTier, Read, Tier, Write
+from kvtier.tier.base import UNKNOWN, About, AheadTier, Figures, NotesUse, Read, Tier, Write
 from kvtier.types import NextTurn, ObjectName
 
 LEAVE_S = 1.0
@@ -27,7 +27,7 @@ _Tier = TypeVar("_Tier", bound=Tier)
 
 
 class DeferredTier(Generic[_Tier]):
-    """A `Tier` that forwards to another one once that is open, attributes such as its fill level included.
+    """A `Tier` that forwards to another one once that is open.
 
     Args:
         name: of the tier.
@@ -98,6 +98,15 @@ class DeferredTier(Generic[_Tier]):
         """See `Tier`."""
         return self._live().scan()
 
+    def figures(self) -> Figures:
+        """See `Tier`. Without figures until the tier is open."""
+        return Figures() if self._tier is None else self._tier.figures()
+
+    def note_use(self, *, is_up: bool) -> None:
+        """See `NotesUse`."""
+        if isinstance(self._tier, NotesUse):
+            self._tier.note_use(is_up=is_up)
+
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
         """See `Hinted`. Without effect until the tier is open, which costs hits only."""
         if isinstance(self._tier, Hinted):
@@ -111,12 +120,6 @@ class DeferredTier(Generic[_Tier]):
         self._thread.join(LEAVE_S)
         if tier is not None:
             tier.close()
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the tier
-        """Attributes of the tier that are not in the interface, such as its fill level."""
-        if name.startswith("_") or self._tier is None:
-            raise AttributeError(name)
-        return getattr(self._tier, name)
 
     def _live(self) -> _Tier:
         if self._tier is None:

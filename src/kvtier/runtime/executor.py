@@ -2,12 +2,11 @@
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from kvtier.types import Command, Drop, Outcome, Probe, Tell, Transfer
+from kvtier.types import Command, Drop, Figures, Outcome, Probe, Tell, Transfer
 
 Work = Transfer | Probe | Drop | Tell
 """Commands that are completed. A `Cancel` is not; the commands that it names are."""
@@ -73,24 +72,12 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """Threads of each worker queue. The device has one queue, each tier has three."""
+    """Threads of each worker queue. The device has one queue, each tier has three of its own."""
 
     device: int = 2
     read: int = 4
     write: int = 2
     probe: int = 1
-
-
-class Figures(NamedTuple):
-    """A tier's fill level and writes. None: the tier does not report it."""
-
-    used_bytes: int | None = None
-    capacity_bytes: int | None = None
-    """The current cap; below its setting while the file system is full."""
-    evictions: int | None = None
-    """Objects evicted since the start."""
-    write_bytes: Mapping[str, int] = MappingProxyType({})
-    """Bytes written since the start, by kind."""
 
 
 class TierView:

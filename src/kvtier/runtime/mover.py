@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from kvtier.codec.base import Codec
 from kvtier.codec.raw import Raw
@@ -26,12 +27,12 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.deferred_tier import NOT_OPEN
-from kvtier.runtime.executor import Completion, Figures, Job, Threads, TierView, Work
+from kvtier.runtime.executor import Completion, Job, Threads, TierView, Work
 from kvtier.runtime.fault_log import FaultLog
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.transfers import NOT_ADMITTED, Result, Transfers
 from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
-from kvtier.tier.base import Tier
+from kvtier.tier.base import Figures, NotesUse, Tier
 from kvtier.tier.effective_cap import FULL
 from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
@@ -84,16 +85,27 @@ class FiguresSampler:
         try:
             self._next_s = now_s + FIGURES_EVERY_S
             tier, view = self._tier, self._view
-            note_use: Callable[..., None] | None = getattr(tier, "note_use", None)
-            if note_use is not None and view.is_up is not None:
-                note_use(is_up=view.is_up)
-            used_bytes, capacity_bytes, evictions = (getattr(tier, what, None) for what in Figures._fields[:3])
-            capacity_bytes = getattr(tier, "limit_bytes", capacity_bytes)
-            view.figures = Figures(used_bytes, capacity_bytes, evictions, getattr(tier, "write_bytes", {}))
+            if view.is_up is not None and isinstance(tier, NotesUse):
+                tier.note_use(is_up=view.is_up)
+            view.figures = _checked(tier.figures())
         except Exception as error:  # noqa: BLE001 - the view keeps its figures; a broken tier shows in its transfers
             logger.debug("no figures of tier %s: %s", self._tier.name, error)
         finally:
             self._is_taken.release()
+
+
+def _checked(figures: Figures) -> Figures:
+    """`figures` of a tier, perhaps of another package, as plain values that the session's thread can use.
+
+    Raises:
+        TypeError, ValueError, AttributeError: they are no figures.
+    """
+    used_bytes, capacity_bytes, evictions = (
+        None if count is None else int(count)
+        for count in (figures.used_bytes, figures.capacity_bytes, figures.evictions)
+    )
+    written = {str(what): int(count) for what, count in figures.write_bytes.items()}
+    return Figures(used_bytes, capacity_bytes, evictions, written)
 
 
 class Mover:
@@ -108,6 +120,7 @@ class Mover:
         tiers: lower tiers by name.
         codec: encodes objects for tiers.
         threads: number of threads of each queue.
+        tier_threads: the same for single tiers, by name.
         clock: seconds; the clock of the commands' deadlines.
 
     `take` and `close` are for one owner thread, the other methods for any. Its threads are daemons and start at once.
@@ -133,6 +146,7 @@ class Mover:
         tiers: Mapping[str, Tier],
         codec: Codec | None = None,
         threads: Threads | None = None,
+        tier_threads: Mapping[str, Threads] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if len(fingerprint) != 32:
@@ -163,9 +177,10 @@ class Mover:
         """Names of stuck queues whose warning was logged."""
         self._next_stuck_check_s = -math.inf
         device = self._queue("device", threads.device)
-        reads = {name: self._queue(f"{name} read", threads.read) for name in tiers}
-        writes = {name: self._queue(f"{name} write", threads.write) for name in tiers}
-        probes = {name: self._queue(f"{name} probe", threads.probe) for name in tiers}
+        of = {name: tier_threads.get(name, threads) for name in tiers}
+        reads = {name: self._queue(f"{name} read", of[name].read) for name in tiers}
+        writes = {name: self._queue(f"{name} write", of[name].write) for name in tiers}
+        probes = {name: self._queue(f"{name} probe", of[name].probe) for name in tiers}
         self._queues = [device, *reads.values(), *writes.values(), *probes.values()]
         self.views = {name: TierView() for name in tiers}
         """Each tier's figures, for the session's thread."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
-from kvtier.tier.base import UNKNOWN, About, never_pinned
+from kvtier.tier.base import UNKNOWN, About, Figures, never_pinned
 from kvtier.types import ObjectName
 
 
@@ -48,6 +48,10 @@ class MemoryTier:
     def evictions(self) -> int:
         """Objects evicted to make room, since the start."""
         return self._evictions
+
+    def figures(self) -> Figures:
+        """See `Tier`."""
+        return Figures(self.used_bytes, self.capacity_bytes, self.evictions)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether it is held now."""

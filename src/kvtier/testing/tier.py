@@ -71,6 +71,15 @@ class TierContract:
         """Metrics and errors use it."""
         assert tier.name
 
+    def test_its_figures_are_within_its_capacity(self, tier: Tier) -> None:
+        """Figures are plain numbers, or None where the tier reports none."""
+        assert tier.write(object_name(1), frame_of(1))
+        figures = tier.figures()
+        for count in (figures.used_bytes, figures.capacity_bytes, figures.evictions, *figures.write_bytes.values()):
+            assert count is None or (isinstance(count, int) and count >= 0)
+        if figures.used_bytes is not None and figures.capacity_bytes is not None:
+            assert figures.used_bytes <= figures.capacity_bytes
+
     def test_absent_is_none_and_no_error(self, tier: Tier) -> None:
         """A miss is a value."""
         assert tier.contains([object_name(1)]) == [False]

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvtier.errors import TierError
 from kvtier.policy.base import Held
-from kvtier.types import ObjectName
+from kvtier.types import Figures, ObjectName
 
 _Answer = TypeVar("_Answer")
 
@@ -73,8 +73,21 @@ class Tier(Protocol):
         """Every (name, frame bytes) held. Concurrent changes may be missing."""
         ...
 
+    def figures(self) -> Figures:
+        """The figures now. Called about once a second in a thread of the tier; after `close` it may raise."""
+        ...
+
     def close(self) -> None:
         """Release all resources. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class NotesUse(Protocol):
+    """A tier that records for people whether the session uses it. Optional."""
+
+    def note_use(self, *, is_up: bool) -> None:
+        """The session uses the tier, or it backs off."""
         ...
 
 

@@ -28,7 +28,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.layout import ALIGNMENT
 from kvtier.policy.base import Evictor
 from kvtier.policy.lru import Lru
-from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.base import UNKNOWN, About, Figures
 from kvtier.tier.byte_cap import ByteCap
 from kvtier.tier.cap_file import CapFile
 from kvtier.tier.direct import can_direct, forget_cached, is_aligned, read_part, write_all
@@ -159,6 +159,10 @@ class DirectoryTier:
     def direct_io(self) -> bool:
         """Whether direct I/O is used for aligned buffers."""
         return self._direct_io
+
+    def figures(self) -> Figures:
+        """See `Tier`."""
+        return Figures(self.used_bytes, self.limit_bytes, self.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether the index has it or, in a shared store, the directory.

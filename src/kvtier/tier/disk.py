@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier import disk_batch
-from kvtier.tier.base import UNKNOWN, About, Read, Write, ended
+from kvtier.tier.base import UNKNOWN, About, Figures, Read, Write, ended
 from kvtier.tier.direct import can_direct
 from kvtier.tier.directory_marker import UnknownStoreError
 from kvtier.tier.disk_marker import ALLOWED, DiskStoreLock
@@ -162,6 +162,10 @@ class DiskTier:
         upkeep = self._upkeep_before + self._pool.copied_bytes + self._pool.index_bytes
         frames = self._frames_before + self._pool.frame_bytes
         return {"frames": frames, "upkeep": upkeep, "avoided": self._avoided_bytes}
+
+    def figures(self) -> Figures:
+        """See `Tier`."""
+        return Figures(self.used_bytes, self.limit_bytes, self.evictions, self.write_bytes, self.direct_io)
 
     def note_use(self, *, is_up: bool) -> None:
         """Record in the status file whether the session uses this tier or backs off."""
