@@ -118,9 +118,7 @@ def local(
 ) -> tuple[LocalSession, Cache, Mover]:
     """A session without thread and settings, its parts at hand."""
     arena = Arena(LAYOUT, (slots, slots))
-    mover = Mover(
-        layout=LAYOUT, rank=0, fingerprint=FINGERPRINT, arena=arena, copier=copier, tiers=tiers, threads=threads
-    )
+    mover = Mover(layout=LAYOUT, fingerprint=FINGERPRINT, arena=arena, copier=copier, tiers=tiers, threads=threads)
     cache = Cache(
         layout=LAYOUT,
         slots=(slots, slots),

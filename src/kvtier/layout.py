@@ -7,8 +7,10 @@ the engine's. `pages` names it; it is never inferred from shapes.
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 ALIGNMENT = 4096
 """Bytes; direct I/O needs 512 or 4096, depending on the device."""
@@ -46,6 +48,30 @@ class State:
 Validity = History | Window | State
 
 
+class Part(NamedTuple):
+    """The part of a KV group that a rank holds: a rectangle of layers and KV heads. It is in every object name.
+
+    Ranks with equal parts hold the same KV, and their objects have the same names.
+    """
+
+    first_layer: int
+    """Counted in the group's layers of the whole model."""
+    end_layer: int
+    first_head: int = 0
+    end_head: int = 0
+    """Equal to `first_head`: the engine does not name the heads, and `rank` says which share of them it is."""
+    rank: int = 0
+    """0 of 1 if the rectangle says everything; otherwise the rank's number, so that ranks share no name."""
+    ranks: int = 1
+
+    @property
+    def text(self) -> str:
+        """For people: ``layers 0-31, heads 4-7``."""
+        heads = f", heads {self.first_head}-{self.end_head - 1}" if self.first_head < self.end_head else ""
+        rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        return f"layers {self.first_layer}-{self.end_layer - 1}{heads}{rank}"
+
+
 @dataclass(frozen=True)
 class GroupLayout:
     """One KV group's share of a chunk, on one rank.
@@ -55,15 +81,28 @@ class GroupLayout:
         layer_bytes: payload bytes of each of the group's layers in a full chunk, in layer order.
         pages: the engine's name for the arrangement within a layer, for example ``transformers/K[head,token,dim]
             V[head,token,dim]/float32/heads=2/dim=64``. Part of every object name.
+        part: which layers and heads these are; None if the engine does not say. Not in the layout digest.
+        copy: how many ranks before this one hold the same part.
     """
 
     validity: Validity
     layer_bytes: tuple[int, ...]
     pages: str
+    part: Part | None = None
+    copy: int = 0
 
     def __post_init__(self) -> None:
         if not self.layer_bytes or min(self.layer_bytes) < 1:
             raise ValueError(f"a group needs layers of at least one byte each, got {self.layer_bytes}")
+        if self.part is not None:
+            self._check(self.part)
+
+    def _check(self, part: Part) -> None:
+        is_rectangle = 0 <= part.first_layer < part.end_layer and 0 <= part.first_head <= part.end_head
+        if not is_rectangle or not 0 <= part.rank < part.ranks:
+            raise ValueError(f"impossible part of a group: {part}")
+        if part.end_layer - part.first_layer != len(self.layer_bytes):
+            raise ValueError(f"{part} is not the part of a rank with {len(self.layer_bytes)} layers of this group")
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
@@ -110,6 +149,28 @@ class KvLayout:
     def digest(self, group: int) -> bytes:
         """32-byte digest of everything needed to read one group's bytes; part of its object names."""
         return self._digests[group]
+
+    def part(self, group: int) -> Part:
+        """The part of one group on this rank; the whole group unless the layout says otherwise."""
+        known = self.groups[group]
+        return known.part or Part(0, len(known.layer_bytes))
+
+    def with_parts(self, held: Iterable[tuple[Part | None, int]]) -> "KvLayout":
+        """This layout with the part and copy of each group.
+
+        Raises:
+            ValueError: a part is impossible, or there are not as many as groups.
+        """
+        groups = zip(self.groups, held, strict=True)
+        return KvLayout(
+            self.chunk_tokens, tuple(replace(group, part=part, copy=copy) for group, (part, copy) in groups)
+        )
+
+    def on_rank(self, rank: int, ranks: int) -> "KvLayout":
+        """This layout with a part for every group: where the engine does not say it, ranks share no object name."""
+        return self.with_parts(
+            (group.part or Part(0, len(group.layer_bytes), rank=rank, ranks=ranks), group.copy) for group in self.groups
+        )
 
     @property
     def bytes_per_token(self) -> float:

@@ -84,8 +84,7 @@ class World:
         wrap: Callable[[Copier], Copier] = lambda copier: copier,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.layout = small_layout()
-        self.rank = rank
+        self.layout = small_layout().on_rank(rank, rank + 1)
         rng = np.random.default_rng(7)
         self.memory = [
             [
@@ -104,7 +103,6 @@ class World:
         self.tiers: Mapping[str, Tier] = {"memory": MemoryTier(capacity_bytes=1 << 24)} if tiers is None else tiers
         self.mover = Mover(
             layout=self.layout,
-            rank=rank,
             fingerprint=FINGERPRINT,
             arena=self.arena,
             copier=wrap(HostCopier(self.layout, self.memory)),
@@ -161,7 +159,7 @@ class World:
         return Drop(tier, key_of(chunk), group)
 
     def name(self, chunk: int, group: int = 0) -> ObjectName:
-        return object_name(key_of(chunk), group, self.rank, self.layout.digest(group))
+        return object_name(key_of(chunk), group, self.layout.part(group), self.layout.digest(group))
 
     # ---- running them
 

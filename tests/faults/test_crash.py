@@ -90,7 +90,7 @@ def test_one_flipped_bit_on_disk_is_a_miss_that_heals(tmp_path):
     tokens = 6 * CHUNK_TOKENS
     stored(first.session, "a", prefix, places_of(range(6)))
     first.session.close()
-    name = object_name(prefix.keys[3], 0, 0, LAYOUT.digest(0)).hex()
+    name = object_name(prefix.keys[3], 0, LAYOUT.part(0), LAYOUT.digest(0)).hex()
     (file,) = (tmp_path / "kv" / "objects").rglob(name)
     data = bytearray(file.read_bytes())
     data[5000] ^= 4

@@ -73,7 +73,6 @@ def test_a_fingerprint_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="a fingerprint must be 32 bytes, got 31"):
         Mover(
             layout=layout,
-            rank=0,
             fingerprint=FINGERPRINT[1:],
             arena=Arena(layout, (2, 2)),
             copier=NthCallCopier(None, 0),  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from kvtier.codec import registry
 from kvtier.codec.frame import verify_frame
 from kvtier.config.sections import Mode
 from kvtier.errors import ConfigError
+from kvtier.layout import Part
 from kvtier.policy.lru import Lru
 from kvtier.runtime.executor import Threads, Work
 from kvtier.runtime.mover import TOO_LATE
@@ -108,7 +109,8 @@ def test_the_frame_carries_the_identity_of_the_object() -> None:
         assert identity.fingerprint == FINGERPRINT
         assert identity.layout_digest == world.layout.digest(0)
         assert identity.parent == about.parent == world.name(1)
-        assert (identity.depth, identity.tokens, identity.group, identity.rank) == (2, 64, 0, 3)
+        assert (identity.depth, identity.tokens, identity.group) == (2, 64, 0)
+        assert identity.part == Part(0, 3, rank=3, ranks=4)
         assert (about.depth, about.group) == (2, 0)
 
 

@@ -12,6 +12,7 @@ import worked_example as example
 from kvtier.keys.chain import Chain, chunk_keys
 from kvtier.keys.object_names import object_names
 from kvtier.keys.weights import digest_files, digest_tensors
+from kvtier.layout import Part
 
 GOLDEN = {
     "fingerprint": "366ecaa2445dfb26a188325489a4ab691afed7bd340d6192168feaf506ff58b4",
@@ -19,8 +20,8 @@ GOLDEN = {
     "key[0]": "eaf123eb544cb3a3995d38d1f25ce97ce4c69687541877114364458c8bc81f58",
     "key[1]": "981b27a61f969ca7d0099831f350d1ca372fd4afdc6b1d657bb1bcdadaa2c7c4",
     "layout": "aa2286f0b47a3e7765d4ccdd2c40afd2c9a741f878ceb91dd91eb35dc5f10d6a",
-    "name[0]": "cb0f6b8b4271a2acbbeb8ded807250109ab6d4af4652d9d1f05088ef15c0fb1f",
-    "name[1]": "7537546eee570aced469c9540be7714a4035449263548ca469f3c165db5b503c",
+    "name[0]": "1d377671649a517fa4470d0546ce4f0241731831c140d71417cb1615b833d7c6",
+    "name[1]": "3722c09cd48b79405e1f8cce03b75950bd3b24fe51bc76a2938e11cf5b532f88",
 }
 
 
@@ -57,7 +58,7 @@ def test_the_digests_follow_from_the_document_alone():
     second = hashlib.sha256(first + struct.pack("<5I", 4, 5, 65_536, 4_294_967_295, 0) + extras).digest()
     layout = hashlib.sha256(b'kvtier.layout\0[1,4,"history",[20,5],"example/bytes"]').digest()
     name = hashlib.sha256(
-        b"kvtier.object\0" + struct.pack("<I", 1) + layout + struct.pack("<II", 0, 0) + second
+        b"kvtier.object\0" + struct.pack("<I", 2) + layout + struct.pack("<7I", 0, 2, 4, 4, 8, 0, 1) + second
     ).digest()
     assert [root, first, second, layout, name] == [
         bytes.fromhex(GOLDEN[which]) for which in ("root", "key[0]", "key[1]", "layout", "name[1]")
@@ -86,10 +87,10 @@ def test_a_long_prompt_keeps_its_keys_and_names():
     chain.extend([(token * 2_654_435_761) % 151_936 for token in range(8192)])
     joined = b"".join(chain.keys)
     assert hashlib.sha256(joined).hexdigest() == "8f75fa5a32c6ccfe20f4d313a74d3b0926e4d6ccf46b451343d05fff52e49e2d"
-    names = object_names(chain.keys, 3, 7, bytes(range(32)))
+    names = object_names(chain.keys, 3, Part(0, 5, rank=7, ranks=8), bytes(range(32)))
     assert (
         hashlib.sha256(b"".join(names)).hexdigest()
-        == "691c779993e7f56fe985d72244372cc30f0102fce66e0055f41f42bc35237a72"
+        == "939708ac8ed58bacbffe858f4c72220e2372b0453cf6f97725e85dd090e2d891"
     )
 
 

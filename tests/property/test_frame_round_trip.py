@@ -20,7 +20,7 @@ from kvtier.codec.frame import (
     verify_frame,
 )
 from kvtier.errors import CorruptChunkError
-from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, KvLayout
+from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, KvLayout, Part
 
 pytest.importorskip("zstandard", reason="the extra 'zstd' is not installed")
 
@@ -53,8 +53,10 @@ def filled(group: GroupLayout, content: str, seed: int) -> tuple[memoryview, byt
 def identity_of(group: GroupLayout, seed: int) -> Identity:
     draw = random.Random(seed)
     parent = draw.randbytes(32) if draw.random() < 0.5 else None
-    counts = (draw.randrange(1 << 32) for _ in range(4))
-    return Identity(draw.randbytes(32), draw.randbytes(32), KvLayout(16, (group,)).digest(0), parent, *counts)
+    counts = [draw.randrange(1 << 32) for _ in range(9)]
+    return Identity(
+        draw.randbytes(32), draw.randbytes(32), KvLayout(16, (group,)).digest(0), parent, *counts[:3], Part(*counts[3:])
+    )
 
 
 def sealed(group: GroupLayout, codec, content: str, seed: int) -> tuple[bytes, bytes, Identity]:

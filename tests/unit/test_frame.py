@@ -19,12 +19,12 @@ from kvtier.codec.frame import (
 from kvtier.codec.head import SECTIONS_MAX, head_bytes_of
 from kvtier.codec.raw import Raw
 from kvtier.errors import CorruptChunkError
-from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, KvLayout
+from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, History, KvLayout, Part
 
 MIB = SECTION_BYTES_MAX
 GROUP = GroupLayout(History(), (5000, MIB + 3 * ALIGNMENT + 7, 1, 4096), "test")
 LAYOUT_DIGEST = KvLayout(16, (GROUP,)).digest(0)
-IDENTITY = Identity(bytes(range(32)), b"\x02" * 32, LAYOUT_DIGEST, b"\x04" * 32, 7, 16, 1, 2)
+IDENTITY = Identity(bytes(range(32)), b"\x02" * 32, LAYOUT_DIGEST, b"\x04" * 32, 7, 16, 1, Part(0, 3, 4, 6))
 SCRATCH = memoryview(bytearray(OPEN_SCRATCH_BYTES))
 HEAD = head_bytes(GROUP)
 
@@ -162,7 +162,7 @@ def test_a_payload_that_does_not_shrink_is_stored_raw(halves):
 def test_a_head_tells_all_that_was_said():
     head = verify_frame(sealed(Raw(), payload_of(GROUP, pairs=False)))
     assert head.identity == IDENTITY
-    assert (head.version, head.header_bytes, head.codec, head.layers) == (1, HEAD, 0, 4)
+    assert (head.version, head.header_bytes, head.codec, head.layers) == (2, HEAD, 0, 4)
     assert (head.frame_bytes, head.raw_bytes) == (frame_bytes(GROUP), GROUP.payload_bytes)
     assert [(one.layer, one.payload_offset, one.raw_bytes) for one in head.sections] == list(GROUP.sections)
     assert all(one.offset == HEAD + one.payload_offset for one in head.sections)
@@ -230,7 +230,7 @@ def test_buffers_of_another_size_are_a_wrong_call(halves):
         {"layout_digest": bytes(33)},
         {"parent": b"x"},
         {"depth": -1},
-        {"rank": 1 << 32},
+        {"part": Part(0, 1 << 32)},
     ],
 )
 def test_an_identity_that_does_not_fit_is_a_wrong_call(change):

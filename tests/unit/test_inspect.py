@@ -14,7 +14,7 @@ from kvtier.cli.main import run
 from kvtier.codec.frame import frame_bytes, head_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
-from kvtier.layout import GroupLayout, History
+from kvtier.layout import GroupLayout, History, Part
 from kvtier.tier import store_notes as notes
 from kvtier.tier.base import About
 from kvtier.tier.directory import DirectoryTier
@@ -34,7 +34,13 @@ def frame_of(number: int, name: bytes | None = None) -> memoryview:
     payload = slot[head_bytes(GROUP) :]
     payload[:] = bytes([number % 256]) * len(payload)
     identity = Identity(
-        name or name_of(number), MODELS[number % 2], bytes(32), depth=number, tokens=256, group=number % 3, rank=0
+        name or name_of(number),
+        MODELS[number % 2],
+        bytes(32),
+        depth=number,
+        tokens=256,
+        group=number % 3,
+        part=Part(0, 2, 4, 8),
     )
     return seal(slot, GROUP, identity, Raw())
 
@@ -96,7 +102,7 @@ def test_ls_pages_through_all_objects_in_order(store, inspect):
 def test_ls_tells_what_the_heads_say(store, inspect):
     _, page = inspect("ls", store)
     row = next(row for row in page["objects"] if row["name"] == name_of(5).hex())
-    assert (row["group"], row["rank"], row["depth"], row["tokens"]) == (2, 0, 5, 256)
+    assert (row["group"], row["part"], row["depth"], row["tokens"]) == (2, "layers 0-1, heads 4-7", 5, 256)
     assert row["fingerprint"] == MODELS[1].hex()
     assert row["size_bytes"] == FRAME
     assert 0 <= row["age_s"] < 600
@@ -118,7 +124,7 @@ def test_stat_counts(store, inspect, monkeypatch):
     assert set(told["fingerprints"]) == {model.hex()[:12] for model in MODELS}
     share = told["fingerprints"][MODELS[0].hex()[:12]]
     assert (share["objects"], share["bytes"], share["tokens"]) == (5, 5 * FRAME, 5 * 256)
-    assert (share["groups"], share["ranks"]) == ([0, 1, 2], [0])
+    assert (share["groups"], share["parts"]) == ([0, 1, 2], ["layers 0-1, heads 4-7"])
     monkeypatch.setenv("KVTIER_DIRECTORY__PATH", str(store))
     monkeypatch.setenv("KVTIER_DIRECTORY__CAPACITY_BYTES", "1GiB")
     assert inspect("stat", store)[1]["capacity_bytes"] == 2**30
@@ -146,7 +152,7 @@ def test_show_tells_one_object_whole(store, inspect):
     code, told = inspect("show", store, spelled[:10].upper())
     assert code == 0
     assert told["object"]["name"] == spelled
-    assert (told["codec"], told["version"], told["layers"], told["frame_bytes"]) == ("raw", 1, 3, FRAME)
+    assert (told["codec"], told["version"], told["layers"], told["frame_bytes"]) == ("raw", 2, 3, FRAME)
     assert told["path"] == str(path_of(store, 3))
     assert [(row["layer"], row["raw_bytes"]) for row in told["sections"]] == [(0, 6000), (1, 5000), (2, 4096)]
     path_of(store, 3).write_bytes(b"")

@@ -10,7 +10,7 @@ from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import TierError
 from kvtier.inspection import disk as inspection_disk
-from kvtier.layout import GroupLayout, History
+from kvtier.layout import GroupLayout, History, Part
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier.disk import DiskTier
 
@@ -22,7 +22,9 @@ FRAME_BYTES = frame_bytes(GROUP)
 def sealed(number):
     slot = empty_frame(FRAME_BYTES)
     slot[head_bytes(GROUP) :] = bytes([number]) * GROUP.payload_bytes
-    identity = Identity(object_name(number), b"f" * 32, b"l" * 32, depth=number, tokens=16, rank=1)
+    identity = Identity(
+        object_name(number), b"f" * 32, b"l" * 32, depth=number, tokens=16, part=Part(0, 1, rank=1, ranks=2)
+    )
     return seal(slot, GROUP, identity, Raw())
 
 
@@ -57,8 +59,8 @@ def test_ls_pages_through_all_objects(store, capsys):
     _, rest = told(capsys, "ls", store, "--limit", 4, "--after", first["next"])
     rows = first["objects"] + rest["objects"]
     assert [row["name"] for row in rows] == sorted(object_name(number).hex() for number in range(COUNT))
-    assert {(row["size_bytes"], row["tokens"], row["rank"], row["problem"]) for row in rows} == {
-        (FRAME_BYTES, 16, 1, None)
+    assert {(row["size_bytes"], row["tokens"], row["part"], row["problem"]) for row in rows} == {
+        (FRAME_BYTES, 16, "layers 0-0, rank 1 of 2", None)
     }
 
 

@@ -64,8 +64,7 @@ class Wrapped:
 
 def mover_of(rank, engine, tier, broken=(), threads=None):
     return Mover(
-        layout=LAYOUT,
-        rank=rank,
+        layout=LAYOUT.on_rank(rank, 2),
         fingerprint=FINGERPRINT,
         arena=Arena(LAYOUT, (SLOTS, SLOTS)),
         copier=Wrapped(engine.copier(), broken),
@@ -83,6 +82,10 @@ def session_of(engines, tiers, broken=((), ())):
         evictor=lambda: make_evictor("lru"),
     )
     return LocalSession(cache, group)
+
+
+def name_on(rank, key):
+    return object_name(key, 0, LAYOUT.on_rank(rank, 2).part(0), LAYOUT.digest(0))
 
 
 def memory_tiers():
@@ -176,7 +179,7 @@ def test_a_chunk_that_one_rank_lacks_is_no_hit(rank):
     prefix = prefix_of(4)
     stored(first, "a", prefix, places_of(range(4)))
     first.close()
-    tiers[rank].delete(object_name(prefix.keys[2], 0, rank, LAYOUT.digest(0)))
+    tiers[rank].delete(name_on(rank, prefix.keys[2]))
     second = session_of(engines_of(11), tiers)
     assert looked_up(second, "b", prefix).tokens == 2 * CHUNK_TOKENS
     second.close()
@@ -188,7 +191,7 @@ def test_a_damaged_copy_on_one_rank_is_dropped_on_all():
     prefix = prefix_of(1)
     stored(first, "a", prefix, places_of(range(1)))
     first.close()
-    name = object_name(prefix.keys[0], 0, 1, LAYOUT.digest(0))
+    name = name_on(1, prefix.keys[0])
     frame = bytearray(1 << 20)
     size = tiers[1].read(name, memoryview(frame))
     frame[size - 1] ^= 1
@@ -199,7 +202,7 @@ def test_a_damaged_copy_on_one_rank_is_dropped_on_all():
     second = session_of(engines_of(11), tiers)
     assert looked_up(second, "b", prefix).tokens == CHUNK_TOKENS
     assert loaded(second, "b", prefix, CHUNK_TOKENS, load_places(CHUNK_TOKENS)).tokens == 0
-    names = [object_name(prefix.keys[0], 0, rank, LAYOUT.digest(0)) for rank in (0, 1)]
+    names = [name_on(rank, prefix.keys[0]) for rank in (0, 1)]
     until_s = time.monotonic() + 60.0
     # Before the end of the session: closing does not wait for drops that have not begun.
     while any(tier.contains([it])[0] for tier, it in zip(tiers, names, strict=True)):

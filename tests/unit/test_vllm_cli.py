@@ -109,9 +109,7 @@ def fill(root: Path, models: tuple[bytes, ...] = MODELS[:1], tokens: int = 256) 
     for number in range(3 * len(models)):
         name = ObjectName(hashlib.sha256(bytes([number])).digest())
         slot = memoryview(bytearray(frame_bytes(GROUP)))
-        identity = Identity(
-            name, models[number % len(models)], bytes(32), depth=number + 1, tokens=tokens, group=0, rank=0
-        )
+        identity = Identity(name, models[number % len(models)], bytes(32), depth=number + 1, tokens=tokens, group=0)
         assert tier.write(name, seal(slot, GROUP, identity, Raw()), About(depth=number + 1))
     tier.close()
     load_or_create(root / "secret")
@@ -281,7 +279,7 @@ def test_a_full_directory_is_found(doctor, engine, tmp_path):
     big = GroupLayout(History(), (1 << 20,), "test/pages")
     tier = DirectoryTier(root, capacity_bytes=2 << 20, direct_io="off")
     name = ObjectName(bytes(32))
-    identity = Identity(name, MODELS[0], bytes(32), depth=9, tokens=256, group=0, rank=0)
+    identity = Identity(name, MODELS[0], bytes(32), depth=9, tokens=256, group=0)
     frame = seal(memoryview(bytearray(frame_bytes(big))), big, identity, Raw())
     assert tier.write(name, frame, About(depth=9))
     tier.close()

@@ -36,12 +36,15 @@ def damage_behind(directory: Path, depth: int) -> int:
     return count
 
 
-def remove(directory: Path, rank: int, depth: int) -> int:
-    """Remove a rank's objects with `depth` others before them, and the index that still knows them; how many."""
+def remove(directory: Path, first_head: int, depth: int) -> int:
+    """Remove the objects of one rank, that with `first_head`, with `depth` others before them; how many.
+
+    The index, which still knows them, goes, too.
+    """
     count = 0
     for path, frame in _frames(directory):
         identity = read_head(memoryview(frame)).identity
-        if (identity.rank, identity.depth) == (rank, depth):
+        if (identity.part.first_head, identity.depth) == (first_head, depth):
             path.unlink()
             count += 1
     (directory / "index").unlink()
@@ -49,9 +52,9 @@ def remove(directory: Path, rank: int, depth: int) -> int:
 
 
 def heads(directory: Path) -> list[tuple[int, int, int]]:
-    """(group, rank, depth) of every object."""
+    """(group, first head, depth) of every object."""
     result = [read_head(memoryview(frame)).identity for _, frame in _frames(directory)]
-    return sorted((it.group, it.rank, it.depth) for it in result)
+    return sorted((it.group, it.part.first_head, it.depth) for it in result)
 
 
 def _frames(directory: Path) -> Iterator[tuple[Path, bytearray]]:

@@ -40,10 +40,10 @@ def test_two_ranks_store_restart_hit_and_miss_together(start: Start, expected: E
     assert first.external_hits() == whole(len(LONG))
     assert apart(warm, plain) < TOLERANCE
     first.close()
-    assert {rank for _, rank, _ in heads(directory)} == {0, 1}
+    assert {first_head for _, first_head, _ in heads(directory)} == {0, 1}
 
     # A chunk that only one rank has is no chunk: rank 1 loses its third.
-    assert remove(directory, rank=1, depth=2) == 1
+    assert remove(directory, first_head=1, depth=2) == 1
     second = start("llama", connector(directory), **TWO)
     disk = second.ask(LONG)[0]
     assert second.external_hits() == 2 * CHUNK

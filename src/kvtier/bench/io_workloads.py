@@ -126,7 +126,6 @@ class FullTier:
         tiers: dict[str, Tier] = {name: self.tier}
         self._mover = Mover(
             layout=self.layout,
-            rank=0,
             fingerprint=FINGERPRINT,
             arena=self.arena,
             copier=HostCopier(self.layout, [[np.zeros((1, layer), np.uint8) for layer in layers]]),
@@ -293,7 +292,6 @@ def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: i
     arena = Arena(layout, slots, populate=True)
     mover = Mover(
         layout=layout,
-        rank=0,
         fingerprint=FINGERPRINT,
         arena=arena,
         copier=HostCopier(layout, [engine]),

@@ -195,7 +195,7 @@ def _capacity_bytes(directory: Path) -> int | None:
 
 
 def _draw_listing(result: Listing) -> None:
-    columns = ("name", "fingerprint", "group", "rank", "depth", "tokens", "used", "size")
+    columns = ("name", "fingerprint", "group", "part", "depth", "tokens", "used", "size")
     print_table(Table(columns, [_listed(row) for row in result.objects], numeric=6))
     shown = f"{len(result.objects)} of {result.total} objects"
     click.echo(shown if result.next is None else f"{shown}; more with --after {result.next}", err=True)
@@ -205,7 +205,7 @@ def _listed(row: ObjectRow) -> tuple[str, ...]:
     front, back = row.name[:NAME_DIGITS], (_age(row.age_s), size_text(row.size_bytes))
     if row.problem is not None:
         return (front, f"bad: {row.problem}", "", "", "", "", *back)
-    numbers = (row.group, row.rank, row.depth, row.tokens)
+    numbers = (row.group, row.part, row.depth, row.tokens)
     return (front, (row.fingerprint or "")[:NAME_DIGITS], *(str(number) for number in numbers), *back)
 
 
@@ -228,7 +228,7 @@ def _draw_stat(result: StoreStat) -> None:
         (
             name,
             _numbers(share.groups),
-            _numbers(share.ranks),
+            "; ".join(share.parts),
             str(share.objects),
             str(share.tokens),
             size_text(share.bytes),
@@ -236,7 +236,7 @@ def _draw_stat(result: StoreStat) -> None:
         for name, share in result.fingerprints.items()
     ]
     if shares:
-        print_table(Table(("fingerprint", "groups", "ranks", "objects", "tokens", "size"), shares, numeric=3))
+        print_table(Table(("fingerprint", "groups", "parts", "objects", "tokens", "size"), shares, numeric=3))
 
 
 def _draw_health(result: StoreHealth) -> None:
@@ -291,7 +291,7 @@ def _draw_object(result: ObjectView) -> None:
         ("fingerprint", row.fingerprint or ""),
         ("layout", result.layout or ""),
         ("parent", row.parent or "(none or unknown)"),
-        ("group, rank", f"{row.group}, {row.rank}"),
+        ("group, part", f"{row.group}, {row.part}"),
         ("depth, tokens", f"{row.depth}, {row.tokens}"),
         ("frame", f"version {result.version}, codec {result.codec}, header of {_bytes(result.header_bytes or 0)}"),
         ("payload", f"{_bytes(result.raw_bytes or 0)} in {result.layers} layers, {len(result.sections)} sections"),

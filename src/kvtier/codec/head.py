@@ -15,13 +15,13 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.errors import CorruptChunkError
-from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, align_up
+from kvtier.layout import ALIGNMENT, SECTION_BYTES_MAX, GroupLayout, Part, align_up
 from kvtier.types import ObjectName
 
 MAGIC: Final = b"\x89KVT\r\n\x1a\n"
 """First bytes of a frame. As in PNG, a transfer that converts line ends or strips the eighth bit breaks them."""
 
-VERSION: Final = 1
+VERSION: Final = 2
 FIXED_BYTES: Final = 256
 ENTRY_BYTES: Final = 32
 SECTIONS_MAX: Final = 1 << 16
@@ -41,18 +41,19 @@ ENTRY: Final = np.dtype(
     ]
 )
 
-#                        magic version header checksum frame raw codec sections, 4 digests, parent..rank, reserved
-_FIXED = struct.Struct("<8s    I       I      Q        Q     Q   I     I         32s32s32s32s IIII 64s")
+#                        magic version header checksum frame raw codec sections, 4 digests, depth..group part, reserved
+_FIXED = struct.Struct("<8s    I       I      Q        Q     Q   I     I         32s32s32s32s III 6I 44s")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = 16
-_IDENTITY = struct.Struct("<32s32s32s32s IIII")
-_IDENTITY_AT, _COMPARED_STOP, _IDENTITY_STOP = 48, 144, 192
+_IDENTITY = struct.Struct("<32s32s32s32s III 6I")
+_IDENTITY_AT, _COMPARED_STOP, _IDENTITY_STOP = 48, 144, 212
 _FEW = 8
 _WORDS = ENTRY_BYTES // 8  # of an entry; its checksum is the second
 DIGEST_BYTES: Final = 32
 _NO_PARENT = bytes(DIGEST_BYTES)
-_RESERVED = bytes(64)
+_RESERVED = bytes(44)
 _COUNT_MAX = (1 << 32) - 1
+_NO_PART = Part(0, 1)
 
 
 class Identity(NamedTuple):
@@ -70,7 +71,8 @@ class Identity(NamedTuple):
     tokens: int = 0
     """Tokens of the chunk."""
     group: int = 0
-    rank: int = 0
+    part: Part = _NO_PART
+    """Layers and heads of the group."""
 
 
 class Section(NamedTuple):
@@ -151,7 +153,7 @@ def frame_layout(group: GroupLayout) -> FrameLayout:
     frame_bytes = header_bytes + group.payload_bytes
     fixed = _FIXED.pack(
         MAGIC, VERSION, header_bytes, 0, frame_bytes, group.payload_bytes, RAW_ID, count,
-        *[_NO_PARENT] * 4, *[0] * 4, _RESERVED,
+        *[_NO_PARENT] * 4, *[0] * 9, _RESERVED,
     )  # fmt: skip
     extents = tuple((row[0], row[0] + align_up(row[2])) for row in rows)
     paddings = tuple((row[0] + row[2], stop) for row, (_, stop) in zip(rows, extents, strict=True))
@@ -232,17 +234,17 @@ def _finish(head: bytearray, identity: Identity, codec: int, count: int, frame_b
     _CHECKSUM.pack_into(head, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(head))
 
 
-def _identity_fields(identity: Identity) -> tuple[bytes, bytes, bytes, bytes, int, int, int, int]:
+def _identity_fields(identity: Identity) -> tuple[bytes | int, ...]:
     """The fields of a head that identify the object."""
-    name, fingerprint, layout_digest, parent, depth, tokens, group, rank = identity
+    name, fingerprint, layout_digest, parent, depth, tokens, group, part = identity
     parent = parent or _NO_PARENT
     if not len(name) == len(fingerprint) == len(layout_digest) == len(parent) == DIGEST_BYTES:
         lengths = [len(digest) for digest in (name, fingerprint, layout_digest, parent)]
         raise ValueError(f"digests of an identity must have {DIGEST_BYTES} bytes, got {lengths}")
-    counts = (depth, tokens, group, rank)
+    counts = (depth, tokens, group, *part)
     if min(counts) < 0 or max(counts) > _COUNT_MAX:
-        raise ValueError(f"depth, tokens, group and rank must be in 0..{_COUNT_MAX}, got {counts}")
-    return name, fingerprint, layout_digest, parent, depth, tokens, group, rank
+        raise ValueError(f"depth, tokens, group and part must be in 0..{_COUNT_MAX}, got {counts}")
+    return (name, fingerprint, layout_digest, parent, *counts)
 
 
 def head_bytes_of(front: memoryview | bytes) -> int:
@@ -276,7 +278,7 @@ def read_head(front: memoryview | bytes) -> Head:
     """
     header_bytes = head_bytes_of(front)
     _, version, _, checksum, frame_bytes, raw_bytes, codec, count, *digests = _FIXED.unpack_from(front)
-    name, fingerprint, layout_digest, parent, depth, tokens, group, rank, reserved = digests
+    name, fingerprint, layout_digest, parent, depth, tokens, group, *part, reserved = digests
     if len(front) < header_bytes:
         raise CorruptChunkError(name, f"cut off: {len(front)} bytes of a header of {header_bytes}")
     head = bytearray(front[:header_bytes])
@@ -288,7 +290,7 @@ def read_head(front: memoryview | bytes) -> Head:
     table: Table = np.frombuffer(head, ENTRY, count, FIXED_BYTES)
     payload_offsets = _check_table(name, table, codec, (header_bytes, frame_bytes, raw_bytes))
     parent_name = ObjectName(parent) if parent != _NO_PARENT else None
-    identity = Identity(ObjectName(name), fingerprint, layout_digest, parent_name, depth, tokens, group, rank)
+    identity = Identity(ObjectName(name), fingerprint, layout_digest, parent_name, depth, tokens, group, Part(*part))
     return Head(version, header_bytes, frame_bytes, raw_bytes, codec, identity, table, payload_offsets)
 
 

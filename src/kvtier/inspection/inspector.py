@@ -60,7 +60,8 @@ class ObjectRow:
     """Last known use, seconds since 1970; other processes record theirs about once a minute."""
     age_s: float
     group: int | None = None
-    rank: int | None = None
+    part: str | None = None
+    """Layers and heads of the group, and the rank if the heads are not known."""
     depth: int | None = None
     tokens: int | None = None
     fingerprint: str | None = None
@@ -88,7 +89,7 @@ class FingerprintShare:
     bytes: int = 0
     tokens: int = 0
     groups: list[int] = field(default_factory=list[int])
-    ranks: list[int] = field(default_factory=list[int])
+    parts: list[str] = field(default_factory=list[str])
 
 
 class Usage(NamedTuple):
@@ -395,7 +396,7 @@ class StoreInspector(ABC):
         return replace(
             bare,
             group=identity.group,
-            rank=identity.rank,
+            part=identity.part.text,
             depth=identity.depth,
             tokens=identity.tokens,
             fingerprint=identity.fingerprint.hex(),
@@ -447,14 +448,14 @@ class StoreInspector(ABC):
 def _by_fingerprint(rows: list[ObjectRow]) -> dict[str, FingerprintShare]:
     shares: dict[str, FingerprintShare] = defaultdict(FingerprintShare)
     for row in rows:
-        if row.fingerprint is None or row.group is None or row.rank is None:
+        if row.fingerprint is None or row.group is None or row.part is None:
             continue
         share = shares[row.fingerprint[:FINGERPRINT_DIGITS]]
         share.objects += 1
         share.bytes += row.size_bytes
         share.tokens += row.tokens or 0
         share.groups = sorted({*share.groups, row.group})
-        share.ranks = sorted({*share.ranks, row.rank})
+        share.parts = sorted({*share.parts, row.part})
     return dict(sorted(shares.items()))
 
 

@@ -1,40 +1,42 @@
 r"""Names of stored objects, the same in all tiers.
 
-    name = SHA-256( "kvtier.object\0" | u32 version | layout digest | u32 group | u32 rank | key )
+    name = SHA-256( "kvtier.object\0" | u32 version | layout digest | u32 group | part as six u32 | key )
 
-The key identifies the prefix (with its fingerprint, extras and secret), the rest identifies the share of its bytes. The
-key comes last so that a batch shares everything before it.
+The key identifies the prefix (with its fingerprint, extras and secret), the rest identifies the part of its bytes: the
+first layer and the one after the last, the same of the KV heads, rank and ranks (`layout.Part`). Equal parts have equal
+names on all ranks. The key comes last so that a batch shares everything before it.
 """
 
 import hashlib
 import struct
 from collections.abc import Iterable
 
+from kvtier.layout import Part
 from kvtier.types import ChunkKey, ObjectName
 
 NAME_BYTES = 32
 _DOMAIN = b"kvtier.object\0"
-_VERSION = 1
-_HEAD = struct.Struct("<I32sII")
+_VERSION = 2
+_HEAD = struct.Struct("<I32sI6I")
 _COUNT_MAX = (1 << 32) - 1
 
 
-def object_name(key: ChunkKey, group: int, rank: int, layout_digest: bytes) -> ObjectName:
-    """The name of one rank's share of one KV group of a chunk.
+def object_name(key: ChunkKey, group: int, part: Part, layout_digest: bytes) -> ObjectName:
+    """The name of a part of one KV group of a chunk.
 
     Args:
         key: 32-byte key of the chunk.
         group: number of the KV group, in `KvLayout.groups`.
-        rank: number of the rank.
+        part: the rank's, `KvLayout.part(group)`.
         layout_digest: 32 bytes, `KvLayout.digest(group)`.
 
     Raises:
         ValueError: a key or digest that is not 32 bytes, or a negative number.
     """
-    return object_names((key,), group, rank, layout_digest)[0]
+    return object_names((key,), group, part, layout_digest)[0]
 
 
-def object_names(keys: Iterable[ChunkKey], group: int, rank: int, layout_digest: bytes) -> list[ObjectName]:
+def object_names(keys: Iterable[ChunkKey], group: int, part: Part, layout_digest: bytes) -> list[ObjectName]:
     """`object_name` of each key, in order; about half a microsecond each.
 
     Raises:
@@ -42,10 +44,11 @@ def object_names(keys: Iterable[ChunkKey], group: int, rank: int, layout_digest:
     """
     if len(layout_digest) != NAME_BYTES:
         raise ValueError(f"layout digest must be {NAME_BYTES} bytes, got {len(layout_digest)}")
-    for what, count in (("group", group), ("rank", rank)):
-        if not 0 <= count <= _COUNT_MAX:
-            raise ValueError(f"{what} must be in 0..{_COUNT_MAX}, got {count}")
-    head = _DOMAIN + _HEAD.pack(_VERSION, layout_digest, group, rank)
+    if not 0 <= group <= _COUNT_MAX:
+        raise ValueError(f"group must be in 0..{_COUNT_MAX}, got {group}")
+    if min(part) < 0 or max(part) > _COUNT_MAX:
+        raise ValueError(f"the numbers of a part must be in 0..{_COUNT_MAX}, got {part}")
+    head = _DOMAIN + _HEAD.pack(_VERSION, layout_digest, group, *part)
     sha256 = hashlib.sha256
     names: list[ObjectName] = []
     for key in keys:

@@ -112,8 +112,7 @@ class Mover:
     """The `Executor` of one rank in this process.
 
     Args:
-        layout: the KV groups.
-        rank: number of this rank; part of every object name.
+        layout: the KV groups, with the part of each that this rank holds.
         fingerprint: 32 bytes, `Fingerprint.digest`; part of every frame.
         arena: holds the slots.
         copier: copies between the engine's blocks and slots.
@@ -139,7 +138,6 @@ class Mover:
         self,
         *,
         layout: KvLayout,
-        rank: int,
         fingerprint: bytes,
         arena: Arena,
         copier: Copier,
@@ -156,7 +154,6 @@ class Mover:
         self._process = os.getpid()
         self._transfers = Transfers(
             layout=layout,
-            rank=rank,
             fingerprint=fingerprint,
             arena=arena,
             copier=copier,

@@ -99,8 +99,7 @@ def open_rank(
             tiers["disk"] = disk.opened(deadline_s, is_required=config.disk.required)
         arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
         mover = Mover(
-            layout=layout,
-            rank=rank,
+            layout=layout.on_rank(rank, ranks),
             fingerprint=fingerprint_digest,
             arena=arena,
             copier=copier,

@@ -70,7 +70,6 @@ class Transfers:
         self,
         *,
         layout: KvLayout,
-        rank: int,
         fingerprint: bytes,
         arena: Arena,
         copier: Copier,
@@ -79,7 +78,6 @@ class Transfers:
         clock: Callable[[], float],
     ) -> None:
         self._layout = layout
-        self._rank = rank
         self._fingerprint = fingerprint
         self._arena = arena
         self._copier = copier
@@ -87,6 +85,7 @@ class Transfers:
         self._codec = codec
         self._clock = clock
         self._digests = [layout.digest(group) for group in range(len(layout.groups))]
+        self._parts = [layout.part(group) for group in range(len(layout.groups))]
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._seal_scratch_bytes = [seal_scratch_bytes(group, codec) for group in layout.groups]
         self._batch_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, BatchTier)}
@@ -254,20 +253,19 @@ class Transfers:
         return Result(Outcome.DONE)
 
     def _name(self, key: ChunkKey, group: int) -> ObjectName:
-        return object_name(key, group, self._rank, self._digests[group])
+        return object_name(key, group, self._parts[group], self._digests[group])
 
     def _names(self, keys: Sequence[ChunkKey], groups: Sequence[int]) -> list[ObjectName]:
         """The names of these objects."""
         different = set(groups)
         if len(different) == 1:  # the usual case
-            return object_names(keys, groups[0], self._rank, self._digests[groups[0]])
+            return object_names(keys, groups[0], self._parts[groups[0]], self._digests[groups[0]])
         names = [ObjectName(b"")] * len(keys)
         for group in different:
             members = [position for position, it in enumerate(groups) if it == group]
             its_keys = (keys[position] for position in members)
-            for position, name in zip(
-                members, object_names(its_keys, group, self._rank, self._digests[group]), strict=True
-            ):
+            its_names = object_names(its_keys, group, self._parts[group], self._digests[group])
+            for position, name in zip(members, its_names, strict=True):
                 names[position] = name
         return names
 
@@ -285,7 +283,7 @@ class Transfers:
                 transfer.depth,
                 self._layout.chunk_tokens,
                 transfer.group,
-                self._rank,
+                self._parts[transfer.group],
             )
             for transfer, name in zip(transfers, names, strict=True)
         ]
