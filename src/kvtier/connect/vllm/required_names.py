@@ -27,7 +27,8 @@ USED: Mapping[str, Mapping[str, str]] = {
     "config/model.py": {
         "ModelConfig": "model model_weights revision code_revision trust_remote_code hf_config architectures dtype "
         "quantization quantization_config model_impl max_model_len disable_sliding_window multimodal_config "
-        "is_encoder_decoder runner_type enable_sleep_mode",
+        "is_encoder_decoder runner_type enable_sleep_mode hf_text_config get_total_num_kv_heads "
+        "using_transformers_backend",
     },
     "config/cache.py": {
         "CacheConfig": "block_size cache_dtype kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "

@@ -11,6 +11,7 @@ from kvtier.connect.vllm import identity, installed, selftest, support
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.events import Events, Movements
 from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.held_parts import held_parts
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.connect.vllm.request_keys import KeyMaker
 from kvtier.connect.vllm.scheduler import Scheduler
@@ -246,9 +247,10 @@ class WorkerSide:
         copier, layout, device = open_copier(setup.geometry, setup.kv_cache_config, kv_caches, layers)
         selftest.check(config, setup.build, setup.identity.fingerprint.digest, layout)
         number = setup.vllm_config.parallel_config.rank % setup.ranks
+        held = held_parts(setup.vllm_config, setup.kv_cache_config, setup.geometry, number)
         self._rank = open_rank(
             config,
-            layout,
+            layout.with_parts(held),
             setup.identity.fingerprint.digest,
             copier,
             rank=number,

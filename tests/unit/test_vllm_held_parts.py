@@ -1,0 +1,80 @@
+"""The part of the KV that each of vLLM's ranks holds: divided heads, copies, and what is not known."""
+
+import pytest
+from tests.vllm_config import vllm_config
+from tests.vllm_recorded import recorded
+
+from kvtier.connect.vllm.geometry import Geometry
+from kvtier.connect.vllm.held_parts import held_parts
+from kvtier.keys.object_names import object_name
+from kvtier.layout import Part
+
+
+def held(case, ranks, heads, here, **changes):
+    """The parts of all ranks. `heads`: of the model; `here`: those of a rank, as vLLM says them."""
+    engine = recorded(case)
+    for group in engine.config.kv_cache_groups:
+        if type(group.kv_cache_spec).__name__ in ("FullAttentionSpec", "SlidingWindowSpec"):
+            group.kv_cache_spec.num_heads = here
+    config = vllm_config(parallel__tensor_parallel_size=ranks, hf__num_key_value_heads=heads, **changes)
+    geometry = Geometry.of(engine.config)
+    return [held_parts(config, engine.config, geometry, rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "here", "expected"),
+    [
+        (1, 2, 2, [(0, 2, 0)]),
+        (2, 8, 4, [(0, 4, 0), (4, 8, 0)]),
+        (4, 4, 1, [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 4, 0)]),
+        # More ranks than heads: vLLM gives consecutive ranks copies of one head.
+        (4, 2, 1, [(0, 1, 0), (0, 1, 1), (1, 2, 0), (1, 2, 1)]),
+        (3, 1, 1, [(0, 1, 0), (0, 1, 1), (0, 1, 2)]),
+    ],
+)
+def test_heads_are_divided_among_ranks_or_copied(ranks, heads, here, expected):
+    assert held("llama32", ranks, heads, here) == [[(Part(0, 4, first, end), copy)] for first, end, copy in expected]
+
+
+def test_mlas_latent_is_on_every_rank():
+    assert held("mla", 3, 4, 1) == [[(Part(0, 2, 0, 1), rank)] for rank in range(3)]
+
+
+def test_each_group_has_its_own_part():
+    assert held("swa128", 2, 2, 1) == [
+        [(Part(0, 5, rank, rank + 1), 0), (Part(0, 1, rank, rank + 1), 0)] for rank in range(2)
+    ]
+    # Nothing says which share of a state a rank holds.
+    assert held("gdn", 4, 2, 1)[3] == [(None, 0), (Part(0, 1, 1, 2), 1)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hf__swa_num_key_value_heads": 4},
+        {"hf__num_global_key_value_heads": 4},
+        {"hf__attention_other_setting": {"num_attention_groups": 8}},
+        {"hf__block_configs": [{"attention": {"n_heads_in_group": 8}}]},
+        {"hf__num_kv_heads_per_layer": [2, 2, 4]},
+        {"hf__num_kv_heads": None},
+        {"model__using_transformers_backend": lambda: True},
+        {"model__get_total_num_kv_heads": lambda: 1},
+        {"model__get_total_num_kv_heads": lambda: 0},
+    ],
+)
+def test_where_fields_disagree_no_ranks_share_a_part(changes):
+    """At four ranks a layer of four heads looks like one of two: one head on each rank."""
+    found = held("llama32", 4, 2, 1, **changes)
+    assert found == [[(None, 0)]] * 4
+    layout = Geometry.of(recorded("llama32").config).layout
+    ranks = [layout.with_parts(parts).on_rank(rank, 4) for rank, parts in enumerate(found)]
+    assert len({object_name(bytes(32), 0, each.part(0), each.digest(0)) for each in ranks}) == 4
+
+
+@pytest.mark.parametrize(("ranks", "heads", "here"), [(2, 8, 8), (4, 8, 1), (4, 3, 1), (3, 8, 2), (3, 2, 1)])
+def test_what_vllm_would_not_divide_like_that_is_not_known(ranks, heads, here):
+    assert held("llama32", ranks, heads, here) == [[(None, 0)]] * ranks
+
+
+def test_fields_that_agree_leave_no_doubt():
+    assert held("llama32", 2, 2, 1, hf__text={"num_kv_heads": 2}, hf__kv_lora_rank=7)[1] == [(Part(0, 4, 1, 2), 0)]
