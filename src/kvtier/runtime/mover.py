@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -117,6 +117,7 @@ class Mover:
         arena: holds the slots.
         copier: copies between the engine's blocks and slots.
         tiers: lower tiers by name.
+        common: names of tiers in which all ranks of the engine use one store (`TierKind.is_common`).
         codec: encodes objects for tiers.
         threads: number of threads of each queue.
         tier_threads: the same for single tiers, by name.
@@ -142,6 +143,7 @@ class Mover:
         arena: Arena,
         copier: Copier,
         tiers: Mapping[str, Tier],
+        common: Collection[str] = (),
         codec: Codec | None = None,
         threads: Threads | None = None,
         tier_threads: Mapping[str, Threads] = MappingProxyType({}),
@@ -158,6 +160,7 @@ class Mover:
             arena=arena,
             copier=copier,
             tiers=tiers,
+            common=common,
             codec=codec or Raw(),
             clock=clock,
         )

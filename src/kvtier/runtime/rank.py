@@ -104,6 +104,7 @@ def open_rank(
             arena=arena,
             copier=copier,
             tiers=tiers,
+            common={"directory"} if config.directory.shared else (),
             codec=codec,
             threads=_threads(config, copy_threads),
         )

@@ -6,7 +6,7 @@ an exception the bytes in the target slot are undefined.
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar, TypeVarTuple
@@ -56,6 +56,7 @@ class Result(NamedTuple):
 
 
 _ABSENT = Result(Outcome.ABSENT, detail="not there")
+_ELSEWHERE = Result(Outcome.DONE)
 
 
 class Transfers:
@@ -74,6 +75,7 @@ class Transfers:
         arena: Arena,
         copier: Copier,
         tiers: Mapping[str, Tier],
+        common: Collection[str],
         codec: Codec,
         clock: Callable[[], float],
     ) -> None:
@@ -86,6 +88,10 @@ class Transfers:
         self._clock = clock
         self._digests = [layout.digest(group) for group in range(len(layout.groups))]
         self._parts = [layout.part(group) for group in range(len(layout.groups))]
+        self._kept_elsewhere = {
+            (name, group) for name in common for group, known in enumerate(layout.groups) if known.copy
+        }
+        """(tier, group) whose objects another rank writes and drops, because it holds the same KV."""
         self._engine_bytes = [sum(group.layer_bytes) for group in layout.groups]
         self._seal_scratch_bytes = [seal_scratch_bytes(group, codec) for group in layout.groups]
         self._batch_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, BatchTier)}
@@ -94,7 +100,7 @@ class Transfers:
 
     def together(self, command: Work) -> int:
         """Most commands like this one in a batch; 1: no batches."""
-        if isinstance(command, Transfer) and command.tier in self._batch_tiers:
+        if isinstance(command, Transfer) and command.tier in self._batch_tiers and not self._is_elsewhere(command):
             return self._batch_counts[command.group]
         return 1
 
@@ -119,6 +125,8 @@ class Transfers:
 
     def _run(self, job: Job, scratch: Scratch) -> Result:
         command = job.command
+        if self._kept_elsewhere and self._is_elsewhere(command):
+            return _ELSEWHERE
         if isinstance(command, Probe):
             return self._probe(job, command)
         if isinstance(command, Drop):
@@ -130,6 +138,16 @@ class Transfers:
         if command.link is Link.DEMOTE:
             return self._demote(job, command, scratch)
         return self._promote(job, command, scratch)
+
+    def _is_elsewhere(self, command: Work) -> bool:
+        """Whether another rank does this demote or drop for this one.
+
+        A command of all ranks is done when every rank has done it, so the outcome is that of the rank that writes. One
+        rank drops and writes an object, so its writes stay behind its drops.
+        """
+        if isinstance(command, Drop) or (isinstance(command, Transfer) and command.link is Link.DEMOTE):
+            return (command.tier, command.group) in self._kept_elsewhere
+        return False
 
     def _copy(self, transfer: Transfer) -> Result:
         start = self._copier.gather if transfer.link is Link.GATHER else self._copier.scatter

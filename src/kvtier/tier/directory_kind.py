@@ -89,6 +89,7 @@ KIND = TierKind(
     settings=DirectorySettings,
     where="path",
     open=_open,
+    is_common=lambda settings: settings.shared,  # otherwise each process trusts its own index
     check=_check,
     folder=lambda settings: settings.path,
     secret_path=lambda settings: settings.path / "secret",

@@ -123,6 +123,9 @@ class TierKind(Generic[S]):
     """Its tiers are `AheadTier`."""
     is_shared: Callable[[S], bool] = lambda _settings: False
     """Other nodes use the same store. It demands a configured secret and a model that can be identified."""
+    is_common: Callable[[S], bool] = lambda _settings: False
+    """All ranks of an engine use one store, and each finds what another wrote. Of ranks that hold the same KV only the
+    first then writes. A store of other nodes (`is_shared`) is common, too."""
     has_cap: bool = True
     """Its settings have ``capacity_bytes``, which the tier enforces."""
     check: Callable[[S], Iterator[Problem]] = lambda _settings: iter(())

@@ -1,0 +1,190 @@
+"""Ranks that hold the same KV: one object in a common store, written and dropped by the first rank, loaded by all."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from tests.rig import (
+    CHUNK_TOKENS,
+    DEADLINE_S,
+    FINGERPRINT,
+    LAYOUT,
+    Engine,
+    config,
+    load_places,
+    loaded,
+    looked_up,
+    places_of,
+    prefix_of,
+    stored,
+)
+
+from kvtier.core.cache import Cache
+from kvtier.core.limits import TierRules
+from kvtier.errors import TierError
+from kvtier.keys.object_names import object_name
+from kvtier.layout import Part
+from kvtier.policy.registry import make_evictor
+from kvtier.runtime.arena import Arena
+from kvtier.runtime.local_session import LocalSession
+from kvtier.runtime.mover import Mover
+from kvtier.runtime.open import open_core
+from kvtier.runtime.rank import open_rank
+from kvtier.runtime.rank_group import RankGroup
+from kvtier.runtime.rank_server import RankServer, connect
+from kvtier.tier.base import UNKNOWN
+from kvtier.tier.directory import DirectoryTier
+
+SLOTS = 8
+COPIES = [
+    LAYOUT.with_parts((Part(0, len(group.layer_bytes), 0, 1), rank) for group in LAYOUT.groups) for rank in range(2)
+]
+"""The layout on each of two ranks that both hold all KV."""
+
+
+class Counted(DirectoryTier):
+    """Remembers what was written and deleted; `write` raises while `is_broken`."""
+
+    def __init__(self, folder, *, is_broken=False):
+        super().__init__(folder, name="below", capacity_bytes=64 << 20)
+        self.is_broken = is_broken
+        self.written, self.deleted = [], []
+
+    def write(self, name, frame, about=UNKNOWN):
+        if self.is_broken:
+            raise TierError(self.name, "planned")
+        self.written.append(name)
+        return super().write(name, frame, about)
+
+    def delete(self, name):
+        self.deleted.append(name)
+        super().delete(name)
+
+
+def opened(folder, seeds, *, common=("below",), broken=()):
+    """A session on two ranks over one directory, which each has opened; the engines and the tiers of the ranks."""
+    engines = [Engine(64, seed=seed) for seed in seeds]
+    tiers = [Counted(folder, is_broken=rank in broken) for rank in range(2)]
+    movers = [
+        Mover(
+            layout=COPIES[rank],
+            fingerprint=FINGERPRINT,
+            arena=Arena(LAYOUT, (SLOTS, SLOTS)),
+            copier=engine.copier(),
+            tiers={"below": tiers[rank]},
+            common=common,
+        )
+        for rank, engine in enumerate(engines)
+    ]
+    cache = Cache(
+        layout=LAYOUT, slots=(SLOTS, SLOTS), tiers=[TierRules(name="below")], evictor=lambda: make_evictor("lru")
+    )
+
+    def close(_seconds):
+        for tier in tiers:
+            tier.close()
+
+    return LocalSession(cache, RankGroup(movers), on_close=close), engines, tiers
+
+
+def opened_by_settings(folder, seeds, *, shared):
+    """The same from settings, as an engine's processes open it; the engines."""
+    made = config(folder, host_chunks=16)
+    made = replace(made, directory=replace(made.directory, shared=shared))
+    engines = [Engine(64, seed=seed) for seed in seeds]
+    ranks = [
+        open_rank(made, COPIES[rank], FINGERPRINT, engine.copier(), rank=rank, ranks=2)
+        for rank, engine in enumerate(engines)
+    ]
+    servers = [RankServer(rank, lambda _note: None) for rank in ranks]
+
+    def close(seconds):
+        for rank, server in zip(ranks, servers, strict=True):
+            rank.close(seconds)
+            assert server.close()
+
+    below = connect([server.handshake for server in servers])
+    return open_core(made, LAYOUT, FINGERPRINT, below, on_close=close), engines
+
+
+def objects(folder):
+    return {bytes.fromhex(path.name): path for path in (folder / "objects").rglob("*") if path.is_file()}
+
+
+def test_one_rank_writes_and_all_load(tmp_path):
+    # Other bytes on rank 1 show whose were stored.
+    first, sources, tiers = opened(tmp_path / "kv", (1, 2))
+    assert stored(first, "a", prefix_of(3), places_of(range(3))).held == 6
+    assert first.close().flushed
+    assert (len(tiers[0].written), tiers[1].written) == (6, [])
+    assert set(objects(tmp_path / "kv")) == set(tiers[0].written)
+
+    second, targets, _ = opened(tmp_path / "kv", (11, 12))
+    assert looked_up(second, "b", prefix_of(3)).tokens == 48
+    assert loaded(second, "b", prefix_of(3), 48, load_places(48)).tokens == 48
+    assert all(target.same(sources[0], load_places(48)) for target in targets)
+    assert not targets[1].same(sources[1], load_places(48))
+    second.close()
+
+
+def test_in_stores_of_their_own_all_ranks_write(tmp_path):
+    session, _, tiers = opened(tmp_path / "kv", (1, 1), common=())
+    stored(session, "a", prefix_of(3), places_of(range(3)))
+    assert session.close().flushed
+    assert sorted(tiers[0].written) == sorted(tiers[1].written)
+    assert len(tiers[1].written) == 6
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_all_ranks_find_what_is_stored_with_or_without_an_index_of_their_own(tmp_path, shared):
+    """A rank that trusts its own index would not find what another has written, so all write."""
+    first, sources = opened_by_settings(tmp_path / "kv", (1, 2), shared=shared)
+    prefix = prefix_of(12, first.root)
+    assert stored(first.session, "a", prefix, places_of(range(12))).held == 24
+    for seed in range(1, 6):  # to evict the first from host memory
+        stored(first.session, f"a{seed}", prefix_of(12, first.root, seed), places_of(range(12)))
+    answer = looked_up(first.session, "b", prefix)
+    assert answer.ready_tokens < answer.tokens == 12 * CHUNK_TOKENS
+    assert first.session.close().flushed
+    assert len(objects(tmp_path / "kv")) == 6 * 24
+    second, targets = opened_by_settings(tmp_path / "kv", (11, 12), shared=shared)
+    tokens = looked_up(second.session, "b", prefix).tokens
+    assert tokens == 12 * CHUNK_TOKENS
+    assert loaded(second.session, "b", prefix, tokens, load_places(tokens)).tokens == tokens
+    assert targets[0].same(targets[1], load_places(tokens))
+    assert targets[0].same(sources[0], load_places(tokens)) or not shared
+    second.session.close()
+
+
+@pytest.mark.parametrize(("broken", "found"), [(0, 0), (1, 48)])
+def test_the_outcome_of_a_write_is_that_of_the_rank_that_writes(tmp_path, broken, found):
+    session, _, tiers = opened(tmp_path / "kv", (1, 1), broken=(broken,))
+    stored(session, "a", prefix_of(3), places_of(range(3)))
+    assert session.close().flushed == (found > 0)
+    assert len(tiers[0].written) == 2 * found // CHUNK_TOKENS
+    second, _, _ = opened(tmp_path / "kv", (11, 12))
+    assert looked_up(second, "b", prefix_of(3)).tokens == found
+    second.close()
+
+
+def test_the_rank_that_writes_an_object_drops_it(tmp_path):
+    """Another rank's drop could come after the next write and delete that."""
+    first, _, _ = opened(tmp_path / "kv", (1, 1))
+    stored(first, "a", prefix_of(1), places_of(range(1)))
+    assert first.close().flushed
+    name = object_name(prefix_of(1).keys[0], 0, COPIES[1].part(0), LAYOUT.digest(0))
+    path = objects(tmp_path / "kv")[name]
+    frame = bytearray(path.read_bytes())
+    frame[-1] ^= 1
+    path.write_bytes(frame)
+
+    second, _, tiers = opened(tmp_path / "kv", (11, 12))
+    assert looked_up(second, "b", prefix_of(1)).tokens == CHUNK_TOKENS
+    assert loaded(second, "b", prefix_of(1), CHUNK_TOKENS, load_places(CHUNK_TOKENS)).tokens == 0
+    until_s = time.monotonic() + DEADLINE_S
+    while path.exists():
+        assert time.monotonic() < until_s
+        second.poll(0.01)
+    second.close()
+    assert tiers[0].deleted == [name]
+    assert tiers[1].deleted == []
