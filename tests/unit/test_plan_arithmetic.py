@@ -99,6 +99,7 @@ def test_waiting_matches_a_simulated_queue(load_share):
         traffic__answer_tokens=1,
         traffic__interval_cv=0.0,
         gpu__memory_bytes_per_s=1e15,  # decoding is free, so the queue has prefills only
+        software__load_bytes_per_s=0.0,  # as fast as the link
     )
     light = operate(deployment, 1e-6, with_tiers=True)
     rate = load_share / light.gpu_seconds
@@ -174,8 +175,8 @@ def test_a_drive_written_at_its_rating_lasts_its_rated_years():
     )
     once = operate(deployment, 1.0, with_tiers=True).write_bytes_per_s["disk"]
     rate = 2e12 * 3 / 86_400 / once
-    assert life_years(deployment, operate(deployment, rate, with_tiers=True)) == pytest.approx(5.0, rel=1e-3)
-    assert life_years(deployment, operate(deployment, 2 * rate, with_tiers=True)) == pytest.approx(2.5, rel=1e-3)
+    assert life_years(deployment, rate * once) == pytest.approx(5.0, rel=1e-3)
+    assert life_years(deployment, 2 * rate * once) == pytest.approx(2.5, rel=1e-3)
 
 
 def test_an_hour_of_chat_written_through_wears_ten_drives_ten_times_a_day():

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from kvtier.cli.main import run
+from kvtier.config.loader import load as load_settings
 from kvtier.plan.inputs import SETTINGS
 
 MODEL = "llama-3.1-8b"
@@ -24,7 +25,7 @@ def output(capsys, *arguments):
         ([], "no model is given"),
         (["nosuch-model-9b"], "nosuch-model-9b"),
         ([MODEL, "--gpu", "h100-smx"], "gpu.name = 'h100-smx' (from --gpu)"),
-        ([MODEL, "--drive", "pm1754"], "disk.name = 'pm1754' (from --drive)"),
+        ([MODEL, "--tier", "disk=pm1754"], "disk.name = 'pm1754' (from --tier)"),
         ([MODEL, "--users", "-5"], "traffic.users = '-5' (from --users)"),
         ([MODEL, "--users", "1e99"], "traffic.users = '1e99' (from --users)"),
         ([MODEL, "--interval", "0"], "traffic.interval_s = '0' (from --interval)"),
@@ -32,8 +33,13 @@ def output(capsys, *arguments):
         ([MODEL, "--reuse", "1.5"], "traffic.reuse = '1.5' (from --reuse)"),
         ([MODEL, "--reuse", "1"], "traffic.reuse = 1 (from --reuse)"),
         ([MODEL, "--history", "200000"], "allows at most 131,072"),
-        ([MODEL, "--tp", "3"], "tp: 3"),
-        ([MODEL, "--tp", "8", "--gpus", "12"], "gpu.count = 12 (from --gpus)"),
+        ([MODEL, "--tp", "3"], "not a multiple of model.tp = 3"),
+        ([MODEL, "--tp", "8", "--gpu", "12xh100-sxm"], "gpu.count = 12 (from --gpu)"),
+        ([MODEL, "--gpu", "0xh100-sxm"], "'0xh100-sxm'; allowed: from 1"),
+        ([MODEL, "--tier", "flash=1TB"], "--tier 'flash=1TB'; allowed: host=1TiB"),
+        ([MODEL, "--tier", "host=1TB", "--tier", "host=2TB"], "host is given twice"),
+        ([MODEL, "--tier", "host=lots"], "host.capacity_bytes = 'lots' (from --tier)"),
+        (["falcon-mamba-7b"], "keeps no KV that grows"),
         (["llama-3.1-405b"], "810.0 GB"),
         ([MODEL, "--weights", "fp8", "--gpu", "a100-sxm"], "a100-sxm"),
         ([MODEL, "--dtype", "fp7"], "fp7"),
@@ -44,7 +50,7 @@ def output(capsys, *arguments):
         ([MODEL, "--example", "samsnug"], "samsung"),
         ([MODEL, "--trace", "nosuch.jsonl"], "nosuch.jsonl"),
         ([MODEL, "--file", "nosuch.toml"], "nosuch.toml"),
-        ([MODEL, "--plot", "picture.pdf"], "--plot 'picture.pdf'"),
+        ([MODEL, "--picture", "picture.pdf"], "--picture 'picture.pdf'"),
     ],
 )
 def test_an_error_is_exit_code_2_and_one_line_that_names_the_value(capsys, monkeypatch, tmp_path, arguments, why):
@@ -58,7 +64,7 @@ def test_an_error_is_exit_code_2_and_one_line_that_names_the_value(capsys, monke
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["--report", "--plot"])
+@pytest.mark.parametrize("option", ["--report", "--picture"])
 def test_charts_without_matplotlib_are_refused_before_planning(capsys, monkeypatch, tmp_path, option):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -97,17 +103,100 @@ def test_infinity_is_null_in_json(capsys):
         (MODEL, "--turns", "1", "--users", "1000000"),
     ],
 )
-def test_the_text_fits_into_100_columns_and_ends_with_the_conclusion(capsys, arguments):
+def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, arguments):
     lines = output(capsys, *arguments).splitlines()
     assert [line for line in lines if len(line) > 100] == []
-    assert any(line.startswith("Within ") for line in lines[-12:])
-    assert any(line.startswith(("Binding limit", "A single request")) for line in lines[-12:])
+    assert lines[0].startswith(("Tiers serve ", "No gain", "Only with tiers"))
+    assert any(line.startswith(("Binding limit", "A single request")) for line in lines[1:3])
+    assert "# kvtier settings of each of " in "\n".join(lines[-16:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--reuse", "0"), "no prompt repeats tokens of an earlier one"),
+        (("--turns", "1", "--system", "0"), "no prompt repeats tokens of an earlier one"),
+        (("--tier", "host=1GiB"), "the largest holds 1.07 GB, less than one conversation"),
+        (("--tier", "host=100GiB"), "less than the 474 GB of GPU memory"),
+        (("--tier", "host=0"), "the plan has none"),
+    ],
+)
+def test_tiers_that_gain_nothing_are_named_with_the_reason(capsys, arguments, why):
+    text = " ".join(output(capsys, MODEL, *arguments).split("Binding")[0].split())
+    assert text.startswith("No gain")
+    assert why in text
+
+
+def test_wear_costs_no_users(capsys):
+    """Drives that last a day serve as many users as those that last for ever; the text says what would last."""
+    worn, firm = (
+        json.loads(output(capsys, MODEL, "--set", f"disk.drive_writes_per_day={rated}", "--json"))
+        for rated in ("0.001", "1000")
+    )
+    assert worn["tiered"] == firm["tiered"]
+    assert worn["verdict"] == firm["verdict"]
+    assert worn["drives"]["life_years"] < 0.01
+    assert worn["drives"]["write_policy"] == "budget"
+    assert any("a write budget of" in it for it in worn["conclusion"])
+    assert firm["drives"]["write_policy"] == "through"
+
+
+def test_slow_drives_cost_no_users(capsys):
+    slow = json.loads(output(capsys, MODEL, "--set", "disk.read_bytes_per_s=100e6", "--json"))
+    assert slow["tiered"]["users_at_all_limits"] >= slow["alone"]["users_at_all_limits"]
+    assert any("is short in bursts" in it for it in slow["conclusion"])
+
+
+def test_the_fewest_gpus_that_hold_the_model_are_chosen(capsys):
+    plan = json.loads(output(capsys, "llama-3.3-70b", "--json"))
+    assert plan["inputs"]["model.tp"]["value"] == 2
+    assert plan["inputs"]["model.tp"]["from"] == "the fewest that hold the model"
+    assert "TP 2), the fewest that hold it" in output(capsys, "llama-3.3-70b")
+    assert run(["plan", "llama-3.3-70b", "--tp", "1"]) == 2
+    assert "1 x h100-sxm leave 0.0 GB" in capsys.readouterr().err
+
+
+def test_gpus_and_tiers_have_the_grammar_of_all_commands(capsys):
+    def values(*arguments):
+        inputs = json.loads(output(capsys, MODEL, *arguments, "--json"))["inputs"]
+        keys = ("gpu.name", "gpu.count", "host.capacity_bytes", "disk.name", "disk.count", "disk.capacity_bytes")
+        return [inputs[key]["value"] for key in keys]
+
+    assert values("--gpu", "4xh200-sxm", "--tier", "disk=2xpm9d3a")[:5] == ["h200-sxm", 4, 0, "pm9d3a", 2]
+    assert values("--gpu", "mi300xx2", "--tier", "host=64GiB")[:5] == ["mi300x", 2, 2**36, "pm1753", 0]
+    assert values("--tier", "disk=10x7.68TB")[4:] == [10, 7_680_000_000_000]
+    assert values("--tier", "disk=0", "--tier", "host=1TB")[4] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (MODEL,),
+        (MODEL, "--set", "disk.drive_writes_per_day=100"),
+        (MODEL, "--tier", "host=0", "--tier", "shared=1000TB"),
+        ("deepseek-r1", "--gpu", "16xh200-sxm", "--weights", "fp8", "--set", "software.skips_slow_loads=false"),
+    ],
+)
+def test_the_plan_ends_with_settings_that_kvtier_reads(capsys, tmp_path, arguments):
+    plan = json.loads(output(capsys, *arguments, "--json"))
+    path = tmp_path / "kvtier.toml"
+    path.write_text(plan["settings"])
+    config = load_settings(path, {}).config
+    value, replicas = (lambda name: plan["inputs"][name]["value"]), plan["replicas"]
+    if value("host.capacity_bytes"):
+        assert config.host.capacity_bytes == value("host.capacity_bytes") // replicas
+    if value("disk.count"):
+        drives = value("disk.count") * value("disk.capacity_bytes") * value("disk.filled")
+        assert config.disk.capacity_bytes == pytest.approx(drives / replicas, rel=1e-3)
+        assert bool(config.disk.write_bytes_per_day) == (plan["drives"]["write_policy"] == "budget")
+    assert config.planner.enabled == value("software.skips_slow_loads")
 
 
 def test_every_input_in_use_is_printed_with_its_origin(capsys, tmp_path):
     (tmp_path / "site.toml").write_text("[gpu]\nflops_share = 0.4\n[price]\ngpu = 20000\n")
-    out = output(capsys, MODEL, "--file", str(tmp_path / "site.toml"), "--gpus", "16", "--set", "target.burst=3")
-    assumptions = out.partition("Assumptions")[2].partition("Gains of tiers")[0]
+    options = ["--file", str(tmp_path / "site.toml"), "--gpu", "16xh100-sxm", "--set", "target.burst=3"]
+    assert "Assumptions" not in output(capsys, MODEL, *options)
+    assumptions = output(capsys, MODEL, *options, "--show-inputs").partition("Assumptions")[2]
     for name in SETTINGS:
         is_used = not name.startswith(("shared.", "traffic.trace", "traffic.load", "price."))
         assert (f"{name} = " in assumptions) or not is_used, name
@@ -152,9 +241,9 @@ def test_an_error_in_a_file_is_one_line(capsys, tmp_path, text, why):
 def test_hardware_outside_the_catalogue_needs_all_its_figures(capsys):
     figures = ["capacity_bytes=8TB", "read_bytes_per_s=9GB/s", "write_bytes_per_s=5GB/s", "drive_writes_per_day=1"]
     sets = [part for it in figures for part in ("--set", f"disk.{it}")]
-    assert run(["plan", MODEL, "--drive", "ours", *sets]) == 2
+    assert run(["plan", MODEL, "--tier", "disk=ours", *sets]) == 2
     assert "not in the catalogue of drives" in capsys.readouterr().err
-    plan = json.loads(output(capsys, MODEL, "--drive", "ours", *sets, "--set", "disk.watts=12", "--json"))
+    plan = json.loads(output(capsys, MODEL, "--tier", "disk=4xours", *sets, "--set", "disk.watts=12", "--json"))
     assert plan["inputs"]["disk.capacity_bytes"]["value"] == 8 * 10**12
     assert "ours" not in {it["name"] for it in plan["sources"]}
 
@@ -171,7 +260,7 @@ def test_every_item_of_the_catalogue_has_a_source_and_a_date_and_no_price(capsys
 
 
 def test_sensitivities_are_sorted_and_plausible(capsys):
-    plan = json.loads(output(capsys, MODEL, "--drives", "40", "--json"))
+    plan = json.loads(output(capsys, MODEL, "--tier", "host=1TiB", "--tier", "disk=40xpm1753", "--json"))
     swings = [it["swing"] for it in plan["sensitivity"]]
     assert swings == sorted(swings, reverse=True)
     by_name = {it["name"]: it for it in plan["sensitivity"]}

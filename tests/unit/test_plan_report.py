@@ -1,5 +1,7 @@
 """A plan's report and charts: self-contained, with the plan's figures; its curves are what they claim."""
 
+import re
+
 import pytest
 from tests.unit.test_report import check_page
 
@@ -29,8 +31,18 @@ def test_the_page_is_self_contained_and_has_the_plans_figures(plan):
     page = render_report(plan, compare("samsung", plan))
     check_page(page)
     assert page.count("<svg") == len(charts(plan)) == 4
-    for text in ("llama-3.1-8b on 8 x h100-nvl", "140 → 241", "36 GB/s read at 240 users", "traffic.history_tokens"):
+    for text in ("llama-3.1-8b on 8 x h100-nvl", "36 GB/s read at 240 users", "traffic.history_tokens", "[disk]"):
         assert text in page
+
+
+def test_the_page_begins_with_the_finding_and_its_chart_and_repeats_no_sentence(plan):
+    page = render_report(plan, compare("samsung", plan))
+    assert "<h1>Tiers serve 252 users within 1 s to the first token, 140 without (1.80x)</h1>" in page
+    assert page.index("<h1>") < page.index("Time to first token against the load") < page.index("Binding limit")
+    assert page.index("Binding limit") < page.index("Gains of tiers") < page.index("Assumptions")
+    texts = [it for it in re.findall(r">([^<]{40,})<", page.partition("Assumptions")[0]) if "{stroke" not in it]
+    assert len(texts) > 20
+    assert sorted(texts) == sorted(set(texts))
 
 
 def test_the_same_plan_draws_the_same_file(plan, tmp_path):

@@ -53,7 +53,7 @@ def test_the_report_holds_every_figure_and_needs_nothing_else():
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run(["probe", "--report", str(tmp_path / "file" / "x.html")]) == 2
-    assert run(["probe", "--plot", str(tmp_path / "x.gif")]) == 2
+    assert run(["probe", "--picture", str(tmp_path / "x.gif")]) == 2
     err = capsys.readouterr().err
     assert "cannot be written" in err
     assert "unknown kind of picture" in err

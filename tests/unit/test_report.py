@@ -104,7 +104,7 @@ def test_a_chart_file_is_the_same_from_run_to_run(tmp_path, suffix):
 
     charts = {"a": Chart("A", lambda axes, values, colours: axes.plot(values, color=colours["host"]))}
     for name in ("one", "two"):
-        write_charts("--plot", tmp_path / f"{name}{suffix}", charts, [1, 2])
+        write_charts("--picture", tmp_path / f"{name}{suffix}", charts, [1, 2])
     first, second = sorted(tmp_path.iterdir())
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes()[:5] in {b"<?xml", b"\x89PNG\r"}
@@ -112,7 +112,7 @@ def test_a_chart_file_is_the_same_from_run_to_run(tmp_path, suffix):
 
 def test_a_chart_file_with_an_unknown_suffix_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"\.svg or \.png"):
-        check_chart("--plot", tmp_path / "x.gif")
+        check_chart("--picture", tmp_path / "x.gif")
 
 
 class Colour(Enum):

@@ -21,9 +21,10 @@ COLUMN = 48
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--gpu", help="Kind of GPU, from the catalogue.  [default: h100-sxm]")
-@click.option("--gpus", metavar="N", help="Number of GPUs.  [default: 8]")
-@click.option("--tp", metavar="N", help="Tensor-parallel size: GPUs per replica.  [default: 1]")
+@click.option("--gpu", metavar="[Nx]NAME", help="GPUs, from the catalogue, such as 8xh200-sxm.  [default: 8xh100-sxm]")
+@click.option(
+    "--tp", metavar="N", help="Tensor-parallel size: GPUs per replica.  [default: the fewest that hold MODEL]"
+)
 @click.option("--weights", help="Format of the weights: bf16, fp8, fp4.  [default: bf16]")
 @click.option("--dtype", help="Format of the KV, as in `kvtier size`.  [default: bf16]")
 @click.option("--users", metavar="N", help="Users at the same time.  [default: 80]")
@@ -40,57 +41,67 @@ COLUMN = 48
 )
 @click.option("--trace", metavar="FILE", help="Measure the traffic in a trace (.jsonl or .csv, also .gz).")
 @click.option("--ttft", metavar="TIME", help="Limit of the mean time to first token.  [default: 1 s]")
-@click.option("--host", metavar="SIZE", help="Host memory for KV; 0: none.  [default: 1 TiB]")
-@click.option("--drive", help="Kind of drive, from the catalogue.  [default: pm1753]")
-@click.option("--drives", metavar="N", help="Number of drives; 0: none.  [default: 4]")
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    metavar="NAME=SIZE",
+    help="A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB, shared=1000TB. Repeatable; tiers that "
+    "are not named are left out.  [default: host=1TiB, disk=4xpm1753]",
+)
 @click.option("--file", type=click.Path(path_type=Path), help="TOML file of inputs: hardware, traffic, prices.")
 @click.option(
     "--probe",
     type=click.Path(path_type=Path),
-    help="Record of `kvtier probe` with measured links; its drive stands for each of --drives.",
+    help="Record of `kvtier probe` with measured links; its drive stands for each drive of the plan.",
 )
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one input; may be repeated.")
 @click.option("--example", help="Start from an example that ships with kvtier, such as samsung.")
+@click.option("--show-inputs", is_flag=True, help="Also print every input in use with its origin, and the sources.")
 @click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
-@click.option("--plot", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
+@click.option("--picture", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--hardware", "list_hardware", is_flag=True, help="List the hardware catalogue with its sources.")
 def plan(
     model: str | None,
+    gpu: str | None,
+    tiers: tuple[str, ...],
     file: Path | None,
     probe: Path | None,
     sets: tuple[str, ...],
     example: str | None,
+    show_inputs: bool,
     report: Path | None,
-    plot: Path | None,
+    picture: Path | None,
     as_json: bool,
     list_hardware: bool,
     **given: str | None,
 ) -> None:
     """Plan tiers for MODEL (a name from `kvtier size --list`, or a config.json).
 
-    Compares GPU memory alone with tiers of host memory, drives and shared storage: users within the limit of the time
-    to first token, throughput, power, cost, capacity, bandwidth, queue depth and wear. Prints the binding limit, the
-    next one, and the sensitivity to each input.
+    Compares GPU memory alone with tiers of host memory, drives and shared storage. Prints what tiers change, the
+    binding limit and what raises it; then users, throughput, power, cost, capacity, bandwidth, queue depth and wear;
+    and last the settings of kvtier that the plan implies.
 
-    Every input has a name, a default and an origin, and all are printed. Later wins: defaults, --example, --file,
-    --probe, options, --set. Without prices, costs are left out.
+    Every input has a name, a default and an origin (--show-inputs). Later wins: defaults, --example, --file, --probe,
+    options, --set. Without prices, costs are left out.
     """
     if list_hardware:
         _list_hardware(as_json)
         return
     from kvtier.errors import ConfigError
-    from kvtier.plan.read_inputs import OPTIONS, load
+    from kvtier.plan.read_inputs import OPTIONS, gpu_options, load, tier_options
 
     values: dict[str, Any] = {"model": model, **given}
-    options = {name: values[option] for name, option in OPTIONS.items()}
-    inputs = load(example=example or "", file=file, options=options, sets=sets, probe=probe)
+    options = {name: values[option] for name, option in OPTIONS.items() if option in values}
+    options |= gpu_options(gpu) if gpu is not None else {}
+    inputs = load(example=example or "", file=file, options=options | tier_options(tiers), sets=sets, probe=probe)
     if not inputs.model.name:
         raise ConfigError("no model is given; name one, such as `kvtier plan llama-3.1-8b`, or --example samsung")
     if report is not None:
         check_matplotlib("--report")
-    if plot is not None:
-        check_chart("--plot", plot)
+    if picture is not None:
+        check_chart("--picture", picture)
 
     from kvtier.plan.plan import make_plan, to_json
 
@@ -100,45 +111,62 @@ def plan(
         from kvtier.plan.published import compare
 
         published = compare(example, result)
-    _write(report, plot, result, published)
+    _write(report, picture, result, published)
     if as_json:
         figures = {"published": [it.to_json() for it in published]} if example else {}
-        print_json({**to_json(result), **figures})
+        print_json({**to_json(result), **figures, **_answer(result)})
         return
-    _print(result, published)
+    _print(result, published, show_inputs=show_inputs)
 
 
-def _write(report: Path | None, plot: Path | None, result: "Plan", published: "list[PublishedFigure]") -> None:
-    if report is not None or plot is not None:
+def _answer(result: "Plan") -> dict[str, object]:
+    """The sentences and settings of the text, for JSON."""
+    from kvtier.plan.settings import settings_toml
+    from kvtier.plan.tables import conclusion, verdict
+
+    return {"verdict": verdict(result), "conclusion": conclusion(result), "settings": settings_toml(result)}
+
+
+def _write(report: Path | None, picture: Path | None, result: "Plan", published: "list[PublishedFigure]") -> None:
+    if report is not None or picture is not None:
         from kvtier.plan.report import write_plot, write_report
 
         if report is not None:
             write_report(report, result, published)
-        if plot is not None:
-            write_plot(plot, result)
-        tell_written(report, plot)
+        if picture is not None:
+            write_plot(picture, result)
+        tell_written(report, picture)
 
 
-def _print(result: "Plan", published: "list[PublishedFigure]") -> None:
-    from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, tables
+def _print(result: "Plan", published: "list[PublishedFigure]", *, show_inputs: bool) -> None:
+    from kvtier.plan.settings import settings_toml
+    from kvtier.plan.tables import assumptions, circumstances, conclusion, heading, tables, verdict
 
-    click.secho(heading(result), bold=True)
-    for name, text in circumstances(result):
-        _wrapped(f"  {name:<10}{text}", 12)
-    _print_assumptions(assumptions(result))
-    for name, source, date in result.deployment.sources:
-        _wrapped(f"  source of {name}: {source}; read {date}", 4)
+    click.secho(textwrap.fill(f"{verdict(result)}.", 100), bold=True)
+    for sentence in conclusion(result):
+        _wrapped(sentence, 2)
+    click.echo(heading(result))
     shown = list(tables(result))
     if published:
-        from kvtier.plan.published import published_table
+        from kvtier.plan.published import published_tables
 
-        shown.append(published_table(published))
+        shown += published_tables(published)
     for table in shown:
         click.echo()
         print_table(table)
     click.echo()
-    for sentence in conclusion(result):
-        _wrapped(sentence, 2)
+    inputs = assumptions(result)
+    for name, text in circumstances(result):
+        _wrapped(f"  {name:<10}{text}", 12)
+    if show_inputs:
+        _print_assumptions(inputs)
+        for name, source, date in result.deployment.sources:
+            _wrapped(f"  source of {name}: {source}; read {date}", 4)
+    else:
+        defaults = sum(row[2].startswith("default") for row in inputs.rows)
+        _wrapped(f"  inputs    {len(inputs.rows)}, {defaults} of them by default; --show-inputs lists them", 12)
+    click.echo()
+    click.echo(settings_toml(result), nl=False)
 
 
 def _print_assumptions(table: Table) -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @click.option("--seconds", type=Duration(), help="Time limit of each measurement.  [default: 0.5 s]")
 @click.option("--bytes", "write_bytes", type=Bytes(), help="Byte limit of all writes together.  [default: 8 GiB]")
 @click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
-@click.option("--plot", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
+@click.option("--picture", type=OutputFile(), help="Also write the charts to a .svg or .png file.")
 @click.option(
     "--record",
     type=OutputFile(),
@@ -61,7 +61,7 @@ def probe(
     seconds: float | None,
     write_bytes: int | None,
     report: Path | None,
-    plot: Path | None,
+    picture: Path | None,
     record: Path | None,
     as_json: bool,
 ) -> int:
@@ -77,8 +77,8 @@ def probe(
 
     if report is not None:
         check_matplotlib("--report")
-    if plot is not None:
-        check_chart("--plot", plot)
+    if picture is not None:
+        check_chart("--picture", picture)
     loaded = load(file, flags=flags)
     effort, origins = _effort(quick, sizes, depths, seconds, write_bytes)
     it = ProbeRun(loaded, directory, effort)
@@ -93,15 +93,15 @@ def probe(
         from kvtier.probe.report import write_report
 
         write_report(report, result)
-    if plot is not None:
+    if picture is not None:
         from kvtier.probe.report import write_plot
 
-        write_plot(plot, result)
+        write_plot(picture, result)
     if as_json:
         print_json(asdict(result))
     else:
         _print(result)
-    tell_written(report, plot, record)
+    tell_written(report, picture, record)
     return 0 if result.is_complete else 1
 
 

@@ -1,6 +1,5 @@
 """`kvtier size`: KV size of a model, with formulas, and the conventions behind other people's figures."""
 
-import re
 import shutil
 import sys
 import textwrap
@@ -49,7 +48,7 @@ WIDTH_MAX = 100
 @click.option(
     "--chunk-tokens", type=Quantity(), default=CHUNK_TOKENS, show_default=True, help="Tokens of a stored chunk."
 )
-@click.option("--gpu", metavar="NAME[xN]", help="Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
+@click.option("--gpu", metavar="[Nx]NAME", help="Show what fits in N GPUs of the catalogue (kvtier plan --hardware).")
 @click.option("--memory", type=Bytes(), help="Memory of a GPU that is not in the catalogue; tp x pp of them.")
 @click.option(
     "--weights", metavar="FORMAT|SIZE", default="bf16", show_default=True, help="Weights: bf16, fp8, fp4, or bytes."
@@ -113,15 +112,11 @@ def size(
 
 
 def _gpus(text: str) -> tuple[int, float]:
-    """Number and memory of the GPUs ``NAME``, ``NAMExN`` or ``NxNAME``."""
-    from kvtier.plan.hardware import catalogue, find
+    """Number and memory of the GPUs ``NAME``, ``NxNAME`` or ``NAMExN``."""
+    from kvtier.plan.hardware import find, split_count
 
-    name, count = text, 1
-    if text.lower() not in catalogue()["gpu"]:
-        found = re.fullmatch(r"(?:([0-9]{1,6})x)?(.+?)(?:x([0-9]{1,6}))?", text)
-        if found is not None and not (found[1] and found[3]):
-            name, count = found[2], int(found[1] or found[3] or 1)
-    return count, float(find("gpu", name, "--gpu").values["memory_bytes"])
+    count, name = split_count(text, "--gpu")
+    return count or 1, float(find("gpu", name, "--gpu").values["memory_bytes"])
 
 
 def _weight_bytes(kv: KvSize, text: str) -> float:

@@ -1,5 +1,6 @@
 """The hardware catalogue: `hardware.toml`, each entry with its source and date."""
 
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from kvtier.errors import ConfigError
 from kvtier.report.format import NONE, bytes_text, digits
 from kvtier.report.table import Table
 
+COUNT_MAX = 10**6
+_COUNTED = re.compile(r"(?:([0-9]{1,9}) ?x ?)?(.+?)(?: ?x ?([0-9]{1,9}))?", re.ASCII)
 KINDS = {"gpu": "gpu.name", "drive": "disk.name", "memory": "host.memory", "network": "shared.network"}
 """Kind of hardware to the input that names one."""
 
@@ -55,12 +58,32 @@ def find(kind: str, name: str, origin: str) -> HardwareItem:
     Raises:
         ConfigError: there is none; the message names the nearest.
     """
-    known = catalogue()[kind]
-    plain = name.lower().replace(" ", "-").replace("_", "-")
+    known, plain = catalogue()[kind], _plain(name)
     if plain not in known:
         suggestion = near(plain, sorted(known))
         raise ConfigError(f"{KINDS[kind]} = {name!r} (from {origin}): not in the catalogue of {kind}s{suggestion}")
     return known[plain]
+
+
+def split_count(text: str, origin: str) -> tuple[int | None, str]:
+    """Number and name of ``8xh100-sxm``, ``h100-sxmx8`` or ``h100-sxm``: the grammar of all commands.
+
+    Raises:
+        ConfigError: the number is zero or too large.
+    """
+    if any(_plain(text) in items for items in catalogue().values()):  # mi300x ends in an x of its own
+        return None, text.strip()
+    found = _COUNTED.fullmatch(text.strip())
+    if found is None or not (found[1] or found[3]) or (found[1] and found[3]):
+        return None, text.strip()
+    count = int(found[1] or found[3])
+    if not 1 <= count <= COUNT_MAX:
+        raise ConfigError(f"{origin}: {text!r}; allowed: from 1 to {COUNT_MAX:,} of them")
+    return count, found[2].strip()
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace(" ", "-").replace("_", "-")
 
 
 def hardware_tables() -> Iterator[Table]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from kvtier.config.schema import Setting, SettingsSection, setting, settings
 from kvtier.config.value_types import Choice, Count, Seconds, Size, Switch, parse_size, size_text, within
 from kvtier.report.format import bytes_text, power_text
+from kvtier.size.capacity import GPU_MEMORY_SHARE, GPU_OTHER_BYTES
 
 NAME_MAX = 400
 _CATALOGUE = "from the catalogue"
@@ -73,6 +74,22 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroCount(Count):
+    """A whole number whose 0 has a meaning."""
+
+    zero_means: str = ""
+
+    @property
+    def allowed(self) -> str:
+        """The range, and the meaning of 0."""
+        return f"{Count.allowed.__get__(self)}; 0: {self.zero_means}"
+
+    def show(self, value: object) -> str:
+        """The number, or the meaning of 0."""
+        return str(value) if value else self.zero_means
+
+
+@dataclass(frozen=True, slots=True)
 class RoundSize(Size):
     """Bytes, shown in the units in which they are round: decimal for drives, binary for memory."""
 
@@ -131,7 +148,9 @@ class ModelInputs(SettingsSection):
     name: str = setting("", Name("a name that `kvtier size` knows, or a config.json"), "The model.")
     kv_dtype: str = setting("bf16", Name("a format that `kvtier size` knows, such as bf16 or fp8"), "Format of the KV.")
     weights: Literal["bf16", "fp8", "fp4"] = setting("bf16", Choice(("bf16", "fp8", "fp4")), "Format of the weights.")
-    tp: int = setting(1, Count(1, 1024), "GPUs per replica (tensor-parallel size).")
+    tp: int = setting(
+        0, ZeroCount(0, 1024, "the fewest that hold the model"), "GPUs per replica (tensor-parallel size)."
+    )
     parameters: float = setting(
         0.0, Number(1e6, 1e14, "from the model"), "All parameters: they fill GPU memory, and decoding reads them."
     )
@@ -149,6 +168,9 @@ class GpuInputs(SettingsSection):
     name: str = setting("h100-sxm", Name("a GPU of the catalogue"), "The kind of GPU.")
     count: int = setting(8, Count(1, 10**6), "GPUs.")
     flops: float = setting(0.0, Number(1e9, 1e18, _CATALOGUE), "Peak FLOP/s of one GPU, dense, in the weights' format.")
+    attention_flops: float = setting(
+        0.0, Number(1e9, 1e18, _CATALOGUE), "Peak FLOP/s of one GPU for attention, in the format of the KV."
+    )
     memory_bytes: int = setting(0, RoundSize(0, 2**50, _CATALOGUE), "Memory of one GPU.")
     memory_bytes_per_s: float = setting(0.0, Rate(), "Bandwidth of that memory.")
     link_bytes_per_s: float = setting(0.0, Rate(), "Link of one GPU to its host, one direction.")
@@ -161,10 +183,13 @@ class GpuInputs(SettingsSection):
         "NVIDIA AIConfigurator, system files, 2026-08-21",
     )
     memory_share: float = setting(
-        0.92, Number(0.05, 1), "Share of GPU memory that the engine may take.", "vLLM 0.32, gpu_memory_utilization"
+        GPU_MEMORY_SHARE,
+        Number(0.05, 1),
+        "Share of GPU memory that the engine may take.",
+        "vLLM 0.32, gpu_memory_utilization",
     )
     other_bytes: int = setting(
-        3_758_096_384,
+        GPU_OTHER_BYTES,
         RoundSize(0, 2**42),
         "GPU memory for activations and libraries.",
         "NVIDIA AIConfigurator, system files, 2026-08-21",
@@ -279,7 +304,10 @@ class SoftwareInputs(SettingsSection):
 
     chunk_tokens: int = setting(256, Count(1, 2**20), "Tokens of a chunk.")
     load_bytes_per_s: float = setting(
-        0.0, Rate(zero_means="link times link_share"), "Load bandwidth that the software reaches, for one GPU."
+        6e9,
+        Rate(zero_means="link times link_share"),
+        "Load bandwidth that the software reaches, for one GPU.",
+        "what LMCache 0.3.3 reached in Samsung's test; measure yours with kvtier probe",
     )
     link_share: float = setting(0.8, Number(0.01, 1), "Share of the GPU's link that loads reach.", "rule of thumb")
     loads_block: bool = setting(
@@ -288,9 +316,15 @@ class SoftwareInputs(SettingsSection):
     skips_slow_loads: bool = setting(
         default=True, kind=Switch(), help="Prompts that load more slowly than they compute are computed."
     )
-    gpu_reuse: bool = setting(default=True, kind=Switch(), help="With tiers, the engine also reuses KV in GPU memory.")
+    gpu_reuse: bool = setting(default=True, kind=Switch(), help="The engine reuses KV in GPU memory (prefix caching).")
     chunks_in_flight: int = setting(4, Count(1, 10**4), "Chunks that one loading prompt reads in parallel.")
     write_share: float = setting(1.0, Number(0, 1), "Share of new KV that is written to the drives (admission).")
+    copies: int = setting(
+        0,
+        ZeroCount(0, 1024, "one for each rank"),
+        "Stored copies of KV that several ranks need: MLA's latent, heads fewer than ranks.",
+    )
+    snapshots: int = setting(1, Count(1, 10**5), "Snapshots of recurrent states that one request stores.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,8 @@
 """Limits of a deployment: which one binds, and which is next.
 
+Users come from latency and throughput. Bandwidth is a reserve: where bursts exceed it, loads take longer, and prompts
+that would load more slowly than they compute are computed, which the time to first token contains. Wear is no limit.
+
 Each limit computes the used share of its budget at a load; it is met at 1. The load at which that happens first is
 found for each limit alone. The lowest of these loads is the most that the deployment serves. Raising the binding limit
 changes the answer, raising another one does not, and the second lowest load is met after the first limit is raised.
@@ -44,6 +47,8 @@ class Limit:
     """The load at which this limit alone is met; infinite when it is not met in the searched range."""
     users: float
     """The ceiling in users; with a trace's own pauses, in queries a second."""
+    is_reserve: bool
+    """Bandwidth: beyond it loads are slower, but requests are served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +63,17 @@ class Ceiling:
     @property
     def binding(self) -> Limit:
         """The limit that is met first."""
-        return self.limits[0]
+        return self.serving[0]
 
     @property
     def next(self) -> Limit | None:
         """The limit that is met after the first is raised."""
-        return self.limits[1] if len(self.limits) > 1 else None
+        return self.serving[1] if len(self.serving) > 1 else None
+
+    @property
+    def serving(self) -> list[Limit]:
+        """The limits of latency and throughput, the tightest first."""
+        return [it for it in self.limits if not it.is_reserve]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,7 @@ class LimitRule:
     meaning: str
     raised_by: str
     used: Use
+    is_reserve: bool = False
 
 
 def rules(deployment: Deployment, *, with_tiers: bool) -> list[LimitRule]:
@@ -110,33 +121,25 @@ def rules(deployment: Deployment, *, with_tiers: bool) -> list[LimitRule]:
             "from a host to its GPUs",
             "software.load_bytes_per_s, gpu.link_bytes_per_s, gpu.count",
             _link_used,
+            is_reserve=True,
         )
     )
     burst = f"{target.burst:g} x the average reads, and writes"
     for tier in deployment.tiers:
         name, raised_by = _BANDWIDTHS[tier.name]
         used = _host_used if tier.name == "host" else partial(_bandwidth_used, tier=tier.name)
-        found.append(LimitRule(name, burst, raised_by, used))
-        if tier.name == "disk":
-            found.append(
-                LimitRule(
-                    "drive life",
-                    f"{target.life_years:g} years of these writes",
-                    "disk.count, disk.drive_writes_per_day, software.write_share",
-                    lambda deployment, point: target.life_years / max(life_years(deployment, point), 1e-9),
-                )
-            )
+        found.append(LimitRule(name, burst, raised_by, used, is_reserve=True))
     return found
 
 
-def life_years(deployment: Deployment, point: OperatingPoint) -> float:
+def life_years(deployment: Deployment, written_bytes_per_s: float) -> float:
     """Years until the drives have written their rating; infinite without writes.
 
     A rating of d drive writes a day for y years is ``365 d y`` times the capacity (as in JESD218).
     """
     disk = deployment.inputs.disk
     day_share = deployment.inputs.traffic.day_share
-    written = point.write_bytes_per_s.get("disk", 0.0) * day_share * 86_400 * _DAYS_PER_YEAR * disk.wear
+    written = written_bytes_per_s * day_share * 86_400 * _DAYS_PER_YEAR * disk.wear
     rated = disk.count * disk.capacity_bytes * disk.drive_writes_per_day * _DAYS_PER_YEAR * disk.rated_years
     return rated / written if written else math.inf
 
@@ -173,15 +176,18 @@ def ceiling(deployment: Deployment, *, with_tiers: bool) -> Ceiling:
                 raised_by=rule.raised_by,
                 requests_per_s=met,
                 users=in_users(deployment, met),
+                is_reserve=rule.is_reserve,
             )
         )
     limits.sort(key=lambda it: it.requests_per_s)
-    return Ceiling(limits=tuple(limits), point=points(limits[0].requests_per_s or _loads(deployment)[0]))
+    first = next(it for it in limits if not it.is_reserve).requests_per_s
+    return Ceiling(limits=tuple(limits), point=points(first or _loads(deployment)[0]))
 
 
 def highest_load(deployment: Deployment, *, with_tiers: bool, only: str = "") -> float:
-    """Requests a second at which the first limit is met, or the limit `only`."""
-    used = [rule.used for rule in rules(deployment, with_tiers=with_tiers) if not only or rule.name == only]
+    """Requests a second at which the first limit of latency or throughput is met, or the limit `only`."""
+    known = rules(deployment, with_tiers=with_tiers)
+    used = [rule.used for rule in known if (rule.name == only if only else not rule.is_reserve)]
     points = _points(deployment, with_tiers=with_tiers)
     return _first_met(lambda it, point: max(use(it, point) for use in used), deployment, points)
 

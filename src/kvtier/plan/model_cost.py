@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from kvtier.size import KvSize
 from kvtier.size.caches import LayerCache
 
-WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
-"""Bytes of a weight; fp4 with a scale of one byte for each 16 (NVFP4)."""
 _ATTENDING = {"full", "window", "chunked", "mla"}
 """Kinds whose work grows with the earlier tokens; recurrent layers' work is in their parameters."""
 
@@ -32,11 +30,15 @@ class ModelCost:
 
     name: str
     token_bytes: float
-    """Stored KV per token: all layers, all ranks."""
+    """Stored KV per token: all layers, as many copies as are stored."""
     state_bytes: float
-    """Recurrent state that is stored with a prefix."""
+    """One stored snapshot of the recurrent states."""
+    windows: tuple[tuple[float, int], ...]
+    """Stored bytes a token of the layers with each window, and the window: a load needs its last tokens only."""
     duplication: float
     """Bytes over all ranks, over the minimum."""
+    delivered_ratio: float
+    """Bytes that all ranks receive, over the stored bytes; above 1 where a copy is stored for several ranks."""
     growing_bytes: float
     constant_bytes: float
     """GPU memory of a session: for each token, and independent of its length."""
@@ -44,13 +46,19 @@ class ModelCost:
     tokens_max: int | None
 
     def stored_bytes(self, tokens: float) -> float:
-        """Bytes of a prefix of `tokens` on a tier, over all ranks."""
+        """Bytes of a prefix of `tokens` on a tier: every layer of every token, and a snapshot."""
         return self.token_bytes * tokens + (self.state_bytes if tokens else 0.0)
+
+    def loaded_bytes(self, tokens: float) -> float:
+        """Stored bytes that a load of a prefix of `tokens` reads: of a layer with a window its last tokens only."""
+        unread = sum(token_bytes * max(tokens - window, 0.0) for token_bytes, window in self.windows)
+        return self.stored_bytes(tokens) - unread
 
     def gpu_bytes(self, tokens: float) -> float:
         """Bytes of a session of `tokens` in GPU memory, over all ranks."""
         minimum = self.growing_bytes * tokens + self.constant_bytes
-        return min(minimum * self.duplication, self.token_bytes * tokens + self.state_bytes)
+        whole = (self.token_bytes * tokens + self.state_bytes) * self.delivered_ratio
+        return min(minimum * self.duplication, whole)
 
     def attention_flop(self, new_tokens: float, tokens: float) -> float:
         """Attention work for the last `new_tokens` of a prompt of `tokens`.
@@ -67,15 +75,28 @@ class ModelCost:
         return flop
 
 
-def model_cost(kv: KvSize) -> ModelCost:
-    """The costs of a model by the size of its KV."""
+def model_cost(kv: KvSize, copies: int = 0) -> ModelCost:
+    """The costs of a model by the size of its KV.
+
+    Args:
+        kv: sizes in one format on its ranks.
+        copies: stored copies of KV that several ranks need; 0: one for each of them.
+    """
     model = kv.model
     heads = model.attention_heads or 0
+    delivered_ratio = max(kv.duplication / copies, 1.0) if copies else 1.0
+    windowed: dict[int, float] = {}
+    for cache, count in model.runs:
+        if cache.window is not None:
+            stored = kv.tp * count * cache.rank_token_bytes(kv.form, kv.tp) / delivered_ratio
+            windowed[cache.window] = windowed.get(cache.window, 0.0) + stored
     return ModelCost(
         name=model.name,
-        token_bytes=kv.bytes_per_token_stored,
-        state_bytes=kv.state_bytes_stored,
+        token_bytes=kv.bytes_per_token_stored / delivered_ratio,
+        state_bytes=min(kv.state_bytes_stored, kv.state_bytes * copies) if copies else kv.state_bytes_stored,
+        windows=tuple((stored, window) for window, stored in windowed.items()),
         duplication=kv.duplication,
+        delivered_ratio=delivered_ratio,
         growing_bytes=kv.bytes_per_token_growing,
         constant_bytes=kv.bytes_per_session_constant,
         attention=tuple(

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from kvtier.plan.cost import BreakEven, Cost, break_evens, cost
 from kvtier.plan.inputs import SETTINGS, Inputs
@@ -94,6 +94,12 @@ class DriveLoad:
     """Writes of a day, divided by the capacity of all drives."""
     rated_writes_per_day: float
     life_years: float
+    life_selective_years: float
+    """The same if KV is written at its second use, not as soon as it is computed."""
+    write_policy: Literal["through", "selective", "budget"]
+    """Writes all new KV, or KV at its second use, or a budget: the first of them that lasts `target.life_years`."""
+    write_share: float
+    """Share of new KV that this policy writes."""
     drives_for_bandwidth: int
     drives_for_life: int
 
@@ -184,7 +190,7 @@ def gpus_needed(deployment: Deployment, target_per_s: float, measured_per_s: flo
     """GPUs for a throughput: target / (throughput of the small system x utilisation) x its GPUs, in whole replicas.
 
     The throughput of the small system is the one within the limit of the time to first token; the utilisation is
-    ``target.gpu_used``. (The formula of the SNIA SDC 2025 talk on KV offload benchmarks.)
+    ``target.gpu_used``. (The formula of DapuStor's article on KV and NVMe drives.)
     """
     if not measured_per_s:
         return None
@@ -197,24 +203,29 @@ def capacity(deployment: Deployment, hit_share: float) -> CapacityNeed:
     load, model = deployment.workload, deployment.model
     residence_s = load.curve.residence_for(hit_share)
     tokens = load.curve.tokens_held(residence_s, load.requests_per_s) + load.prefix_tokens
-    later = (1 - load.first_share) * load.reusable_tokens * hit_share
-    read = load.requests_per_s * model.stored_bytes(later)
+    with_states = deployment.tier_curve.tokens_held(residence_s, load.requests_per_s) + load.prefix_tokens
+    hit_requests = (1 - load.first_share) * hit_share
+    later = hit_requests * load.reusable_tokens
+    read = load.requests_per_s * hit_requests * model.loaded_bytes(load.reusable_tokens)
     hits = (load.first_share + (1 - load.first_share) * (1 - hit_share)) * load.prefix_tokens + later
     return CapacityNeed(
         hit_share=hit_share,
         hit_rate=hits / load.input_tokens,
         residence_s=residence_s,
         tokens=tokens,
-        bytes=model.token_bytes * tokens,
+        bytes=model.token_bytes * with_states,
         read_bytes_per_s=read,
         read_burst_bytes_per_s=read * deployment.inputs.target.burst,
     )
 
 
 def _tiers(deployment: Deployment, point: OperatingPoint) -> list[PlannedTier]:
+    session_tokens = deployment.workload.session_tokens
+    # A stored session has a snapshot of its states.
+    session_bytes = deployment.model.stored_bytes(session_tokens)
     gpu = (GPU, deployment.kv_bytes * deployment.replicas, deployment.gpu_tokens * deployment.replicas, 0.0)
     lower = [
-        (it.name, it.capacity_bytes, it.capacity_bytes / deployment.model.token_bytes, it.read_bytes_per_s)
+        (it.name, it.capacity_bytes, it.capacity_bytes / session_bytes * session_tokens, it.read_bytes_per_s)
         for it in deployment.tiers
     ]
     return [
@@ -222,7 +233,7 @@ def _tiers(deployment: Deployment, point: OperatingPoint) -> list[PlannedTier]:
             name=name,
             capacity_bytes=capacity_bytes,
             capacity_tokens=tokens,
-            sessions=tokens / deployment.workload.session_tokens,
+            sessions=tokens / session_tokens,
             residence_s=point.residence_s[name],
             found=point.found[name],
             read_bytes_per_s=point.read_bytes_per_s.get(name, 0.0),
@@ -237,15 +248,20 @@ def _tiers(deployment: Deployment, point: OperatingPoint) -> list[PlannedTier]:
 def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
     inputs = deployment.inputs
     disk, software, target = inputs.disk, inputs.software, inputs.target
+    policy: Literal["through", "selective", "budget"]
     read, written = point.read_bytes_per_s["disk"], point.write_bytes_per_s["disk"]
     chunk_bytes = deployment.model.token_bytes * software.chunk_tokens
-    all_read = sum(point.read_bytes_per_s.values())
-    # Little's law twice: the mean number of loading requests, and the commands of each in flight.
-    loading = point.loading * read / all_read if all_read else 0.0
-    depth = loading * software.chunks_in_flight * max(chunk_bytes / disk.command_bytes, 1.0)
+    # Little's law twice: the mean number of requests that load from drives, and the commands of each in flight.
+    depth = point.loading["disk"] * software.chunks_in_flight * max(chunk_bytes / disk.command_bytes, 1.0)
     wanted = point.wanted_bytes_per_s["disk"]
     time_used = target.burst * wanted / disk.read_bytes_per_s + written / disk.write_bytes_per_s  # in drives
-    years = life_years(deployment, point)
+    years, full_years = life_years(deployment, written), life_years(deployment, point.new_bytes_per_s)
+    kept = deployment.workload.kept_share
+    selective_years = full_years / kept if kept else math.inf
+    policy, share = "through", 1.0
+    if full_years < target.life_years:
+        lasts = selective_years >= target.life_years
+        policy, share = ("selective", kept) if lasts else ("budget", full_years / target.life_years)
     written_per_day = written * 86_400 * inputs.traffic.day_share
     return DriveLoad(
         read_bytes_per_s=read,
@@ -261,6 +277,9 @@ def _drives(deployment: Deployment, point: OperatingPoint) -> DriveLoad:
         writes_per_day=written_per_day / (disk.count * disk.capacity_bytes),
         rated_writes_per_day=disk.drive_writes_per_day,
         life_years=years,
+        life_selective_years=selective_years,
+        write_policy=policy,
+        write_share=share,
         drives_for_bandwidth=max(math.ceil(time_used - 1e-9), 1),
         drives_for_life=max(math.ceil(disk.count * target.life_years / years - 1e-9), 1),
     )

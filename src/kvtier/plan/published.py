@@ -1,6 +1,11 @@
-"""Published figures of an example compared with those of its plan."""
+"""Published figures of an example compared with those of its plan.
 
-from collections.abc import Callable, Mapping
+Four lists: figures that follow from the set-up; figures for which an input was set; figures that the plan predicts,
+with no input set for them; and figures that it does not explain.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +15,8 @@ from kvtier.report.format import bytes_text, rate_text, share_text
 from kvtier.report.table import Table
 
 HOW = {
-    "arithmetic": "follows from the set-up or from other figures here, by arithmetic",
-    "calibrated": "an unpublished input was set so that the plan gives the figure",
+    "set": "follows from the published set-up, by arithmetic",
+    "calibrated": "an unpublished input was set so that the plan gives the figure, so it is no evidence",
     "predicted": "result of the plan, with no input set for it",
     "unexplained": "the plan gives another figure",
 }
@@ -24,6 +29,8 @@ class PublishedFigure:
 
     text: str
     published: float
+    is_least: bool
+    """The source claims more than `published`, without a figure."""
     computed: float
     how: str
     note: str
@@ -33,11 +40,12 @@ class PublishedFigure:
     @property
     def off(self) -> float:
         """Relative difference of the plan's figure from the published one."""
-        return self.computed / self.published - 1
+        off = self.computed / self.published - 1
+        return 0.0 if self.is_least and off > 0 else off
 
     def to_json(self) -> dict[str, object]:
         """The figure as plain values."""
-        keys = ("text", "published", "computed", "off", "how", "note")
+        keys = ("text", "published", "is_least", "computed", "off", "how", "note")
         return {key: getattr(self, key) for key in keys}
 
 
@@ -52,31 +60,40 @@ def compare(example: str, plan: Plan) -> list[PublishedFigure]:
     return [_figure(line, plan, plans) for line in example_tables(example)[PUBLISHED]]
 
 
-def published_table(figures: list[PublishedFigure], *, with_notes: bool = False) -> Table:
-    """The published figures of an example, compared with those of the plan."""
-    columns = ("figure", "published", "plan", "off", "", *(("why",) if with_notes else ()))
-    rows = [
-        (it.text, it.show(it.published), it.show(it.computed), f"{it.off:+.0%}", it.how, it.note)[: len(columns)]
-        for it in figures
-    ]
-    note = "; ".join(f"{word}: {meaning}" for word, meaning in HOW.items())
-    return Table(columns, rows, title="Published figures and those of the plan", note=f"{note}.")
+def published_tables(figures: list[PublishedFigure], *, with_notes: bool = False) -> Iterator[Table]:
+    """The published figures of an example beside those of the plan: a table for each of `HOW`."""
+    columns = ("figure", "published", "plan", "off", *(("why",) if with_notes else ()))
+    for how, meaning in HOW.items():
+        rows = [figure_row(it)[: len(columns)] for it in figures if it.how == how]
+        yield Table(columns, rows, title=f"Published figures: {how}", note=f"{meaning.capitalize()}.")
+
+
+def figure_row(figure: PublishedFigure) -> tuple[str, ...]:
+    """Text, published and computed figure, difference and note."""
+    published = f"> {figure.show(figure.published)}" if figure.is_least else figure.show(figure.published)
+    off = "" if figure.is_least else f"{figure.off:+.0%}"
+    return figure.text, published, figure.show(figure.computed), off, figure.note
 
 
 def _figure(line: Mapping[str, Any], plan: Plan, plans: dict[int | None, Plan]) -> PublishedFigure:
     """The figure of one line of the example; `plans` keeps the plans by their number of users."""
     users, name = line.get("users"), line["figure"]
     if users not in plans:
-        changed = plan.inputs.change({"traffic.users": users}, "published")
-        plans[users] = make_plan(changed, plan.deployment.trace, with_sensitivities=False)
+        plans[users] = _plan_for(plan, users)
     return PublishedFigure(
         text=line["text"],
-        published=float(line["value"]),
+        published=float(line.get("value") or line["more_than"]),
+        is_least="more_than" in line,
         computed=FIGURES[name](plans[users]),
         how=line["how"],
         note=line["note"],
         show=_format(name),
     )
+
+
+def _plan_for(plan: Plan, users: int | None) -> Plan:
+    changed = plan.inputs.change({"traffic.users": users}, "published")
+    return make_plan(changed, plan.deployment.trace, with_sensitivities=False)
 
 
 def _format(name: str) -> Callable[[float], str]:
@@ -100,6 +117,16 @@ def _drive_power_share(plan: Plan) -> float:
     return plan.inputs.disk.count * plan.inputs.disk.watts / plan.alone.cost.watts
 
 
+def _ttft_spread(plan: Plan) -> float:
+    """Rise of the time to first token from 20 to 140 users with GPU memory alone, over that with tiers."""
+    few, many = _plan_for(plan, 20), _plan_for(plan, 140)
+    return (many.alone.ttft_s - few.alone.ttft_s) / (many.tiered.ttft_s - few.tiered.ttft_s)
+
+
+def _drive_cost_share(plan: Plan) -> float:
+    return (plan.tiered.cost.bought or 0.0) / (plan.alone.cost.bought or math.inf) - 1
+
+
 def _ratio(of: Callable[[Variant], float]) -> Callable[[Plan], float]:
     return lambda plan: of(plan.tiered) / of(plan.alone)
 
@@ -116,6 +143,9 @@ FIGURES: dict[str, Callable[[Plan], float]] = {
     "throughput_users_alone": lambda plan: plan.alone.throughput_users,
     "tokens_ratio": _ratio(lambda it: it.output_tokens_per_s),
     "ttft_tiered_s": lambda plan: plan.tiered.ttft_s,
+    "ttft_ratio": lambda plan: plan.alone.ttft_s / plan.tiered.ttft_s,
+    "ttft_spread": _ttft_spread,
+    "drive_cost_share": _drive_cost_share,
     "depth": lambda plan: plan.drives.depth if plan.drives else 0.0,
     "depth_burst": lambda plan: plan.drives.depth_burst if plan.drives else 0.0,
     "tokens_per_price_ratio": _ratio(lambda it: it.cost.tokens_per_s_per_price or 0.0),

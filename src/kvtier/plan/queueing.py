@@ -63,11 +63,13 @@ class OperatingPoint:
     read_bytes_per_s: dict[str, float]
     wanted_bytes_per_s: dict[str, float]
     """Reads if no hit were computed because its load is too slow."""
+    new_bytes_per_s: float
+    """New KV and snapshots: what a tier that stores all of it writes."""
     write_bytes_per_s: dict[str, float]
     link_used: float
     """Share in use of a replica's load bandwidth."""
-    loading: float
-    """Mean number of loading requests, by Little's law."""
+    loading: dict[str, float]
+    """Mean number of requests that load from each tier, by Little's law with that tier's own time."""
 
     @property
     def hit_rate(self) -> float:
@@ -85,7 +87,7 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
     wanted = dict(read)
     for each in classes:
         if each.loaded_from:
-            bytes_per_s = requests_per_s * model.stored_bytes(each.loaded_tokens)
+            bytes_per_s = requests_per_s * model.loaded_bytes(each.loaded_tokens)
             read[each.loaded_from] += each.share * bytes_per_s
             wanted[each.loaded_from] += each.wanted_share * bytes_per_s
     link_used = sum(read.values()) / deployment.replicas / deployment.load_bytes_per_s
@@ -93,7 +95,7 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
 
     prefills = [prefill_s(deployment, each.computed_tokens, each.prompt_tokens) for each in classes]
     loads = [
-        model.stored_bytes(each.loaded_tokens) * seconds_per_byte[each.loaded_from] if each.loaded_from else 0.0
+        model.loaded_bytes(each.loaded_tokens) * seconds_per_byte[each.loaded_from] if each.loaded_from else 0.0
         for each in classes
     ]
     blocking = loads if deployment.inputs.software.loads_block else [0.0] * len(classes)
@@ -114,8 +116,10 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
     tpot_s = _tpot_s(deployment, rate, mean_s)
     computing = rate * prefill_mean + min(rate * load.answer_tokens * tpot_s, 1.0)
     computed_tokens = _mean(classes, [each.computed_tokens for each in classes])
-    # All computed KV, of prompt and answer, is written to every tier.
-    written = requests_per_s * (computed_tokens + load.answer_tokens) * model.token_bytes if with_tiers else 0.0
+    # All computed KV, of prompt and answer, is written to every tier, and the snapshots of recurrent states.
+    states = deployment.inputs.software.snapshots * model.state_bytes
+    new_bytes_per_s = requests_per_s * ((computed_tokens + load.answer_tokens) * model.token_bytes + states)
+    written = new_bytes_per_s if with_tiers else 0.0
     write_share = deployment.inputs.software.write_share
     return OperatingPoint(
         requests_per_s=requests_per_s,
@@ -133,16 +137,22 @@ def operate(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) 
         gpu_seconds=mean_s + decode_s,
         read_bytes_per_s=read,
         wanted_bytes_per_s=wanted,
+        new_bytes_per_s=new_bytes_per_s,
         write_bytes_per_s={name: written * (1.0 if name == "host" else write_share) for name in read},
         link_used=link_used,
-        loading=requests_per_s * load_mean,
+        loading={
+            name: requests_per_s
+            * sum(each.share * it for each, it in zip(classes, loads, strict=True) if each.loaded_from == name)
+            for name in read
+        },
     )
 
 
 def prefill_s(deployment: Deployment, computed_tokens: float, prompt_tokens: float) -> float:
     """Seconds in which one idle replica computes the last tokens of a prompt."""
     linear = 2.0 * deployment.inputs.model.active_parameters * computed_tokens
-    return (linear + deployment.model.attention_flop(computed_tokens, prompt_tokens)) / deployment.flops
+    attention = deployment.model.attention_flop(computed_tokens, prompt_tokens)
+    return linear / deployment.flops + attention / deployment.attention_flops
 
 
 def decode_token_s(deployment: Deployment) -> float:
@@ -154,27 +164,31 @@ def decode_token_s(deployment: Deployment) -> float:
 
 def fetch_s(deployment: Deployment, tier: str, tokens: float) -> float:
     """Seconds to load a prefix from an idle tier."""
-    return deployment.model.stored_bytes(tokens) * _seconds_per_byte(deployment, {}, 0.0)[tier]
+    return deployment.model.loaded_bytes(tokens) * _seconds_per_byte(deployment, {}, 0.0)[tier]
 
 
 def _residences(deployment: Deployment, requests_per_s: float, *, with_tiers: bool) -> dict[str, float]:
     """Residence times in seconds, of the fastest place first."""
     load = deployment.workload
     # Users stay with their replica, so GPU memories add up; each holds its own copy of the common prefix.
-    held = {GPU: deployment.replicas * max(deployment.gpu_tokens - load.prefix_tokens, 0.0)}
+    held = deployment.replicas * max(deployment.gpu_tokens - load.prefix_tokens, 0.0)
+    found = {GPU: load.curve.residence(held, requests_per_s)}
     for tier in deployment.tiers if with_tiers else ():
-        held[tier.name] = max(tier.capacity_bytes / deployment.model.token_bytes - load.prefix_tokens, 0.0)
-    return {name: load.curve.residence(tokens, requests_per_s) for name, tokens in held.items()}
+        held = max(tier.capacity_bytes / deployment.model.token_bytes - load.prefix_tokens, 0.0)
+        found[tier.name] = deployment.tier_curve.residence(held, requests_per_s)
+    return found
 
 
 def _request_classes(
     deployment: Deployment, requests_per_s: float, residence_s: dict[str, float], *, with_tiers: bool
 ) -> list[RequestClass]:
     load = deployment.workload
-    gpu_reuse = not with_tiers or deployment.inputs.software.gpu_reuse
-    # The common prefix is always cached: in GPU memory, or else in the fastest tier.
-    prefix_from = "" if gpu_reuse or not deployment.tiers else deployment.tiers[0].name
-    prefix, later = load.prefix_tokens, 1 - load.first_share
+    gpu_reuse = deployment.inputs.software.gpu_reuse
+    # The common prefix is always cached where it fits: in GPU memory, or else in the fastest tier.
+    stored = deployment.model.stored_bytes(load.prefix_tokens)
+    holds_prefix = [it.name for it in deployment.tiers if with_tiers and it.capacity_bytes >= stored]
+    prefix_from = "" if gpu_reuse or not holds_prefix else holds_prefix[0]
+    prefix, later = load.prefix_tokens if gpu_reuse or holds_prefix else 0.0, 1 - load.first_share
     classes = [_request_class(load.first_share, prefix, load.first_tokens, prefix_from, prefix)]
     reached = link_used = 0.0
     rest = later
@@ -200,7 +214,7 @@ def _worth_loading(
     deployment: Deployment, each: RequestClass, requests_per_s: float, link_used: float
 ) -> tuple[float, float]:
     """Share of the requests that load before the pipes become slower than the GPU, and their use of the link."""
-    loaded_bytes = deployment.model.stored_bytes(each.loaded_tokens)
+    loaded_bytes = deployment.model.loaded_bytes(each.loaded_tokens)
     tier = next(it for it in deployment.tiers if it.name == each.loaded_from)
     array = each.share * requests_per_s * loaded_bytes / tier.read_bytes_per_s
     link = each.share * requests_per_s / deployment.replicas * loaded_bytes / deployment.load_bytes_per_s

@@ -1,7 +1,7 @@
 """Inputs of a plan. Later wins: defaults, an example, a file, a probe's record, options, `--set`."""
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -9,18 +9,19 @@ from typing import Any, NamedTuple, cast
 from kvtier.config.probe_record import fastest, read_links
 from kvtier.config.schema import Setting, near, read, read_toml
 from kvtier.errors import ConfigError
+from kvtier.plan.hardware import split_count
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
 
 EXAMPLES = files("kvtier.plan") / "examples"
-PUBLISHED = "published"
-"""Table of an example file with the published figures to compare; not an input."""
+PUBLISHED, CALIBRATED = "published", "calibrated"
+"""Lists of an example file that are no inputs: published figures, and the inputs that were set to give some of them."""
 OPTIONS = {
     "model.name": "model",
     "model.kv_dtype": "dtype",
     "model.weights": "weights",
     "model.tp": "tp",
     "gpu.name": "gpu",
-    "gpu.count": "gpus",
+    "gpu.count": "gpu",
     "traffic.users": "users",
     "traffic.turns": "turns",
     "traffic.interval_s": "interval",
@@ -31,11 +32,13 @@ OPTIONS = {
     "traffic.reuse": "reuse",
     "traffic.trace": "trace",
     "target.ttft_s": "ttft",
-    "host.capacity_bytes": "host",
-    "disk.name": "drive",
-    "disk.count": "drives",
+    "host.capacity_bytes": "tier",
+    "disk.name": "tier",
+    "disk.count": "tier",
+    "disk.capacity_bytes": "tier",
+    "shared.capacity_bytes": "tier",
 }
-"""Inputs with an option of their own on the command line."""
+"""Inputs with an option on the command line, and its name; `--gpu` and `--tier` give several."""
 
 
 class _Value(NamedTuple):
@@ -97,7 +100,7 @@ def example_tables(name: str) -> dict[str, Any]:
 
 def _from_tables(tables: Mapping[str, Any], origin: str) -> Iterator[_Value]:
     for section, table in tables.items():
-        if section == PUBLISHED:
+        if section in {PUBLISHED, CALIBRATED}:
             continue
         if not isinstance(table, dict):
             raise ConfigError(f"{section} (from {origin}): not a section; write its inputs below a line [{section}]")
@@ -111,13 +114,53 @@ def _from_probe(path: Path) -> Iterator[_Value]:
     drive = "disk" if "disk" in links else "directory"
     for rate, shares in (
         (("host.channel_bytes_per_s", fastest(links, "host", "copy")), {"host.channels": 1, "host.share": 1.0}),
-        (("gpu.link_bytes_per_s", fastest(links, "gpu", "to_gpu")), {"software.link_share": 1.0}),
+        (
+            ("gpu.link_bytes_per_s", fastest(links, "gpu", "to_gpu")),
+            {"software.link_share": 1.0, "software.load_bytes_per_s": 0.0},  # the measured stream of one GPU
+        ),
         (("disk.read_bytes_per_s", fastest(links, drive, "read")), {}),
         (("disk.write_bytes_per_s", fastest(links, drive, "write")), {}),
     ):
         if rate[1] is not None:
             for name, raw in (rate, *shares.items()):
                 yield _Value(SETTINGS[name], raw, f"probe {path}", is_text=False)
+
+
+def gpu_options(text: str) -> dict[str, object]:
+    """Inputs of ``--gpu 8xh100-sxm`` or ``--gpu h100-sxm``.
+
+    Raises:
+        ConfigError: the number is not allowed.
+    """
+    count, name = split_count(text, "--gpu")
+    return {"gpu.name": name, **({} if count is None else {"gpu.count": count})}
+
+
+def tier_options(texts: Sequence[str]) -> dict[str, object]:
+    """Inputs of all `--tier` options together: ``host=1TiB``, ``disk=4xpm1753``, ``disk=4x7.68TB``, ``shared=1000TB``.
+
+    Tiers that no text names have no capacity. A size of drives is that of one drive.
+
+    Raises:
+        ConfigError: a text is malformed, or names a tier twice or one that a plan does not have.
+    """
+    found: dict[str, object] = {}
+    for text in texts:
+        tier, equals, what = (it.strip() for it in text.partition("="))
+        capacity = {"host": "host.capacity_bytes", "shared": "shared.capacity_bytes", "disk": "disk.count"}.get(tier)
+        if capacity is None or not equals or not what:
+            raise ConfigError(f"--tier {text!r}; allowed: host=1TiB, disk=4xpm1753, disk=4x7.68TB, shared=1000TB")
+        if capacity in found:
+            raise ConfigError(f"--tier {text!r}: {tier} is given twice; allowed: once")
+        if tier != "disk":
+            found[capacity] = what
+            continue
+        count, name = (0, "") if what == "0" else split_count(what, "--tier")
+        found["disk.count"] = 1 if count is None else count
+        if name:
+            found["disk.capacity_bytes" if name[0].isdigit() else "disk.name"] = name
+    absent = {"host.capacity_bytes": 0, "disk.count": 0, "shared.capacity_bytes": 0}
+    return {**absent, **found} if found else {}
 
 
 def _from_options(options: Mapping[str, object]) -> Iterator[_Value]:

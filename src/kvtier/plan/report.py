@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from kvtier.plan.cost import cost
 from kvtier.plan.limits import in_users
 from kvtier.plan.plan import Plan, Variant
-from kvtier.plan.published import PublishedFigure, published_table
+from kvtier.plan.published import PublishedFigure, published_tables
 from kvtier.plan.queueing import OperatingPoint, fetch_s, operate, prefill_s
+from kvtier.plan.settings import settings_toml
 from kvtier.plan.tables import (
     TIER_NAMES,
     assumptions,
@@ -23,18 +24,19 @@ from kvtier.plan.tables import (
     load_text,
     load_unit,
     tables,
+    verdict,
 )
 from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
-from kvtier.report.format import bytes_text, ratio_text, share_text, short_count, time_text
+from kvtier.report.format import bytes_text, short_count, time_text
 from kvtier.report.output import write_file
 from kvtier.report.page import (
+    code_html,
     definitions_html,
     list_html,
     page_html,
     paragraphs_html,
     section_html,
     table_html,
-    tiles_html,
 )
 
 if TYPE_CHECKING:
@@ -83,48 +85,28 @@ def write_plot(path: Path, plan: Plan) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_charts("--plot", path, charts(plan), plan)
+    write_charts("--picture", path, charts(plan), plan)
 
 
 def render_report(plan: Plan, published: list[PublishedFigure], made: datetime | None = None) -> str:
     """The HTML of the report."""
     sources = [f"{name}: {source}; read {date}" for name, source, date in plan.deployment.sources]
+    answer, *others = charts(plan).items()
     return page_html(
         "kvtier plan",
-        heading(plan),
-        paragraphs_html(conclusion(plan)),
-        definitions_html(circumstances(plan)),
-        tiles_html(_tiles(plan)),
-        figures_html(charts(plan), plan),
+        verdict(plan),
+        paragraphs_html([heading(plan)]),
+        figures_html(dict([answer]), plan),
+        list_html(conclusion(plan)),
         *(table_html(it) for it in tables(plan)),
-        table_html(published_table(published, with_notes=True)) if published else "",
+        figures_html(dict(others), plan),
+        section_html("Settings of kvtier", code_html(settings_toml(plan))),
+        *(table_html(it) for it in published_tables(published, with_notes=True) if published),
+        section_html("Model and traffic", definitions_html(circumstances(plan))),
         f'<div class="assumptions">{table_html(assumptions(plan))}{list_html(sources)}</div>',
         section_html("Not modelled", list_html(LIMITS)),
         made=made,
     )
-
-
-def _tiles(plan: Plan) -> list[tuple[str, str]]:
-    alone, tiered, unit = plan.alone, plan.tiered, load_unit(plan)
-    users, requested, binding = (
-        load_text(plan, load) for load in (tiered.users_at_ttft, plan.requested_users, plan.binding.users)
-    )
-    ratio = ratio_text(tiered.users_at_ttft, alone.users_at_ttft)
-    return [
-        (
-            f"{load_text(plan, alone.users_at_ttft)} → {users}",
-            f"{unit} within {plan.inputs.target.ttft_s:g} s to the first token ({ratio})",
-        ),
-        (
-            ratio_text(tiered.output_tokens_per_s, alone.output_tokens_per_s),
-            f"tokens a second at {requested} {unit}",
-        ),
-        (
-            f"{share_text(alone.point.hit_rate)} → {share_text(tiered.point.hit_rate)}",
-            "of all prompt tokens found, not computed",
-        ),
-        (plan.binding.name, f"binds, at {binding} {unit}"),
-    ]
 
 
 def charts(plan: Plan) -> Charts[Plan]:
@@ -135,6 +117,11 @@ def charts(plan: Plan) -> Charts[Plan]:
     ]
     faster = f" It is faster {'; '.join(crossings)}." if crossings else ""
     return {
+        "ttft": Chart(
+            "Time to first token against the load",
+            _draw_ttft,
+            "Dashed: the limit; a dot is where the mean meets it. Curves end where queues grow without bound.",
+        ),
         "capacity": Chart(
             "KV against conversations and context",
             _draw_capacity,
@@ -144,11 +131,6 @@ def charts(plan: Plan) -> Charts[Plan]:
             "One prompt: computed, or fetched",
             _draw_single_prompt,
             f"One prompt whose KV is all stored, on an idle machine.{faster}",
-        ),
-        "ttft": Chart(
-            "Time to first token against the load",
-            _draw_ttft,
-            "Dashed: the limit; a dot is where the mean meets it. Curves end where queues grow without bound.",
         ),
         "cost": Chart(
             "Cost of a million output tokens" if _has_prices(plan) else "Energy of a million output tokens",

@@ -88,10 +88,10 @@ def _numbers(deployment: Deployment) -> Iterator[tuple[Setting, float, float | N
         lower: float = value * (1 - STEP)
         higher: float = value * (1 + STEP)
         if isinstance(value, int):
-            # A whole number moves by at least one; GPUs move by whole replicas.
+            # A whole number moves by at least one; GPUs move by whole replicas, ranks by halves and doubles.
             grain = deployment.inputs.model.tp if name == "gpu.count" else 1
             step = max(round(value * STEP / grain), 1) * grain
-            lower, higher = value - step, value + step
+            lower, higher = (value - step, value + step) if name != "model.tp" else (value // 2, value * 2)
         yield setting, value, _allowed(setting, lower), _allowed(setting, higher)
 
 

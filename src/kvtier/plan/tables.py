@@ -7,6 +7,7 @@ from kvtier.config.value_types import seconds_text
 from kvtier.plan.inputs import SETTINGS
 from kvtier.plan.limits import TTFT
 from kvtier.plan.plan import DriveLoad, Plan, Variant
+from kvtier.plan.resolve import FEWEST
 from kvtier.plan.sensitivity import STEP
 from kvtier.report.format import (
     NONE,
@@ -21,18 +22,60 @@ from kvtier.report.format import (
 )
 from kvtier.report.table import Table
 
+LEAST_GAIN = 1.02
+"""A smaller ratio of users is no gain."""
+NEARLY_ALL = 0.97
 SENSITIVITIES = 12
 """Inputs in the table of sensitivities."""
 TIER_NAMES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
 _HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
 
 
+def verdict(plan: Plan) -> str:
+    """The finding in one line: what tiers change, or why they change nothing."""
+    alone, tiered = plan.alone.users_at_ttft, plan.tiered.users_at_ttft
+    unit, within = load_unit(plan), f"within {plan.inputs.target.ttft_s:g} s to the first token"
+    before, after = load_text(plan, alone), load_text(plan, tiered)
+    if not tiered:
+        return f"No gain: not one request is {within}, with or without tiers"
+    if not alone:
+        return f"Only with tiers is the first token in time: {after} {unit} {within}"
+    if tiered < alone * LEAST_GAIN:
+        return f"No gain from tiers: {after} {unit} {within}, {before} with GPU memory alone; {_no_gain(plan)}"
+    return f"Tiers serve {after} {unit} {within}, {before} without ({ratio_text(tiered, alone)})"
+
+
+def _no_gain(plan: Plan) -> str:
+    """Why tiers change nothing."""
+    deployment, load = plan.deployment, plan.deployment.workload
+    below = max((it.capacity_bytes for it in deployment.tiers), default=0.0)
+    gpu_bytes = deployment.kv_bytes * deployment.replicas
+    if not deployment.tiers:
+        return "the plan has none"
+    if not load.reuse:
+        return "no prompt repeats tokens of an earlier one"
+    if below < deployment.model.stored_bytes(load.session_tokens):
+        return f"the largest holds {bytes_text(below)}, less than one conversation"
+    if below < gpu_bytes and plan.inputs.software.gpu_reuse:
+        return f"the largest holds {bytes_text(below)}, less than the {bytes_text(gpu_bytes)} of GPU memory"
+    point = plan.tiered.ceiling.point
+    if sum(point.read_bytes_per_s.values()) < sum(point.wanted_bytes_per_s.values()) / 2:
+        return "prompts compute faster than they load"
+    if plan.alone.ceiling.point.hit_rate > NEARLY_ALL * load.reuse:
+        return "GPU memory holds what is reused"
+    return "other limits are met first"
+
+
 def heading(plan: Plan) -> str:
-    """Model and GPUs in one line."""
+    """Model, GPUs and copies in one line."""
     inputs, deployment = plan.inputs, plan.deployment
     copies = "one copy" if deployment.replicas == 1 else f"{deployment.replicas} copies"
-    spread = f", {copies} on {inputs.model.tp} each" if inputs.model.tp > 1 else ""
-    return f"{deployment.model.name} on {inputs.gpu.count} x {inputs.gpu.name}{spread}"
+    tp = inputs.model.tp
+    chosen = ", the fewest that hold it" if inputs.origin("model.tp") == FEWEST else ""
+    return (
+        f"{deployment.model.name} on {inputs.gpu.count} x {inputs.gpu.name}: {copies}, "
+        f"{'a GPU' if tp == 1 else f'{tp} GPUs'} each (TP {tp}){chosen}"
+    )
 
 
 def circumstances(plan: Plan) -> list[tuple[str, str]]:
@@ -81,17 +124,9 @@ def _traffic(plan: Plan) -> str:
 
 
 def conclusion(plan: Plan) -> list[str]:
-    """The result in a few sentences."""
-    alone, tiered = plan.alone.users_at_ttft, plan.tiered.users_at_ttft
+    """What binds with tiers, what raises it, what comes next, and what it wears: a few sentences."""
     unit, binding, following = load_unit(plan), plan.binding, plan.tiered.ceiling.next
-    ratio = ratio_text(tiered, alone)
-    gain = f" ({ratio})" if ratio != NONE else ""
-    sentences = [
-        (
-            f"Within {plan.inputs.target.ttft_s:g} s to the first token: {load_text(plan, alone)} {unit} with GPU "
-            f"memory alone, {load_text(plan, tiered)} with tiers{gain}."
-        )
-    ]
+    sentences: list[str] = []
     if binding.users:
         sentences.append(
             f"Binding limit: {binding.name}, at {load_text(plan, binding.users)} {unit} ({binding.meaning}). "
@@ -102,12 +137,42 @@ def conclusion(plan: Plan) -> list[str]:
         sentences.append(f"A single request exceeds a limit: {binding.name} ({binding.meaning}).")
     if following is not None and math.isfinite(following.users):
         sentences.append(f"Next limit: {following.name}, at {load_text(plan, following.users)} {unit}.")
-    over = [name for name, used in plan.used.items() if used > 1]
+    reserves = [it for it in plan.tiered.ceiling.limits if it.is_reserve and it.users < binding.users]
+    if reserves:
+        first = reserves[0]
+        sentences.append(
+            f"From {load_text(plan, first.users)} {unit} on, {first.name} is short in bursts, so that loads take "
+            f"longer or prompts are computed. To raise it, change {first.raised_by}."
+        )
+    over = [it.name for it in plan.tiered.ceiling.serving if plan.used[it.name] > 1]
     if over:
         sentences.append(
             f"The requested load, {load_text(plan, plan.requested_users)} {unit}, exceeds: {', '.join(over)}."
         )
-    return sentences
+    needed = {"with tiers": plan.tiered.gpus_needed, "without": plan.alone.gpus_needed}
+    if all(needed.values()):
+        gpus = ", ".join(f"{count} {name}" for name, count in needed.items())
+        sentences.append(f"GPUs for {load_text(plan, plan.requested_users)} {unit}: {gpus}.")
+    return [*sentences, *wear(plan)]
+
+
+def wear(plan: Plan) -> list[str]:
+    """The life of the drives at the served load, and the write policy that gives the wanted life."""
+    drives, target = plan.drives, plan.inputs.target
+    if drives is None or drives.life_years >= target.life_years:
+        return []
+    share = share_text(drives.write_share)
+    by = {
+        "through": "",  # a smaller software.write_share has been given, and more would last as well
+        "selective": f"writing KV at its second use, {share} of it",
+        "budget": f"a write budget of {share} of new KV",
+    }[drives.write_policy]
+    return [
+        (
+            f"At this load the drives last {time_text(drives.life_years * YEAR_S)}. {target.life_years:g} years need "
+            f"{by}, or {drives.drives_for_life} drives. Wear limits no users."
+        )
+    ]
 
 
 def _ttft_parts(plan: Plan) -> list[str]:
@@ -126,6 +191,11 @@ def _ttft_parts(plan: Plan) -> list[str]:
     if inputs:
         strongest = ", ".join(it.name for it in sorted(inputs, key=lambda it: -it.ttft_swing)[:3])
         sentences.append(f"Hardware and software inputs with the largest effect on it: {strongest}.")
+    ranks = next((it for it in plan.sensitivities if it.name == "model.tp" and it.users_higher), None)
+    if ranks is not None and ranks.users_higher is not None:
+        users = ranks.users_higher.every_limit
+        if users > ranks.users.every_limit * (1 + STEP):
+            sentences.append(f"With TP {ranks.higher:g} it is {load_text(plan, users)} {load_unit(plan)}.")
     return sentences
 
 
@@ -167,9 +237,10 @@ def _gains(plan: Plan) -> Table:
         return load_text(plan, value)
 
     alone, tiered = plan.alone.point, plan.tiered.point
+    is_other = any(it.ceiling.binding.name != TTFT for it in (plan.alone, plan.tiered))
     rows = [
         row(f"{unit} within {plan.inputs.target.ttft_s:g} s to the first token", lambda it: it.users_at_ttft, load),
-        row(f"{unit} within every limit", lambda it: it.ceiling.binding.users, load),
+        *([row(f"{unit} within every limit", lambda it: it.ceiling.binding.users, load)] if is_other else []),
         row(f"{unit} at which throughput saturates", lambda it: it.throughput_users, load),
         row(f"time to first token at {requested}", lambda it: it.ttft_s, time_text),
         row(f"time per output token at {requested}", lambda it: it.point.tpot_s, time_text),
@@ -250,8 +321,13 @@ def _drives(plan: Plan, drives: DriveLoad) -> Table:
         ),
         (
             "life",
-            f"{time_text(drives.life_years * YEAR_S)} of such days",
+            f"{time_text(drives.life_years * YEAR_S)} at this load",
             f"{target.life_years:g} years need {drives.drives_for_life} drives",
+        ),
+        (
+            "life by policy",
+            f"second use: {time_text(min(drives.life_selective_years * YEAR_S, 1e4 * YEAR_S))}",
+            f"{target.life_years:g} years allow {share_text(drives.write_share)} of new KV",
         ),
     ]
     is_slow = drives.wanted_bytes_per_s > 1.01 * drives.read_bytes_per_s
@@ -283,18 +359,20 @@ def _capacities(plan: Plan) -> Table:
 
 
 def _limits(plan: Plan) -> Table:
+    ranks = {it.name: rank for it, rank in zip(plan.tiered.ceiling.serving, ("binds", "next"), strict=False)}
     rows = [
         (
             limit.name,
             limit.meaning,
             load_text(plan, limit.users) if math.isfinite(limit.users) else "not met",
             share_text(plan.used[limit.name]),
-            rank if math.isfinite(limit.users) else "",
+            "reserve" if limit.is_reserve else ranks.get(limit.name, "") if math.isfinite(limit.users) else "",
         )
-        for limit, rank in zip(plan.tiered.ceiling.limits, ("binds", "next", *[""] * 8), strict=False)
+        for limit in plan.tiered.ceiling.limits
     ]
     columns = ("limit", "meaning", f"met at {load_unit(plan)}", "used at load", "")
-    return Table(columns, rows, numeric=3, title="Limits, with tiers")
+    note = "Reserve: bandwidth for bursts. Where it is short, loads take longer or prompts are computed."
+    return Table(columns, rows, numeric=3, title="Limits, with tiers", note=note)
 
 
 def _break_evens(plan: Plan) -> Table:
@@ -323,20 +401,18 @@ def _sensitivities(plan: Plan) -> Table:
             it.name,
             SETTINGS[it.name].kind.show(it.value),
             *(NONE if users is None else load_text(plan, users.every_limit) for users in tried),
-            *(NONE if users is None else load_text(plan, users.ttft) for users in tried),
         )
         for it in plan.sensitivities[:SENSITIVITIES]
         for tried in ((it.users_lower, it.users_higher),)
         if it.swing > 0.001
     ]
     return Table(
-        ("input", "value", f"all limits -{STEP:.0%}", f"+{STEP:.0%}", f"TTFT -{STEP:.0%}", f"+{STEP:.0%}"),
+        ("input", "value", f"-{STEP:.0%}", f"+{STEP:.0%}"),
         rows,
-        numeric=4,
+        numeric=2,
         title="Sensitivity",
-        note=f"{load_unit(plan).capitalize()} with one input a fifth lower or higher. As planned: "
-        f"{load_text(plan, planned.every_limit)} within all limits, {load_text(plan, planned.ttft)} within that of the "
-        "TTFT.",
+        note=f"{load_unit(plan).capitalize()} within every limit, with one input a fifth lower or higher (TP: half, "
+        f"double). As planned: {load_text(plan, planned.every_limit)}.",
     )
 
 

@@ -46,8 +46,10 @@ def read_trace(path: Path, window_s: float) -> TraceSummary:
     # Reused tokens, and those times their pauses, by bucket of the pause.
     reused, reused_s = np.zeros((2, _BUCKETS.buckets))
     used_s = np.full(trace.block_count, -np.inf)
+    is_reused = np.zeros(trace.block_count, np.bool_)
     for request, (_, ids, pauses_s) in enumerate(reuse_pauses(trace, used_s)):
         seen = np.isfinite(pauses_s)
+        is_reused[ids[seen]] = True
         firsts += not seen[1:].any()
         if seen.any():
             tokens = np.full(len(ids), float(trace.block_tokens))
@@ -74,6 +76,8 @@ def read_trace(path: Path, window_s: float) -> TraceSummary:
         output_tokens=float(trace.output_tokens.sum(dtype=np.int64)) / requests,
         first_share=firsts / requests,
         reusable_tokens=total / requests,
+        longest_tokens=float((trace.input_tokens.astype(np.int64) + trace.output_tokens).max()),
+        kept_share=float(is_reused.sum() / max(np.isfinite(used_s).sum(), 1)),
         burst=float(arrivals.max()) / (requests / max(duration_s / BURST_S, 1.0)),
         curve=curve if trace.has_blocks else None,
         notes=(*trace.notes, *trace.warnings),

@@ -49,6 +49,22 @@ class ReuseCurve:
         """Seconds for which a tier of that capacity keeps unused KV."""
         return _interpolate(self.held_token_s, self.residence_s, capacity_tokens / requests_per_s)
 
+    def with_snapshots(self, tokens: float) -> "ReuseCurve":
+        """The curve where each request also stores a snapshot of states, of the size of `tokens`.
+
+        The next request's snapshot supersedes it: it is read once, after the pause g, and stays for another T. One that
+        nothing reads within T stays for T.
+        """
+        if not tokens:
+            return self
+        held: list[float] = []
+        read_s = before_s = before = 0.0
+        for time_s, share, token_s in zip(self.residence_s, self.found, self.held_token_s, strict=True):
+            read_s += (share - before) * (before_s + time_s) / 2
+            before_s, before = time_s, share
+            held.append(token_s + tokens * (read_s + time_s))
+        return replace(self, held_token_s=tuple(held))
+
     def residence_for(self, share: float) -> float:
         """The shortest residence time, in seconds, within which that share of the reuses comes."""
         index = next((n for n, found in enumerate(self.found) if found >= share), len(self.found) - 1)
@@ -74,6 +90,10 @@ class TraceSummary:
     """Tokens that occur in earlier prompts, after any pause."""
     burst: float
     """Busiest window of `BURST_S` over the average one."""
+    longest_tokens: float
+    """The longest prompt with its answer."""
+    kept_share: float
+    """Share of distinct blocks that occur more than once."""
     curve: ReuseCurve | None
     """Reuse by interval; None where the trace has no block ids."""
     notes: tuple[str, ...]
@@ -100,6 +120,10 @@ class Workload:
     reusable_tokens: float
     """Reusable by a later request, the prefix included."""
     answer_tokens: float
+    longest_tokens: float
+    """The longest prompt with its answer."""
+    kept_share: float
+    """Share of new KV that a later request reuses: what a write policy that waits for the second use writes."""
     curve: ReuseCurve
     burst: float | None
     """Busiest moments over the average; None without a trace."""
@@ -163,6 +187,8 @@ def _from_inputs(inputs: Inputs) -> Workload:
         prefix_tokens=prefix_tokens,
         reusable_tokens=sum(stored) / len(stored) if stored else 0.0,
         answer_tokens=float(traffic.answer_tokens),
+        longest_tokens=float(prompts[-1] + traffic.answer_tokens),
+        kept_share=1 - step / (prompts[-1] + traffic.answer_tokens) if stored else 0.0,
         curve=_lognormal(inputs, later_tokens + traffic.answer_tokens - prefix_tokens),
         burst=None,
         notes=(),
@@ -185,6 +211,8 @@ def _from_trace(inputs: Inputs, trace: TraceSummary) -> Workload:
         prefix_tokens=0.0,
         reusable_tokens=min(reusable, trace.input_tokens),
         answer_tokens=trace.output_tokens,
+        longest_tokens=trace.longest_tokens,
+        kept_share=trace.kept_share if trace.curve else 1 - first_share,
         curve=trace.curve or _lognormal(inputs, trace.input_tokens + trace.output_tokens),
         burst=trace.burst,
         notes=trace.notes,

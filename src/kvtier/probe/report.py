@@ -40,7 +40,7 @@ def write_plot(path: Path, result: ProbeResult) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_charts("--plot", path, CHARTS, result)
+    write_charts("--picture", path, CHARTS, result)
 
 
 def render_report(result: ProbeResult, made: datetime | None = None) -> str:

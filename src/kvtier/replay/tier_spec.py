@@ -12,14 +12,13 @@ from kvtier import size
 from kvtier.config.probe_record import fastest, read_links
 from kvtier.config.schema import near
 from kvtier.errors import ConfigError
-from kvtier.plan.hardware import HardwareItem, catalogue
+from kvtier.plan.hardware import HardwareItem, catalogue, split_count
 from kvtier.plan.inputs import GpuInputs, HostInputs, SoftwareInputs
 from kvtier.plan.model_cost import model_cost
 from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import HOST, TierSpec
 from kvtier.size.check import parse_figure
 
-_PART = re.compile(r"(?:([0-9]{1,6}) ?x ?)?(\S+)", re.ASCII)
 _TIME = re.compile(r"([0-9]{0,12}\.?[0-9]{1,12}) ?(us|ms|s)", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared or disk=4xpm1753"
@@ -95,15 +94,12 @@ def find_parts(text: str, option: str, kind: str = "") -> Parts:
     Raises:
         ConfigError: the catalogue has no such part of this kind.
     """
-    found = _PART.fullmatch(text.strip())
+    number, name = split_count(text, option)
     known = {name: item for of, items in catalogue().items() if kind in ("", of) for name, item in items.items()}
-    name = found[2].lower().replace("_", "-") if found else text
+    name = name.lower().replace("_", "-")
     if name not in known:
         raise ConfigError(f"{option}: {text!r} is not a {kind or 'part'} of the catalogue{near(name, sorted(known))}")
-    number = int(found[1] or 1) if found else 1
-    if not number:
-        raise ConfigError(f"{option}: {text!r}; allowed: at least one")
-    return Parts(number, known[name])
+    return Parts(number or 1, known[name])
 
 
 class ProbedSpeeds:

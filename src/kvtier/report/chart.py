@@ -37,6 +37,8 @@ RC: Any = {
     "legend.fontsize": 9,
     "lines.linewidth": 2.2,
 }
+SIZE_INCHES = (5.0, 3.7)
+"""Of a chart in a page: on a phone its letters are still of nine pixels."""
 Colours = Mapping[str, str]
 
 Subject = TypeVar("Subject")
@@ -78,7 +80,7 @@ def svg(chart: Chart[Subject], subject: Subject, name: str) -> str:
     from matplotlib.figure import Figure
 
     with mpl.rc_context(RC):
-        figure = Figure(figsize=(6.6, 4.4), layout="constrained")
+        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         axes = figure.subplots()
         chart.draw(axes, subject, MARKED)
         _style(axes, MARKED)

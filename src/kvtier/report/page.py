@@ -50,10 +50,13 @@ p{margin:6px 0 12px;max-width:85ch}
 .pictures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:16px;margin:26px 0 8px}
 figure{margin:0;padding:16px 14px 10px;background:var(--panel);border:1px solid var(--line);border-radius:10px}
 figcaption{font-size:14px;padding:8px 4px 2px}
-svg{display:block;width:100%;height:auto}
+svg{display:block;width:100%;height:auto;max-width:680px}
 svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif!important;
 font-variant-numeric:tabular-nums}
+figure:only-child{max-width:720px}
 .wide{overflow-x:auto}
+pre{background:var(--panel);border:1px solid var(--line);border-radius:10px;padding:14px 18px;overflow-x:auto;
+font-size:14px}
 table{border-collapse:collapse;margin:10px 0;font-variant-numeric:tabular-nums}
 th,td{padding:6px 14px;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 th:first-child,td:first-child{padding-left:4px}
@@ -65,7 +68,8 @@ dl{display:grid;grid-template-columns:minmax(90px,130px) 1fr;gap:4px 20px;margin
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 ul{padding-left:20px;max-width:85ch}li{margin:4px 0}
 summary{cursor:pointer;margin:34px 0 6px;font-weight:600}
-@media (max-width:640px){dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:10px}}
+@media (max-width:640px){main{padding:20px 12px 40px}h1{font-size:23px}figure{padding:10px 4px 8px}
+dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:10px}table{font-size:14px}th,td{padding:6px}th,td.name{white-space:normal!important}}
 @media print{main{padding:0}figure,.tile,tr{break-inside:avoid}}
 """
 )
@@ -103,6 +107,11 @@ def section_html(title: str, *html: str) -> str:
 def paragraphs_html(texts: Iterable[str], kind: str = "") -> str:
     """Each text as a paragraph; `kind` is a class of the style sheet."""
     return "".join(f'<p class="{kind}">{escape(it)}</p>' for it in texts)
+
+
+def code_html(text: str) -> str:
+    """Text to paste, as it is."""
+    return f"<pre>{escape(text)}</pre>"
 
 
 def list_html(texts: Iterable[str]) -> str:
