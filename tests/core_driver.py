@@ -86,6 +86,8 @@ class Driver:
         self.cancelled: list[int] = []
         self.events: list[Event] = []
         self.sent: list[Transfer] = []
+        self.asked = dict.fromkeys(self.held, 0)
+        """Probes with names sent to each tier."""
 
     # ---- the engine ------------------------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class Driver:
             for probe in list(self.probes.values()):
                 self.tell(probe, [item in self.held[probe.tier] for item in probe.objects])
             ready = [one for one in self.out.values() if one.link in links and not keep(one)]
-            if not ready:
+            if not ready and not self.probes:
                 return
             for transfer in ready:
                 self._move(transfer)
@@ -203,6 +205,7 @@ class Driver:
                 self.sent.append(command)
             elif isinstance(command, Probe):
                 self.probes[command.id] = command
+                self.asked[command.tier] += bool(command.objects)
             elif isinstance(command, Drop):
                 self.drops.append(command)
                 self.held[command.tier].discard((command.key, command.group))

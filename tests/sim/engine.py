@@ -56,10 +56,6 @@ class SimJob:
 class EngineObserver(Protocol):
     """Callbacks of the engine for the checks."""
 
-    def asking(self, job: SimJob) -> None:
-        """Called before a lookup; the probes that follow belong to this job."""
-        ...
-
     def looked_up(self, job: SimJob, lookup: Lookup) -> None:
         """Called with the answer of a lookup."""
         ...
@@ -164,13 +160,12 @@ class SimEngine:
         job.lookups += 1
         self._cache.tick(now_s)
         self._settle()
-        self._observer.asking(job)
-        lookup = self._cache.lookup(job.request, job.prefix, now_s)
+        lookup = self._cache.lookup(job.request, job.prefix, now_s, compute_s=self._world.scenario.waits)
         self._world.note(RecordKind.LOOKUP, job.request, lookup)
         self._settle()
         self._observer.looked_up(job, lookup)
         if self._dice.random() < 0.1:
-            again = self._cache.lookup(job.request, job.prefix, now_s)
+            again = self._cache.lookup(job.request, job.prefix, now_s, compute_s=self._world.scenario.waits)
             assert again == lookup, f"the same lookup at the same moment: {lookup}, then {again}"
         is_patient = self._scenario.mode is not Mode.STORM or job.lookups < LOOKUPS_MAX
         if lookup.presence is Presence.PROBING and is_patient:

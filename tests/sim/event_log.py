@@ -124,8 +124,9 @@ class EventLog:
         self._noticed_s: dict[tuple[str, Way], float] = {}
         """Time of the last notice. Notices for several answers come together."""
         self.incident_counts: defaultdict[str, int] = defaultdict(int)
-        slots = min(world.scenario.slots)
-        self._tier_most = max(1, slots // (4 * max(1, len(world.scenario.tiers))))
+        count = max(1, len(world.scenario.tiers))
+        self._slots_most = max(count, min(world.scenario.slots) // 4)
+        self._tier_most = self._slots_most - (count - 1) * max(1, self._slots_most // (2 * count))
 
     # ---- faults ----------------------------------------------------------------------------------------------------
 
@@ -215,6 +216,8 @@ class EventLog:
                 raise Violation(f"{transfer.link.value} {transfer.id} begins after its request was released")
         if transfer.link is Link.PROMOTE:
             item = (transfer.key, transfer.group)
+            if self._is_relay(transfer):
+                return
             wanting = [wanted.operation for wanted in self._wanted.values() if item in wanted.present]
             if not wanting:
                 raise Violation(f"promote {transfer.id} that no load needs")
@@ -222,6 +225,13 @@ class EventLog:
                 sent.only_load = wanting[0]
                 if (wanting[0], transfer.tier, item) in self._refused:
                     raise Violation(f"promote {transfer.id} from {transfer.tier!r}, which failed to give it already")
+
+    def _is_relay(self, promote: Transfer) -> bool:
+        """Whether the slot is in the staging area: then a demotion to a slower tier that lacks the object follows."""
+        count = self._scenario.slots[promote.group]
+        rules = self._scenario.rules
+        faster = any(it.persists and it.name == promote.tier for it in rules[:-1])
+        return faster and promote.slot >= count - count // 16
 
     def answered(self, transfer: Transfer, outcome: Outcome, *, is_fault: bool) -> None:
         """Record the answer of one rank, before the core gets it."""
@@ -290,15 +300,14 @@ class EventLog:
 
     # ---- probes -------------------------------------------------------------------------------------------------
 
-    def asking(self, request: RequestId) -> None:
-        """Attribute the probes that follow to `request`."""
-        self._asker = request
-
     def _asked(self, probe: Probe) -> None:
-        answers = self._answers.setdefault(self._asker, TierAnswers())
+        # The core asks the next tier when the one before has answered, so no call shows the request.
+        pending = self.cache._probes._open.get(probe.id)
+        asker = pending.search.request if pending is not None and pending.search is not None else RequestId("none")
+        answers = self._answers.setdefault(asker, TierAnswers())
         answers.open += 1
         answers.probed.update(probe.objects)
-        self.probes[probe.id] = OpenProbe(probe, self._asker, self._scenario.ranks, [True] * len(probe.objects))
+        self.probes[probe.id] = OpenProbe(probe, asker, self._scenario.ranks, [True] * len(probe.objects))
 
     def probed(self, probe: Probe, present: list[bool] | None) -> None:
         """Record the answer of one rank, before the core gets it."""
@@ -357,8 +366,10 @@ class EventLog:
         for place in operation.blocks:
             item = operation.item(place)
             tiers = list(self._scenario.tiers)
-            if answers is not None and item in answers.probed and answers.holders.get(item):
-                tiers = answers.holders[item]
+            if self._scenario.has_remote:  # a remote tier is taken to have what lies between two answers
+                tiers = list(self.cache._probes.tiers_for(job.request, item))
+            elif answers is not None and item in answers.probed and answers.holders.get(item):
+                tiers = tiers[tiers.index(answers.holders[item][0]) :]
             in_tier = any(self._world.tiers[tier].holds(item) for tier in tiers)
             entry = self.cache.host.find(*item)
             present[item] = in_tier or (entry is not None and entry.residency is not Residency.PROMOTING)

@@ -85,6 +85,13 @@ class Scenario:
     readers: float
     """Share of the requests that store nothing."""
     faults: Faults
+    waits: float | None = None
+    """Seconds that computing a prompt takes, as the engine says at each lookup."""
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether some tier is asked in rounds."""
+        return any(rules.is_remote for rules in self.rules)
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -135,7 +142,39 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
         faults=_draw_faults(dice, mode, tiers, more=Random(f"writes {seed}")),
     )
     scenario = replace(scenario, rules=tuple(TierRules(name=name, **rules) for name in tiers))
+    if len(tiers) > 1:
+        scenario = _with_hierarchy(scenario, Random(f"tiers {seed}"))
     return replace(scenario, **overrides)
+
+
+def _with_hierarchy(scenario: Scenario, dice: Random) -> Scenario:
+    """Tiers that differ: slower ones behind faster ones, remote ones, each with limits of its own."""
+    is_storm = scenario.mode is Mode.STORM
+    rules: list[TierRules] = []
+    tier_s: list[tuple[float, float]] = []
+    for number, (same, (low, high)) in enumerate(zip(scenario.rules, scenario.tier_s, strict=True)):
+        rules.append(
+            replace(
+                same,
+                persists=dice.random() < 0.8,
+                is_remote=number > 0 and dice.random() < 0.6,
+                promotes=dice.randint(1, 6),
+                demotes=dice.randint(1, 6),
+                probe_deadline_s=same.probe_deadline_s * dice.choice((1, 1, 3)) if is_storm else AGES_S,
+                transfer_deadline_s=same.transfer_deadline_s * dice.choice((1, 1, 3)) if is_storm else AGES_S,
+                failures=dice.randint(1, 4),
+            )
+        )
+        slower = dice.choice((1, 3, 10)) ** number
+        tier_s.append((low * slower, high * slower))
+    more = dice.choice((0, 0, 16, 30))
+    return replace(
+        scenario,
+        rules=tuple(rules),
+        tier_s=tuple(tier_s),
+        slots=tuple(count + more for count in scenario.slots),
+        waits=dice.choice((None, None, 0.05, 1.0)),
+    )
 
 
 def _draw_groups(dice: Random, chunk_tokens: int) -> tuple[GroupLayout, ...]:

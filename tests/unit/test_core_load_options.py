@@ -118,7 +118,8 @@ def paced(core: Driver, *, host_s: float = 1e-6, **tiers: float) -> None:
 
 def options(core: Driver, request: str, prefix: Prefix, resident_tokens: int = 0) -> list[tuple[int, str, float]]:
     core.lookup(request, prefix)
-    for probe in list(core.probes.values()):
+    while core.probes:  # the answer of one tier makes the core ask the next
+        probe = next(iter(core.probes.values()))
         core.tell(probe, [item in core.held[probe.tier] for item in probe.objects])
     found = core.cache.lookup(RequestId(request), prefix, core.now_s, resident_tokens=resident_tokens)
     assert found.presence is not Presence.PROBING

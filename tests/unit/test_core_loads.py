@@ -414,7 +414,7 @@ def test_one_load_goes_on_with_what_another_one_promotes() -> None:
     core.lookup("x", prefix_of("a"))
     core.run()
     core.load("p", prefix_of("b"))  # takes the disk's budget
-    core.load("q", prefix_of("a"))  # never asked: tries the disk first, which is busy
+    core.load("q", prefix_of("a"))  # without a lookup: tries the disk first, which is busy
     assert len(core.going(Link.PROMOTE)) == 1
     core.load("x", prefix_of("a"))  # knows that it is on the shared tier
     assert {one.tier for one in core.going(Link.PROMOTE)} == {"disk", "shared"}

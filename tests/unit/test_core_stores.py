@@ -274,13 +274,19 @@ def test_write_back_lets_as_many_small_objects_leave_as_may_be_on_their_way() ->
     assert core.stored()[-1] == StoreDone(RequestId("b"), 10, 0)
 
 
-@pytest.mark.parametrize(("slots", "tiers", "most"), [(16, 1, 4), (16, 2, 2), (2, 2, 1)])
-def test_tiers_tie_at_most_a_quarter_of_the_slots_to_promotions(slots: int, tiers: int, most: int) -> None:
+@pytest.mark.parametrize(("slots", "tiers", "most"), [(16, 1, 4), (16, 2, 3), (2, 2, 1)])
+def test_tiers_share_a_quarter_of_the_slots_for_promotions(slots: int, tiers: int, most: int) -> None:
     names = ["disk", "shared"][:tiers]
     core = Driver(slots=slots, tiers=names)
     core.fill("disk", prefix_of("abcdefgh"))
     core.load("r", prefix_of("abcdefgh"))
     assert len(core.going(Link.PROMOTE)) == most
+    if tiers > 1:
+        core.fill("shared", prefix_of("uv"))
+        core.lookup("s", prefix_of("uv"))
+        core.run(links=[])
+        core.load("s", prefix_of("uv"))
+        assert [one.tier for one in core.going(Link.PROMOTE)].count("shared") == 1, "its reserve"
 
 
 def test_a_store_that_makes_no_sense_is_refused() -> None:

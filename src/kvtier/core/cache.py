@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import count
+from math import inf
 from types import MappingProxyType
 from typing import Final
 
@@ -49,6 +50,11 @@ from kvtier.types import (
     RequestId,
     Tell,
 )
+
+WAIT_SHARE = 0.03
+"""A request waits for remote tiers at most this share of the time that computing its prompt takes."""
+REPAID_SHARE = 0.25
+"""It waits longer where the tiers' hit rate repays it: a hit is taken to save this share of that time."""
 
 NO_PRIORS: Final[Mapping[str, LinkPrior]] = MappingProxyType({})
 
@@ -91,10 +97,20 @@ class Cache:
         self._commands: list[Command] = []
         self._events: list[Event] = []
         new_id = count(1).__next__
-        self.host = HostMemory(slots, evictor, layout)
+        has_staging = any(rules.persists for rules in tiers[:-1])
+        self.host = HostMemory(slots, evictor, layout, has_staging=has_staging)
         self._tiers = TierStates(tiers, min(slots), self._events, down)
         self.counters = Counters()
-        self._probes = Probes(self._tiers, self._limits, ranks, new_id, self._commands, self.counters)
+        self._probes = Probes(
+            layout=layout,
+            host=self.host,
+            tiers=self._tiers,
+            limits=self._limits,
+            ranks=ranks,
+            new_id=new_id,
+            commands=self._commands,
+            counters=self.counters,
+        )
         order = [HOST, *self._tiers.by_name]
         self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in order}
         self._pending_writes = PendingWrites(self.host, self._tiers, self._limits, self.counters)
@@ -131,10 +147,24 @@ class Cache:
 
     # ---- lookup ----------------------------------------------------------------------------------------------------
 
-    def lookup(self, request: RequestId, prefix: Prefix, now_s: float, *, resident_tokens: int = 0) -> Lookup:
+    def lookup(
+        self,
+        request: RequestId,
+        prefix: Prefix,
+        now_s: float,
+        *,
+        resident_tokens: int = 0,
+        compute_s: float | None = None,
+    ) -> Lookup:
         """How many leading tokens can be loaded. Sends probes, once per request and object.
 
-        The options do not include the leading `resident_tokens`, which the engine holds.
+        Args:
+            request: its name.
+            prefix: of its prompt.
+            now_s: the time.
+            resident_tokens: leading tokens that the engine holds; the options do not include them.
+            compute_s: expected time to compute the prompt. It bounds how long the request waits for remote tiers: 3 %
+                of it, or what their hit rate repays; None: until their deadline.
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
@@ -146,7 +176,7 @@ class Cache:
             query = LookupQuery(prefix, resident_tokens, _in_host, runs)
             options = self._cost_model.options(query, tokens, tokens, now_s)
             return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), options, tokens)
-        known = self._probes.send(request, prefix, self.host, now_s)
+        known = self._probes.send(request, prefix, self._wait_s(compute_s), now_s)
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
         @cache  # used for the boundary, the sources and the options
@@ -157,7 +187,7 @@ class Cache:
             return place_of(group, chunk) is not None
 
         tokens = longest_boundary(self._layout.groups, prefix, is_available, runs)
-        if known is not None and known.open_probes and tokens < prefix.tokens:
+        if known is not None and tokens < prefix.tokens and self._probes.is_waiting(known, now_s):
             presence = Presence.PROBING
         elif tokens > ready:
             presence = Presence.ARRIVING
@@ -184,8 +214,9 @@ class Cache:
 
     @property
     def pending_count(self) -> int:
-        """Objects with pending writes."""
-        return len(self.host.pending_objects())
+        """Objects with pending writes, and objects that wait to be relayed."""
+        relays = sum(len(tier_state.relays) for tier_state in self._tiers)
+        return len(self.host.pending_objects()) + len(self.host.relayed) + relays
 
     @property
     def in_flight(self) -> int:
@@ -349,6 +380,13 @@ class Cache:
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
+    def _wait_s(self, compute_s: float | None) -> float:
+        """How long a request waits for remote tiers."""
+        if compute_s is None:
+            return inf
+        rate = max((it.hit_rate for it in self._tiers if it.rules.is_remote), default=0.0)
+        return max(WAIT_SHARE * compute_s, rate * REPAID_SHARE * compute_s)
+
     def _readable_run(self, group: int, keys: tuple[ChunkKey, ...]) -> int:
         readable = self.host.readable[group]
         for place, key in enumerate(keys):
@@ -363,11 +401,8 @@ class Cache:
         entry = self.host.find(key, group)
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
-        if known is not None:
-            for tier in known.held_by.get((key, group), ()):
-                if self._tiers[tier].breakers[Link.PROMOTE].is_up():
-                    return tier
-        return None
+        tier = known.held_by.get((key, group)) if known is not None else None
+        return tier if tier is not None and self._tiers[tier].breakers[Link.PROMOTE].is_up() else None
 
     def _check_places(self, prefix: Prefix, places: Sequence[Place]) -> None:
         chunks = len(prefix.keys)

@@ -13,6 +13,8 @@ class Counters:
     """Pending writes that were dropped or failed."""
     corrupt: int = 0
     """Copies in a lower tier that failed verification."""
+    relays_dropped: int = 0
+    """Objects that a faster tier held and a slower one did not get: evicted or unreadable before, or too many."""
     late: int = 0
     """Overdue transfers."""
     unprobed: int = 0

@@ -11,6 +11,8 @@ from kvtier.layout import KvLayout
 from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.types import ChunkKey, NextTurn
 
+STAGING_DIVISOR = 16
+
 
 class HostMemory:
     """The slots of every KV group and the objects in them.
@@ -19,6 +21,7 @@ class HostMemory:
         slots: number of slots of each group.
         evictor: makes one `Evictor` for each group.
         layout: the model's KV groups.
+        has_staging: whether to set a sixteenth of the slots aside for objects on their way between lower tiers.
     """
 
     def __init__(
@@ -26,8 +29,16 @@ class HostMemory:
         slots: Sequence[int],
         evictor: Callable[[], Evictor],
         layout: KvLayout,
+        *,
+        has_staging: bool = False,
     ) -> None:
         self.slots = tuple(slots)
+        staging = [count // STAGING_DIVISOR if has_staging else 0 for count in slots]
+        self.has_staging = has_staging
+        self.staging = [list(range(count - own, count)) for count, own in zip(slots, staging, strict=True)]
+        """Free slots of the staging area of each group."""
+        self.relayed: dict[HostEntry, None] = {}
+        """Objects in the staging area."""
         self.entries: list[dict[ChunkKey, HostEntry]] = [{} for _ in slots]
         self.readable: list[set[ChunkKey]] = [set() for _ in slots]
         self.lost: list[HostEntry] = []
@@ -36,7 +47,7 @@ class HostMemory:
         self.evictions = 0
         self.removals = 0
         """How many objects have become unfindable, for whatever reason."""
-        self._free = [list(range(count - 1, -1, -1)) for count in slots]
+        self._free = [list(range(count - own - 1, -1, -1)) for count, own in zip(slots, staging, strict=True)]
         self._evictors = [evictor() for _ in slots]
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
         # Counts of evictable objects, so that a full host memory is not searched for a victim that cannot exist.
@@ -78,7 +89,26 @@ class HostMemory:
         """The thread of an overdue promotion has ended; the slot is free."""
         entry.residency = after(entry.residency, Change.SETTLED)
         self.lost.remove(entry)
-        self._free[entry.group].append(entry.slot)
+        (self.staging if entry.is_staged else self._free)[entry.group].append(entry.slot)
+
+    def stage(self, entry: HostEntry) -> None:
+        """Put `entry` into its slot of the staging area; a promotion fills it."""
+        entry.is_staged = True
+        entry.residency = after(entry.residency, Change.RELAY)
+        self.relayed[entry] = None
+
+    def staged(self, entry: HostEntry) -> None:
+        """The promotion into the staging area is done."""
+        entry.residency = after(entry.residency, Change.ARRIVED)
+
+    def unstage(self, entry: HostEntry, change: Change) -> None:
+        """The object leaves the staging area; `change` is FAILED, LATE or EVICTED."""
+        entry.residency = after(entry.residency, change)
+        del self.relayed[entry]
+        if change is Change.LATE:
+            self.lost.append(entry)
+        else:
+            self.staging[entry.group].append(entry.slot)
 
     def touch(self, entry: HostEntry, session: str | None) -> None:
         """A request of `session` uses the object."""
@@ -174,7 +204,7 @@ class HostMemory:
 
     def used(self, group: int) -> int:
         """Slots of `group` in use."""
-        return self.slots[group] - len(self._free[group])
+        return self.slots[group] - len(self._free[group]) - len(self.staging[group])
 
     def pending_objects(self) -> list[HostEntry]:
         """Every readable object with pending writes, parents before children."""
@@ -188,7 +218,8 @@ class HostMemory:
             AssertionError: they are not, which is a bug in the core.
         """
         for group, entries in enumerate(self.entries):
-            slots = self._free[group] + [entry.slot for entry in self.lost if entry.group == group]
+            slots = self._free[group] + self.staging[group]
+            slots += [entry.slot for entry in (*self.lost, *self.relayed) if entry.group == group]
             readable = clean = pending = leaving = 0
             for key, entry in entries.items():
                 slots.append(entry.slot)

@@ -1,45 +1,90 @@
-"""Pending writes: which lower tiers should get each copy from the engine, and when, by the write policy."""
+"""Pending writes: which lower tiers should get each object, and when, by the write policy.
+
+An object from the engine goes to every tier. Once a faster tier that persists has it, it is relayed to slower tiers:
+its writes to them no longer hold host memory. An object that a load brought from a slower tier fills the faster ones
+at its second use.
+"""
+
+from collections import OrderedDict
 
 from kvtier.core.counters import Counters
 from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits, WritePolicy
-from kvtier.core.records import HostEntry
+from kvtier.core.records import HOST, HostEntry, Item
 from kvtier.core.residency import READY
-from kvtier.core.tier_state import TierStates
+from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import Link
+
+FILL_USES = 2
+"""Uses after which an object from a slower tier enters the faster ones."""
+
+PROMOTED_MAX = 1 << 16
+"""Objects from slower tiers whose first use is remembered after they have left host memory."""
 
 
 class PendingWrites:
-    """Marks and queues pending writes. An object stays in host memory until its writes end or are dropped."""
+    """Marks and queues pending writes. An object stays in host memory until its writes end, are dropped or relayed."""
 
     def __init__(self, host: HostMemory, tiers: TierStates, limits: Limits, counters: Counters) -> None:
         self._host = host
         self._tiers = tiers
         self._limits = limits
         self._counters = counters
+        self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
+        self._promoted: OrderedDict[Item, None] = OrderedDict()
 
     def use(self, entry: HostEntry, now_s: float, session: str | None) -> None:
-        """Count a use by a request of `session`; under the selective policy this may make writes pending."""
+        """Count a use by a request of `session`, which may make writes pending."""
         self._host.touch(entry, session)
-        if entry.is_fresh and entry.uses == self._limits.selective_uses and entry.residency is READY:
+        if entry.residency is READY and len(entry.decided) < len(self._tiers):
             self.mark_pending(entry, now_s)
 
-    def mark_pending(self, entry: HostEntry, now_s: float) -> None:
-        """Make writes pending for a copy from the engine, if the write policy says so."""
-        policy = self._limits.write_policy
-        if policy is WritePolicy.SELECTIVE and entry.uses < self._limits.selective_uses:
+    def promoted(self, entry: HostEntry, now_s: float) -> None:
+        """A load brought the object from `entry.origin`; its second promotion counts as a second use."""
+        source = self._tiers[entry.origin]
+        entry.decided = frozenset([it.name for it in self._tiers.all[source.number :]])
+        if not source.number:
             return
-        entry.is_fresh = False
-        tiers = frozenset([tier_state.name for tier_state in self._tiers.all if tier_state.can_write(now_s)])
+        item = (entry.key, entry.group)
+        if item in self._promoted:
+            del self._promoted[item]
+            entry.uses = max(entry.uses, FILL_USES)
+            self.mark_pending(entry, now_s)
+        else:
+            self._promoted[item] = None
+            if len(self._promoted) > PROMOTED_MAX:
+                self._promoted.popitem(last=False)
+
+    def mark_pending(self, entry: HostEntry, now_s: float) -> None:
+        """Decide for each tier that its object has been used often enough for, and make writes pending."""
+        if entry.uses < (self._first_uses if entry.origin == HOST else max(FILL_USES, self._first_uses)):
+            return
+        undecided = [it for it in self._tiers.all if it.name not in entry.decided]
+        item = (entry.key, entry.group)
+        tiers = frozenset([it.name for it in undecided if it.can_write(now_s) and not it.remembered(item, now_s)])
+        entry.decided |= {it.name for it in undecided}
         if tiers:
+            for name in tiers:
+                self._tiers[name].relays.pop(item, None)
             self._host.mark_pending(entry, tiers)
-            if policy is not WritePolicy.BACK:
+            if self._limits.write_policy is not WritePolicy.BACK:
                 self._queue(entry)
 
     def flush(self) -> None:
         """Queue every pending write."""
         for entry in self._host.pending_objects():
             self._queue(entry)
+
+    def written(self, entry: HostEntry, tier_state: TierState, now_s: float) -> None:
+        """`tier_state` holds the object now: its waiting writes to slower tiers are relayed if the tier persists."""
+        tier_state.remember((entry.key, entry.group), now_s, is_present=True)
+        if not tier_state.rules.persists:
+            return
+        for slower in self._tiers.all[tier_state.number + 1 :]:
+            if entry in slower.queue:
+                del slower.queue[entry]
+                self._counters.relays_dropped += slower.relay(entry, tier_state.name)
+                self._host.mark_written(entry, slower.name)
 
     def slot_for_store(self, group: int, wanted: int) -> int | None:
         """A free slot of `group`, or None. The caller could use `wanted` of them."""

@@ -1,16 +1,40 @@
-"""Probes of lower tiers and their answers. An answer is only a hint: promotions verify the bytes."""
+"""Probes of lower tiers and their answers. An answer is only a hint: promotions verify the bytes.
 
-from collections import deque
+A search asks tier by tier, each for what faster places lack. A tier with an index is asked for all of it at once. A
+remote tier is asked for few names, in rounds, because each name costs a request:
+
+    1. the first missing chunk, of every history group
+    2. about 23 chunks, evenly spaced over the rest
+    3. about 23 chunks between the last that is present and the first that is absent
+    4. for windows and states: the last chunk of the four longest boundaries within the run
+
+23 * 23 chunks are more than 131,072 tokens have, so the leading run is exact if there are no holes. A hole is found
+by the read.
+"""
+
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 
+from kvtier.core.boundary import longest_boundary, needed_chunks
 from kvtier.core.counters import Counters
 from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits
-from kvtier.core.records import Item, OpenProbe, ProbeAnswers
-from kvtier.core.tier_state import TierStates
+from kvtier.core.records import Item, OpenProbe, ProbeAnswers, Search
+from kvtier.core.residency import READABLE
+from kvtier.core.tier_state import TierState, TierStates
+from kvtier.layout import History, KvLayout
 from kvtier.types import Command, Link, Prefix, Probe, RequestId
 
 NO_REQUEST = RequestId("")
+
+ROUND_NAMES = 23
+"""Spaced names in one round of a remote tier."""
+
+BOUNDARIES_MAX = 4
+"""Boundaries of windows and states that a remote tier is asked for."""
+
+HIT_RATE_WEIGHT = 0.1
+"""Weight of the newest answer in `TierState.hit_rate`."""
 
 
 class Probes:
@@ -18,6 +42,9 @@ class Probes:
 
     def __init__(
         self,
+        *,
+        layout: KvLayout,
+        host: HostMemory,
         tiers: TierStates,
         limits: Limits,
         ranks: int,
@@ -25,6 +52,9 @@ class Probes:
         commands: list[Command],
         counters: Counters,
     ) -> None:
+        self._layout = layout
+        self._is_history = [isinstance(group.validity, History) for group in layout.groups]
+        self._host = host
         self._tiers = tiers
         self._limits = limits
         self._ranks = ranks
@@ -34,13 +64,20 @@ class Probes:
         self._answers: dict[RequestId, ProbeAnswers] = {}
         self._order = list(tiers.by_name)
         self._open: dict[int, OpenProbe] = {}
-        self._deadlines: deque[tuple[float, int]] = deque()
+        self._deadlines: list[tuple[float, int]] = []
+        """(time, probe) of each deadline, and of the end of each wait, as a heap."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def send(self, request: RequestId, prefix: Prefix, host: HostMemory, now_s: float) -> ProbeAnswers | None:
-        """Probe every tier that can be read for the objects that host memory lacks, each object once per request.
+    def send(self, request: RequestId, prefix: Prefix, wait_s: float, now_s: float) -> ProbeAnswers | None:
+        """Search the tiers for the objects that host memory lacks, each object once per request.
+
+        Args:
+            request: its name.
+            prefix: of its prompt.
+            wait_s: how long the request waits for remote tiers, counted from its first lookup.
+            now_s: the time.
 
         Returns:
             The answers so far; None without tiers, or with too many tracked requests.
@@ -52,31 +89,36 @@ class Probes:
             if len(self._answers) >= self._limits.requests:
                 self._counters.unprobed += 1
                 return None
-            answers = self._answers[request] = ProbeAnswers()
-        if answers.prefix is prefix and answers.removals == host.removals:
+            answers = self._answers[request] = ProbeAnswers(waits_until_s=now_s + wait_s)
+        if answers.prefix is prefix and answers.removals == self._host.removals:
             return answers
-        answers.prefix, answers.removals = prefix, host.removals
-        unprobed = tuple(
+        answers.prefix, answers.removals = prefix, self._host.removals
+        missing = [
             (key, group)
-            for group, entries in enumerate(host.entries)
+            for group, entries in enumerate(self._host.entries)
             for key in prefix.keys
             if key not in entries and (key, group) not in answers.probed
-        )
-        if unprobed:
-            answers.probed.update(unprobed)
-            for tier_state in self._tiers:
-                if tier_state.can_read(now_s):
-                    tier_state.breakers[Link.PROMOTE].attempted()
-                    self._send(request, answers, tier_state.name, unprobed, now_s)
+        ]
+        if missing:
+            answers.probed.update(missing)
+            search = Search(request, answers, prefix, missing)
+            answers.searches.add(search)
+            self._ask_next_tier(search, now_s)
         return answers
+
+    def is_waiting(self, answers: ProbeAnswers, now_s: float) -> bool:
+        """Whether an answer may still come that the request waits for."""
+        return any(
+            now_s < answers.waits_until_s or not self._tiers.all[search.tier].rules.is_remote
+            for search in answers.searches
+        )
 
     def send_health_checks(self, now_s: float) -> None:
         """Send an empty probe to each tier without an open one, as a health check that needs no request."""
         probed = {open_probe.tier for open_probe in self._open.values()}
         for tier_state in self._tiers:
             if tier_state.name not in probed and tier_state.can_read(now_s):
-                tier_state.breakers[Link.PROMOTE].attempted()
-                self._send(NO_REQUEST, ProbeAnswers(), tier_state.name, (), now_s)
+                self._send(tier_state, None, (), now_s)
 
     def answered(self, probe_id: int, present: Sequence[bool] | None, now_s: float) -> None:
         """Handle one rank's answer; None means that the tier failed. Answers to closed probes are ignored."""
@@ -88,63 +130,214 @@ class Probes:
         else:
             open_probe.present = [a and b for a, b in zip(open_probe.present, present, strict=True)]
         open_probe.ranks_left -= 1
-        if open_probe.ranks_left:
-            return
-        answers = self._close(probe_id, open_probe, now_s)
-        if answers is not None and not open_probe.is_failed:
-            for item, is_there in zip(open_probe.objects, open_probe.present, strict=True):
-                if is_there:
-                    tiers = answers.held_by.setdefault(item, [])
-                    tiers.append(open_probe.tier)
-                    if len(tiers) > 1:
-                        tiers.sort(key=self._order.index)  # fastest tier first
+        if not open_probe.ranks_left:
+            self._close(probe_id, open_probe, now_s)
 
     def expire(self, now_s: float) -> bool:
-        """Close overdue probes as failed; returns whether there were any."""
+        """Close overdue probes as failed; returns whether a probe was closed or a wait has ended."""
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            probe_id = self._deadlines.popleft()[1]
+            probe_id = heappop(self._deadlines)[1]
             open_probe = self._open.get(probe_id)
             if open_probe is not None:
-                open_probe.is_failed = True
-                self._close(probe_id, open_probe, now_s)
                 changed = True
+                if open_probe.deadline_s <= now_s:
+                    open_probe.is_failed = True
+                    self._close(probe_id, open_probe, now_s)
         return changed
 
     def next_deadline(self) -> float | None:
         """The time at which `expire` has work to do."""
         while self._deadlines and self._deadlines[0][1] not in self._open:
-            self._deadlines.popleft()
+            heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def forget(self, request: RequestId) -> None:
-        """Drop the answers of a released request."""
+        """Drop the answers of a released request. An open search goes on to its next answer, for other requests."""
         answers = self._answers.pop(request, None)
-        for probe_id in answers.open_probes if answers is not None else ():
-            self._open[probe_id].request = NO_REQUEST
+        if answers is not None:
+            for search in answers.searches:
+                search.is_wanted = False
 
     def tiers_for(self, request: RequestId, item: Item) -> Sequence[str]:
-        """The tiers to try for an object: those that reported it, or all of them when none did.
+        """The tiers to try for an object: the one that reported it and slower ones, or all when none did.
 
         Loads request only objects that lookup found. Without a report, the object was in host memory at the lookup.
         """
         answers = self._answers.get(request)
-        tiers = answers.held_by.get(item) if answers is not None else None
-        return tiers or self._order
+        tier = answers.held_by.get(item) if answers is not None else None
+        return self._order if tier is None else self._order[self._tiers[tier].number :]
 
-    def _send(
-        self, request: RequestId, answers: ProbeAnswers, tier: str, objects: tuple[Item, ...], now_s: float
-    ) -> None:
-        probe = Probe(self._new_id(), tier, objects, now_s + self._tiers[tier].rules.probe_deadline_s)
-        self._open[probe.id] = OpenProbe(tier, request, objects, self._ranks, [True] * len(objects))
-        self._deadlines.append((probe.deadline_s, probe.id))
-        answers.open_probes.add(probe.id)
+    # ---- a search --------------------------------------------------------------------------------------------------
+
+    def _ask_next_tier(self, search: Search, now_s: float) -> None:
+        """Ask the first tier from `search.tier` on that can be read, or end the search."""
+        while search.is_wanted and search.missing and search.tier < len(self._tiers):
+            tier_state = self._tiers.all[search.tier]
+            if tier_state.can_read(now_s) and self._ask_tier(search, tier_state, now_s):
+                return
+            search.tier += 1
+        search.answers.searches.discard(search)
+
+    def _ask_tier(self, search: Search, tier_state: TierState, now_s: float) -> bool:
+        """Begin with one tier; returns whether a probe is open."""
+        if not tier_state.rules.is_remote:
+            search.round = 0
+            self._send(tier_state, search, tuple(search.missing), now_s)
+            return True
+        missing = set(search.missing)
+        search.chunks = [
+            chunk
+            for chunk, key in enumerate(search.prefix.keys)
+            if any(is_history and (key, group) in missing for group, is_history in enumerate(self._is_history))
+        ]
+        search.low, search.high = -1, len(search.chunks)
+        search.round = 1 if search.chunks else 4
+        return self._ask_round(search, tier_state, now_s)
+
+    def _ask_round(self, search: Search, tier_state: TierState, now_s: float) -> bool:
+        """Ask a remote tier for the names of the present round; returns whether a probe is open."""
+        while search.is_wanted and search.round <= 4:
+            if search.round == 4:
+                self._take_run(search, tier_state)
+                names = self._boundary_names(search)
+            else:
+                names = self._history_names(search)
+            answers = [tier_state.remembered(item, now_s) for item in names]
+            if names and None in answers:
+                self._send(tier_state, search, tuple(names), now_s)
+                return True
+            self._use_round(search, tier_state, names, [bool(answer) for answer in answers])
+        return False
+
+    def _history_names(self, search: Search) -> list[Item]:
+        """The names of rounds 1 to 3. `search.sampled` gets the positions in `search.chunks` that they are for."""
+        missing = set(search.missing)
+        if search.round == 1:
+            search.sampled = [0]
+            key = search.prefix.keys[search.chunks[0]]
+            return [(key, g) for g, is_history in enumerate(self._is_history) if is_history and (key, g) in missing]
+        first, count = search.low + 1, search.high - search.low - 1
+        samples = min(count, ROUND_NAMES)
+        search.sampled = [first + -(-(number + 1) * count // samples) - 1 for number in range(samples)]
+        names: list[Item] = []
+        for position in search.sampled:
+            key = search.prefix.keys[search.chunks[position]]
+            names.append(
+                next((key, g) for g, is_history in enumerate(self._is_history) if is_history and (key, g) in missing)
+            )
+        return names
+
+    def _boundary_names(self, search: Search) -> list[Item]:
+        """The last chunk of each window and state, at the longest boundaries that this tier could make valid."""
+        others = [group for group, is_history in enumerate(self._is_history) if not is_history]
+        search.boundaries = []
+        if not others:
+            return []
+        prefix, missing = search.prefix, set(search.missing)
+        groups, size = self._layout.groups, search.prefix.chunk_tokens
+
+        def is_there(group: int, chunk: int) -> bool:
+            return self._is_found(search, (prefix.keys[chunk], group))
+
+        reached = longest_boundary(groups, prefix, is_there)
+        run = next(
+            (
+                chunk
+                for chunk in range(len(prefix.keys))
+                if not all(is_there(group, chunk) for group, is_history in enumerate(self._is_history) if is_history)
+            ),
+            len(prefix.keys),
+        )
+        names: list[Item] = []
+        for tokens in range(run * size, reached, -size):
+            wanted = [
+                [(prefix.keys[chunk], group) for chunk in needed_chunks(groups[group], prefix, tokens)]
+                for group in others
+            ]
+            lacking = [[item for item in items if not self._is_found(search, item)] for items in wanted]
+            if all(item in missing for items in lacking for item in items):
+                asked = [items[-1] for items in lacking if items]
+                search.boundaries.append(([item for items in lacking for item in items], asked))
+                names += [item for item in asked if item not in names]
+                if len(search.boundaries) == BOUNDARIES_MAX:
+                    break
+        return names
+
+    def _is_found(self, search: Search, item: Item) -> bool:
+        entry = self._host.find(*item)
+        return (entry is not None and entry.residency in READABLE) or item in search.answers.held_by
+
+    def _use_round(self, search: Search, tier_state: TierState, names: Sequence[Item], present: Sequence[bool]) -> None:
+        """Take the answers of a round of a remote tier, and set the next round."""
+        if search.round == 1:
+            is_hit = all(present)
+            tier_state.hit_rate += HIT_RATE_WEIGHT * (is_hit - tier_state.hit_rate)
+            search.low = 0 if is_hit else -1
+            search.round = 2 if is_hit and search.high > 1 else 4
+        elif search.round < 4:
+            for position, is_there in zip(search.sampled, present, strict=True):
+                if not is_there:
+                    search.high = position
+                    break
+                search.low = position
+            is_exact = search.low + 1 >= search.high
+            search.round = 4 if is_exact or search.round == 3 else 3
+        else:
+            found = {item for item, is_there in zip(names, present, strict=True) if is_there}
+            for lacking, asked in search.boundaries:
+                if found.issuperset(asked):
+                    self._found(search, lacking, tier_state)
+                    break
+            search.round = 5
+
+    def _take_run(self, search: Search, tier_state: TierState) -> None:
+        """All missing history objects up to the last chunk of the run count as held by the tier."""
+        if search.low < 0 or not search.chunks:
+            return
+        keys = {search.prefix.keys[chunk] for chunk in search.chunks[: search.low + 1]}
+        self._found(search, [it for it in search.missing if self._is_history[it[1]] and it[0] in keys], tier_state)
+
+    def _found(self, search: Search, items: Sequence[Item], tier_state: TierState) -> None:
+        search.answers.held_by.update(dict.fromkeys(items, tier_state.name))
+        found = set(items)
+        search.missing = [item for item in search.missing if item not in found]
+
+    def _send(self, tier_state: TierState, search: Search | None, objects: tuple[Item, ...], now_s: float) -> None:
+        tier_state.breakers[Link.PROMOTE].attempted()
+        probe = Probe(self._new_id(), tier_state.name, objects, now_s + tier_state.rules.probe_deadline_s)
+        self._open[probe.id] = OpenProbe(
+            tier_state.name, search, objects, self._ranks, [True] * len(objects), probe.deadline_s
+        )
+        heappush(self._deadlines, (probe.deadline_s, probe.id))
+        if (
+            search is not None
+            and tier_state.rules.is_remote
+            and now_s < search.answers.waits_until_s < probe.deadline_s
+        ):
+            heappush(self._deadlines, (search.answers.waits_until_s, probe.id))
         self._commands.append(probe)
 
-    def _close(self, probe_id: int, open_probe: OpenProbe, now_s: float) -> ProbeAnswers | None:
+    def _close(self, probe_id: int, open_probe: OpenProbe, now_s: float) -> None:
         del self._open[probe_id]
+        tier_state, search = self._tiers[open_probe.tier], open_probe.search
         self._tiers.record(open_probe.tier, Link.PROMOTE, now_s, is_fault=open_probe.is_failed)
-        answers = self._answers.get(open_probe.request)
-        if answers is not None:
-            answers.open_probes.discard(probe_id)
-        return answers
+        if not open_probe.is_failed:
+            for item, is_there in zip(open_probe.objects, open_probe.present, strict=True):
+                tier_state.remember(item, now_s, is_present=is_there)
+        if search is None:
+            return
+        if search.round == 0:
+            if not open_probe.is_failed:
+                there = [
+                    item for item, is_there in zip(open_probe.objects, open_probe.present, strict=True) if is_there
+                ]
+                self._found(search, there, tier_state)
+        elif not open_probe.is_failed:
+            self._use_round(search, tier_state, open_probe.objects, open_probe.present)
+            if self._ask_round(search, tier_state, now_s):
+                return
+        else:
+            self._take_run(search, tier_state)
+        search.tier += 1
+        self._ask_next_tier(search, now_s)

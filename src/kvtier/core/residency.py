@@ -7,10 +7,12 @@ or waiters.
     ABSENT --promote begins-> PROMOTING --done--> READY --leaves---> LEAVING --written--> ABSENT
     GATHERING, PROMOTING --failed--> ABSENT                LEAVING --wanted again--> READY
     PROMOTING --late--> LOST --settled--> ABSENT
+    ABSENT --relay begins-> RELAYING --done--> STAGED --written--> ABSENT      RELAYING --late--> LOST
 
 LEAVING is a victim with pending writes (write-back); it can be read like a READY object. LOST is an overdue promotion
 whose thread may still write to the slot. The object cannot be found, and the slot is not free until the thread ends. So
-a tier that hangs causes a miss and never wrong bytes.
+a tier that hangs causes a miss and never wrong bytes. RELAYING and STAGED objects are in the staging area, on their way
+from one lower tier to another, and cannot be found.
 """
 
 from enum import Enum, auto
@@ -27,6 +29,8 @@ class Residency(Enum):
     READY = auto()
     LEAVING = auto()
     LOST = auto()
+    RELAYING = auto()
+    STAGED = auto()
 
     __hash__ = object.__hash__  # members are singletons, and Enum's own hash runs in Python
 
@@ -40,6 +44,7 @@ class Change(Enum):
 
     GATHER = auto()
     PROMOTE = auto()
+    RELAY = auto()
     ARRIVED = auto()
     FAILED = auto()
     LATE = auto()
@@ -64,6 +69,11 @@ TRANSITIONS: dict[tuple[Residency, Change], Residency] = {
     (Residency.READY, Change.EVICTED): Residency.ABSENT,
     (Residency.LEAVING, Change.WANTED): Residency.READY,
     (Residency.LEAVING, Change.EVICTED): Residency.ABSENT,
+    (Residency.ABSENT, Change.RELAY): Residency.RELAYING,
+    (Residency.RELAYING, Change.ARRIVED): Residency.STAGED,
+    (Residency.RELAYING, Change.FAILED): Residency.ABSENT,
+    (Residency.RELAYING, Change.LATE): Residency.LOST,
+    (Residency.STAGED, Change.EVICTED): Residency.ABSENT,
 }
 
 READABLE = (READY, LEAVING)
@@ -75,6 +85,8 @@ COMING = (Residency.GATHERING, Residency.PROMOTING)
 PRESENCE: dict[Residency, Presence] = {
     Residency.ABSENT: Presence.ABSENT,
     Residency.LOST: Presence.ABSENT,
+    Residency.RELAYING: Presence.ABSENT,
+    Residency.STAGED: Presence.ABSENT,
     Residency.GATHERING: Presence.ARRIVING,
     Residency.PROMOTING: Presence.ARRIVING,
     Residency.READY: Presence.READY,

@@ -1,6 +1,6 @@
-"""State of the lower tiers in the core: circuit breakers, and transfers in flight and queued."""
+"""State of the lower tiers in the core: circuit breakers, transfers in flight, queued writes, remembered answers."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtier.core.circuit_breaker import CircuitBreaker
@@ -16,38 +16,60 @@ WAYS: dict[Link, Way] = {PROMOTE: "read", DEMOTE: "write"}
 SUSPECT_MAX = 1 << 16
 """Suspect objects per tier; of more, the oldest are trusted again."""
 
+RELAYS_MAX = 1 << 14
+"""Objects per tier that wait to be relayed to it; of more, the oldest are dropped."""
+
+REMEMBERED_MAX = 1 << 16
+ABSENT_S = 5.0
+"""How long the answer "absent" of a remote tier is remembered. Other nodes may write the object meanwhile."""
+PRESENT_S = 60.0
+"""How long the answer "present" is remembered. A wrong one costs a failed read."""
+
 
 class TierState:
-    """One lower tier: its circuit breakers, its limits and its queue of demotions."""
+    """One lower tier: its circuit breakers, its limits and its queues of writes.
 
-    def __init__(self, rules: TierRules, in_flight_max: int) -> None:
+    Args:
+        rules: its limits and properties.
+        number: its position, 0 for the fastest.
+        pool: all tiers, which share the slots for transfers.
+    """
+
+    def __init__(self, rules: TierRules, number: int, pool: "TierStates") -> None:
         self.name = rules.name
         self.rules = rules
+        self.number = number
         self.breakers = {link: CircuitBreaker(rules.failures, rules.retry_s) for link in WAYS}
         """PROMOTE: for promotions and probes. DEMOTE: for demotions. A tier on a full disk can still be read."""
         self.queue: OrderedDict[HostEntry, None] = OrderedDict()
         """Demotions that wait, in order; each entry has a pending write to this tier."""
+        self.relays: OrderedDict[Item, tuple[HostEntry, str]] = OrderedDict()
+        """Objects to be written here that a faster tier holds, with that tier's name. They hold no host memory."""
+        self.staged: deque[HostEntry] = deque()
+        """Relayed objects in the staging area, ready to be written."""
         self.out = {PROMOTE: 0, DEMOTE: 0}
         self.out_bytes = {PROMOTE: 0, DEMOTE: 0}
         self.late = {PROMOTE: 0, DEMOTE: 0}
         """Overdue transfers in flight: their threads are stuck, and count against the limit."""
-        self._suspect: dict[Item, None] = {}
-        self.limit = {
-            PROMOTE: min(rules.promotes, in_flight_max),
-            DEMOTE: min(rules.demotes, in_flight_max),
-        }
+        self.limit = {PROMOTE: min(rules.promotes, pool.share), DEMOTE: min(rules.demotes, pool.share)}
         """Limit for objects of any size; small objects may exceed it."""
-        self._share = in_flight_max
-        self._small_bytes = rules.small_bytes
+        self.hit_rate = 0.5
+        """Moving average of the probes of first missing chunks that found it; for remote tiers."""
+        self._suspect: dict[Item, None] = {}
+        self._remembered: OrderedDict[Item, tuple[bool, float]] = OrderedDict()
+        """Answers of a remote tier, and when they expire."""
+        self._pool = pool
 
     def has_room(self, link: Link, size_bytes: int) -> bool:
         """Whether one more transfer of `size_bytes` may start."""
         out = self.out[link]
-        return out < self.limit[link] or (out < self._share and self.out_bytes[link] + size_bytes <= self._small_bytes)
+        if out >= self.limit[link] and self.out_bytes[link] + size_bytes > self.rules.small_bytes:
+            return False
+        return self._pool.has_slot(self, link)
 
     def limit_for(self, link: Link, size_bytes: int) -> int:
         """How many transfers of `size_bytes` each may be in flight."""
-        return max(self.limit[link], min(self._share, self._small_bytes // size_bytes))
+        return max(self.limit[link], min(self._pool.share, self.rules.small_bytes // size_bytes))
 
     def can_read(self, now_s: float) -> bool:
         """Whether to start a read: the breaker allows it, and not all reads in flight are stuck."""
@@ -59,13 +81,42 @@ class TierState:
 
     def mark_suspect(self, items: Iterable[Item]) -> None:
         """The tier's copies of `items` may be bad: a read failed, or an earlier chunk of the prefix was corrupt."""
-        self._suspect.update(dict.fromkeys(items))
+        for item in items:
+            self._suspect[item] = None
+            self._remembered.pop(item, None)
         while len(self._suspect) > SUSPECT_MAX:
             del self._suspect[next(iter(self._suspect))]
 
     def clear_suspect(self, item: Item) -> bool:
         """The copy of `item` was read or will be replaced; returns whether it was suspect."""
         return bool(self._suspect) and self._suspect.pop(item, item) is None
+
+    def remember(self, item: Item, now_s: float, *, is_present: bool) -> None:
+        """Keep the answer of a remote tier for other requests, for a bounded time. Tiers with an index answer anew."""
+        if self.rules.is_remote:
+            self._remembered[item] = (is_present, now_s + (PRESENT_S if is_present else ABSENT_S))
+            if len(self._remembered) > REMEMBERED_MAX:
+                self._remembered.popitem(last=False)
+
+    def remembered(self, item: Item, now_s: float) -> bool | None:
+        """The remembered answer for `item`, or None."""
+        answer = self._remembered.get(item)
+        if answer is None:
+            return None
+        is_present, until_s = answer
+        if until_s <= now_s:
+            del self._remembered[item]
+            return None
+        return is_present
+
+    def relay(self, entry: HostEntry, source: str) -> int:
+        """Queue the write of an object that the tier `source` holds; returns how many waiting objects were dropped."""
+        self.relays.pop((entry.key, entry.group), None)
+        self.relays[entry.key, entry.group] = entry, source
+        if len(self.relays) <= RELAYS_MAX:
+            return 0
+        self.relays.popitem(last=False)
+        return 1
 
     def began(self, link: Link, size_bytes: int) -> None:
         """A transfer of `size_bytes` starts."""
@@ -88,19 +139,29 @@ class TierState:
         for link, limit in self.limit.items():
             out, out_bytes = self.out[link], self.out_bytes[link]
             assert self.late[link] <= out, f"more {link.value}s are late than in flight"
-            assert out <= limit or out_bytes <= self._small_bytes, f"more {link.value}s in flight than allowed"
-            assert out <= self._share, f"{link.value}s use more than their share of host memory"
+            assert out <= limit or out_bytes <= self.rules.small_bytes, f"more {link.value}s in flight than allowed"
+            assert out <= self._pool.share, f"{link.value}s use more than their share of host memory"
             assert bool(out) == bool(out_bytes), f"bytes of {link.value}s miscounted"
+        for entry in self.queue:
+            assert self.name in entry.pending, "a queued demotion is not pending"
+            assert entry.residency in READABLE, "a queued demotion is of an object that is not readable"
+        assert len(self.relays) <= RELAYS_MAX, "too many objects wait to be relayed"
 
 
 class TierStates:
-    """All lower tiers, fastest first."""
+    """All lower tiers, fastest first.
+
+    A quarter of the slots is for promotions of all tiers, a quarter for demotions: when all tiers hang, half of host
+    memory is still usable. A tier may use the whole quarter except for what is reserved for the others.
+    """
 
     def __init__(self, tiers: Sequence[TierRules], slots_min: int, events: list[Event], down: Collection[str]) -> None:
-        # A quarter of the slots for promotions of all tiers, a quarter for demotions: when all tiers hang, half of host
-        # memory is still usable.
-        in_flight_max = max(1, slots_min // (4 * max(1, len(tiers))))
-        self.by_name = {rules.name: TierState(rules, in_flight_max) for rules in tiers}
+        count = max(1, len(tiers))
+        self._slots = max(count, slots_min // 4)
+        self._reserved = max(1, self._slots // (2 * count))
+        self.share = self._slots - self._reserved * (count - 1)
+        """Most slots of one tier in each direction."""
+        self.by_name = {rules.name: TierState(rules, number, self) for number, rules in enumerate(tiers)}
         self.all = tuple(self.by_name.values())
         for name in down:
             for breaker in self.by_name[name].breakers.values():
@@ -115,6 +176,14 @@ class TierStates:
 
     def __len__(self) -> int:
         return len(self.by_name)
+
+    def has_slot(self, tier_state: TierState, link: Link) -> bool:
+        """Whether one more slot for a transfer of this tier leaves the other tiers their reserve."""
+        taken = tier_state.out[link]
+        for other in self.all:
+            if other is not tier_state:
+                taken += max(other.out[link], self._reserved)
+        return taken < self._slots
 
     def record(self, name: str, link: Link, now_s: float, *, is_fault: bool) -> None:
         """Record the end of a read (`link` PROMOTE) or write (DEMOTE); a change of the breaker gives a notice."""
@@ -141,6 +210,3 @@ class TierStates:
             assert out[link] == sum([tier_state.out[link] for tier_state in self]), f"{link.value}s miscounted"
         for tier_state in self:
             tier_state.check()
-            for entry in tier_state.queue:
-                assert tier_state.name in entry.pending, "a queued demotion is not pending"
-                assert entry.residency in READABLE, "a queued demotion is of an object that is not readable"

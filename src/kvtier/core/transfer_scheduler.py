@@ -2,11 +2,11 @@
 
 Deadlock cannot occur because no operation holds a slot while it waits for another slot. Readable objects are scattered
 at once, in any order. A promotion needs one slot and frees it after its scatters. Stores use the slots that loads do
-not need, and wait for a bounded time.
+not need, and wait for a bounded time. A relay has a slot of the staging area.
 """
 
-from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 from kvtier.core.counters import Counters
 from kvtier.core.host_memory import HostMemory
@@ -56,7 +56,8 @@ class TransferScheduler:
         self._new_id = new_id
         self._commands = commands
         self._out = {GATHER: 0, SCATTER: 0}
-        self._deadlines: deque[tuple[float, int]] = deque()
+        self._deadlines: list[tuple[float, int]] = []
+        """(time, transfer) as a heap."""
 
     def stop_load(self, load: LoadOperation) -> None:
         """Stop `load`; it ends when none of its transfers is in flight."""
@@ -64,7 +65,8 @@ class TransferScheduler:
         unwanted = [
             flight
             for flight in self.flights.values()
-            if flight.load is load or (flight.transfer.link is PROMOTE and not flight.entry.waiters)
+            if flight.load is load
+            or (flight.transfer.link is PROMOTE and not flight.entry.waiters and not flight.entry.is_staged)
         ]
         self._cancel([flight for flight in unwanted if not flight.is_cancelled])
 
@@ -80,7 +82,7 @@ class TransferScheduler:
         """Check deadlines; returns whether anything changed."""
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            flight = self.flights.get(self._deadlines.popleft()[1])
+            flight = self.flights.get(heappop(self._deadlines)[1])
             if flight is not None:
                 self._overdue(flight, now_s)
                 changed = True
@@ -97,7 +99,7 @@ class TransferScheduler:
     def next_deadline(self) -> float | None:
         """The time at which `expire` has work to do if nothing else happens."""
         while self._deadlines and self._deadlines[0][1] not in self.flights:
-            self._deadlines.popleft()
+            heappop(self._deadlines)
         ends = self._operations.deadlines()
         if self._deadlines:
             ends.append(self._deadlines[0][0])
@@ -164,25 +166,18 @@ class TransferScheduler:
         tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
         tier_state.ended(PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
         self._record_transfer(tier_state.name, flight, now_s)
-        if flight.outcome is DONE or flight.outcome is CORRUPT:
-            tier_state.clear_suspect((entry.key, entry.group))
-        elif flight.is_fault and now_s < flight.transfer.deadline_s:
-            tier_state.mark_suspect(
-                [(entry.key, entry.group)]
-            )  # as with a bad block: the tier has a copy that cannot be read
-        if flight.outcome is CORRUPT:
-            self._counters.corrupt += 1
-            self._commands.append(Drop(tier_state.name, entry.key, entry.group))
-            for work, _, _ in entry.waiters:
-                if isinstance(work, LoadOperation):
-                    tier_state.mark_suspect((key, place.group) for place, key in work.todo)
+        self._judge_copy(flight, tier_state, now_s)
         if flight.is_late:
             self._host.settled(entry)
             return
         self._record(flight, now_s)
+        if entry.is_staged:
+            self._staged(flight)
+            return
         waiters, entry.waiters = entry.waiters, []
         if flight.outcome is DONE:
             self._host.arrived(entry)
+            self._pending_writes.promoted(entry, now_s)
             self._operations.serve(waiters, entry)
             return
         self._host.failed(entry)
@@ -190,17 +185,50 @@ class TransferScheduler:
             _exclude_tier(tier_state.name, entry, waiters)
         self._operations.retry(waiters)
 
+    def _judge_copy(self, flight: InFlightTransfer, tier_state: TierState, now_s: float) -> None:
+        """Note what a promotion shows about the tier's copy: absent, bad, or good."""
+        entry = flight.entry
+        item = (entry.key, entry.group)
+        if flight.outcome is DONE or flight.outcome is CORRUPT:
+            tier_state.clear_suspect(item)
+        elif flight.is_fault and now_s < flight.transfer.deadline_s:
+            tier_state.mark_suspect([item])  # as with a bad block: the tier has a copy that cannot be read
+        if flight.outcome is CORRUPT:
+            self._counters.corrupt += 1
+            self._commands.append(Drop(tier_state.name, entry.key, entry.group))
+            for work, _, _ in entry.waiters:
+                if isinstance(work, LoadOperation):
+                    tier_state.mark_suspect((key, place.group) for place, key in work.todo)
+        if flight.outcome is CORRUPT or flight.outcome is Outcome.ABSENT:
+            tier_state.remember(item, now_s, is_present=False)
+
     def _demoted(self, flight: InFlightTransfer, now_s: float) -> None:
         tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
         tier_state.ended(DEMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
-        if flight.is_late:
-            self._host.unstuck(entry)
-        else:
+        if not flight.is_late:
             self._record(flight, now_s)
         if flight.outcome is not DONE:
             self._counters.demotions_dropped += 1
+        if entry.is_staged:
+            self._host.unstage(entry, Change.EVICTED)
+            if flight.outcome is DONE:
+                tier_state.remember((entry.key, entry.group), now_s, is_present=True)
+            return
+        if flight.is_late:
+            self._host.unstuck(entry)
+        if flight.outcome is DONE:
+            self._pending_writes.written(entry, tier_state, now_s)
         self._host.unpin(entry)
         self._host.mark_written(entry, tier_state.name)
+
+    def _staged(self, flight: InFlightTransfer) -> None:
+        """A relayed object has reached the staging area, or the faster tier no longer has it."""
+        if flight.outcome is DONE:
+            self._host.staged(flight.entry)
+            self._tiers[flight.relay_to].staged.append(flight.entry)
+        else:
+            self._counters.relays_dropped += 1
+            self._host.unstage(flight.entry, Change.FAILED)
 
     def _record_transfer(self, place: str, flight: InFlightTransfer, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
@@ -232,7 +260,11 @@ class TransferScheduler:
         transfer, entry = flight.transfer, flight.entry
         self._tiers[transfer.tier].late[transfer.link] += 1
         self._tiers.record(transfer.tier, transfer.link, now_s, is_fault=True)
-        if transfer.link is PROMOTE:
+        if entry.is_staged:
+            if transfer.link is PROMOTE:
+                self._counters.relays_dropped += 1
+                self._host.unstage(entry, Change.LATE)
+        elif transfer.link is PROMOTE:
             waiters, entry.waiters = entry.waiters, []
             self._host.late(entry)
             _exclude_tier(transfer.tier, entry, waiters)
@@ -259,6 +291,8 @@ class TransferScheduler:
         is_starving, has_promoted = self._advance_loads(now_s) if loads else (False, False)
         has_gathered = bool(self._operations.stores) and not is_starving and self._advance_stores(now_s)
         has_dropped = self._advance_demotions(now_s)
+        if self._host.has_staging:
+            self._advance_relays(now_s)
         return has_dropped or (has_promoted and len(loads) > 1) or (has_gathered and bool(loads))
 
     def _advance_scatters(self, now_s: float) -> None:
@@ -314,7 +348,7 @@ class TransferScheduler:
     ) -> None:
         place, key = item
         entry = self._new_entry(load.prefix, place, key, slot, load.session)
-        entry.source = tier_state.name
+        entry.source = entry.origin = tier_state.name
         self._host.enter(entry, Change.PROMOTE)
         self._operations.attach(load, place, entry)
         tier_state.began(PROMOTE, self._host.object_bytes[entry.group])
@@ -341,7 +375,6 @@ class TransferScheduler:
                         full.add(place.group)
                         break
                     entry = self._new_entry(store.prefix, place, key, slot, store.session)
-                    entry.is_fresh = True
                     self._host.enter(entry, Change.GATHER)
                     self._out[GATHER] += 1
                     self._send(GATHER, entry, now_s, place=place, store=store)
@@ -369,12 +402,71 @@ class TransferScheduler:
                 if not tier_state.has_room(DEMOTE, size_bytes):
                     break
                 del tier_state.queue[entry]
-                tier_state.began(DEMOTE, size_bytes)
                 self._host.pin(entry)
-                if tier_state.clear_suspect((entry.key, entry.group)):  # a tier does not overwrite objects
-                    self._commands.append(Drop(tier_state.name, entry.key, entry.group))
-                self._send(DEMOTE, entry, now_s, tier=tier_state.name)
+                self._demote(entry, tier_state, now_s)
         return has_dropped
+
+    def _demote(self, entry: HostEntry, tier_state: TierState, now_s: float) -> None:
+        tier_state.began(DEMOTE, self._host.object_bytes[entry.group])
+        if tier_state.clear_suspect((entry.key, entry.group)):  # a tier does not overwrite objects
+            self._commands.append(Drop(tier_state.name, entry.key, entry.group))
+        self._send(DEMOTE, entry, now_s, tier=tier_state.name)
+
+    def _advance_relays(self, now_s: float) -> None:
+        """Write objects that a faster tier holds to slower ones, from host memory if they are still there."""
+        for tier_state in self._tiers.all:
+            while tier_state.staged or tier_state.relays:
+                if tier_state.breakers[DEMOTE].is_trial:
+                    break
+                if not tier_state.can_write(now_s):  # a relay that waits for it holds no slot
+                    self._unstage(tier_state)
+                    break
+                if tier_state.staged:
+                    entry = tier_state.staged[0]
+                    if not tier_state.has_room(DEMOTE, self._host.object_bytes[entry.group]):
+                        break
+                    self._demote(tier_state.staged.popleft(), tier_state, now_s)
+                elif not self._relay(tier_state, now_s):
+                    break
+
+    def _unstage(self, tier_state: TierState) -> None:
+        """Free the staging area from objects for a tier that cannot be written; they wait to be relayed again."""
+        while tier_state.staged:
+            entry = tier_state.staged.pop()
+            self._host.unstage(entry, Change.EVICTED)
+            self._counters.relays_dropped += tier_state.relay(entry, entry.origin)
+
+    def _relay(self, tier_state: TierState, now_s: float) -> bool:
+        """Begin with the next object that waits to be relayed to `tier_state`; returns whether it did."""
+        item, (entry, source) = next(iter(tier_state.relays.items()))
+        size_bytes = self._host.object_bytes[entry.group]
+        if not tier_state.has_room(DEMOTE, size_bytes):
+            return False
+        current = self._host.find(*item)
+        if current is not None and current.residency in READABLE:
+            del tier_state.relays[item]
+            self._host.pin(current)
+            self._demote(current, tier_state, now_s)
+            return True
+        faster = self._tiers[source]
+        slots = self._host.staging[entry.group]
+        is_idle = 2 * faster.out[PROMOTE] < faster.limit[PROMOTE] and not any(
+            load.todo for load in self._operations.loads.values()
+        )
+        if (
+            current is not None
+            or not (slots and is_idle and faster.can_read(now_s))
+            or not faster.has_room(PROMOTE, size_bytes)
+        ):
+            return False
+        del tier_state.relays[item]
+        staged = HostEntry(entry.key, entry.group, slots.pop(), entry.parent, entry.depth, entry.session)
+        staged.origin = source
+        self._host.stage(staged)
+        faster.began(PROMOTE, size_bytes)
+        self._estimators[source].began(size_bytes, now_s)
+        self._send(PROMOTE, staged, now_s, tier=source, relay_to=tier_state.name)
+        return True
 
     def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, session: str | None) -> HostEntry:
         depth = place.chunk
@@ -391,6 +483,7 @@ class TransferScheduler:
         place: Place | None = None,
         load: LoadOperation | None = None,
         store: StoreOperation | None = None,
+        relay_to: str = "",
     ) -> None:
         work = load or store
         limit_s = self._tiers[tier].rules.transfer_deadline_s if tier else self._limits.copy_deadline_s
@@ -408,10 +501,10 @@ class TransferScheduler:
             now_s + limit_s,
             entry.session,
         )
-        self.flights[transfer.id] = InFlightTransfer(transfer, entry, self._ranks, load, store, place)
+        self.flights[transfer.id] = InFlightTransfer(transfer, entry, self._ranks, load, store, place, relay_to)
         if tier:
             # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses blocks and slot.
-            self._deadlines.append((transfer.deadline_s, transfer.id))
+            heappush(self._deadlines, (transfer.deadline_s, transfer.id))
         self._commands.append(transfer)
 
     def check(self) -> None:
@@ -427,7 +520,11 @@ class TransferScheduler:
         for flight in self.flights.values():
             link, entry = flight.transfer.link, flight.entry
             out[link] += 1
-            if link is SCATTER or link is DEMOTE:
+            if entry.is_staged:
+                assert link is PROMOTE or entry in self._host.relayed, (
+                    "a slot of the staging area is read after its end"
+                )
+            elif link is SCATTER or link is DEMOTE:
                 pins[entry] = pins.get(entry, 0) + 1
                 assert entry.residency in READABLE, "a slot is read that is not readable"
                 assert entry.slot == flight.transfer.slot, "a slot was reused while it is read"

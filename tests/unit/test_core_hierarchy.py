@@ -1,0 +1,401 @@
+"""The rules of a hierarchy: each tier is asked for what faster ones lack, and a slow one delays nothing."""
+
+import pytest
+from tests.core_driver import CHUNK, Driver, key, prefix_of
+
+from kvtier.core import pending_writes, tier_state
+from kvtier.core.limits import TierRules, WritePolicy
+from kvtier.layout import History, State, Window
+from kvtier.types import ChunkKey, Link, Outcome, Prefix, Presence, RequestId
+
+LONG_S = 1000.0
+
+
+def rules(name: str, **values: object) -> TierRules:
+    return TierRules(name=name, **{"probe_deadline_s": LONG_S, "transfer_deadline_s": LONG_S, **values})
+
+
+def near_and_far(**values: object) -> Driver:
+    """A local disk, and a remote store behind it."""
+    of_core = {name: values.pop(name) for name in ("slots", "groups", "write_policy", "ranks") if name in values}
+    return Driver(tiers=(rules("disk"), rules("far", is_remote=True, **values)), **{"slots": 64, **of_core})
+
+
+def long_prefix(chunks: int, name: str = "p") -> Prefix:
+    return Prefix(tuple(ChunkKey(f"{name}{number}".encode()) for number in range(chunks)), CHUNK)
+
+
+def probe(core: Driver):
+    (only,) = core.probes.values()
+    return only
+
+
+def tell(core: Driver) -> int:
+    """Answer the open probe truthfully; the number of its names."""
+    asked = probe(core)
+    core.tell(asked, [item in core.held[asked.tier] for item in asked.objects])
+    return len(asked.objects)
+
+
+def demotions(core: Driver, tier: str) -> list[str]:
+    return [one.key.decode() for one in core.going(Link.DEMOTE) if one.tier == tier]
+
+
+# ---- lookup --------------------------------------------------------------------------------------------------------
+
+
+def test_a_remote_tier_is_asked_only_for_what_the_local_one_lacks() -> None:
+    core = near_and_far()
+    core.fill("disk", prefix_of("abc"))
+    core.fill("far", prefix_of("abcde"))
+    core.lookup("r", prefix_of("abcde"))
+    assert probe(core).tier == "disk"
+    tell(core)
+    assert (probe(core).tier, probe(core).objects) == ("far", ((key("abcd"), 0),)), "the first missing name alone"
+    core.run()
+    assert core.lookup("r", prefix_of("abcde")).sources == (("disk", 12), ("far", 8))
+
+
+def test_what_the_local_tier_has_whole_asks_no_remote_one() -> None:
+    core = near_and_far()
+    core.fill("disk", prefix_of("abc"))
+    core.lookup("r", prefix_of("abc"))
+    tell(core)
+    assert not core.probes
+    assert core.lookup("r", prefix_of("abc")).presence is Presence.ARRIVING
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 23, 24, 25, 100, 300, 510, 511, 512])
+def test_a_remote_tier_tells_a_run_of_512_chunks_in_three_round_trips(held: int) -> None:
+    core, prompt = near_and_far(slots=600), long_prefix(512)
+    core.fill("far", Prefix(prompt.keys[:held], CHUNK))
+    core.lookup("r", prompt)
+    tell(core)
+    names = []
+    while core.probes:
+        names.append(tell(core))
+    assert len(names) <= 3
+    assert sum(names) <= 1 + 2 * 23
+    assert core.lookup("r", prompt).tokens == held * CHUNK
+
+
+def test_a_run_with_holes_is_loaded_up_to_the_hole() -> None:
+    core, prompt = near_and_far(slots=600), long_prefix(512)
+    core.fill("far", prompt)
+    core.held["far"].discard((prompt.keys[101], 0))
+    core.lookup("r", prompt)
+    core.run()
+    assert core.lookup("r", prompt).tokens == 512 * CHUNK, "the hole is between two names that were asked for"
+    core.load("r", prompt)
+    core.run()
+    assert core.loaded()[0].tokens == 101 * CHUNK
+
+
+def test_a_hybrid_model_asks_history_first_and_then_at_most_four_boundaries() -> None:
+    core = near_and_far(groups=(History(), Window(2 * CHUNK), State()))
+    prompt = long_prefix(20)
+    for chunk in range(20):
+        core.held["far"].add((prompt.keys[chunk], 0))
+        core.held["far"].add((prompt.keys[chunk], 1))
+    core.held["far"].add((prompt.keys[17], 2))
+    core.lookup("r", prompt)
+    tell(core)
+    rounds = []
+    while core.probes:
+        rounds.append({group for _, group in probe(core).objects})
+        asked = tell(core)
+    assert rounds == [{0}, {0}, {1, 2}]
+    assert asked == 8, "two groups at four boundaries"
+    assert core.lookup("r", prompt).tokens == 18 * CHUNK
+    core.load("r", prompt, 18 * CHUNK)
+    core.run()
+    assert core.loaded()[0].tokens == 18 * CHUNK
+
+
+def test_a_model_without_history_asks_its_longest_boundaries() -> None:
+    core, prompt = near_and_far(groups=(State(),)), long_prefix(9)
+    core.held["far"].add((prompt.keys[6], 0))
+    core.lookup("r", prompt)
+    tell(core)
+    assert [name for name, _ in probe(core).objects] == [prompt.keys[n] for n in (8, 7, 6, 5)]
+    core.run()
+    assert core.lookup("r", prompt).tokens == 7 * CHUNK
+
+
+def test_a_remote_tier_that_fails_between_two_rounds_keeps_what_it_reported() -> None:
+    core, prompt = near_and_far(), long_prefix(100)
+    core.fill("far", prompt)
+    core.lookup("r", prompt)
+    tell(core)
+    tell(core)
+    core.tell(probe(core), None)
+    assert core.lookup("r", prompt).tokens == CHUNK
+
+
+# ---- deadlines and absences ----------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_a_remote_tier_a_small_share_of_what_computing_takes() -> None:
+    core, prompt = near_and_far(), prefix_of("ab")
+    core.fill("far", prompt)
+
+    def lookup(request: str):
+        answer = core.cache.lookup(RequestId(request), prompt, core.now_s, compute_s=1.0)
+        core._take()
+        return answer
+
+    for tier in core.cache._tiers:
+        tier.hit_rate = 0.0
+    lookup("r")
+    tell(core)
+    assert lookup("r").presence is Presence.PROBING
+    assert core.cache.next_deadline() == pytest.approx(0.03)
+    core.wait(0.031)
+    assert lookup("r").presence is Presence.ABSENT, "the probe is open, and the request goes on"
+    core.run()
+    later = lookup("other")
+    core.run()
+    later = lookup("other")
+    assert later.tokens == 8, "the late answer serves the next request"
+
+
+def test_a_hit_rate_that_repays_it_makes_requests_wait_longer() -> None:
+    core, prompt = near_and_far(), prefix_of("ab")
+    core.cache._tiers["far"].hit_rate = 1.0
+    core.cache.lookup(RequestId("r"), prompt, 0.0, compute_s=1.0)
+    core._take()
+    tell(core)
+    assert core.cache.next_deadline() == pytest.approx(0.25)
+
+
+def test_a_name_that_a_remote_tier_lacks_is_not_asked_for_again_for_seconds() -> None:
+    core = near_and_far()
+    for request in "ab":
+        core.lookup(request, prefix_of("x"))
+        core.run()
+    assert core.asked["far"] == 1
+    core.now_s += tier_state.ABSENT_S
+    core.lookup("c", prefix_of("x"))
+    core.run()
+    assert core.asked["far"] == 2
+
+
+def test_an_own_store_ends_the_memory_of_an_absence() -> None:
+    core, prompt = near_and_far(slots=2), prefix_of("x")
+    core.lookup("a", prompt)
+    core.run()
+    core.store("a", prompt)
+    core.run()
+    core.store("b", prefix_of("yz"))
+    core.run()
+    core.held["disk"].clear()
+    core.lookup("c", prompt)
+    core.run()
+    assert core.lookup("c", prompt).sources == (("far", 4),)
+    assert core.asked["far"] == 1
+
+
+# ---- load ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_read_that_fails_tries_the_slower_tier_though_it_was_not_asked() -> None:
+    core, prompt = near_and_far(), prefix_of("ab")
+    core.fill("disk", prompt)
+    core.fill("far", prompt)
+    core.lookup("r", prompt)
+    core.run()
+    core.held["disk"].clear()
+    core.load("r", prompt)
+    core.run()
+    (done,) = core.loaded()
+    assert (done.tokens, done.sources) == (8, (("far", 8),))
+
+
+# ---- store with relay ----------------------------------------------------------------------------------------------
+
+
+def test_an_object_that_waits_for_a_slow_tier_holds_no_slot_once_the_disk_has_it() -> None:
+    core = near_and_far(slots=32, demotes=1)
+    for number in range(8):
+        core.store(f"r{number}", long_prefix(8, f"{number}-"))
+        core.run(keep=lambda one: one.tier == "far")
+    assert [done.held for done in core.stored()] == [8] * 8, "twice as many objects as slots, while one write hangs"
+    assert len(core.held["disk"]) == 64
+    core.run()
+    assert len(core.held["far"]) == 64
+    assert core.cache.counters.demotions_dropped == core.cache.counters.relays_dropped == 0
+
+
+def test_without_a_faster_tier_that_persists_the_slot_is_held() -> None:
+    core = Driver(tiers=(rules("memory", persists=False), rules("far", is_remote=True, demotes=1)), slots=8)
+    core.store("a", long_prefix(8, "a"))
+    core.run(keep=lambda one: one.tier == "far")
+    core.store("b", long_prefix(8, "b"))
+    core.run(keep=lambda one: one.tier == "far")
+    assert core.cache.pending_count == 8
+
+
+def test_a_relay_writes_from_host_memory_while_the_object_is_there() -> None:
+    core = near_and_far(slots=32, demotes=1)
+    core.store("a", long_prefix(4))
+    core.run()
+    assert not [one for one in core.sent if one.link is Link.PROMOTE]
+    assert len(core.held["far"]) == 4
+
+
+def test_a_relay_reads_from_the_faster_tier_into_the_staging_area() -> None:
+    core = near_and_far(slots=32, demotes=1)
+    core.store("a", long_prefix(4, "a"))
+    core.run(keep=lambda one: one.tier == "far")
+    core.store("b", long_prefix(30, "b"))
+    core.run(keep=lambda one: one.tier == "far")
+    for hung in core.going(Link.DEMOTE):
+        core.answer(hung)
+    staged = core.going(Link.PROMOTE)
+    assert staged
+    assert {one.slot for one in staged} <= {30, 31}, "a sixteenth of the slots, which no request uses"
+    core.run()
+    assert len(core.held["far"]) >= 33
+
+
+def test_what_the_faster_tier_evicted_before_is_lost_and_counted() -> None:
+    core = near_and_far(slots=32, demotes=1)
+    core.store("a", long_prefix(4, "a"))
+    core.run(keep=lambda one: one.tier == "far")
+    core.store("b", long_prefix(30, "b"))
+    core.run(keep=lambda one: one.tier == "far")
+    core.held["disk"] = {item for item in core.held["disk"] if item[0].startswith(b"b")}
+    core.run()
+    assert core.cache.counters.relays_dropped == 3
+
+
+def test_a_relay_waits_for_loads() -> None:
+    core = near_and_far(slots=32, demotes=1)
+    core.store("a", long_prefix(4, "a"))
+    core.run(keep=lambda one: one.tier == "far")
+    core.store("b", long_prefix(30, "b"))
+    core.run(keep=lambda one: one.tier == "far")
+    core.fill("disk", long_prefix(30, "c"))
+    core.load("c", long_prefix(30, "c"))
+    for hung in core.going(Link.DEMOTE):
+        core.answer(hung)
+    assert all(one.key.startswith(b"c") for one in core.going(Link.PROMOTE))
+    core.run()
+    assert core.loaded()[0].tokens == 30 * CHUNK
+
+
+def test_relays_wait_for_a_tier_that_is_away_and_take_no_staging() -> None:
+    core = near_and_far(slots=32, demotes=1, failures=1, retry_s=5.0)
+    core.store("a", long_prefix(4, "a"))
+    core.run(keep=lambda one: one.tier == "far")
+    core.store("b", long_prefix(30, "b"))
+    core.run(keep=lambda one: one.tier == "far")
+    (hung,) = (one for one in core.going(Link.DEMOTE) if one.tier == "far")
+    core.answer(hung, Outcome.FAILED, is_fault=True)
+    core.run()
+    waiting = len(core.cache._tiers["far"].relays)
+    assert waiting == 33
+    assert len(core.cache.host.staging[0]) == 2
+    core.wait(5.1)
+    core.check_tiers()
+    core.run()
+    assert not core.cache._tiers["far"].relays
+    assert len(core.held["far"]) == 33
+
+
+def test_only_so_many_objects_wait_to_be_relayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_state, "RELAYS_MAX", 3)
+    core = near_and_far(slots=32, demotes=1)
+    core.store("a", long_prefix(8))
+    core.run(keep=lambda one: one.tier == "far")
+    assert len(core.cache._tiers["far"].relays) == 3
+    assert core.cache.counters.relays_dropped == 4
+
+
+def test_a_staged_read_that_hangs_ties_its_slot_until_its_thread_ends() -> None:
+    core = Driver(tiers=(rules("disk", transfer_deadline_s=2.0), rules("far", is_remote=True, demotes=1)), slots=32)
+    core.store("a", long_prefix(4, "a"))
+    core.run(keep=lambda one: one.tier == "far")
+    core.store("b", long_prefix(30, "b"))
+    core.run(keep=lambda one: one.tier == "far")
+    (hung,) = (one for one in core.going(Link.DEMOTE) if one.tier == "far")
+    core.answer(hung)
+    staged = core.going(Link.PROMOTE)[0]
+    core.wait(2.0)
+    assert staged.slot in [entry.slot for entry in core.cache.host.lost]
+    core.answer(staged)
+    assert not [entry for entry in core.cache.host.lost if entry.slot == staged.slot]
+
+
+def test_write_back_relays_too() -> None:
+    core = near_and_far(slots=8, demotes=1, write_policy=WritePolicy.BACK)
+    core.store("a", long_prefix(8, "a"))
+    core.run()
+    core.store("b", long_prefix(8, "b"))
+    core.run(keep=lambda one: one.tier == "far")
+    assert core.stored()[-1].held == 8
+
+
+# ---- fill ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_object_from_a_slower_tier_enters_the_faster_one_at_its_second_use() -> None:
+    core, prompt = near_and_far(), prefix_of("a")
+    core.fill("far", prompt)
+    core.lookup("r", prompt)
+    core.run()
+    core.load("r", prompt)
+    core.run()
+    assert not core.held["disk"]
+    core.load("s", prompt)
+    core.run()
+    assert core.held["disk"] == {(key("a"), 0)}
+    assert not [one for one in core.sent if (one.link, one.tier) == (Link.DEMOTE, "far")], "not sent where it came from"
+
+
+def test_a_second_promotion_counts_as_a_second_use() -> None:
+    core, prompt = near_and_far(slots=2), prefix_of("a")
+    core.fill("far", prompt)
+    for request in "rs":
+        core.lookup(request, prompt)
+        core.run()
+        core.load(request, prompt)
+        core.run()
+        core.store(f"{request} other", prefix_of("yz" if request == "r" else "vw"))
+        core.run()
+    assert (key("a"), 0) in core.held["disk"]
+
+
+def test_the_memory_of_promotions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_writes, "PROMOTED_MAX", 2)
+    core, prompt = near_and_far(), long_prefix(5)
+    core.fill("far", prompt)
+    core.lookup("r", prompt)
+    core.run()
+    core.load("r", prompt)
+    core.run()
+    assert len(core.cache._pending_writes._promoted) == 2
+
+
+def test_what_a_probe_found_is_not_uploaded_again() -> None:
+    """The engine computed the prompt though the far tier has it."""
+    core, prompt = near_and_far(), prefix_of("a")
+    core.fill("far", prompt)
+    core.lookup("r", prompt)
+    core.run()
+    core.store("r", prompt)
+    core.run()
+    assert core.held["disk"] == {(key("a"), 0)}
+    assert not [one for one in core.sent if one.tier == "far"]
+
+
+def test_a_suspect_copy_is_uploaded_again() -> None:
+    core, prompt = near_and_far(), prefix_of("a")
+    core.fill("far", prompt)
+    core.lookup("r", prompt)
+    core.run()
+    core.load("r", prompt)
+    core.answer(core.going(Link.PROMOTE)[0], Outcome.CORRUPT)
+    core.store("r", prompt)
+    core.run()
+    assert [one.tier for one in core.sent if one.link is Link.DEMOTE] == ["disk", "far"]
