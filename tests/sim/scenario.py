@@ -152,6 +152,7 @@ def _with_hierarchy(scenario: Scenario, dice: Random) -> Scenario:
     is_storm = scenario.mode is Mode.STORM
     rules: list[TierRules] = []
     tier_s: list[tuple[float, float]] = []
+    is_slow = dice.random() < 0.5  # objects wait to be relayed
     for number, (same, (low, high)) in enumerate(zip(scenario.rules, scenario.tier_s, strict=True)):
         rules.append(
             replace(
@@ -159,15 +160,15 @@ def _with_hierarchy(scenario: Scenario, dice: Random) -> Scenario:
                 persists=dice.random() < 0.8,
                 is_remote=number > 0 and dice.random() < 0.6,
                 promotes=dice.randint(1, 6),
-                demotes=dice.randint(1, 6),
+                demotes=1 if is_slow and number else dice.randint(1, 6),
                 probe_deadline_s=same.probe_deadline_s * dice.choice((1, 1, 3)) if is_storm else AGES_S,
                 transfer_deadline_s=same.transfer_deadline_s * dice.choice((1, 1, 3)) if is_storm else AGES_S,
                 failures=dice.randint(1, 4),
             )
         )
-        slower = dice.choice((1, 3, 10)) ** number
+        slower = dice.choice((10, 30) if is_slow else (1, 3, 10)) ** number
         tier_s.append((low * slower, high * slower))
-    more = dice.choice((0, 0, 16, 30))
+    more = dice.choice((0, 3, 6, 16))
     return replace(
         scenario,
         rules=tuple(rules),

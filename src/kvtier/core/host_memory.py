@@ -11,7 +11,8 @@ from kvtier.layout import KvLayout
 from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.types import ChunkKey, NextTurn
 
-STAGING_DIVISOR = 16
+STAGING_SLOTS_MIN = 8
+"""A group with fewer slots has no staging area: objects that left host memory are not relayed."""
 
 
 class HostMemory:
@@ -33,7 +34,8 @@ class HostMemory:
         has_staging: bool = False,
     ) -> None:
         self.slots = tuple(slots)
-        staging = [count // STAGING_DIVISOR if has_staging else 0 for count in slots]
+        is_split = [has_staging and count >= STAGING_SLOTS_MIN for count in slots]
+        staging = [max(1, count // 16) if own else 0 for count, own in zip(slots, is_split, strict=True)]
         self.has_staging = has_staging
         self.staging = [list(range(count - own, count)) for count, own in zip(slots, staging, strict=True)]
         """Free slots of the staging area of each group."""
