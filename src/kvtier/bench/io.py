@@ -24,14 +24,17 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
-from kvtier.bench.io_workloads import SEGMENTS, FullTier, IoSample, engine_blocks, host_sample, memcpy, segment_bytes
+from kvtier.bench.io_workloads import FullTier, IoSample, engine_blocks, host_sample, memcpy, trial_settings
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
+from kvtier.tier import registry
 from kvtier.tier.direct import can_direct
 
 SIZES = (32 << 20, 4 << 20, 512 << 10, 64 << 10)
 SIZE_LEAST, SIZE_MOST = 4096, 256 << 20
-TIERS = ("directory", "disk")
+TIERS = tuple(kind for kind in registry.names() if registry.measures_directories(kind))
+SPARE_BYTES = 192 << 20
+"""Bytes that a kind may hold beyond its objects."""
 HOST_THREADS = 2
 QUICK_S = 120.0
 """Deadline without options; on a drive of 40 MB/s the last repeat ends within another minute."""
@@ -176,7 +179,7 @@ def run(
     Args:
         directory: on the drive in question; all files go to a temporary directory in it.
         sizes: payload bytes of a chunk.
-        tiers: of `TIERS`, measured in turn, with the same ceiling.
+        tiers: kinds or tiers (`trial_settings`), measured in turn, with the same ceiling.
         threads: thread counts; without `keep_all` only the fastest row of each tier, op and size is kept.
         repeats: pairs of samples per row.
         sample_bytes: bytes moved by one sample.
@@ -193,6 +196,8 @@ def run(
     """
     if not has_fio():
         raise ConfigError("fio is not installed, and its rate is the ceiling; allowed: install the package fio")
+    for word in tiers:
+        trial_settings(word, Path())
     for size in sizes:
         if not SIZE_LEAST <= size <= SIZE_MOST or size % SIZE_LEAST:
             raise ConfigError(f"--size {size}: allowed: multiples of 4 KiB up to {size_text(SIZE_MOST)}")
@@ -239,7 +244,7 @@ def host_row(op: str, size: int, count: int, repeats: int, tick: Tick) -> IoRow:
 
 def _check_room(it: _IoRun, sample_bytes: int, size: int) -> None:
     """Fail before the first sample if the files will not fit."""
-    needed = sample_bytes * (1 + 2 * len(it.tiers)) + SEGMENTS * segment_bytes(size)
+    needed = sample_bytes * (1 + 2 * len(it.tiers)) + max(SPARE_BYTES, 6 * size)
     free = shutil.disk_usage(it.root).free
     if needed > free:
         raise ConfigError(
@@ -278,7 +283,7 @@ def _tier_rows(it: _IoRun, size: int, count: int, threads: int) -> list[IoRow]:
                     repeats = found[tier.name, op, reads]
                     repeats.add(_sample(tier, op, reads), allowed.gb_per_s, plain.gb_per_s)
                     repeats.ceilings.append(allowed)
-                    repeats.direct_io = tier.tier.direct_io
+                    repeats.direct_io = tier.direct_io
     finally:
         _remove(ceiling, tiers)
     return [
@@ -308,7 +313,7 @@ def _remove(ceiling: Fio | None, tiers: list[FullTier]) -> None:
     while tiers:
         tier = tiers.pop()
         tier.close()
-        shutil.rmtree(tier.tier.root)
+        shutil.rmtree(tier.root)
 
 
 def _percentiles(seconds: Sequence[float]) -> IoLatency:

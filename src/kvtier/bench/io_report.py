@@ -110,7 +110,7 @@ def _draw(axes: "Axes", result: IoResult, colours: Colours, *, op: str) -> None:
     for row in sorted(rows, key=lambda it: it.chunk_bytes):
         lines.setdefault(_line_name(rows, row), []).append(row)
     for name, chosen in lines.items():
-        colour = colours[COLOURS[chosen[0].tier]]
+        colour = colours[COLOURS.get(chosen[0].tier, "tiered")]
         axes.plot([row.chunk_bytes for row in chosen], [row.ratio for row in chosen], color=colour, label=name)
         for row in chosen:
             shares = [ours / ceiling for ours, ceiling, _ in row.samples]

@@ -4,27 +4,28 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.codec.frame import frame_bytes
-from kvtier.config.sections import Config, LimitsConfig
+from kvtier.config import tier_list
+from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits
-from kvtier.errors import KvError
-from kvtier.layout import GroupLayout, History, KvLayout, align_up
+from kvtier.errors import ConfigError, KvError
+from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena
 from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.testing.host_copier import HostCopier
+from kvtier.tier import registry
 from kvtier.tier.base import Tier
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.disk import DiskTier
+from kvtier.tier.registry import SMALL_BYTES_IN_FLIGHT, TierSettings
 from kvtier.types import (
     ChunkKey,
     Event,
@@ -49,8 +50,6 @@ GRAIN_BYTES = BLOCKS * 256
 """A layer is a multiple of this: blocks of at least 256 bytes."""
 COMPARED_BYTES = 4096
 """Bytes of each slot compared after the timed part; inside it every checksum is verified."""
-SEGMENTS = 3
-"""Eviction frees whole segments, and one segment is spare: two more keep the last round of stores."""
 PROC_IO = Path("/proc/self/io")
 
 Blocks = npt.NDArray[np.uint8]
@@ -82,7 +81,7 @@ class FullTier:
     """A tier at its capacity and a mover, without core and engine.
 
     Args:
-        name: ``directory`` or ``disk``.
+        word: name of a kind, or a tier as `--tier` gives it; see `trial_settings`.
         root: of its store.
         size: payload bytes of an object.
         count: objects per sample.
@@ -94,7 +93,7 @@ class FullTier:
 
     def __init__(
         self,
-        name: str,
+        word: str,
         root: Path,
         size: int,
         count: int,
@@ -104,7 +103,6 @@ class FullTier:
         read_percent: int = 100,
         seed: int = 1,
     ) -> None:
-        self.name = name
         self.layout = layout_of(size)
         self.count = count
         self._in_flight = in_flight(size, threads)
@@ -114,7 +112,9 @@ class FullTier:
         self._random = random.Random(seed)  # noqa: S311 - an order, no secret
         self.frame_bytes = frame_bytes(self.layout.groups[0])
         extra = -(-count * (100 - read_percent) // 100)
-        self.tier = _open_tier(name, root, self.frame_bytes, count + extra + threads)
+        self.tier = open_trial(word, root, count + extra + threads, self.frame_bytes)
+        self.name = self.tier.name
+        self.root = root
         self.arena = Arena(self.layout, (self.slots,), populate=True)
         for slot in range(self.slots):
             payload = np.frombuffer(self.arena.payload(0, slot), np.uint8)
@@ -123,7 +123,7 @@ class FullTier:
         self._kept: dict[int, int] = {}
         """Object number to the slot that it was stored from, of the last store."""
         layers = self.layout.groups[0].layer_bytes
-        tiers: dict[str, Tier] = {name: self.tier}
+        tiers: dict[str, Tier] = {self.name: self.tier}
         self._mover = Mover(
             layout=self.layout,
             fingerprint=FINGERPRINT,
@@ -132,6 +132,11 @@ class FullTier:
             tiers=tiers,
             threads=Threads(read=threads, write=threads),
         )
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether the tier bypasses the page cache."""
+        return bool(self.tier.figures().direct_io)
 
     def store(self) -> IoSample:
         """Store `count` new objects."""
@@ -232,7 +237,7 @@ class FullTier:
 
 def in_flight(size: int, threads: int) -> int:
     """Objects in flight with a session's defaults: 4 per thread, and for small objects up to a number of bytes."""
-    return max(4 * threads, LimitsConfig().small_bytes_in_flight // size)
+    return max(4 * threads, SMALL_BYTES_IN_FLIGHT // size)
 
 
 def interleaved(count: int, streams: int, draw: random.Random) -> list[int]:
@@ -259,17 +264,30 @@ def read_bytes(path: Path = PROC_IO) -> int | None:
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("read_bytes:")), None)
 
 
-def segment_bytes(frame: int) -> int:
-    """Segment size of the disk tier for frames of `frame` bytes."""
-    return max(64 << 20, 8 * align_up(frame))
+def trial_settings(word: str, root: Path) -> TierSettings:
+    """The settings of a temporary tier in `root`.
+
+    Args:
+        word: name of a kind, or a tier as `--tier` gives it, whose place is not used.
+        root: the directory.
+
+    Raises:
+        ConfigError: the kind is unknown or has no temporary stores, or a setting is wrong.
+    """
+    settings = tier_list.parse(word, "--tier") if tier_list.is_spec(word) else None
+    kind = registry.by_name(word if settings is None else settings.kind, "--tier")
+    if kind.open_trial is None:
+        raise ConfigError(f"--tier {word}: tiers of kind {kind.name} have no temporary store to measure")
+    place: dict[str, Any] = {kind.where: root}
+    return kind.settings(**place) if settings is None else replace(settings, **place)
 
 
-def _open_tier(name: str, root: Path, frame: int, count: int) -> DirectoryTier | DiskTier:
-    """A tier with a capacity of `count` frames."""
-    if name == "directory":
-        return DirectoryTier(root, capacity_bytes=count * frame)
-    segment = segment_bytes(frame)
-    return DiskTier(root, capacity_bytes=count * frame + SEGMENTS * segment, segment_bytes=segment)
+def open_trial(word: str, root: Path, count: int, frame: int) -> Tier:
+    """A temporary tier in `root` with room for `count` frames of `frame` bytes; see `trial_settings`."""
+    settings = trial_settings(word, root)
+    opened = registry.kind_of(settings).open_trial
+    assert opened is not None
+    return opened(settings, root, count * frame, frame)
 
 
 def engine_blocks(size: int, count: int) -> list[Blocks]:

@@ -78,8 +78,9 @@ def core(repeats: int, seed: int, record: Path | None, as_json: bool) -> None:
     "--tier",
     "tiers",
     multiple=True,
-    type=click.Choice(("directory", "disk")),
-    help="Tier to measure, repeatable. [default: both]",
+    metavar="KIND|KIND:WHERE?KEY=VALUE",
+    help="Tier to measure, repeatable; in a temporary directory in --dir, whatever WHERE says. [default: each built-in "
+    "kind that keeps files]",
 )
 @click.option(
     "--mix",

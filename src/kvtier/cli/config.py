@@ -7,13 +7,16 @@ from typing import Any
 
 import click
 
-from kvtier.config.loader import Loaded, load
+from kvtier.config.loader import TIERS, Loaded, load
 from kvtier.config.machine_checks import Finding, check
-from kvtier.config.schema import Setting, settings
-from kvtier.config.sections import SECTIONS, value_of
+from kvtier.config.schema import Setting
+from kvtier.config.sections import all_settings, value_of
+from kvtier.config.tier_list import FORM
 from kvtier.config.value_types import Hidden
 from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
+from kvtier.tier.registry import TierSettings
+from kvtier.tier.registry import names as kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,21 @@ class Shown:
 
 
 def shown(loaded: Loaded) -> list[Shown]:
-    """Every setting of `loaded`, in the order of the sections."""
-    return [_shown(loaded, setting) for kind in SECTIONS.values() for setting in settings(kind)]
+    """The list of tiers, and every setting of `loaded`, in the order of the sections."""
+    tiers = Shown(
+        name=TIERS,
+        value=[{"name": tier.name, "kind": tier.kind} for tier in loaded.config.tiers],
+        text=", ".join(_named(tier) for tier in loaded.config.tiers) or "(none)",
+        origin=str(loaded.origins[TIERS]),
+        default=[],
+        allowed=f"tables [[tiers]] with kind, name and settings, or texts {FORM}; kinds: {', '.join(kinds())}",
+        help="Tiers below host memory, asked in this order.",
+    )
+    return [tiers, *(_shown(loaded, setting) for setting in all_settings(loaded.config))]
+
+
+def _named(tier: TierSettings) -> str:
+    return tier.name if tier.name == tier.kind else f"{tier.name} ({tier.kind})"
 
 
 def _shown(loaded: Loaded, setting: Setting) -> Shown:
@@ -50,31 +66,49 @@ def _shown(loaded: Loaded, setting: Setting) -> Shown:
     )
 
 
+def tier_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--tier` to a command."""
+    return click.option(
+        "--tier",
+        "tiers",
+        multiple=True,
+        metavar="[NAME=]KIND:WHERE[?KEY=VALUE&...]",
+        help="A tier below host memory; may be repeated, and replaces the configured list. See `kvtier config show`.",
+    )(command)
+
+
 def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options `--file` and `--set` to a command."""
+    """Add the options `--file`, `--tier` and `--set` to a command."""
     command = click.option(
         "--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated."
     )(command)
     return click.option(
         "--file", type=click.Path(path_type=Path), help="TOML file of settings [default: $KVTIER_CONFIG, or none]."
-    )(command)
+    )(tier_option(command))
 
 
 @click.group()
 def config() -> None:
     """Show every setting and its origin, or check them against this machine.
 
-    Later sources win: defaults, a TOML file, environment variables such as KVTIER_DIRECTORY__CAPACITY_BYTES=64GiB,
-    flags such as --set directory.capacity_bytes=64GiB.
-    """
+    Later sources win: defaults, a TOML file, environment variables such as KVTIER_HOST__CAPACITY_BYTES=64GiB, flags
+    such as --set host.capacity_bytes=64GiB.
+
+    \b
+    Tiers are an ordered list. A later source that names tiers replaces the list:
+      [[tiers]] tables with kind = "disk" and its settings, or tiers = ["disk:/mnt/nvme?capacity_bytes=200GiB"]
+      KVTIER_TIERS="disk:/mnt/nvme archive=directory:/mnt/nfs"
+      --tier disk:/mnt/nvme --tier archive=directory:/mnt/nfs
+    One value of a tier: --set tiers.archive.read_threads=8, KVTIER_TIERS__ARCHIVE__READ_THREADS=8
+    """  # noqa: D301 - \b is click's mark for lines that are kept
 
 
 @config.command()
 @settings_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show(file: Path | None, flags: tuple[str, ...], as_json: bool) -> int:
+def show(file: Path | None, flags: tuple[str, ...], tiers: tuple[str, ...], as_json: bool) -> int:
     """Print each value with its origin and help. Secrets are hidden."""
-    loaded = load(file, flags=flags)
+    loaded = load(file, flags=flags, tiers=tiers)
     rows = shown(loaded)
     if as_json:
         print_json({"file": loaded.file, "settings": rows_by_name(rows)})
@@ -104,12 +138,12 @@ def rows_by_name(rows: list[Shown]) -> dict[str, dict[str, object]]:
 @config.command(name="check")
 @settings_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def check_command(file: Path | None, flags: tuple[str, ...], as_json: bool) -> int:
+def check_command(file: Path | None, flags: tuple[str, ...], tiers: tuple[str, ...], as_json: bool) -> int:
     """Check the settings against this machine, read-only.
 
     Exit code 1 when a setting will not work here, 2 when a setting is invalid.
     """
-    loaded = load(file, flags=flags)
+    loaded = load(file, flags=flags, tiers=tiers)
     findings = check(loaded.config, loaded.origins, loaded.file)
     is_bad = any(finding.level == "error" for finding in findings)
     if as_json:

@@ -16,6 +16,7 @@ from kvtier.inspection.inspector import Listing, ObjectRow, ObjectView, Purge, S
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier.disk_status import DiskStatus
+from kvtier.tier.registry import kind_of
 
 NAME_DIGITS = 16
 """Digits of a name in tables; `show` takes any unique prefix."""
@@ -30,8 +31,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def inspect() -> None:
     """List, count, verify, repair, compact and purge stores.
 
-    DIR is the setting directory.path, or a rank's directory (such as rank-0) in disk.path. All commands but `purge`,
-    `compact` and `verify --repair` are read-only and may run while other processes use the store.
+    DIR is the directory of a directory tier, or a rank's directory (such as rank-0) in that of a disk tier. All
+    commands but `purge`, `compact` and `verify --repair` are read-only and may run while other processes use the store.
     """
 
 
@@ -184,14 +185,16 @@ def _confirmed(store: StoreInspector) -> bool:
 
 
 def _capacity_bytes(directory: Path) -> int | None:
-    """The cap by the settings; None when they are invalid or name another directory."""
+    """The cap by the settings; None when they are invalid or name no tier in this directory."""
     try:
-        settings = load().config.directory
+        tiers = load().config.tiers
     except ConfigError:
         return None
-    if settings.path is None or settings.path.resolve() != directory.resolve():
-        return None
-    return settings.capacity_bytes
+    for tier in tiers:
+        folder = kind_of(tier).folder(tier)
+        if folder is not None and folder.resolve() == directory.resolve():
+            return getattr(tier, "capacity_bytes", None)
+    return None
 
 
 def _draw_listing(result: Listing) -> None:

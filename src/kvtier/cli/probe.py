@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvtier.cli.config import tier_option
 from kvtier.cli.options import Bytes, Duration, OutputFile, WorkDirectory, origin, tell_written
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import print_table
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     "--dir",
     "directory",
     type=WorkDirectory(),
-    help="Measure both kinds of tier in this directory instead of the configured ones.",
+    help="Measure each kind of tier that keeps files in this directory, instead of the configured ones.",
 )
 @click.option(
     "--file",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="TOML file of settings [default: $KVTIER_CONFIG].",
 )
+@tier_option
 @click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
 @click.option("--quick", is_flag=True, help="Measure two sizes and two depths, in a fraction of the time and bytes.")
 @click.option("--size", "sizes", type=Bytes(), multiple=True, help="Size of an object, repeatable.")
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 def probe(
     directory: Path | None,
     file: Path | None,
+    tiers: tuple[str, ...],
     flags: tuple[str, ...],
     quick: bool,
     sizes: tuple[int, ...],
@@ -79,7 +82,7 @@ def probe(
         check_matplotlib("--report")
     if picture is not None:
         check_chart("--picture", picture)
-    loaded = load(file, flags=flags)
+    loaded = load(file, flags=flags, tiers=tiers)
     effort, origins = _effort(quick, sizes, depths, seconds, write_bytes)
     it = ProbeRun(loaded, directory, effort)
     click.echo(f"{it.bounds}; {where_text(loaded.config, directory)}.", err=True)
@@ -128,15 +131,13 @@ def _effort(
 def _settings(loaded: "Loaded", directory: Path | None) -> "dict[str, RecordedSetting]":
     """The configuration settings that affect the measures."""
     from kvtier.bench.record import RecordedSetting
-    from kvtier.config.schema import settings
-    from kvtier.config.sections import SECTIONS, value_of
+    from kvtier.config.sections import all_settings, value_of
 
-    names = {"host.capacity_bytes", "host.page_lock", "directory.direct_io", "disk.direct_io"}
+    names = {"host.capacity_bytes", "host.page_lock"}
     configured = {
         it.name: RecordedSetting(value_of(loaded.config, it), str(loaded.origins[it.name]))
-        for kind in SECTIONS.values()
-        for it in settings(kind)
-        if it.name in names
+        for it in all_settings(loaded.config)
+        if it.name in names or it.name.endswith(".direct_io")
     }
     return {**configured, "directory": RecordedSetting(None if directory is None else str(directory), "flag")}
 

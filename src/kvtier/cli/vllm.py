@@ -3,22 +3,25 @@
 import json
 import shlex
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import click
 
-from kvtier.config.loader import Loaded, load
+from kvtier.cli.config import tier_option
+from kvtier.config.loader import TIERS, Loaded, load
 from kvtier.config.machine_checks import check
-from kvtier.config.schema import Setting, settings
-from kvtier.config.sections import SECTIONS, Config, value_of
+from kvtier.config.schema import Setting
+from kvtier.config.sections import Config, all_settings, value_of
+from kvtier.config.tier_list import spec
 from kvtier.config.value_types import Hidden
 from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed, is_supported
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json
 from kvtier.report.table import Table, print_table
+from kvtier.tier.registry import TierSettings
 
 directory_option = click.option(
-    "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store: the setting directory.path."
+    "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store, for --tier directory:DIR."
 )
 
 
@@ -29,20 +32,21 @@ def vllm() -> None:
 
 @vllm.command(name="config")
 @directory_option
+@tier_option
 @click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
-def config_command(directory: Path | None, flags: tuple[str, ...]) -> int:
+def config_command(directory: Path | None, tiers: tuple[str, ...], flags: tuple[str, ...]) -> int:
     """Print the JSON for vLLM's --kv-transfer-config, one line, and nothing else.
 
-    The JSON contains the settings of --dir and --set. vLLM's processes read the settings file and the environment
+    The JSON contains the settings of --tier and --set. vLLM's processes read the settings file and the environment
     themselves. The settings are checked, and the release of the installed vLLM, if any. Notes go to stderr.
 
     \b
     python -m vllm.entrypoints.openai.api_server --model MODEL \\
-        --kv-transfer-config "$(kvtier vllm config --dir /var/cache/kv)"
+        --kv-transfer-config "$(kvtier vllm config --tier disk:/mnt/nvme/kv)"
     """  # noqa: D301 - \b is click's mark for lines that are kept
     if directory is not None:
-        flags = (f"directory.path={directory}", *flags)
-    loaded = load(flags=flags)
+        tiers = (*tiers, spec("directory", directory))
+    loaded = load(flags=flags, tiers=tiers)
     transfer = transfer_config(loaded)
     for note in (*_notes(loaded), *_engine_notes(loaded.config)):
         click.echo(f"note: {note}", err=True)
@@ -56,28 +60,45 @@ def transfer_config(loaded: Loaded) -> dict[str, object]:
     Raises:
         ConfigError: a flag is a secret, which a list of processes would show.
     """
-    extra: dict[str, dict[str, object]] = {}
+    config = loaded.config
+    extra: dict[str, Any] = {}
+    if loaded.origins[TIERS].layer == "flag":
+        extra[TIERS] = [_table(tier) for tier in config.tiers]
     for setting in _given(loaded, "flag"):
-        value = value_of(loaded.config, setting)
+        value = value_of(config, setting)
         if isinstance(setting.kind, Hidden):
             raise ConfigError(
                 f"{setting.name} (from {loaded.origins[setting.name]}): a secret is never printed; allowed: "
                 f"--set {setting.name}_file=PATH, or the environment of the server"
             )
-        extra.setdefault(setting.section, {})[setting.key] = str(value) if isinstance(value, Path) else value
+        if not setting.section.startswith(f"{TIERS}."):
+            extra.setdefault(setting.section, {})[setting.key] = _plain(value)
+        elif TIERS not in extra:
+            extra[setting.name] = _plain(value)
     return {**CONNECTOR, "kv_connector_extra_config": extra}
 
 
+def _table(tier: TierSettings) -> dict[str, object]:
+    """The tier as JSON, without defaults."""
+    names = {"kind": tier.kind} if tier.name == tier.kind else {"name": tier.name, "kind": tier.kind}
+    changed = {each.key: getattr(tier, each.key) for each in tier.settings()}
+    changed = {each.key: changed[each.key] for each in tier.settings() if changed[each.key] != each.default}
+    return {**names, **{key: _plain(value) for key, value in changed.items()}}
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
 def _given(loaded: Loaded, *layers: str) -> list[Setting]:
-    every = (setting for kind in SECTIONS.values() for setting in settings(kind))
-    return [setting for setting in every if loaded.origins[setting.name].layer in layers]
+    return [setting for setting in all_settings(loaded.config) if loaded.origins[setting.name].layer in layers]
 
 
 def _notes(loaded: Loaded) -> list[str]:
     """Notes on valid settings."""
     notes = [str(finding) for finding in check(loaded.config, loaded.origins, loaded.file)]
-    if loaded.config.directory.path is None and loaded.config.disk.path is None:
-        notes.append("no --dir: KV is kept in host memory only, and ends with the server")
+    if not loaded.config.tiers:
+        notes.append("no --tier: KV is kept in host memory only, and ends with the server")
     notes += [
         f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, where it sees it"
         for setting in _given(loaded, "file", "environment")
@@ -102,6 +123,7 @@ def _engine_notes(config: Config) -> list[str]:
 @vllm.command()
 @click.argument("transfer", metavar="[CONFIG_JSON]", required=False)
 @directory_option
+@tier_option
 @click.option("--model", help="Model: a folder, or a name in the local hub cache.")
 @click.option("--block-size", type=click.IntRange(1, 1 << 20), help="vLLM's --block-size [default: what vLLM chooses].")
 @click.option(
@@ -119,6 +141,7 @@ def _engine_notes(config: Config) -> list[str]:
 def doctor(
     transfer: str | None,
     directory: Path | None,
+    tiers: tuple[str, ...],
     model: str | None,
     block_size: int | None,
     engine_args: str,
@@ -140,7 +163,7 @@ def doctor(
     findings = examine(
         ServerDescription(
             transfer=transfer,
-            directory=directory,
+            tiers=tiers if directory is None else (*tiers, spec("directory", directory)),
             model=model,
             block_tokens=block_size,
             engine_arguments=engine_arguments,

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple, cast
 
-from kvtier.config.loader import Loaded, Origin, load
+from kvtier.config.loader import TIERS, Loaded, load
 from kvtier.config.machine_checks import check
 from kvtier.config.sections import Config
+from kvtier.config.tier_list import Origin
 from kvtier.config.value_types import size_text
 from kvtier.connect.vllm import installed, selftest, support
 from kvtier.connect.vllm.identity import identify, local_folder
@@ -34,6 +35,7 @@ from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
 from kvtier.tier import store_notes as notes
 from kvtier.tier.directory_marker import MARKER_NAME
+from kvtier.tier.registry import TierSettings, kind_of
 
 Level = Literal["error", "warning", "note", "fine"]
 
@@ -53,9 +55,8 @@ SHOWN_MAX = 40
 """Characters shown of a value."""
 
 ADVICE = {
-    "directory": "use an empty directory, or one made by kvtier, with free space and write permission for the server's "
-    "user",
-    "disk": "use a directory on a local drive with free space and write permission for the server's user",
+    "tiers": "use an empty directory, or one made by kvtier, with free space and write permission for the server's "
+    "user; `kvtier config show` explains the setting",
     "host": "lower host.capacity_bytes to memory that this machine has free",
     "store": "use a file with mode 0600 that the server's user can read (chmod 600)",
     "limits": "`kvtier config show` explains the setting",
@@ -70,8 +71,8 @@ class ServerDescription:
 
     transfer: str | None = None
     """The server's ``--kv-transfer-config``."""
-    directory: Path | None = None
-    """Overrides the setting `directory.path`."""
+    tiers: Sequence[str] = ()
+    """Overrides the list of tiers, as `--tier` gives them."""
     model: str | None = None
     block_tokens: int | None = None
     engine_arguments: Sequence[str] = ()
@@ -204,7 +205,7 @@ def _settings(server: ServerDescription) -> Loaded:
     Raises:
         ConfigError: a setting is wrong.
     """
-    loaded = load()
+    loaded = load(tiers=server.tiers)
     config, origins = loaded.config, dict(loaded.origins)
     extra: object = None
     if server.transfer is not None:
@@ -213,18 +214,19 @@ def _settings(server: ServerDescription) -> Loaded:
     if extra is not None:
         if not isinstance(extra, dict):
             raise ConfigError(f"kv_connector_extra_config is {extra!r}; allowed: an object of settings")
-        given = cast("Mapping[str, object]", extra)
+        given = {
+            it: each for it, each in cast("Mapping[str, object]", extra).items() if it != TIERS or not server.tiers
+        }
         config = settings_from(given, config)
-        origins |= dict.fromkeys(_names(given), Origin("flag", "kv_connector_extra_config"))
-    if server.directory is not None:
-        config = settings_from({"directory.path": str(server.directory)}, config)
-        origins["directory.path"] = Origin("flag", "--dir")
+        origins |= dict.fromkeys(_names(given, config), Origin("flag", "kv_connector_extra_config"))
     return Loaded(config=config, origins=origins, file=loaded.file)
 
 
-def _names(extra: Mapping[str, object]) -> Iterator[str]:
+def _names(extra: Mapping[str, object], config: Config) -> Iterator[str]:
     for name, value in extra.items():
-        if isinstance(value, Mapping):
+        if name == TIERS:
+            yield from (each.name for tier in config.tiers for each in tier.settings())
+        elif isinstance(value, Mapping):
             yield from (f"{name}.{key}" for key in cast("Mapping[str, object]", value))
         else:
             yield name
@@ -328,37 +330,39 @@ def _stores(config: Config, mine: Fingerprint | DoctorFinding | None, chunk_toke
     if isinstance(mine, DoctorFinding):
         yield mine
         return
-    directory, disk = config.directory.path, config.disk.path
-    if directory is None and disk is None:
-        found = "neither directory.path nor disk.path is set, so KV ends with the server"
-        yield DoctorFinding("warning", "tiers", found, "set directory.path (`kvtier vllm config --dir DIR`)")
-    secret_file = config.store.secret_file
-    is_keyed = secret_file is not None or config.store.secret is not None
-    for root in (directory, *([] if disk is None else sorted(disk.glob("rank-*")))):
-        if root is None or not ((root / MARKER_NAME).is_file() or is_disk(root)):
-            continue  # `_machine` reports a path that is not a store
-        try:
-            found = _statistics(root, config)
-        except (KvError, OSError) as error:
-            yield DoctorFinding("error", str(root), f"cannot be read: {error}", ADVICE["directory"])
-            continue
-        if not is_keyed:
-            yield from _secret(root if root == directory or directory is not None else root.parent, found)
-        yield from _room(root, found)
-        yield from _content(root, found, mine, chunk_tokens if config.store.chunk_tokens else 0)
+    if not config.tiers:
+        found = "no tier is configured, so KV ends with the server"
+        yield DoctorFinding("warning", "tiers", found, "name one (`kvtier vllm config --tier disk:DIR`)")
+    is_keyed = config.store.secret_file is not None or config.store.secret is not None
+    for tier in config.tiers:
+        folder, secret = kind_of(tier).folder(tier), kind_of(tier).secret_path(tier)
+        for root in [] if folder is None else [folder, *sorted(folder.glob("rank-*"))]:
+            if not ((root / MARKER_NAME).is_file() or is_disk(root)):
+                continue  # `_machine` reports a path that is not a store
+            try:
+                found = _statistics(root, tier)
+            except (KvError, OSError) as error:
+                yield DoctorFinding("error", str(root), f"cannot be read: {error}", ADVICE[TIERS])
+                continue
+            if not is_keyed and secret is not None:
+                yield from _secret(secret, found)
+            yield from _room(root, found, tier)
+            yield from _content(root, found, mine, chunk_tokens if config.store.chunk_tokens else 0)
+        is_keyed |= secret is not None  # the first tier with a secret keys all names
 
 
-def _statistics(root: Path, config: Config) -> StoreStat:
+def _statistics(root: Path, tier: TierSettings) -> StoreStat:
     store = open_store(root)
     found = store.objects()
     with progress("reading heads", len(found)) as advance:
         result = store.statistics(found, advance)
-    return result if is_disk(root) else replace(result, capacity_bytes=config.directory.capacity_bytes)
+    if result.capacity_bytes is None and kind_of(tier).has_cap:
+        result = replace(result, capacity_bytes=getattr(tier, "capacity_bytes", None))
+    return result
 
 
-def _secret(place: Path, found: StoreStat) -> Iterator[DoctorFinding]:
+def _secret(file: Path, found: StoreStat) -> Iterator[DoctorFinding]:
     """The secret next to a store. With it, a reader of the store could test which texts were cached."""
-    file = place / "secret"
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
     except FileNotFoundError:
@@ -373,14 +377,14 @@ def _secret(place: Path, found: StoreStat) -> Iterator[DoctorFinding]:
         yield DoctorFinding("error", "secret", readable, f"chmod 600 {file}")
 
 
-def _room(root: Path, found: StoreStat) -> Iterator[DoctorFinding]:
+def _room(root: Path, found: StoreStat, tier: TierSettings) -> Iterator[DoctorFinding]:
     if found.free_bytes < FREE_BYTES_FEW:
         text = f"the file system has only {size_text(found.free_bytes)} free; when it is full nothing is stored"
         yield DoctorFinding("warning", str(root), text, "free some space, or lower the tier's capacity_bytes")
     if found.capacity_bytes and (found.recorded_bytes or 0) >= FULL_SHARE * found.capacity_bytes:
         text = f"its cap of {size_text(found.capacity_bytes)} is reached: each new chunk evicts the least recently used"
         yield DoctorFinding(
-            "warning", str(root), text, "raise directory.capacity_bytes if prompts are evicted too soon"
+            "warning", str(root), text, f"raise {tier.label}.capacity_bytes if prompts are evicted too soon"
         )
     if found.unreadable:
         text = f"{found.unreadable} of {found.objects} objects cannot be read; each is a miss"

@@ -1,33 +1,26 @@
 """Loads the settings from defaults, a TOML file, the environment and flags; the last one wins. Values have origins."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from kvtier.config.schema import Setting, read, read_toml, settings
+from kvtier.config.schema import read, read_toml, settings
 from kvtier.config.sections import SECTIONS, Config, find, find_section
+from kvtier.config.tier_list import Origin, TierList
 from kvtier.errors import ConfigError
 
 PREFIX = "KVTIER_"
+TIERS = "tiers"
+TIERS_VARIABLE = "KVTIER_TIERS"
 FILE_VARIABLE = "KVTIER_CONFIG"
-
-
-class Origin(NamedTuple):
-    """The source of a value."""
-
-    layer: Literal["default", "file", "environment", "flag"]
-    where: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.layer} {self.where}".rstrip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The settings and their origins, by ``section.key``."""
+    """The settings and their origins, by ``section.key`` or ``tiers.NAME.key``; ``tiers`` is the list itself."""
 
     config: Config
     origins: Mapping[str, Origin]
@@ -36,19 +29,28 @@ class Loaded:
 
 
 class _RawSetting(NamedTuple):
-    setting: Setting
+    section: str
+    key: str
     raw: object
     origin: Origin
     is_text: bool
 
 
-def load(file: str | Path | None = None, environ: Mapping[str, str] = os.environ, flags: Iterable[str] = ()) -> Loaded:
+def load(
+    file: str | Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    flags: Iterable[str] = (),
+    tiers: Sequence[str] = (),
+) -> Loaded:
     """Load all settings.
 
     Args:
-        file: a TOML file with a table for each section; None means the file in ``KVTIER_CONFIG``, if any.
-        environ: environment with ``KVTIER_SECTION__KEY`` variables.
-        flags: texts of the form ``section.key=value``; later ones win.
+        file: a TOML file with a table for each section and a list of tiers; None means the file in ``KVTIER_CONFIG``,
+            if any.
+        environ: environment with variables ``KVTIER_SECTION__KEY``, ``KVTIER_TIERS`` (tiers as texts, separated by
+            white space) and ``KVTIER_TIERS__NAME__KEY``.
+        flags: texts of the form ``section.key=value`` or ``tiers.NAME.key=value``; later ones win.
+        tiers: tiers as texts; if there are any, they replace the list of the file and the environment.
 
     Raises:
         ConfigError: the file is missing or not TOML, a setting is unknown, or a value is not allowed.
@@ -57,50 +59,118 @@ def load(file: str | Path | None = None, environ: Mapping[str, str] = os.environ
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     named = file or environ.get(FILE_VARIABLE)
     path = Path(named) if named else None
-    for setting, raw, origin, is_text in chain(_from_file(path), _from_environment(environ), _from_flags(flags)):
-        values[setting.section][setting.key] = read(setting, raw, str(origin), is_text=is_text)
+    listed = TierList()
+    for section, key, raw, origin, is_text in chain(
+        _from_file(path), _from_environment(environ), _from_flags(flags, tiers)
+    ):
+        if section == TIERS:
+            if key:
+                name, _, of_tier = key.partition(".")
+                listed.set(name, of_tier, raw, origin, is_text=is_text)
+            else:
+                listed.replace(raw, origin)
+            continue
+        setting = find(find_section(section, str(origin)), key, str(origin))
+        values[section][key] = read(setting, raw, str(origin), is_text=is_text)
         origins[setting.name] = origin
     try:
         parts: dict[str, Any] = {section: kind(**values[section]) for section, kind in SECTIONS.items()}
+        config = Config(**parts, tiers=listed.settings())
+        origins |= dict(listed.origins())
     except ConfigError as error:  # single values are valid, but not their combination
         sources = "; ".join(
             f"{name} is from {origin}" for name, origin in origins.items() if name in str(error).split()
         )
         raise ConfigError(f"{error} ({sources})") from None
-    return Loaded(config=Config(**parts), origins=origins, file=path)
+    return Loaded(config=config, origins=origins, file=path)
+
+
+def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> Config:
+    """`base` with single values from Python or JSON.
+
+    Args:
+        base: the settings.
+        given: name (``section.key``, ``tiers.NAME.key``, or ``tiers`` for the whole list) and typed value.
+        origin: the source of the values, for messages.
+
+    Raises:
+        ConfigError: a setting is unknown, its value is not allowed, or it is given twice.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    listed, source = TierList(base.tiers), Origin("flag", origin)
+    found: set[str] = set()
+    for name, raw in sorted(given, key=lambda item: item[0] != TIERS):  # the list first
+        if name in found:
+            raise ConfigError(f"{name} (from {origin}): given twice; allowed: one of the two forms")
+        found.add(name)
+        section, _, key = name.partition(".")
+        if name == TIERS:
+            listed.replace(raw, source)
+        elif section == TIERS:
+            tier, _, key = key.partition(".")
+            listed.set(tier, key, raw, source, is_text=False)
+        else:
+            setting = find(find_section(section, origin), key, origin)
+            values.setdefault(section, {})[key] = read(setting, raw, origin, is_text=False)
+    parts: dict[str, Any] = {section: replace(getattr(base, section), **each) for section, each in values.items()}
+    return replace(base, **parts, tiers=listed.settings())
 
 
 def _from_file(path: Path | None) -> Iterator[_RawSetting]:
     if path is None:
         return
     origin = Origin("file", str(path))
-    for section, table in read_toml(path).items():
-        known = find_section(section, str(origin))
+    tables = read_toml(path)
+    if TIERS in tables:
+        yield _RawSetting(TIERS, "", tables.pop(TIERS), origin, is_text=False)
+    for section, table in tables.items():
+        find_section(section, str(origin))
         if not isinstance(table, dict):
             raise ConfigError(f"{section} (from {origin}): not a section; allowed: settings below a line [{section}]")
         for key, raw in cast("dict[str, object]", table).items():
-            yield _RawSetting(find(known, key, str(origin)), raw, origin, is_text=False)
+            yield _RawSetting(section, key, raw, origin, is_text=False)
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[_RawSetting]:
     # Names without a double underscore may belong to other programs: Kubernetes sets KVTIER_PORT for a service named
     # kvtier. But a setting's name with a single underscore is a typing error that must not be ignored.
-    slips = {f"{PREFIX}{section}_{s.key}".upper(): s for section, kind in SECTIONS.items() for s in settings(kind)}
+    slips = {
+        f"{PREFIX}{section}_{s.key}".upper(): f"{PREFIX}{section}__{s.key}".upper()
+        for section, kind in SECTIONS.items()
+        for s in settings(kind)
+    }
+    slips |= {
+        f"{PREFIX}TIER": TIERS_VARIABLE,
+        f"{PREFIX}DIRECTORY_PATH": TIERS_VARIABLE,
+        f"{PREFIX}DISK_PATH": TIERS_VARIABLE,
+    }
+    if TIERS_VARIABLE in environ:
+        origin = Origin("environment", TIERS_VARIABLE)
+        yield _RawSetting(TIERS, "", environ[TIERS_VARIABLE].split(), origin, is_text=True)
     for name, raw in sorted(environ.items()):
         if name in slips:
-            right = f"{PREFIX}{slips[name].section}__{slips[name].key}".upper()
-            raise ConfigError(f"environment {name}: unknown setting; did you mean {right}?")
+            raise ConfigError(f"environment {name}: unknown setting; did you mean {slips[name]}?")
         section, separator, key = name.removeprefix(PREFIX).lower().partition("__")
-        if name.startswith(PREFIX) and separator:
-            origin = Origin("environment", name)
-            yield _RawSetting(find(find_section(section, str(origin)), key, str(origin)), raw, origin, is_text=True)
+        if not name.startswith(PREFIX) or not separator:
+            continue
+        origin = Origin("environment", name)
+        if section == TIERS:
+            tier, separator, key = key.partition("__")
+            if not separator:
+                raise ConfigError(f"environment {name}: allowed: {TIERS_VARIABLE}__NAME__KEY, such as capacity_bytes")
+            key = f"{tier}.{key}"
+        yield _RawSetting(section, key, raw, origin, is_text=True)
 
 
-def _from_flags(flags: Iterable[str]) -> Iterator[_RawSetting]:
+def _from_flags(flags: Iterable[str], tiers: Sequence[str]) -> Iterator[_RawSetting]:
+    if tiers:
+        yield _RawSetting(TIERS, "", list(tiers), Origin("flag", "--tier"), is_text=True)
     for flag in flags:
         name, equals, raw = flag.partition("=")
         section, dot, key = name.strip().partition(".")
-        if not equals or not dot:
-            raise ConfigError(f"flag --set {name}: not section.key=value; allowed sections: {', '.join(SECTIONS)}")
-        origin = Origin("flag", f"--set {name.strip()}")
-        yield _RawSetting(find(find_section(section, str(origin)), key, str(origin)), raw, origin, is_text=True)
+        if not equals or not dot or (section == TIERS and not key.partition(".")[2]):
+            raise ConfigError(
+                f"flag --set {name[:80]}: not section.key=value or tiers.NAME.key=value; allowed sections: "
+                f"{', '.join(SECTIONS)}"
+            )
+        yield _RawSetting(section, key, raw, Origin("flag", f"--set {name.strip()}"), is_text=True)

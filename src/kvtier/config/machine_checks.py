@@ -5,19 +5,16 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import disk_usage
 from typing import Literal
 
 from kvtier.config.loader import Origin
 from kvtier.config.probe_record import read_links
-from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
+from kvtier.config.sections import HOW_TO_SHARE, Config
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import SECRET_BYTES
-from kvtier.tier.directory_marker import DamagedMarkerError, read_marker, refuse_foreign
-from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
-from kvtier.tier.disk_marker import refuse_foreign_ranks
-from kvtier.tier.safe_open import refuse_public
+from kvtier.tier.machine import nearest_existing, path_problem
+from kvtier.tier.registry import Problem, kind_of
 
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Memory limits of a container (cgroup 2, cgroup 1)."""
@@ -42,12 +39,12 @@ class _Reporter:
     origins: Mapping[str, Origin]
 
     def error(self, setting: str, value: object, detail: str) -> Finding:
-        return self._finding("error", setting, value, detail)
+        return self.finding("error", setting, value, detail)
 
     def warning(self, setting: str, value: object, detail: str) -> Finding:
-        return self._finding("warning", setting, value, detail)
+        return self.finding("warning", setting, value, detail)
 
-    def _finding(self, level: Literal["error", "warning"], setting: str, value: object, detail: str) -> Finding:
+    def finding(self, level: Literal["error", "warning"], setting: str, value: object, detail: str) -> Finding:
         origin = str(self.origins.get(setting, "Python"))
         return Finding(level=level, setting=setting, value=str(value), origin=origin, detail=detail)
 
@@ -61,10 +58,8 @@ def check(config: Config, origins: Mapping[str, Origin] | None = None, file: Pat
         file: the settings file, if any (`Loaded.file`).
     """
     reporter = _Reporter(origins or {})
-    findings = [*_host(config, reporter), *_limits(config, reporter)]
+    findings = [*_host(config, reporter), *_limits(config, reporter), *_tiers(config, reporter)]
     paths: tuple[tuple[str, Path | None, Iterator[Finding]], ...] = (
-        ("directory.path", config.directory.path, _directory(config, reporter)),
-        ("disk.path", config.disk.path, _disk(config, reporter)),
         ("store.secret_file", config.store.secret_file, _secret(config, reporter, file)),
         ("trace.path", config.trace.path, _trace(config, reporter)),
         ("planner.probe_file", config.planner.probe_file, _probe(config, reporter)),
@@ -100,55 +95,24 @@ def _host(config: Config, reporter: _Reporter) -> Iterator[Finding]:
         yield reporter.warning("host.capacity_bytes", shown, detail)
 
 
-def _directory(config: Config, reporter: _Reporter) -> Iterator[Finding]:
-    path = config.directory.path
-    if path is None:
-        yield from _without_effect("directory", config.directory, reporter)
-        return
-    nearest = _nearest_existing(path)
-    problem = _path_problem(path, nearest)
-    if problem is not None:
-        yield reporter.error("directory.path", path, problem)
-        return
-    try:
-        if nearest == path:
-            refuse_public(path)
-        is_store = nearest == path and read_marker(path) is not None
-        if not is_store:
-            refuse_foreign(path)
-    except DamagedMarkerError as error:
-        yield reporter.warning("directory.path", path, f"{error}; {error.WHAT_NEXT}")
-        return
-    except ConfigError as error:
-        yield reporter.error("directory.path", path, str(error))
-        return
-    yield from _space("directory", config.directory, nearest, reporter, is_store=is_store)
-
-
-def _disk(config: Config, reporter: _Reporter) -> Iterator[Finding]:
-    path = config.disk.path
-    if path is None:
-        yield from _without_effect("disk", config.disk, reporter)
-        return
-    nearest = _nearest_existing(path)
-    problem = _path_problem(path, nearest)
-    if problem is not None:
-        yield reporter.error("disk.path", path, problem)
-        return
-    try:
-        if nearest == path:
-            refuse_public(path)
-        refuse_foreign_ranks(path)
-    except ConfigError as error:
-        yield reporter.error("disk.path", path, str(error))
-        return
-    is_store = nearest == path and (path / "rank-0" / DISK_MARKER_NAME).exists()
-    yield from _space("disk", config.disk, nearest, reporter, is_store=is_store)
-    reserve, usage = config.disk.reserve_bytes, disk_usage(nearest)
-    room = usage.total if is_store else usage.free
-    if usage.total and reserve >= room:
-        detail = f"leaves no space for the store: its file system has {size_text(room)}{'' if is_store else ' free'}"
-        yield reporter.warning("disk.reserve_bytes", size_text(reserve), detail)
+def _tiers(config: Config, reporter: _Reporter) -> Iterator[Finding]:
+    for tier in config.tiers:
+        kind = kind_of(tier)
+        known = {each.key: each for each in tier.settings()}
+        try:
+            problems = [*kind.check(tier)]
+        except OSError as error:  # such as an unreadable parent directory, or a name that is too long
+            problems = [Problem("error", kind.where, f"{error.filename}: {error.strerror}")]
+        except Exception as error:  # noqa: BLE001 - a kind of another package
+            problems = [Problem("error", kind.where, f"the check of kind {kind.name} failed: {error!r}")]
+        for level, key, detail in problems:
+            value = known[key].kind.show(getattr(tier, key)) if key in known else ""
+            yield reporter.finding(level, f"{tier.label}.{key}", value, detail)
+        load_s = config.limits.load_deadline_s
+        for key, more in (("probe_deadline_s", ""), ("transfer_deadline_s", ": loads end before their transfers")):
+            if getattr(tier, key) > load_s:
+                detail = f"longer than limits.load_deadline_s, {load_s:g} s{more}"
+                yield reporter.warning(f"{tier.label}.{key}", f"{getattr(tier, key):g} s", detail)
 
 
 def _trace(config: Config, reporter: _Reporter) -> Iterator[Finding]:
@@ -156,7 +120,7 @@ def _trace(config: Config, reporter: _Reporter) -> Iterator[Finding]:
     if path is None:
         yield from _without_effect("trace", config.trace, reporter)
         return
-    problem = _path_problem(path, _nearest_existing(path))
+    problem = path_problem(path, nearest_existing(path))
     if problem is not None:
         yield reporter.error("trace.path", path, problem)
 
@@ -178,35 +142,11 @@ def _without_effect(section: str, settings: object, reporter: _Reporter) -> Iter
             yield reporter.warning(name, value, f"has no effect: {section}.path is not set")
 
 
-def _path_problem(path: Path, nearest: Path) -> str | None:
-    """Why `path` cannot be used, given its nearest existing directory `nearest`; None if it can."""
-    if not nearest.is_dir():
-        subject = path if nearest == path else f"its parent {nearest}"
-        return f"{subject} is not a directory"
-    if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-        what = "it" if nearest == path else f"it does not exist, and its parent {nearest}"
-        return f"{what} cannot be written by this user"
-    return None
-
-
-def _space(
-    section: str, settings: DirectoryConfig | DiskConfig, nearest: Path, reporter: _Reporter, *, is_store: bool
-) -> Iterator[Finding]:
-    usage, wanted = disk_usage(nearest), settings.capacity_bytes
-    if usage.total == 0:
-        yield reporter.error(f"{section}.path", settings.path, f"the file system of {nearest} has no space for files")
-        return
-    # A store's own bytes count as used. Only a scan could tell how many, so a store may use the whole size.
-    room = usage.total if is_store else usage.free
-    if wanted > room:
-        detail = f"more than the {'size' if is_store else 'free space'} of its file system, {size_text(room)}"
-        yield reporter.warning(f"{section}.capacity_bytes", size_text(wanted), detail)
-
-
 def _secret(config: Config, reporter: _Reporter, file: Path | None) -> Iterator[Finding]:
     path = config.store.secret_file
     if path is not None:
-        yield from _secret_file(path, reporter)
+        is_shared = any(kind_of(tier).is_shared(tier) for tier in config.tiers)
+        yield from _secret_file(path, reporter, is_shared=is_shared)
     origin = reporter.origins.get("store.secret")
     if origin is None or config.store.secret is None:
         return
@@ -216,8 +156,12 @@ def _secret(config: Config, reporter: _Reporter, file: Path | None) -> Iterator[
         yield reporter.warning("store.secret", "(set)", "other users can see a flag in the list of processes")
 
 
-def _secret_file(path: Path, reporter: _Reporter) -> Iterator[Finding]:
-    if not path.exists():  # it will be created
+def _secret_file(path: Path, reporter: _Reporter, *, is_shared: bool) -> Iterator[Finding]:
+    if is_shared and not path.exists():
+        yield reporter.error(
+            "store.secret_file", path, f"it does not exist, and a shared tier needs it; {HOW_TO_SHARE}"
+        )
+    elif not path.exists():  # it will be created
         nearest = path.parent
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             yield reporter.error(
@@ -234,30 +178,12 @@ def _secret_file(path: Path, reporter: _Reporter) -> Iterator[Finding]:
 
 
 def _limits(config: Config, reporter: _Reporter) -> Iterator[Finding]:
-    limits = config.limits
-    if limits.probe_deadline_s > limits.load_deadline_s:
-        detail = f"longer than limits.load_deadline_s, {limits.load_deadline_s:g} s"
-        yield reporter.warning("limits.probe_deadline_s", f"{limits.probe_deadline_s:g} s", detail)
-    if limits.transfer_deadline_s > limits.load_deadline_s:
-        detail = f"longer than limits.load_deadline_s, {limits.load_deadline_s:g} s: loads end before their transfers"
-        yield reporter.warning("limits.transfer_deadline_s", f"{limits.transfer_deadline_s:g} s", detail)
     if (
         config.store.write_policy != "selective"
         and reporter.origins.get("store.selective_uses", Origin("default")).where
     ):
         detail = f"has no effect: store.write_policy is {config.store.write_policy}"
         yield reporter.warning("store.selective_uses", config.store.selective_uses, detail)
-
-
-def _nearest_existing(path: Path) -> Path:
-    """`path`, or its nearest existing parent."""
-    for candidate in (path, *path.parents):
-        try:
-            candidate.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        return candidate
-    return path  # not even "/" exists
 
 
 def _is_open_to_others(path: Path) -> bool:

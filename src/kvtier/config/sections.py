@@ -4,21 +4,30 @@ To add a setting, add a line here. The loader, the environment, `--set`, `config
 """
 # ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from kvtier.codec import registry as codecs
 from kvtier.config.schema import Setting, SettingsSection, near, setting, settings
+from kvtier.config.tier_list import refuse_equal_names
 from kvtier.config.value_types import Choice, Count, Hidden, Location, Seconds, Size, Switch
 from kvtier.errors import ConfigError
 from kvtier.keys.secret import Secret
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names
+from kvtier.tier import registry
+from kvtier.tier.registry import TierSettings
 
 Mode = Literal["auto", "on", "off"]
 
 _MODE = Choice(("auto", "on", "off"))
-_REQUIRED = "Refuse to start when the tier fails; false: start without it and open it later."
+
+HOW_TO_SHARE = (
+    "make one with (umask 077; head -c 32 /dev/urandom > FILE), copy FILE to each node, and set store.secret_file = "
+    "FILE (or set store.secret)"
+)
+"""How to get a secret for a shared tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,47 +42,6 @@ class HostConfig(SettingsSection):
     populate: bool = setting(
         default=False, kind=Switch(), help="Touch all host memory at start: slower start, no page faults later."
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectoryConfig(SettingsSection):
-    """The directory tier: a file per object, on a local disk or a shared file system."""
-
-    section: ClassVar[str] = "directory"
-
-    path: Path | None = setting(None, Location(), "Directory of the store; none: no directory tier.")
-    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on disk, shared by all processes.")
-    direct_io: Mode = setting("auto", _MODE, "Bypass the page cache; auto: if the file system allows it.")
-    evictor: str = setting(DEFAULT_EVICTOR, Choice(evictor_names), "Eviction policy of the directory.")
-    shared: bool = setting(
-        default=True,
-        kind=Switch(),
-        help="Other processes write here, too; false: trust this process's index, so that misses cost no I/O.",
-    )
-    read_threads: int = setting(4, Count(1, 256), "Threads that read chunks from the directory.")
-    write_threads: int = setting(2, Count(1, 256), "Threads that write chunks to the directory.")
-    required: bool = setting(default=False, kind=Switch(), help=_REQUIRED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskConfig(SettingsSection):
-    """The disk tier: preallocated segments on a local drive, for one engine."""
-
-    section: ClassVar[str] = "disk"
-
-    path: Path | None = setting(None, Location(), "Directory of the segments, on a local drive; none: no disk tier.")
-    capacity_bytes: int = setting(64 * 2**30, Size(2**20), "Maximum bytes on the drive, shared by all ranks.")
-    direct_io: Mode = setting("auto", _MODE, "Bypass the page cache; auto: if the file system allows it.")
-    reserve_bytes: int = setting(2**30, Size(0), "Free space of the file system that kvtier does not use.")
-    sync_interval_s: float = setting(
-        1.0, Seconds(1e-2, 3600), "Interval between syncs; a crash loses the writes since."
-    )
-    write_bytes_per_day: int = setting(
-        0, Size(0), "Write budget per rank and day, from the drive's endurance; 0: no limit."
-    )
-    read_threads: int = setting(4, Count(1, 256), "Threads that read chunks from the disk.")
-    write_threads: int = setting(2, Count(1, 256), "Threads that write chunks to the disk.")
-    required: bool = setting(default=False, kind=Switch(), help=_REQUIRED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,24 +79,16 @@ class LimitsConfig(SettingsSection):
 
     section: ClassVar[str] = "limits"
 
-    loads_in_flight: int = setting(16, Count(1, 1024), "Concurrent promotions (lower tier to host) per tier.")
     stores_in_flight: int = setting(16, Count(1, 1024), "Concurrent gathers (engine to host).")
-    demotes_in_flight: int = setting(8, Count(1, 1024), "Concurrent demotions (host to lower tier) per tier.")
-    small_bytes_in_flight: int = setting(
-        16 * 2**20,
-        Size(0),
-        "Extra bytes in flight for small objects, per tier and direction.",
-    )
     scatters_in_flight: int = setting(16, Count(1, 1024), "Concurrent scatters (host to engine).")
     waiting_chunks: int = setting(4096, Count(0, 10**6), "Objects that may wait for a slot; further ones are dropped.")
     requests: int = setting(4096, Count(1, 10**6), "Tracked requests; further ones are looked up in host memory only.")
-    probe_deadline_s: float = setting(
-        0.5, Seconds(1e-3, 60), "Deadline for answers of lower tiers; after it their objects count as absent."
-    )
     load_deadline_s: float = setting(
         30.0, Seconds(1e-2, 3600), "Deadline of a load; then the engine computes the rest."
     )
-    transfer_deadline_s: float = setting(10.0, Seconds(1e-2, 3600), "Deadline of a transfer; then it has failed.")
+    copy_deadline_s: float = setting(
+        10.0, Seconds(1e-2, 3600), "Deadline of a copy between engine and host memory; then it has failed."
+    )
     store_deadline_s: float = setting(
         10.0, Seconds(0, 3600), "How long a store waits for slots; then the rest is dropped."
     )
@@ -136,8 +96,6 @@ class LimitsConfig(SettingsSection):
         30.0, Seconds(1e-2, 3600), "How long the start waits for a tier; the tier can open later."
     )
     close_deadline_s: float = setting(30.0, Seconds(0, 3600), "Deadline for writing pending chunks at close.")
-    tier_failures: int = setting(3, Count(1, 1000), "Consecutive failures that open a tier's circuit breaker.")
-    tier_retry_s: float = setting(5.0, Seconds(1e-2, 3600), "Delay before a trial of the tier; doubles up to a minute.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,11 +157,15 @@ class LogConfig(SettingsSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All settings. Constructors take single values from it, never the tree."""
+    """All settings. Constructors take single values from it, never the tree.
+
+    Raises:
+        ConfigError: two tiers have the same name, or a shared tier has no configured secret.
+    """
 
     host: HostConfig = field(default_factory=HostConfig)
-    directory: DirectoryConfig = field(default_factory=DirectoryConfig)
-    disk: DiskConfig = field(default_factory=DiskConfig)
+    tiers: tuple[TierSettings, ...] = ()
+    """Lower tiers in the order in which they are asked."""
     store: StoreConfig = field(default_factory=StoreConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
@@ -211,13 +173,20 @@ class Config:
     vllm: VllmConfig = field(default_factory=VllmConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
+    def __post_init__(self) -> None:
+        refuse_equal_names([tier.name for tier in self.tiers], "Python")
+        if self.store.secret is None and self.store.secret_file is None:
+            for tier in self.tiers:
+                if registry.kind_of(tier).is_shared(tier):
+                    raise ConfigError(
+                        f"{tier.label}: other nodes use this tier, so they need the same secret; {HOW_TO_SHARE}"
+                    )
+
 
 SECTIONS: dict[str, type[SettingsSection]] = {
     kind.section: kind
     for kind in (
         HostConfig,
-        DirectoryConfig,
-        DiskConfig,
         StoreConfig,
         LimitsConfig,
         PlannerConfig,
@@ -228,12 +197,30 @@ SECTIONS: dict[str, type[SettingsSection]] = {
 }
 
 
+_TIER_SECTIONS = ("directory", "disk")
+_TIER_LIMITS = {
+    "loads_in_flight": "loads_in_flight",
+    "demotes_in_flight": "writes_in_flight",
+    "small_bytes_in_flight": "small_bytes_in_flight",
+    "probe_deadline_s": "probe_deadline_s",
+    "transfer_deadline_s": "transfer_deadline_s",
+    "tier_failures": "failures",
+    "tier_retry_s": "retry_s",
+}
+"""Former settings of [limits], and what they are for each tier."""
+
+
 def find_section(section: str, origin: str) -> type[SettingsSection]:
     """The section of that name.
 
     Raises:
         ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
     """
+    if section in _TIER_SECTIONS:
+        raise ConfigError(
+            f'{section} (from {origin}): tiers are a list; write a table [[tiers]] with kind = "{section}" and its '
+            f"settings, or --tier {section}:PATH, or KVTIER_TIERS={section}:PATH"
+        )
     if section not in SECTIONS:
         raise ConfigError(f"{section} (from {origin}): unknown section{near(section, list(SECTIONS))}")
     return SECTIONS[section]
@@ -246,6 +233,10 @@ def find(section: type[SettingsSection], key: str, origin: str) -> Setting:
         ConfigError: it is unknown; the message lists the known ones and suggests the nearest.
     """
     known = {setting.key: setting for setting in settings(section)}
+    if key not in known and section is LimitsConfig and key in _TIER_LIMITS:
+        raise ConfigError(
+            f"limits.{key} (from {origin}): each tier has this setting of its own: tiers.NAME.{_TIER_LIMITS[key]}"
+        )
     if key not in known:
         raise ConfigError(f"{section.section}.{key} (from {origin}): unknown setting{near(key, list(known))}")
     return known[key]
@@ -253,4 +244,16 @@ def find(section: type[SettingsSection], key: str, origin: str) -> Setting:
 
 def value_of(config: Config, setting: Setting) -> object:
     """The value of `setting` in `config`."""
-    return getattr(getattr(config, setting.section), setting.key)
+    label, _, name = setting.section.partition(".")
+    if name:
+        return getattr(next(tier for tier in config.tiers if tier.name == name), setting.key)
+    return getattr(getattr(config, label), setting.key)
+
+
+def all_settings(config: Config) -> Iterator[Setting]:
+    """The settings of every section and of each tier."""
+    for section in SECTIONS:
+        yield from getattr(config, section).settings()
+        if section == "host":
+            for tier in config.tiers:
+                yield from tier.settings()

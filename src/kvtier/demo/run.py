@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from kvtier.bench.record import RecordedSetting, cores, machine, make_record, software
 from kvtier.config.loader import load
-from kvtier.config.schema import settings as settings_of
-from kvtier.config.sections import SECTIONS, value_of
+from kvtier.config.sections import all_settings, value_of
 from kvtier.demo.model import SHAPES, WHY
 from kvtier.demo.restorable import EarlierRun, StoredPrefixes, add_to_history, drop_stale_history, read_history
 from kvtier.demo.result import DemoResult, PassResult, RequestResult
@@ -164,8 +163,7 @@ def _cache_settings() -> dict[str, tuple[str, str]]:
     loaded = load()
     return {
         setting.name: (setting.kind.show(value_of(loaded.config, setting)), str(loaded.origins[setting.name]))
-        for section in SECTIONS.values()
-        for setting in settings_of(section)
+        for setting in all_settings(loaded.config)
     }
 
 

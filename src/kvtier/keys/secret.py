@@ -63,6 +63,15 @@ def key_id(secret: Secret) -> bytes:
     return hmac.digest(secret, _KEY_ID_OF, "sha256")[:_KEY_ID_BYTES]
 
 
+def load(path: str | os.PathLike[str]) -> Secret | None:
+    """The secret in the file `path`; None without such a file.
+
+    Raises:
+        ConfigError: see `load_or_create`.
+    """
+    return _load(Path(path), is_inside=False)
+
+
 def load_or_create(path: str | os.PathLike[str], *, is_inside: bool = False) -> Secret:
     """The secret in the file `path`. If the file does not exist, it is created with a random secret and mode 0600.
 

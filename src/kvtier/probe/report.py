@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {"host": "host", "gpu": "gpu", "directory": "shared", "disk": "disk"}
-"""The colour of each link; other links are not drawn."""
+"""The colour of each link. Other tiers have one colour, and other links are not drawn."""
 DASHED = ("write", "from_gpu")
 
 
@@ -125,7 +125,7 @@ def _draw_latencies(axes: "Axes", result: ProbeResult, colours: Colours) -> None
         least = _by_size(measures, lambda it: it.depth)
         sizes = [it.bytes for it in least]
         _line(axes, link, op, sizes, [it.latency_us_p50 for it in least], colours)
-        colour = colours[COLOURS[link]]
+        colour = colours[COLOURS.get(link, "tiered")]
         axes.fill_between(
             sizes, [it.latency_us_p50 for it in least], [it.latency_us_p99 for it in least], color=colour, alpha=0.12
         )
@@ -135,7 +135,7 @@ def _draw_latencies(axes: "Axes", result: ProbeResult, colours: Colours) -> None
 
 def _series(links: Iterable[LinkMeasures]) -> Iterable[tuple[str, str, list[Measure]]]:
     for link in links:
-        if link.name in COLOURS:
+        if link.name in COLOURS or any(it.op == "read" for it in link.measures):
             for op in dict.fromkeys(it.op for it in link.measures if not it.op.endswith("pageable")):
                 yield link.name, op, [it for it in link.measures if it.op == op]
 
@@ -148,7 +148,7 @@ def _by_size(measures: list[Measure], cost: Callable[[Measure], float]) -> list[
 def _line(axes: "Axes", link: str, op: str, x: list[int], y: list[float], colours: Colours) -> None:
     style = (0, (4, 2)) if op in DASHED else "-"
     name = f"{link} {op.replace('_', ' ')}"
-    axes.plot(x, y, color=colours[COLOURS[link]], linestyle=style, marker="o", markersize=4, label=name)
+    axes.plot(x, y, color=colours[COLOURS.get(link, "tiered")], linestyle=style, marker="o", markersize=4, label=name)
 
 
 def _finish(axes: "Axes", result: ProbeResult) -> None:

@@ -150,16 +150,20 @@ class ProbeRun:
                 link, place = self._tier(target, tick)
             except (KvError, OSError) as error:
                 failed += 1
-                texts.append(f"{target.name} ({target.path}): could not be measured: {error}")
+                texts.append(f"{target.name} ({target.where}): could not be measured: {error}")
                 continue
             found_links.append(link)
             skipped += self._too_large(target)
+            if place is None:
+                continue
             mount = mount_of(Path(place.measured_in).resolve(), self._facts.mounts)
             places.append(place)
             under.append(mount)
-            texts += warnings.tier_warnings(place, mount, self._facts, wants_direct=target.direct_io != "off")
+            texts += warnings.tier_warnings(
+                place, mount, self._facts, wants_direct=target.wants_direct, needs_drive=target.kind.needs_drive
+            )
         if not self.targets:
-            skipped.append("tiers: none is configured; allowed: --dir for a directory, --set or --file for a tier")
+            skipped.append("tiers: none is configured; allowed: --dir for a directory, --tier or --file for a tier")
         if all(target.is_configured for target in self.targets):
             texts += warnings.sharing_warnings(places, under)
             texts += warnings.order_warnings([target.name for target in self.targets], found_links)
@@ -185,8 +189,10 @@ class ProbeRun:
         gpu, is_locked = links.gpu_copies(MEMORY_SIZES, limits, tick)
         return [*found, gpu], skipped, is_locked
 
-    def _tier(self, target: tiers.ProbeTarget, tick: Tick) -> tuple[LinkMeasures, TierFacts]:
-        parent = tiers.choose_parent(target.path) if target.is_configured else target.path
+    def _tier(self, target: tiers.ProbeTarget, tick: Tick) -> tuple[LinkMeasures, TierFacts | None]:
+        if target.path is None or target.kind.open_trial is None:
+            return tiers.tier_measures(target, Path(), self._points, tick)[0], None
+        parent = tiers.parent_of(target, target.path)
         with tiers.temporary_store(parent) as place:
             tiers.check_room(place, self._points)
             alignment = tiers.direct_alignment(place) if can_direct(str(place)) else None
@@ -222,6 +228,8 @@ def where_text(config: Config, directory: Path | None) -> str:
         return "writes nothing: no tier is configured and no --dir given"
     shown: list[str] = []
     for target in named:
-        parent = tiers.choose_parent(target.path) if target.is_configured else target.path
-        shown.append(f"{target.name}: in {parent}")
+        if target.path is None or target.kind.open_trial is None:
+            shown.append(f"{target.name}: objects in {target.where}")
+        else:
+            shown.append(f"{target.name}: in {tiers.parent_of(target, target.path)}")
     return f"temporary stores, removed at the end ({'; '.join(shown)}); existing stores are not opened"

@@ -8,22 +8,21 @@ import shutil
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
 from kvtier.config.sections import Config
 from kvtier.errors import ConfigError, KvError
-from kvtier.layout import ALIGNMENT
+from kvtier.layout import ALIGNMENT, GroupLayout, History, KvLayout
 from kvtier.probe.links import LinkMeasures, Measure, MeasureLimits, Tick, measure
 from kvtier.runtime.arena import page_aligned
+from kvtier.tier import registry
 from kvtier.tier.base import Tier
 from kvtier.tier.direct import aligned_buffer
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_settings import SEGMENT_BYTES_MIN
+from kvtier.tier.registry import TierContext, TierKind, TierSettings, kind_of
 from kvtier.types import ObjectName
 
 PREFIX = ".kvtier-probe-"
@@ -33,17 +32,14 @@ MEASURES_HELD = 3
 """The store has capacity for the objects of this many measures, so that written objects can be read."""
 STAMP_BYTES = 16
 SEGMENT_BYTES = 64 << 20
-LOCK_DEADLINE_S = 60.0
-"""Longer than in an engine, so that a busy machine gives a slow measure instead of none."""
+SPARE_SEGMENTS = 3
 FREE_SHARE = 4
 """A store uses at most this fraction (1/4) of the free space."""
-
-DirectIo = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """The file system of one tier."""
+    """The file system of one tier that keeps files."""
 
     tier: str
     path: str
@@ -65,31 +61,55 @@ class TierFacts:
 class ProbeTarget:
     """One tier to measure."""
 
-    name: str
-    """Name of the tier in results."""
-    kind: str
-    """``directory`` or ``disk``."""
-    path: Path
-    """Path of the store, or the directory to measure."""
-    direct_io: DirectIo
+    settings: TierSettings
     is_configured: bool
-    """Whether `path` is from the settings, not from ``--dir``."""
+    """Whether the tier is from the settings, not from ``--dir``."""
+
+    @property
+    def name(self) -> str:
+        """Name of the tier in results."""
+        return self.settings.name
+
+    @property
+    def kind(self) -> TierKind[Any]:
+        """The tier's kind."""
+        return kind_of(self.settings)
+
+    @property
+    def path(self) -> Path | None:
+        """Directory of the store, or the directory to measure; None for a tier that has none."""
+        return self.kind.folder(self.settings)
+
+    @property
+    def where(self) -> str:
+        """The place, for people."""
+        return str(getattr(self.settings, self.kind.where))
+
+    @property
+    def wants_direct(self) -> bool:
+        """Whether the settings do not forbid direct I/O."""
+        return getattr(self.settings, "direct_io", "off") != "off"
 
 
 def targets(config: Config, directory: Path | None) -> list[ProbeTarget]:
-    """The tiers of `config` in probe order; or both kinds in `directory`."""
-    if directory is not None:
-        path = directory.absolute()
-        return [
-            ProbeTarget("directory", "directory", path, config.directory.direct_io, is_configured=False),
-            ProbeTarget("disk", "disk", path, config.disk.direct_io, is_configured=False),
-        ]
-    sections = (("directory", config.directory), ("disk", config.disk))
+    """The tiers of `config` in probe order; or every built-in kind that measures a directory, in `directory`."""
+    if directory is None:
+        return [ProbeTarget(tier, is_configured=True) for tier in config.tiers]
+    named = {tier.name: tier for tier in config.tiers}
     return [
-        ProbeTarget(name, name, section.path, section.direct_io, is_configured=True)
-        for name, section in sections
-        if section.path is not None
+        ProbeTarget(_moved(kind, named.get(kind), directory.absolute()), is_configured=False)
+        for kind in registry.names()
+        if registry.measures_directories(kind)
     ]
+
+
+def _moved(kind: str, tier: TierSettings | None, directory: Path) -> TierSettings:
+    """The settings of a tier of this kind in `directory`, like those of `tier`."""
+    found = registry.by_name(kind)
+    place: dict[str, Any] = {found.where: directory}
+    if tier is not None and tier.kind == kind:
+        return replace(tier, **place)
+    return found.settings(**place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +125,23 @@ class TierPoints:
 
     @property
     def segment_bytes(self) -> int:
-        """Segment size of the disk tier."""
-        largest = max((size for size, _ in self.fitting()), default=ALIGNMENT)
-        return max(min(SEGMENT_BYTES, self.write_bytes), SEGMENT_BYTES_MIN + 2 * largest) // ALIGNMENT * ALIGNMENT
+        """Bytes that a kind may allocate at once."""
+        return max(min(SEGMENT_BYTES, self.write_bytes), 2 * self.largest + ALIGNMENT)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest object."""
+        return max((size for size, _ in self.fitting()), default=ALIGNMENT)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of objects that the store must hold."""
+        return MEASURES_HELD * self.write_bytes
 
     @property
     def capacity_bytes(self) -> int:
-        """Capacity of the store. Eviction frees whole segments and one is spare, so the disk tier needs two more."""
-        return MEASURES_HELD * self.write_bytes + 2 * self.segment_bytes
+        """Upper bound of the store's bytes: what it holds, and spare segments."""
+        return self.held_bytes + SPARE_SEGMENTS * self.segment_bytes
 
     def fitting(self) -> list[tuple[int, int]]:
         """(size, depth) whose first operations fit the limit."""
@@ -120,26 +149,14 @@ class TierPoints:
 
 
 @contextmanager
-def _open_tier(target: ProbeTarget, place: Path, points: TierPoints) -> Generator[DirectoryTier | DiskTier]:
-    """A new store in `place`, of the target's kind."""
-    root = place / target.name
-    tier = (
-        DirectoryTier(
-            root,
-            capacity_bytes=points.capacity_bytes,
-            direct_io=target.direct_io,
-            shared=False,
-            lock_deadline_s=LOCK_DEADLINE_S,
-        )
-        if target.kind == "directory"
-        else DiskTier(
-            root,
-            capacity_bytes=points.capacity_bytes,
-            segment_bytes=points.segment_bytes,
-            direct_io=target.direct_io,
-            lock_deadline_s=LOCK_DEADLINE_S,
-        )
-    )
+def _open_tier(target: ProbeTarget, place: Path, points: TierPoints) -> Generator[Tier]:
+    """A new store of the target's kind: in `place`, or apart from the others where the kind has no temporary store."""
+    open_trial = target.kind.open_trial
+    if open_trial is not None:
+        tier = open_trial(target.settings, place / target.name, points.held_bytes, points.largest)
+    else:
+        layout = KvLayout(1, (GroupLayout(History(), (points.largest,), "probe"),))
+        tier = target.kind.open(target.settings, TierContext(layout=layout, fingerprint=os.urandom(32)))
     try:
         yield tier
     finally:
@@ -174,7 +191,9 @@ def tier_measures(target: ProbeTarget, place: Path, points: TierPoints, tick: Ti
                 if taken is None:
                     raise KvError(f"tier {target.name}: {op}s of {size} bytes moved nothing")
                 found.append(taken)
-        return LinkMeasures(target.name, tuple(found)), tier.direct_io
+            if target.kind.open_trial is None:
+                objects.delete()
+        return LinkMeasures(target.name, tuple(found)), bool(tier.figures().direct_io)
 
 
 class _Objects:
@@ -214,6 +233,10 @@ class _Objects:
             )
         return count
 
+    def delete(self) -> None:
+        for number in self._written:
+            self._tier.delete(self._name(number))
+
     def _name(self, number: int) -> ObjectName:
         return ObjectName(self._prefix + number.to_bytes(8, "big"))
 
@@ -252,6 +275,15 @@ def choose_parent(path: Path) -> Path:
         if os.access(candidate, os.R_OK | os.W_OK | os.X_OK):
             return candidate
     raise ConfigError(f"{str(path)!r} cannot be measured: no write permission in {str(existing)!r}")
+
+
+def parent_of(target: ProbeTarget, path: Path) -> Path:
+    """Directory in which a tier at `path` is measured.
+
+    Raises:
+        ConfigError: it is not writable.
+    """
+    return choose_parent(path) if target.is_configured else path
 
 
 @contextmanager

@@ -63,7 +63,9 @@ def machine_warnings(config: Config, facts: Facts, *, is_locked: bool | None = N
         )
 
 
-def tier_warnings(place: TierFacts, mount: Mount | None, facts: Facts, *, wants_direct: bool) -> Iterator[str]:
+def tier_warnings(
+    place: TierFacts, mount: Mount | None, facts: Facts, *, wants_direct: bool, needs_drive: bool = False
+) -> Iterator[str]:
     """Warnings about the file system of one tier.
 
     Args:
@@ -71,10 +73,11 @@ def tier_warnings(place: TierFacts, mount: Mount | None, facts: Facts, *, wants_
         mount: of the tier, if known.
         facts: of this machine.
         wants_direct: whether the settings allow direct I/O.
+        needs_drive: whether the kind needs a drive of this machine.
     """
     where = f"{place.tier} ({place.path})"
     if mount is not None:
-        yield from _kind_warnings(where, place.tier, mount)
+        yield from _kind_warnings(where, mount, needs_drive=needs_drive)
         yield from _option_warnings(where, mount)
         limit = facts.io_limit(mount.device)
         if limit is not None:
@@ -140,7 +143,7 @@ def speed_warnings(links: Sequence[LinkMeasures]) -> Iterator[str]:
             )
 
 
-def _kind_warnings(where: str, tier: str, mount: Mount) -> Iterator[str]:
+def _kind_warnings(where: str, mount: Mount, *, needs_drive: bool) -> Iterator[str]:
     if mount.is_memory:
         yield (
             f"{where}: {mount.kind} is memory, not a disk; its content is lost at a restart and counts as used memory; "
@@ -153,10 +156,10 @@ def _kind_warnings(where: str, tier: str, mount: Mount) -> Iterator[str]:
         )
     elif mount.kind == "zfs":
         yield f"{where}: ZFS before 2.3 accepts direct I/O but still uses its own cache"
-    elif mount.is_network and tier == "disk":
+    elif mount.is_network and needs_drive:
         yield (
-            f"{where}: {mount.kind} is a network file system; the disk tier needs a local drive, the "
-            "directory tier can be shared"
+            f"{where}: {mount.kind} is a network file system, and this kind of tier needs a local drive; a directory "
+            "tier can be shared"
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.config.sections import LimitsConfig
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules, WritePolicy
 from kvtier.core.planner import Planner
@@ -33,6 +32,7 @@ from kvtier.replay.results import (
 from kvtier.replay.router import ROUTERS, Router
 from kvtier.replay.sweep import replay_all
 from kvtier.replay.virtual_tiers import EventQueue, LinkSeries, ReplayLink, ReplayTier, SecondSums, link_stats
+from kvtier.tier.registry import SMALL_BYTES_IN_FLIGHT
 from kvtier.trace.arrays import TraceArrays
 from kvtier.types import Prefix, RequestId
 
@@ -257,7 +257,7 @@ class _TieredReplay:
         cache = Cache(
             layout=self._layout,
             slots=(slots,),
-            tiers=[TierRules(name=it.name, small_bytes=LimitsConfig().small_bytes_in_flight) for it in setup.tiers[1:]],
+            tiers=[TierRules(name=it.name, small_bytes=SMALL_BYTES_IN_FLIGHT) for it in setup.tiers[1:]],
             evictor=lambda: make_evictor(setup.evictor),
             limits=Limits(write_policy=setup.write_policy),
         )

@@ -1,6 +1,5 @@
 """Link priors: speeds from a probe's record, used until the core has measured the links itself."""
 
-from collections.abc import Mapping
 from math import log2
 
 from kvtier.config.probe_record import Links, Speed, fastest, read_links
@@ -24,16 +23,17 @@ def link_priors(config: Config, object_bytes: int) -> dict[str, LinkPrior]:
     if config.planner.probe_file is None:
         return {}
     links = read_links(config.planner.probe_file, SECTION_MARK)
-    wanted: Mapping[str, tuple[str, str, int]] = {
+    wanted: dict[str, tuple[str, str, int]] = {
         HOST: ("gpu", "to_gpu", 1) if links.get("gpu") else ("host", "copy", 1),
-        "directory": ("directory", "read", config.directory.read_threads),
-        "disk": ("disk", "read", config.disk.read_threads),
     }
-    depth_most = config.limits.loads_in_flight
+    for tier in config.tiers:
+        # `kvtier probe --dir` names the link by the kind.
+        link = tier.name if links.get(tier.name) else tier.kind
+        wanted[tier.name] = (link, "read", min(tier.read_threads, tier.loads_in_flight))
     hash_rate = fastest(links, "checksum", "hash")
     found: dict[str, LinkPrior] = {}
-    for place, (link, op, threads) in wanted.items():
-        speed = _nearest(links, link, op, object_bytes, min(threads, depth_most))
+    for place, (link, op, depth) in wanted.items():
+        speed = _nearest(links, link, op, object_bytes, depth)
         if speed is not None:
             found[place] = _prior(speed, object_bytes, None if place == HOST else hash_rate)
     return found

@@ -1,22 +1,17 @@
 """Opens a session from settings: ranks, secret, core, recorder."""
 
 import logging
-import secrets
-import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar, get_args
+from typing import get_args
 
 from kvtier.config.sections import Config
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules, WritePolicy
 from kvtier.device.copier import Copier
-from kvtier.errors import ConfigError, KvError, TierError
+from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
-from kvtier.keys.secret import SECRET_BYTES, Secret, load_or_create
 from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
@@ -28,24 +23,19 @@ from kvtier.runtime.link_priors import link_priors
 from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.rank_group import OpenRanks
+from kvtier.runtime.secret import store_secret
 from kvtier.runtime.session import Session
 from kvtier.runtime.trace_recorder import Recorder
-from kvtier.tier.store_root import MISTAKES
+from kvtier.tier.registry import TierSettings, kind_of
 from kvtier.types import Way
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 CHUNK_TOKENS_MIN = 256
 """Smallest automatic chunk. Smaller objects do not use a drive's bandwidth."""
 
 RECORDER_DEADLINE_S = 2.0
 """How long closing a session waits for its recording."""
-
-SECRET_GRACE_S = 0.5
-"""How long to wait for the secret of a tier that did not open. It is short, because a tier that hangs has used up its
-deadline before, and a tier that another process holds, or that reads a large index, has a readable secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +130,11 @@ def open_core(
         for way in get_args(Way):
             metrics.set(table.TIER_UP, float(name not in ranks.down), tier=name, way=way)
     # After the tiers are open, because the secret is in a directory that one of them creates.
-    root = root_key(_secret(config, ranks.down), fingerprint_digest, layout.chunk_tokens)
+    root = root_key(store_secret(config, ranks.down), fingerprint_digest, layout.chunk_tokens)
     cache = Cache(
         layout=layout,
         slots=ranks.slots,
-        tiers=[_rules(config, name) for name in ranks.tiers],
+        tiers=_rules(config, ranks.tiers),
         evictor=lambda: make_evictor(config.host.evictor),
         limits=_limits(config),
         down=ranks.down,
@@ -173,60 +163,6 @@ def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[fl
     return close
 
 
-def _secret(config: Config, down: Collection[str]) -> Secret:
-    deadline_s, file = config.limits.open_deadline_s, config.store.secret_file
-    if config.store.secret is not None:
-        return config.store.secret
-    if file is not None:
-        try:
-            return within(deadline_s, partial(load_or_create, file), "kvtier secret")
-        except TimeoutError:
-            raise ConfigError(f"store.secret_file = {str(file)!r} could not be read within {deadline_s:g} s") from None
-    for tier in (config.directory, config.disk):
-        if tier.path is None:
-            continue
-        wait_s = min(deadline_s, SECRET_GRACE_S) if tier.section in down else deadline_s
-        try:
-            try:
-                return within(wait_s, partial(load_or_create, tier.path / "secret", is_inside=True), "kvtier secret")
-            except TimeoutError:
-                detail = f"the secret in it could not be read within {wait_s:g} s"
-                raise TierError(tier.section, detail) from None
-        except (KvError, OSError) as error:
-            if tier.required or not _may_pass(error):
-                raise
-            logger.warning(
-                "%s; kvtier uses a temporary secret: no other process, now or later, finds what this one stores",
-                error,
-            )
-            break
-    return Secret(secrets.token_bytes(SECRET_BYTES))  # no tier outlives the process, so the names need not either
-
-
-def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
-    """The result of `act`, which runs in a thread of its own (named `thread`) because a file system may hang.
-
-    Raises:
-        TimeoutError: it takes longer than `deadline_s` seconds. Exceptions of `act` are raised, too.
-    """
-    result: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(act())
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=thread, daemon=True).start()
-    return result.result(deadline_s)
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether a secret could not be read because of an I/O failure, and not because it is invalid."""
-    cause = error.__cause__ if isinstance(error, ConfigError) else error
-    return isinstance(cause, TierError) or (isinstance(cause, OSError) and cause.errno not in MISTAKES)
-
-
 def _limits(config: Config) -> Limits:
     limits = config.limits
     return Limits(
@@ -235,22 +171,31 @@ def _limits(config: Config) -> Limits:
         waiting_chunks=limits.waiting_chunks,
         requests=limits.requests,
         load_deadline_s=limits.load_deadline_s,
-        copy_deadline_s=limits.transfer_deadline_s,
+        copy_deadline_s=limits.copy_deadline_s,
         store_deadline_s=limits.store_deadline_s,
         write_policy=WritePolicy(config.store.write_policy),
         selective_uses=config.store.selective_uses,
     )
 
 
-def _rules(config: Config, name: str) -> TierRules:
-    limits = config.limits
+def _rules(config: Config, names: Sequence[str]) -> list[TierRules]:
+    configured = tuple(tier.name for tier in config.tiers)
+    if tuple(names) != configured:
+        raise ConfigError(f"the ranks were opened with the tiers {names}, and the settings name {configured}")
+    return [_rule(tier) for tier in config.tiers]
+
+
+def _rule(tier: TierSettings) -> TierRules:
+    kind = kind_of(tier)
     return TierRules(
-        name=name,
-        promotes=limits.loads_in_flight,
-        demotes=limits.demotes_in_flight,
-        small_bytes=limits.small_bytes_in_flight,
-        probe_deadline_s=limits.probe_deadline_s,
-        transfer_deadline_s=limits.transfer_deadline_s,
-        failures=limits.tier_failures,
-        retry_s=limits.tier_retry_s,
+        name=tier.name,
+        persists=kind.persists,
+        is_remote=kind.is_remote,
+        promotes=tier.loads_in_flight,
+        demotes=tier.writes_in_flight,
+        small_bytes=tier.small_bytes_in_flight,
+        probe_deadline_s=tier.probe_deadline_s,
+        transfer_deadline_s=tier.transfer_deadline_s,
+        failures=tier.failures,
+        retry_s=tier.retry_s,
     )

@@ -6,23 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from kvtier.codec.frame import frame_bytes
 from kvtier.codec.registry import by_name
-from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
+from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
-from kvtier.errors import ConfigError, KvError
+from kvtier.errors import KvError
+from kvtier.keys.secret import key_id
 from kvtier.layout import KvLayout
-from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena, PageLock, slots_for
 from kvtier.runtime.deferred_tier import DeferredAheadTier, DeferredTier
 from kvtier.runtime.mover import Mover, Threads
+from kvtier.runtime.secret import configured_secret
 from kvtier.tier.base import Tier
-from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.disk import DiskTier
-from kvtier.tier.disk_marker import ALLOWED_RANKS, refuse_foreign_ranks
-from kvtier.tier.safe_open import check_private, make_root
-from kvtier.tier.store_root import opening
+from kvtier.tier.registry import TierContext, TierSettings, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +85,18 @@ def open_rank(
     """
     slots = slots_for(layout, config.host.capacity_bytes, ranks)
     codec = by_name(config.store.codec)
-    deadline_s, retry_s = config.limits.open_deadline_s, config.limits.tier_retry_s
+    secret = configured_secret(config) if config.tiers else None
+    context = TierContext(
+        layout=layout,
+        rank=rank,
+        ranks=ranks,
+        fingerprint=fingerprint_digest,
+        key_id=None if secret is None else key_id(secret),
+    )
     tiers: dict[str, Tier] = {}
     try:
-        if config.directory.path is not None:
-            directory = DeferredTier("directory", partial(_directory, config.directory), retry_s)
-            tiers["directory"] = directory.opened(deadline_s, is_required=config.directory.required)
-        if config.disk.path is not None:
-            disk = DeferredAheadTier("disk", partial(_disk, config.disk, layout, rank, ranks), retry_s)
-            tiers["disk"] = disk.opened(deadline_s, is_required=config.disk.required)
+        for tier in config.tiers:
+            tiers[tier.name] = _open(tier, context, config.limits.open_deadline_s)
         arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
         mover = Mover(
             layout=layout.on_rank(rank, ranks),
@@ -106,7 +106,8 @@ def open_rank(
             tiers=tiers,
             common={"directory"} if config.directory.shared else (),
             codec=codec,
-            threads=_threads(config, copy_threads),
+            threads=Threads(device=copy_threads),
+            tier_threads={it.name: Threads(read=it.read_threads, write=it.write_threads) for it in config.tiers},
         )
     except BaseException:
         close_tiers(tiers, 5.0)
@@ -134,47 +135,17 @@ def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
         closer.join(max(0.0, until_s - time.monotonic()))
 
 
-def _directory(config: DirectoryConfig) -> DirectoryTier:
-    assert config.path is not None
-    return DirectoryTier(
-        config.path,
-        capacity_bytes=config.capacity_bytes,
-        direct_io=config.direct_io,
-        shared=config.shared,
-        evictor=make_evictor(config.evictor),
-    )
+def _open(tier: TierSettings, context: TierContext, deadline_s: float) -> Tier:
+    """The tier, or one that opens later.
 
+    Raises:
+        ConfigError: a setting is wrong.
+        TierError: it is required, and cannot be opened.
+    """
+    kind = kind_of(tier)
 
-def _disk(config: DiskConfig, layout: KvLayout, rank: int, ranks: int) -> DiskTier:
-    """This rank's disk tier. Each rank has a store of its own, so that ranks share no lock."""
-    assert config.path is not None
-    with opening("disk", config.path, ALLOWED_RANKS):
-        refuse_foreign_ranks(config.path)
-        make_root(config.path)
-        check_private("disk", config.path)
-    tier = DiskTier(
-        config.path / f"rank-{rank}",
-        capacity_bytes=config.capacity_bytes // ranks,
-        direct_io=config.direct_io,
-        reserve_bytes=config.reserve_bytes,
-        sync_interval_s=config.sync_interval_s,
-        write_bytes_per_day=config.write_bytes_per_day,
-    )
-    largest = max(frame_bytes(group) for group in layout.groups)
-    if largest > tier.frame_bytes_max:
-        tier.close()
-        raise ConfigError(
-            f"disk.capacity_bytes = {config.capacity_bytes} is too small: a chunk of {layout.chunk_tokens} tokens of "
-            f"this model takes {largest} bytes, and a segment for each of {ranks} ranks has {tier.frame_bytes_max}"
-        )
-    return tier
+    def make() -> Any:  # noqa: ANN401 - an `AheadTier` if the kind says so
+        return kind.open(tier, context)
 
-
-def _threads(config: Config, copy_threads: int) -> Threads:
-    """Threads of each tier's queues: the largest setting of all tiers."""
-    wanted = [tier for tier in (config.directory, config.disk) if tier.path is not None] or [config.directory]
-    return Threads(
-        device=copy_threads,
-        read=max(tier.read_threads for tier in wanted),
-        write=max(tier.write_threads for tier in wanted),
-    )
+    deferred = DeferredAheadTier if kind.is_ahead else DeferredTier[Tier]
+    return deferred(tier.name, make, tier.retry_s).opened(deadline_s, is_required=tier.required)

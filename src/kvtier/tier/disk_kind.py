@@ -117,6 +117,7 @@ KIND = TierKind(
     where="path",
     open=_open,
     is_ahead=True,
+    needs_drive=True,
     check=_check,
     folder=lambda settings: settings.path,
     secret_path=lambda settings: settings.path / "secret",

@@ -34,6 +34,9 @@ NAME_LENGTH_MAX = 32
 RESERVED = frozenset({"host", "gpu", "device", "engine"})
 """Places that are not tiers; metrics and reports name them next to the tiers."""
 
+SMALL_BYTES_IN_FLIGHT = 16 << 20
+"""Default of each tier."""
+
 S = TypeVar("S", bound="TierSettings")
 
 
@@ -55,7 +58,7 @@ class TierSettings(SettingsSection):
     loads_in_flight: int = setting(16, Count(1, 1024), "Concurrent promotions (tier to host).")
     writes_in_flight: int = setting(8, Count(1, 1024), "Concurrent demotions (host to tier).")
     small_bytes_in_flight: int = setting(
-        16 * 2**20, Size(0), "Extra bytes in flight for small objects, in each direction."
+        SMALL_BYTES_IN_FLIGHT, Size(0), "Extra bytes in flight for small objects, in each direction."
     )
     read_threads: int = setting(4, Count(1, 256), "Threads that read objects.")
     write_threads: int = setting(2, Count(1, 256), "Threads that write objects.")
@@ -126,6 +129,8 @@ class TierKind(Generic[S]):
     is_common: Callable[[S], bool] = lambda _settings: False
     """All ranks of an engine use one store, and each finds what another wrote. Of ranks that hold the same KV only the
     first then writes. A store of other nodes (`is_shared`) is common, too."""
+    needs_drive: bool = False
+    """It needs a drive of this machine; a network file system is a mistake."""
     has_cap: bool = True
     """Its settings have ``capacity_bytes``, which the tier enforces."""
     check: Callable[[S], Iterator[Problem]] = lambda _settings: iter(())
@@ -172,6 +177,11 @@ def by_name(name: str, origin: str = "") -> TierKind[Any]:
         several = " and ".join(sorted(map(_package, points)))
         raise ConfigError(f"tier kind {name!r}{source} is in several packages: {several}; allowed: one of them")
     return _loaded(points[0], source)
+
+
+def measures_directories(name: str) -> bool:
+    """Whether the kind is built in, and can be measured in a directory."""
+    return name in _BUILT_IN and not by_name(name).is_remote and by_name(name).open_trial is not None
 
 
 def kind_of(tier: TierSettings) -> TierKind[Any]:

@@ -20,8 +20,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.generation.configuration_utils import GenerationConfig
 
-from kvtier.config.loader import load
-from kvtier.config.sections import Config, find, find_section
+from kvtier.config.loader import TIERS, load, override
+from kvtier.config.sections import Config
 from kvtier.connect.transformers import identity
 from kvtier.connect.transformers.caches import Argument, Model, Output, Spans, empty_cache, recorded_spans
 from kvtier.connect.transformers.call import (
@@ -74,7 +74,7 @@ def attach(
 
     Args:
         model: a decoder-only model of the Transformers library, in evaluation mode.
-        directory: where KV is kept on disk; None: host memory only, unless the settings name a tier.
+        directory: where KV is kept on disk, for ``tiers=["directory:PATH"]``; None: the tiers of the settings.
         config: all settings; None reads the file that ``KVTIER_CONFIG`` names and the ``KVTIER_…`` environment.
         checkpoint: file or directory with the weights that the model was loaded from and still has. Its digest is
             cached across processes; without it the tensors in memory are digested at every attach.
@@ -85,7 +85,8 @@ def attach(
         layerwise: let the model compute while later layers of its prompt are still being loaded. This needs memory for
             the restored KV twice until the last layer is loaded; without that memory, or with False, the call waits
             for all layers.
-        settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``.
+        settings: single settings by section and name, such as ``host__capacity_bytes="8GiB"``; ``tiers``, a list of
+            texts or tables, and values of a tier, such as ``tiers__disk__capacity_bytes="200GiB"``.
 
     Raises:
         UnsupportedModelError: the model cannot be served correctly; the message says what is allowed.
@@ -111,18 +112,12 @@ def _settings(config: Config | None, directory: Path | str | None, settings: dic
     Raises:
         ConfigError: an unknown name or an invalid value.
     """
-    chosen = load().config if config is None else config
-    named = dict(settings)
+    named = {name.replace("__", "."): value for name, value in settings.items()}
     if directory is not None:
-        if "directory__path" in named:
-            raise ConfigError("directory and directory__path are both given; allowed: one of them")
-        named["directory__path"] = Path(directory)
-    for name, value in named.items():
-        section, _, key = name.partition("__")
-        find(find_section(section, _ORIGIN), key, _ORIGIN)
-        part = replace(getattr(chosen, section), **{key: value})
-        chosen = replace(chosen, **{section: part})
-    return chosen
+        if TIERS in named:
+            raise ConfigError("directory and tiers are both given; allowed: one of them")
+        named[TIERS] = [{"kind": "directory", "path": Path(directory)}]
+    return override(load().config if config is None else config, named.items(), _ORIGIN)
 
 
 class Attachment:

@@ -84,7 +84,7 @@ def open_model(model: Model, config: Config, *, checkpoint: Path | None, revisio
         copier,
         requests,
         shape,
-        probe_deadline_s=config.limits.probe_deadline_s,
+        probe_deadline_s=sum(tier.probe_deadline_s for tier in config.tiers),
         load_deadline_s=config.limits.load_deadline_s,
     )
     return ModelSession(

@@ -2,7 +2,7 @@
 
     --kv-transfer-config '{"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm",
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-                           "kv_connector_extra_config": {"directory": {"path": "/path/to/kv"}}}'
+                           "kv_connector_extra_config": {"tiers": ["directory:/path/to/kv"]}}'
 
 The connector is imported on demand, so that the other modules work, and are tested, without vLLM.
 """

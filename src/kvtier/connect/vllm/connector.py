@@ -27,12 +27,12 @@ from kvtier.connect.vllm.vllm_imports import (
 )
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.worker import StepDone, StepOrders
+from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SOURCES = {"host": CacheHitSource.HOST, "directory": CacheHitSource.DISK, "disk": CacheHitSource.DISK}
 _OTHER_SOURCE = CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
@@ -43,6 +43,9 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         ConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._is_broken = False
         setup = EngineSetup.of(vllm_config, kv_cache_config)
+        self._sources = {"host": CacheHitSource.HOST} | {
+            tier.name: CacheHitSource.DISK for tier in setup.config.tiers if kind_of(tier).folder(tier) is not None
+        }
         is_scheduler = role is ConnectorRole.SCHEDULER
         self._upper = (
             SchedulerSide(
@@ -118,7 +121,7 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         nothing: list[tuple[str, int]] = []
         found: dict[Any, int] = {}
         for place, tokens in self._ask(lambda scheduler: scheduler.sources(request), nothing):
-            source = _SOURCES.get(place, _OTHER_SOURCE)
+            source = self._sources.get(place, _OTHER_SOURCE)
             found[source] = found.get(source, 0) + tokens
         return found if sum(found.values()) == num_external_tokens else {_OTHER_SOURCE: num_external_tokens}
 

@@ -27,6 +27,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest, checkpoint_files, digest_files, home_cache
 from kvtier.tier import store_notes as notes
+from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -154,12 +155,13 @@ def note_fingerprint(config: Config, fingerprint: Fingerprint) -> None:
     content: dict[str, object] = {"digest": fingerprint.digest.hex(), "of": json.loads(fingerprint.canonical)}
 
     def run() -> None:
-        for tier in (config.directory, config.disk):
+        for tier in config.tiers:
+            folder = kind_of(tier).folder(tier)
             try:
-                if tier.path is not None:
-                    notes.write(tier.path, "fingerprint", fingerprint.digest, content)
+                if folder is not None:
+                    notes.write(folder, "fingerprint", fingerprint.digest, content)
             except OSError as error:
-                logger.debug("the fingerprint's note cannot be written to %s: %s", tier.path, error)
+                logger.debug("the fingerprint's note cannot be written to %s: %s", folder, error)
 
     threading.Thread(target=run, name="kvtier note", daemon=True).start()
 

@@ -29,8 +29,9 @@ from kvtier.config.sections import Config
 from kvtier.connect.vllm.installed import CONNECTOR, engine_arguments, is_supported
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout
-from kvtier.runtime.open import within
+from kvtier.runtime.secret import within
 from kvtier.tier import store_notes as notes
+from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,8 @@ _ERROR_LINES = 12
 
 
 def result_folder(config: Config) -> Path | None:
-    """Folder of the results: the first tier's; None without a tier."""
-    return config.directory.path or config.disk.path
+    """Folder of the results: that of the first tier that has one; None without one."""
+    return next((folder for tier in config.tiers if (folder := kind_of(tier).folder(tier)) is not None), None)
 
 
 def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> None:
@@ -82,8 +83,8 @@ def check(config: Config, build: str, fingerprint: bytes, layout: KvLayout) -> N
         return
     if folder is None:
         raise ConfigError(
-            f"vLLM {build} is not supported, and without a tier its self-test has no place for a result; allowed: "
-            "directory.path or disk.path"
+            f"vLLM {build} is not supported, and without a tier in a directory its self-test has no place for a "
+            "result; allowed: --tier disk:PATH or --tier directory:PATH"
         )
     try:
         is_passed = within(config.limits.open_deadline_s, partial(_is_passed, folder, subject), "kvtier selftest")
@@ -142,13 +143,15 @@ def run(config: Config, arguments: Sequence[str]) -> str:
     """
     results = result_folder(config)
     if results is None:
-        raise ConfigError("no tier to keep the self-test's result; allowed: directory.path or disk.path")
+        raise ConfigError(
+            "no tier in a directory for the self-test's result; allowed: --tier disk:PATH or --tier directory:PATH"
+        )
     with tempfile.TemporaryDirectory(prefix="kvtier-selftest-") as folder:
         store = Path(folder, "store")
         transfer = {
             **CONNECTOR,
             "kv_connector_extra_config": {
-                "directory.path": str(store),
+                "tiers": [{"kind": "directory", "path": str(store)}],
                 "store.chunk_tokens": config.store.chunk_tokens,
                 "host.capacity_bytes": config.host.capacity_bytes,
                 "planner.enabled": False,

@@ -24,6 +24,7 @@ from kvtier.layout import History
 from kvtier.runtime.open import OpenedSession, open_core
 from kvtier.runtime.rank import Rank, open_rank
 from kvtier.runtime.rank_server import RankServer, connect
+from kvtier.tier.registry import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +73,8 @@ class EngineSetup:
         identified = identity.identify(vllm_config, build)
         if identified.is_private:
             # No later engine could identify the stored bytes.
-            config = replace(
-                config, directory=replace(config.directory, path=None), disk=replace(config.disk, path=None)
-            )
+            kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
+            config = replace(config, tiers=tuple(kept))
         return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, build)
 
     @property
@@ -127,7 +127,7 @@ class SchedulerSide:
         """
         setup = self._setup
         vllm_config, geometry, config = setup.vllm_config, setup.geometry, setup.config
-        ranks = connect(handshakes, config.limits.transfer_deadline_s)
+        ranks = connect(handshakes, config.limits.copy_deadline_s)
         movements, events = self._events()
         digest = setup.identity.fingerprint.digest
         opened = open_core(config, geometry.layout, digest, ranks, observer=movements)
@@ -152,11 +152,10 @@ class SchedulerSide:
             recorder=opened.recorder,
         )
         ranks.executor.when_leaving(self._leave)
-        paths = {"directory": config.directory.path, "disk": config.disk.path}
         logger.info(
             "kvtier is ready: chunks of %d tokens, %d KV groups, %d ranks, %s",
             *(geometry.chunk_tokens, len(geometry.groups), setup.ranks),
-            ", ".join(f"{tier} {path}" for tier, path in paths.items() if path is not None) or "host memory only",
+            ", ".join(f"{it.name} {getattr(it, kind_of(it).where)}" for it in config.tiers) or "host memory only",
         )
 
     def _events(self) -> tuple[Movements, Events] | tuple[None, None]:

@@ -1,0 +1,111 @@
+"""The secret that keys a session's names: configured, or kept in the store of a tier."""
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from kvtier.config.sections import HOW_TO_SHARE, Config
+from kvtier.errors import ConfigError, KvError, TierError
+from kvtier.keys.secret import SECRET_BYTES, Secret, load, load_or_create
+from kvtier.tier.registry import kind_of
+from kvtier.tier.store_root import MISTAKES
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+SECRET_GRACE_S = 0.5
+"""How long to wait for the secret of a tier that did not open. It is short, because a tier that hangs has used up its
+deadline before, and a tier that another process holds, or that reads a large index, has a readable secret."""
+
+
+def configured_secret(config: Config) -> Secret | None:
+    """The secret that the settings give; None if they give none.
+
+    Raises:
+        ConfigError: the file cannot be read in time, or holds no secret; with a shared tier also if it does not exist.
+    """
+    deadline_s, file = config.limits.open_deadline_s, config.store.secret_file
+    if config.store.secret is not None or file is None:
+        return config.store.secret
+    is_shared = any(kind_of(tier).is_shared(tier) for tier in config.tiers)
+    try:
+        found = within(deadline_s, partial(load if is_shared else load_or_create, file), "kvtier secret")
+    except TimeoutError:
+        raise ConfigError(f"store.secret_file = {str(file)!r} could not be read within {deadline_s:g} s") from None
+    if found is None:
+        raise ConfigError(
+            f"store.secret_file = {str(file)!r} does not exist, and a shared tier needs it; {HOW_TO_SHARE}"
+        )
+    return found
+
+
+def store_secret(config: Config, down: Collection[str]) -> Secret:
+    """The configured secret, or that of the first tier with a place for one, or a temporary one.
+
+    Args:
+        config: the settings.
+        down: names of the tiers that are not open.
+
+    Raises:
+        ConfigError: it cannot be read, because of a mistake.
+        TierError: the tier that has it is required, and failed.
+    """
+    given = configured_secret(config)
+    if given is not None:
+        return given
+    deadline_s = config.limits.open_deadline_s
+    for tier in config.tiers:
+        path = kind_of(tier).secret_path(tier)
+        if path is None:
+            continue
+        wait_s = min(deadline_s, SECRET_GRACE_S) if tier.name in down else deadline_s
+        try:
+            try:
+                return within(wait_s, partial(load_or_create, path, is_inside=True), "kvtier secret")
+            except TimeoutError:
+                detail = f"the secret in it could not be read within {wait_s:g} s"
+                raise TierError(tier.name, detail) from None
+        except (KvError, OSError) as error:
+            if tier.required or not _may_pass(error):
+                raise
+            logger.warning(
+                "%s; kvtier uses a temporary secret: no other process, now or later, finds what this one stores",
+                error,
+            )
+            break
+    else:
+        if any(kind_of(tier).persists for tier in config.tiers):
+            logger.warning(
+                "no secret is configured, and no tier has a place for one: no other process, now or later, finds what "
+                "this one stores; set store.secret_file"
+            )
+    return Secret(secrets.token_bytes(SECRET_BYTES))  # no tier outlives the process, so the names need not either
+
+
+def within(deadline_s: float, act: Callable[[], Answer], thread: str) -> Answer:
+    """The result of `act`, which runs in a thread of its own (named `thread`) because a file system may hang.
+
+    Raises:
+        TimeoutError: it takes longer than `deadline_s` seconds. Exceptions of `act` are raised, too.
+    """
+    result: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(act())
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=thread, daemon=True).start()
+    return result.result(deadline_s)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a secret could not be read because of an I/O failure, and not because it is invalid."""
+    cause = error.__cause__ if isinstance(error, ConfigError) else error
+    return isinstance(cause, TierError) or (isinstance(cause, OSError) and cause.errno not in MISTAKES)
