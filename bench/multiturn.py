@@ -132,14 +132,18 @@ def _attached(model: Any, settings: MultiturnSettings, place: Path, stack: ExitS
         "held_calls": _HELD_CALLS,
         "host__capacity_bytes": settings.host_bytes,
         "store__chunk_tokens": settings.chunk_tokens,
-        "limits__transfer_deadline_s": 60.0,
         "limits__load_deadline_s": 60.0,
     }
     arms: dict[str, Attachment | None] = {RECOMPUTE: None}
     arms[HOST] = stack.enter_context(attach(model, **common))
     if settings.disk_bytes:
-        common["directory__capacity_bytes"] = settings.disk_bytes
-        arms[DISK] = stack.enter_context(attach(model, place / "kv", **common))
+        below = {
+            "kind": "directory",
+            "path": place / "kv",
+            "capacity_bytes": settings.disk_bytes,
+            "transfer_deadline_s": 60,
+        }
+        arms[DISK] = stack.enter_context(attach(model, tiers=[below], **common))
     return arms
 
 

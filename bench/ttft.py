@@ -218,15 +218,19 @@ class TtftBenchmark:
         self._model, self._settings = model, settings
         common: dict[str, Any] = {
             "store__chunk_tokens": settings.chunk_tokens,
-            "directory__capacity_bytes": settings.disk_bytes,
             "limits__load_deadline_s": 120.0,
-            "limits__transfer_deadline_s": 60.0,
             "limits__store_deadline_s": 60.0,
         }
         self._layout = inspect_cache(model).layout(settings.chunk_tokens)
         self._disk_host_bytes = max(1 << 20, _DISK_HOST_CHUNKS * chunk_bytes(self._layout))
         self._host = attach(model, config=None, host__capacity_bytes=settings.host_bytes, **common)
-        self._disk = attach(model, place / "kv", host__capacity_bytes=self._disk_host_bytes, **common)
+        below = {
+            "kind": "directory",
+            "path": place / "kv",
+            "capacity_bytes": settings.disk_bytes,
+            "transfer_deadline_s": 60,
+        }
+        self._disk = attach(model, tiers=[below], host__capacity_bytes=self._disk_host_bytes, **common)
         self.result = TtftResult(settings.shape, device_name(settings.device), round(self._layout.bytes_per_token))
 
     def close(self) -> None:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from inspect import CO_GENERATOR
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 import kvtier
-from kvtier.config.sections import Config, DirectoryConfig, HostConfig, LimitsConfig, StoreConfig
+from kvtier.config.sections import Config, HostConfig, LimitsConfig, StoreConfig
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules
 from kvtier.device.copier import Copier
@@ -25,6 +25,7 @@ from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
+from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.types import LoadDone, Lookup, Place, Prefix, Presence, RequestId, StoreDone
 
 _OURS = str(Path(kvtier.__file__).parent)
@@ -94,10 +95,16 @@ def prefix_of(chunks: int, root: bytes = bytes(32), seed: int = 0) -> Prefix:
     return chain.prefix()
 
 
+TIER_LIMITS = ("probe_deadline_s", "transfer_deadline_s", "failures", "retry_s")
+
+
 def config(directory: Path | None, *, host_chunks: int = 8, **limits: float) -> Config:
+    """With one directory tier, or none; `limits` of the tier (`TIER_LIMITS`) and of the session."""
+    own: dict[str, Any] = {name: limits.pop(name) for name in TIER_LIMITS if name in limits}
+    tiers = () if directory is None else (DirectorySettings(path=directory, capacity_bytes=64 << 20, **own),)
     return Config(
         host=HostConfig(capacity_bytes=max(1 << 20, host_chunks * chunk_bytes(LAYOUT))),
-        directory=DirectoryConfig(path=directory, capacity_bytes=64 << 20),
+        tiers=tiers,
         store=StoreConfig(),
         limits=LimitsConfig(**limits),
     )

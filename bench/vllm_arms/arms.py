@@ -123,7 +123,7 @@ def connector(arm: str, directory: Path, host_bytes: int) -> dict[str, Any] | No
         return None
     shared = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     if arm in ("kvtier", PROTECTED):
-        extra: dict[str, Any] = {"directory.path": str(directory), "host.capacity_bytes": host_bytes}
+        extra: dict[str, Any] = {"tiers": [f"directory:{directory}"], "host.capacity_bytes": host_bytes}
         extra["vllm.prefix_protection"] = arm == PROTECTED
         named = {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier.connect.vllm"}
     else:

@@ -135,10 +135,10 @@ def test_damage_on_disk_is_a_miss_and_the_answers_stay_right(tmp_path: Path, mon
 
     def and_damage(self: Server, talk: Any, kv: Any) -> None:
         store(self, talk, kv)
-        if kv.config.directory.path is None:
+        if not kv.config.tiers:
             return
         kv.flush()
-        for path in Path(kv.config.directory.path).rglob("*"):
+        for path in Path(kv.config.tiers[0].path).rglob("*"):
             if path.parent.parent.name == "objects" and path.is_file() and path not in damaged:
                 with path.open("r+b") as file:
                     file.seek(path.stat().st_size - 2000)

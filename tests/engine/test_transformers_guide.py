@@ -9,6 +9,7 @@ import pytest
 from tiny_transformers import batch, llama, tokens
 
 from kvtier.config.sections import Config
+from kvtier.tier.directory_kind import DirectorySettings
 
 pytestmark = pytest.mark.engine
 
@@ -35,12 +36,13 @@ def test_the_guides_snippets_run(
 
 def test_the_guides_defaults_are_the_settings_defaults() -> None:
     config = Config()
+    tier = DirectorySettings(path="kv")
     found = dict(re.findall(r"^\| `(\w+__\w+)` \| ([^|]+) \|", GUIDE, re.MULTILINE))
     assert len(found) == 8
-    sizes = {"host__capacity_bytes": "4 GiB", "directory__capacity_bytes": "64 GiB"}
+    sizes = {"host__capacity_bytes": "4 GiB", "tiers__directory__capacity_bytes": "64 GiB"}
     for name, value in found.items():
-        section, key = name.split("__")
-        actual = getattr(getattr(config, section), key)
+        section, _, key = name.rpartition("__")
+        actual = getattr(tier if section == "tiers__directory" else getattr(config, section), key)
         if name in sizes:
             assert value == sizes[name]
             assert actual == int(value.split()[0]) << 30

@@ -150,7 +150,7 @@ def test_training_mode_and_autocast_pass_through(attached: Attach) -> None:
         ({"store__chunk_tokens": -5}, "store.chunk_tokens = -5"),
         ({"host__capacity_bytes": "1 parsec"}, "host.capacity_bytes"),
         ({"held_calls": 0}, "held_calls must be at least 1"),
-        ({"directory__path": "/elsewhere"}, "directory and directory__path are both given"),
+        ({"tiers": ["disk:/elsewhere"]}, "directory and tiers are both given"),
         ({"epoch": -1}, "epoch must be at least 0"),
     ],
 )

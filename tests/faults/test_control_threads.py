@@ -20,6 +20,7 @@ from tests.rig import (
     CHUNK_TOKENS,
     FINGERPRINT,
     LAYOUT,
+    TIER_LIMITS,
     Engine,
     config,
     load_places,
@@ -30,14 +31,16 @@ from tests.rig import (
     stored,
 )
 
-from kvtier.config.sections import Config, DirectoryConfig, DiskConfig, TraceConfig
+from kvtier.config.sections import Config, TraceConfig
 from kvtier.observe import metric_definitions as table
-from kvtier.runtime import rank
 from kvtier.runtime import trace_recorder as recorder
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.trace_recorder import Served
+from kvtier.tier import directory_kind, disk_kind
 from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_kind import DiskSettings
 from kvtier.types import NextTurn
 
 needs_fuse = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -64,18 +67,14 @@ def hanging(tmp_path: Path) -> Iterator[HangingFs]:
 
 
 def settings(kind: str, place: Path, **more: float) -> Config:
-    limits = {
-        "probe_deadline_s": 0.1,
-        "load_deadline_s": 0.3,
-        "transfer_deadline_s": 0.3,
-        "open_deadline_s": 1.0,
-        "tier_retry_s": 0.05,
-        **more,
-    }
-    made = config(None, **limits)
+    own = {"probe_deadline_s": 0.1, "transfer_deadline_s": 0.3, "retry_s": 0.05}
+    own |= {name: more.pop(name) for name in TIER_LIMITS if name in more}
+    made = config(None, **{"load_deadline_s": 0.3, "copy_deadline_s": 0.3, "open_deadline_s": 1.0, **more})
     if kind == "disk":
-        return replace(made, disk=DiskConfig(path=place, capacity_bytes=4 << 20, reserve_bytes=1, sync_interval_s=0.2))
-    return replace(made, directory=DirectoryConfig(path=place, capacity_bytes=4 << 20))
+        tier = DiskSettings(path=place, capacity_bytes=4 << 20, reserve_bytes=1, sync_interval_s=0.2, **own)
+    else:
+        tier = DirectorySettings(path=place, capacity_bytes=4 << 20, **own)
+    return replace(made, tiers=(tier,))
 
 
 class Traffic:
@@ -266,7 +265,8 @@ def test_tiers_are_called_by_their_own_threads_only(tmp_path: Path, kind: str, m
 
             return called
 
-    monkeypatch.setattr(rank, kinds[kind].__name__, Watched)
+    place = {"directory": directory_kind, "disk": disk_kind}[kind]
+    monkeypatch.setattr(place, kinds[kind].__name__, Watched)
     kv = open_session(settings(kind, tmp_path / "kv"), LAYOUT, FINGERPRINT, Engine(64, seed=1).copier())
     Traffic(kv).until_it_works()
     start_s = time.monotonic()

@@ -29,21 +29,22 @@ from tests.rig import (
     stored,
 )
 
-from kvtier.config.sections import Config, DirectoryConfig, DiskConfig
+from kvtier.config.sections import Config
 from kvtier.core.circuit_breaker import RETRY_SECONDS_MAX
 from kvtier.errors import ConfigError, KvError, TierError
 from kvtier.observe import metric_definitions as table
-from kvtier.runtime import deferred_tier, rank
-from kvtier.runtime import open as runtime
+from kvtier.runtime import deferred_tier, secret
 from kvtier.runtime.deferred_tier import DeferredTier
 from kvtier.runtime.open import OpenedSession, open_session
 from kvtier.runtime.rank import open_rank
 from kvtier.runtime.rank_server import RankServer, connect
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.tier import directory, disk
+from kvtier.tier import directory, directory_kind, disk, disk_kind
 from kvtier.tier.base import Figures
 from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_kind import DiskSettings
 from kvtier.types import NextTurn
 
 KINDS = ["directory", "disk"]
@@ -54,11 +55,10 @@ MIB = 1 << 20
 
 def settings(kind: str, path: Path, *, is_required: bool = False, **limits: float) -> Config:
     """For a session with one tier, of that kind, at `path`."""
-    made = config(None, host_chunks=40, **{"tier_retry_s": 0.01, **limits})
-    if kind == "disk":
-        disk = DiskConfig(path=path, capacity_bytes=8 * MIB, reserve_bytes=0, required=is_required)
-        return replace(made, disk=disk)
-    return replace(made, directory=DirectoryConfig(path=path, capacity_bytes=8 * MIB, required=is_required))
+    made = config(None, host_chunks=40, **limits)
+    common: dict[str, Any] = {"path": path, "capacity_bytes": 8 * MIB, "required": is_required, "retry_s": 0.01}
+    tier = DiskSettings(reserve_bytes=0, **common) if kind == "disk" else DirectorySettings(**common)
+    return replace(made, tiers=(tier,))
 
 
 def opened(kind: str, path: Path, engine: Engine, **more: Any) -> OpenedSession:
@@ -260,7 +260,8 @@ def hung(monkeypatch: pytest.MonkeyPatch, kind: str) -> threading.Event:
         assert go_on.wait(DEADLINE_S)
         return kinds[kind](*given, **more)
 
-    monkeypatch.setattr(rank, "DirectoryTier" if kind == "directory" else "DiskTier", slow)
+    place = {"directory": directory_kind, "disk": disk_kind}[kind]
+    monkeypatch.setattr(place, kinds[kind].__name__, slow)
     return go_on
 
 
@@ -332,7 +333,7 @@ def test_a_secret_that_hangs_is_one_of_this_process(
 ) -> None:
     filled(kind, tmp_path / "kv", Engine(64))
     go_on = threading.Event()
-    monkeypatch.setattr(runtime, "load_or_create", lambda _path, **_: go_on.wait(DEADLINE_S))
+    monkeypatch.setattr(secret, "load_or_create", lambda _path, **_: go_on.wait(DEADLINE_S))
     opens = DeferredTier.opened  # which the deadline below is not meant for
     monkeypatch.setattr(DeferredTier, "opened", lambda tier, _deadline_s, **more: opens(tier, DEADLINE_S, **more))
     try:
@@ -353,7 +354,7 @@ def test_a_secret_that_cannot_be_read(tmp_path: Path, trouble: OSError, monkeypa
     def fail(*_given: Any, **_: object) -> int:
         raise trouble
 
-    monkeypatch.setattr(runtime, "load_or_create", fail)
+    monkeypatch.setattr(secret, "load_or_create", fail)
     session = opened("directory", tmp_path / "kv", Engine(64))
     assert is_useful_without(session)
     session.session.close()

@@ -160,7 +160,7 @@ def test_a_process_that_found_a_full_disk_evicts_no_more_than_it_writes(small_di
 def test_a_full_disk_leaves_hits_as_they_are(small_disk):
     engine = Engine(64)
     prompts = [prefix_of(2, seed=seed) for seed in range(30)]
-    session = opened(small_disk / "s", engine, host_chunks=16, tier_failures=2, tier_retry_s=60.0)
+    session = opened(small_disk / "s", engine, host_chunks=16, failures=2, retry_s=60.0)
     try:
         for number, prompt in enumerate(prompts):
             stored(session.session, f"a{number}", prompt, places_of(range(2)))

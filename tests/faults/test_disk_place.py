@@ -13,17 +13,17 @@ import pytest
 from disk_world import CAPACITY_BYTES, SEGMENT_BYTES, abandon, check_accounts, look, open_tier, sealed
 
 from kvtier.cli.main import run
-from kvtier.config.loader import load
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.runtime.rank import _disk
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
-from kvtier.tier import disk_pool, effective_cap
+from kvtier.tier import disk_kind, disk_pool, effective_cap
 from kvtier.tier.base import Read
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
+from kvtier.tier.disk_kind import DiskSettings
 from kvtier.tier.disk_marker import MARKER_NAME
 from kvtier.tier.disk_segment import Segment
+from kvtier.tier.registry import TierContext
 
 DEADLINE_S = 30.0
 
@@ -451,9 +451,9 @@ def test_a_store_that_every_user_may_write_to_is_refused(tmp_path):
     above.mkdir()
     above.chmod(0o777)
     layout = KvLayout(16, (GroupLayout(History(), (4096,), "test"),))
-    config = load(None, {}, [f"disk.path={above}", "disk.capacity_bytes=64MiB"]).config.disk
+    settings = DiskSettings(path=above, capacity_bytes="64MiB")
     with pytest.raises(ConfigError, match="every user may replace cached data"):
-        _disk(config, layout, 0, 1)
+        disk_kind.KIND.open(settings, TierContext(layout=layout))
 
 
 @pytest.mark.parametrize("mask", [0, 0o777])

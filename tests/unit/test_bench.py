@@ -280,8 +280,9 @@ class Drive:
             return IoSample(self.moved(size * count), 1.0, [1.0])
 
         root.mkdir()
-        tier = SimpleNamespace(direct_io=True, root=root)
-        return SimpleNamespace(name=name, tier=tier, frame_bytes=size, store=spent, load=spent, close=lambda: None)
+        return SimpleNamespace(
+            name=name, root=root, direct_io=True, frame_bytes=size, store=spent, load=spent, close=lambda: None
+        )
 
     def host_row(self, op, size, _count, repeats, _tick):
         self.now_s += repeats

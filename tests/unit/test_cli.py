@@ -86,12 +86,12 @@ def test_wrong_usage_ends_with_2_and_says_so_on_stderr(capsys, arguments):
 
 
 def test_a_wrong_setting_is_one_clear_line_on_stderr(capsys, monkeypatch):
-    monkeypatch.setenv("KVTIER_DIRECTORY__CAPACITY_BYTES", "12 parsecs")
+    monkeypatch.setenv("KVTIER_HOST__CAPACITY_BYTES", "12 parsecs")
     assert run(["config", "show", "--json"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith(
-        "kvtier: directory.capacity_bytes = '12 parsecs' (from environment KVTIER_DIRECTORY__CAPACITY_BYTES): "
+        "kvtier: host.capacity_bytes = '12 parsecs' (from environment KVTIER_HOST__CAPACITY_BYTES): "
         "not a size; allowed: bytes as an integer"
     )
     assert told.err.count("\n") == 1
@@ -135,24 +135,24 @@ def test_secrets_are_never_printed(capsys):
 
 def test_check_ends_with_1_when_something_will_not_work(capsys, tmp_path):
     (tmp_path / "file").write_text("x")
-    small = ["--set", "host.capacity_bytes=1MiB", "--set", "directory.capacity_bytes=1MiB"]
-    bad = ["config", "check", *small, "--set", f"directory.path={tmp_path / 'file'}"]
+    small = ["--set", "host.capacity_bytes=1MiB", "--set", "tiers.directory.capacity_bytes=1MiB"]
+    bad = ["config", "check", *small, "--tier", f"directory:{tmp_path / 'file'}"]
     assert run(bad) == 1
-    assert f"error: directory.path = {tmp_path / 'file'} (from flag" in capsys.readouterr().out
+    assert f"error: tiers.directory.path = {tmp_path / 'file'} (from flag --tier)" in capsys.readouterr().out
     assert run([*bad, "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["ok"] is False
-    assert told["findings"][0]["setting"] == "directory.path"
-    good = ["config", "check", *small, "--set", f"directory.path={tmp_path / 'kv'}"]
+    assert told["findings"][0]["setting"] == "tiers.directory.path"
+    good = ["config", "check", *small, "--tier", f"directory:{tmp_path / 'kv'}"]
     assert run(good) == 0
     assert capsys.readouterr().out == "the settings can work here\n"
     assert not (tmp_path / "kv").exists()
 
 
 def test_a_warning_alone_is_not_bad(capsys, tmp_path):
-    arguments = ["--set", "host.capacity_bytes=1MiB", "--set", "directory.capacity_bytes=1000TiB"]
-    assert run(["config", "check", *arguments, "--set", f"directory.path={tmp_path}"]) == 0
-    assert capsys.readouterr().out.startswith("warning: directory.capacity_bytes")
+    arguments = ["--set", "host.capacity_bytes=1MiB", "--tier", f"directory:{tmp_path}?capacity_bytes=1000TiB"]
+    assert run(["config", "check", *arguments]) == 0
+    assert capsys.readouterr().out.startswith("warning: tiers.directory.capacity_bytes")
 
 
 def test_a_closed_pipe_ends_quietly():

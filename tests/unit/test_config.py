@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from kvtier.config.loader import load
 from kvtier.config.schema import settings
-from kvtier.config.sections import SECTIONS, Config, DirectoryConfig, HostConfig, LimitsConfig, StoreConfig
+from kvtier.config.sections import SECTIONS, Config, HostConfig, LimitsConfig, StoreConfig
 from kvtier.config.value_types import SIZE_UNITS, parse_seconds, parse_size, size_text
 from kvtier.errors import ConfigError
+from kvtier.tier.directory_kind import DirectorySettings
 
 DIGITS = "0123456789abcdef" * 4
 
@@ -34,24 +35,24 @@ def test_without_anything_every_value_is_a_default():
     assert loaded.config == Config()
     assert loaded.file is None
     assert {str(origin) for origin in loaded.origins.values()} == {"default"}
-    assert set(loaded.origins) == {s.name for section in SECTIONS.values() for s in settings(section)}
+    assert set(loaded.origins) == {"tiers"} | {s.name for section in SECTIONS.values() for s in settings(section)}
 
 
 def test_later_layers_win_and_each_value_knows_its_origin(tmp_path):
     file = write(
         tmp_path / "kvtier.toml",
-        '[host]\ncapacity_bytes = "1GiB"\n[limits]\nrequests = 10\nload_deadline_s = 1\ntier_failures = 4\n',
+        '[host]\ncapacity_bytes = "1GiB"\n[limits]\nrequests = 10\nload_deadline_s = 1\nwaiting_chunks = 4\n',
     )
     environ = {"KVTIER_LIMITS__REQUESTS": "20", "KVTIER_LIMITS__LOAD_DEADLINE_S": "500ms"}
     loaded = load(file, environ, ["limits.requests=25", "limits.requests=30"])
     assert loaded.config.host.capacity_bytes == 2**30
-    assert loaded.config.limits.tier_failures == 4
+    assert loaded.config.limits.waiting_chunks == 4
     assert loaded.config.limits.load_deadline_s == 0.5
     assert loaded.config.limits.requests == 30
     assert str(loaded.origins["host.capacity_bytes"]) == f"file {file}"
     assert str(loaded.origins["limits.load_deadline_s"]) == "environment KVTIER_LIMITS__LOAD_DEADLINE_S"
     assert str(loaded.origins["limits.requests"]) == "flag --set limits.requests"
-    assert str(loaded.origins["limits.waiting_chunks"]) == "default"
+    assert str(loaded.origins["limits.store_deadline_s"]) == "default"
 
 
 def test_every_setting_can_be_set_in_each_way_and_comes_back_the_same(tmp_path):
@@ -59,11 +60,10 @@ def test_every_setting_can_be_set_in_each_way_and_comes_back_the_same(tmp_path):
         "host.capacity_bytes": ("512MiB", 2**29),
         "host.page_lock": ("off", "off"),
         "host.populate": ("yes", True),
-        "directory.path": (str(tmp_path), tmp_path),
-        "directory.shared": ("false", False),
+        "trace.path": (str(tmp_path), tmp_path),
         "store.write_policy": ("selective", "selective"),
         "store.secret": (DIGITS, bytes.fromhex(DIGITS)),
-        "limits.probe_deadline_s": ("250ms", 0.25),
+        "limits.copy_deadline_s": ("250ms", 0.25),
     }
     environ = {f"KVTIER_{name.replace('.', '__').upper()}": text for name, (text, _) in changed.items()}
     by_environment = load(environ=environ).config
@@ -91,9 +91,9 @@ def test_by_default_the_process_environment_is_read(monkeypatch):
 
 def test_a_wrong_value_names_itself_its_origin_and_what_is_allowed():
     refused(
-        "directory.capacity_bytes = '12 parsecs' (from environment KVTIER_DIRECTORY__CAPACITY_BYTES): not a size; "
+        "host.capacity_bytes = '12 parsecs' (from environment KVTIER_HOST__CAPACITY_BYTES): not a size; "
         "allowed: bytes as an integer, or a number with KiB, MiB, GiB, TiB, kB, MB, GB, TB",
-        environ={"KVTIER_DIRECTORY__CAPACITY_BYTES": "12 parsecs"},
+        environ={"KVTIER_HOST__CAPACITY_BYTES": "12 parsecs"},
     )
 
 
@@ -112,15 +112,15 @@ def test_a_value_that_a_later_layer_replaces_is_still_checked():
         ("host.page_lock=maybe", "not one of the choices; allowed: auto, on, off"),
         ("host.populate=perhaps", "neither true nor false"),
         ("host.evictor=random", "not one of the choices; allowed: adaptive, lru"),
-        ("directory.read_threads=0", "too small; allowed: a whole number from 1 to 256"),
-        ("directory.read_threads=2.5", "not a whole number"),
-        ("directory.read_threads=٣", "not a whole number"),
-        ("directory.read_threads=" + "9" * 5000, "not a whole number"),
+        ("limits.requests=0", "too small; allowed: a whole number from 1 to 1000000"),
+        ("limits.requests=2.5", "not a whole number"),
+        ("limits.requests=٣", "not a whole number"),
+        ("limits.requests=" + "9" * 5000, "not a whole number"),
         ("limits.load_deadline_s=nan", "not a duration"),
         ("limits.load_deadline_s=inf", "not a duration"),
         ("limits.load_deadline_s=5m", "not a duration"),
         ("limits.load_deadline_s=0s", "too small; allowed: seconds as a number, or a number with us, ms, s, min, h"),
-        ("directory.path=a\0b", "not a path"),
+        ("trace.path=a\0b", "not a path"),
         ("store.secret_file=~nobody-of-that-name/x", "unknown home directory"),
     ],
 )
@@ -137,7 +137,7 @@ def test_impossible_values_are_refused(flag, why):
         ("[host]\ncapacity_bytes = 4.0e9\n", "not a size"),
         ("[host]\npopulate = 'true'\n", "neither true nor false"),
         ("[host]\npage_lock = true\n", "not one of the choices"),
-        ("[directory]\npath = 7\n", "not a path"),
+        ("[trace]\npath = 7\n", "not a path"),
         ("[limits]\nload_deadline_s = true\n", "not a duration"),
         ("[limits]\nload_deadline_s = [1]\n", "not a duration"),
     ],
@@ -148,11 +148,11 @@ def test_wrong_types_in_a_file_are_refused(tmp_path, toml, why):
 
 def test_unknown_names_are_errors_that_name_the_known_ones(tmp_path):
     refused(
-        "directory.capcity_bytes (from environment KVTIER_DIRECTORY__CAPCITY_BYTES): unknown setting; did you mean "
-        "capacity_bytes? known here: path, capacity_bytes, direct_io,",
-        environ={"KVTIER_DIRECTORY__CAPCITY_BYTES": "1"},
+        "host.capcity_bytes (from environment KVTIER_HOST__CAPCITY_BYTES): unknown setting; did you mean "
+        "capacity_bytes? known here: capacity_bytes, evictor,",
+        environ={"KVTIER_HOST__CAPCITY_BYTES": "1"},
     )
-    refused("shelf (from flag --set shelf.x): unknown section; known here: host, directory,", flags=["shelf.x=/y"])
+    refused("shelf (from flag --set shelf.x): unknown section; known here: host, store,", flags=["shelf.x=/y"])
     refused("did you mean limits?", file=write(tmp_path / "a.toml", "[limit]\n"))
     refused("limits.reqests (from file", file=write(tmp_path / "b.toml", "[limits]\nreqests = 1\n"))
     refused("capacity_bytes (from file", file=write(tmp_path / "c.toml", "capacity_bytes = 1\n"))
@@ -165,7 +165,8 @@ def test_a_flag_of_another_shape_is_refused(flag):
 
 
 def test_a_single_underscore_is_a_slip_but_other_peoples_variables_are_theirs():
-    refused("did you mean KVTIER_DIRECTORY__PATH?", environ={"KVTIER_DIRECTORY_PATH": "/x"})
+    refused("did you mean KVTIER_TRACE__PATH?", environ={"KVTIER_TRACE_PATH": "/x"})
+    refused("did you mean KVTIER_TIERS?", environ={"KVTIER_TIER": "disk:/x"})
     kubernetes = {"KVTIER_PORT": "tcp://10.0.0.1:80", "KVTIER_SERVICE_HOST": "10.0.0.1", "PATH": "/bin"}
     assert load(environ=kubernetes).config == Config()
 
@@ -205,10 +206,10 @@ def test_settings_that_contradict_each_other_name_both_origins():
 def test_paths_are_absolute_so_that_a_later_change_of_directory_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home-of-someone")
-    loaded = load(environ={}, flags=["directory.path=kv", "store.secret_file=~/secret"])
-    assert loaded.config.directory.path == tmp_path / "kv"
+    loaded = load(environ={}, flags=["trace.path=kv", "store.secret_file=~/secret"], tiers=["disk:kv"])
+    assert loaded.config.trace.path == loaded.config.tiers[0].path == tmp_path / "kv"
     assert loaded.config.store.secret_file == Path("/home-of-someone/secret")
-    assert load(environ={}, flags=["directory.path="]).config.directory.path is None
+    assert load(environ={}, flags=["trace.path="]).config.trace.path is None
 
 
 def test_constructors_check_too():
@@ -218,7 +219,7 @@ def test_constructors_check_too():
         LimitsConfig(requests="3")
     with pytest.raises(ConfigError, match="both set"):
         StoreConfig(secret=bytes(32), secret_file=Path("/x"))
-    assert DirectoryConfig(path="/x").path == Path("/x")
+    assert DirectorySettings(path="/x").path == Path("/x")
     assert dataclasses.replace(HostConfig(), populate=True).populate is True
 
 

@@ -9,20 +9,25 @@ import pytest
 
 from kvtier.config.loader import load
 from kvtier.config.machine_checks import check, memory_bytes
-from kvtier.config.sections import Config, DirectoryConfig, HostConfig, StoreConfig
+from kvtier.config.sections import Config, HostConfig, StoreConfig
+from kvtier.config.tier_list import is_spec
+from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.tier.directory_marker import MARKER_NAME, open_store
 
 SMALL = HostConfig(capacity_bytes=2**20)
 as_user = pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 
 
-def findings(*flags: str, file: Path | None = None) -> list[str]:
-    loaded = load(file, {}, ["host.capacity_bytes=1MiB", "directory.capacity_bytes=1MiB", *flags])
+def findings(*words: str, file: Path | None = None) -> list[str]:
+    """Of these tiers and flags, with little memory and small stores."""
+    tiers = [word if "?" in word else f"{word}?capacity_bytes=1MiB" for word in words if is_spec(word)]
+    flags = [word for word in words if not is_spec(word)]
+    loaded = load(file, {}, ["host.capacity_bytes=1MiB", *flags], tiers)
     return [f"{finding.level}: {finding}" for finding in check(loaded.config, loaded.origins, loaded.file)]
 
 
 def test_good_settings_have_no_findings_and_nothing_is_created(tmp_path):
-    assert findings(f"directory.path={tmp_path / 'a' / 'b'}", f"store.secret_file={tmp_path / 'secret'}") == []
+    assert findings(f"directory:{tmp_path / 'a' / 'b'}", f"store.secret_file={tmp_path / 'secret'}") == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -30,8 +35,8 @@ def test_a_path_that_is_a_file_or_lies_below_one_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for path, culprit in (("file", "file"), ("file/below/it", "file"), ("dangling", "dangling")):
-        (found,) = findings(f"directory.path={tmp_path / path}")
-        assert found.startswith(f"error: directory.path = {tmp_path / path} (from flag --set directory.path): ")
+        (found,) = findings(f"directory:{tmp_path / path}")
+        assert found.startswith(f"error: tiers.directory.path = {tmp_path / path} (from flag --tier): ")
         assert f"{tmp_path / culprit}" in found
         assert "is not a directory" in found
 
@@ -39,47 +44,47 @@ def test_a_path_that_is_a_file_or_lies_below_one_is_an_error(tmp_path):
 @as_user
 def test_a_place_that_can_not_be_written_is_an_error(tmp_path):
     tmp_path.chmod(0o500)
-    assert "cannot be written by this user" in findings(f"directory.path={tmp_path}")[0]
-    assert "where it would be made" in findings(f"directory.path={tmp_path / 'kv'}")[0]
+    assert "cannot be written by this user" in findings(f"directory:{tmp_path}")[0]
+    assert "where it would be made" in findings(f"directory:{tmp_path / 'kv'}")[0]
 
 
 @pytest.mark.parametrize("tier", ["directory", "disk"])
 def test_a_place_that_all_may_write_to_is_an_error(tmp_path, tier):
     tmp_path.chmod(0o777)
-    words = f"error: {tier}.path = {tmp_path} .*has mode 0777: every user may replace cached data"
-    assert [it for it in findings(f"{tier}.path={tmp_path}") if re.match(words, it)]
-    assert not any(it.startswith("error") for it in findings(f"{tier}.path={tmp_path / 'below'}"))
+    words = f"error: tiers.{tier}.path = {tmp_path} .*has mode 0777: every user may replace cached data"
+    assert [it for it in findings(f"{tier}:{tmp_path}") if re.match(words, it)]
+    assert not any(it.startswith("error") for it in findings(f"{tier}:{tmp_path / 'below'}"))
 
 
 def test_a_file_system_that_keeps_no_files_is_an_error():
-    (found,) = findings("directory.path=/proc/kvtier")
-    assert found.startswith("error: directory.path")
+    (found,) = findings("directory:/proc/kvtier")
+    assert found.startswith("error: tiers.directory.path")
 
 
 def test_a_name_that_is_too_long_is_an_error():
-    assert findings("directory.path=/tmp/" + "x" * 300)[0].startswith("error: directory.path")
+    assert findings("directory:/tmp/" + "x" * 300)[0].startswith("error: tiers.directory.path")
 
 
 def test_other_peoples_files_are_an_error_and_a_store_of_ours_is_not(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    assert "error: directory.path" in findings(f"directory.path={tmp_path}")[0]
-    assert "holds other files ('thesis.tex')" in findings(f"directory.path={tmp_path}")[0]
+    assert "error: tiers.directory.path" in findings(f"directory:{tmp_path}")[0]
+    assert "holds other files ('thesis.tex')" in findings(f"directory:{tmp_path}")[0]
     (tmp_path / "kv").mkdir()
     open_store(tmp_path / "kv")
-    assert findings(f"directory.path={tmp_path / 'kv'}") == []
+    assert findings(f"directory:{tmp_path / 'kv'}") == []
     (tmp_path / "kv" / MARKER_NAME).write_text('{"version": 99, "store_id": "x", "created": "y"}')
-    assert "store version 99; known here: 1" in findings(f"directory.path={tmp_path / 'kv'}")[0]
+    assert "store version 99; known here: 1" in findings(f"directory:{tmp_path / 'kv'}")[0]
     (tmp_path / "kv" / MARKER_NAME).write_text("garbage")
-    (found,) = findings(f"directory.path={tmp_path / 'kv'}")
+    (found,) = findings(f"directory:{tmp_path / 'kv'}")
     assert found.startswith("warning:")
     assert "is not a valid marker" in found
     assert "opening the store recreates it" in found
 
 
 def test_more_than_the_disk_has_is_a_warning(tmp_path):
-    found = findings(f"directory.path={tmp_path}", "directory.capacity_bytes=1000TiB")
+    found = findings(f"directory:{tmp_path}?capacity_bytes=1000TiB")
     assert len(found) == 1
-    assert found[0].startswith("warning: directory.capacity_bytes = 1000 TiB (from flag --set directory.capacity")
+    assert found[0].startswith("warning: tiers.directory.capacity_bytes = 1000 TiB (from flag --tier)")
     assert "free space" in found[0]
 
 
@@ -96,39 +101,31 @@ def test_the_limit_of_a_container_counts(tmp_path):
     assert memory_bytes(limits) == memory_bytes(()) > 2**20
 
 
-def test_directory_settings_without_a_directory_are_told():
-    loaded = load(None, {}, ["host.capacity_bytes=1MiB", "directory.read_threads=8"])
-    (found,) = check(loaded.config, loaded.origins)
-    assert str(found) == (
-        "directory.read_threads = 8 (from flag --set directory.read_threads): has no effect: directory.path is not set"
-    )
-
-
 def test_a_place_of_ranks_that_holds_other_things_is_an_error(tmp_path):
     (tmp_path / "secret").touch()
     (tmp_path / "rank-3").mkdir()
-    disk = [f"directory.path={tmp_path / 'a'}", f"disk.path={tmp_path}", "disk.capacity_bytes=1MiB"]
+    disk = [f"directory:{tmp_path / 'a'}", f"disk:{tmp_path}"]
     assert findings(*disk) == []
     (tmp_path / "mail").mkdir()
     (found,) = findings(*disk)
-    assert found.startswith(f"error: disk.path = {tmp_path} (from flag --set disk.path): root ")
+    assert found.startswith(f"error: tiers.disk.path = {tmp_path} (from flag --tier): root ")
     assert "holds other files ('mail')" in found
     (tmp_path / "rank-3" / "kvtier-disk.json").touch()
     assert findings(*disk) == []
 
 
 def test_a_reserve_of_all_that_is_free_is_told(tmp_path):
-    disk = [f"directory.path={tmp_path / 'a'}", f"disk.path={tmp_path}", "disk.capacity_bytes=1MiB"]
-    (found,) = findings(*disk, "disk.reserve_bytes=1024TiB")
+    disk = [f"directory:{tmp_path / 'a'}", f"disk:{tmp_path}"]
+    (found,) = findings(*disk, "tiers.disk.reserve_bytes=1024TiB")
     assert found.startswith(
-        "warning: disk.reserve_bytes = 1024 TiB (from flag --set disk.reserve_bytes): leaves no space"
+        "warning: tiers.disk.reserve_bytes = 1024 TiB (from flag --set tiers.disk.reserve_bytes): leaves no space"
     )
-    assert findings(*disk, "disk.reserve_bytes=0") == []
+    assert findings(*disk, "tiers.disk.reserve_bytes=0") == []
 
 
 def test_a_place_for_recordings_that_is_a_file_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
-    kv = f"directory.path={tmp_path / 'kv'}"
+    kv = f"directory:{tmp_path / 'kv'}"
     (found,) = findings(kv, f"trace.path={tmp_path / 'file'}")
     assert found.startswith(f"error: trace.path = {tmp_path / 'file'} (from flag --set trace.path): ")
     assert "is not a directory" in found
@@ -138,7 +135,7 @@ def test_a_place_for_recordings_that_is_a_file_is_an_error(tmp_path):
 
 def test_a_record_of_a_probe_that_cannot_be_read_is_an_error(tmp_path):
     path = tmp_path / "probe.json"
-    given = [f"directory.path={tmp_path / 'kv'}", f"planner.probe_file={path}"]
+    given = [f"directory:{tmp_path / 'kv'}", f"planner.probe_file={path}"]
     (found,) = findings(*given)
     assert found == (
         f"error: planner.probe_file = {path} (from flag --set planner.probe_file): No such file or directory; allowed: "
@@ -155,7 +152,7 @@ def test_a_secret_that_others_can_read_is_told(tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(32))
     secret.chmod(0o644)
-    path = f"directory.path={tmp_path / 'kv'}"
+    path = f"directory:{tmp_path / 'kv'}"
     assert "other users can read it" in findings(path, f"store.secret_file={secret}")[0]
     secret.chmod(0o600)
     assert findings(path, f"store.secret_file={secret}") == []
@@ -166,7 +163,7 @@ def test_a_secret_that_others_can_read_is_told(tmp_path):
 
 
 def test_a_secret_in_a_flag_or_an_open_file_is_told_without_showing_it(tmp_path):
-    digits, path = "ab" * 32, f"directory.path={tmp_path / 'kv'}"
+    digits, path = "ab" * 32, f"directory:{tmp_path / 'kv'}"
     (found,) = findings(path, f"store.secret={digits}")
     assert "list of processes" in found
     assert digits not in found
@@ -179,19 +176,21 @@ def test_a_secret_in_a_flag_or_an_open_file_is_told_without_showing_it(tmp_path)
 
 
 def test_deadlines_that_can_never_pass_and_settings_without_effect_are_told(tmp_path):
-    path = f"directory.path={tmp_path}"
-    assert (
-        "limits.probe_deadline_s"
-        in findings(path, "limits.probe_deadline_s=5", "limits.load_deadline_s=1", "limits.transfer_deadline_s=1")[0]
+    path = f"directory:{tmp_path}"
+    (found,) = findings(
+        f"{path}?capacity_bytes=1MiB&probe_deadline_s=5&transfer_deadline_s=1", "limits.load_deadline_s=1"
     )
-    assert "limits.transfer_deadline_s" in findings(path, "limits.load_deadline_s=1")[0]
+    assert found.startswith(
+        "warning: tiers.directory.probe_deadline_s = 5 s (from flag --tier): longer than limits.load"
+    )
+    assert "tiers.directory.transfer_deadline_s" in findings(path, "limits.load_deadline_s=1")[0]
     assert "has no effect" in findings(path, "store.selective_uses=3")[0]
     assert findings(path, "store.selective_uses=3", "store.write_policy=selective") == []
 
 
 def test_a_tree_made_in_python_can_be_checked(tmp_path):
-    config = Config(host=SMALL, directory=DirectoryConfig(path=tmp_path, capacity_bytes=2**20), store=StoreConfig())
+    config = Config(host=SMALL, tiers=(DirectorySettings(path=tmp_path, capacity_bytes=2**20),), store=StoreConfig())
     assert check(config) == []
     (tmp_path / "file").write_text("")
-    bad = Config(host=SMALL, directory=DirectoryConfig(path=tmp_path / "file", capacity_bytes=2**20))
+    bad = Config(host=SMALL, tiers=(DirectorySettings(path=tmp_path / "file", capacity_bytes=2**20),))
     assert "(from Python)" in str(check(bad)[0])

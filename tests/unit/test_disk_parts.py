@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from kvtier.config.loader import load
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import GroupLayout, History, KvLayout
-from kvtier.runtime.rank import _disk
 from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import (
@@ -21,7 +19,9 @@ from kvtier.tier.disk_format import (
     read_blocks,
     read_header,
 )
+from kvtier.tier.disk_kind import KIND, DiskSettings
 from kvtier.tier.disk_settings import segment_bytes_for
+from kvtier.tier.registry import TierContext
 from kvtier.tier.write_budget import DAY_S, WriteBudget
 
 HEADER = Header(b"s" * 16, 7, 1 << 20)
@@ -241,13 +241,13 @@ def test_a_bad_call_is_an_error(tmp_path):
 
 
 def test_each_rank_has_a_store_and_a_share_of_its_own(tmp_path):
-    config = load(None, {}, [f"disk.path={tmp_path}", "disk.capacity_bytes=64MiB", "disk.reserve_bytes=0"]).config.disk
+    settings = DiskSettings(path=tmp_path, capacity_bytes="64MiB", reserve_bytes=0)
     layout = KvLayout(16, (GroupLayout(History(), (1 << 20,), "test"),))
-    tiers = [_disk(config, layout, rank, 2) for rank in range(2)]
+    tiers = [KIND.open(settings, TierContext(layout=layout, rank=rank, ranks=2)) for rank in range(2)]
     assert [tier.capacity_bytes for tier in tiers] == [32 << 20] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]
     for tier in tiers:
         tier.close()
     large = KvLayout(16, (GroupLayout(History(), (32 << 20,), "test"),))
-    with pytest.raises(ConfigError, match=r"disk\.capacity_bytes = 67108864 is too small: a chunk of 16 tokens"):
-        _disk(config, large, 0, 2)
+    with pytest.raises(ConfigError, match=r"tiers\.disk\.capacity_bytes = 67108864 is too small: a chunk of 16 tokens"):
+        KIND.open(settings, TierContext(layout=large, ranks=2))

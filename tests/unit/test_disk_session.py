@@ -16,16 +16,16 @@ from tests.rig import (
     stored,
 )
 
-from kvtier.config.sections import DiskConfig
 from kvtier.runtime.open import open_session
+from kvtier.tier.disk_kind import DiskSettings
 
 CHUNKS = 200
 TOKENS = CHUNKS * CHUNK_TOKENS
 
 
 def opened(path, engine):
-    disk = DiskConfig(path=path, capacity_bytes=64 << 20, reserve_bytes=0)
-    return open_session(replace(config(None, host_chunks=40), disk=disk), LAYOUT, FINGERPRINT, engine.copier())
+    disk = DiskSettings(path=path, capacity_bytes=64 << 20, reserve_bytes=0)
+    return open_session(replace(config(None, host_chunks=40), tiers=(disk,)), LAYOUT, FINGERPRINT, engine.copier())
 
 
 def test_a_prefix_larger_than_host_memory_comes_back_from_segments_after_a_restart(tmp_path):

@@ -125,10 +125,10 @@ def test_stat_counts(store, inspect, monkeypatch):
     share = told["fingerprints"][MODELS[0].hex()[:12]]
     assert (share["objects"], share["bytes"], share["tokens"]) == (5, 5 * FRAME, 5 * 256)
     assert (share["groups"], share["parts"]) == ([0, 1, 2], ["layers 0-1, heads 4-7"])
-    monkeypatch.setenv("KVTIER_DIRECTORY__PATH", str(store))
-    monkeypatch.setenv("KVTIER_DIRECTORY__CAPACITY_BYTES", "1GiB")
+    monkeypatch.setenv("KVTIER_TIERS", f"directory:{store}")
+    monkeypatch.setenv("KVTIER_TIERS__DIRECTORY__CAPACITY_BYTES", "1GiB")
     assert inspect("stat", store)[1]["capacity_bytes"] == 2**30
-    monkeypatch.setenv("KVTIER_DIRECTORY__CAPACITY_BYTES", "1 parsec")
+    monkeypatch.setenv("KVTIER_TIERS__DIRECTORY__CAPACITY_BYTES", "1 parsec")
     assert inspect("stat", store)[1]["capacity_bytes"] is None  # looking must not fail for that
 
 

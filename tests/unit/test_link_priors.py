@@ -29,10 +29,10 @@ def measure(op, size, depth, rate, latency_us):
     return {"op": op, "bytes": size, "depth": depth, **figures}
 
 
-def config_with(tmp_path, *links, flags=()):
+def config_with(tmp_path, *links, flags=(), tiers=("disk:/x",)):
     path = tmp_path / "probe.json"
     path.write_text(json.dumps({"links": [{"name": name, "measures": list(it)} for name, it in links]}))
-    return load(environ={}, flags=[f"planner.probe_file={path}", *flags]).config
+    return load(environ={}, flags=[f"planner.probe_file={path}", *flags], tiers=tiers).config
 
 
 def test_a_believed_link_is_told_as_it_was_measured():
@@ -83,8 +83,8 @@ def test_a_record_gives_the_nearest_measure_and_the_time_to_verify(tmp_path):
 def test_threads_and_limits_choose_the_depth(tmp_path):
     links = ("disk", [measure("read", MIB, depth, 1.0, 1000 * depth) for depth in (1, 4, 16)])
     for flags, depth in (
-        (["disk.read_threads=16"], 16),
-        (["disk.read_threads=16", "limits.loads_in_flight=1"], 1),
+        (["tiers.disk.read_threads=16"], 16),
+        (["tiers.disk.read_threads=16", "tiers.disk.loads_in_flight=1"], 1),
     ):
         assert link_priors(config_with(tmp_path, links, flags=flags), MIB)["disk"].first_bytes == depth * MIB
 
@@ -136,13 +136,14 @@ def offered(session, prefix):
 
 def test_a_session_plans_with_what_the_probe_measured(tmp_path):
     links = [("host", [measure("copy", MIB, 1, 8.0, 100)]), ("directory", [measure("read", 4096, 4, 0.001, 5e6)])]
-    flags = [f"directory.path={tmp_path / 'kv'}", "host.capacity_bytes=1MiB", "store.chunk_tokens=16"]
-    plain = load(environ={}, flags=flags).config
+    tiers = [f"directory:{tmp_path / 'kv'}"]
+    flags = ["host.capacity_bytes=1MiB", "store.chunk_tokens=16"]
+    plain = load(environ={}, flags=flags, tiers=tiers).config
     prefix = Prefix((ChunkKey(bytes(32)),), 16)
     session = open_with(plain)
     stored(session, "a", prefix, [Place(0, 0, (0, 1, 2, 3))])
     session.close(30)
-    for config, is_known in ((config_with(tmp_path, *links, flags=flags), True), (plain, False)):
+    for config, is_known in ((config_with(tmp_path, *links, flags=flags, tiers=tiers), True), (plain, False)):
         session = open_with(config)
         try:
             option = offered(session, prefix)

@@ -19,6 +19,8 @@ from kvtier.probe import links, tiers
 from kvtier.probe.facts import Facts
 from kvtier.probe.links import LinkMeasures, MeasureLimits, measure, percentile
 from kvtier.probe.run import Effort, ProbeRun
+from kvtier.tier import directory_kind, disk_kind
+from kvtier.tier.base import Figures
 from kvtier.tier.directory import DirectoryTier
 from kvtier.types import ObjectName
 
@@ -33,8 +35,8 @@ def little_memory(monkeypatch):
     monkeypatch.setattr(links.registry, "names", lambda: ["raw"])
 
 
-def small_probe(*flags, directory=None, facts=None):
-    return ProbeRun(load(environ={}, flags=flags), directory, SMALL, facts or Facts(memory_bytes=1 << 40))
+def small_probe(*tiers, directory=None, facts=None):
+    return ProbeRun(load(environ={}, tiers=tiers), directory, SMALL, facts or Facts(memory_bytes=1 << 40))
 
 
 def test_the_json_contract(tmp_path, capsys):
@@ -86,7 +88,7 @@ def test_a_configured_store_is_neither_opened_nor_changed(tmp_path):
     tier.write(NAME, memoryview(bytes(4096)))
     tier.close()
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*") if path.is_file()}
-    result = small_probe(f"directory.path={root}").run(lambda _: None)
+    result = small_probe(f"directory:{root}").run(lambda _: None)
     assert result.link("directory")
     assert result.places[0].path == str(root)
     after = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*") if path.is_file()}
@@ -96,7 +98,7 @@ def test_a_configured_store_is_neither_opened_nor_changed(tmp_path):
 def test_a_tier_whose_path_cannot_be_used_is_a_warning_and_the_rest_is_measured(tmp_path, capsys):
     (tmp_path / "file").write_text("not a directory")
     path = tmp_path / "file" / "kv"
-    flags = ["--set", f"directory.path={path}", "--set", f"disk.path={tmp_path / 'disk'}"]
+    flags = ["--tier", f"directory:{path}", "--tier", f"disk:{tmp_path / 'disk'}"]
     real = tiers.tier_measures
 
     def fail(target, *rest):
@@ -117,7 +119,6 @@ class Counting:
     """A tier that counts what is written and how much it is asked to hold."""
 
     name = "counting"
-    direct_io = False
 
     def __init__(self):
         self.written = 0
@@ -134,14 +135,17 @@ class Counting:
         into[:] = self.kept[bytes(name)]
         return into.nbytes
 
+    def figures(self):
+        return Figures()
+
     def close(self):
         pass
 
 
 def count_writes(monkeypatch, probe):
     tier = Counting()
-    monkeypatch.setattr(tiers, "DirectoryTier", lambda *_, **__: tier)
-    monkeypatch.setattr(tiers, "DiskTier", lambda *_, **__: tier)
+    monkeypatch.setattr(directory_kind, "DirectoryTier", lambda *_, **__: tier)
+    monkeypatch.setattr(disk_kind, "DiskTier", lambda *_, **__: tier)
     probe.run(lambda _: None)
     return tier
 
@@ -201,7 +205,7 @@ def test_bytes_that_come_back_changed_are_noticed(tmp_path, monkeypatch):
         return count
 
     tier.read = spoil
-    monkeypatch.setattr(tiers, "DiskTier", lambda *_, **__: tier)
+    monkeypatch.setattr(disk_kind, "DiskTier", lambda *_, **__: tier)
     result = small_probe(directory=tmp_path).run(lambda _: None)
     assert any(text.startswith("disk (") and "other bytes" in text for text in result.warnings)
     assert result.link("directory")
@@ -241,7 +245,7 @@ def traced(self, tick):
     return real(self, say)
 ProbeRun.run = traced
 main(["probe", "--dir", sys.argv[1], "--seconds", "300", "--size", "64KiB", "--depth", "2", "--json",
-      "--bytes", "1GiB", "--set", "directory.direct_io=off"])
+      "--bytes", "1GiB"])
 """
 
 

@@ -15,15 +15,18 @@ from kvtier.codec.frame import frame_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.config import machine_checks as machine
-from kvtier.config.sections import Config, DirectoryConfig
+from kvtier.config.sections import Config
 from kvtier.connect.vllm import installed
 from kvtier.connect.vllm.identity import note_fingerprint
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.secret import load_or_create
 from kvtier.layout import GroupLayout, History
+from kvtier.tier import disk_kind
+from kvtier.tier import machine as tier_machine
 from kvtier.tier.base import About
 from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.types import ObjectName
 
 GROUP = GroupLayout(History(), (4096, 4096), "test/pages")
@@ -45,7 +48,8 @@ def no_settings(monkeypatch):
 @pytest.fixture(autouse=True)
 def large_machine(monkeypatch):
     """The default settings need more than a small machine has; `check` is tested elsewhere."""
-    monkeypatch.setattr(machine, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
+    for module in (tier_machine, disk_kind):
+        monkeypatch.setattr(module, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
     monkeypatch.setattr(machine, "memory_bytes", lambda: 2**40)
 
 
@@ -72,7 +76,6 @@ def config(capsys):
 def doctor(capsys, monkeypatch):
     # The defaults are more than a small machine has, which is another finding.
     monkeypatch.setenv("KVTIER_HOST__CAPACITY_BYTES", "64MiB")
-    monkeypatch.setenv("KVTIER_DIRECTORY__CAPACITY_BYTES", "512MiB")
 
     def call(*arguments: object) -> tuple[int, list[dict[str, str]]]:
         code = run(["vllm", "doctor", *map(str, arguments), "--json"])
@@ -90,9 +93,14 @@ def bad(findings: list[dict[str, str]]) -> list[str]:
     return [it["about"] for it in found]
 
 
+def below(root: Path, capacity_bytes: int = 512 << 20) -> str:
+    """A directory tier; the default capacity is more than a small machine has."""
+    return f"directory:{root}?capacity_bytes={capacity_bytes}"
+
+
 def transfer(root: Path | None = None, **changes: object) -> str:
     """What `kvtier vllm config` prints, with changes."""
-    extra = {} if root is None else {"directory": {"path": str(root)}}
+    extra = {} if root is None else {"tiers": [below(root)]}
     given = {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "kvtier.connect.vllm",
@@ -134,7 +142,7 @@ def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_pat
         "kv_load_failure_policy": "recompute",
     }
     there = settings_from(extra, Config())
-    assert there.directory.path == tmp_path / "kv"
+    assert [tier.path for tier in there.tiers] == [tmp_path / "kv"]
     assert there.host.capacity_bytes == 64 << 20
     assert there.limits.requests == 7
 
@@ -142,7 +150,9 @@ def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_pat
 def test_config_makes_a_relative_directory_absolute(config, engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, out, _ = config("--dir", "kv")
-    assert json.loads(out)["kv_connector_extra_config"] == {"directory": {"path": str(tmp_path / "kv")}}
+    assert json.loads(out)["kv_connector_extra_config"] == {
+        "tiers": [{"kind": "directory", "path": str(tmp_path / "kv")}]
+    }
 
 
 @pytest.mark.parametrize(
@@ -225,7 +235,7 @@ def test_quotes_that_the_shell_took_are_found_and_not_repeated(doctor, engine, t
 
 
 def test_a_chunk_that_is_no_multiple_of_the_block_size(doctor, engine, tmp_path):
-    given = transfer(kv_connector_extra_config={"store.chunk_tokens": 200, "directory.path": str(tmp_path / "kv")})
+    given = transfer(kv_connector_extra_config={"store.chunk_tokens": 200, "tiers": [below(tmp_path / "kv")]})
     assert bad(doctor(given, "--block-size", 16)[1]) == ["store.chunk_tokens"]
     assert bad(doctor(given, "--block-size", 50)[1]) == []
 
@@ -259,8 +269,8 @@ def two_models(root: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "about"),
     [
-        (foreign, "directory.path"),
-        (no_directory, "directory.path"),
+        (foreign, "tiers.directory.path"),
+        (no_directory, "tiers.directory.path"),
         (secret_for_all, "secret"),
         (no_secret, "secret"),
         (damaged, "kv"),
@@ -283,21 +293,20 @@ def test_a_full_directory_is_found(doctor, engine, tmp_path):
     frame = seal(memoryview(bytearray(frame_bytes(big))), big, identity, Raw())
     assert tier.write(name, frame, About(depth=9))
     tier.close()
-    extra = {"directory.path": str(root), "directory.capacity_bytes": 1 << 20}
+    extra = {"tiers": [below(root, 1 << 20)]}
     assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == [str(root)]
-    extra["directory.capacity_bytes"] = 512 << 20
+    extra["tiers"] = [below(root)]
     assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == []
 
 
 def test_chunks_of_another_size_are_found(doctor, engine, tmp_path):
     root = fill(tmp_path / "kv")
     for tokens, expected in ((512, [str(root)]), (256, [])):
-        extra = {"directory.path": str(root), "store.chunk_tokens": tokens}
+        extra = {"tiers": [below(root)], "store.chunk_tokens": tokens}
         assert bad(doctor(transfer(kv_connector_extra_config=extra))[1]) == expected
 
 
-def test_no_tier_at_all_is_found(doctor, engine, monkeypatch):
-    monkeypatch.delenv("KVTIER_DIRECTORY__CAPACITY_BYTES")
+def test_no_tier_at_all_is_found(doctor, engine):
     assert bad(doctor(transfer())[1]) == ["tiers"]
 
 
@@ -323,7 +332,7 @@ def test_a_store_of_another_fingerprint_says_what_differs(doctor, engine, tmp_pa
         return result
 
     assert found().endswith(f"which is {MODELS[1].hex()[:12]}"), "no engine has left what its fingerprint is made of"
-    note_fingerprint(Config(directory=DirectoryConfig(path=root)), FINGERPRINTS[0])
+    note_fingerprint(Config(tiers=(DirectorySettings(path=root),)), FINGERPRINTS[0])
     for thread in threading.enumerate():
         if thread.name == "kvtier note":
             thread.join(60)
@@ -366,7 +375,7 @@ def test_host_memory_that_holds_hardly_a_prompt_is_found(doctor, engine, tmp_pat
     (model / "model.safetensors").touch()
     sizes = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
     (model / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 100}))
-    given = {"directory.path": str(tmp_path / "kv")}
+    given = {"tiers": [below(tmp_path / "kv")]}
     for host, level in (("32MiB", "error"), ("256MiB", "warning"), ("1GiB", "fine")):
         extra = given | {"host.capacity_bytes": host}
         _, findings = doctor(transfer(kv_connector_extra_config=extra), "--model", model)

@@ -401,11 +401,10 @@ def test_a_movement_that_failed_is_none():
 
 def test_settings_come_in_sections_or_flat():
     found = settings_from(
-        {"host": {"capacity_bytes": "1GiB"}, "directory.path": "kv", "planner.enabled": False}, Config()
+        {"host": {"capacity_bytes": "1GiB"}, "tiers": ["directory:kv"], "planner.enabled": False}, Config()
     )
     assert found.host.capacity_bytes == 1 << 30
-    assert found.directory.path is not None
-    assert found.directory.path.name == "kv"
+    assert [tier.path.name for tier in found.tiers] == ["kv"]
     assert not found.planner.enabled
 
 
@@ -428,16 +427,14 @@ def test_a_wrong_setting_is_named(extra, message):
     ("settings", "end"),
     [
         ({}, ", host memory only"),
-        ({"directory.path": "/a"}, ", directory /a"),
-        ({"disk.path": "/b"}, ", disk /b"),
-        ({"directory.path": "/a", "disk.path": "/b"}, ", directory /a, disk /b"),
+        ({"tiers": ["directory:/a"]}, ", directory /a"),
+        ({"tiers": ["fast=disk:/b", "directory:/a"]}, ", fast /b, directory /a"),
     ],
 )
 def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypatch, caplog, settings, end):
     for name in ("open_core", "KeyMaker", "StatsReader", "Scheduler"):
         monkeypatch.setattr(sides, name, MagicMock())
-    tiers = tuple(name.removesuffix(".path") for name in settings)
-    monkeypatch.setattr(sides, "connect", MagicMock(return_value=MagicMock(tiers=tiers)))
+    monkeypatch.setattr(sides, "connect", MagicMock())
     monkeypatch.setattr(sides.support, "warnings", lambda vllm_config: ())
     setup = MagicMock(
         config=settings_from(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=())

@@ -14,7 +14,7 @@ from tests.rig import Raise
 from tests.vllm_engine import DEADLINE_S, PATIENT, LieError, SmallEngine
 from tests.vllm_engine_parts import Request
 
-from kvtier.config.sections import Config, DirectoryConfig, HostConfig
+from kvtier.config.sections import Config, HostConfig
 from kvtier.connect.vllm import scheduler as module
 from kvtier.connect.vllm.block_pool import BlockPins
 from kvtier.connect.vllm.requests import TrackedRequest
@@ -25,6 +25,7 @@ from kvtier.connect.vllm.worker import Worker
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
 from kvtier.runtime import local_session as session_module
+from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.types import Lookup, Presence
 
 WAYS = [
@@ -350,7 +351,7 @@ def test_resets_leave_nothing_behind_that_keeps_tiers_from_being_asked(start, tm
     """Each round is a request that is waiting when vLLM resets its caches: more of them than `limits.requests`."""
     below = Config(
         host=HostConfig(capacity_bytes="64MiB"),
-        directory=DirectoryConfig(path=tmp_path / "kv"),
+        tiers=(DirectorySettings(path=tmp_path / "kv"),),
         limits=replace(PATIENT, requests=100),
     )
     first = start(config=below)

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.config.sections import Config, DirectoryConfig, LimitsConfig, VllmConfig
+from kvtier.config.sections import Config, LimitsConfig, VllmConfig
 from kvtier.connect.vllm import selftest
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.tier import store_notes as notes
+from kvtier.tier.directory_kind import DirectorySettings
 
 BUILD, MODEL = "0.1.dev7 build 0123456789abcdef", bytes(range(32))
 LAYOUT = KvLayout(256, (GroupLayout(History(), (4096,), "pages"),))
@@ -18,7 +19,7 @@ LAYOUT = KvLayout(256, (GroupLayout(History(), (4096,), "pages"),))
 @pytest.fixture
 def config(tmp_path):
     return Config(
-        directory=DirectoryConfig(path=tmp_path / "kv"),
+        tiers=(DirectorySettings(path=tmp_path / "kv"),),
         vllm=VllmConfig(unsupported="allow"),
         limits=LimitsConfig(open_deadline_s=30.0),
     )
@@ -28,11 +29,11 @@ def config(tmp_path):
 def tested(config, tmp_path):
     """`config`, with a result beside its store."""
     during = replace(
-        config, vllm=VllmConfig(unsupported="selftest"), directory=DirectoryConfig(path=tmp_path / "tested")
+        config, vllm=VllmConfig(unsupported="selftest"), tiers=(DirectorySettings(path=tmp_path / "tested"),)
     )
     selftest.check(during, BUILD, MODEL, LAYOUT)
-    config.directory.path.mkdir()
-    assert selftest.publish(tmp_path / "tested", config.directory.path) == 1
+    config.tiers[0].path.mkdir()
+    assert selftest.publish(tmp_path / "tested", config.tiers[0].path) == 1
     return config
 
 
@@ -43,8 +44,8 @@ def test_a_release_that_was_tried_needs_no_result(config):
 def test_without_a_result_an_engine_is_refused(config):
     with pytest.raises(ConfigError, match=r"is not supported, and .*kv holds no self-test result .* --selftest"):
         selftest.check(config, BUILD, MODEL, LAYOUT)
-    nowhere = replace(config, directory=DirectoryConfig())
-    with pytest.raises(ConfigError, match=r"allowed: directory\.path or disk\.path"):
+    nowhere = replace(config, tiers=())
+    with pytest.raises(ConfigError, match=r"allowed: --tier disk:PATH or --tier directory:PATH"):
         selftest.check(nowhere, BUILD, MODEL, LAYOUT)
 
 
@@ -59,13 +60,13 @@ def test_a_result_counts_for_its_build_model_and_layout(tested):
 def test_a_test_that_is_under_way_or_failed_is_no_result(config, tmp_path):
     during = replace(config, vllm=VllmConfig(unsupported="selftest"))
     selftest.check(during, BUILD, MODEL, LAYOUT)
-    assert len(notes.read(config.directory.path, "selftest")) == 1
+    assert len(notes.read(config.tiers[0].path, "selftest")) == 1
     with pytest.raises(ConfigError, match="is not supported"):
         selftest.check(config, BUILD, MODEL, LAYOUT)
 
 
 def test_a_damaged_result_is_none(tested):
-    (note,) = tested.directory.path.glob("note-selftest-*")
+    (note,) = tested.tiers[0].path.glob("note-selftest-*")
     note.write_bytes(note.read_bytes().replace(b"true", b"null"))
     with pytest.raises(ConfigError, match="is not supported"):
         selftest.check(tested, BUILD, MODEL, LAYOUT)

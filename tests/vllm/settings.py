@@ -12,11 +12,11 @@ def connector(directory: Path | None, **settings: Any) -> dict[str, Any]:
 
     Args:
         directory: of the store; None: host memory alone.
-        settings: further ones, named like ``host__capacity_bytes``.
+        settings: further ones, named like ``host__capacity_bytes``; of the tier like ``tiers__directory__retry_s``.
     """
     extra: dict[str, Any] = {"host.capacity_bytes": "64MiB", "planner.enabled": False}
     if directory is not None:
-        extra["directory.path"] = str(directory)
+        extra["tiers"] = [f"directory:{directory}"]
     extra |= {name.replace("__", "."): value for name, value in settings.items()}
     return {
         "kv_connector": "KvtierConnector",

@@ -26,7 +26,7 @@ def doctor(given: dict[str, object], *arguments: str) -> dict[str, list[str]]:
 
 
 def test_the_doctor_finds_the_models_own_kv(start: Start, checkpoints: Path, tmp_path: Path) -> None:
-    given = connector(tmp_path / "kv", directory__capacity_bytes="1GiB")
+    given = connector(tmp_path / "kv", tiers__directory__capacity_bytes="1GiB")
     engine = start("llama", given)
     engine.ask(prompt(*PROMPTS["short"]))
     engine.close()

@@ -67,10 +67,10 @@ def test_a_directory_that_hangs_costs_a_deadline_and_then_nothing(
         connector(
             tmp_path / "kv",
             limits__load_deadline_s=patience_s,
-            limits__probe_deadline_s=patience_s,
-            limits__transfer_deadline_s=patience_s,
-            limits__tier_failures=1,
-            limits__tier_retry_s=0.5,
+            tiers__directory__probe_deadline_s=patience_s,
+            tiers__directory__transfer_deadline_s=patience_s,
+            tiers__directory__failures=1,
+            tiers__directory__retry_s=0.5,
         ),
         sabotage=f"sabotage:hang_{method}",
         environment={sabotage.FLAG: str(flag)},
@@ -101,7 +101,7 @@ def test_a_directory_that_hangs_does_not_keep_the_engine_from_ending(start: Star
     flag.touch()
     engine = start(
         "llama",
-        connector(tmp_path / "kv", limits__close_deadline_s=1.0, limits__transfer_deadline_s=1.0),
+        connector(tmp_path / "kv", limits__close_deadline_s=1.0, tiers__directory__transfer_deadline_s=1.0),
         sabotage="sabotage:hang_writes",
         environment={sabotage.FLAG: str(flag)},
     )

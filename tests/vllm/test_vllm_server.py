@@ -119,7 +119,12 @@ def remount(where: Path, how: str) -> None:
 
 
 def test_the_log_says_what_the_guide_promises(checkpoints: Path, small_disk: Path, tmp_path: Path) -> None:
-    limits = ("limits.tier_failures=1", "limits.tier_retry_s=0.2", "host.capacity_bytes=64MiB", "log.level=info")
+    limits = (
+        "tiers.directory.failures=1",
+        "tiers.directory.retry_s=0.2",
+        "host.capacity_bytes=64MiB",
+        "log.level=info",
+    )
     given = json.loads(config("--dir", str(small_disk / "kv"), *(part for it in limits for part in ("--set", it))))
     given |= {"kv_load_failure_policy": "fail"}
     sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]

@@ -42,7 +42,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def given(store: Path) -> str:
-    return json.dumps(connector(store, vllm__unsupported="allow", directory__capacity_bytes="1GiB"))
+    return json.dumps(connector(store, vllm__unsupported="allow", tiers__directory__capacity_bytes="1GiB"))
 
 
 def selftest(store: Path, model: Path) -> tuple[int, str]:

@@ -17,7 +17,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from kvtier.bench.fio import Fio, FioResult, IoLatency, has_fio
 from kvtier.bench.io_workloads import FullTier, IoSample, engine_blocks, host_sample, memcpy, trial_settings
+from kvtier.config import tier_list
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
 from kvtier.tier import registry
@@ -147,7 +148,8 @@ class _IoRun:
     """Settings that all rows of a run share."""
 
     root: Path
-    tiers: Sequence[str]
+    tiers: Mapping[str, str]
+    """Kind or tier as it was given, by name."""
     repeats: int
     is_fresh: bool
     mixes: Sequence[int]
@@ -196,8 +198,8 @@ def run(
     """
     if not has_fio():
         raise ConfigError("fio is not installed, and its rate is the ceiling; allowed: install the package fio")
-    for word in tiers:
-        trial_settings(word, Path())
+    named = [trial_settings(word, Path()).name for word in tiers]
+    tier_list.refuse_equal_names(named, "--tier")
     for size in sizes:
         if not SIZE_LEAST <= size <= SIZE_MOST or size % SIZE_LEAST:
             raise ConfigError(f"--size {size}: allowed: multiples of 4 KiB up to {size_text(SIZE_MOST)}")
@@ -207,7 +209,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as place:
         it = _IoRun(
             root=Path(place),
-            tiers=tiers,
+            tiers=dict(zip(named, tiers, strict=True)),
             repeats=repeats,
             is_fresh=is_fresh,
             mixes=mixes,
@@ -268,9 +270,9 @@ def _tier_rows(it: _IoRun, size: int, count: int, threads: int) -> list[IoRow]:
             if ceiling is None or it.is_fresh:
                 _remove(ceiling, tiers)
                 ceiling = Fio(it.root, block_bytes=size, threads=threads, total_bytes=count * size, is_direct=it.direct)
-                for name in it.tiers:
+                for name, word in it.tiers.items():
                     place, least = it.root / f"{name}-{size}-{threads}-{repeat}", min(it.mixes, default=100)
-                    tiers.append(FullTier(name, place, size, count, threads, streams=it.streams, read_percent=least))
+                    tiers.append(FullTier(word, place, size, count, threads, streams=it.streams, read_percent=least))
                 frame = tiers[0].frame_bytes
                 if not it.is_fresh:
                     _fill(ceiling, tiers)

@@ -50,14 +50,16 @@ class DeferredTier(Generic[_Tier]):
         self._thread = threading.Thread(target=self._run, name=f"kvtier open {name}", daemon=True)
         self._thread.start()
 
-    def opened(self, deadline_s: float, *, is_required: bool) -> "_Tier | DeferredTier[_Tier]":
-        """The tier itself if it opens within `deadline_s` seconds; otherwise this object, with a warning in the log.
+    def opened(self, deadline_s: float, *, is_required: bool, waited_s: float = 0.0) -> "_Tier | DeferredTier[_Tier]":
+        """The tier itself if it opens within `deadline_s` seconds, of which `waited_s` are over.
+
+        Otherwise this object, with a warning in the log.
 
         Raises:
             ConfigError: a setting is wrong; as any error of `make` except a `TierError`.
             TierError: its path fails or hangs, and it `is_required`.
         """
-        self._tried.wait(deadline_s)
+        self._tried.wait(max(0.0, deadline_s - waited_s))
         with self._lock:
             self._is_awaited = False
             tier = self._tier

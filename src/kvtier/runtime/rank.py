@@ -95,8 +95,13 @@ def open_rank(
     )
     tiers: dict[str, Tier] = {}
     try:
-        for tier in config.tiers:
-            tiers[tier.name] = _open(tier, context, config.limits.open_deadline_s)
+        # All of them open at the same time, so that one which hangs delays no other.
+        opening = [(tier, _deferred(tier, context)) for tier in config.tiers]
+        tiers |= {tier.name: deferred for tier, deferred in opening}
+        began_s, deadline_s = time.monotonic(), config.limits.open_deadline_s
+        for tier, deferred in opening:
+            waited_s = time.monotonic() - began_s
+            tiers[tier.name] = deferred.opened(deadline_s, is_required=tier.required, waited_s=waited_s)
         arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
         mover = Mover(
             layout=layout.on_rank(rank, ranks),
@@ -104,7 +109,7 @@ def open_rank(
             arena=arena,
             copier=copier,
             tiers=tiers,
-            common={"directory"} if config.directory.shared else (),
+            common={it.name for it in config.tiers if kind_of(it).is_common(it) or kind_of(it).is_shared(it)},
             codec=codec,
             threads=Threads(device=copy_threads),
             tier_threads={it.name: Threads(read=it.read_threads, write=it.write_threads) for it in config.tiers},
@@ -135,17 +140,11 @@ def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:
         closer.join(max(0.0, until_s - time.monotonic()))
 
 
-def _open(tier: TierSettings, context: TierContext, deadline_s: float) -> Tier:
-    """The tier, or one that opens later.
-
-    Raises:
-        ConfigError: a setting is wrong.
-        TierError: it is required, and cannot be opened.
-    """
+def _deferred(tier: TierSettings, context: TierContext) -> DeferredTier[Any]:
+    """The tier, which a thread of its own opens."""
     kind = kind_of(tier)
 
     def make() -> Any:  # noqa: ANN401 - an `AheadTier` if the kind says so
         return kind.open(tier, context)
 
-    deferred = DeferredAheadTier if kind.is_ahead else DeferredTier[Tier]
-    return deferred(tier.name, make, tier.retry_s).opened(deadline_s, is_required=tier.required)
+    return (DeferredAheadTier if kind.is_ahead else DeferredTier)(tier.name, make, tier.retry_s)
