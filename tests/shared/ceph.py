@@ -27,8 +27,8 @@ PROGRAMS = ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph", "radosgw", "radosgw-admi
 INSTALL_DEADLINE_S = 300.0
 START_DEADLINE_S = 90.0
 STOP_DEADLINE_S = 10.0
-DATA_BYTES = 3 << 30
-"""What the object store holds in memory at most."""
+DATA_BYTES = 4 << 30
+"""What the object store holds in memory at most. When it is full everything hangs, even deletions: stay well below."""
 
 
 class NotInstalledError(Exception):
@@ -315,7 +315,6 @@ mgr data = {root}/mgr/$id
 osd data = {root}/osd/$id
 osd objectstore = memstore
 memstore device bytes = {self._data_bytes}
-# Memory may be used to the last page.
 [mds]
 mds data = {root}/mds/$id
 # Its default of 5 s is how long the first open of a file on the other mount waits.
@@ -327,13 +326,19 @@ client mount timeout = 30
 ms mon client mode = crc
 rgw enable usage log = false
 rgw enable ops log = false
+# By default the memory of a deleted object is free after two hours.
+rgw gc obj min wait = 1
+rgw gc processor period = 2
+rgw gc processor max time = 2
 rgw put obj min window size = 16777216
 rgw get obj window size = 67108864
 """
 
 
 def main() -> None:
-    """Start everything and wait for Ctrl-C."""
+    """Start everything and wait for Ctrl-C or SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     install()
     with tempfile.TemporaryDirectory(prefix="kvtier-ceph-") as root:
         ceph = Ceph(Path(root))
