@@ -218,7 +218,12 @@ class Ceph:
             user = ["--uid", "kv", "--display-name", "kv", "--access-key", access.access_key]
             self.call("radosgw-admin", "-n", "client.rgw.a", "user", "create", *user, "--secret", access.secret_key)
             self.gateway = self._daemon(
-                "rgw", "radosgw", "-f", "-n", "client.rgw.a", f"--rgw-frontends=beast endpoint=127.0.0.1:{access.port}"
+                "rgw",
+                "radosgw",
+                "-f",
+                "-n",
+                "client.rgw.a",
+                f"--rgw-frontends=beast endpoint=127.0.0.1:{access.port} tcp_nodelay=1",
             )
             self._access = access
             self.wait_gateway()

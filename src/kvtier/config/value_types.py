@@ -324,6 +324,42 @@ class Hidden:
         return "(none)" if value is None else "(set)"
 
 
+class PrivateText(str):
+    """A text that `repr` and formatting hide; `reveal` has it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "(hidden)" if self else "(none)"
+
+    __str__ = __repr__
+
+    def __format__(self, _spec: str, /) -> str:
+        return repr(self)
+
+    def reveal(self) -> str:
+        """The text itself."""
+        return "".join(self)
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenText(Hidden):
+    """A secret text, such as a password; never shown. Empty means none."""
+
+    @property
+    def allowed(self) -> str:
+        """The format."""
+        return "a text of up to 4096 characters, none of them a control character, or empty for none"
+
+    def read(self, raw: object, *, is_text: bool) -> PrivateText:  # type: ignore[override]
+        """Read a text."""
+        return PrivateText("".join(Text(0, 4096).read(raw, is_text=is_text)))
+
+    def show(self, value: object) -> str:
+        """Whether there is a text, but not the text."""
+        return "(set)" if value else "(none)"
+
+
 def within(value: _Number, least: _Number, most: _Number) -> _Number:
     """`value`, if it is from `least` to `most`.
 

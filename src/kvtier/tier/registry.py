@@ -26,6 +26,7 @@ ENTRY_POINTS = "kvtier.tiers"
 _BUILT_IN: dict[str, str] = {
     "directory": "kvtier.tier.directory_kind",
     "disk": "kvtier.tier.disk_kind",
+    "s3": "kvtier.tier.s3",
 }
 """Module of each kind."""
 

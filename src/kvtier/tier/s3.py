@@ -1,0 +1,665 @@
+"""The kind `s3`: frames as objects in an S3 bucket that several nodes use.
+
+An object's key is ``<prefix>/<key id>/<fingerprint>/<name>``. The bucket is not listed at the start: opening
+reads the marker ``<prefix>/<key id>/kvtier``, which is written once per secret.
+
+Whole frames are read and written in the caller's thread; the client releases the interpreter lock. Lookups and batches
+of small objects run concurrently on one event loop. The client does not retry; this module does, with jitter. An
+attempt takes at most half of the deadline and begins in its first half, so that every operation ends within it.
+
+Payloads are not signed and have no checksum of S3: the reader verifies frames, and both halve the speed of a store.
+"""
+# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
+
+import asyncio
+import configparser
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
+
+import numpy as np
+import obstore
+from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
+from obstore.store import S3Store
+
+from kvtier.config.schema import needed, setting
+from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
+from kvtier.errors import ConfigError, TierError
+from kvtier.tier.base import UNKNOWN, About, Read, Write
+from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.registry import TierContext, TierKind, TierSettings
+from kvtier.tier.s3_errors import Attempts, Refusal, hint, refusal_of
+from kvtier.types import Figures, ObjectName
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta  # exists for type checkers only
+
+logger = logging.getLogger(__name__)
+
+PUT_BYTES_MAX = 5 << 30
+"""The largest object that S3 accepts in one request."""
+PART_BYTES = 1 << 18
+"""A body is copied in parts of at least this size. Larger ones leave the processor's cache, which costs a fifth."""
+CONCURRENCY = 32
+"""Requests in flight of one lookup or batch."""
+HEALTH_INTERVAL_S = 10.0
+"""A health check sends a request only this long after the last answer; every request costs money."""
+CLOSE_DEADLINE_S = 10.0
+RELEASE_DEADLINE_S = 1.0
+"""How long a failed write waits for the client's connection to let go of the caller's memory."""
+
+MARKER_NAME = "kvtier"
+MARKER = b"kvtier objects, format 1\n"
+
+_KEY_ID = re.compile(r"[0-9a-f]{32}")
+_PREFIX_PART = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,128}")
+_HOST = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_T = TypeVar("_T")
+
+
+class Credentials(NamedTuple):
+    """Named keys. Empty: the client's chain (environment, web identity, container, machine)."""
+
+    access_key_id: PrivateText = PrivateText()
+    secret_access_key: PrivateText = PrivateText()
+    session_token: PrivateText = PrivateText()
+
+
+class S3Tier:
+    """Frames as objects of a bucket. It has no cap of its own: a lifecycle rule of the bucket expires objects.
+
+    Args:
+        url: ``bucket/prefix``, also with ``s3://`` before it; the prefix may be empty.
+        key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
+        fingerprint: of the model, at least 16 bytes.
+        name: the tier's name in metrics and errors.
+        endpoint: URL of the server; empty: AWS.
+        region: empty: the environment's, or ``us-east-1``.
+        credentials: named keys.
+        allow_http: permit an endpoint without TLS.
+        virtual_host: the endpoint's host name begins with the bucket.
+        ca_file: PEM file of further trusted authorities.
+        deadline_s: longest time of an operation, all attempts together.
+        probe_deadline_s: longest time of a `contains`.
+        connect_deadline_s: longest time to connect.
+
+    Raises:
+        ConfigError: a setting is wrong: the URL, the credentials, a missing bucket, a server of another kind.
+        TierError: the server does not answer, or the process is a fork of one that used S3.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key_id: bytes,
+        fingerprint: bytes,
+        name: str = "s3",
+        endpoint: str = "",
+        region: str = "",
+        credentials: Credentials | None = None,
+        allow_http: bool = False,
+        virtual_host: bool = False,
+        ca_file: Path | None = None,
+        deadline_s: float = 10.0,
+        probe_deadline_s: float = 0.5,
+        connect_deadline_s: float = 2.0,
+    ) -> None:
+        self.name = name
+        bucket, prefix = parse_url(url)
+        check_endpoint(endpoint, allow_http=allow_http)
+        self.place = f"bucket {bucket!r} at {endpoint or 'AWS'}"
+        """Bucket and server, for messages."""
+        self._parent = prefix
+        self._own = f"{prefix}{key_id.hex()}/"
+        self._root = f"{self._own}{fingerprint.hex()[:32]}/"
+        self._deadline_s, self._probe_deadline_s = deadline_s, probe_deadline_s
+        self._guard = OperationGuard(name)
+        self._lock = threading.Lock()
+        self._written_bytes = 0
+        self._is_conditional = True
+        self._answered_s = time.monotonic()
+        _refuse_fork(name)
+        attempt = timedelta(seconds=deadline_s / 2)
+        keys = credentials or Credentials()
+        options: dict[str, Any] = {
+            "access_key_id": keys.access_key_id.reveal(),
+            "secret_access_key": keys.secret_access_key.reveal(),
+            "session_token": keys.session_token.reveal(),
+            "endpoint": endpoint,
+            "region": region,
+        }
+        client: dict[str, Any] = {
+            "allow_http": allow_http,
+            "timeout": attempt,
+            "connect_timeout": timedelta(seconds=min(connect_deadline_s, deadline_s / 2)),
+        }
+        if ca_file is not None:
+            try:
+                client["root_certificate"] = ca_file.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"tier {name!r}: ca_file {str(ca_file)!r}: {error.strerror}") from error
+        try:
+            self._store = S3Store(
+                bucket,
+                config=cast("Any", {key: value for key, value in options.items() if value}),
+                client_options=cast("Any", client),
+                retry_config={"max_retries": 0, "retry_timeout": attempt},
+                unsigned_payload=True,
+                disable_bulk_delete=True,  # not every server has it
+                virtual_hosted_style_request=virtual_host,
+            )
+        except Exception:  # noqa: BLE001 - its text may have the options
+            raise ConfigError(f"tier {name!r}: {self.place}: the client refuses the settings; check ca_file") from None
+        self._verify_place()
+        self._loop = asyncio.new_event_loop()
+        self._loop_thread = threading.Thread(target=self._run_loop, name=f"kvtier-{name}-loop", daemon=True)
+        self._loop_thread.start()
+
+    def figures(self) -> Figures:
+        """Bytes written by this process; S3 does not report how full a bucket is."""
+        return Figures(write_bytes={"objects": self._written_bytes})
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether the bucket has it: one HEAD each, concurrently, within the probe deadline."""
+        with self._guard:
+            if not names:
+                self._check_health()
+                return []
+            return self._look([self._key(name) for name in names])
+
+    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+        """Read the frame from `offset` into `into`; None when absent. Two copies: client to bytes, bytes to `into`."""
+        with self._guard:
+            if offset < 0:
+                raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
+            key, view = self._key(name), into.cast("B")
+            if view.nbytes == 0:
+                return 0 if self._attempt("look", lambda _: _is_there(self._store, key)) else None
+            return self._attempt("read", lambda end_s: self._fetch(key, view, offset, end_s))
+
+    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - interface
+        """Store `frame` under `name` unless it exists. False when it is larger than `PUT_BYTES_MAX`."""
+        with self._guard:
+            key, view = self._key(name), frame.cast("B")
+            if view.nbytes > PUT_BYTES_MAX:
+                return False
+            try:
+                if self._attempt("write", lambda _: self._put(key, view)):
+                    self._count(view.nbytes)
+            finally:
+                _take_back(view)
+            return True
+
+    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """`read` for each of `reads` from its start, concurrently on the event loop."""
+        with self._guard:
+            acts = [partial(self._fetch_async, self._key(name), into.cast("B")) for name, into in reads]
+            return self._gather("read", acts, self._deadline_s)
+
+    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+        """`write` for each of `writes`, concurrently on the event loop."""
+        with self._guard:
+            views = [each.frame.cast("B") for each in writes]
+            try:
+                keys = [self._key(each.name) for each in writes]
+                acts = [partial(self._put_async, key, view) for key, view in zip(keys, views, strict=True)]
+                return self._gather("write", acts, self._deadline_s)
+            finally:
+                for view in views:
+                    _take_back(view)
+
+    def delete(self, name: ObjectName) -> None:
+        """Delete `name`, if it exists."""
+        with self._guard:
+            key = self._key(name)
+            self._attempt("delete", lambda _: obstore.delete(self._store, key))
+
+    def scan(self) -> Iterator[tuple[ObjectName, int]]:
+        """Every (name, frame bytes) of this model and secret, in pages of a thousand."""
+        with self._guard:
+            return self._scan(_pages(self._store, self._root, 1000))
+
+    def close(self) -> None:
+        """Wait for running operations and end the event loop. Idempotent."""
+        if not self._guard.close():
+            return
+        if not self._guard.wait_empty(CLOSE_DEADLINE_S):
+            logger.warning("tier %s: closed while an operation ran for over %s s", self.name, CLOSE_DEADLINE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop_thread.join(CLOSE_DEADLINE_S)
+
+    def _key(self, name: ObjectName) -> str:
+        return self._root + name.hex()
+
+    def _fetch(self, key: str, view: memoryview, offset: int, end_s: float) -> int | None:
+        try:
+            found = obstore.get(self._store, key, options={"range": (offset, offset + view.nbytes)})
+        except FileNotFoundError as error:
+            return self._absent(error)
+        except Exception as error:
+            if refusal_of(error).status == 416:
+                return 0
+            raise
+        start, end = found.range
+        wanted = end - start
+        if start != offset or wanted > view.nbytes:
+            raise TierError(self.name, f"the server sent bytes {start} to {end}, not from {offset}")
+        target, count = np.frombuffer(view, np.uint8), 0
+        for part in found.stream(PART_BYTES):
+            after = count + len(part)
+            if after > wanted or time.monotonic() > end_s:
+                break
+            np.copyto(target[count:after], np.frombuffer(part, np.uint8))
+            count = after
+        if count != wanted:
+            raise TierError(self.name, f"object {key[-64:][:12]}: {count} of {wanted} bytes came in time")
+        return count
+
+    async def _fetch_async(self, key: str, view: memoryview) -> int | None:
+        if view.nbytes == 0:
+            return 0 if await self._head(key) else None
+        try:
+            found = await obstore.get_async(self._store, key, options={"range": (0, view.nbytes)})
+        except FileNotFoundError as error:
+            return self._absent(error)
+        except Exception as error:
+            if refusal_of(error).status == 416:
+                return 0
+            raise
+        content = memoryview(await found.bytes_async())
+        start, end = found.range
+        if start != 0 or content.nbytes != end or end > view.nbytes:
+            raise TierError(self.name, f"object {key[-64:][:12]}: {content.nbytes} of {end} bytes")
+        view[:end] = content
+        return end
+
+    def _put(self, key: str, view: memoryview) -> bool:
+        """Whether the object is new."""
+        if not self._is_conditional and _is_there(self._store, key):
+            return False
+        try:
+            mode = "create" if self._is_conditional else "overwrite"
+            obstore.put(self._store, key, view, use_multipart=False, mode=mode)
+        except AlreadyExistsError:
+            return False
+        except Exception as error:
+            if not self._lacks_conditions(error):
+                raise
+            return self._put(key, view)
+        return True
+
+    async def _put_async(self, key: str, view: memoryview) -> bool:
+        if view.nbytes > PUT_BYTES_MAX:
+            return False
+        if not self._is_conditional and await self._head(key):
+            return True
+        try:
+            mode = "create" if self._is_conditional else "overwrite"
+            await obstore.put_async(self._store, key, view, use_multipart=False, mode=mode)
+        except AlreadyExistsError:
+            return True
+        except Exception as error:
+            if not self._lacks_conditions(error):
+                raise
+            return await self._put_async(key, view)
+        self._count(view.nbytes)
+        return True
+
+    async def _head(self, key: str) -> bool:
+        try:
+            await obstore.head_async(self._store, key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _lacks_conditions(self, error: Exception) -> bool:
+        """Whether the server refused a write for its condition only. Later writes look first."""
+        if not self._is_conditional or refusal_of(error).status != 501:
+            return False
+        logger.info("tier %s: %s has no conditional writes; each write looks first", self.name, self.place)
+        self._is_conditional = False
+        return True
+
+    def _absent(self, error: FileNotFoundError) -> None:
+        """A miss, unless all of the bucket is missing."""
+        if refusal_of(error).code == "NoSuchBucket":
+            raise TierError(self.name, f"{self.place} is gone") from None
+
+    def _check_health(self) -> None:
+        if time.monotonic() - self._answered_s > HEALTH_INTERVAL_S:
+            self._look([self._own + MARKER_NAME])
+
+    def _scan(self, pages: Iterator[Sequence["ObjectMeta"]]) -> Iterator[tuple[ObjectName, int]]:
+        while True:
+            with self._guard:
+                page = self._attempt("list", lambda _: next(pages, None))
+            if page is None:
+                return
+            for row in page:
+                last = row["path"].rpartition("/")[2]
+                with suppress(ValueError):
+                    if len(last) == 64:
+                        yield ObjectName(bytes.fromhex(last)), row["size"]
+
+    def _attempt(self, what: str, act: Callable[[float], _T]) -> _T:
+        """`act` with the time at which it must have ended, as often as the deadline permits."""
+        attempts = Attempts(self._deadline_s)
+        while True:
+            try:
+                answer = act(attempts.end_s)
+            except TierError:
+                self._answered_s = 0.0
+                raise
+            except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
+                refusal = refusal_of(error)
+                pause_s = attempts.pause_s(refusal)
+                if pause_s is None:
+                    self._answered_s = 0.0
+                    raise self._error(what, refusal) from None
+                time.sleep(pause_s)
+            else:
+                self._answered_s = time.monotonic()
+                return answer
+
+    def _look(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each of `keys` exists; False without an answer in time. Raises when none has an answer."""
+        found = self._gather("look", [partial(self._head, key) for key in keys], self._probe_deadline_s)
+        errors = [each for each in found if isinstance(each, TierError)]
+        if len(errors) == len(found):
+            raise errors[0]
+        return [each is True for each in found]
+
+    def _gather(
+        self, what: str, acts: Sequence[Callable[[], Awaitable[_T]]], deadline_s: float
+    ) -> list[_T | TierError]:
+        """Results of `acts`, or their errors, after at most `deadline_s`."""
+        if not acts:
+            return []
+        results = asyncio.run_coroutine_threadsafe(self._run_all(what, acts, deadline_s), self._loop)
+        try:
+            answers = results.result(deadline_s + RELEASE_DEADLINE_S)
+        except TimeoutError:
+            results.cancel()
+            raise TierError(self.name, f"cannot {what}: the event loop does not answer") from None
+        is_answered = not all(isinstance(answer, TierError) for answer in answers)
+        self._answered_s = time.monotonic() if is_answered else 0.0
+        return answers
+
+    async def _run_all(
+        self, what: str, acts: Sequence[Callable[[], Awaitable[_T]]], deadline_s: float
+    ) -> list[_T | TierError]:
+        limit = asyncio.Semaphore(CONCURRENCY)
+        tasks = [asyncio.ensure_future(self._run_one(what, act, deadline_s, limit)) for act in acts]
+        _, late = await asyncio.wait(tasks, timeout=deadline_s)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=RELEASE_DEADLINE_S)
+        overdue = TierError(self.name, f"cannot {what}: {self.place}: no answer within {deadline_s} s")
+        return [overdue if task in late else task.result() for task in tasks]
+
+    async def _run_one(
+        self, what: str, act: Callable[[], Awaitable[_T]], deadline_s: float, limit: asyncio.Semaphore
+    ) -> _T | TierError:
+        attempts = Attempts(deadline_s)
+        async with limit:
+            while True:
+                try:
+                    return await act()
+                except TierError as error:
+                    return error
+                except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
+                    refusal = refusal_of(error)
+                    pause_s = attempts.pause_s(refusal)
+                    if pause_s is None:
+                        return self._error(what, refusal)
+                    await asyncio.sleep(pause_s)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _error(self, what: str, refusal: Refusal) -> TierError:
+        return TierError(self.name, f"cannot {what}: {self.place}: {refusal.cause}")
+
+    def _count(self, written_bytes: int) -> None:
+        with self._lock:
+            self._written_bytes += written_bytes
+
+    def _verify_place(self) -> None:
+        """Read the marker, which is written when it is missing, so that mistakes show at the start."""
+        key = self._own + MARKER_NAME
+        found = self._open_attempt(lambda: self._read_marker(key))
+        if found is None:
+            self._warn_of_other_secrets()
+            self._open_attempt(lambda: self._put(key, memoryview(MARKER)))
+            found = self._open_attempt(lambda: self._read_marker(key))
+        if found != MARKER:
+            raise ConfigError(
+                f"tier {self.name!r}: {self.place}: object {key!r} does not have the bytes that kvtier writes there: "
+                "the server does not speak S3, or another program uses this prefix"
+            )
+
+    def _read_marker(self, key: str) -> bytes | None:
+        try:
+            return bytes(obstore.get(self._store, key, options={"range": (0, len(MARKER) + 1)}).bytes())
+        except (FileNotFoundError, PermissionDeniedError) as error:
+            # Without the permission to list, a missing object is "AccessDenied".
+            if refusal_of(error).code in {"NoSuchKey", "AccessDenied"}:
+                return None
+            raise
+
+    def _open_attempt(self, act: Callable[[], _T]) -> _T:
+        attempts = Attempts(self._deadline_s)
+        while True:
+            try:
+                return act()
+            except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
+                refusal = refusal_of(error)
+                pause_s = attempts.pause_s(refusal)
+                if pause_s is None and refusal.is_passing:
+                    raise self._error("open", refusal) from None
+                if pause_s is None:
+                    raise ConfigError(f"tier {self.name!r}: {self.place}: {refusal.cause}: {hint(refusal)}") from None
+                time.sleep(pause_s)
+
+    def _warn_of_other_secrets(self) -> None:
+        """This secret is new here. One request finds out whether others are in use; without permission, none."""
+        with suppress(Exception):
+            page = next(_pages(self._store, self._parent, 10))
+            others = {row["path"].removeprefix(self._parent).partition("/")[0] for row in page}
+            ids = sorted(each for each in others if _KEY_ID.fullmatch(each))
+            if ids and self._own.removeprefix(self._parent).rstrip("/") not in ids:
+                logger.warning(
+                    "tier %s: %s below %r has objects of another secret only (key id %s); nothing is shared with them. "
+                    "If this is not intended, configure the same secret on all nodes",
+                    self.name, self.place, self._parent, ids[0],
+                )  # fmt: skip
+
+
+def parse_url(url: str) -> tuple[str, str]:
+    """Bucket and prefix (empty, or with a slash at its end) of ``s3://bucket/prefix``.
+
+    Raises:
+        ConfigError: it is not such a URL.
+    """
+    bucket, _, prefix = url.removeprefix("s3:").removeprefix("//").partition("/")
+    parts = prefix.strip("/").split("/") if prefix.strip("/") else []
+    if not _BUCKET.fullmatch(bucket) or not all(_PREFIX_PART.fullmatch(part) for part in parts):
+        raise ConfigError(
+            f"S3 URL {url[:200]!r}: allowed: s3://BUCKET or s3://BUCKET/PREFIX; BUCKET: 3 to 63 lower-case letters, "
+            "digits, dots and hyphens; PREFIX: letters, digits and . _ = - between slashes"
+        )
+    return bucket, "".join(f"{part}/" for part in parts)
+
+
+def check_endpoint(endpoint: str, *, allow_http: bool) -> None:
+    """Check the URL of a server; empty is AWS.
+
+    Raises:
+        ConfigError: it is not one, or has no TLS without `allow_http`.
+    """
+    if not endpoint:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        is_plain = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: not a URL; allowed: https://HOST[:PORT]") from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("S3 endpoint (hidden): has a user name or password; name them in the tier's own settings")
+    beyond = parts.path.rstrip("/") or parts.query or parts.fragment
+    if parts.scheme not in {"http", "https"} or not is_plain or beyond or not _HOST.fullmatch(parts.netloc):
+        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: allowed: https://HOST[:PORT]")
+    if parts.scheme == "http" and not allow_http:
+        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: has no TLS; allowed: https://, or set allow_http = true")
+
+
+def profile_credentials(path: Path, profile: str) -> Credentials:
+    """Named keys of `profile` in a credentials file as AWS's tools write it.
+
+    Raises:
+        ConfigError: the file or the profile is missing or has no keys.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        with path.open(encoding="utf-8") as stream:
+            parser.read_file(stream)
+        section = parser[profile]
+        key, secret = PrivateText(section["aws_access_key_id"]), PrivateText(section["aws_secret_access_key"])
+        return Credentials(key, secret, PrivateText(section.get("aws_session_token", "")))
+    except OSError as error:
+        raise ConfigError(f"S3 credentials file {str(path)!r}: {error.strerror}") from None
+    except KeyError as error:
+        raise ConfigError(f"S3 credentials file {str(path)!r}: no {error.args[0]} for profile {profile!r}") from None
+    except (configparser.Error, UnicodeError):  # their texts show lines of the file
+        raise ConfigError(f"S3 credentials file {str(path)!r}: not in the format of AWS's credentials file") from None
+
+
+def _pages(store: S3Store, prefix: str, most: int) -> Iterator[Sequence["ObjectMeta"]]:
+    return iter(cast("Any", obstore).list(store, prefix or None, chunk_size=most))
+
+
+def _is_there(store: S3Store, key: str) -> bool:
+    try:
+        obstore.head(store, key)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _take_back(view: memoryview) -> None:
+    """Release `view`. After a failed request the client's connection may still read from it for a moment."""
+    end_s = time.monotonic() + RELEASE_DEADLINE_S
+    while True:
+        try:
+            view.release()
+        except BufferError:
+            if time.monotonic() > end_s:
+                return  # what is sent from it belongs to a request that has failed
+            time.sleep(1e-3)
+        else:
+            return
+
+
+def _refuse_fork(name: str) -> None:
+    """The client's threads exist in the process that used it first, and not in its forks."""
+    global _process  # noqa: PLW0603 - the client's own threads are global
+    with _process_lock:
+        if _process is None:
+            _process = os.getpid()
+        if _process != os.getpid():
+            raise TierError(name, f"S3 was used in process {_process}, of which this is a fork; start it anew instead")
+
+
+_process: int | None = None
+_process_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Settings(TierSettings):
+    """Objects in a bucket."""
+
+    kind: ClassVar[str] = "s3"
+
+    url: str = needed(Text(3), "Bucket and prefix: s3://bucket/prefix.")
+    endpoint: str = setting("", Text(), "URL of the server, such as https://s3.example.com; empty: AWS.")
+    region: str = setting("", Text(0, 64), "Region; empty: the environment's, or us-east-1.")
+    access_key_id: PrivateText = setting(
+        PrivateText(), HiddenText(), "Access key; empty: a profile's, or the usual chain (environment, machine)."
+    )
+    secret_access_key: PrivateText = setting(PrivateText(), HiddenText(), "Secret of the access key.")
+    session_token: PrivateText = setting(PrivateText(), HiddenText(), "Token of temporary keys.")
+    profile: str = setting("", Text(0, 128), "Profile in `credentials_file`; empty: none.")
+    credentials_file: Path | None = setting(None, Location(), "File of profiles; empty: ~/.aws/credentials.")
+    allow_http: bool = setting(default=False, kind=Switch(), help="Permit an endpoint without TLS.")
+    virtual_host: bool = setting(
+        default=False, kind=Switch(), help="The endpoint's host name begins with the bucket, instead of the path."
+    )
+    ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
+    connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
+    read_threads: int = setting(16, Count(1, 256), "Threads that read objects of more than 2 MiB.")
+    write_threads: int = setting(8, Count(1, 256), "Threads that write objects of more than 2 MiB.")
+    loads_in_flight: int = setting(32, Count(1, 1024), "Concurrent promotions (tier to host).")
+    writes_in_flight: int = setting(16, Count(1, 1024), "Concurrent demotions (host to tier).")
+
+    def __post_init__(self) -> None:
+        TierSettings.__post_init__(self)
+        parse_url(self.url)
+        check_endpoint(self.endpoint, allow_http=self.allow_http)
+        if bool(self.access_key_id) != bool(self.secret_access_key):
+            missing = "secret_access_key" if self.access_key_id else "access_key_id"
+            raise ConfigError(f"{self.label}.{missing}: missing; allowed: both keys, or neither")
+        if self.profile and self.access_key_id:
+            raise ConfigError(f"{self.label}.profile = {self.profile!r}: allowed: a profile or access_key_id, not both")
+
+
+def _open(settings: S3Settings, context: TierContext) -> S3Tier:
+    if context.key_id is None:
+        raise ConfigError(f"tier {settings.name!r}: a shared store needs a configured secret; see keys.secret_file")
+    keys = Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
+    if settings.profile:
+        path = settings.credentials_file or Path("~/.aws/credentials").expanduser()
+        keys = profile_credentials(path, settings.profile)
+    return S3Tier(
+        settings.url,
+        key_id=context.key_id,
+        fingerprint=context.fingerprint,
+        name=settings.name,
+        endpoint=settings.endpoint,
+        region=settings.region,
+        credentials=keys,
+        allow_http=settings.allow_http,
+        virtual_host=settings.virtual_host,
+        ca_file=settings.ca_file,
+        deadline_s=settings.transfer_deadline_s,
+        probe_deadline_s=settings.probe_deadline_s,
+        connect_deadline_s=settings.connect_deadline_s,
+    )
+
+
+KIND = TierKind(
+    name="s3",
+    help="Objects in an S3 bucket that several nodes share.",
+    settings=S3Settings,
+    where="url",
+    open=_open,
+    is_remote=True,
+    is_shared=lambda _settings: True,
+    has_cap=False,
+)

@@ -1,0 +1,86 @@
+"""Why a request to an S3 server failed, without its secrets, and whether to try again."""
+
+import random
+import re
+import time
+from typing import NamedTuple
+
+ATTEMPTS_MAX = 6
+BACKOFF_S, BACKOFF_MAX_S = 0.05, 1.0
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_IO_ERROR = re.compile(r'message: "([^"\n]{1,120})"')
+_PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
+"""HTTP answers that another attempt may not get. 409: two conditional writes of one name met."""
+_HINTS = {
+    "NoSuchBucket": "create the bucket, or correct the URL",
+    "InvalidAccessKeyId": "the access key is unknown there",
+    "SignatureDoesNotMatch": "the secret access key is wrong",
+    "AccessDenied": "the credentials may not read and write objects there",
+    "NoCredentials": "set access_key_id and secret_access_key, or a profile",
+    "Certificate": "set ca_file to the authority that signed it",
+    "Protocol": "check the endpoint's scheme and port",
+    "Region": "set the bucket's region",
+}
+
+
+class Refusal(NamedTuple):
+    """Why a request failed, without the request: S3 repeats key ids and signatures in its errors."""
+
+    cause: str
+    status: int
+    """Of HTTP; 0 without an answer."""
+    code: str
+    """Of S3, such as ``NoSuchBucket``; may be empty."""
+    is_passing: bool
+    """Another attempt may succeed."""
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What an exception of the client means."""
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status is not None:
+        number, name = int(status[1]), code[1] if code else ""
+        return Refusal(f"HTTP {number} {name}".strip(), number, name, number in _PASSING)
+    if "169.254.1" in text or "/credentials" in text:
+        cause = "no credentials in the settings, the environment or the machine's metadata"
+        return Refusal(cause, 0, "NoCredentials", is_passing=False)
+    if "certificate" in text:
+        return Refusal("the server's certificate is not trusted", 0, "Certificate", is_passing=False)
+    if "InvalidContentType" in text or "Parse(" in text or "InvalidMessage" in text:
+        return Refusal("the server does not speak HTTP, or TLS where it should", 0, "Protocol", is_passing=False)
+    if "redirect" in text.lower():
+        return Refusal("redirected, as from a wrong region", 0, "Region", is_passing=False)
+    io_error = _IO_ERROR.search(text)
+    if io_error is not None:
+        return Refusal(io_error[1], 0, "", is_passing=True)
+    if "dns error" in text or "lookup address" in text:
+        return Refusal("the endpoint's name cannot be resolved", 0, "", is_passing=True)
+    if isinstance(error, TimeoutError) or "TimedOut" in text or "Timeout" in text:
+        return Refusal("no answer in time", 0, "", is_passing=True)
+    return Refusal(f"the connection failed ({type(error).__name__})", 0, "", is_passing=True)
+
+
+class Attempts:
+    """How often one operation is tried within `deadline_s`."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.end_s = time.monotonic() + deadline_s
+        self._last_start_s = self.end_s - deadline_s / 2
+        self._made = 0
+
+    def pause_s(self, refusal: Refusal) -> float | None:
+        """Seconds until the next attempt, drawn at random; None: give up."""
+        self._made += 1
+        pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_S * 2**self._made))  # noqa: S311 - no secret
+        is_late = time.monotonic() + pause_s > self._last_start_s
+        return None if not refusal.is_passing or is_late or self._made == ATTEMPTS_MAX else pause_s
+
+
+def hint(refusal: Refusal) -> str:
+    """What to do about a refusal at the start."""
+    if refusal.status and not refusal.code:
+        return "this is not the answer of an S3 server"
+    return _HINTS.get(refusal.code, "check the tier's settings")

@@ -1,0 +1,46 @@
+"""S3 tiers on the test bed's gateway."""
+
+import hashlib
+import itertools
+
+from kvtier.config.value_types import PrivateText
+from kvtier.tier.s3 import Credentials, S3Tier
+from kvtier.types import ObjectName
+
+KEY_ID = bytes(range(16))
+FINGERPRINT = hashlib.sha256(b"model").digest()
+_numbers = itertools.count()
+
+
+def name_of(number: int) -> ObjectName:
+    return ObjectName(hashlib.sha256(b"object %d" % number).digest())
+
+
+def frame_of(number: int, byte_count: int = 4096) -> memoryview:
+    return memoryview(bytearray((b"%08d" % number) * (byte_count // 8)))
+
+
+def open_tier(access, prefix="kv", **settings) -> S3Tier:
+    """A tier with short deadlines."""
+    settings = {
+        "key_id": KEY_ID,
+        "fingerprint": FINGERPRINT,
+        "endpoint": access.endpoint,
+        "region": access.region,
+        "credentials": Credentials(PrivateText(access.access_key), PrivateText(access.secret_key)),
+        "allow_http": True,
+        "deadline_s": 4.0,
+        "probe_deadline_s": 1.0,
+        **settings,
+    }
+    return S3Tier(f"s3://{access.bucket}/{prefix}", **settings)
+
+
+def fresh_prefix() -> str:
+    """A prefix that no other test uses."""
+    return f"test-{next(_numbers)}"
+
+
+def key_of(tier: S3Tier, name: ObjectName) -> str:
+    """The object's key in the bucket."""
+    return tier._root + name.hex()
