@@ -2,12 +2,12 @@
 
 import obstore
 import pytest
+from tests.shared.s3_world import fresh_prefix, key_of, open_tier
 
 from kvtier.errors import TierError
 from kvtier.testing.tier import BLOCK_BYTES, TierContract, empty_frame, frame_of, object_name
 from kvtier.tier.base import Read, Write
 from kvtier.tier.s3 import S3Tier
-from tests.shared.s3_world import fresh_prefix, key_of, open_tier
 
 
 @pytest.mark.shared_core

@@ -457,7 +457,8 @@ class S3Tier:
 
     def _read_marker(self, key: str) -> bytes | None:
         try:
-            return bytes(obstore.get(self._store, key, options={"range": (0, len(MARKER) + 1)}).bytes())
+            found = obstore.get(self._store, key)
+            return bytes(found.bytes()) if found.meta["size"] == len(MARKER) else b""
         except (FileNotFoundError, PermissionDeniedError) as error:
             # Without the permission to list, a missing object is "AccessDenied".
             if refusal_of(error).code in {"NoSuchKey", "AccessDenied"}:

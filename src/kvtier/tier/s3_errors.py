@@ -21,6 +21,7 @@ _HINTS = {
     "NoCredentials": "set access_key_id and secret_access_key, or a profile",
     "Certificate": "set ca_file to the authority that signed it",
     "Protocol": "check the endpoint's scheme and port",
+    "Answer": "this is not an S3 server",
     "Region": "set the bucket's region",
 }
 
@@ -51,6 +52,8 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal("the server's certificate is not trusted", 0, "Certificate", is_passing=False)
     if "InvalidContentType" in text or "Parse(" in text or "InvalidMessage" in text:
         return Refusal("the server does not speak HTTP, or TLS where it should", 0, "Protocol", is_passing=False)
+    if "NotPartial" in text or "Header(" in text or "Metadata {" in text:
+        return Refusal("its answer lacks what S3 sends", 0, "Answer", is_passing=False)
     if "redirect" in text.lower():
         return Refusal("redirected, as from a wrong region", 0, "Region", is_passing=False)
     io_error = _IO_ERROR.search(text)
@@ -74,7 +77,8 @@ class Attempts:
     def pause_s(self, refusal: Refusal) -> float | None:
         """Seconds until the next attempt, drawn at random; None: give up."""
         self._made += 1
-        pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_S * 2**self._made))  # noqa: S311 - no secret
+        longest_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**self._made)
+        pause_s = random.uniform(longest_s / 2, longest_s)  # noqa: S311 - no secret
         is_late = time.monotonic() + pause_s > self._last_start_s
         return None if not refusal.is_passing or is_late or self._made == ATTEMPTS_MAX else pause_s
 

@@ -1,0 +1,232 @@
+"""What is wrong at the start of an S3 tier is an error that names the mistake and shows no secret."""
+
+import http.server
+import logging
+import multiprocessing
+import socketserver
+import threading
+import traceback
+from contextlib import contextmanager
+
+import obstore
+import pytest
+from tests.shared.s3_world import FINGERPRINT, KEY_ID, frame_of, fresh_prefix, name_of, open_tier
+
+from kvtier.config.value_types import PrivateText
+from kvtier.errors import ConfigError, TierError
+from kvtier.tier.registry import TierContext
+from kvtier.tier.s3 import KIND, Credentials, S3Settings
+from kvtier.tier.s3_errors import Attempts, refusal_of
+
+pytestmark = pytest.mark.shared_core
+
+
+def shown(raised) -> str:
+    """All that a log with a traceback shows."""
+    return "".join(traceback.format_exception(raised.value)) + repr(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        ({"bucket": "no-such-bucket"}, "HTTP 404 NoSuchBucket: create the bucket"),
+        ({"access_key": "UNKNOWNKEY0123456789"}, "HTTP 403 InvalidAccessKeyId: the access key is unknown"),
+        ({"secret_key": "wrongsecret0123456789"}, "HTTP 403 SignatureDoesNotMatch: the secret access key is wrong"),
+    ],
+)
+def test_a_wrong_setting_is_named_and_no_secret_is_shown(gateway, mistake, text, caplog):
+    caplog.set_level(logging.DEBUG)
+    access = gateway.access._replace(**mistake)
+    with pytest.raises(ConfigError, match=text) as raised:
+        open_tier(access)
+    everything = shown(raised) + caplog.text
+    assert access.secret_key not in everything
+    assert access.access_key not in everything
+    assert access.secret_key[:8] not in everything
+
+
+class NotS3(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b"<html>It works!</html>"
+        self.send_response(int(self.server.status))
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_PUT = do_GET  # noqa: N815 - the name that http.server calls
+
+    def log_message(self, *_):
+        pass
+
+
+class Greeter(socketserver.BaseRequestHandler):
+    def handle(self):
+        self.request.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+        self.request.recv(1000)
+
+
+@contextmanager
+def serving(server):
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(("status", "text"), [(404, "not the answer of an S3 server"), (200, "does not speak S3")])
+def test_an_http_server_of_another_kind_is_named(gateway, status, text):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotS3)
+    server.status = status
+    with serving(server) as endpoint, pytest.raises(ConfigError, match=text):
+        open_tier(gateway.access._replace(endpoint=endpoint))
+
+
+def test_a_server_without_http_is_named(gateway):
+    with (
+        serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Greeter)) as endpoint,
+        pytest.raises(ConfigError, match="does not speak HTTP"),
+    ):
+        open_tier(gateway.access._replace(endpoint=endpoint))
+
+
+def test_tls_at_a_port_without_it_is_named(gateway):
+    endpoint = gateway.access.endpoint.replace("http:", "https:")
+    with pytest.raises(ConfigError, match="scheme and port"):
+        open_tier(gateway.access._replace(endpoint=endpoint))
+
+
+def test_an_endpoint_that_does_not_answer_may_open_later(gateway):
+    with pytest.raises(TierError, match="Connection refused"):
+        open_tier(gateway.access._replace(endpoint="http://127.0.0.1:1"), deadline_s=1.0)
+    gateway.proxy.partition()
+    with pytest.raises(TierError, match="no answer in time"):
+        open_tier(gateway.access, deadline_s=1.0)
+    gateway.proxy.heal()
+    open_tier(gateway.access, deadline_s=5.0).close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"url": "s3://Bucket/x"}, "S3 URL 's3://Bucket/x': allowed"),
+        ({"url": "s3://bucket/../x"}, "S3 URL"),
+        ({"url": "bucket/a//b"}, "S3 URL"),
+        ({"endpoint": "http://10.0.0.1:80"}, "has no TLS; allowed: https://, or set allow_http"),
+        ({"endpoint": "ftp://host"}, "allowed: https://HOST"),
+        ({"endpoint": "https://host/path"}, "allowed: https://HOST"),
+        ({"endpoint": "https://ho st"}, "allowed: https://HOST"),
+        ({"endpoint": "https://user:hunter2@host"}, "has a user name or password"),
+        ({"access_key_id": "hunter2"}, "tiers.s3.secret_access_key: missing"),
+        ({"access_key_id": "hunter2", "secret_access_key": "hunter2", "profile": "p"}, "a profile or access_key_id"),
+        ({"secret_access_key": "hunter2\n", "access_key_id": "a"}, r"secret_access_key = \(hidden\)"),
+    ],
+)
+def test_settings_are_checked_without_a_server(settings, text):
+    with pytest.raises(ConfigError, match=text) as raised:
+        S3Settings(**{"url": "s3://bucket/prefix", **settings})
+    assert "hunter2" not in shown(raised)
+
+
+def test_settings_never_show_a_secret():
+    settings = S3Settings(url="s3://bucket", access_key_id="hunter2", secret_access_key="hunter3")
+    texts = [repr(settings), str(settings), f"{settings.secret_access_key}", f"{settings.secret_access_key!s:>9}"]
+    texts += [each.kind.show(getattr(settings, each.key)) for each in settings.settings()]
+    assert not any("hunter" in text for text in texts)
+    assert settings.secret_access_key.reveal() == "hunter3"
+
+
+def test_the_kind_opens_with_a_profile_and_never_without_a_secret(gateway, tmp_path):
+    access = gateway.access
+    profiles = tmp_path / "credentials"
+    profiles.write_text(
+        f"[other]\naws_access_key_id = x\n\n[kv]\naws_access_key_id = {access.access_key}\n"
+        f"aws_secret_access_key = {access.secret_key}\n"
+    )
+    context = TierContext(layout=None, fingerprint=FINGERPRINT, key_id=KEY_ID)
+    common = {"url": f"{access.bucket}/kv", "endpoint": access.endpoint, "allow_http": True}
+    common |= {"region": access.region, "credentials_file": profiles}
+    tier = KIND.open(S3Settings(profile="kv", **common), context)
+    assert tier.write(name_of(1), frame_of(1))
+    tier.close()
+    with pytest.raises(ConfigError, match="no aws_secret_access_key for profile 'other'"):
+        KIND.open(S3Settings(profile="other", **common), context)
+    with pytest.raises(ConfigError, match="no absent for profile 'absent'"):
+        KIND.open(S3Settings(profile="absent", **common), context)
+    with pytest.raises(ConfigError, match="configured secret"):
+        KIND.open(S3Settings(profile="kv", **common), TierContext(layout=None, fingerprint=FINGERPRINT))
+
+
+def test_only_objects_of_another_secret_are_one_warning(gateway, caplog):
+    prefix = fresh_prefix()
+    open_tier(gateway.access, prefix).close()
+    assert not caplog.records
+    open_tier(gateway.access, prefix, key_id=bytes(16)).close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert KEY_ID.hex() in caplog.text
+    open_tier(gateway.access, prefix, key_id=bytes(16)).close()
+    assert len(caplog.records) == 1, "the second start finds its own marker"
+
+
+def test_a_marker_of_another_program_is_refused(gateway):
+    prefix = fresh_prefix()
+    obstore.put(gateway.raw, f"{prefix}/{KEY_ID.hex()}/kvtier", b"something else")
+    with pytest.raises(ConfigError, match="another program uses this prefix"):
+        open_tier(gateway.access, prefix)
+
+
+def test_secrets_and_models_do_not_see_each_other(gateway):
+    prefix = fresh_prefix()
+    settings = [{}, {"key_id": bytes(16)}, {"fingerprint": bytes(32)}]
+    mine, *others = [open_tier(gateway.access, prefix, **each) for each in settings]
+    assert mine.write(name_of(1), frame_of(1))
+    for other in others:
+        assert other.contains([name_of(1)]) == [False]
+        assert list(other.scan()) == []
+    for tier in (mine, *others):
+        tier.close()
+
+
+def _use_in_a_fork(tier, access, answers):
+    for act in (lambda: tier.contains([name_of(1)]), lambda: open_tier(access)):
+        try:
+            act()
+            answers.put("no error")
+        except TierError as error:
+            answers.put(str(error))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_uses_neither_the_tier_nor_the_client(gateway):
+    tier = open_tier(gateway.access, fresh_prefix())
+    fork = multiprocessing.get_context("fork")
+    answers = fork.SimpleQueue()
+    child = fork.Process(target=_use_in_a_fork, args=(tier, gateway.access, answers))
+    child.start()
+    assert "is a fork" in answers.get()
+    assert "is a fork" in answers.get()
+    child.join(10)
+    assert child.exitcode == 0
+    assert tier.contains([name_of(1)]) == [False], "the parent's tier works on"
+    tier.close()
+
+
+def test_attempts_end_in_the_first_half_and_never_repeat_a_refusal():
+    passing = refusal_of(Exception("Server returned non-2xx status code: 503 Slow Down: <Code>SlowDown</Code>"))
+    assert passing == ("HTTP 503 SlowDown", 503, "SlowDown", True)
+    pauses = [Attempts(100.0).pause_s(passing) for _ in range(50)]
+    assert len(set(pauses)) > 40, "drawn at random"
+    assert all(0.05 <= pause <= 0.1 for pause in pauses)
+    assert Attempts(0.0).pause_s(passing) is None
+    refused = refusal_of(Exception("status code: 403 Forbidden: <Code>AccessDenied</Code><AWSAccessKeyId>hunter2<"))
+    assert Attempts(100.0).pause_s(refused) is None
+    assert "hunter2" not in repr(refused)
+    attempts = Attempts(1000.0)
+    assert [attempts.pause_s(passing) is None for _ in range(6)] == [False] * 5 + [True]
+
+
+def test_credentials_are_hidden():
+    assert "hunter2" not in repr(Credentials(PrivateText("hunter2"), PrivateText("hunter2")))
