@@ -408,7 +408,7 @@ class S3Tier:
         if late:
             await asyncio.wait(late, timeout=RELEASE_DEADLINE_S)
         overdue = TierError(self.name, f"cannot {what}: {self.place}: no answer within {deadline_s} s")
-        return [overdue if task in late else task.result() for task in tasks]
+        return [overdue if task in late else await task for task in tasks]
 
     async def _run_one(
         self, what: str, act: Callable[[], Awaitable[_T]], deadline_s: float, limit: asyncio.Semaphore
