@@ -116,6 +116,7 @@ FOREIGN = {
     "ranks": 1,
     "slots": [2, 2],
     "tiers": [],
+    "remote": [],
     "down": [],
 }
 

@@ -90,7 +90,7 @@ def opened(folder, seeds, *, common=("below",), broken=()):
 def opened_by_settings(folder, seeds, *, shared):
     """The same from settings, as an engine's processes open it; the engines."""
     made = config(folder, host_chunks=16)
-    made = replace(made, directory=replace(made.directory, shared=shared))
+    made = replace(made, tiers=tuple(replace(tier, shared=shared) for tier in made.tiers))
     engines = [Engine(64, seed=seed) for seed in seeds]
     ranks = [
         open_rank(made, COPIES[rank], FINGERPRINT, engine.copier(), rank=rank, ranks=2)

@@ -26,6 +26,7 @@ from kvtier.core.limits import TierRules
 from kvtier.core.records import SEVERITY
 from kvtier.errors import ConfigError
 from kvtier.keys.object_names import object_name
+from kvtier.layout import KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime import rank_group as module
 from kvtier.runtime.arena import Arena, slots_for
@@ -62,22 +63,23 @@ class Wrapped:
         return self._copier.scatter(*arguments)
 
 
-def mover_of(rank, engine, tier, broken=(), threads=None):
+def mover_of(rank, engine, tier, broken=(), threads=None, layout=LAYOUT):
     return Mover(
-        layout=LAYOUT.on_rank(rank, 2),
+        layout=layout.on_rank(rank, 2),
         fingerprint=FINGERPRINT,
-        arena=Arena(LAYOUT, (SLOTS, SLOTS)),
+        arena=Arena(layout, (SLOTS,) * len(layout.groups)),
         copier=Wrapped(engine.copier(), broken),
         tiers={"below": tier},
         threads=threads,
     )
 
 
-def session_of(engines, tiers, broken=((), ())):
-    group = RankGroup([mover_of(rank, engine, tiers[rank], broken[rank]) for rank, engine in enumerate(engines)])
+def session_of(engines, tiers, broken=((), ()), remote=(), layout=LAYOUT):
+    movers = [mover_of(rank, engine, tiers[rank], broken[rank], layout=layout) for rank, engine in enumerate(engines)]
+    group = RankGroup(movers, remote)
     cache = Cache(
-        layout=LAYOUT,
-        slots=(SLOTS, SLOTS),
+        layout=layout,
+        slots=(SLOTS,) * len(layout.groups),
         tiers=[TierRules(name="below")],
         evictor=lambda: make_evictor("lru"),
     )
@@ -183,6 +185,30 @@ def test_a_chunk_that_one_rank_lacks_is_no_hit(rank):
     second = session_of(engines_of(11), tiers)
     assert looked_up(second, "b", prefix).tokens == 2 * CHUNK_TOKENS
     second.close()
+
+
+@pytest.mark.parametrize(("rank", "found"), [(0, 2), (1, 4)])
+def test_in_a_remote_tier_a_rank_that_lacks_a_chunk_shortens_the_load(rank, found):
+    history = KvLayout(CHUNK_TOKENS, LAYOUT.groups[:1])
+    tiers = memory_tiers()
+    sources, targets = engines_of(1), engines_of(11)
+    first = session_of(sources, tiers, layout=history)
+    prefix = prefix_of(4)
+    stored(first, "a", prefix, places_of(range(4), (0,)))
+    first.close()
+    tiers[rank].delete(name_on(rank, prefix.keys[2]))
+    second = session_of(targets, tiers, remote={"below"}, layout=history)
+    answer = looked_up(second, "b", prefix)
+    assert answer.tokens == found * CHUNK_TOKENS, "rank 0 answers for both"
+    done = loaded(second, "b", prefix, answer.tokens, places_of(range(found), (0,)))
+    assert done.tokens == 2 * CHUNK_TOKENS
+    for source, target in zip(sources, targets, strict=True):
+        assert target.same(source, places_of(range(2), (0,)))
+    second.release("b")
+    # The next store heals it.
+    assert stored(second, "c", prefix, places_of(range(4), (0,))).held == 4
+    assert second.close().flushed
+    assert tiers[rank].contains([name_on(rank, prefix.keys[2])]) == [True]
 
 
 def test_a_damaged_copy_on_one_rank_is_dropped_on_all():
@@ -335,6 +361,37 @@ def test_a_probe_finds_what_all_ranks_hold(ranks):
     assert group.take()[0].present == (True, False, False, False)
 
 
+def a_probe(number=1, tier="below", objects=2):
+    return Probe(number, tier, ((ChunkKey(bytes(32)), 0),) * objects, float("inf"))
+
+
+def test_in_a_remote_tier_one_rank_probes_for_all(ranks):
+    group = RankGroup(ranks, {"below"})
+    commands = [a_probe(1), a_transfer(2), Cancel((7,)), a_probe(3, "local"), a_probe(4, objects=0)]
+    group.submit(*commands)
+    assert ranks[0].commands == commands
+    assert ranks[1].commands == commands[1:4]
+    ranks[0].answer(present=(True, False))
+    assert [(it.command.id, it.present) for it in group.take()] == [(1, (True, False))]
+
+
+def test_a_remote_tier_is_probed_by_the_rank_that_failed_last(ranks):
+    """Otherwise a tier that one rank cannot reach would be taken for healthy again and again."""
+    group = RankGroup(ranks, {"below"})
+    group.submit(a_transfer(1))
+    ranks[1].answer(outcome=Outcome.FAILED, is_tier_fault=True)
+    ranks[0].answer()
+    (completion,) = group.take()
+    assert completion.outcome is Outcome.FAILED
+    group.submit(a_probe(2, objects=0))
+    assert [len(rank.commands) for rank in ranks] == [0, 1]
+    ranks[1].answer(outcome=Outcome.FAILED)  # no fault of the tier
+    group.submit(a_transfer(3))
+    ranks[0].answer(outcome=Outcome.FAILED, is_tier_fault=True)
+    group.submit(a_probe(4))
+    assert [each.id for each in ranks[0].commands] == [4]
+
+
 def test_a_wake_up_ends_a_wait_and_a_slow_rank_shortens_it(ranks):
     group = RankGroup(ranks)
     waker = threading.Timer(0.02, group.wake)
@@ -453,6 +510,20 @@ def test_ranks_with_other_settings_are_refused(servers):
     servers(0)
     with pytest.raises(ProtocolError, match=r"rank 1 has .* slots .* the same settings"):
         connect(servers(1, host_chunks=80))
+
+
+def test_remote_tiers_are_named_in_the_handshake(servers):
+    executor = connect([handshake | {"remote": ["directory"]} for handshake in servers(0, 1)]).executor
+    executor.submit(a_probe(1, "directory"))
+    executor.submit(a_probe(2, "directory"))
+    assert len(executor.take(DEADLINE_S)) >= 1
+    assert executor._asked == {"directory": 0}
+
+
+def test_ranks_that_disagree_on_remote_tiers_are_refused(servers):
+    first, second = servers(0, 1)
+    with pytest.raises(ProtocolError, match="the same settings"):
+        connect([first, second | {"remote": ["directory"]}])
 
 
 def test_a_rank_is_taken_once(servers):

@@ -41,6 +41,8 @@ class Rank:
     mover: Mover
     tiers: tuple[str, ...]
     """Names of the tiers. Only the mover's threads call the tiers."""
+    remote: tuple[str, ...]
+    """Names of tiers that one rank probes for all (`RankGroup`)."""
     down: tuple[str, ...]
     """Names of tiers that are not open yet."""
     close_tiers: Callable[[float], None]
@@ -118,7 +120,8 @@ def open_rank(
         close_tiers(tiers, 5.0)
         raise
     down = tuple(name for name, tier in tiers.items() if isinstance(tier, DeferredTier) and not tier.is_open)
-    return Rank(rank, ranks, slots, mover, tuple(tiers), down, partial(close_tiers, tiers), arena)
+    remote = tuple(it.name for it in config.tiers if kind_of(it).is_remote or kind_of(it).is_shared(it))
+    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, partial(close_tiers, tiers), arena)
 
 
 def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,19 +13,23 @@ from kvtier.runtime.executor import Completion, TierView, Work
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.remote_rank import RETRY_S, RemoteRank
-from kvtier.types import Cancel, Command, Outcome
+from kvtier.types import Cancel, Command, Outcome, Probe
 
 
 class RankGroup:
     """An `Executor` over all ranks of one engine. The worst outcome of a rank is the outcome of the command.
 
+    In a remote tier one rank probes for all, by its own names, because the ranks wrote theirs together. The answer is a
+    hint: where another rank lacks an object, its promotion finds that out and the load is shorter.
+
     Args:
         ranks: their completions go to the group from now on.
+        remote: names of the remote tiers.
 
     `take` and `close` are for one owner thread, the other methods for any.
     """
 
-    def __init__(self, ranks: Sequence[Mover | RemoteRank]) -> None:
+    def __init__(self, ranks: Sequence[Mover | RemoteRank], remote: Collection[str] = ()) -> None:
         if not ranks:
             raise ValueError("a rank group needs at least one rank")
         self._ranks = tuple(ranks)
@@ -32,8 +37,11 @@ class RankGroup:
         self._lock = threading.Lock()
         self._open: dict[int, _PendingCommand] = {}
         """Open commands by object identity, because a drop has no id."""
-        for rank in self._ranks:
-            rank.complete_to(self._answered)
+        self._asked = dict.fromkeys(remote, 0)
+        """Position of the rank that probes each remote tier: the one whose call failed last. So a tier that one rank
+        cannot reach is not taken for healthy."""
+        for position, rank in enumerate(self._ranks):
+            rank.complete_to(partial(self._answered, position))
 
     @property
     def lost(self) -> str:
@@ -42,12 +50,19 @@ class RankGroup:
 
     def submit(self, *commands: Command) -> None:
         """See `Executor`."""
+        asked: dict[int, int] = {}
         with self._lock:
             for command in commands:
-                if not isinstance(command, Cancel):
-                    self._open[id(command)] = _PendingCommand(command, len(self._ranks))
-        for rank in self._ranks:
-            rank.submit(*commands)
+                if isinstance(command, Cancel):
+                    continue
+                is_of_one = isinstance(command, Probe) and command.tier in self._asked
+                if is_of_one:
+                    asked[id(command)] = self._asked[command.tier]
+                self._open[id(command)] = _PendingCommand(command, 1 if is_of_one else len(self._ranks))
+        for position, rank in enumerate(self._ranks):
+            mine = [each for each in commands if asked.get(id(each), position) == position] if asked else commands
+            if mine:
+                rank.submit(*mine)
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
         """See `Executor`. Returns early, perhaps with nothing, while a rank reads slowly."""
@@ -99,9 +114,11 @@ class RankGroup:
             closer.join(max(0.0, until_s - time.monotonic()))
         return all(results)
 
-    def _answered(self, completion: Completion) -> None:
+    def _answered(self, position: int, completion: Completion) -> None:
         """Take one rank's completion, in any thread."""
         with self._lock:
+            if completion.is_tier_fault and completion.command.tier in self._asked:
+                self._asked[completion.command.tier] = position
             waiting = self._open[id(completion.command)]
             together = completion if waiting.completion is None else merged(waiting.completion, completion)
             # An exception up to here means that the completion was not taken.

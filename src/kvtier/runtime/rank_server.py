@@ -116,6 +116,7 @@ class RankServer:
             "ranks": rank.ranks,
             "slots": list(rank.slots),
             "tiers": list(rank.tiers),
+            "remote": list(rank.remote),
             "down": list(rank.down),
         }
 
@@ -314,6 +315,7 @@ class _Handshake(NamedTuple):
     ranks: int
     slots: tuple[int, ...]
     tiers: tuple[str, ...]
+    remote: tuple[str, ...]
 
 
 def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *, hung_s: float = HUNG_S) -> OpenRanks:
@@ -350,7 +352,9 @@ def connect(handshakes: Sequence[Mapping[str, Any]], deadline_s: float = 30.0, *
         raise
     down = frozenset[str]().union(*(peer.down for peer in peers))
     views = ranks[0].views if len(ranks) == 1 and isinstance(ranks[0], Mover) else {}
-    return OpenRanks(ranks[0] if len(ranks) == 1 else RankGroup(ranks), peers[0].slots, peers[0].tiers, down, views)
+    return OpenRanks(
+        ranks[0] if len(ranks) == 1 else RankGroup(ranks, peers[0].remote), peers[0].slots, peers[0].tiers, down, views
+    )
 
 
 def _read(handshake: Mapping[str, Any]) -> _Handshake:
@@ -364,6 +368,7 @@ def _read(handshake: Mapping[str, Any]) -> _Handshake:
             int(handshake["ranks"]),
             tuple(map(int, handshake["slots"])),
             tuple(map(str, handshake["tiers"])),
+            tuple(map(str, handshake["remote"])),
         )
     except (KeyError, TypeError, ValueError) as error:
         # Without the values, because one is the key.
