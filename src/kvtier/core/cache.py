@@ -214,8 +214,11 @@ class Cache:
 
     @property
     def pending_count(self) -> int:
-        """Objects with pending writes, and objects that wait to be relayed."""
-        relays = sum(len(tier_state.relays) for tier_state in self._tiers)
+        """Objects with pending writes, and objects that wait to be relayed from and to tiers that are up."""
+        relays = 0
+        for tier_state in self._tiers:
+            if tier_state.relays and tier_state.breakers[Link.DEMOTE].is_up():
+                relays += sum(self.is_up(source) for _, source in tier_state.relays.values())
         return len(self.host.pending_objects()) + len(self.host.relayed) + relays
 
     @property
