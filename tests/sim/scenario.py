@@ -166,7 +166,7 @@ def _with_hierarchy(scenario: Scenario, dice: Random) -> Scenario:
                 failures=dice.randint(1, 4),
             )
         )
-        slower = dice.choice((10, 30) if is_slow else (1, 3, 10)) ** number
+        slower = dice.choice((10, 30) if is_slow else (1, 3, 10)) if number else 1
         tier_s.append((low * slower, high * slower))
     more = dice.choice((0, 3, 6, 16))
     return replace(
