@@ -129,7 +129,7 @@ class DirectoryTier:
             )
             try:
                 self._load(open_deadline_s)
-                self._direct_io = self._choose_direct(direct_io)
+                self._direct_io = choose_direct(name, self._paths.temp_files, direct_io)
                 self._byte_cap.shrink()
             except BaseException:
                 self._release()
@@ -277,18 +277,6 @@ class DirectoryTier:
                 self._paths.snapshot,
             )
 
-    def _choose_direct(self, direct_io: DirectIo) -> bool:
-        if direct_io == "off":
-            return False
-        with directory_at(self._paths.temp_files) as drafts:
-            is_possible = can_direct(".", drafts)
-        if direct_io == "on" and not is_possible:
-            raise ConfigError(
-                f"tier {self.name!r}: direct_io is 'on', but the file system of {str(self.root)!r} has no direct I/O; "
-                "allowed there: 'auto', 'off'"
-            )
-        return is_possible
-
     def _on_replaced(self) -> None:
         """The directory was replaced: lock the new marker and the owner's lock file there."""
         self._store_lock.reacquire(self._lock_deadline_s)
@@ -350,6 +338,25 @@ class DirectoryTier:
         self._store_lock.release()
         self._temp_files.detach()
         self._cap_file.close()
+
+
+def choose_direct(tier: str, directory: str, direct_io: DirectIo) -> bool:
+    """Whether the tier uses direct I/O in `directory`, which is tried out.
+
+    Raises:
+        ConfigError: it is "on" and impossible.
+        OSError: the directory cannot be written.
+    """
+    if direct_io == "off":
+        return False
+    with directory_at(directory) as place:
+        is_possible = can_direct(".", place)
+    if direct_io == "on" and not is_possible:
+        raise ConfigError(
+            f"tier {tier!r}: direct_io is 'on', but the file system of {directory!r} has no direct I/O; "
+            "allowed there: 'auto', 'off'"
+        )
+    return is_possible
 
 
 @contextmanager

@@ -35,18 +35,18 @@ class Found(NamedTuple):
 
 
 class Paths:
-    """The paths of the store at `root`, and access to its objects' files.
+    """The paths of the store at `root`, and access to its objects' files below its directory `objects`.
 
     Each operation opens the object's directory again, so a replaced one is noticed, and no link is followed.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, objects: str = "objects") -> None:
         self.root = root
         self.marker = os.path.join(root, MARKER_NAME)
         self.cap_file = os.path.join(root, "ledger")
         self.snapshot = os.path.join(root, "index")
         self.temp_files = os.path.join(root, "drafts")
-        self.objects = os.path.join(root, "objects")
+        self.objects = os.path.join(root, objects)
 
     def object(self, name: bytes) -> str:
         """Path of the object `name`, for messages."""

@@ -1,0 +1,181 @@
+"""Claims of a shared directory: each writer declares the bytes that it may have written, without a lock.
+
+A claim file holds two counts of one writer (one open store), both since it was opened: `written`, bytes of finished
+writes, and `claimed`, the most that it may have written. A sweep walks the store and records the bytes that it found,
+with `written` of every claim as it was before the walk. So at any time the store holds at most
+
+    bytes of the record + sum over claims of (claimed - written at the record)
+
+A writer raises its claim first and then adds up all claims. Of two writers that do this at once, at least one sees the
+other's claim, so a coherent file system keeps the cap at every moment. Where attributes are cached, the cap is exceeded
+by at most what is claimed within the caching time.
+"""
+
+# Plain strings: paths below the root are single components.
+# ruff: noqa: PTH118, PTH208
+
+import errno
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+import xxhash
+
+from kvtier.tier.safe_open import MISSING, directory_at, make_directory, open_file, read_file, write_file
+
+CLAIMS = "usage"
+"""The directory of claims and of the sweep's record, in the root."""
+
+RECORD_NAME = "sweep"
+_OWNER_DIGITS = 16
+_OWNER = re.compile(r"[0-9a-f]{16}")
+_DRAFT = re.compile(r"draft_[0-9a-f]{16}_[0-9]{1,20}")
+_BYTES_MAX = 1 << 20
+"""Longest record or claim that is read: some 20,000 writers."""
+_GONE = MISSING | {errno.ESTALE}
+
+
+class Claim(NamedTuple):
+    """The counts of one writer."""
+
+    written: int
+    claimed: int
+    mtime_ns: int
+    """When the file system took the claim."""
+
+
+class SweepRecord(NamedTuple):
+    """What a sweep left."""
+
+    used_bytes: int
+    written: Mapping[str, int]
+    """`Claim.written` of each owner before the walk."""
+    mtime_ns: int
+
+
+class Usage(NamedTuple):
+    """All that writers and sweeps have declared."""
+
+    record: SweepRecord | None
+    claims: Mapping[str, Claim]
+
+    def bound(self, owner: str = "", claimed: int = 0) -> int | None:
+        """Most bytes that the store may hold, with `claimed` bytes in the claim of `owner`; None without a record."""
+        if self.record is None:
+            return None
+        totals = {name: claim.claimed for name, claim in self.claims.items()}
+        if owner:
+            totals[owner] = max(claimed, totals.get(owner, 0))
+        counted = self.record.written
+        return self.record.used_bytes + sum(max(0, total - counted.get(name, 0)) for name, total in totals.items())
+
+
+class Claims:
+    """The directory of claims below the root `root`, and the claim of one writer. Not thread-safe."""
+
+    def __init__(self, root: str) -> None:
+        self._path = os.path.join(root, CLAIMS)
+        self.owner = os.urandom(_OWNER_DIGITS // 2).hex()
+        """16 hexadecimal digits, unique to this open store."""
+        self._drafts = 0
+
+    def declare(self, written: int, claimed: int) -> int:
+        """Replace this writer's claim. Returns its mtime, the time by the store's clock in nanoseconds.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._write(self.owner, {"written": written, "claimed": claimed})
+        with directory_at(self._path) as directory:
+            descriptor, status = open_file(self.owner, os.O_RDONLY, directory)
+            os.close(descriptor)  # opening for reading gives up the exclusive use of a file, as `publish` explains
+            return status.st_mtime_ns
+
+    def usage(self) -> Usage:
+        """All claims and the record of the last sweep. Damaged and vanished ones are left out.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        claims: dict[str, Claim] = {}
+        with directory_at(self._path, is_listed=True) as directory:
+            for name in filter(_OWNER.fullmatch, os.listdir(directory)):
+                found = _content(name, directory)
+                if found is not None and _are_counts(found[0], "written", "claimed"):
+                    claims[name] = Claim(found[0]["written"], found[0]["claimed"], found[1])
+            found = _content(RECORD_NAME, directory)
+        record = None
+        if found is not None and _are_counts(found[0], "used_bytes"):
+            counts: Any = found[0].get("written")
+            if isinstance(counts, dict):
+                record = SweepRecord(found[0]["used_bytes"], _counts(cast("dict[str, Any]", counts)), found[1])
+        return Usage(record, claims)
+
+    def record(self, used_bytes: int, before: Usage, expired_ns: int) -> None:
+        """Record a sweep that found `used_bytes`, and remove claims and drafts that are not newer than `expired_ns`.
+
+        Args:
+            used_bytes: of the store after the sweep.
+            before: the claims as they were before its walk.
+            expired_ns: by the store's clock.
+
+        Raises:
+            OSError: the record cannot be written.
+        """
+        gone = {name for name, claim in before.claims.items() if claim.mtime_ns <= expired_ns} - {self.owner}
+        kept = {name: claim.written for name, claim in before.claims.items() if name not in gone}
+        self._write(RECORD_NAME, {"used_bytes": used_bytes, "written": kept})
+        with directory_at(self._path, is_listed=True) as directory:
+            for name in os.listdir(directory):
+                if name in gone or (_DRAFT.fullmatch(name) and _is_old(name, directory, expired_ns)):
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=directory)
+
+    def _write(self, name: str, fields: dict[str, Any]) -> None:
+        body = json.dumps(fields, sort_keys=True)
+        content = json.dumps(fields | {"checksum": _checksum(body)}).encode()
+        self._drafts += 1
+        draft = f"draft_{self.owner}_{self._drafts}"
+        make_directory(self._path, replace=True)
+        with directory_at(self._path) as directory:
+            write_file(name, draft, content, directory)
+
+
+def _content(name: str, directory: int) -> tuple[dict[str, Any], int] | None:
+    """Fields and mtime of a claim or record; None when it is damaged or gone."""
+    try:
+        status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        fields: Any = json.loads(read_file(name, _BYTES_MAX, directory))
+    except OSError as error:
+        if error.errno not in _GONE | {errno.EFBIG}:
+            raise
+        return None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    known = cast("dict[str, Any]", fields)
+    checksum = known.pop("checksum", None)
+    return (known, status.st_mtime_ns) if checksum == _checksum(json.dumps(known, sort_keys=True)) else None
+
+
+def _are_counts(fields: Mapping[str, Any], *keys: str) -> bool:
+    return all(type(fields.get(key)) is int and fields[key] >= 0 for key in keys)
+
+
+def _counts(fields: Mapping[str, Any]) -> dict[str, int]:
+    return {name: count for name, count in fields.items() if type(count) is int}
+
+
+def _checksum(body: str) -> str:
+    return f"{xxhash.xxh3_64_intdigest(body.encode()):016x}"
+
+
+def _is_old(name: str, directory: int, expired_ns: int) -> bool:
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime_ns <= expired_ns
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,330 @@
+"""One file per object in a directory that many nodes share, on a network file system. No operation takes a lock.
+
+root/kvtier-store.json                       marker, of another version than a store of one machine
+root/usage/                                  claims and the record of the last sweep, see `shared_claims`
+root/<key id>/<fingerprint>/<2 hex>/<64 hex> one object; temporary files lie in the same directory
+
+An object is written under a temporary name, synced and renamed. So a reader sees a whole object or none; frame
+verification makes anything else a miss.
+"""
+
+# Descriptors: this code runs once per object.
+# ruff: noqa: PTH100, PTH208
+
+import errno
+import itertools
+import logging
+import os
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.layout import ALIGNMENT
+from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.direct import forget_cached, is_aligned, read_part, write_all
+from kvtier.tier.directory import DirectIo, choose_direct
+from kvtier.tier.directory_marker import SHARED_VERSION, UnknownStoreError, open_store
+from kvtier.tier.effective_cap import EffectiveCap, is_full_error, with_cause
+from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.safe_open import MISSING, check_private, directory_at, make_directory, open_file, set_aside
+from kvtier.tier.shared_cap import TAKE_WAIT_S, SharedCap
+from kvtier.tier.shared_sweep import ID
+from kvtier.tier.store_paths import NAME_BYTES, Paths, charge_bytes, stat_in, walk
+from kvtier.tier.store_root import opening
+from kvtier.types import ObjectName
+
+logger = logging.getLogger(__name__)
+
+ALLOWED = "an empty or missing directory, or the root of a shared store"
+CLOSE_DEADLINE_S = 10.0
+_ID_BYTES = 16
+_VANISHED = MISSING | {errno.ESTALE}
+"""errno values of a file that another node has removed or replaced."""
+
+
+class SharedDirectoryTier:
+    """Frames as files below `root`, written by any number of nodes.
+
+    Args:
+        root: the directory, the same for all nodes; created when missing. One with foreign files is refused.
+        key_id: 16 bytes that identify the secret, `keys.secret.key_id`.
+        fingerprint: `Fingerprint.digest`; its first 16 bytes name a directory.
+        capacity_bytes: cap for the objects of all key ids and fingerprints and for temporary files, each rounded up to
+            4 KiB. With different caps on different nodes the lowest one holds. See `shared_claims` for its exactness.
+        name: the tier's name in metrics and errors.
+        direct_io: "auto" uses direct I/O where the file system supports it, "on" requires it, "off" disables it.
+        wait_s: how long a write waits for room before it is dropped.
+
+    Raises:
+        ConfigError: a setting is invalid, or `root` cannot be used.
+        TierError: the storage failed while it was opened.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        key_id: bytes,
+        fingerprint: bytes,
+        capacity_bytes: int,
+        name: str = "shared_directory",
+        direct_io: DirectIo = "auto",
+        wait_s: float = TAKE_WAIT_S,
+    ) -> None:
+        if capacity_bytes < ALIGNMENT:
+            raise ConfigError(f"tier {name!r}: capacity_bytes must be at least {ALIGNMENT}, got {capacity_bytes}")
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.root = Path(os.path.abspath(root))
+        key, model = key_id[:_ID_BYTES].hex(), fingerprint[:_ID_BYTES].hex()
+        self._key_directory = str(self.root / key)
+        self._paths = Paths(str(self.root), f"{key}/{model}")
+        self._guard = OperationGuard(name)
+        self._effective_cap = EffectiveCap(name, capacity_bytes)
+        self._owner = os.urandom(8).hex()
+        self._numbers = itertools.count()
+        with opening(name, self.root, ALLOWED):
+            try:
+                if self.root.exists():
+                    check_private(name, self.root)
+                self.marker = open_store(self.root, SHARED_VERSION)
+            except UnknownStoreError as error:
+                raise TierError(name, str(error)) from error
+            _warn_local(name, self.root)
+            _warn_foreign(name, self.root, key)
+            make_directory(self._key_directory, replace=True)
+            make_directory(self._paths.objects, replace=True)
+            self._direct_io = choose_direct(name, self._paths.objects, direct_io)
+        self._cap = SharedCap(str(self.root), name, self._effective_cap, capacity_bytes, self._touch, wait_s)
+
+    @property
+    def used_bytes(self) -> int:
+        """Most bytes that the store held when this node last counted, of all nodes."""
+        return self._cap.used_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The cap now: below `capacity_bytes` after a write found the file system full."""
+        return self._effective_cap.now_bytes
+
+    @property
+    def evictions(self) -> int:
+        """Objects evicted by this process since it opened the store."""
+        return self._cap.evictions
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether direct I/O is used for aligned buffers."""
+        return self._direct_io
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether its file exists: one round trip each.
+
+        Raises:
+            TierError: the file system fails, or the store's marker is gone.
+        """
+        with self._operation("look for objects"):
+            os.lstat(self._paths.marker)
+            there = {name for name, status in self._paths.stat_objects(names) if status.st_size > 0}
+            return [name in there for name in names]
+
+    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+        """Read the frame from `offset` into `into`; None when absent, also when it vanishes meanwhile."""
+        with self._operation("read", name):
+            if offset < 0:
+                raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
+            view = into.cast("B")
+            is_direct = self._direct_io and is_aligned(view, offset)
+            fan = self._paths.open_fan(name)
+            if fan is None:
+                return None
+            try:
+                return self._read_in(fan, name, view, offset, is_direct=is_direct)
+            except OSError as error:
+                if not self._is_gone(error, fan, name):
+                    raise
+                return None
+            finally:
+                os.close(fan)
+
+    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - age decides
+        """Store `frame` under `name`. True when the name exists now.
+
+        False when the frame is larger than the cap, or when no room was found in time.
+        """
+        with self._operation("write", name):
+            charge = charge_bytes(frame.nbytes)
+            if charge > self.capacity_bytes:
+                return False
+            there = self._paths.stat_object(name)
+            if there is not None and there.st_size > 0:
+                self._cap.used(name, there.st_mtime_ns)
+                return True
+            if not self._cap.take(charge):
+                return False
+            try:
+                return self._publish(name, frame.cast("B"))
+            except OSError as error:
+                if is_full_error(error):
+                    self._effective_cap.record_full(max(0, self._cap.used_bytes - charge), error)
+                raise
+            finally:
+                self._cap.finish(charge)
+
+    def delete(self, name: ObjectName) -> None:
+        """Delete `name` and its file. Its bytes count until the next sweep."""
+        with self._operation("delete", name):
+            fan = self._paths.open_fan(name)
+            if fan is None:
+                return
+            try:
+                os.unlink(name.hex(), dir_fd=fan)
+            except OSError as error:
+                if error.errno not in _VANISHED:
+                    raise
+            finally:
+                os.close(fan)
+
+    def scan(self) -> Iterator[tuple[ObjectName, int]]:
+        """Every (name, frame bytes) of this key id and fingerprint, of all nodes."""
+        with self._operation("scan"):
+            return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths.objects)])
+
+    def sweep(self) -> None:
+        """Sweep the store now, for tests and tools; usually the keeper thread does, when it is due."""
+        with self._operation("sweep"):
+            self._cap.sweep()
+
+    def close(self) -> None:
+        """Wait for running operations, give back the claim and end the keeper thread. Idempotent."""
+        if not self._guard.close():
+            return
+        if not self._guard.wait_empty(CLOSE_DEADLINE_S):
+            logger.warning(
+                "tier %s: closed while an operation was still running after %s s", self.name, CLOSE_DEADLINE_S
+            )
+        self._cap.close()
+
+    def _read_in(self, fan: int, name: ObjectName, view: memoryview, offset: int, *, is_direct: bool) -> int | None:
+        descriptor, status = open_file(name.hex(), os.O_RDONLY | (os.O_DIRECT if is_direct else 0), fan)
+        try:
+            count = read_part(descriptor, view, offset)
+            if count < view.nbytes and os.fstat(descriptor).st_size > offset + count:  # the cached size was too small
+                count += read_part(descriptor, view[count:], offset + count)
+            if not is_direct:
+                forget_cached(descriptor, offset, count)
+        finally:
+            os.close(descriptor)
+        if status.st_size == 0 and count == 0:
+            return None  # its writer's machine failed before the bytes arrived
+        self._cap.used(name, status.st_mtime_ns)
+        return count
+
+    def _is_gone(self, error: OSError, fan: int, name: ObjectName) -> bool:
+        """Whether `error` came from a file that another node removed, and not from the storage.
+
+        Raises:
+            OSError: the store is gone.
+        """
+        if error.errno == errno.EIO:  # some file systems answer so for the bytes of a removed file
+            return stat_in(fan, name) is None
+        if error.errno == errno.ESTALE:
+            os.lstat(self._paths.marker)
+        return error.errno in _VANISHED
+
+    def _publish(self, name: ObjectName, frame: memoryview) -> bool:
+        """Write the object's file. False when a sweep took the temporary file for a dead writer's."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if self._direct_io and is_aligned(frame, 0) else 0)
+        draft, spelled = f"draft_{self._owner}_{next(self._numbers)}", name.hex()
+        with self._fan(name) as fan:
+            descriptor, _ = open_file(draft, flags, fan)
+            try:
+                try:
+                    write_all(descriptor, frame)
+                    # Else a reader elsewhere waits until this node has sent the bytes, for ever if it is gone.
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                _rename(draft, spelled, fan)
+            except FileNotFoundError:
+                return False
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(draft, dir_fd=fan)
+                raise
+            # CephFS lets a writer keep exclusive use of its closed file, and its readers then need an answer of the
+            # writer's node, which may be gone. Opening it for reading makes the use shared.
+            with suppress(OSError):
+                os.close(open_file(spelled, os.O_RDONLY, fan)[0])
+        return True
+
+    @contextmanager
+    def _fan(self, name: ObjectName) -> Generator[int]:
+        """A descriptor of the object's directory, which is created when it is missing."""
+        try:
+            manager = self._paths.fan(name)
+            fan = manager.__enter__()
+        except FileNotFoundError:
+            os.lstat(self._paths.marker)
+            make_directory(self._key_directory, replace=True)  # purged since the store was opened
+            manager = self._paths.fan(name)
+            fan = manager.__enter__()
+        try:
+            yield fan
+        finally:
+            manager.__exit__(None, None, None)
+
+    def _touch(self, name: ObjectName) -> None:
+        fan = self._paths.open_fan(name)
+        if fan is None:
+            return
+        try:
+            os.utime(name.hex(), dir_fd=fan, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _VANISHED:
+                raise
+        finally:
+            os.close(fan)
+
+    @contextmanager
+    def _operation(self, what: str, name: ObjectName | None = None) -> Generator[None]:
+        with self._guard:
+            if name is not None and len(name) != NAME_BYTES:
+                raise TierError(self.name, f"an object's name has {NAME_BYTES} bytes, not {len(name)}")
+            try:
+                yield
+            except OSError as error:
+                subject = "" if name is None else f" object {name.hex()[:12]}"
+                raise TierError(self.name, f"cannot {what}{subject}: {with_cause(error)}") from error
+
+
+def _rename(draft: str, name: str, fan: int) -> None:
+    try:
+        os.rename(draft, name, src_dir_fd=fan, dst_dir_fd=fan)
+    except IsADirectoryError:
+        set_aside(name, fan)
+        os.rename(draft, name, src_dir_fd=fan, dst_dir_fd=fan)
+
+
+def _warn_local(tier: str, root: Path) -> None:
+    if os.major(root.stat().st_dev):  # network file systems have no device
+        logger.warning(
+            "tier %s: %s is on a drive of this machine: other nodes do not see what is stored there; is it mounted?",
+            tier,
+            root,
+        )
+
+
+def _warn_foreign(tier: str, root: Path, key: str) -> None:
+    """Warn when the store has objects of other secrets only: the secret is probably not the one of the other nodes."""
+    with directory_at(str(root), is_listed=True) as directory:
+        keys = {name for name in os.listdir(directory) if ID.fullmatch(name)}
+    if keys and key not in keys:
+        logger.warning(
+            "tier %s: %s has objects of %d other secrets and none of this one: nodes share objects only when their "
+            "secrets are equal",
+            tier,
+            root,
+            len(keys),
+        )
