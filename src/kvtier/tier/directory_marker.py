@@ -136,10 +136,9 @@ def _parse(path: Path, content: bytes, expected: int) -> Marker:
     if type(version) is not int or checksum not in {None, _checksum(version, str(store_id), str(created))}:
         raise _damaged(path, "its checksum does not match")
     if version != expected:
-        kind = _KINDS.get(version)
-        hint = f" (a store of the kind {kind})" if kind else ""
+        hint = f" ({version} is of the kind {_KINDS[version]})" if version in _KINDS else ""
         raise UnknownStoreError(
-            f"{path} has store version {version}{hint}; known here: {expected}; nothing was changed"
+            f"{path} has store version {version}; known here: {expected}{hint}; nothing was changed"
         )
     if not _STORE_ID.fullmatch(str(store_id)):
         raise _damaged(path, f"its store_id is {store_id!r}")

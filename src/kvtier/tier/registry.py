@@ -27,6 +27,7 @@ _BUILT_IN: dict[str, str] = {
     "directory": "kvtier.tier.directory_kind",
     "disk": "kvtier.tier.disk_kind",
     "s3": "kvtier.tier.s3",
+    "shared_directory": "kvtier.tier.shared_directory_kind",
 }
 """Module of each kind."""
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import xxhash
 
+from kvtier.tier.directory_marker import MARKER_NAME
 from kvtier.tier.safe_open import MISSING, directory_at, make_directory, open_file, read_file, write_file
 
 CLAIMS = "usage"
@@ -78,6 +79,7 @@ class Claims:
 
     def __init__(self, root: str) -> None:
         self._path = os.path.join(root, CLAIMS)
+        self._marker = os.path.join(root, MARKER_NAME)
         self.owner = os.urandom(_OWNER_DIGITS // 2).hex()
         """16 hexadecimal digits, unique to this open store."""
         self._drafts = 0
@@ -139,6 +141,7 @@ class Claims:
         content = json.dumps(fields | {"checksum": _checksum(body)}).encode()
         self._drafts += 1
         draft = f"draft_{self.owner}_{self._drafts}"
+        os.lstat(self._marker)  # without its file system, the path leads to this machine's drive
         make_directory(self._path, replace=True)
         with directory_at(self._path) as directory:
             write_file(name, draft, content, directory)

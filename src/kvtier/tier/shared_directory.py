@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import ALIGNMENT
-from kvtier.tier.base import UNKNOWN, About
+from kvtier.tier.base import UNKNOWN, About, Figures
 from kvtier.tier.direct import forget_cached, is_aligned, read_part, write_all
 from kvtier.tier.directory import DirectIo, choose_direct
 from kvtier.tier.directory_marker import SHARED_VERSION, UnknownStoreError, open_store
@@ -91,7 +91,12 @@ class SharedDirectoryTier:
                 self.marker = open_store(self.root, SHARED_VERSION)
             except UnknownStoreError as error:
                 raise TierError(name, str(error)) from error
-            _warn_local(name, self.root)
+            if is_on_drive(self.root):
+                logger.warning(
+                    "tier %s: %s is on a drive of this machine, which other nodes do not see; is it mounted?",
+                    name,
+                    self.root,
+                )
             _warn_foreign(name, self.root, key)
             make_directory(self._key_directory, replace=True)
             make_directory(self._paths.objects, replace=True)
@@ -117,6 +122,10 @@ class SharedDirectoryTier:
     def direct_io(self) -> bool:
         """Whether direct I/O is used for aligned buffers."""
         return self._direct_io
+
+    def figures(self) -> Figures:
+        """See `Tier`."""
+        return Figures(self.used_bytes, self.limit_bytes, self.evictions, direct_io=self.direct_io)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether its file exists: one round trip each.
@@ -307,13 +316,9 @@ def _rename(draft: str, name: str, fan: int) -> None:
         os.rename(draft, name, src_dir_fd=fan, dst_dir_fd=fan)
 
 
-def _warn_local(tier: str, root: Path) -> None:
-    if os.major(root.stat().st_dev):  # network file systems have no device
-        logger.warning(
-            "tier %s: %s is on a drive of this machine: other nodes do not see what is stored there; is it mounted?",
-            tier,
-            root,
-        )
+def is_on_drive(path: Path) -> bool:
+    """Whether `path` is on a drive of this machine: network file systems have no device."""
+    return os.major(path.stat().st_dev) != 0
 
 
 def _warn_foreign(tier: str, root: Path, key: str) -> None:

@@ -1,0 +1,99 @@
+"""The kind `shared_directory`: its settings, checks and how it opens."""
+# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from kvtier.config.schema import needed, setting
+from kvtier.config.value_types import Choice, Location, Size
+from kvtier.errors import ConfigError
+from kvtier.tier.directory_marker import SHARED_VERSION, DamagedMarkerError, read_marker, refuse_foreign
+from kvtier.tier.machine import nearest_existing, path_problem, space_problems
+from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
+from kvtier.tier.safe_open import refuse_public
+from kvtier.tier.shared_directory import SharedDirectoryTier, is_on_drive
+
+_TRIAL_ID = bytes(16)
+TRIAL_WAIT_S = 60.0
+"""Longer than in an engine, so that a busy machine gives a slow measurement instead of none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedDirectorySettings(TierSettings):
+    """The shared directory tier: a file per object, on a network file system that several nodes mount."""
+
+    kind: ClassVar[str] = "shared_directory"
+
+    path: Path = needed(Location(is_needed=True), "Directory of the store, the same for all nodes.")
+    capacity_bytes: int = setting(2**40, Size(2**20), "Maximum bytes of the store, of all nodes and models together.")
+    direct_io: Literal["auto", "on", "off"] = setting(
+        "auto", Choice(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
+    )
+
+
+def _open(settings: SharedDirectorySettings, context: TierContext) -> SharedDirectoryTier:
+    if context.key_id is None:
+        raise ConfigError(f"{settings.label} is shared by several nodes and needs a secret: set store.secret_file")
+    return SharedDirectoryTier(
+        settings.path,
+        key_id=context.key_id,
+        fingerprint=context.fingerprint,
+        name=settings.name,
+        capacity_bytes=settings.capacity_bytes,
+        direct_io=settings.direct_io,
+    )
+
+
+def _open_trial(
+    settings: SharedDirectorySettings, place: Path, capacity_bytes: int, _object_bytes: int
+) -> SharedDirectoryTier:
+    return SharedDirectoryTier(
+        place,
+        key_id=_TRIAL_ID,
+        fingerprint=_TRIAL_ID,
+        name=settings.name,
+        # Sweeps leave a part of the cap free.
+        capacity_bytes=2 * capacity_bytes,
+        direct_io=settings.direct_io,
+        wait_s=TRIAL_WAIT_S,
+    )
+
+
+def _check(settings: SharedDirectorySettings) -> Iterator[Problem]:
+    path = settings.path
+    nearest = nearest_existing(path)
+    problem = path_problem(path, nearest)
+    if problem is not None:
+        yield Problem("error", "path", problem)
+        return
+    try:
+        if nearest == path:
+            refuse_public(path)
+        is_store = nearest == path and read_marker(path, SHARED_VERSION) is not None
+        if not is_store:
+            refuse_foreign(path)
+    except DamagedMarkerError as error:
+        yield Problem("warning", "path", f"{error}; {error.WHAT_NEXT}")
+        return
+    except ConfigError as error:
+        yield Problem("error", "path", str(error))
+        return
+    if is_on_drive(nearest):
+        yield Problem("warning", "path", f"{nearest} is on a drive of this machine: is the file system mounted?")
+    yield from space_problems(settings.capacity_bytes, nearest, is_store=is_store)
+
+
+KIND = TierKind(
+    name="shared_directory",
+    help="A file per object in a directory that several nodes share.",
+    settings=SharedDirectorySettings,
+    where="path",
+    open=_open,
+    is_remote=True,
+    is_shared=lambda _settings: True,
+    check=_check,
+    folder=lambda settings: settings.path,
+    open_trial=_open_trial,
+)

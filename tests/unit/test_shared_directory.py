@@ -1,0 +1,243 @@
+"""The shared directory tier on a local drive, with several open stores as nodes. `tests/shared` has real nodes."""
+
+import json
+import logging
+import os
+import threading
+import time
+
+import pytest
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.testing.tier import BLOCK_BYTES, empty_frame, frame_of, object_name
+from kvtier.tier import registry, shared_sweep
+from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.registry import TierContext
+from kvtier.tier.shared_claims import Claim, Claims, SweepRecord, Usage
+from kvtier.tier.shared_directory import SharedDirectoryTier
+
+KEY, MODEL = b"k" * 16, b"f" * 32
+DEADLINE_S = 30.0
+MIB = 1 << 20
+
+
+@pytest.fixture
+def node(tmp_path):
+    tiers = []
+
+    def make(capacity_bytes=64 * MIB, *, key_id=KEY, fingerprint=MODEL, wait_s=DEADLINE_S):
+        tiers.append(
+            SharedDirectoryTier(
+                tmp_path / "s", key_id=key_id, fingerprint=fingerprint, capacity_bytes=capacity_bytes, wait_s=wait_s
+            )
+        )
+        return tiers[-1]
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+def read(tier, number, byte_count=2 * BLOCK_BYTES):
+    into = empty_frame(byte_count)
+    count = tier.read(object_name(number), into)
+    return None if count is None else bytes(into[:count])
+
+
+def files(root, pattern="*/*/*/*"):
+    return [path for path in root.glob(pattern) if path.is_file()]
+
+
+def held_bytes(root):
+    return sum(-(-path.stat().st_size // BLOCK_BYTES) * BLOCK_BYTES for path in files(root))
+
+
+def test_one_node_writes_and_another_reads(node):
+    a, b = node(), node()
+    assert b.contains([object_name(1)]) == [False]
+    assert a.write(object_name(1), frame_of(1))
+    assert b.contains([object_name(1), object_name(2)]) == [True, False]
+    assert read(b, 1) == bytes(frame_of(1))
+
+
+def test_other_secrets_and_other_models_do_not_mix(node, caplog):
+    node().write(object_name(1), frame_of(1))
+    assert node(fingerprint=b"g" * 32).contains([object_name(1)]) == [False]
+    assert "other secrets" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        assert node(key_id=b"x" * 16).contains([object_name(1)]) == [False]
+    assert "objects of 1 other secrets and none of this one" in caplog.text
+
+
+def test_both_layouts_refuse_each_others_store(tmp_path, node):
+    node()
+    with pytest.raises(TierError, match="known here: 1 \\(2 is of the kind shared_directory\\)"):
+        DirectoryTier(tmp_path / "s", capacity_bytes=MIB)
+    DirectoryTier(tmp_path / "one", capacity_bytes=MIB).close()
+    with pytest.raises(TierError, match="known here: 2 \\(1 is of the kind directory\\)"):
+        SharedDirectoryTier(tmp_path / "one", key_id=KEY, fingerprint=MODEL, capacity_bytes=MIB)
+
+
+def test_it_needs_a_secret(tmp_path):
+    kind = registry.by_name("shared_directory")
+    settings = kind.settings(path=tmp_path / "s", capacity_bytes=MIB)
+    with pytest.raises(ConfigError, match=r"store\.secret_file"):
+        kind.open(settings, TierContext(layout=None, key_id=None))
+
+
+def test_the_cap_holds_at_every_moment_with_several_writers(tmp_path, node):
+    capacity = 2 * MIB
+    tiers = [node(capacity) for _ in range(3)]
+    done, most = threading.Event(), [0]
+
+    def watch():
+        while not done.is_set():
+            # Removed files are missed and new ones are not, so the sum may only be too low.
+            most[0] = max(most[0], held_bytes_now(tmp_path))
+
+    def fill(tier, first):
+        for number in range(first, first + 60):
+            tier.write(object_name(number), frame_of(number % 7, 16 * BLOCK_BYTES))
+
+    watcher = threading.Thread(target=watch)
+    writers = [threading.Thread(target=fill, args=(tier, 1000 * n)) for n, tier in enumerate(tiers)]
+    watcher.start()
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(DEADLINE_S)
+    done.set()
+    watcher.join(DEADLINE_S)
+    assert capacity // 2 < most[0] <= capacity
+    assert sum(tier.evictions for tier in tiers) > 60
+
+
+def held_bytes_now(root):
+    total = 0
+    for path in root.glob("*/*/*/*/*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def test_the_oldest_use_goes_first(tmp_path, node):
+    tier = node()
+    for number in range(8):
+        assert tier.write(object_name(number), frame_of(number))
+    paths = {number: next(tmp_path.glob(f"s/*/*/*/{object_name(number).hex()}")) for number in range(8)}
+    for number, path in paths.items():
+        os.utime(path, (time.time() - 10_000 + number,) * 2)
+    assert read(tier, 0) is not None  # its use is published when the store closes, at the latest
+    tier.close()
+    smaller = node(6 * 2 * BLOCK_BYTES)
+    smaller.sweep()
+    assert [number for number, path in paths.items() if path.exists()] == [0, 4, 5, 6, 7]
+
+
+def test_temporary_files_of_dead_writers_are_swept(tmp_path, node):
+    tier = node()
+    assert tier.write(object_name(1), frame_of(1))
+    fan = files(tmp_path / "s")[0].parent
+    old, new = fan / f"draft_{'a' * 16}_1", fan / f"draft_{'a' * 16}_2"
+    for path in (old, new):
+        path.write_bytes(bytes(BLOCK_BYTES))
+    os.utime(old, (time.time() - shared_sweep.TEMP_AGE_NS / 1e9 - 60,) * 2)
+    stranger = fan / "notes.txt"
+    stranger.write_text("of somebody else")
+    os.utime(stranger, (1, 1))
+    tier.sweep()
+    assert (old.exists(), new.exists(), stranger.exists()) == (False, True, True)
+    assert tier.contains([object_name(1)]) == [True]
+
+
+def test_a_swept_temporary_file_costs_only_its_write(tmp_path, node, monkeypatch):
+    tier = node()
+    sync = os.fsync
+
+    def swept_meanwhile(descriptor):
+        sync(descriptor)
+        for path in (tmp_path / "s").glob("*/*/*/draft_*"):
+            path.unlink()
+
+    monkeypatch.setattr(os, "fsync", swept_meanwhile)
+    assert not tier.write(object_name(1), frame_of(1))
+    monkeypatch.undo()
+    assert tier.write(object_name(1), frame_of(1))
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"{}", b"[1]", b'{"written": -1, "claimed": 1}', b"\xff" * 9])
+def test_damaged_claims_and_records_count_as_missing(tmp_path, node, content):
+    tier = node()
+    assert tier.write(object_name(1), frame_of(1))
+    for path in (tmp_path / "s" / "usage").iterdir():
+        path.write_bytes(content)
+    for number in range(2, 40):
+        assert tier.write(object_name(number), frame_of(number, 64 * BLOCK_BYTES))
+    assert tier.contains([object_name(39)]) == [True]
+
+
+def test_a_store_that_was_purged_goes_on(tmp_path, node):
+    tier = node()
+    assert tier.write(object_name(1), frame_of(1))
+    for path in sorted((tmp_path / "s" / KEY.hex()).rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "s" / KEY.hex()).rmdir()
+    assert read(tier, 1) is None
+    assert tier.write(object_name(1), frame_of(1))
+    assert read(tier, 1) == bytes(frame_of(1))
+
+
+def test_a_file_without_bytes_is_absent_and_is_replaced(tmp_path, node):
+    """CephFS and others leave one when a node dies before its bytes have arrived."""
+    tier = node()
+    assert tier.write(object_name(1), frame_of(1))
+    files(tmp_path / "s")[0].write_bytes(b"")
+    assert tier.contains([object_name(1)]) == [False]
+    assert read(tier, 1) is None
+    assert tier.write(object_name(1), frame_of(1))
+    assert read(tier, 1) == bytes(frame_of(1))
+
+
+def test_an_unmounted_store_is_an_error_and_nothing_is_created(tmp_path, node):
+    tier = node()
+    (tmp_path / "s").rename(tmp_path / "away")
+    (tmp_path / "s").mkdir()
+    for act in (
+        lambda: tier.contains([]),
+        lambda: read(tier, 1),
+        lambda: tier.write(object_name(1), frame_of(1)),
+    ):
+        with pytest.raises(TierError):
+            act()
+    tier._cap.take(64 * MIB)
+    (tmp_path / "s").rmdir()  # nothing was created there
+    (tmp_path / "away").rename(tmp_path / "s")
+    assert tier.write(object_name(1), frame_of(1))
+
+
+def test_no_room_drops_the_write_in_time(tmp_path, node):
+    tier = node(MIB, wait_s=0.2)
+    other = Claims(str(tmp_path / "s"))
+    other.declare(0, MIB)  # another node may fill the whole store
+    start_s = time.monotonic()
+    assert not tier.write(object_name(1), frame_of(1))
+    assert time.monotonic() - start_s < DEADLINE_S
+    assert other.usage().record is not None
+
+
+def test_a_bound_adds_what_was_claimed_since_the_record():
+    claims = {"a": Claim(50, 80, 0), "b": Claim(0, 7, 0)}
+    assert Usage(None, claims).bound() is None
+    usage = Usage(SweepRecord(1000, {"a": 30, "gone": 5}, 0), claims)
+    assert usage.bound() == 1000 + (80 - 30) + 7
+    assert usage.bound("a", 100) == 1000 + (100 - 30) + 7
+
+
+def test_claims_are_given_back_at_the_end(tmp_path, node):
+    tier = node()
+    assert tier.write(object_name(1), frame_of(1))
+    tier.close()
+    (claim,) = [json.loads(path.read_text()) for path in (tmp_path / "s" / "usage").iterdir() if len(path.name) == 16]
+    assert (claim["written"], claim["claimed"]) == (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)
