@@ -20,9 +20,10 @@ from kvtier.keys.chain import Chain
 from kvtier.layout import GroupLayout, History, KvLayout, Window
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena, chunk_bytes
-from kvtier.runtime.local_session import LocalSession
+from kvtier.runtime.executor import Observer
 from kvtier.runtime.mover import Mover, Threads
 from kvtier.runtime.open import OpenedSession, open_session
+from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier.base import Tier
 from kvtier.tier.directory_kind import DirectorySettings
@@ -122,8 +123,9 @@ def local(
     limits: Limits | None = None,
     rules: Mapping[str, object] | None = None,
     threads: Threads | None = None,
-) -> tuple[LocalSession, Cache, Mover]:
-    """A session without thread and settings, its parts at hand."""
+    observer: Observer | None = None,
+) -> tuple[Session, Cache, Mover]:
+    """A session without settings, its parts at hand."""
     arena = Arena(LAYOUT, (slots, slots))
     mover = Mover(layout=LAYOUT, fingerprint=FINGERPRINT, arena=arena, copier=copier, tiers=tiers, threads=threads)
     cache = Cache(
@@ -133,7 +135,7 @@ def local(
         evictor=lambda: make_evictor("lru"),
         limits=limits,
     )
-    return LocalSession(cache, mover), cache, mover
+    return Session(cache, mover, observer=observer), cache, mover
 
 
 def looked_up(session, request: str, prefix: Prefix) -> Lookup:

@@ -69,7 +69,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("environment", "src/kvtier/cli/main.py"): "a shell that asks for completions says so there",
     ("prints", "src/kvtier/demo/worker.py"): "a process that sends JSON lines to its parent",
     ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
-    ("endless_waits", "src/kvtier/runtime/session.py"): "one call for each thread that waits for its answer",
+    ("endless_waits", "src/kvtier/runtime/session.py"): "one wake-up, or a few if threads race",
+    ("endless_waits", "src/kvtier/runtime/session_events.py"): "drops the oldest beyond `EVENTS_MAX`",
     (
         "endless_waits",
         "src/kvtier/runtime/completion_inbox.py",

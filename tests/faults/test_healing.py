@@ -19,8 +19,8 @@ from tests.rig import (
     stored,
 )
 
-from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.mover import Threads
+from kvtier.runtime.session import Session
 from kvtier.tier.base import Tier
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.disk import DiskTier
@@ -41,7 +41,7 @@ def disk(root: Path) -> Tier:
 
 
 @contextmanager
-def opened(tier: Tier, engine: Engine, threads: Threads, rules: Mapping[str, object]) -> Iterator[LocalSession]:
+def opened(tier: Tier, engine: Engine, threads: Threads, rules: Mapping[str, object]) -> Iterator[Session]:
     """A session whose host memory holds nothing yet; all pending writes reach the tier before it ends."""
     session, _, _ = local(engine.copier(), {"below": tier}, slots=64, rules=rules, threads=threads)
     try:
@@ -52,7 +52,7 @@ def opened(tier: Tier, engine: Engine, threads: Threads, rules: Mapping[str, obj
     assert closed.flushed, closed
 
 
-def store_all(session: LocalSession, passing: str) -> None:
+def store_all(session: Session, passing: str) -> None:
     for seed in range(PROMPTS):
         done = stored(session, f"{passing} {seed}", prefix_of(CHUNKS, seed=seed), places_of(range(CHUNKS)))
         assert done.dropped == 0

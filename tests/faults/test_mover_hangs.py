@@ -84,6 +84,7 @@ def test_a_lane_that_is_stuck_is_logged_once_and_counted(
             clock.now_s += STUCK_S
             assert stuck_queues() == 1
             world.mover.submit(world.transfer(Link.GATHER, 3, 4))
+            world.mover.flush()
         seen = [record.getMessage() for record in caplog.records if "stuck" in record.getMessage()]
         assert seen == [f"the memory {queue} queue is stuck: all of its threads have been in a call for {STUCK_S:g} s"]
         tier.release.set()

@@ -1,7 +1,6 @@
 """Every command with the real copier, arena, frame and memory tier: right bytes and completions."""
 
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -359,19 +358,3 @@ def test_what_has_not_begun_can_be_cancelled_and_what_has_goes_on() -> None:
         tier.release.set()
         answers = {completion.command: completion.outcome for completion in world.take(2)}
         assert answers == {running: Outcome.DONE, third: Outcome.DONE}
-
-
-def test_wake_ends_a_waiting_take() -> None:
-    with World() as world:
-        waker = threading.Timer(0.02, world.mover.wake)
-        waker.start()
-        began_s = time.monotonic()
-        assert world.mover.take(WAIT_S) == []
-        assert time.monotonic() - began_s < WAIT_S / 2
-        waker.join(WAIT_S)
-        for _ in range(3):  # however often, before anybody waits: it is one call
-            world.mover.wake()
-        assert world.mover.take(WAIT_S) == []
-        assert world.mover._inbox._queue.empty()
-        world.mover.wake()
-        world.done(world.transfer(Link.GATHER, 0, 0))

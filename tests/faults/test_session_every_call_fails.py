@@ -1,4 +1,4 @@
-"""The k-th call in the session's thread raises, for every k: everything that was begun ends, and once."""
+"""The k-th call in a session raises, for every k: everything that was begun ends, and once."""
 
 import gc
 import logging
@@ -18,7 +18,7 @@ from kvtier.observe.metrics import Metrics
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.executor import Completion
-from kvtier.runtime.local_session import LocalSession
+from kvtier.runtime.session import Session, SessionError
 from kvtier.types import (
     Cancel,
     ChunkKey,
@@ -43,10 +43,11 @@ CHUNK = 4
 LAYOUT = KvLayout(CHUNK, (GroupLayout(History(), (64,), "test"), GroupLayout(Window(CHUNK), (64,), "test")))
 ERRORS: Sequence[type[Exception]] = (AssertionError, RuntimeError, KeyError, OSError, MemoryError)
 ENTRANCES = {
-    LocalSession.lookup, LocalSession.load, LocalSession.store, LocalSession.release,
-    LocalSession.expects, LocalSession.poll, LocalSession.close,
+    Session.lookup, Session.load, Session.store, Session.release, Session.expects, Session.poll, Session.close,
+    Session.tick, Session.ready,
 }  # fmt: skip
-"""What raises in them before they do anything is the caller's to see: nothing has begun."""
+"""What raises in them before they do anything is the caller's to see: nothing has begun. The session's thread
+catches it in `tick`, and the mover in `ready`."""
 
 
 _ENTRANCE_CODES = {method.__code__ for method in ENTRANCES}
@@ -66,30 +67,37 @@ class Clock:
 
 
 class Instant:
-    """A mover without threads: `take` completes the submitted commands, and copies one `take` later."""
+    """A mover without threads: `step` completes the submitted commands, and copies one step later."""
 
     def __init__(self, held: set[tuple[ChunkKey, int]]) -> None:
         self.held = held
         self.waiting: list[Any] = []
         self.running: list[Transfer] = []
         self.fails: set[Link] = set()
+        self.is_driven = False
+        """Whether `flush` makes a step, so that a session that waits in `close` gets on."""
         self.is_closed = False
+        self.put: Callable[[Completion], None]
+        self.ready: Callable[[], None]
+
+    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
+        self.put, self.ready = put, ready
 
     def submit(self, *commands: Command) -> None:
         # A cancel comes too late: every command has begun.
         self.waiting += [command for command in commands if not isinstance(command, Cancel)]
 
-    def take(self, wait_s: float = 0.0) -> list[Completion]:
-        completions = [
-            Completion(copy, Outcome.FAILED if copy.link in self.fails else Outcome.DONE) for copy in self.running
-        ]
+    def step(self) -> None:
+        """Complete what was submitted, and the copies that the last step has begun."""
+        for copy in self.running:
+            self.put(Completion(copy, Outcome.FAILED if copy.link in self.fails else Outcome.DONE))
         waiting, self.waiting, self.running = self.waiting, [], []
         for command in waiting:
             if isinstance(command, Transfer) and command.link in (Link.GATHER, Link.SCATTER):
                 self.running.append(command)
             else:
-                completions.append(self._below(command))
-        return completions
+                self.put(self._below(command))
+        self.ready()
 
     def _below(self, command: Any) -> Completion:
         if isinstance(command, Probe):
@@ -103,8 +111,10 @@ class Instant:
             self.held.add(item)
         return Completion(command, Outcome.DONE if item in self.held else Outcome.ABSENT)
 
-    def wake(self) -> None:
-        pass
+    def flush(self) -> bool:
+        if self.is_driven:
+            self.step()
+        return True
 
     def close(self, deadline_s: float) -> bool:
         self.is_closed = True
@@ -132,7 +142,7 @@ class Recording:
             limits=Limits(load_deadline_s=1.0, store_deadline_s=0.5, waiting_chunks=12),
         )
         self.closed_below: list[float] = []
-        self.session = LocalSession(
+        self.session = Session(
             cache,
             self.mover,
             on_close=self.closed_below.append,
@@ -140,6 +150,7 @@ class Recording:
             metrics=metrics,
             observer=CommandCounters(metrics),
             clock=self.clock,
+            has_thread=False,
         )
         self.begun: Counter[tuple[type, str]] = Counter()
         self.ended: Counter[tuple[type, str]] = Counter()
@@ -155,6 +166,8 @@ class Recording:
 
     def poll(self, rounds: int = 1) -> None:
         for _ in range(rounds):
+            self.act(self.mover.step)
+            self.act(self.session.tick)
             self.heard(self.act(self.session.poll) or ())
 
     def heard(self, events: Sequence[Event]) -> None:
@@ -168,6 +181,7 @@ class Recording:
             answer = self.act(lambda: self.session.lookup(RequestId(request), prefix))
             if answer is None or answer.presence is not Presence.PROBING:
                 return 0 if answer is None else answer.tokens
+            self.act(self.mover.step)
         return 0
 
     def load(self, request: str, prefix: Prefix, chunks: int) -> None:
@@ -213,6 +227,7 @@ class Recording:
 
     def end(self) -> None:
         refused = len(self.refused)
+        self.mover.is_driven = True
         self.act(self.session.close)
         if len(self.refused) > refused:
             self.session.close()  # it was refused before it began
@@ -244,7 +259,8 @@ def check(k: int, error: type[Exception], caplog: pytest.LogCaptureFixture) -> N
     recording, planted = replayed(k, error)
     about = f"call {k}, {error.__name__} in {planted.where}"
     assert recording.ended == recording.begun, about
-    assert recording.lookup("later", prefix_of("xyz")) == 0, about
+    with pytest.raises(SessionError):
+        recording.session.lookup(RequestId("later"), prefix_of("xyz"))
     assert recording.closed_below, about
     assert recording.mover.is_closed, about
     errors = [record for record in caplog.records if record.levelno >= logging.ERROR]

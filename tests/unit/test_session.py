@@ -1,5 +1,6 @@
 """The session with all real parts: engine blocks, core, mover, arena, frame, directory; and after errors."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -24,14 +25,15 @@ from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.errors import ConfigError
 from kvtier.observe import metric_definitions as table
-from kvtier.runtime import local_session as module
-from kvtier.runtime import session as module_of_thread
-from kvtier.runtime.executor import Completion, Threads
-from kvtier.runtime.local_session import LocalSession
+from kvtier.observe.metrics import Metrics
+from kvtier.runtime import session as module
+from kvtier.runtime import session_events
+from kvtier.runtime.executor import Threads
 from kvtier.runtime.open import choose_chunk_tokens
-from kvtier.runtime.session import Session, SessionError
+from kvtier.runtime.session import SessionError
+from kvtier.runtime.session_events import SessionEvents
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.types import LoadDone, Outcome, Presence, RequestId, StoreDone
+from kvtier.types import LoadDone, Presence, Probe, RequestId, StoreDone
 
 
 def test_what_was_stored_comes_back_after_a_restart(tmp_path):
@@ -139,15 +141,20 @@ def test_everything_open_is_answered_at_close():
         hold.set()
 
 
-def test_a_closed_session_gives_nothing_and_still_answers():
+def test_a_closed_session_takes_no_calls():
     session, _, _ = local(Engine(64).copier(), {})
     session.close()
-    assert session.lookup(RequestId("a"), prefix_of(2)).presence is Presence.ABSENT
-    session.load(RequestId("a"), prefix_of(2), 32, load_places(32))
-    session.store(RequestId("a"), prefix_of(2), places_of(range(2)))
+    for call in (
+        lambda: session.lookup(RequestId("a"), prefix_of(2)),
+        lambda: session.load(RequestId("a"), prefix_of(2), 32, load_places(32)),
+        lambda: session.store(RequestId("a"), prefix_of(2), places_of(range(2))),
+    ):
+        with pytest.raises(SessionError):
+            call()
     session.release(RequestId("a"))
-    load, store = session.poll(1.0)
-    assert (load.tokens, store.held, store.dropped) == (0, 0, 4)
+    session.expects("conversation", None)
+    assert session.poll() == []
+    assert session.close().flushed
 
 
 def test_after_an_internal_error_the_session_is_shut_and_the_engine_goes_on(monkeypatch, caplog):
@@ -173,9 +180,10 @@ def test_bad_arguments_raise_in_the_caller():
     with pytest.raises(ValueError, match="outside the prefix"):
         session.store(RequestId("a"), prefix_of(2), places_of([7]))
     assert stored(session, "a", prefix_of(2), places_of(range(2))).held == 4  # and all goes on
-    session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
-    with pytest.raises(ValueError, match="'b' has a load under way"):
+    with session._lock:  # so that nothing completes the load
         session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
+        with pytest.raises(ValueError, match="'b' has a load under way"):
+            session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
     assert [event.tokens for event in session.poll(20.0)] == [32]  # only what was begun is answered
     assert session.close().flushed
     assert session.poll() == []
@@ -201,7 +209,7 @@ def test_after_an_internal_error_running_copies_end_and_everything_else_fails(mo
         assert has_begun.wait(20)
         monkeypatch.setattr(Cache, "expects", None)
         session.expects("conversation", None)
-        assert session.poll() == [StoreDone(RequestId("b"), 0, 2)]  # its gather has not begun
+        assert session.poll(20.0) == [StoreDone(RequestId("b"), 0, 2)]  # its gather has not begun
         assert session.poll(0.2) == []
         hold.set()
         assert session.poll(20.0) == [StoreDone(RequestId("a"), 0, 2)]
@@ -238,93 +246,88 @@ def test_after_an_internal_error_a_copy_is_awaited_until_its_deadline(monkeypatc
 
 
 def test_a_session_that_was_shut_waits_and_does_not_spin(monkeypatch):
-    kv_session, _, _ = local(Engine(64).copier(), {})
+    session, _, _ = local(Engine(64).copier(), {})
     monkeypatch.setattr(Cache, "release", None)
-    kv_session.release(RequestId("a"))
-    polls = []
-    poll = kv_session.poll
-    monkeypatch.setattr(kv_session, "poll", lambda wait_s=0.0: polls.append(wait_s) or poll(wait_s))
-    owner = Session(kv_session)
-    assert owner.lookup(RequestId("b"), prefix_of(2)).presence is Presence.ABSENT
+    session.release(RequestId("a"))
+    ticks = []
+    tick = session.tick
+    monkeypatch.setattr(session, "tick", lambda: ticks.append(0) or tick())
+    while not session._is_broken:
+        time.sleep(0.001)
+    assert session.lookup(RequestId("b"), prefix_of(2)).presence is Presence.ABSENT
     time.sleep(0.3)
-    assert len(polls) < 20
-    owner.close()
+    assert len(ticks) < 20
+    session.close()
 
 
-@pytest.mark.parametrize("method", ["_publish", "_do_calls"])
-def test_an_internal_error_of_the_thread_ends_the_cache_only(monkeypatch, caplog, method):
+@pytest.mark.parametrize("method", ["_settle", "_pass_on", "_let_go", "tick"])
+def test_an_internal_error_of_the_session_ends_the_cache_only(monkeypatch, caplog, method):
     session, _, _ = local(Engine(64).copier(), {})
     stored(session, "a", prefix_of(2), places_of(range(2)))
-    owner = Session(session)
-    real = getattr(owner, method)
+    real = getattr(session, method)
     mistakes = iter([RuntimeError("planted")])
 
     def wrong(*arguments):
-        if all(arguments):  # `_publish` has an event
-            for mistake in mistakes:
-                raise mistake
+        for mistake in mistakes:
+            raise mistake
         return real(*arguments)
 
-    monkeypatch.setattr(owner, method, wrong)
-    owner.load(RequestId("b"), prefix_of(2), 32, load_places(32))
-    ended(owner, "b", LoadDone)
-    assert "internal error" in caplog.text
-    assert owner.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
-    owner.store(RequestId("d"), prefix_of(2), places_of(range(2)))
-    ended(owner, "d", StoreDone)
-    owner.close()
-
-
-def test_without_polls_the_oldest_events_are_dropped_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(module_of_thread, "EVENTS_MAX", 3)
-    session, _, _ = local(Engine(64).copier(), {})
+    monkeypatch.setattr(session, method, wrong)
+    while not session._is_broken:
+        session.load(RequestId("b"), prefix_of(2), 32, load_places(32))
+        ended(session, "b", LoadDone)
+    assert session.lookup(RequestId("c"), prefix_of(2)).presence is Presence.ABSENT
+    session.store(RequestId("d"), prefix_of(2), places_of(range(2)))
+    ended(session, "d", StoreDone)
     session.close()
-    owner = Session.__new__(Session)
-    owner._events, owner._changed, owner._has_dropped_events = deque(maxlen=3), threading.Condition(), False
+    assert "internal error" in caplog.text
+
+
+def test_without_polls_the_oldest_events_are_dropped_with_a_warning(monkeypatch):
+    monkeypatch.setattr(session_events, "EVENTS_MAX", 3)
+    lines = deque()
+    events = SessionEvents(Metrics(), lines)
     for number in range(6):
-        owner._publish([StoreDone(RequestId(str(number)), 0, 0)])
-    assert [event.request for event in owner.poll()] == ["3", "4", "5"]
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+        events.begin_store(RequestId(str(number)), [])
+        events.publish(StoreDone(RequestId(str(number)), 0, 0))
+    assert [event.request for event in events.poll(0.0)] == ["3", "4", "5"]
+    assert [line.level for line in lines] == [logging.WARNING]
 
 
-class Slow:
-    """A mover whose probes are answered `after_s` seconds later, on a clock that only waiting moves."""
+class Below(MemoryTier):
+    """Answers probes when it may."""
 
-    def __init__(self, after_s):
-        self.after_s, self.now_s = after_s, 0.0
-        self.waits, self.probes = [], []
+    def __init__(self):
+        super().__init__("below", capacity_bytes=64 << 20)
+        self.may_answer, self.is_asked = threading.Event(), threading.Event()
 
-    def clock(self):
-        return self.now_s
-
-    def submit(self, *commands):
-        self.probes += [(self.now_s + self.after_s, command) for command in commands]
-
-    def take(self, wait_s=0.0):
-        due_s = min((due_s for due_s, _ in self.probes), default=float("inf"))
-        if wait_s:
-            self.waits.append(wait_s)
-            self.now_s = min(self.now_s + wait_s, max(self.now_s, due_s))
-        done = [probe for due_s, probe in self.probes if due_s <= self.now_s]
-        self.probes = [item for item in self.probes if item[1] not in done]
-        return [Completion(probe, Outcome.DONE, present=(True,) * len(probe.objects)) for probe in done]
-
-    def close(self, deadline_s):
-        return True
+    def contains(self, names):
+        self.is_asked.set()
+        assert self.may_answer.wait(30)
+        return super().contains(names)
 
 
-@pytest.mark.parametrize(
-    ("after_s", "presence", "now_s"), [(0.001, Presence.ARRIVING, 0.001), (0.5, Presence.PROBING, 0.002)]
-)
-def test_a_lookup_waits_for_the_probe_up_to_its_wait_s(after_s, presence, now_s):
-    _, cache, _ = local(Engine(8).copier(), {"below": MemoryTier("below", capacity_bytes=1 << 20)})
-    mover = Slow(after_s)
-    session = LocalSession(cache, mover, clock=mover.clock)
-    assert session.lookup(RequestId("a"), prefix_of(2), wait_s=0.002).presence is presence
-    assert mover.now_s == pytest.approx(now_s)
-    assert mover.waits == [0.002]
-    assert session.lookup(RequestId("b"), prefix_of(1)).presence is Presence.PROBING
-    assert mover.waits == [0.002]
+def test_a_lookup_waits_for_the_probe_up_to_its_wait_s():
+    tier = Below()
+    session, _, _ = local(Engine(8).copier(), {"below": tier}, rules={"probe_deadline_s": 60.0})
+    assert session.lookup(RequestId("a"), prefix_of(2), wait_s=0.01).presence is Presence.PROBING
+    threading.Timer(0.05, tier.may_answer.set).start()
+    assert session.lookup(RequestId("a"), prefix_of(2), wait_s=60.0).presence is Presence.ABSENT
+    session.close()
+
+
+def test_other_calls_go_on_while_a_lookup_waits():
+    tier = Below()
+    session, _, _ = local(Engine(8).copier(), {"below": tier}, rules={"probe_deadline_s": 60.0})
+    waiter = threading.Thread(target=session.lookup, args=(RequestId("a"), prefix_of(2)), kwargs={"wait_s": 60.0})
+    waiter.start()
+    assert tier.is_asked.wait(20)
+    assert stored(session, "b", prefix_of(1, seed=1), places_of(range(1))).held == 2
+    assert waiter.is_alive()
+    tier.may_answer.set()
+    waiter.join(20)
+    assert not waiter.is_alive()
+    session.close()
 
 
 @pytest.mark.parametrize("name", ["requests", "waiting_chunks"])
@@ -334,25 +337,15 @@ def test_a_limit_that_is_reached_is_logged_once(caplog, name):
     for number in range(3):
         looked_up(session, f"a{number}", prefix_of(2, seed=number))
         stored(session, f"b{number}", prefix_of(2, seed=number), places_of(range(2)))
-        session._next_second_s = 0.0
-        session.poll()
+    session._next_second_s = 0.0
+    session.tick()
     assert (cache.counters.unprobed if name == "requests" else cache.counters.unqueued) > 1
     (record,) = caplog.records
     assert record.getMessage().startswith(f"limits.{name} is reached")
     session.close()
 
 
-def test_poll_waits_up_to_its_wait_s_and_returns_when_woken():
-    session, _, _ = local(Engine(64).copier(), {})
-    assert session.poll(0.0) == []
-    threading.Timer(0.05, session.wake).start()
-    start = time.monotonic()
-    assert session.poll(30.0) == []
-    assert time.monotonic() - start < 20
-    session.close()
-
-
-def test_the_thread_serves_many_threads(tmp_path):
+def test_it_serves_many_threads(tmp_path):
     engine = Engine(64, seed=1)
     kv = opened(tmp_path / "kv", engine)
     prefix = prefix_of(4, kv.root)
@@ -416,19 +409,23 @@ def test_metrics_tell_what_happened(tmp_path):
     kv.session.close()
 
 
-def test_the_observer_gets_every_command_and_completion_in_the_owners_thread():
-    seen = []
+def test_the_observer_gets_every_command_and_completion_under_the_lock():
+    seen, sessions = [], []
+
+    def see(what, command):
+        if not isinstance(command, Probe) or command.objects:  # not a health check
+            seen.append((what, command, all(session._is_inside for session in sessions)))
 
     class Recorder:
         def submitted(self, command):
-            seen.append(("submitted", command, threading.current_thread()))
+            see("submitted", command)
 
         def completed(self, completion):
-            seen.append(("completed", completion.command, threading.current_thread()))
+            see("completed", completion.command)
 
     tier = MemoryTier("below", capacity_bytes=64 << 20)
-    _, cache, mover = local(Engine(64).copier(), {"below": tier})
-    session = LocalSession(cache, mover, observer=Recorder())
+    session, _, _ = local(Engine(64).copier(), {"below": tier}, observer=Recorder())
+    sessions.append(session)
     looked_up(session, "a", prefix_of(2))
     stored(session, "a", prefix_of(2), places_of(range(2)))
     assert session.close().flushed
@@ -436,7 +433,7 @@ def test_the_observer_gets_every_command_and_completion_in_the_owners_thread():
     assert len(submitted) == 1 + 4 + 4  # a probe, gathers, demotes
     completions = [command for what, command, _ in seen if what == "completed"]
     assert sorted(map(id, completions)) == sorted(map(id, submitted))
-    assert {thread for _, _, thread in seen} == {threading.current_thread()}
+    assert all(is_inside for _, _, is_inside in seen)
 
 
 @pytest.mark.parametrize(("wanted", "alignment", "expected"), [(0, 1, 256), (0, 16, 256), (0, 96, 288), (64, 16, 64)])

@@ -8,7 +8,7 @@ import pytest
 from kvtier.config.sections import LogConfig
 from kvtier.connect.vllm.log import follow_engine
 from kvtier.errors import ConfigError
-from kvtier.runtime import local_session as session
+from kvtier.runtime import session
 
 FORMAT = "%(levelname)s [%(filename)s] %(message)s"
 
@@ -53,7 +53,7 @@ def test_a_file_of_ours_is_shown_with_its_package():
     follow_engine()
     record = session.logger.makeRecord(session.logger.name, logging.INFO, session.__file__, 1, "found", (), None)
     session.logger.handle(record)
-    assert shown.getvalue() == "INFO [kvtier/runtime/local_session.py] found\n"
+    assert shown.getvalue() == "INFO [kvtier/runtime/session.py] found\n"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from kvtier.connect.vllm.stores import Stores
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.cache import Cache
 from kvtier.core.planner import Planner
-from kvtier.runtime import local_session as session_module
+from kvtier.runtime import session as session_module
 from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.types import Lookup, Presence
 
@@ -641,7 +641,12 @@ def everything(engine: SmallEngine) -> None:
 
 
 def is_spared(frame: FrameType) -> bool:
-    """The connector is the guard; mistakes of the worker's half the engine has to see."""
+    """The connector is the guard; the engine has to see the worker's mistakes, and a session guards itself."""
+    caller = frame.f_back
+    while caller is not None and "/connect/" not in caller.f_code.co_filename:
+        if caller.f_code.co_filename.endswith("runtime/session.py"):
+            return True
+        caller = caller.f_back
     callers = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]
     spared = ("vllm/worker.py", "vllm/copier.py")
     return frame.f_code.co_filename.endswith("connector.py") or any(

@@ -20,8 +20,8 @@ from kvtier.errors import ConfigError, KvError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor
 from kvtier.runtime.arena import Arena
-from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.mover import Mover, Threads
+from kvtier.runtime.session import Session
 from kvtier.testing.host_copier import HostCopier
 from kvtier.tier import registry
 from kvtier.tier.base import Tier
@@ -323,7 +323,7 @@ def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: i
         evictor=lambda: make_evictor(Config().host.evictor),
         limits=Limits(waiting_chunks=count),
     )
-    session = LocalSession(cache, mover)
+    session = Session(cache, mover)
     try:
         prefix = Prefix(tuple(chunk_key(number) for number in range(count)), CHUNK_TOKENS)
         places = [Place(0, n, tuple(range(n * BLOCKS, (n + 1) * BLOCKS))) for n in range(count)]
@@ -342,7 +342,7 @@ def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: i
         arena.close()
 
 
-def _session_store(session: LocalSession, prefix: Prefix, places: list[Place]) -> None:
+def _session_store(session: Session, prefix: Prefix, places: list[Place]) -> None:
     session.store(RequestId("store"), prefix, places)
     for event in _events(session):
         if isinstance(event, StoreDone):
@@ -351,7 +351,7 @@ def _session_store(session: LocalSession, prefix: Prefix, places: list[Place]) -
             return
 
 
-def _session_load(session: LocalSession, prefix: Prefix, places: list[Place]) -> None:
+def _session_load(session: Session, prefix: Prefix, places: list[Place]) -> None:
     tokens = len(prefix.keys) * CHUNK_TOKENS
     session.load(RequestId("load"), prefix, tokens, places)
     for event in _events(session):
@@ -361,7 +361,7 @@ def _session_load(session: LocalSession, prefix: Prefix, places: list[Place]) ->
             return
 
 
-def _events(session: LocalSession) -> Generator[Event, None, NoReturn]:
+def _events(session: Session) -> Generator[Event, None, NoReturn]:
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
         yield from session.poll(0.5)

@@ -1,4 +1,4 @@
-"""Completions on their way to the session: any thread puts them, the owner thread takes them and can be woken."""
+"""Completions on their way to a caller that waits for them; a session has an inbox of its own."""
 
 from queue import Empty, SimpleQueue
 
@@ -6,41 +6,19 @@ from kvtier.runtime.executor import Completion
 
 
 class CompletionInbox:
-    """A queue of completions. `take` is for one owner thread, the other methods for any."""
+    """A queue of completions: any thread puts them, one takes them."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[list[Completion]] = SimpleQueue()
-        """An empty list is a wake-up."""
-        self._is_woken = False
-
-    def put(self, completion: Completion) -> None:
-        """Queue a completion."""
-        self._queue.put([completion])
-
-    def put_all(self, completions: list[Completion]) -> None:
-        """Queue completions and wake the owner once."""
-        self._queue.put(completions)
+        self._queue: SimpleQueue[Completion] = SimpleQueue()
+        self.put = self._queue.put
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """The completions since the last call; waits up to `wait_s` seconds for the first, or until `wake`."""
+        """The completions since the last call; waits up to `wait_s` seconds for the first."""
         taken: list[Completion] = []
         try:
             if wait_s > 0:
-                self._unpack(self._queue.get(timeout=wait_s), taken)
+                taken.append(self._queue.get(timeout=wait_s))
             while True:
-                self._unpack(self._queue.get_nowait(), taken)
+                taken.append(self._queue.get_nowait())
         except Empty:
             return taken
-
-    def wake(self) -> None:
-        """Make a waiting `take` return, or the next one that would wait."""
-        # One wake-up in the queue is enough; `take` allows the next one.
-        if not self._is_woken:
-            self._is_woken = True
-            self._queue.put([])
-
-    def _unpack(self, item: list[Completion], taken: list[Completion]) -> None:
-        if item:
-            taken += item
-        else:
-            self._is_woken = False

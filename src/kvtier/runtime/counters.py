@@ -13,7 +13,7 @@ from kvtier.types import Drop, Link, Outcome, Probe, Transfer
 
 
 class CommandCounters:
-    """The session's `Observer`: counts commands by outcome. For the session's owner thread.
+    """The session's `Observer`: counts commands by outcome. Called under the session's lock.
 
     Args:
         metrics: receives the counts.

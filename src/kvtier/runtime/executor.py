@@ -39,18 +39,22 @@ class Executor(Protocol):
     """
 
     def submit(self, *commands: Command) -> None:
-        """Queue `commands`, in order. Never blocks; a command that cannot run is completed as FAILED.
+        """Queue `commands`, in order. Never blocks or does I/O; a command that cannot run is completed as FAILED.
 
         A `Cancel` completes the transfers and probes that it names as CANCELLED if they have not begun.
         """
         ...
 
-    def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """The completions since the last call; waits up to `wait_s` seconds for the first, or until `wake`."""
+    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
+        """Pass each completion to `put`, and call `ready` after one or more of them, outside of all locks.
+
+        Both run in the threads that complete commands, `submit` among them. Call it before the first `submit`.
+        `put` must be quick; if it raises, it has not taken the completion.
+        """
         ...
 
-    def wake(self) -> None:
-        """Make a waiting `take` return, or the next one that would wait. May be called from any thread."""
+    def flush(self) -> bool:
+        """Send what `submit` has queued for other processes; False if some remains. Never blocks."""
         ...
 
     def close(self, deadline_s: float) -> bool:
@@ -59,7 +63,7 @@ class Executor(Protocol):
 
 
 class Observer(Protocol):
-    """Receives commands and completions, in the session's owner thread."""
+    """Receives commands and completions, under the session's lock, in any thread."""
 
     def submitted(self, command: Work) -> None:
         """`command` was submitted."""
@@ -81,9 +85,9 @@ class Threads:
 
 
 class TierView:
-    """Plain values that a tier's threads and the session's thread share.
+    """Plain values that a tier's threads and the session share.
 
-    The session's thread has this instead of the tier, so it cannot do I/O.
+    The session has this instead of the tier, so it cannot do I/O under its lock.
     """
 
     __slots__ = ("figures", "is_up", "stuck_queues")

@@ -123,7 +123,7 @@ class Mover:
         tier_threads: the same for single tiers, by name.
         clock: seconds; the clock of the commands' deadlines.
 
-    `take` and `close` are for one owner thread, the other methods for any. Its threads are daemons and start at once.
+    `take` and `close` are for one thread, the other methods for any. Its threads are daemons and start at once.
 
     Small objects that wait for a `BatchTier` are written and read in batches.
 
@@ -165,8 +165,8 @@ class Mover:
             clock=clock,
         )
         self._inbox = CompletionInbox()
-        self._put: Callable[[Completion], None] | None = None
-        """Takes each completion; None: they wait for `take`."""
+        self._put: Callable[[Completion], None] = self._inbox.put
+        self._ready: Callable[[], None] = lambda: None
         self.on_note: Callable[[Note], None] = lambda _note: None
         self._on_leaving: Callable[[], None] = lambda: None
         self._closed = threading.Event()
@@ -183,7 +183,7 @@ class Mover:
         probes = {name: self._queue(f"{name} probe", of[name].probe) for name in tiers}
         self._queues = [device, *reads.values(), *writes.values(), *probes.values()]
         self.views = {name: TierView() for name in tiers}
-        """Each tier's figures, for the session's thread."""
+        """Each tier's figures, for the session."""
         self._samplers = {name: FiguresSampler(tier, self.views[name]) for name, tier in tiers.items()}
         for name, view in self.views.items():
             view.stuck_queues = partial(_stuck, (reads[name], writes[name], probes[name]))
@@ -206,7 +206,6 @@ class Mover:
             ValueError: a command names an unknown tier. The commands after it are not queued.
         """
         now_s = self._clock()
-        self._warn_of_stuck_queues(now_s)
         together = self._transfers.together
         bursts: dict[_Route, list[Job]] = {}
         try:
@@ -234,23 +233,19 @@ class Mover:
             self._begin(bursts, now_s)
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """See `Executor`. It works after `close`, too."""
+        """Completions since the last call; waits up to `wait_s` seconds for the first. Works after `close`, too."""
         return self._inbox.take(wait_s)
 
-    def wake(self) -> None:
-        """See `Executor`."""
-        self._inbox.wake()
-
-    def complete_to(self, put: Callable[[Completion], None]) -> None:
-        """Pass completions to `put`, in the thread that produces them, instead of `take`.
-
-        Call it before the first `submit`. `put` must be quick. If it raises, it is called again with a FAILED
-        completion.
-        """
-        self._put = put
+    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None] = lambda: None) -> None:
+        """See `Executor`. Without it completions wait for `take`."""
+        self._put, self._ready = put, ready
 
     def flush(self) -> bool:
-        """See `RemoteRank`: always True, because `submit` queues at once."""
+        """See `Executor`: always True. Logs a warning of stuck queues, about once a second."""
+        now_s = self._clock()
+        if now_s >= self._next_stuck_check_s:
+            self._next_stuck_check_s = now_s + FIGURES_EVERY_S
+            self._warn_of_stuck_queues()
         return True
 
     def send_note(self, note: Note) -> None:
@@ -333,11 +328,8 @@ class Mover:
                 is_bug = any(not isinstance(job.command, Drop | Tell) for job in jobs)
                 assert not is_bug, f"the core has let {route.bound} commands wait in the {queue.name} queue"
 
-    def _warn_of_stuck_queues(self, now_s: float) -> None:
+    def _warn_of_stuck_queues(self) -> None:
         """Log a warning for each queue that became stuck."""
-        if now_s < self._next_stuck_check_s:
-            return
-        self._next_stuck_check_s = now_s + FIGURES_EVERY_S
         before, self._stuck = self._stuck, {queue.name for queue in self._queues if queue.is_stuck}
         for name in self._stuck - before:
             logger.warning("the %s queue is stuck: all of its threads have been in a call for %g s", name, STUCK_S)
@@ -407,14 +399,10 @@ class Mover:
         self._give([job], [completion])
 
     def _give(self, jobs: list[Job], answers: list[Completion]) -> None:
-        if self._put is None:
-            self._inbox.put_all(answers)
-            for job in jobs:
-                job.is_answered = True
-            return
         for job, answer in zip(jobs, answers, strict=True):
             self._put(answer)
             job.is_answered = True
+        self._ready()
 
     def _end_drop(self, job: Job) -> None:
         """Release demotions that wait for this job, if it is a drop."""

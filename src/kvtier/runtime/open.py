@@ -20,7 +20,6 @@ from kvtier.runtime.arena import PageLock
 from kvtier.runtime.counters import CommandCounters, Gauges
 from kvtier.runtime.executor import Observer
 from kvtier.runtime.link_priors import link_priors
-from kvtier.runtime.local_session import LocalSession
 from kvtier.runtime.rank import COPY_THREADS, open_rank
 from kvtier.runtime.rank_group import OpenRanks
 from kvtier.runtime.secret import store_secret
@@ -119,7 +118,7 @@ def open_core(
         fingerprint_digest: 32 bytes, `Fingerprint.digest`.
         ranks: the ranks.
         on_close: called once when the session has ended, with the remaining seconds.
-        observer: receives every command and every completion, in the session's thread.
+        observer: receives every command and every completion, under the session's lock.
 
     Raises:
         ConfigError: a setting is wrong, or the secret, the probe's record or the recording's path cannot be used.
@@ -143,7 +142,7 @@ def open_core(
     recorder = None
     if config.trace.path is not None:
         recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
-    session = LocalSession(
+    session = Session(
         cache,
         ranks.executor,
         on_close=on_close if recorder is None else _both(recorder, on_close),
@@ -151,7 +150,7 @@ def open_core(
         metrics=metrics,
         observer=CommandCounters(metrics, observer),
     )
-    return OpenedSession(Session(session), root, metrics, recorder)
+    return OpenedSession(session, root, metrics, recorder)
 
 
 def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[float], None]:

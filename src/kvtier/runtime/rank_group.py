@@ -34,6 +34,8 @@ class RankGroup:
             raise ValueError("a rank group needs at least one rank")
         self._ranks = tuple(ranks)
         self._inbox = CompletionInbox()
+        self._put: Callable[[Completion], None] = self._inbox.put
+        self._ready: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._open: dict[int, _PendingCommand] = {}
         """Open commands by object identity, because a drop has no id."""
@@ -41,7 +43,7 @@ class RankGroup:
         """Position of the rank that probes each remote tier: the one whose call failed last. So a tier that one rank
         cannot reach is not taken for healthy."""
         for position, rank in enumerate(self._ranks):
-            rank.complete_to(partial(self._answered, position))
+            rank.complete_to(partial(self._answered, position), self._announce)
 
     @property
     def lost(self) -> str:
@@ -65,15 +67,15 @@ class RankGroup:
                 rank.submit(*mine)
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """See `Executor`. Returns early, perhaps with nothing, while a rank reads slowly."""
+        """See `Mover`. Returns early, perhaps with nothing, while a rank reads slowly."""
         return self._inbox.take(wait_s if self.flush() else min(wait_s, RETRY_S))
 
-    def wake(self) -> None:
+    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None]) -> None:
         """See `Executor`."""
-        self._inbox.wake()
+        self._put, self._ready = put, ready
 
     def flush(self) -> bool:
-        """See `RemoteRank`."""
+        """See `Executor`."""
         are_flushed = [rank.flush() for rank in self._ranks]
         return all(are_flushed)
 
@@ -126,8 +128,11 @@ class RankGroup:
                 waiting.completion = together
                 waiting.left -= 1
             else:
-                self._inbox.put(together)
+                self._put(together)
                 del self._open[id(completion.command)]
+
+    def _announce(self) -> None:
+        self._ready()
 
 
 class _PendingCommand:

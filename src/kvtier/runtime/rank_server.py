@@ -260,6 +260,7 @@ class RankServer:
             self._send(encode(message))
         else:
             raise ProtocolError(f"a core does not send {type(message).__name__}")
+        self._rank.mover.flush()
 
     def _drain(self) -> None:
         """End the mover: a closed connection means that no command runs any more."""

@@ -1,6 +1,6 @@
 """A rank in another process, as the core's process sees it.
 
-    submit              queues messages in the outbox; `take` and `flush` send them together
+    submit              queues messages in the outbox; `flush` sends them together
     send_note           sends at once
     a reader thread     turns messages of the rank into completions
 
@@ -83,6 +83,7 @@ class RemoteRank:
         self._leaving: Callable[[], None] = lambda: None
         self._inbox = CompletionInbox()
         self._put: Callable[[Completion], None] = self._inbox.put
+        self._ready: Callable[[], None] = lambda: None
         self._reader = threading.Thread(target=self._read, name=f"kvtier {name}", daemon=True)
         self._reader.start()
 
@@ -92,13 +93,14 @@ class RemoteRank:
         return self._lost
 
     def submit(self, *commands: Command) -> None:
-        """See `Executor`; sent by the next `take` or `flush`."""
+        """See `Executor`; sent by the next `flush`."""
         for command in commands:
             if isinstance(command, Cancel):
                 with self._lock, suppress(ProtocolError):  # a cancel is optional
                     self._post(command)
             elif refusal := self._refusal(command):
                 self._put(Completion(command, refusal[0], detail=refusal[1]))
+                self._ready()
 
     def _refusal(self, command: Work) -> tuple[Outcome, str] | None:
         """Post `command`, or the outcome and detail with which it is refused."""
@@ -119,23 +121,19 @@ class RemoteRank:
             return None
 
     def take(self, wait_s: float = 0.0) -> list[Completion]:
-        """See `Executor`. Returns early, perhaps with nothing, while the other side reads slowly."""
+        """See `Mover`. Returns early, perhaps with nothing, while the other side reads slowly."""
         return self._inbox.take(wait_s if self.flush() else min(wait_s, RETRY_S))
 
-    def wake(self) -> None:
+    def complete_to(self, put: Callable[[Completion], None], ready: Callable[[], None] = lambda: None) -> None:
         """See `Executor`."""
-        self._inbox.wake()
-
-    def complete_to(self, put: Callable[[Completion], None]) -> None:
-        """See `Mover`."""
-        self._put = put
+        self._put, self._ready = put, ready
 
     def when_leaving(self, act: Callable[[], None]) -> None:
         """Call `act` when the rank's process is about to end, in the reader's thread."""
         self._leaving = act
 
     def flush(self) -> bool:
-        """Send queued messages; False if some remain because the other side reads slowly. Never blocks."""
+        """See `Executor`: some remains while the other side reads slowly."""
         if not self._outbox:
             return True
         with self._lock:
@@ -238,6 +236,7 @@ class RemoteRank:
         except Exception as error:
             logger.exception("internal error: a command of %s has failed", self._name)
             self._put(Completion(completion.command, Outcome.FAILED, detail=f"{type(error).__name__}: {error}"))
+        self._ready()
 
     def _check_alive(self) -> None:
         """Ping a silent rank with open commands; it is lost if a ping remains unanswered."""

@@ -1,74 +1,197 @@
-"""A thread that owns a session. Other threads queue calls and wait for the result, with a deadline.
+"""The session: all that an engine adapter uses. One short lock around the core's decisions.
 
-Between calls it processes completions, so stores and demotions proceed while the engine computes or is idle.
+A call takes the lock, settles the completions that wait, calls the core, queues the core's commands in the executor and
+lets go. It does no I/O under the lock, and neither waits nor logs. A thread that has completed commands puts the
+completions into the inbox. If the lock is free it settles them itself; else the holder does so after it has let go.
+
+    engine's threads     lookup, load, store, release, expects, poll, close
+    executor's threads   `ready`, when completions wait in the inbox
+    the session's thread deadlines, health checks, gauges, closing: what is slow or due at a time
 """
 
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
 
+from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
-from kvtier.errors import KvError
-from kvtier.runtime.local_session import Closed, LocalSession
-from kvtier.types import Event, Lookup, NextTurn, Place, Prefix, RequestId
+from kvtier.errors import BadCallError, KvError
+from kvtier.observe import metric_definitions as table
+from kvtier.observe.metrics import Metrics
+from kvtier.runtime.executor import Completion, Executor, Observer
+from kvtier.runtime.session_events import LogLine, SessionEvents
+from kvtier.types import (
+    Cancel,
+    Event,
+    Lookup,
+    NextTurn,
+    Outcome,
+    Place,
+    Prefix,
+    Presence,
+    Probe,
+    RequestId,
+    Transfer,
+)
 
 logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
-"""How long a caller waits for its result. The thread waits only in `lookup` and `close`, within their deadlines."""
+"""How long a call waits for the lock, which is held for microseconds."""
 
-IDLE_S = 1.0
+TICK_S = 0.25
+"""Longest sleep of the session's thread. Only earlier deadlines wake it."""
 
-EVENTS_MAX = 65_536
-"""Events kept for an engine that does not poll; more drop the oldest."""
+SECOND_S = 1.0
+"""Interval of gauges and health checks."""
 
-Answer = TypeVar("Answer")
+RETRY_S = 0.005
+"""Time after which a rank that reads slowly is sent the rest of its commands."""
+
+FLUSH_STEP_S = 0.1
+
+COUNTED_MAX = 65_536
+
+MOVER_DEADLINE_S = 5.0
+"""How long the executor may take to end after an internal error. Then loads and stores without a running copy fail."""
+
+COPY_DEADLINE_S = 30.0
+"""How long a load or store waits for its running copy after an internal error before it fails, too."""
+
+COPY_STEP_S = 0.05
+
+NOTHING = Lookup(0, 0, Presence.ABSENT)
 
 
 class SessionError(KvError):
-    """The session is closed, or its thread did not finish a call in time."""
+    """The session is closed, or the call could not begin in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """How a session ended."""
+
+    flushed: bool
+    """Whether all pending writes reached their tiers. Writes that a tier refused earlier are not pending."""
+    lost: int
+    """Pending writes that did not reach their tiers before the deadline."""
 
 
 class Session:
-    """A session that any thread may call: all that an engine adapter uses. It takes and returns plain values.
+    """A session that any thread may call. It takes and returns plain values.
 
-    Every call may raise `SessionError`. Only calls with a `wait_s` or `deadline_s` block for long.
+    `lookup`, `load` and `store` raise `SessionError` if the session is closed, in a forked child, or called from a
+    finalizer or signal handler in the middle of another call of the same thread. `release`, `expects` and `poll` may be
+    called anywhere. Only calls with a `wait_s` or `deadline_s` block for long.
 
     Args:
-        session: owned by the session's thread from now on.
+        cache: the core; owned by the session from now on.
+        executor: executes its commands, on all ranks.
+        on_close: called once at the end, with the remaining seconds, to close the tiers.
+        on_second: called about once a second, under the lock, to refresh gauges.
+        metrics: counts lookups, loads and stores.
+        observer: receives every command and every completion, under the lock.
+        clock: monotonic seconds; the executor's clock.
+        has_thread: False: `tick` is called instead, by the owner.
+
+    Raises:
+        RuntimeError: the system cannot start a thread.
     """
 
-    def __init__(self, session: LocalSession) -> None:
-        self._session = session
+    def __init__(
+        self,
+        cache: Cache,
+        executor: Executor,
+        *,
+        on_close: Callable[[float], None] = lambda _seconds: None,
+        on_second: Callable[[], None] = lambda: None,
+        metrics: Metrics | None = None,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        has_thread: bool = True,
+    ) -> None:
+        self.metrics = metrics or Metrics()
+        self._cache = cache
+        self._executor = executor
+        self._observer = observer
+        self._on_close = on_close
+        self._on_second = on_second
+        self._clock = clock
         self._process = os.getpid()
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
-        self._changed = threading.Condition()
-        self._is_closing = False
-        self._has_dropped_events = False
-        self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True)
-        self._thread.start()
+        self._lock = threading.RLock()
+        """Reentrant, so that a second call of the holding thread finds `_is_inside` instead of a deadlock."""
+        self._is_inside = False
+        """Whether the lock's holder is at work. Under the lock."""
+        self._inbox: deque[Completion] = deque()
+        """Filled by executors, without the lock; bounded by the commands in flight."""
+        self._wishes: deque[Callable[[float], None]] = deque()
+        """Calls that the next holder makes; filled without the lock."""
+        self._lines: deque[LogLine] = deque()
+        self._events = SessionEvents(self.metrics, self._lines, clock)
+        self._counted: dict[RequestId, None] = {}
+        """Requests whose tokens are counted, so that repeated lookups of a request count once."""
+        self._warned: set[str] = set()
+        """Limits whose warning was logged."""
+        self._settles = 0
+        """How many times completions were settled or deadlines checked."""
+        self._settled = threading.Condition()
+        self._waiting = 0
+        """Threads that wait for `_settles` to change."""
+        self._next_second_s = clock()
+        self._due_s = 0.0
+        """Time of the next tick."""
+        self._alarm: SimpleQueue[None] = SimpleQueue()
+        """Wakes the session's thread. At most a few entries, see `_wake`."""
+        self._is_broken = False
+        self._copies: dict[int, RequestId] | None = None
+        """Copies that may still run after an internal error, by transfer id. None: the executor has not ended yet."""
+        self._copies_until_s = 0.0
+        self._ended_ids: set[int] = set()
+        """Transfers completed after an internal error."""
+        self._close_until_s: float | None = None
+        """Deadline of `close`, once it was called."""
+        self._closed: Closed | None = None
+        self._is_over = False
+        """Closed: no call begins any more. Under the lock."""
+        self._over = threading.Event()
+        executor.complete_to(self._inbox.append, self.ready)
+        self._thread = threading.Thread(target=self._run, name="kvtier-session", daemon=True) if has_thread else None
+        if self._thread is not None:
+            self._thread.start()
 
     def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0, wait_s: float = 0.0) -> Lookup:
         """How many leading tokens can be loaded. Probes lower tiers; call it again while it returns PROBING.
-
-        Other calls wait while it waits for lower tiers.
 
         Args:
             request: its name.
             prefix: of its prompt.
             resident_tokens: leading tokens that the engine holds; load options start behind them.
-            wait_s: how long to wait for the lower tiers' answers.
+            wait_s: how long to wait for the lower tiers' answers. Other calls go on meanwhile.
         """
-        return self._call(
-            lambda: self._session.lookup(request, prefix, resident_tokens=resident_tokens, wait_s=wait_s),
-            CALL_DEADLINE_S + wait_s,
-        )
+        answer = NOTHING
+        seen, now_s = 0, self._clock()
+        until_s = now_s + wait_s
+
+        def look_up(at_s: float) -> None:
+            nonlocal answer, seen, now_s
+            answer = self._cache.lookup(request, prefix, at_s, resident_tokens=resident_tokens)
+            seen, now_s = self._settles, at_s
+            if answer.presence is not Presence.PROBING or now_s >= until_s:
+                self._count(request, prefix, answer)
+
+        while True:
+            self._call(look_up)
+            if self._is_broken:
+                return NOTHING
+            if answer.presence is not Presence.PROBING or now_s >= until_s:
+                return answer
+            self._wait(seen, until_s - now_s)
 
     def load(
         self,
@@ -95,11 +218,23 @@ class Session:
         Raises:
             BadCallError: the arguments do not fit. No `LoadDone` follows.
         """
-        self._call(
-            lambda: self._session.load(
-                request, prefix, tokens, places, resident_tokens=resident_tokens, budget=budget, session=session
+        load = self._events.begin_load(request, tokens, places)
+        try:
+            self._call(
+                lambda now_s: self._cache.load(
+                    request,
+                    prefix,
+                    tokens,
+                    places,
+                    now_s,
+                    resident_tokens=resident_tokens,
+                    budget=budget,
+                    session=session,
+                )
             )
-        )
+        except BaseException:
+            if self._events.withdraw(load):
+                raise
 
     def store(self, request: RequestId, prefix: Prefix, places: Sequence[Place], session: str | None = None) -> None:
         """Store the chunks at `places`. Exactly one `StoreDone` follows; until then the engine keeps the blocks.
@@ -107,103 +242,375 @@ class Session:
         Raises:
             BadCallError: a place is not in the prefix. No `StoreDone` follows.
         """
-        self._call(lambda: self._session.store(request, prefix, places, session))
+        store = self._events.begin_store(request, places)
+        try:
+            self._call(lambda now_s: self._cache.store(request, prefix, places, now_s, session))
+        except BaseException:
+            if self._events.withdraw(store):
+                raise
 
     def release(self, request: RequestId) -> None:
-        """The engine is done with `request`: cancel transfers that have not begun, and end its load and stores."""
-        self._call(lambda: self._session.release(request))
+        """The engine is done with `request`: cancel transfers that have not begun, and end its load and stores.
+
+        It happens before the next call of this thread begins, and at once if the session's thread is free.
+        """
+
+        def release(now_s: float) -> None:
+            self._counted.pop(request, None)
+            self._cache.release(request, now_s)
+
+        self._wishes.append(release)
+        self._wake()
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
         """Declare what continues conversation `session` after a response; None withdraws it.
 
         Eviction policies use it. A wrong declaration costs hits only.
         """
-        self._call(lambda: self._session.expects(session, next_turn))
+        self._wishes.append(lambda _now_s: self._cache.expects(session, next_turn))
+        self._wake()
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""
-        with self._changed:
-            if not self._events:
-                self._changed.wait(wait_s)
-            events = list(self._events)
-            self._events.clear()
-        return events
+        return self._events.poll(wait_s)
 
     def close(self, deadline_s: float = 30.0) -> Closed:
         """Write pending objects to their tiers, within `deadline_s` seconds, and end all threads. Idempotent.
 
-        It does nothing in a forked child, because the session belongs to the parent.
+        The session's thread does it. In a forked child `close` does nothing, because the session belongs to the parent.
+        Called by that thread, or inside another call of the same thread (a finalizer), it does not wait for the end.
+
+        Raises:
+            SessionError: it did not end in time.
         """
         if self._process != os.getpid():
             return Closed(flushed=False, lost=0)
-        if not self._thread.is_alive():
-            closed = self._session.close(0.0)
-            self._publish(self._session.poll())
-            return closed
-        closed = self._call(lambda: self._close(deadline_s), deadline_s + CALL_DEADLINE_S)
-        self._thread.join(CALL_DEADLINE_S)
-        return closed
+        if self._close_until_s is None:
+            self._close_until_s = self._clock() + deadline_s
+        if self._thread is None or not self._thread.is_alive():
+            self.tick()
+        elif threading.current_thread() is self._thread or self._holds_lock():
+            self._wake()
+        else:
+            self._wake()
+            if not self._over.wait(deadline_s + CALL_DEADLINE_S):
+                raise SessionError(f"the session did not close within {deadline_s:g} s")
+            self._thread.join(CALL_DEADLINE_S)
+        return self._closed or Closed(flushed=False, lost=0)
 
-    def _close(self, deadline_s: float) -> Closed:
-        self._is_closing = True
-        return self._session.close(deadline_s)
+    def ready(self) -> None:
+        """Settle the completions that wait, unless another thread holds the lock, which does so before it goes on.
 
-    def _call(self, act: Callable[[], Answer], deadline_s: float = CALL_DEADLINE_S) -> Answer:
-        if not self._thread.is_alive():
+        Executors call it in the threads that complete commands, under none of their locks.
+        """
+        if self._inbox and self._locked(None, 0.0):
+            self._let_go()
+
+    def tick(self) -> float:
+        """Do what is due: deadlines, health checks, gauges, the rest of a message, the end after an error, closing.
+
+        For the session's thread, or its owner if it has none.
+
+        Returns:
+            Seconds until the next call is due.
+        """
+        if self._close_until_s is not None:
+            if not self._over.is_set():
+                self._end(self._close_until_s)
+            return 0.0
+        if self._is_broken and self._copies is None:
+            self._end_after_error()
+        self._locked(self._check, TICK_S)
+        self._let_go()
+        if not self._executor.flush():
+            return RETRY_S
+        if self._is_broken:
+            return COPY_STEP_S if self._copies else TICK_S
+        return max(0.0, min(TICK_S, self._due_s - self._clock()))
+
+    # ---- the lock --------------------------------------------------------------------------------------------------
+
+    def _call(self, act: Callable[[float], None]) -> None:
+        """`_locked`, for a call of the engine.
+
+        Raises:
+            SessionError: the session cannot take the call.
+        """
+        if self._process != os.getpid():
+            raise SessionError("the session belongs to the parent process")
+        if self._close_until_s is not None:
             raise SessionError("the session is closed")
-        reply: Future[Answer] = Future()
+        has_begun = True
         try:
-            self._calls.put((reply, act))
-            self._session.wake()
-            return reply.result(timeout=deadline_s)
-        except TimeoutError:
-            raise SessionError(f"the session did not finish the call within {deadline_s:g} s") from None
+            try:
+                has_begun = self._locked(act, CALL_DEADLINE_S)
+            finally:
+                self._let_go()
+        except (BadCallError, SessionError):
+            raise
+        except Exception as error:
+            self._shut(error)
+        if not has_begun:
+            raise SessionError(
+                f"the session was closed, busy for {CALL_DEADLINE_S:g} s, or called inside a call of the same thread"
+            )
+
+    def _locked(self, act: Callable[[float], None] | None, wait_s: float) -> bool:
+        """`_work` under the lock; False if `act` was not called, because the lock is taken or the session closed.
+
+        The caller calls `_let_go` afterwards. A thread that has the lock already does not get it again.
+        """
+        is_mine = False
+        try:
+            # The lock in the `try`: a signal handler may raise as soon as it is taken.
+            if not self._lock.acquire(timeout=wait_s) or self._is_inside:
+                return False
+            self._is_inside = is_mine = True
+            self._work(act, self._clock())
+        except (BadCallError, SessionError):
+            raise
+        except Exception as error:
+            self._shut(error)
+        except BaseException as error:
+            self._shut(error)
+            raise
         finally:
-            reply.cancel()  # no effect once the call has begun
+            if is_mine:
+                self._is_inside = False
+            try:  # noqa: SIM105 - this runs often, and `suppress` takes longer than all the rest here
+                self._lock.release()
+            except RuntimeError:
+                pass  # it was not taken
+        return not self._is_over
+
+    def _let_go(self) -> None:
+        """What follows the lock: what may not be done under it, then settle what arrived while it was held.
+
+        No completion is stranded. A thread that finds the lock taken has put its completions before, so the holder
+        finds them here, or the next holder does.
+        """
+        try:
+            while True:
+                while self._lines:
+                    level, text, values, error = self._lines.popleft()
+                    logger.log(level, text, *values, exc_info=error)
+                if not self._executor.flush():
+                    self._wake()  # the session's thread sends the rest
+                if self._waiting:
+                    with self._settled:
+                        self._settled.notify_all()
+                if not (self._inbox or self._wishes) or not self._locked(None, 0.0):
+                    return
+        except Exception as error:
+            self._shut(error)
+
+    def _wait(self, seen: int, wait_s: float) -> None:
+        """Wait up to `wait_s` seconds until completions are settled or deadlines checked after the `seen`-th time."""
+        with self._settled:
+            self._waiting += 1
+            try:
+                self._settled.wait_for(lambda: self._settles != seen or self._is_broken, min(wait_s, FLUSH_STEP_S))
+            finally:
+                self._waiting -= 1
+
+    def _holds_lock(self) -> bool:
+        """Whether this thread is inside a call."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        is_inside = self._is_inside
+        self._lock.release()
+        return is_inside
+
+    # ---- under the lock --------------------------------------------------------------------------------------------
+
+    def _work(self, act: Callable[[float], None] | None, now_s: float) -> None:
+        """Settle what waits, call `act` unless the session is shut, and pass on what the core wants done."""
+        if self._is_broken or self._is_over:
+            self._settle_shut(now_s)
+            return
+        if self._inbox or self._wishes:
+            self._settle(now_s)
+        if act is not None:
+            act(now_s)
+        if self._pass_on() or act is not None:
+            self._plan_tick()
+
+    def _settle(self, now_s: float) -> None:
+        """Pass completions to the core, and make the calls that wait."""
+        for _ in range(len(self._inbox)):
+            completion = self._inbox.popleft()
+            command = completion.command
+            if self._observer is not None:
+                self._observer.completed(completion)
+            if isinstance(command, Transfer):
+                self._cache.complete(command.id, completion.outcome, now_s, is_fault=completion.is_tier_fault)
+            elif isinstance(command, Probe):
+                present = completion.present if completion.outcome is Outcome.DONE else None
+                self._cache.probed(command.id, present, now_s)
+        for _ in range(len(self._wishes)):
+            self._wishes.popleft()(now_s)
+        self._cache.advance(now_s)
+        self._settles += 1
+
+    def _settle_shut(self, now_s: float) -> None:
+        """After an internal error or the end: fail open loads and stores without a running copy."""
+        self._wishes.clear()
+        while self._inbox:
+            command = self._inbox.popleft().command
+            if isinstance(command, Transfer):
+                self._ended_ids.add(command.id)
+        if self._copies is None:
+            return
+        if self._is_over or now_s >= self._copies_until_s:
+            self._copies.clear()
+        for ended in self._ended_ids:
+            self._copies.pop(ended, None)
+        self._events.fail(set(self._copies.values()))
+
+    def _pass_on(self) -> bool:
+        """Queue the core's commands in the executor, and its events for the engine; whether there were commands."""
+        commands = self._cache.take_commands()
+        if commands:
+            if self._observer is not None:
+                for command in commands:
+                    if not isinstance(command, Cancel):
+                        self._observer.submitted(command)
+            self._executor.submit(*commands)
+        for event in self._cache.take_events():
+            self._events.publish(event)
+        return bool(commands)
+
+    def _plan_tick(self) -> None:
+        """Wake the session's thread if a deadline is earlier than its next tick."""
+        next_s = self._cache.next_deadline()
+        if next_s is not None and next_s < self._due_s:
+            self._due_s = next_s
+            self._wake()
+
+    def _check(self, now_s: float) -> None:
+        """Check deadlines, and the health of tiers once a second."""
+        if now_s >= self._next_second_s:
+            self._next_second_s = now_s + SECOND_S
+            self._on_second()
+            self._warn_of_limits()
+            self._cache.check_tiers(now_s)
+        self._cache.tick(now_s)
+        self._settles += 1
+        next_s = self._cache.next_deadline()
+        self._due_s = now_s + TICK_S if next_s is None else min(next_s, now_s + TICK_S)
+
+    def _warn_of_limits(self) -> None:
+        counters = self._cache.counters
+        for name, count, effect in (
+            ("requests", counters.unprobed, "lower tiers are not probed for further requests"),
+            ("waiting_chunks", counters.unqueued, "further objects are not stored"),
+        ):
+            if count and name not in self._warned:
+                self._warned.add(name)
+                text = "limits.%s is reached: %s (this is logged once)"
+                self._lines.append(LogLine(logging.WARNING, text, (name, effect)))
+
+    def _count(self, request: RequestId, prefix: Prefix, answer: Lookup) -> None:
+        self.metrics.add(table.LOOKUPS, presence=answer.presence.value)
+        if answer.presence is Presence.PROBING or request in self._counted:
+            return
+        if len(self._counted) >= COUNTED_MAX:
+            del self._counted[next(iter(self._counted))]
+        self._counted[request] = None
+        prompt_tokens = max(prefix.tokens, answer.tokens)
+        self.metrics.add(table.LOOKUP_TOKENS, answer.ready_tokens, result="ready")
+        self.metrics.add(table.LOOKUP_TOKENS, answer.tokens - answer.ready_tokens, result="arriving")
+        self.metrics.add(table.LOOKUP_TOKENS, prompt_tokens - answer.tokens, result="absent")
+
+    # ---- the session's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        events: list[Event] = []
-        try:
-            while not self._is_closing:
-                # After an error, calls of other threads must still return, and their events arrive.
-                try:
-                    events += self._session.poll(IDLE_S)
-                    self._publish(events)
-                    self._do_calls()
-                except BaseException as error:  # noqa: BLE001 - `shut` raises it again unless it is an `Exception`
-                    self._session.shut(error)
-        finally:
-            events += self._session.poll()
-            self._publish(events)
-            self._do_calls()
-
-    def _do_calls(self) -> None:
-        while True:
+        wait_s = 0.0
+        while not self._over.is_set():
+            with suppress(Empty):
+                self._alarm.get(timeout=wait_s)
+            wait_s = COPY_STEP_S
             try:
-                reply, act = self._calls.get_nowait()
-            except Empty:
-                return
-            if not reply.set_running_or_notify_cancel():
-                continue  # the caller has timed out
-            try:
-                reply.set_result(act())
-            except Exception as error:  # noqa: BLE001 - the caller raises it
-                reply.set_exception(error)
+                wait_s = self.tick()
             except BaseException as error:
-                reply.set_exception(SessionError(f"the session ends: {type(error).__name__}: {error}"))
-                raise
+                self._shut(error)
 
-    def _publish(self, events: list[Event]) -> None:
-        """Move `events` to the queue of `poll`."""
-        if not events:
-            return
-        with self._changed:
-            if len(self._events) + len(events) > EVENTS_MAX and not self._has_dropped_events:
-                self._has_dropped_events = True
-                logger.warning(
-                    "the engine has not polled %d events; kvtier drops the oldest, which end no load or store",
-                    EVENTS_MAX,
-                )
-            self._events.extend(events)
-            events.clear()
-            self._changed.notify_all()
+    def _wake(self) -> None:
+        """Wake the session's thread. A finalizer or signal handler may call it anywhere."""
+        if not self._alarm.qsize():
+            self._alarm.put(None)
+
+    def _end(self, until_s: float) -> None:
+        """Close: flush, end the executor, answer what is open, close the tiers."""
+        lost = 0
+        try:
+            lost = self._flush(until_s)
+        except BaseException as error:
+            self._shut(error)
+        self._closed = Closed(flushed=lost == 0 and not self._is_broken, lost=lost)
+        if lost:
+            text = "the session is closed; %d objects were not written to their tiers in time and are lost"
+            self._lines.append(LogLine(logging.WARNING, text, (lost,)))
+        # The first twice, because nothing may use the engine's blocks afterwards: it is idempotent and may raise.
+        for end in (self._executor.close, self._executor.close, self._answer_all, self._on_close):
+            try:
+                end(max(0.0, until_s - self._clock()))
+            except BaseException as error:
+                self._shut(error)
+        self._let_go()
+        self._over.set()
+
+    def _flush(self, until_s: float) -> int:
+        """Write pending objects to their tiers; the number not written by `until_s`."""
+        cache = self._cache
+        lost_before = cache.counters.demotions_dropped
+        left, seen = 0, 0
+
+        def flush(now_s: float) -> None:
+            nonlocal left, seen
+            cache.tick(now_s)
+            cache.flush(now_s)
+            left, seen = cache.in_flight + cache.pending_count, self._settles
+
+        self._locked(cache.stop, max(0.0, until_s - self._clock()))
+        # Objects that finish gathering during a round become pending writes of the next one.
+        while (now_s := self._clock()) < until_s and not self._is_broken:
+            has_lock = self._locked(flush, until_s - now_s)
+            self._let_go()
+            if has_lock and not left:
+                break
+            self._wait(seen, until_s - self._clock())
+        return 0 if self._is_broken else cache.pending_count + cache.counters.demotions_dropped - lost_before
+
+    def _answer_all(self, _deadline_s: float) -> None:
+        self._is_over = True
+        self._locked(None, CALL_DEADLINE_S)
+        self._events.fail()
+
+    # ---- internal errors -------------------------------------------------------------------------------------------
+
+    def _shut(self, error: BaseException) -> None:
+        """Shut the session down after an internal error, so that the engine goes on without it. Any thread.
+
+        The session's thread ends the executor first, because running copies use the engine's blocks. Then all open
+        loads and stores fail.
+        """
+        level, text = logging.WARNING, "another internal error of kvtier after it was shut down"
+        if not self._is_broken:
+            self._is_broken = True
+            level = logging.ERROR
+            text = "internal error: kvtier shuts down; nothing is stored or loaded any more, all prompts are computed"
+        self._lines.append(LogLine(level, text, (), error))
+        self._wake()
+
+    def _end_after_error(self) -> None:
+        copies: dict[int, RequestId] = {}
+        try:
+            copies = self._cache.copies()
+        except Exception as error:
+            text = "internal error: kvtier does not know which copies still run"
+            self._lines.append(LogLine(logging.WARNING, text, (), error))
+        if self._executor.close(MOVER_DEADLINE_S):
+            copies = {}
+        self._copies_until_s = self._clock() + COPY_DEADLINE_S
+        self._copies = copies

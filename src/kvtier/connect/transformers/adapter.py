@@ -40,8 +40,7 @@ from kvtier.connect.transformers.support import accepts_padding, check_model, is
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import WeightsDigest
-from kvtier.runtime.local_session import Closed
-from kvtier.runtime.session import Session
+from kvtier.runtime.session import Closed, Session
 from kvtier.types import NextTurn, Place, Prefix, RequestId
 
 logger = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ class ChunkBlocks(NamedTuple):
 
 
 class Movements:
-    """Movements of one group's chunks. An `Observer`, called in the session's thread, except for `take`.
+    """Movements of one group's chunks. An `Observer`; `take` is for any thread.
 
     Args:
         group: number of a group whose objects are whole chunks.

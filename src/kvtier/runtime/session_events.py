@@ -1,0 +1,144 @@
+"""Open loads and stores, and the events that end them: exactly one for each."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from kvtier.errors import BadCallError
+from kvtier.observe import metric_definitions as table
+from kvtier.observe.metrics import Metrics
+from kvtier.types import Event, LoadDone, Place, RequestId, StoreDone
+
+EVENTS_MAX = 65_536
+"""Events kept for an engine that does not poll; more drop the oldest."""
+
+
+class LogLine(NamedTuple):
+    """A line for the log, written once the session's lock is free, because a log may block."""
+
+    level: int
+    text: str
+    values: tuple[Any, ...] = ()
+    error: BaseException | None = None
+
+
+class OpenCall:
+    """A load or store without its event."""
+
+    __slots__ = ("places", "request", "time_s", "tokens")
+
+    def __init__(self, request: RequestId, time_s: float, tokens: int, places: Sequence[Place]) -> None:
+        self.request = request
+        self.time_s = time_s
+        self.tokens = tokens
+        self.places = places
+
+
+class SessionEvents:
+    """Open loads and stores, and the queue of events for the engine.
+
+    `begin_load`, `begin_store`, `withdraw` and `poll` are for any thread, the other methods for the holder of the
+    session's lock.
+
+    Args:
+        metrics: counts ended loads and stores.
+        lines: receives lines for the log.
+        clock: seconds.
+    """
+
+    def __init__(self, metrics: Metrics, lines: "deque[LogLine]", clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._lines = lines
+        self._clock = clock
+        self._loads: dict[RequestId, OpenCall] = {}
+        self._stores: list[OpenCall] = []
+        self._queue: SimpleQueue[Event] = SimpleQueue()
+        """A queue that a finalizer may use in the middle of a call."""
+        self._has_dropped = False
+
+    def begin_load(self, request: RequestId, tokens: int, places: Sequence[Place]) -> OpenCall:
+        """Register a load.
+
+        Raises:
+            BadCallError: the request has an open load.
+        """
+        call = OpenCall(request, self._clock(), tokens, places)
+        if self._loads.setdefault(request, call) is not call:
+            raise BadCallError(f"request {request!r} has a load under way")
+        return call
+
+    def begin_store(self, request: RequestId, places: Sequence[Place]) -> OpenCall:
+        """Register a store."""
+        call = OpenCall(request, self._clock(), 0, places)
+        self._stores.append(call)
+        return call
+
+    def withdraw(self, call: OpenCall) -> bool:
+        """Forget a call that was refused; False if it was answered meanwhile."""
+        if self._loads.get(call.request) is call:
+            return self._loads.pop(call.request, None) is call
+        try:
+            self._stores.remove(call)
+        except ValueError:
+            return False
+        return True
+
+    def poll(self, wait_s: float) -> list[Event]:
+        """The events since the last call; waits up to `wait_s` seconds for the first."""
+        events: list[Event] = []
+        try:
+            if wait_s > 0:
+                events.append(self._queue.get(timeout=wait_s))
+            while True:
+                events.append(self._queue.get_nowait())
+        except Empty:
+            return events
+
+    def publish(self, event: Event) -> None:
+        """Queue an event, and count it. Its call is removed first, so that no error repeats it."""
+        if isinstance(event, LoadDone):
+            call = self._loads.pop(event.request)
+            self._queue.put(event)
+            share = "none" if not event.tokens else "part" if event.tokens < event.wanted_tokens else "whole"
+            self._metrics.add(table.LOADS, result=share)
+            self._metrics.observe(table.LOAD_SECONDS, self._clock() - call.time_s)
+            for place, tokens in event.sources:
+                self._metrics.add(table.LOAD_TOKENS, tokens, place=place)
+        elif isinstance(event, StoreDone):
+            number = next(number for number, call in enumerate(self._stores) if call.request == event.request)
+            call = self._stores.pop(number)
+            self._queue.put(event)
+            self._metrics.add(table.STORES)
+            self._metrics.add(table.STORE_CHUNKS, event.held, result="held")
+            self._metrics.add(table.STORE_CHUNKS, event.dropped, result="dropped")
+            self._metrics.observe(table.STORE_SECONDS, self._clock() - call.time_s)
+        else:
+            self._queue.put(event)
+            self._metrics.set(table.TIER_UP, float(event.is_up), tier=event.tier, way=event.way)
+            level = logging.INFO if event.is_up else logging.WARNING
+            self._lines.append(LogLine(level, "tier %s %s", (event.tier, event.detail)))
+        while self._queue.qsize() > EVENTS_MAX:
+            self._drop_oldest()
+
+    def fail(self, copying: Collection[RequestId] = ()) -> None:
+        """Fail all open loads and stores, except those of requests in `copying`."""
+        for load in [load for load in list(self._loads.values()) if load.request not in copying]:
+            places = tuple((place.group, place.chunk) for place in load.places)
+            if self.withdraw(load):
+                self._queue.put(LoadDone(load.request, 0, load.tokens, places))
+        for store in [store for store in list(self._stores) if store.request not in copying]:
+            if self.withdraw(store):
+                self._queue.put(StoreDone(store.request, 0, len(store.places)))
+
+    def _drop_oldest(self) -> None:
+        try:
+            self._queue.get_nowait()
+        except Empty:
+            return
+        if not self._has_dropped:
+            self._has_dropped = True
+            text = "the engine has not polled %d events; kvtier drops the oldest, which end no load or store"
+            self._lines.append(LogLine(logging.WARNING, text, (EVENTS_MAX,)))
