@@ -47,6 +47,9 @@ def sites(draw) -> Inputs:
             "disk.read_bytes_per_s": draw(st.floats(1e8, 3e10)),
             "shared.capacity_bytes": draw(st.sampled_from([0, 0, 10**15])),
             "shared.adapter_bytes_per_s": draw(st.floats(1e8, 1e11)),
+            "software.gpu_reuse": draw(st.sampled_from([True, True, False])),
+            "software.loads_block": draw(st.sampled_from([False, False, True])),
+            "software.load_bytes_per_s": draw(st.sampled_from([1e9, 6e9, 0.0])),
         }
     )
 

@@ -20,6 +20,7 @@ TTFT = "time to first token"
 """Name of the limit that every plan has."""
 _STEPS_PER_DECADE = 24
 _DECADES_BELOW = 4
+_DECADES_BELOW_MAX = 12
 _DECADES_ABOVE = 2
 _BISECTIONS = 40
 _DAYS_PER_YEAR = 365.25
@@ -181,7 +182,7 @@ def ceiling(deployment: Deployment, *, with_tiers: bool) -> Ceiling:
         )
     limits.sort(key=lambda it: it.requests_per_s)
     first = next(it for it in limits if not it.is_reserve).requests_per_s
-    return Ceiling(limits=tuple(limits), point=points(first or _loads(deployment)[0]))
+    return Ceiling(limits=tuple(limits), point=points(first or _loads(deployment, points)[0]))
 
 
 def highest_load(deployment: Deployment, *, with_tiers: bool, only: str = "") -> float:
@@ -194,7 +195,8 @@ def highest_load(deployment: Deployment, *, with_tiers: bool, only: str = "") ->
 
 def throughput(deployment: Deployment, *, with_tiers: bool) -> float:
     """Requests a second that the GPUs and their pipes complete at most, with any waiting time."""
-    return _first_met(_pipes_used, deployment, _points(deployment, with_tiers=with_tiers))
+    points = _points(deployment, with_tiers=with_tiers)
+    return _first_met(_pipes_used, deployment, points) or _loads(deployment, points)[0]
 
 
 def _pipes_used(deployment: Deployment, point: OperatingPoint) -> float:
@@ -209,11 +211,14 @@ def in_users(deployment: Deployment, requests_per_s: float) -> float:
     return requests_per_s * deployment.workload.interval_s
 
 
-def _loads(deployment: Deployment) -> list[float]:
-    """Loads to try, from almost nothing to far beyond what decoding alone allows."""
+def _loads(deployment: Deployment, points: Callable[[float], OperatingPoint]) -> list[float]:
+    """Loads to try, from one that is served to far beyond what decoding alone allows."""
     most = deployment.replicas / (deployment.workload.answer_tokens * decode_token_s(deployment))
-    steps = (_DECADES_BELOW + _DECADES_ABOVE) * _STEPS_PER_DECADE
-    least = most / 10**_DECADES_BELOW
+    below = _DECADES_BELOW
+    while below < _DECADES_BELOW_MAX and _pipes_used(deployment, points(most / 10**below)) > 1:
+        below += 1
+    steps = (below + _DECADES_ABOVE) * _STEPS_PER_DECADE
+    least = most / 10**below
     return [least * 10 ** (step / _STEPS_PER_DECADE) for step in range(steps + 1)]
 
 
@@ -224,7 +229,7 @@ def _points(deployment: Deployment, *, with_tiers: bool) -> Callable[[float], Op
 
 def _first_met(used: Use, deployment: Deployment, points: Callable[[float], OperatingPoint]) -> float:
     """The load at which the budget is used up; infinite when it is not in the searched range."""
-    loads = _loads(deployment)
+    loads = _loads(deployment, points)
     over = next((n for n, load in enumerate(loads) if used(deployment, points(load)) > 1), None)
     if not over:
         return math.inf if over is None else 0.0

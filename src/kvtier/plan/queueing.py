@@ -16,10 +16,21 @@ The model has one server for each replica, its GPU, and pipes between it and the
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvtier.plan.resolve import Deployment
 
 GPU = "gpu"
+_USE_MAX = 0.99
+"""Of a pipe by loads that the planner admits: at its whole bandwidth a queue would grow without end."""
+
+
+class PipeUse(NamedTuple):
+    """Use of a pipe by requests that load, as a share of its time."""
+
+    used: float
+    most: float
+    """The most with which all of them still load faster than they compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +200,10 @@ def _request_classes(
     holds_prefix = [it.name for it in deployment.tiers if with_tiers and it.capacity_bytes >= stored]
     prefix_from = "" if gpu_reuse or not holds_prefix else holds_prefix[0]
     prefix, later = load.prefix_tokens if gpu_reuse or holds_prefix else 0.0, 1 - load.first_share
-    classes = [_request_class(load.first_share, prefix, load.first_tokens, prefix_from, prefix)]
-    reached = link_used = 0.0
+    first = _request_class(load.first_share, prefix, load.first_tokens, prefix_from, prefix)
+    pipes: dict[str, PipeUse] = {}
+    classes = _prefix_classes(deployment, first, requests_per_s, pipes)
+    reached = 0.0
     rest = later
     for place, seconds in residence_s.items():
         if place == GPU and not gpu_reuse:
@@ -201,31 +214,51 @@ def _request_classes(
         loaded = 0.0 if place == GPU else max(load.reusable_tokens - (prefix if gpu_reuse else 0.0), 0.0)
         each = _request_class(share, load.reusable_tokens, load.later_tokens, place, loaded)
         if loaded and share:
-            kept, used = _worth_loading(deployment, each, requests_per_s, link_used)
-            each = replace(each, share=share * kept)
-            link_used += used
+            each = replace(each, share=share * _worth_loading(deployment, each, requests_per_s, pipes))
         classes.append(each)
         rest -= each.share
-    classes.append(_request_class(max(rest, 0.0), prefix, load.later_tokens, prefix_from, prefix))
-    return [each for each in classes if each.wanted_share > 0]
+    last = _request_class(max(rest, 0.0), prefix, load.later_tokens, prefix_from, prefix)
+    classes += _prefix_classes(deployment, last, requests_per_s, pipes)
+    return [each for each in classes if each.wanted_share > 0 or each.share > 0]
+
+
+def _prefix_classes(
+    deployment: Deployment, each: RequestClass, requests_per_s: float, pipes: dict[str, PipeUse]
+) -> list[RequestClass]:
+    """Requests that load the common prefix, and those that compute it because that is faster."""
+    if not each.loaded_from or not each.share:
+        return [each]
+    kept = _worth_loading(deployment, each, requests_per_s, pipes)
+    computing = _request_class(each.share * (1 - kept), 0.0, each.prompt_tokens, "", 0.0)
+    return [replace(each, share=each.share * kept), replace(computing, wanted_share=0.0)]
 
 
 def _worth_loading(
-    deployment: Deployment, each: RequestClass, requests_per_s: float, link_used: float
-) -> tuple[float, float]:
-    """Share of the requests that load before the pipes become slower than the GPU, and their use of the link."""
+    deployment: Deployment, each: RequestClass, requests_per_s: float, pipes: dict[str, PipeUse]
+) -> float:
+    """Share of the requests that load before a pipe becomes slower than the GPU, for them or those before them.
+
+    `pipes` has the use by earlier classes of each tier and of the link, which is named by an empty text; it is changed.
+    """
     loaded_bytes = deployment.model.loaded_bytes(each.loaded_tokens)
     tier = next(it for it in deployment.tiers if it.name == each.loaded_from)
     array = each.share * requests_per_s * loaded_bytes / tier.read_bytes_per_s
     link = each.share * requests_per_s / deployment.replicas * loaded_bytes / deployment.load_bytes_per_s
     if not deployment.inputs.software.skips_slow_loads:
-        return 1.0, link
+        return 1.0
     saved_s = prefill_s(deployment, each.computed_tokens + each.loaded_tokens, each.prompt_tokens)
     saved_s -= prefill_s(deployment, each.computed_tokens, each.prompt_tokens)
-    array_most = _use_at_most(deployment, saved_s * tier.read_bytes_per_s / loaded_bytes)
-    link_most = _use_at_most(deployment, saved_s * deployment.load_bytes_per_s / loaded_bytes) - link_used
-    kept = max(min(1.0, array_most / array, link_most / link), 0.0)
-    return kept, kept * link
+    kept = 1.0
+    allowed: dict[str, tuple[float, float]] = {}
+    for name, rate, use in ((tier.name, tier.read_bytes_per_s, array), ("", deployment.load_bytes_per_s, link)):
+        before = pipes.get(name, PipeUse(0.0, math.inf))
+        most = min(_use_at_most(deployment, saved_s * rate / loaded_bytes), before.most)
+        kept = max(min(kept, (most - before.used) / use), 0.0)
+        allowed[name] = before.used, most
+    for (name, (used, most)), use in zip(allowed.items(), (array, link), strict=True):
+        if kept:
+            pipes[name] = PipeUse(used + kept * use, most)
+    return kept
 
 
 def _request_class(
@@ -264,7 +297,7 @@ def _stretch(deployment: Deployment, used: float) -> float:
 def _use_at_most(deployment: Deployment, stretch: float) -> float:
     """Use of a pipe at which loads take `stretch` times longer: the inverse of `_stretch`."""
     spread = deployment.inputs.traffic.arrivals_cv2 / 2
-    return (stretch - 1) / (stretch - 1 + spread) if stretch > 1 else 0.0
+    return min((stretch - 1) / (stretch - 1 + spread), _USE_MAX) if stretch > 1 else 0.0
 
 
 def _tpot_s(deployment: Deployment, rate: float, service_s: float) -> float:

@@ -1,0 +1,194 @@
+"""What a plan counts besides the plain case: states, windows, formats, copies, long prompts, slow streams."""
+
+import json
+
+import pytest
+
+from kvtier import size
+from kvtier.errors import ConfigError
+from kvtier.plan.limits import ceiling
+from kvtier.plan.plan import capacity, make_plan
+from kvtier.plan.queueing import fetch_s, operate, prefill_s
+from kvtier.plan.read_inputs import load
+from kvtier.plan.resolve import resolve
+
+MIB = 2**20
+
+
+def deployed(model, **changes):
+    """A deployment; ``traffic__users=3`` sets ``traffic.users``."""
+    values = {"model.name": model} | {name.replace("__", "."): value for name, value in changes.items()}
+    return resolve(load(options=values))
+
+
+def planned(model, **changes):
+    values = {"model.name": model} | {name.replace("__", "."): value for name, value in changes.items()}
+    return make_plan(load(options=values), with_sensitivities=False)
+
+
+def test_a_snapshot_of_the_states_is_written_with_each_request():
+    plain, hybrid = (deployed(name) for name in ("llama-3.1-8b", "qwen3-next-80b-a3b"))
+    state = size.of("qwen3-next-80b-a3b", tp=4).state_bytes_stored
+    assert (plain.model.state_bytes, hybrid.model.state_bytes) == (0, state)
+    assert state > 100 * MIB / 2
+    one = operate(hybrid, 1.0, with_tiers=True)
+    tokens = one.computed_tokens + hybrid.workload.answer_tokens
+    assert one.write_bytes_per_s["disk"] == pytest.approx(tokens * hybrid.model.token_bytes + state)
+    many = operate(deployed("qwen3-next-80b-a3b", software__snapshots=10), 1.0, with_tiers=True)
+    assert many.write_bytes_per_s["disk"] - one.write_bytes_per_s["disk"] == pytest.approx(9 * state)
+
+
+def test_snapshots_take_capacity_until_a_residence_time_after_their_last_use():
+    """Of 10 requests a second, all pauses 20 s: a snapshot stays 20 s until it is read, and then for T more."""
+    traffic = {"interval_cv": 0.0, "users": 200, "turns": 1000, "question_tokens": 1, "answer_tokens": 1}
+    traffic = {f"traffic__{name}": value for name, value in traffic.items()}
+    deployment = deployed("qwen3-next-80b-a3b", **traffic)
+    needed = capacity(deployment, 0.95)
+    snapshots = 10 * (needed.residence_s + 0.95 * 20)  # of 95 % of the requests a snapshot is read
+    without = needed.tokens * deployment.model.token_bytes
+    assert needed.residence_s == pytest.approx(20)
+    assert needed.bytes - without == pytest.approx(snapshots * deployment.model.state_bytes, rel=0.01)
+    # A tier of that size keeps KV for that time, and one without room for the snapshots does not.
+    for held, at_least, at_most in ((needed.bytes, 0.99, 1.1), (without, 0.0, 0.95)):
+        sized = deployed("qwen3-next-80b-a3b", host__capacity_bytes=int(held), **traffic)
+        kept_s = operate(sized, 10.0, with_tiers=True).residence_s["host"]
+        assert at_least * needed.residence_s <= kept_s <= at_most * needed.residence_s
+
+
+def test_a_load_reads_the_last_window_of_windowed_layers_and_a_store_keeps_all():
+    model = deployed("gpt-oss-20b").model
+    half = 24_576  # bytes a token of the 12 layers without a window, and of the 12 with one of 128
+    assert model.stored_bytes(20_000) == 2 * half * 20_000
+    assert model.loaded_bytes(20_000) == half * 20_000 + half * 128
+    assert model.loaded_bytes(100) == model.stored_bytes(100)
+    deployment = deployed("gpt-oss-20b", software__load_bytes_per_s=1e9)
+    assert fetch_s(deployment, "host", 20_000) == pytest.approx(half * 20_128 / 1e9)
+
+
+def test_attention_runs_at_the_rate_of_the_kvs_format():
+    """FP8 weights double the rate of the products with weights, not that of attention on bf16 KV."""
+    tokens = 50_000
+    plain, weights, both = (
+        deployed("llama-3.1-8b", model__weights=weight, model__kv_dtype=kv)
+        for weight, kv in (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"))
+    )
+    attention = plain.model.attention_flop(tokens, tokens) / (989e12 * 0.5)
+    linear = prefill_s(plain, tokens, tokens) - attention
+    assert attention > 0.2 * linear
+    assert prefill_s(weights, tokens, tokens) == pytest.approx(linear / 2 + attention)
+    assert prefill_s(both, tokens, tokens) == pytest.approx(linear / 2 + attention / 2)
+    widened = deployed("llama-3.1-8b", model__kv_dtype="int8:g64")
+    assert prefill_s(widened, tokens, tokens) == prefill_s(plain, tokens, tokens)
+
+
+def test_a_gpu_of_ones_own_needs_no_rate_for_attention():
+    figures = {"memory_bytes": 80 * 10**9, "memory_bytes_per_s": 3e12, "link_bytes_per_s": 50e9, "watts": 500.0}
+    own = deployed("llama-3.1-8b", gpu__name="ours", gpu__flops=500e12, **{f"gpu__{k}": v for k, v in figures.items()})
+    assert own.attention_flops == own.flops
+
+
+def test_the_longest_prompt_counts_against_the_context_not_the_mean():
+    fits = {"traffic__history_tokens": 100_000, "traffic__question_tokens": 1000, "traffic__turns": 20}
+    assert deployed("llama-3.1-8b", **fits).workload.longest_tokens == 1000 + 100_000 + 1000 + 19 * 1100 + 100
+    with pytest.raises(ConfigError, match="the longest prompt and its answer have 134,000 tokens"):
+        deployed("llama-3.1-8b", **(fits | {"traffic__turns": 30}))
+    mean = 1000 + 100_000 + 1000 + 15 * 1100 + 100
+    assert mean < 131_072
+
+
+def test_copies_of_a_latent_are_an_input():
+    """DeepSeek-R1 on 8 ranks: 8 copies of 70,272 bytes, or one that all ranks receive."""
+    each, shared, two = (
+        deployed("deepseek-r1", model__weights="fp8", gpu__name="h200-sxm", software__copies=copies)
+        for copies in (0, 1, 2)
+    )
+    assert [it.model.token_bytes for it in (each, shared, two)] == [8 * 70_272, 70_272, 2 * 70_272]
+    # Each GPU receives as many bytes over its own link in all of them, and holds as many.
+    for other in (shared, two):
+        assert fetch_s(other, "host", 20_000) == pytest.approx(fetch_s(each, "host", 20_000))
+        assert other.model.gpu_bytes(20_000) == pytest.approx(each.model.gpu_bytes(20_000))
+    reads = [operate(it, 1.0, with_tiers=True) for it in (each, shared)]
+    assert reads[0].write_bytes_per_s["disk"] == pytest.approx(8 * reads[1].write_bytes_per_s["disk"], rel=0.01)
+    # Heads that ranks do not share have no copies to save.
+    assert deployed("llama-3.1-8b", model__tp=8, software__copies=1).model.token_bytes == 131_072
+
+
+def test_the_stream_of_a_load_is_conservative_unless_a_probe_measured_it(tmp_path):
+    assert deployed("llama-3.1-8b").load_bytes_per_s == 6e9
+    # A faster setting does not exceed the link.
+    assert deployed("llama-3.1-8b", software__load_bytes_per_s=1e12).load_bytes_per_s == 64e9 * 0.8
+    measure = {"op": "to_gpu", "bytes": 2**24, "depth": 1, "gb_per_s": 21.0, "latency_us_p50": 1, "latency_us_p99": 1}
+    record = {"format": 1, "links": [{"name": "gpu", "measures": [measure | {"count": 9}]}]}
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(record))
+    probed = resolve(load(options={"model.name": "llama-3.1-8b"}, probe=path))
+    assert probed.load_bytes_per_s == 21e9
+
+
+def test_queue_depth_is_of_the_drives_own_loads():
+    """Loads from fast host memory take less time than those from one slow drive, and do not lengthen its queue."""
+    plan = planned(
+        "llama-3.1-8b",
+        traffic__users=20,
+        host__capacity_bytes=30 * 10**9,
+        disk__count=1,
+        disk__read_bytes_per_s=3e9,
+        software__gpu_reuse=False,
+        software__load_bytes_per_s=50e9,
+        software__skips_slow_loads=False,
+    )
+    point = plan.tiered.point
+    assert point.read_bytes_per_s["host"] > point.read_bytes_per_s["disk"] > 0
+    assert (
+        point.loading["disk"] / point.read_bytes_per_s["disk"]
+        > 2 * point.loading["host"] / point.read_bytes_per_s["host"]
+    )
+    assert sum(point.loading.values()) == pytest.approx(point.requests_per_s * point.load_s)
+    assert plan.drives.depth == pytest.approx(point.loading["disk"] * 4 * 32)
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(ConfigError, match="falcon-mamba-7b: it keeps no KV that grows"):
+        deployed("falcon-mamba-7b")
+
+
+def test_the_fewest_ranks_hold_the_longest_session_not_the_mean():
+    few = deployed("llama-3.3-70b", gpu__name="h200-sxm", traffic__history_tokens=1000)
+    assert few.inputs.model.tp == 2
+    longest = few.model.gpu_bytes(few.workload.longest_tokens)
+    assert few.kv_bytes >= longest
+    for tp in (1, 3):
+        with pytest.raises(ConfigError):
+            deployed("llama-3.3-70b", gpu__name="h200-sxm", traffic__history_tokens=1000, model__tp=tp)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"traffic__answer_tokens": 1, "traffic__history_tokens": 60_000, "disk__read_bytes_per_s": 1e6},
+        {"software__skips_slow_loads": False, "host__capacity_bytes": 0, "disk__read_bytes_per_s": 1e6},
+        {"traffic__interval_s": 1e7, "traffic__users": 1},
+        {"target__ttft_s": 1e-3},
+        {"host__capacity_bytes": 2**20, "disk__count": 0},
+    ],
+)
+def test_extremes_are_planned_without_a_division_by_zero(changes):
+    plan = planned("llama-3.1-8b", **changes)
+    assert plan.tiered.served_per_s > 0
+    assert plan.tiered.point.hit_rate <= 1
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_planned_loads_never_cost_users(blocks):
+    """A common prefix on one slow drive is computed again instead of loaded, and tiers share a pipe fairly."""
+    for model, changes in (
+        ("gemma-2-9b", {"traffic__turns": 1, "traffic__history_tokens": 1000, "host__capacity_bytes": 0}),
+        ("qwen3-235b-a22b", {"traffic__history_tokens": 0, "disk__count": 0, "traffic__arrivals_cv2": 0.0}),
+        ("llama-3.1-8b", {"traffic__turns": 2, "disk__read_bytes_per_s": 1e8}),
+    ):
+        deployment = deployed(
+            model, gpu__count=64, disk__read_bytes_per_s=3e9, software__gpu_reuse=False, software__loads_block=blocks,
+            **{name: value for name, value in changes.items() if name != "disk__read_bytes_per_s"},
+        )  # fmt: skip
+        alone, tiered = (ceiling(deployment, with_tiers=with_tiers).binding.users for with_tiers in (False, True))
+        assert tiered >= alone * (1 - 1e-9)
