@@ -10,12 +10,12 @@ from tests.core_driver import Driver, prefix_of
 
 from kvtier.cli.main import run
 from kvtier.errors import TierError
-from kvtier.inspection import disk as inspection_disk
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import Gauges
 from kvtier.runtime.executor import TierView
 from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
 from kvtier.testing.tier import empty_frame, object_name
+from kvtier.tier import disk_view
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import pack_json
 from kvtier.tier.disk_status import (
@@ -254,9 +254,7 @@ def test_inspect_tells_how_a_store_in_use_fares(tmp_path, capsys, monkeypatch):
     assert health(capsys, tmp_path)[1]["state"] == "backed off"
     tier.note_use(is_up=True)
     told_now(tier)
-    monkeypatch.setattr(
-        "kvtier.inspection.disk.time", lambda: read_status(tmp_path).time_s + inspection_disk.SILENT_S + 1
-    )
+    monkeypatch.setattr("kvtier.tier.disk_view.time", lambda: read_status(tmp_path).time_s + disk_view.SILENT_S + 1)
     code, result = health(capsys, tmp_path)
     assert (code, result["state"]) == (1, "silent")
     monkeypatch.undo()

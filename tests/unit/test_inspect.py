@@ -268,7 +268,7 @@ def test_what_is_no_store_is_refused_and_not_touched(inspect, tmp_path, command)
     (damaged / "kvtier-store.json").write_text("garbage")
     for place, why in (
         (damaged, "opening the store recreates it"),
-        (other, "holds no kvtier-store.json"),
+        (other, "holds no store that is known"),
         (tmp_path / "none", "does not exist"),
         (file, "not a directory"),
     ):
@@ -412,3 +412,16 @@ def test_on_a_terminal_tables_are_drawn_and_progress_is_cleared(store):
     assert b"reading heads" in told
     assert "─".encode() in told
     assert MODELS[1].hex()[:12].encode() in told
+
+
+def test_a_tier_as_text_is_inspected_like_its_directory(store, inspect):
+    for words, same in (("stat", ("objects", "bytes", "fingerprints")), ("ls", ("total",)), ("verify", ("checked",))):
+        found, by_kind = inspect(words, store)[1], inspect(words, f"directory:{store}")[1]
+        assert [found[key] for key in same] == [by_kind[key] for key in same]
+        assert found["directory"] == by_kind["directory"] == str(store)
+
+
+def test_an_unknown_kind_or_a_wrong_setting_of_a_tier_is_named(inspect, store):
+    assert "did you mean disk" in inspect("stat", "dsk:/x")[1]["error"]
+    assert "unknown setting of a directory tier" in inspect("stat", f"directory:{store}?pth=1")[1]["error"]
+    assert "holds no store of kind disk" in inspect("stat", f"disk:{store}")[1]["error"]

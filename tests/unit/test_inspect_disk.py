@@ -9,9 +9,9 @@ from kvtier.codec.frame import frame_bytes, head_bytes, seal
 from kvtier.codec.head import Identity
 from kvtier.codec.raw import Raw
 from kvtier.errors import TierError
-from kvtier.inspection import disk as inspection_disk
 from kvtier.layout import GroupLayout, History, Part
 from kvtier.testing.tier import empty_frame, object_name
+from kvtier.tier import disk_view
 from kvtier.tier.disk import DiskTier
 
 GROUP = GroupLayout(History(), (4096, 4096), "test/bytes")
@@ -160,7 +160,7 @@ def test_a_compaction_that_is_cut_short_loses_nothing(sparse, monkeypatch):
 
     monkeypatch.setattr("kvtier.tier.segment_files.SegmentFiles.remove", cut)
     with pytest.raises(TierError, match="planned"):
-        inspection_disk.DiskStore(store).compact()
+        disk_view.DiskView(store).compact()
     tier = DiskTier(store, capacity_bytes=1 << 20, segment_bytes=1 << 18, sync_interval_s=3600.0)
     assert {number for number in range(70) if tier.contains([object_name(number)])[0]} == left
     tier.close()

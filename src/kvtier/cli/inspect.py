@@ -10,20 +10,21 @@ import click
 from kvtier.config.loader import load
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError
-from kvtier.inspection import DiskStore, StoreInspector, open_store
-from kvtier.inspection.disk import StoreHealth
-from kvtier.inspection.inspector import Listing, ObjectRow, ObjectView, Purge, StoreStat, Verification
+from kvtier.inspection import StoreInspector, open_store
+from kvtier.inspection.inspector import Listing, ObjectRow, ObjectView, StoreStat, Verification
 from kvtier.report.output import print_json, progress
 from kvtier.report.table import Table, print_table
 from kvtier.tier.disk_status import DiskStatus
+from kvtier.tier.disk_view import DiskView, StoreHealth
 from kvtier.tier.registry import kind_of
+from kvtier.tier.store_view import Purge
 
 NAME_DIGITS = 16
 """Digits of a name in tables; `show` takes any unique prefix."""
 
 SECTIONS_SHOWN = 64
 
-directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+directory_argument = click.argument("directory", metavar="DIR|KIND:WHERE")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -31,7 +32,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def inspect() -> None:
     """List, count, verify, repair, compact and purge stores.
 
-    DIR is the directory of a directory tier, or a rank's directory (such as rank-0) in that of a disk tier. All
+    DIR is the directory of a directory tier, or a rank's directory (such as rank-0) in that of a disk tier.
+    KIND:WHERE is a tier of any kind as --tier gives it, with the stores of all its ranks. All
     commands but `purge`, `compact` and `verify --repair` are read-only and may run while other processes use the store.
     """
 
@@ -47,7 +49,7 @@ def inspect() -> None:
 )
 @click.option("--after", default="", metavar="NAME", help="List names after this one, for the next page.")
 @json_option
-def ls(directory: Path, limit: int, after: str, as_json: bool) -> int:
+def ls(directory: str, limit: int, after: str, as_json: bool) -> int:
     """List objects by name, with metadata from the heads of their frames."""
     result = open_store(directory).listing(limit=limit, after=after)
     if as_json:
@@ -60,7 +62,7 @@ def ls(directory: Path, limit: int, after: str, as_json: bool) -> int:
 @inspect.command()
 @directory_argument
 @json_option
-def stat(directory: Path, as_json: bool) -> int:
+def stat(directory: str, as_json: bool) -> int:
     """Count objects and bytes, in total and by fingerprint."""
     store = open_store(directory)
     found = store.objects()
@@ -78,12 +80,12 @@ def stat(directory: Path, as_json: bool) -> int:
 @inspect.command()
 @directory_argument
 @json_option
-def health(directory: Path, as_json: bool) -> int:
+def health(directory: str, as_json: bool) -> int:
     """Show the health of a disk store: errors, free space, wear, and whether its session backs off.
 
     Exit code 1 when the session backs off, or when the process that has the store open is silent.
     """
-    result = DiskStore(directory).health()
+    result = DiskView(Path(directory)).health()
     if as_json:
         print_json(result)
     else:
@@ -95,7 +97,7 @@ def health(directory: Path, as_json: bool) -> int:
 @directory_argument
 @click.argument("name", metavar="NAME-PREFIX")
 @json_option
-def show(directory: Path, name: str, as_json: bool) -> int:
+def show(directory: str, name: str, as_json: bool) -> int:
     """Show the head and the section table of the one object whose name begins with NAME-PREFIX.
 
     Exit code 1 when its head is damaged.
@@ -113,7 +115,7 @@ def show(directory: Path, name: str, as_json: bool) -> int:
 @directory_argument
 @click.option("--repair", "is_repair", is_flag=True, help="Remove damaged objects.")
 @json_option
-def verify_command(directory: Path, is_repair: bool, as_json: bool) -> int:
+def verify_command(directory: str, is_repair: bool, as_json: bool) -> int:
     """Read and verify every byte of every object.
 
     Exit code 1 when an object is bad, also when --repair removed it.
@@ -134,9 +136,9 @@ def verify_command(directory: Path, is_repair: bool, as_json: bool) -> int:
 @inspect.command(name="purge")
 @directory_argument
 @click.option("--yes", is_flag=True, help="Purge without asking.")
-@click.option("--force", is_flag=True, help="Remove the objects of a directory store that processes have open.")
+@click.option("--force", is_flag=True, help="Remove the objects of a shared store that processes have open.")
 @json_option
-def purge_command(directory: Path, yes: bool, force: bool, as_json: bool) -> int:
+def purge_command(directory: str, yes: bool, force: bool, as_json: bool) -> int:
     """Remove the store in DIR with all its objects and its secret. DIR itself and foreign files are kept.
 
     The secret of a disk store is next to rank-0, shared by all ranks, and is kept.
@@ -159,12 +161,12 @@ def purge_command(directory: Path, yes: bool, force: bool, as_json: bool) -> int
 @inspect.command()
 @directory_argument
 @json_option
-def compact(directory: Path, as_json: bool) -> int:
+def compact(directory: str, as_json: bool) -> int:
     """Compact a disk store that no process has open.
 
     Objects of mostly empty segments are copied together; empty segments are removed.
     """
-    result = DiskStore(directory).compact()
+    result = DiskView(Path(directory)).compact()
     if as_json:
         print_json(result)
     else:
@@ -176,7 +178,7 @@ def compact(directory: Path, as_json: bool) -> int:
 def _confirmed(store: StoreInspector) -> bool:
     sizes = [stored.size_bytes for stored in store.objects()]
     try:
-        question = f"Remove the store in {store.root} with {len(sizes)} objects, {size_text(sum(sizes))}?"
+        question = f"Remove the store in {store.place} with {len(sizes)} objects, {size_text(sum(sizes))}?"
         return click.confirm(question, err=True)
     except click.Abort:
         if sys.stdin.isatty():
@@ -184,7 +186,7 @@ def _confirmed(store: StoreInspector) -> bool:
         raise click.UsageError("stdin is not a terminal; give --yes") from None
 
 
-def _capacity_bytes(directory: Path) -> int | None:
+def _capacity_bytes(directory: str) -> int | None:
     """The cap by the settings; None when they are invalid or name no tier in this directory."""
     try:
         tiers = load().config.tiers
@@ -192,7 +194,7 @@ def _capacity_bytes(directory: Path) -> int | None:
         return None
     for tier in tiers:
         folder = kind_of(tier).folder(tier)
-        if folder is not None and folder.resolve() == directory.resolve():
+        if folder is not None and folder.resolve() == Path(directory).resolve():
             return getattr(tier, "capacity_bytes", None)
     return None
 
@@ -221,7 +223,7 @@ def _draw_stat(result: StoreStat) -> None:
         ("in use", f"{recorded} (files, in whole blocks: {size_text(result.charged_bytes)})"),
         ("temporary files", f"{result.temp_files}, {size_text(result.temp_bytes)} reserved"),
         ("open in", f"{result.open_in} tier(s) of running processes"),
-        ("disk free", size_text(result.free_bytes)),
+        ("disk free", "unknown" if result.free_bytes is None else size_text(result.free_bytes)),
         ("invalid heads", str(result.unreadable)),
     ]
     if result.oldest_age_s is not None and result.newest_age_s is not None:
@@ -339,14 +341,18 @@ def _draw_purge(result: Purge) -> None:
         click.echo(f"foreign files kept{more}: {', '.join(result.left)}", err=True)
 
 
-def _date(seconds: float) -> str:
+def _date(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError):
         return f"{seconds:.0f} s since 1970"  # an mtime may lie in any year
 
 
-def _age(seconds: float) -> str:
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length_s:
             return f"{seconds / length_s:.1f} {unit} ago"

@@ -24,9 +24,7 @@ from kvtier.connect.vllm.installed import CONNECTOR, engine_config
 from kvtier.connect.vllm.settings import settings_from
 from kvtier.connect.vllm.vllm_types import VllmConfig
 from kvtier.errors import ConfigError, KvError, UnsupportedModelError
-from kvtier.inspection import open_store
-from kvtier.inspection.disk import is_disk
-from kvtier.inspection.inspector import FINGERPRINT_DIGITS, StoreStat
+from kvtier.inspection.inspector import FINGERPRINT_DIGITS, StoreInspector, StoreStat
 from kvtier.keys.fingerprint import Fingerprint
 from kvtier.keys.weights import checkpoint_files
 from kvtier.report.output import progress
@@ -34,7 +32,6 @@ from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
 from kvtier.tier import store_notes as notes
-from kvtier.tier.directory_marker import MARKER_NAME
 from kvtier.tier.registry import TierSettings, kind_of
 
 Level = Literal["error", "warning", "note", "fine"]
@@ -335,24 +332,35 @@ def _stores(config: Config, mine: Fingerprint | DoctorFinding | None, chunk_toke
         yield DoctorFinding("warning", "tiers", found, "name one (`kvtier vllm config --tier disk:DIR`)")
     is_keyed = config.store.secret_file is not None or config.store.secret is not None
     for tier in config.tiers:
-        folder, secret = kind_of(tier).folder(tier), kind_of(tier).secret_path(tier)
-        for root in [] if folder is None else [folder, *sorted(folder.glob("rank-*"))]:
-            if not ((root / MARKER_NAME).is_file() or is_disk(root)):
-                continue  # `_machine` reports a path that is not a store
+        kind = kind_of(tier)
+        secret, folder = kind.secret_path(tier), kind.folder(tier)
+        for store in _inspectors(tier):
             try:
-                found = _statistics(root, tier)
+                found = _statistics(store, tier)
             except (KvError, OSError) as error:
-                yield DoctorFinding("error", str(root), f"cannot be read: {error}", ADVICE[TIERS])
+                yield DoctorFinding("error", store.place, f"cannot be read: {error}", ADVICE[TIERS])
                 continue
             if not is_keyed and secret is not None:
                 yield from _secret(secret, found)
-            yield from _room(root, found, tier)
-            yield from _content(root, found, mine, chunk_tokens if config.store.chunk_tokens else 0)
+            yield from _room(found, tier)
+            yield from _content(found, folder, mine, chunk_tokens if config.store.chunk_tokens else 0)
         is_keyed |= secret is not None  # the first tier with a secret keys all names
+        if kind.is_remote:
+            text = "its objects are not read here, because each costs a request"
+            yield DoctorFinding("note", tier.label, text, f"kvtier inspect stat {tier.kind}:...")
 
 
-def _statistics(root: Path, tier: TierSettings) -> StoreStat:
-    store = open_store(root)
+def _inspectors(tier: TierSettings) -> list[StoreInspector]:
+    """The tier's stores, where they can be read without opening the tier; `_machine` reports what is not a store."""
+    kind = kind_of(tier)
+    if kind.inspect is None or kind.is_remote:
+        return []
+    with suppress(ConfigError):
+        return [StoreInspector([view], view.place) for view in kind.inspect(tier)]
+    return []
+
+
+def _statistics(store: StoreInspector, tier: TierSettings) -> StoreStat:
     found = store.objects()
     with progress("reading heads", len(found)) as advance:
         result = store.statistics(found, advance)
@@ -377,55 +385,58 @@ def _secret(file: Path, found: StoreStat) -> Iterator[DoctorFinding]:
         yield DoctorFinding("error", "secret", readable, f"chmod 600 {file}")
 
 
-def _room(root: Path, found: StoreStat, tier: TierSettings) -> Iterator[DoctorFinding]:
-    if found.free_bytes < FREE_BYTES_FEW:
+def _room(found: StoreStat, tier: TierSettings) -> Iterator[DoctorFinding]:
+    root = found.directory
+    if found.free_bytes is not None and found.free_bytes < FREE_BYTES_FEW:
         text = f"the file system has only {size_text(found.free_bytes)} free; when it is full nothing is stored"
-        yield DoctorFinding("warning", str(root), text, "free some space, or lower the tier's capacity_bytes")
+        yield DoctorFinding("warning", root, text, "free some space, or lower the tier's capacity_bytes")
     if found.capacity_bytes and (found.recorded_bytes or 0) >= FULL_SHARE * found.capacity_bytes:
         text = f"its cap of {size_text(found.capacity_bytes)} is reached: each new chunk evicts the least recently used"
-        yield DoctorFinding(
-            "warning", str(root), text, f"raise {tier.label}.capacity_bytes if prompts are evicted too soon"
-        )
+        yield DoctorFinding("warning", root, text, f"raise {tier.label}.capacity_bytes if prompts are evicted too soon")
     if found.unreadable:
         text = f"{found.unreadable} of {found.objects} objects cannot be read; each is a miss"
-        yield DoctorFinding("warning", str(root), text, f"kvtier inspect verify --repair {root}")
+        yield DoctorFinding("warning", root, text, f"kvtier inspect verify --repair {root}")
 
 
-def _content(root: Path, found: StoreStat, mine: Fingerprint | None, chunk_tokens: int) -> Iterator[DoctorFinding]:
+def _content(
+    found: StoreStat, folder: Path | None, mine: Fingerprint | None, chunk_tokens: int
+) -> Iterator[DoctorFinding]:
     """Whether the server can use the stored objects. `chunk_tokens` is 0 if kvtier chooses it."""
-    shares = found.fingerprints
+    shares, root = found.fingerprints, found.directory
     if not shares:
         text = "nothing has been stored yet"
-        yield DoctorFinding("note", str(root), text, "send a request first; its full chunks are stored after each step")
+        yield DoctorFinding("note", root, text, "send a request first; its full chunks are stored after each step")
         return
     key = None if mine is None else mine.digest.hex()[:FINGERPRINT_DIGITS]
     if mine is not None and key not in shares:
-        text = f"holds {', '.join(shares)}, but nothing of this model, which is {key}{_differences(root, shares, mine)}"
+        text = (
+            f"holds {', '.join(shares)}, but nothing of this model, which is {key}{_differences(folder, shares, mine)}"
+        )
         advice = (
             "KV is found only with equal weights, configuration, dtype, --kv-cache-dtype, tensor parallel size and "
             "release of vLLM; give the server's command line as --engine-args"
         )
-        yield DoctorFinding("error", str(root), text, advice)
+        yield DoctorFinding("error", root, text, advice)
         return
     if key is None and len(shares) > 1:
         text = f"holds KV of {len(shares)} fingerprints: {', '.join(shares)}"
         advice = "expected with several models; with one model, its weights or settings have changed (give --model)"
-        yield DoctorFinding("warning", str(root), text, advice)
+        yield DoctorFinding("warning", root, text, advice)
     sizes = {share.tokens // share.objects for name, share in shares.items() if key in (None, name)}
     if chunk_tokens and chunk_tokens not in sizes:
         text = f"holds chunks of {', '.join(map(str, sorted(sizes)))} tokens; store.chunk_tokens is {chunk_tokens}"
-        yield DoctorFinding("error", str(root), text, "chunks of another size are never found: use one size")
+        yield DoctorFinding("error", root, text, "chunks of another size are never found: use one size")
     own = shares[key] if key is not None else None
     text = (
         f"{found.objects} objects, {size_text(found.bytes)}" if own is None else f"{own.objects} objects of this model"
     )
-    yield DoctorFinding("fine", str(root), text)
+    yield DoctorFinding("fine", root, text)
 
 
-def _differences(root: Path, shares: Iterable[str], mine: Fingerprint) -> str:
+def _differences(folder: Path | None, shares: Iterable[str], mine: Fingerprint) -> str:
     """Differences of a store's fingerprints from `mine`, for fingerprints with a note next to the store."""
-    place = root.parent if is_disk(root) else root
-    known = {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in notes.read(place, "fingerprint")}
+    left = [] if folder is None else notes.read(folder, "fingerprint")
+    known = {str(note.get("digest"))[:FINGERPRINT_DIGITS]: note.get("of") for note in left}
     own = dict(_leaves(json.loads(mine.canonical)))
     found: list[str] = []
     for share in shares:

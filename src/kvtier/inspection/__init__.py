@@ -1,16 +1,65 @@
 """Inspection and repair of stores, from outside the process that uses them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.inspection.directory import DirectoryStore
-from kvtier.inspection.disk import DiskStore, is_disk
+from kvtier.config import tier_list
+from kvtier.errors import ConfigError
 from kvtier.inspection.inspector import StoreInspector
+from kvtier.layout import GroupLayout, History, KvLayout
+from kvtier.tier import registry
+from kvtier.tier.registry import TierContext, TierSettings
+from kvtier.tier.store_view import ScannedTier, StoreView
 
 
-def open_store(root: Path) -> StoreInspector:
-    """The inspector of the store at `root`.
+def open_store(where: str | Path) -> StoreInspector:
+    """The inspector of a store.
+
+    Args:
+        where: a store's directory, or a tier as `--tier` gives it.
 
     Raises:
-        ConfigError: `root` has no store of a known version.
+        ConfigError: there is no store of a known kind and version.
+        TierError: it cannot be opened.
     """
-    return DiskStore(root) if is_disk(root) else DirectoryStore(root)
+    text = str(where)
+    if tier_list.is_spec(text) and not Path(text).exists():
+        return open_tier(tier_list.parse(text, text.partition("?")[0]))
+    return StoreInspector([_view_at(Path(where))], text)
+
+
+def open_tier(settings: TierSettings) -> StoreInspector:
+    """The inspector of a tier's store, or of the stores of all its ranks.
+
+    Raises:
+        ConfigError: there is no store of a known version.
+        TierError: it cannot be opened.
+    """
+    kind = registry.kind_of(settings)
+    place = str(getattr(settings, kind.where))
+    if kind.inspect is not None:
+        views: Sequence[StoreView] = kind.inspect(settings)
+    else:
+        layout = KvLayout(1, (GroupLayout(History(), (4096,), "inspect"),))
+        views = [ScannedTier(kind.open(settings, TierContext(layout=layout)), place)]
+    if not views:
+        raise ConfigError(f"{place} holds no store of kind {kind.name}")
+    return StoreInspector(views, place)
+
+
+def _view_at(root: Path) -> StoreView:
+    kinds = [registry.by_name(name) for name in registry.built_in()]
+    for kind in kinds:
+        view = kind.view_at(root)
+        if view is not None:
+            return view
+    for kind in kinds:
+        if kind.view_at(root / "rank-0") is not None:
+            raise ConfigError(
+                f"{root} is of the {kind.name} tier; allowed here: one of its stores, such as {root / 'rank-0'}, or "
+                f"all of them: {tier_list.spec(kind.name, root)}"
+            )
+    why = "is not a directory" if root.exists() else "does not exist"
+    if root.is_dir():
+        why = "holds no store that is known here"
+    raise ConfigError(f"{root} {why}, so it is not a kvtier store; allowed here: a store's directory, or KIND:WHERE")

@@ -1,53 +1,30 @@
-"""The operations of `kvtier inspect` on a store of either kind; `directory` and `disk` know the layouts.
+"""The operations of `kvtier inspect` on the stores of any kind of tier, through `tier.store_view.StoreView`.
 
 Inspection takes no lock and writes nothing, so it may run while other processes use the store. Objects that disappear
 meanwhile are left out. Only a repair, a purge and a compaction open the store.
 """
 
-import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
-from shutil import disk_usage
-from typing import NamedTuple
 
 from kvtier.codec import registry
 from kvtier.codec.frame import verify_section
 from kvtier.codec.head import FIXED_BYTES, Head, head_bytes_of, read_head
 from kvtier.errors import ConfigError, CorruptChunkError
 from kvtier.layout import SECTION_BYTES_MAX
-from kvtier.tier.base import Tier
-from kvtier.tier.direct import forget_cached, read_part
+from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, ScannedTier, StoreView, merged
 from kvtier.types import ObjectName
 
 FINGERPRINT_DIGITS = 12
-UNBOUNDED_BYTES = 1 << 62
-"""Cap of a tier that must not evict."""
-
 _THREADS = 4
 _BATCH = 16 * _THREADS
-
-
-class ObjectFile(NamedTuple):
-    """Location of an object's frame. Sorts by name."""
-
-    name: bytes
-    size_bytes: int
-    used_s: float
-    """Last known use, seconds since 1970; in a disk store the start of its segment."""
-    path: str
-    number: int = 0
-    """Number of the segment, in a disk store."""
-    offset: int = 0
-    """Bytes from the start of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +33,9 @@ class ObjectRow:
 
     name: str
     size_bytes: int
-    used: float
-    """Last known use, seconds since 1970; other processes record theirs about once a minute."""
-    age_s: float
+    used: float | None
+    """Last known use, seconds since 1970; other processes record theirs about once a minute. None: unknown."""
+    age_s: float | None
     group: int | None = None
     part: str | None = None
     """Layers and heads of the group, and the rank if the heads are not known."""
@@ -92,20 +69,6 @@ class FingerprintShare:
     parts: list[str] = field(default_factory=list[str])
 
 
-class Usage(NamedTuple):
-    """Identity of a store, and what its own files record."""
-
-    store_id: str
-    version: int
-    created: str
-    charged_bytes: int
-    open_in: int
-    recorded_bytes: int | None = None
-    capacity_bytes: int | None = None
-    temp_files: int = 0
-    temp_bytes: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStat:
     """The totals of a store."""
@@ -128,8 +91,8 @@ class StoreStat:
     """Reserved by temporary files."""
     open_in: int
     """Tiers of running processes that have the store open."""
-    free_bytes: int
-    """Free space of the file system."""
+    free_bytes: int | None
+    """Free space of the file system; None: the store is in none."""
     unreadable: int
     """Objects with an invalid head."""
     oldest_age_s: float | None
@@ -190,72 +153,40 @@ class Verification:
     bad_objects: list[BadObject] = field(default_factory=list[BadObject])
 
 
-@dataclass(slots=True, kw_only=True)
-class Purge:
-    """Result of removing a store."""
+class StoreInspector:
+    """The operations on one store, or on the stores of a tier's ranks together.
 
-    directory: str
-    objects: int = 0
-    bytes: int = 0
-    """Sum of the objects."""
-    is_emptied_only: bool = False
-    """Other processes had the store open: its objects were removed, the store was not."""
-    left: list[str] = field(default_factory=list[str])
-    """Foreign files that were kept (the first hundred)."""
-
-
-class StoreInspector(ABC):
-    """The store at `root`.
-
-    Raises:
-        ConfigError: `root` has no store of this kind.
+    Args:
+        views: the stores.
+        place: where they are, for people.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, views: Sequence[StoreView], place: str) -> None:
+        self.views = views
+        self.place = place
         self._local = threading.local()
 
-    @abstractmethod
     def objects(self) -> list[ObjectFile]:
         """All objects, by name."""
+        found = [stored._replace(store=at) for at, view in enumerate(self.views) for stored in view.objects()]
+        return sorted(found, key=lambda stored: (stored.name, stored.store))
 
-    @abstractmethod
-    def usage(self) -> Usage:
-        """Usage as the store's own files record it."""
-
-    @abstractmethod
-    def opened(self, stored: ObjectFile) -> AbstractContextManager[int]:
-        """A descriptor of the object's file, closed at the end of the block.
-
-        Raises:
-            FileNotFoundError: the object disappeared.
-            OSError: it cannot be opened.
-        """
-
-    @abstractmethod
-    def open_tier(self) -> Tier:
-        """The store, opened as a tier.
-
-        Raises:
-            ConfigError: it cannot be opened.
-            TierError: another process has it open, and it is not shared.
-        """
-
-    @abstractmethod
     def purge(self, *, force: bool) -> Purge:
-        """Remove the store; the directory itself and foreign files are kept.
+        """Remove the stores; see `StoreView.purge`."""
+        result = Purge(directory=self.place)
+        for view in self.views:
+            one = view.purge(force=force)
+            result.objects += one.objects
+            result.bytes += one.bytes
+            result.is_emptied_only |= one.is_emptied_only
+            result.left = [*result.left, *one.left][:LEFT_MAX]
+        return result
 
-        Args:
-            force: when other processes have a shared store open, remove its objects and keep the store.
-
-        Raises:
-            ConfigError: other processes have it open.
-            OSError: a file cannot be removed; earlier ones are gone.
-        """
-
-    def stored_bytes(self, stored: ObjectFile, descriptor: int) -> int:  # noqa: ARG002 - directory stores need it
-        """Bytes of the frame, by the file that holds it."""
-        return stored.size_bytes
+    def close(self) -> None:
+        """Close tiers that were opened for inspection."""
+        for view in self.views:
+            if isinstance(view, ScannedTier):
+                view.close()
 
     def listing(self, *, limit: int, after: str = "") -> Listing:
         """List at most `limit` objects with names after `after` (hexadecimal digits)."""
@@ -264,7 +195,7 @@ class StoreInspector(ABC):
         page = found[start : start + limit]
         rows = [row for row in map(self.row, page) if row is not None]
         more = page[-1].name.hex() if start + limit < len(found) else None
-        return Listing(directory=str(self.root), objects=rows, total=len(found), next=more)
+        return Listing(directory=self.place, objects=rows, total=len(found), next=more)
 
     def statistics(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> StoreStat:
         """The totals. Reads the head of each of `found`, and calls `advance` with 1 after each."""
@@ -274,9 +205,10 @@ class StoreInspector(ABC):
             if row is not None:
                 rows.append(row)
             advance(1)
-        usage = self.usage()
+        ages = [row.age_s for row in rows if row.age_s is not None]
+        usage = merged([view.usage() for view in self.views])
         return StoreStat(
-            directory=str(self.root),
+            directory=self.place,
             store_id=usage.store_id,
             version=usage.version,
             created=usage.created,
@@ -288,10 +220,10 @@ class StoreInspector(ABC):
             temp_files=usage.temp_files,
             temp_bytes=usage.temp_bytes,
             open_in=usage.open_in,
-            free_bytes=disk_usage(self.root).free,
+            free_bytes=usage.free_bytes,
             unreadable=sum(row.problem is not None for row in rows),
-            oldest_age_s=max((row.age_s for row in rows), default=None),
-            newest_age_s=min((row.age_s for row in rows), default=None),
+            oldest_age_s=max(ages, default=None),
+            newest_age_s=min(ages, default=None),
             fingerprints=_by_fingerprint(rows),
         )
 
@@ -306,10 +238,10 @@ class StoreInspector(ABC):
             raise ConfigError(f"name {prefix!r} is not the beginning of an object's name; allowed: hexadecimal digits")
         matching = [stored for stored in self.objects() if stored.name.hex().startswith(wanted)]
         if not matching:
-            raise ConfigError(f"name {prefix!r}: no object in {self.root} begins with it")
+            raise ConfigError(f"name {prefix!r}: no object in {self.place} begins with it")
         if len(matching) > 1:
             some = ", ".join(stored.name.hex()[: len(wanted) + 6] for stored in matching[:5])
-            raise ConfigError(f"name {prefix!r}: {len(matching)} objects in {self.root} begin with it, such as {some}")
+            raise ConfigError(f"name {prefix!r}: {len(matching)} objects in {self.place} begin with it, such as {some}")
         return matching[0]
 
     def view(self, stored: ObjectFile) -> ObjectView:
@@ -323,8 +255,8 @@ class StoreInspector(ABC):
             raise ConfigError(f"object {stored.name.hex()[:12]} was removed meanwhile")
         if row.problem is not None:
             return ObjectView(object=row, path=stored.path)
-        with self.opened(stored) as descriptor:
-            head = self._head(stored, descriptor)
+        with self._opened(stored) as reader:
+            head = _head(stored, reader)
         return ObjectView(
             object=row,
             path=stored.path,
@@ -351,7 +283,7 @@ class StoreInspector(ABC):
 
     def verify(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> Verification:
         """Read and verify each of `found`; calls `advance` with the bytes of each."""
-        result = Verification(directory=str(self.root))
+        result = Verification(directory=self.place)
         for stored, reason in self._problems(found):
             advance(stored.size_bytes)
             if reason is None:
@@ -374,19 +306,21 @@ class StoreInspector(ABC):
         bad = {item.name for item in result.bad_objects}
         if not bad:
             return
-        with closing(self.open_tier()) as tier:
-            for stored in found:
-                if stored.name.hex() in bad and self.problem(stored):
-                    tier.delete(ObjectName(stored.name))
-                    result.dropped += 1
+        for at, view in enumerate(self.views):
+            suspects = [stored for stored in found if stored.store == at and stored.name.hex() in bad]
+            if suspects:
+                with view.opened_tier() as tier:
+                    for stored in filter(self.problem, suspects):
+                        tier.delete(ObjectName(stored.name))
+                        result.dropped += 1
 
     def row(self, stored: ObjectFile) -> ObjectRow | None:
         """The row of one object; None when it disappeared."""
-        age_s = max(time.time() - stored.used_s, 0.0)
+        age_s = None if stored.used_s is None else max(time.time() - stored.used_s, 0.0)
         bare = ObjectRow(name=stored.name.hex(), size_bytes=stored.size_bytes, used=stored.used_s, age_s=age_s)
         try:
-            with self.opened(stored) as descriptor:
-                identity = self._head(stored, descriptor).identity
+            with self._opened(stored) as reader:
+                identity = _head(stored, reader).identity
         except FileNotFoundError:
             return None
         except CorruptChunkError as error:
@@ -406,13 +340,11 @@ class StoreInspector(ABC):
     def problem(self, stored: ObjectFile) -> str | None:
         """Why the object fails verification: "" when it passes, None when it disappeared."""
         try:
-            with self.opened(stored) as descriptor:
-                head = self._head(stored, descriptor)
-                size_bytes = self.stored_bytes(stored, descriptor)
-                if head.frame_bytes != size_bytes:
-                    return f"{size_bytes} bytes stored of a frame of {head.frame_bytes}"
-                self._verify_sections(stored, descriptor, head)
-                forget_cached(descriptor, stored.offset, size_bytes)
+            with self._opened(stored) as reader:
+                head = _head(stored, reader)
+                if head.frame_bytes != reader.size_bytes:
+                    return f"{reader.size_bytes} bytes stored of a frame of {head.frame_bytes}"
+                self._verify_sections(reader, head)
         except FileNotFoundError:
             return None
         except CorruptChunkError as error:
@@ -428,21 +360,31 @@ class StoreInspector(ABC):
             while batch := list(islice(remaining, _BATCH)):
                 yield from zip(batch, pool.map(self.problem, batch), strict=True)
 
-    def _head(self, stored: ObjectFile, descriptor: int) -> Head:
-        needed = min(head_bytes_of(os.pread(descriptor, FIXED_BYTES, stored.offset)), stored.size_bytes)
-        head = read_head(os.pread(descriptor, needed, stored.offset))
-        if head.identity.name != stored.name:
-            raise CorruptChunkError(stored.name, f"belongs to another object, {head.identity.name.hex()[:12]}")
-        return head
+    def _opened(self, stored: ObjectFile) -> AbstractContextManager[ObjectReader]:
+        return self.views[stored.store].opened(stored)
 
-    def _verify_sections(self, stored: ObjectFile, descriptor: int, head: Head) -> None:
+    def _verify_sections(self, reader: ObjectReader, head: Head) -> None:
         buffer: bytearray | None = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = bytearray(SECTION_BYTES_MAX)
         for section in head.sections:
             extent = memoryview(buffer)[: section.extent_bytes]
-            count = read_part(descriptor, extent, stored.offset + section.offset)
+            count = reader.read(extent, section.offset)
             verify_section(head, section, extent[:count])
+
+
+def _head(stored: ObjectFile, reader: ObjectReader) -> Head:
+    fixed = _read(reader, FIXED_BYTES)
+    head = read_head(_read(reader, min(head_bytes_of(fixed), stored.size_bytes)))
+    if head.identity.name != stored.name:
+        raise CorruptChunkError(stored.name, f"belongs to another object, {head.identity.name.hex()[:12]}")
+    return head
+
+
+def _read(reader: ObjectReader, count: int) -> memoryview:
+    """The first `count` bytes, or fewer of a shorter object."""
+    into = memoryview(bytearray(count))
+    return into[: reader.read(into)]
 
 
 def _by_fingerprint(rows: list[ObjectRow]) -> dict[str, FingerprintShare]:

@@ -12,6 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.directory_marker import DamagedMarkerError, read_marker, refuse_foreign
+from kvtier.tier.directory_view import DirectoryView, view_at
 from kvtier.tier.machine import nearest_existing, path_problem, space_problems
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
 from kvtier.tier.safe_open import refuse_public
@@ -94,4 +95,6 @@ KIND = TierKind(
     folder=lambda settings: settings.path,
     secret_path=lambda settings: settings.path / "secret",
     open_trial=_open_trial,
+    inspect=lambda settings: [DirectoryView(settings.path)],
+    view_at=view_at,
 )

@@ -7,7 +7,7 @@ benchmarks, inspection, replay) asks this registry, and a module is imported whe
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -20,6 +20,7 @@ from kvtier.config.value_types import Count, Seconds, Size, Switch
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout
 from kvtier.tier.base import Tier
+from kvtier.tier.store_view import StoreView
 
 ENTRY_POINTS = "kvtier.tiers"
 
@@ -141,11 +142,18 @@ class TierKind(Generic[S]):
     """The store's directory on this machine, for notes and the facts of its file system; None: it has none."""
     secret_path: Callable[[S], Path | None] = lambda _settings: None
     """File for an automatic secret; None: the tier has no place for one, as a shared tier."""
-    inspect: Callable[[S], Any] | None = None
-    """Opens a `tier.store_view.StoreView` for `kvtier inspect`; None: `kvtier inspect` uses the opened tier."""
+    inspect: Callable[[S], Sequence[StoreView]] | None = None
+    """The store for `kvtier inspect`, or the stores of all ranks; None: `kvtier inspect` uses the opened tier."""
+    view_at: Callable[[Path], StoreView | None] = lambda _root: None
+    """The store in a directory, for `kvtier inspect DIR`; None: there is none of this kind."""
     open_trial: Callable[[S, Path, int, int], Tier] | None = None
     """Opens an empty temporary tier for measurements: (settings, an empty directory on the same device, bytes to hold,
     bytes of the largest object). None: measurements write to the configured tier and delete what they wrote."""
+
+
+def built_in() -> list[str]:
+    """Names of the kinds of this package whose modules can be imported."""
+    return [name for name in _BUILT_IN if _is_usable(name)]
 
 
 def names() -> list[str]:
@@ -227,6 +235,14 @@ def find(kind: TierKind[Any], label: str, key: str, origin: str) -> Setting:
     if key not in known:
         raise ConfigError(f"{label}.{key} (from {origin}): unknown setting of a {kind.name} tier{near(key, [*known])}")
     return known[key]
+
+
+def _is_usable(name: str) -> bool:
+    try:
+        by_name(name)
+    except ConfigError:  # its package is missing
+        return False
+    return True
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Inspection of a disk store.
+"""The view of a disk store for `kvtier inspect`.
 
 Writes since the last sync are not visible, and a segment that is evicted meanwhile appears damaged.
 """
@@ -10,12 +10,12 @@ from collections.abc import Generator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 from time import time
 
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.inspection.inspector import UNBOUNDED_BYTES, ObjectFile, Purge, StoreInspector, Usage
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.disk import DiskTier
 from kvtier.tier.disk_format import VERSION, Entries
@@ -24,6 +24,7 @@ from kvtier.tier.disk_segment import Segment, file_name
 from kvtier.tier.disk_status import STATUS_NAME, TEMP_NAME, UNCHANGED_S, DiskStatus, read_status
 from kvtier.tier.safe_open import WRONG_KIND, directory_at, folder_at, open_file
 from kvtier.tier.segment_files import SEGMENTS_NAME, segment_files
+from kvtier.tier.store_view import UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage
 
 _NEVER_S = 86400.0
 
@@ -37,6 +38,11 @@ def is_disk(root: Path) -> bool:
         return stat.S_ISREG(os.stat(root / MARKER_NAME, follow_symlinks=False).st_mode)  # noqa: PTH116
     except OSError:
         return False
+
+
+def view_at(root: Path) -> "DiskView | None":
+    """The view of one rank's disk store at `root`; None if it has none."""
+    return DiskView(root) if is_disk(root) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,7 @@ class Compaction:
     copied_bytes: int
 
 
-class DiskStore(StoreInspector):
+class DiskView:
     """The disk store at `root`.
 
     Raises:
@@ -76,7 +82,8 @@ class DiskStore(StoreInspector):
     """
 
     def __init__(self, root: Path) -> None:
-        super().__init__(root)
+        self.root = root
+        self.place = str(root)
         if not is_disk(root):
             if is_disk(root / "rank-0"):
                 raise ConfigError(
@@ -111,7 +118,7 @@ class DiskStore(StoreInspector):
             for at, (block, size_bytes) in enumerate(places):
                 name = packed[32 * at : 32 * at + 32]
                 found[name] = ObjectFile(name, size_bytes, generation / 1e9, path, number, block * ALIGNMENT)
-        return sorted(found.values())
+        return [found[name] for name in sorted(found)]
 
     def usage(self) -> Usage:
         """Usage from the marker, the status file and the segments."""
@@ -126,28 +133,29 @@ class DiskStore(StoreInspector):
             charged_bytes=sum(file.st_blocks * 512 for _, file in segments),
             open_in=int(self._is_open()),
             capacity_bytes=status.capacity_bytes if status else None,
+            free_bytes=disk_usage(self.root).free,
         )
 
     @contextmanager
-    def opened(self, stored: ObjectFile) -> Generator[int]:
-        """A descriptor of the object's segment."""
+    def opened(self, stored: ObjectFile) -> Generator[FileReader]:
+        """See `StoreView`."""
         with self._segments() as folder:
             descriptor, _ = open_file(file_name(stored.number), os.O_RDONLY, folder)
-        try:
-            yield descriptor
-        finally:
-            os.posix_fadvise(descriptor, stored.offset, stored.size_bytes, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+        with closing(FileReader(descriptor, stored.size_bytes, stored.offset)) as reader:
+            yield reader
 
-    def open_tier(self) -> DiskTier:
-        """The store, opened as a tier that neither evicts nor syncs at intervals."""
-        return DiskTier(
+    @contextmanager
+    def opened_tier(self) -> Generator[DiskTier]:
+        """See `StoreView`. The tier does not sync at intervals."""
+        tier = DiskTier(
             self.root,
             capacity_bytes=UNBOUNDED_BYTES,
             segment_bytes=self._marker().segment_bytes,
             sync_interval_s=_NEVER_S,
             open_deadline_s=0.5,
         )
+        with closing(tier):
+            yield tier
 
     def health(self) -> StoreHealth:
         """The store's health. Reads two small files."""
@@ -170,7 +178,7 @@ class DiskStore(StoreInspector):
         Raises:
             TierError: another process has the store open.
         """
-        with closing(self.open_tier()) as tier:
+        with self.opened_tier() as tier:
             before, copied = tier.used_bytes, tier.write_bytes["upkeep"]
             tier.compact()
             return Compaction(

@@ -1,4 +1,4 @@
-"""Inspection of a directory store."""
+"""The view of a directory store for `kvtier inspect`."""
 
 import errno
 import os
@@ -7,9 +7,9 @@ import stat
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from shutil import disk_usage
 
 from kvtier.errors import ConfigError
-from kvtier.inspection.inspector import UNBOUNDED_BYTES, ObjectFile, Purge, StoreInspector, Usage
 from kvtier.tier.cap_file import read_cap_file
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.directory_marker import BESIDE, MARKER_NAME, DamagedMarkerError, Marker, read_marker
@@ -17,20 +17,24 @@ from kvtier.tier.disk_marker import MARKER_NAME as DISK_MARKER_NAME
 from kvtier.tier.safe_open import WRONG_KIND, folder_at, open_directory, open_file
 from kvtier.tier.store_lock import StoreLock
 from kvtier.tier.store_paths import Paths, charge_bytes, walk
+from kvtier.tier.store_view import LEFT_MAX, UNBOUNDED_BYTES, FileReader, ObjectFile, Purge, Usage
 from kvtier.tier.temp_files import NAMES as TEMP_NAMES
 from kvtier.tier.temp_files import owners_alive, reserved
-
-LEFT_MAX = 100
 
 _PREFIX = re.compile(r"[0-9a-f]{2}")
 _OBJECT = re.compile(r"[0-9a-f]{64}")
 
 
-class DirectoryStore(StoreInspector):
-    """The directory store at `root`."""
+class DirectoryView:
+    """The directory store at `root`.
+
+    Raises:
+        ConfigError: `root` has none.
+    """
 
     def __init__(self, root: Path) -> None:
-        super().__init__(root)
+        self.root = root
+        self.place = str(root)
         self._marker = _marker_of(root)
         self._paths = Paths(str(root))
 
@@ -38,7 +42,8 @@ class DirectoryStore(StoreInspector):
         """All objects, by name."""
         path = self._paths.object
         found = walk(self._paths.objects)
-        return sorted(ObjectFile(it.name, it.size_bytes, it.mtime_ns / 1e9, path(it.name)) for it in found)
+        objects = [ObjectFile(it.name, it.size_bytes, it.mtime_ns / 1e9, path(it.name)) for it in found]
+        return sorted(objects, key=lambda stored: stored.name)
 
     def usage(self) -> Usage:
         """Usage from the marker, the cap file and the temporary files."""
@@ -52,11 +57,12 @@ class DirectoryStore(StoreInspector):
             recorded_bytes=read_cap_file(self._paths.cap_file),
             temp_files=len(temp_files),
             temp_bytes=sum(temp_files),
+            free_bytes=disk_usage(self.root).free,
         )
 
     @contextmanager
-    def opened(self, stored: ObjectFile) -> Generator[int]:
-        """A descriptor of the object's file."""
+    def opened(self, stored: ObjectFile) -> Generator[FileReader]:
+        """See `StoreView`."""
         fan = self._paths.open_fan(stored.name)
         if fan is None:
             raise FileNotFoundError(errno.ENOENT, "does not exist", stored.path)
@@ -64,18 +70,14 @@ class DirectoryStore(StoreInspector):
             descriptor, _ = open_file(stored.name.hex(), os.O_RDONLY, fan)
         finally:
             os.close(fan)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        with closing(FileReader(descriptor, os.fstat(descriptor).st_size)) as reader:
+            yield reader
 
-    def stored_bytes(self, stored: ObjectFile, descriptor: int) -> int:  # noqa: ARG002
-        """The file's length now."""
-        return os.fstat(descriptor).st_size
-
-    def open_tier(self) -> DirectoryTier:
-        """The store, opened as a tier that evicts nothing."""
-        return DirectoryTier(self.root, capacity_bytes=UNBOUNDED_BYTES, direct_io="off")
+    @contextmanager
+    def opened_tier(self) -> Generator[DirectoryTier]:
+        """See `StoreView`."""
+        with closing(DirectoryTier(self.root, capacity_bytes=UNBOUNDED_BYTES, direct_io="off")) as tier:
+            yield tier
 
     def purge(self, *, force: bool) -> Purge:
         """Remove the store. No process can open it meanwhile."""
@@ -92,12 +94,25 @@ class DirectoryStore(StoreInspector):
                 "with --force"
             )
         result = Purge(directory=str(self.root), is_emptied_only=True)
-        with closing(self.open_tier()) as tier:
+        with self.opened_tier() as tier:
             for name, size_bytes in tier.scan():
                 tier.delete(name)
                 result.objects += 1
                 result.bytes += size_bytes
         return result
+
+
+def view_at(root: Path) -> DirectoryView | None:
+    """The view of the directory store at `root`; None if it has none.
+
+    Raises:
+        ConfigError: its marker is damaged, or of an unknown version.
+    """
+    try:
+        is_store = (root / MARKER_NAME).is_file()
+    except OSError:
+        return None
+    return DirectoryView(root) if is_store else None
 
 
 def _marker_of(root: Path) -> Marker:
