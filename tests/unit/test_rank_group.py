@@ -80,7 +80,7 @@ def session_of(engines, tiers, broken=((), ()), remote=(), layout=LAYOUT):
     cache = Cache(
         layout=layout,
         slots=(SLOTS,) * len(layout.groups),
-        tiers=[TierRules(name="below")],
+        tiers=[TierRules(name="below", is_remote="below" in remote)],
         evictor=lambda: make_evictor("lru"),
     )
     return Session(cache, group)

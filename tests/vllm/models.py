@@ -43,6 +43,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
     },
+    # One KV head, of which each of several ranks has a copy.
+    "llama-mqa": COMMON | {"model_type": "llama", "num_key_value_heads": 1},
     # Five layers with a sliding window to one with full attention: six groups in vLLM, two rules.
     "gemma3": COMMON
     | {

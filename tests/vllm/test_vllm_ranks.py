@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engines import PROMPTS, Start
-from harness import Answer
+from engines import ARGUMENTS, PROMPTS, Start
+from harness import Answer, in_process
 from judge import TOLERANCE, apart, prompt
+from models import make_checkpoint
 from settings import CHUNK, connector, whole
 from storage import heads, remove
 
@@ -55,3 +56,27 @@ def test_two_ranks_store_restart_hit_and_miss_together(start: Start, expected: E
     third = start("llama", connector(directory), **TWO)
     assert apart(third.ask(LONG)[0], plain) > 100 * TOLERANCE
     assert third.external_hits() == whole(len(LONG)), "the second engine has completed what was missing"
+
+
+@pytest.mark.parametrize("model", ["deepseek", "llama-mqa"])
+def test_kv_that_both_ranks_hold_is_stored_once(model: str, start: Start, tmp_path: Path) -> None:
+    directory, place = tmp_path / "kv", tmp_path / model
+    in_process(make_checkpoint, model, place)
+    options = TWO | ARGUMENTS.get(model, {})
+    first = start(place, connector(directory), **options)
+    plain = first.ask(LONG)[0]
+    first.close()
+    stored = heads(directory)
+    assert {(group, first_head) for group, first_head, _ in stored} == {(0, 0)}
+    assert len(stored) == len({depth for _, _, depth in stored}) >= len(LONG) // CHUNK
+
+    second = start(place, connector(directory), **options)
+    disk = second.ask(LONG)[0]
+    assert second.external_hits() == whole(len(LONG), second.chunk_tokens)
+    assert apart(disk, plain) < TOLERANCE
+    second.close()
+
+    # The control: numbers of other tokens would show.
+    assert corrupt(directory)
+    third = start(place, connector(directory), **options)
+    assert apart(third.ask(LONG)[0], plain) > 100 * TOLERANCE
