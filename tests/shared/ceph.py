@@ -259,6 +259,14 @@ class Ceph:
         wait_until(lambda: os.path.ismount(place), f"the mount {node}")
         return place
 
+    def remount(self, place: Path) -> None:
+        """Mount a file system again whose client was killed, or was cut off while it was paused."""
+        (client,) = [daemon for daemon in self.clients if daemon.command[-1] == str(place)]
+        client.kill()
+        subprocess.run(["umount", "-l", str(place)], timeout=30, capture_output=True, check=True)
+        client.start()
+        wait_until(lambda: os.path.ismount(place), f"the mount {place.name}")
+
     def call(self, *command: str) -> str:
         """Run one of Ceph's programs and return what it prints."""
         done = subprocess.run(
@@ -324,6 +332,8 @@ memstore device bytes = {self._data_bytes}
 mds data = {root}/mds/$id
 # Its default of 5 s is how long the first open of a file on the other mount waits.
 mds tick interval = 0.02
+# A node that does not give back what others need is cut off after this long; without it they wait for a minute.
+mds cap revoke eviction timeout = 5
 [client]
 client mount timeout = 30
 [client.rgw.a]
