@@ -5,9 +5,10 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
-from kvtier.size.check import parse_figure, published_cells
+from kvtier import size
+from kvtier.size.check import check, parse_figure, published_cells
 
-EXACT, CUT, ROUNDED, OTHER, WRONG = "exact", "cut", "rounded", "other unit", "wrong"
+EXACT, CUT, ROUNDED, OTHER, BOUND, WRONG = "exact", "cut", "rounded", "other unit", "bound", "wrong"
 
 
 def cells():
@@ -27,7 +28,7 @@ VERDICTS = {
     "GPT-OSS-20B": [OTHER, OTHER, WRONG, WRONG],
     "GPT-OSS-120B": [OTHER, OTHER, WRONG, WRONG],
     "DeepSeek-R1-685B": [EXACT, ROUNDED, ROUNDED, ROUNDED],
-    "Llama-3-70B": [OTHER],
+    "Llama-3-70B": [OTHER, BOUND],
 }
 
 
@@ -67,7 +68,25 @@ def test_exact_values():
     assert by_place["DeepSeek-R1-685B", "1M x 128K"].bytes == 70_272 * 131_072 * 10**6
 
 
-@pytest.mark.parametrize("cell", cells(), ids=lambda cell: f"{cell.row}, {cell.column}")
+def test_twenty_terabytes_hold_50_million_tokens_and_17_would():
+    (cell,) = (cell for cell in cells() if cell.verdict == BOUND)
+    assert (cell.printed, cell.bytes) == ("at least 20 DRAM", 50_000_000 * 327_680)
+    assert "16.38 TB fill 17 DRAM of 1 TB; 20 are 82% full" in cell.because
+
+
+@pytest.mark.parametrize("cell", [cell for cell in cells() if cell.verdict == OTHER], ids=lambda cell: cell.printed)
+def test_every_convention_of_another_unit_is_named_as_check_names_it(cell):
+    found = check(size.of(cell.model), cell.printed, [(cell.tokens, cell.users)]).matches
+    texts = [(match.candidate.steps, match.unit) for match in found if "minimum" not in match.candidate.what]
+    steps, unit = texts[0]
+    for convention in (*steps, *([] if unit.is_as_written else [unit.name])):
+        assert convention in cell.because
+    assert steps or not unit.is_as_written
+
+
+@pytest.mark.parametrize(
+    "cell", [it for it in cells() if it.verdict != BOUND], ids=lambda cell: f"{cell.row}, {cell.column}"
+)
 def test_a_verdict_means_what_it_says(cell):
     """Independent check: the printed number against the exact bytes."""
     figure = parse_figure(cell.printed)

@@ -330,7 +330,8 @@ def _emit_published(*, as_json: bool) -> None:
         click.echo()
     _wrap(
         "exact: right to the digits printed (kB = 1,000 B, 4K = 4,096 tokens). cut: the same digits, cut off instead "
-        "of rounded. rounded: right to fewer digits. other unit: right in one other convention. wrong: in none. "
+        "of rounded. rounded: right to fewer digits. other unit: right in other conventions, named below the table. "
+        "bound: a number of modules that is enough. wrong: right in no convention. "
         "All values count every layer in 16 bits, one copy; with its windows GPT-OSS needs half of it."
     )
 

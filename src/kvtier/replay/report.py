@@ -90,6 +90,7 @@ def _draw_capacity(axes: "Axes", replayed: CacheReplays, colours: Colours) -> No
     axes.axhline(replayed.bound, color=colours["soft"], linewidth=1.2, linestyle=":", label="infinite cache")
     axes.set(xscale="log", xlabel="tokens of capacity", ylabel="hit rate of tokens", ylim=(0, None))
     axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
+    axes.xaxis.set_minor_formatter(lambda value, _: short_count(value) if f"{value:e}"[0] in "25" else "")
     axes.legend(loc="best")
 
 

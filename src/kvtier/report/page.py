@@ -37,6 +37,7 @@ STYLE = (
 body{margin:0;background:var(--ground);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,
 "DejaVu Sans",sans-serif}
 main{max-width:1180px;margin:0 auto;padding:40px 24px 64px}
+h1,h2{overflow-wrap:anywhere}
 h1{font-size:30px;line-height:1.25;margin:0 0 8px;font-weight:650;text-wrap:balance}
 h2{font-size:20px;margin:44px 0 4px;font-weight:650}
 h3{font-size:16px;margin:0 0 6px;font-weight:650}

@@ -16,16 +16,16 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from kvtier.errors import ConfigError
-from kvtier.report.format import both, exact
+from kvtier.report.format import both, decimal, exact
 from kvtier.size.caches import LayerCache, TokenPart
 from kvtier.size.sizes import KvSize, of
 
 Agreement = Literal["exact", "cut", "rounded", "coarse"]
 """Digits agree when rounded to the last one, when cut off after it, to the last one of very few, or to fewer."""
-Judgement = Literal["exact", "cut", "rounded", "other unit", "wrong"]
+Judgement = Literal["exact", "cut", "rounded", "other unit", "bound", "wrong"]
 """Of a published figure: right as written (a kB is 1,000 bytes, 4K tokens are 4,096); the same cut off instead of
-rounded; right to fewer digits, or multiplied from a rounded size of a token; right in one other convention; right in
-none."""
+rounded; right to fewer digits, or multiplied from a rounded size of a token; right in other conventions, each of which
+the reason names; a number of modules that is enough; right in none."""
 
 _EXACT_MAX = 0.005
 """Largest relative error of digits that count as exact."""
@@ -33,8 +33,7 @@ _CUT_MAX = 0.02
 _COARSE_MAX = 0.05
 _COST_MAX = 2
 """Most conventions that are combined; more of them could explain any figure."""
-_PUBLISHED_COST_MAX = 3
-"""The same for a published cell, whose model, tokens and users are known."""
+_AT_LEAST = "at least "
 _MIXED_COST = 2
 """Mixing units is a mistake, not a convention: it must explain a figure alone."""
 _COPIES_AT = (2, 4, 8, 16)
@@ -193,23 +192,28 @@ def check(kv: KvSize, text: str, sessions: Sequence[tuple[int, int]] = ()) -> Ve
         figure = parse_figure(text)
     except ValueError as error:
         raise ConfigError(f"check: {text!r} is {error}") from error
-    own = list(_own(kv, sessions))
-    matches = [match for each in (*own, *_recounted(kv, sessions)) for match in _matches(each, figure, _COST_MAX)]
+    matches = _search(kv, figure, sessions)
     kept: dict[tuple[float, float], FigureMatch] = {}
     for match in sorted(matches, key=lambda match: (match.cost, match.agreement == "coarse", match.agreement == "cut")):
         kept.setdefault((match.candidate.bytes, match.unit.bytes), match)  # the simplest of equal results
     nearest = min(
-        (each for each in own if not each.steps),
+        (each for each in _own(kv, sessions) if not each.steps),
         key=lambda each: abs(math.log(_as_written(figure) / each.bytes)),
     )
     return Verdict(figure, tuple(kept.values()), nearest)
+
+
+def _search(kv: KvSize, figure: Figure, sessions: Sequence[tuple[int, int]]) -> list[FigureMatch]:
+    """Everything that gives the digits of `figure`."""
+    candidates = (*_own(kv, sessions), *_recounted(kv, sessions))
+    return [match for each in candidates for match in _matches(each, figure)]
 
 
 def _as_written(figure: Figure) -> float:
     return figure.bytes(1024 if figure.is_binary else 1000)
 
 
-def _matches(candidate: Candidate, figure: Figure, cost_max: int) -> Iterator[FigureMatch]:
+def _matches(candidate: Candidate, figure: Figure) -> Iterator[FigureMatch]:
     """Matches of `candidate`, one for each unit that gives the digits of `figure`."""
     for unit in _units(figure):
         agreement = _agreement(candidate.bytes / unit.bytes, figure)
@@ -217,7 +221,7 @@ def _matches(candidate: Candidate, figure: Figure, cost_max: int) -> Iterator[Fi
         if agreement is None or (agreement == "coarse" and (candidate.steps or not unit.is_as_written)):
             continue
         match = FigureMatch(candidate, unit, agreement)
-        if match.cost <= cost_max:
+        if match.cost <= _COST_MAX:
             yield match
 
 
@@ -406,28 +410,38 @@ def _cell(table: dict[str, Any], row: dict[str, Any], column: int, printed: str)
         bytes=total.bytes,
         bytes_minimum=total.bytes_minimum,
         verdict=verdict,
-        because=(row["because"][column] if "because" in row else "") or because,
+        because="; ".join(text for text in (because, row["remarks"][column] if "remarks" in row else "") if text),
     )
 
 
 def _judged(kv: KvSize, printed: str, tokens: int, users: int) -> tuple[Judgement, str]:
-    figure = parse_figure(printed)
-    candidates = [Candidate("", kv.total(tokens, users).bytes)]
-    candidates += [Candidate("", kv.total(other, users).bytes, (step,)) for other, step in _token_readings(tokens)]
-    if tokens > 1:
-        early = _rounded_early(kv.bytes_per_token)
-        candidates += [Candidate("", size * tokens * users, (step,)) for size, step in early]
-    matches = [match for each in candidates for match in _matches(each, figure, _PUBLISHED_COST_MAX)]
+    """The verdict and its reason, by the search of `check` among sizes of this cell alone."""
+    if printed.startswith(_AT_LEAST):
+        return _judged_bound(kv, printed, tokens, users)
+    name = _session(tokens, users)
+    names = {"a token", "a token, all layers"} if tokens == users == 1 else {name, f"{name}, all layers and ranks"}
+    found = _search(kv, parse_figure(printed), [(tokens, users)])
+    matches = [match for match in found if match.candidate.what in names]
     if not matches:
         return "wrong", "in no convention known here"
     best = min(matches, key=lambda match: (match.cost, not match.unit.is_as_written, match.agreement == "coarse"))
     steps, is_other = best.candidate.steps, not best.unit.is_as_written
+    readings = {step for _, step in _token_readings(tokens)}
     is_early = any("rounded to" in step for step in steps)
     because = "; ".join((*steps, best.unit.name) if is_other else steps)
-    if best.unit.is_mixed or (is_early and is_other):
+    if best.unit.is_mixed or (is_early and is_other) or not (is_early or readings.issuperset(steps)):
         return "wrong", because
     if is_other or (steps and not is_early):
         return "other unit", because
     if steps or best.agreement not in ("exact", "cut"):
         return "rounded", because
     return best.agreement, because
+
+
+def _judged_bound(kv: KvSize, printed: str, tokens: int, users: int) -> tuple[Judgement, str]:
+    """The verdict on ``at least 20 DRAM``, modules of a terabyte."""
+    count = int(printed.removeprefix(_AT_LEAST).removesuffix(" DRAM"))
+    total = kv.total(tokens, users).bytes
+    enough = math.ceil(total / 1e12)
+    because = f"{decimal(total)} fill {enough} DRAM of 1 TB; {count} are {total / (count * 1e12):.0%} full"
+    return ("bound" if count >= enough else "wrong"), because
