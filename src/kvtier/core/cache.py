@@ -221,6 +221,10 @@ class Cache:
                 relays += sum(self.is_up(source) for _, source in tier_state.relays.values())
         return len(self.host.pending_objects()) + len(self.host.relayed) + relays
 
+    def relays_waiting(self) -> dict[str, int]:
+        """Objects that wait to be relayed, by tier."""
+        return {tier_state.name: len(tier_state.relays) for tier_state in self._tiers}
+
     @property
     def in_flight(self) -> int:
         """Commands without an answer."""

@@ -161,6 +161,20 @@ STUCK_QUEUES = Metric(
     (_TIER,),
     "Worker queues of a tier (read, write, probe) all of whose threads are in a call that has not returned for 30 s.",
 )
+RELAYS_WAITING = Metric(
+    "kvtier_relays_waiting",
+    MetricKind.GAUGE,
+    "",
+    (_TIER,),
+    "Objects that a faster tier holds and that wait to be written to this tier.",
+)
+RELAYS_DROPPED = Metric(
+    "kvtier_relays_dropped_total",
+    MetricKind.COUNTER,
+    "",
+    (),
+    "Objects that a slower tier did not get: the faster tier evicted them before, or too many waited.",
+)
 
 TRACE_REQUESTS = Metric(
     "kvtier_trace_requests_total",
@@ -195,5 +209,7 @@ METRICS: tuple[Metric, ...] = (
     TIER_UP,
     TIER_FAILURES,
     STUCK_QUEUES,
+    RELAYS_WAITING,
+    RELAYS_DROPPED,
     TRACE_REQUESTS,
 )

@@ -85,6 +85,7 @@ class Gauges:
         self._sizes = [frame_bytes(group) for group in layout.groups]
         self._views = dict(views)
         self._evictions: dict[str, int] = {}
+        self._relays_dropped = 0
         self._written: dict[tuple[str, str], int] = {}
 
     def __call__(self) -> None:
@@ -94,6 +95,10 @@ class Gauges:
         held = sum(host.used(group) * size for group, size in sizes)
         capacity = sum(host.slots[group] * size for group, size in sizes)
         self._set(HOST, held, capacity, host.evictions)
+        self._metrics.add(table.RELAYS_DROPPED, self._cache.counters.relays_dropped - self._relays_dropped)
+        self._relays_dropped = self._cache.counters.relays_dropped
+        for name, count in self._cache.relays_waiting().items():
+            self._metrics.set(table.RELAYS_WAITING, count, tier=name)
         for name, view in self._views.items():
             view.is_up = self._cache.is_up(name)
             self._metrics.set(table.STUCK_QUEUES, view.stuck_queues(), tier=name)

@@ -165,13 +165,23 @@ class Session:
         if self._thread is not None:
             self._thread.start()
 
-    def lookup(self, request: RequestId, prefix: Prefix, *, resident_tokens: int = 0, wait_s: float = 0.0) -> Lookup:
+    def lookup(
+        self,
+        request: RequestId,
+        prefix: Prefix,
+        *,
+        resident_tokens: int = 0,
+        compute_s: float | None = None,
+        wait_s: float = 0.0,
+    ) -> Lookup:
         """How many leading tokens can be loaded. Probes lower tiers; call it again while it returns PROBING.
 
         Args:
             request: its name.
             prefix: of its prompt.
             resident_tokens: leading tokens that the engine holds; load options start behind them.
+            compute_s: expected time to compute the prompt, which bounds how long PROBING lasts for remote tiers; None:
+                until their deadlines.
             wait_s: how long to wait for the lower tiers' answers. Other calls go on meanwhile.
         """
         answer = NOTHING
@@ -180,7 +190,7 @@ class Session:
 
         def look_up(at_s: float) -> None:
             nonlocal answer, seen, now_s
-            answer = self._cache.lookup(request, prefix, at_s, resident_tokens=resident_tokens)
+            answer = self._cache.lookup(request, prefix, at_s, resident_tokens=resident_tokens, compute_s=compute_s)
             seen, now_s = self._settles, at_s
             if answer.presence is not Presence.PROBING or now_s >= until_s:
                 self._count(request, prefix, answer)

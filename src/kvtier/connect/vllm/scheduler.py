@@ -215,7 +215,11 @@ class Scheduler:
         ):
             return known.lookup
         lookup = self._session.lookup(
-            tracked.question, prefix, resident_tokens=resident_tokens, wait_s=max(0.0, self._probe_wait_s)
+            tracked.question,
+            prefix,
+            resident_tokens=resident_tokens,
+            compute_s=self._planner.seconds(tracked.request.num_tokens - resident_tokens, resident_tokens) or None,
+            wait_s=max(0.0, self._probe_wait_s),
         )
         self._probe_wait_s -= time.monotonic() - now_s
         tracked.answer = LookupAnswer(prefix, resident_tokens, now_s, lookup)
