@@ -15,8 +15,9 @@ from tests.shared.s3_world import FINGERPRINT, KEY_ID, frame_of, fresh_prefix, n
 from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.registry import TierContext
-from kvtier.tier.s3 import KIND, Credentials, S3Settings
+from kvtier.tier.s3 import Credentials
 from kvtier.tier.s3_errors import Attempts, refusal_of
+from kvtier.tier.s3_kind import KIND, S3Settings
 
 pytestmark = pytest.mark.shared_core
 
@@ -158,6 +159,19 @@ def test_the_kind_opens_with_a_profile_and_never_without_a_secret(gateway, tmp_p
         KIND.open(S3Settings(profile="absent", **common), context)
     with pytest.raises(ConfigError, match="configured secret"):
         KIND.open(S3Settings(profile="kv", **common), TierContext(layout=None, fingerprint=FINGERPRINT))
+
+
+def test_the_usual_chain_gives_credentials_and_its_end_is_named(gateway, monkeypatch, caplog):
+    access = gateway.access
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # the machine's own metadata has none either
+    with pytest.raises(ConfigError, match="no credentials in the settings, the environment or the machine"):
+        open_tier(access, credentials=None)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", access.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", access.secret_key)
+    tier = open_tier(access, credentials=None)
+    assert tier.write(name_of(1), frame_of(1))
+    tier.close()
+    assert access.secret_key not in caplog.text
 
 
 def test_only_objects_of_another_secret_are_one_warning(gateway, caplog):

@@ -27,7 +27,7 @@ ENTRY_POINTS = "kvtier.tiers"
 _BUILT_IN: dict[str, str] = {
     "directory": "kvtier.tier.directory_kind",
     "disk": "kvtier.tier.disk_kind",
-    "s3": "kvtier.tier.s3",
+    "s3": "kvtier.tier.s3_kind",
     "shared_directory": "kvtier.tier.shared_directory_kind",
 }
 """Module of each kind."""

@@ -1,4 +1,4 @@
-"""The kind `s3`: frames as objects in an S3 bucket that several nodes use.
+"""Frames as objects in an S3 bucket that several nodes use.
 
 An object's key is ``<prefix>/<key id>/<fingerprint>/<name>``. The bucket is not listed at the start: opening
 reads the marker ``<prefix>/<key id>/kvtier``, which is written once per secret.
@@ -9,10 +9,8 @@ attempt takes at most half of the deadline and begins in its first half, so that
 
 Payloads are not signed and have no checksum of S3: the reader verifies frames, and both halve the speed of a store.
 """
-# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
 
 import asyncio
-import configparser
 import logging
 import os
 import re
@@ -20,11 +18,10 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -32,12 +29,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 from obstore.store import S3Store
 
-from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
+from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.base import UNKNOWN, About, Read, Write
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.s3_errors import Attempts, Refusal, hint, refusal_of
 from kvtier.types import Figures, ObjectName
 
@@ -128,6 +123,7 @@ class S3Tier:
         self._guard = OperationGuard(name)
         self._lock = threading.Lock()
         self._written_bytes = 0
+        self._is_open = False
         self._is_conditional = True
         self._answered_s = time.monotonic()
         _refuse_fork(name)
@@ -163,6 +159,7 @@ class S3Tier:
         except Exception:  # noqa: BLE001 - its text may have the options
             raise ConfigError(f"tier {name!r}: {self.place}: the client refuses the settings; check ca_file") from None
         self._verify_place()
+        self._is_open = True
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._run_loop, name=f"kvtier-{name}-loop", daemon=True)
         self._loop_thread.start()
@@ -365,6 +362,8 @@ class S3Tier:
             except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
                 refusal = refusal_of(error)
                 pause_s = attempts.pause_s(refusal)
+                if pause_s is None and not self._is_open and not refusal.is_passing:
+                    raise ConfigError(f"tier {self.name!r}: {self.place}: {refusal.cause}: {hint(refusal)}") from None
                 if pause_s is None:
                     self._answered_s = 0.0
                     raise self._error(what, refusal) from None
@@ -444,11 +443,11 @@ class S3Tier:
     def _verify_place(self) -> None:
         """Read the marker, which is written when it is missing, so that mistakes show at the start."""
         key = self._own + MARKER_NAME
-        found = self._open_attempt(lambda: self._read_marker(key))
+        found = self._attempt("open", lambda _: self._read_marker(key))
         if found is None:
             self._warn_of_other_secrets()
-            self._open_attempt(lambda: self._put(key, memoryview(MARKER)))
-            found = self._open_attempt(lambda: self._read_marker(key))
+            self._attempt("open", lambda _: self._put(key, memoryview(MARKER)))
+            found = self._attempt("open", lambda _: self._read_marker(key))
         if found != MARKER:
             raise ConfigError(
                 f"tier {self.name!r}: {self.place}: object {key!r} does not have the bytes that kvtier writes there: "
@@ -464,20 +463,6 @@ class S3Tier:
             if refusal_of(error).code in {"NoSuchKey", "AccessDenied"}:
                 return None
             raise
-
-    def _open_attempt(self, act: Callable[[], _T]) -> _T:
-        attempts = Attempts(self._deadline_s)
-        while True:
-            try:
-                return act()
-            except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
-                refusal = refusal_of(error)
-                pause_s = attempts.pause_s(refusal)
-                if pause_s is None and refusal.is_passing:
-                    raise self._error("open", refusal) from None
-                if pause_s is None:
-                    raise ConfigError(f"tier {self.name!r}: {self.place}: {refusal.cause}: {hint(refusal)}") from None
-                time.sleep(pause_s)
 
     def _warn_of_other_secrets(self) -> None:
         """This secret is new here. One request finds out whether others are in use; without permission, none."""
@@ -531,27 +516,6 @@ def check_endpoint(endpoint: str, *, allow_http: bool) -> None:
         raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: has no TLS; allowed: https://, or set allow_http = true")
 
 
-def profile_credentials(path: Path, profile: str) -> Credentials:
-    """Named keys of `profile` in a credentials file as AWS's tools write it.
-
-    Raises:
-        ConfigError: the file or the profile is missing or has no keys.
-    """
-    parser = configparser.ConfigParser(interpolation=None)
-    try:
-        with path.open(encoding="utf-8") as stream:
-            parser.read_file(stream)
-        section = parser[profile]
-        key, secret = PrivateText(section["aws_access_key_id"]), PrivateText(section["aws_secret_access_key"])
-        return Credentials(key, secret, PrivateText(section.get("aws_session_token", "")))
-    except OSError as error:
-        raise ConfigError(f"S3 credentials file {str(path)!r}: {error.strerror}") from None
-    except KeyError as error:
-        raise ConfigError(f"S3 credentials file {str(path)!r}: no {error.args[0]} for profile {profile!r}") from None
-    except (configparser.Error, UnicodeError):  # their texts show lines of the file
-        raise ConfigError(f"S3 credentials file {str(path)!r}: not in the format of AWS's credentials file") from None
-
-
 def _pages(store: S3Store, prefix: str, most: int) -> Iterator[Sequence["ObjectMeta"]]:
     return iter(cast("Any", obstore).list(store, prefix or None, chunk_size=most))
 
@@ -590,77 +554,3 @@ def _refuse_fork(name: str) -> None:
 
 _process: int | None = None
 _process_lock = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class S3Settings(TierSettings):
-    """Objects in a bucket."""
-
-    kind: ClassVar[str] = "s3"
-
-    url: str = needed(Text(3), "Bucket and prefix: s3://bucket/prefix.")
-    endpoint: str = setting("", Text(), "URL of the server, such as https://s3.example.com; empty: AWS.")
-    region: str = setting("", Text(0, 64), "Region; empty: the environment's, or us-east-1.")
-    access_key_id: PrivateText = setting(
-        PrivateText(), HiddenText(), "Access key; empty: a profile's, or the usual chain (environment, machine)."
-    )
-    secret_access_key: PrivateText = setting(PrivateText(), HiddenText(), "Secret of the access key.")
-    session_token: PrivateText = setting(PrivateText(), HiddenText(), "Token of temporary keys.")
-    profile: str = setting("", Text(0, 128), "Profile in `credentials_file`; empty: none.")
-    credentials_file: Path | None = setting(None, Location(), "File of profiles; empty: ~/.aws/credentials.")
-    allow_http: bool = setting(default=False, kind=Switch(), help="Permit an endpoint without TLS.")
-    virtual_host: bool = setting(
-        default=False, kind=Switch(), help="The endpoint's host name begins with the bucket, instead of the path."
-    )
-    ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
-    connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
-    read_threads: int = setting(16, Count(1, 256), "Threads that read objects of more than 2 MiB.")
-    write_threads: int = setting(8, Count(1, 256), "Threads that write objects of more than 2 MiB.")
-    loads_in_flight: int = setting(32, Count(1, 1024), "Concurrent promotions (tier to host).")
-    writes_in_flight: int = setting(16, Count(1, 1024), "Concurrent demotions (host to tier).")
-
-    def __post_init__(self) -> None:
-        TierSettings.__post_init__(self)
-        parse_url(self.url)
-        check_endpoint(self.endpoint, allow_http=self.allow_http)
-        if bool(self.access_key_id) != bool(self.secret_access_key):
-            missing = "secret_access_key" if self.access_key_id else "access_key_id"
-            raise ConfigError(f"{self.label}.{missing}: missing; allowed: both keys, or neither")
-        if self.profile and self.access_key_id:
-            raise ConfigError(f"{self.label}.profile = {self.profile!r}: allowed: a profile or access_key_id, not both")
-
-
-def _open(settings: S3Settings, context: TierContext) -> S3Tier:
-    if context.key_id is None:
-        raise ConfigError(f"tier {settings.name!r}: a shared store needs a configured secret; see keys.secret_file")
-    keys = Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
-    if settings.profile:
-        path = settings.credentials_file or Path("~/.aws/credentials").expanduser()
-        keys = profile_credentials(path, settings.profile)
-    return S3Tier(
-        settings.url,
-        key_id=context.key_id,
-        fingerprint=context.fingerprint,
-        name=settings.name,
-        endpoint=settings.endpoint,
-        region=settings.region,
-        credentials=keys,
-        allow_http=settings.allow_http,
-        virtual_host=settings.virtual_host,
-        ca_file=settings.ca_file,
-        deadline_s=settings.transfer_deadline_s,
-        probe_deadline_s=settings.probe_deadline_s,
-        connect_deadline_s=settings.connect_deadline_s,
-    )
-
-
-KIND = TierKind(
-    name="s3",
-    help="Objects in an S3 bucket that several nodes share.",
-    settings=S3Settings,
-    where="url",
-    open=_open,
-    is_remote=True,
-    is_shared=lambda _settings: True,
-    has_cap=False,
-)

@@ -11,6 +11,8 @@ BACKOFF_S, BACKOFF_MAX_S = 0.05, 1.0
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _IO_ERROR = re.compile(r'message: "([^"\n]{1,120})"')
+_METADATA = ("/latest/api/token", "/latest/meta-data", "//169.254.")
+"""Requests for the credentials of a machine or container."""
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 """HTTP answers that another attempt may not get. 409: two conditional writes of one name met."""
 _HINTS = {
@@ -45,7 +47,7 @@ def refusal_of(error: BaseException) -> Refusal:
     if status is not None:
         number, name = int(status[1]), code[1] if code else ""
         return Refusal(f"HTTP {number} {name}".strip(), number, name, number in _PASSING)
-    if "169.254.1" in text or "/credentials" in text:
+    if any(part in text for part in _METADATA):
         cause = "no credentials in the settings, the environment or the machine's metadata"
         return Refusal(cause, 0, "NoCredentials", is_passing=False)
     if "certificate" in text:

@@ -1,0 +1,109 @@
+"""The kind `s3`: its settings and how it opens."""
+# ruff: noqa: RUF009 - setting is dataclasses.field with our metadata
+
+import configparser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kvtier.config.schema import needed, setting
+from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
+from kvtier.errors import ConfigError
+from kvtier.tier.registry import TierContext, TierKind, TierSettings
+from kvtier.tier.s3 import Credentials, S3Tier, check_endpoint, parse_url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Settings(TierSettings):
+    """Objects in a bucket."""
+
+    kind: ClassVar[str] = "s3"
+
+    url: str = needed(Text(3), "Bucket and prefix: s3://bucket/prefix.")
+    endpoint: str = setting("", Text(), "URL of the server, such as https://s3.example.com; empty: AWS.")
+    region: str = setting("", Text(0, 64), "Region; empty: the environment's, or us-east-1.")
+    access_key_id: PrivateText = setting(
+        PrivateText(), HiddenText(), "Access key; empty: a profile's, or the usual chain (environment, machine)."
+    )
+    secret_access_key: PrivateText = setting(PrivateText(), HiddenText(), "Secret of the access key.")
+    session_token: PrivateText = setting(PrivateText(), HiddenText(), "Token of temporary keys.")
+    profile: str = setting("", Text(0, 128), "Profile in `credentials_file`; empty: none.")
+    credentials_file: Path | None = setting(None, Location(), "File of profiles; empty: ~/.aws/credentials.")
+    allow_http: bool = setting(default=False, kind=Switch(), help="Permit an endpoint without TLS.")
+    virtual_host: bool = setting(
+        default=False, kind=Switch(), help="The endpoint's host name begins with the bucket, instead of the path."
+    )
+    ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
+    connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
+    read_threads: int = setting(16, Count(1, 256), "Threads that read objects of more than 2 MiB.")
+    write_threads: int = setting(8, Count(1, 256), "Threads that write objects of more than 2 MiB.")
+    loads_in_flight: int = setting(32, Count(1, 1024), "Concurrent promotions (tier to host).")
+    writes_in_flight: int = setting(16, Count(1, 1024), "Concurrent demotions (host to tier).")
+
+    def __post_init__(self) -> None:
+        TierSettings.__post_init__(self)
+        bucket, prefix = parse_url(self.url)
+        object.__setattr__(self, "url", f"s3://{bucket}/{prefix}")
+        check_endpoint(self.endpoint, allow_http=self.allow_http)
+        if bool(self.access_key_id) != bool(self.secret_access_key):
+            missing = "secret_access_key" if self.access_key_id else "access_key_id"
+            raise ConfigError(f"{self.label}.{missing}: missing; allowed: both keys, or neither")
+        if self.profile and self.access_key_id:
+            raise ConfigError(f"{self.label}.profile = {self.profile!r}: allowed: a profile or access_key_id, not both")
+
+
+def profile_credentials(path: Path, profile: str) -> Credentials:
+    """Named keys of `profile` in a credentials file as AWS's tools write it.
+
+    Raises:
+        ConfigError: the file or the profile is missing or has no keys.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        with path.open(encoding="utf-8") as stream:
+            parser.read_file(stream)
+        section = parser[profile]
+        key, secret = PrivateText(section["aws_access_key_id"]), PrivateText(section["aws_secret_access_key"])
+        return Credentials(key, secret, PrivateText(section.get("aws_session_token", "")))
+    except OSError as error:
+        raise ConfigError(f"S3 credentials file {str(path)!r}: {error.strerror}") from None
+    except KeyError as error:
+        raise ConfigError(f"S3 credentials file {str(path)!r}: no {error.args[0]} for profile {profile!r}") from None
+    except (configparser.Error, UnicodeError):  # their texts show lines of the file
+        raise ConfigError(f"S3 credentials file {str(path)!r}: not in the format of AWS's credentials file") from None
+
+
+def _open(settings: S3Settings, context: TierContext) -> S3Tier:
+    if context.key_id is None:
+        raise ConfigError(f"tier {settings.name!r}: a shared store needs a configured secret; see keys.secret_file")
+    keys = Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
+    if settings.profile:
+        path = settings.credentials_file or Path("~/.aws/credentials").expanduser()
+        keys = profile_credentials(path, settings.profile)
+    return S3Tier(
+        settings.url,
+        key_id=context.key_id,
+        fingerprint=context.fingerprint,
+        name=settings.name,
+        endpoint=settings.endpoint,
+        region=settings.region,
+        credentials=keys,
+        allow_http=settings.allow_http,
+        virtual_host=settings.virtual_host,
+        ca_file=settings.ca_file,
+        deadline_s=settings.transfer_deadline_s,
+        probe_deadline_s=settings.probe_deadline_s,
+        connect_deadline_s=settings.connect_deadline_s,
+    )
+
+
+KIND = TierKind(
+    name="s3",
+    help="Objects in an S3 bucket that several nodes share.",
+    settings=S3Settings,
+    where="url",
+    open=_open,
+    is_remote=True,
+    is_shared=lambda _settings: True,
+    has_cap=False,
+)
