@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from tests.shelf_tier import Shelf
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.policy.fifo import Fifo
@@ -149,6 +150,15 @@ class TestDiskOfManySegments(TierContract):
         yield make
         for tier in tiers:
             tier.close()
+
+
+class TestOutside(TierContract):
+    """A tier as another package writes it."""
+
+    @pytest.fixture
+    def make_tier(self, tmp_path):
+        numbers = itertools.count()
+        return lambda capacity_bytes: Shelf(tmp_path / f"shelf{next(numbers)}", capacity_bytes)
 
 
 class Torn(MemoryTier):

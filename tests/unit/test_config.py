@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvtier.config.loader import load
 from kvtier.config.schema import settings
 from kvtier.config.sections import SECTIONS, Config, HostConfig, LimitsConfig, StoreConfig
+from kvtier.config.tier_list import parse, spec
 from kvtier.config.value_types import SIZE_UNITS, parse_seconds, parse_size, size_text
 from kvtier.errors import ConfigError
 from kvtier.tier.directory_kind import DirectorySettings
@@ -281,3 +282,130 @@ def test_a_size_that_is_shown_whole_is_read_back(number, unit):
     text = size_text(number * unit)
     if "." not in text:
         assert parse_size(text) == number * unit
+
+
+# ---- tiers -----------------------------------------------------------------------------------------------------------
+
+
+def test_tiers_are_an_ordered_list_of_tables_and_texts(tmp_path):
+    file = write(
+        tmp_path / "kvtier.toml",
+        '[[tiers]]\nkind = "disk"\nname = "fast"\npath = "/a"\ncapacity_bytes = "2GiB"\n'
+        '[[tiers]]\nkind = "directory"\npath = "/b"\nshared = false\n',
+    )
+    first, second = load(file, {}).config.tiers
+    assert (first.name, first.kind, first.path, first.capacity_bytes) == ("fast", "disk", Path("/a"), 2 << 30)
+    assert (second.name, second.kind, second.path, second.shared) == ("directory", "directory", Path("/b"), False)
+    texts = write(tmp_path / "texts.toml", 'tiers = ["fast=disk:/a?capacity_bytes=2GiB", "directory:/b?shared=no"]\n')
+    assert load(texts, {}).config.tiers == (first, second)
+    environ = {"KVTIER_TIERS": "fast=disk:/a?capacity_bytes=2GiB\tdirectory:/b?shared=no"}
+    assert load(environ=environ).config.tiers == (first, second)
+    mixed = write(tmp_path / "mixed.toml", 'tiers = ["fast=disk:/a", {kind = "directory", path = "/b"}]\n')
+    assert [tier.name for tier in load(mixed, {}).config.tiers] == ["fast", "directory"]
+
+
+def test_a_later_list_replaces_the_earlier_one_whole_and_values_change_one_tier(tmp_path):
+    file = write(tmp_path / "kvtier.toml", 'tiers = ["disk:/a", "directory:/b"]\n')
+    environ = {"KVTIER_TIERS__DISK__READ_THREADS": "9", "KVTIER_CONFIG": str(file)}
+    loaded = load(environ=environ, flags=["tiers.directory.failures=7"])
+    assert [(tier.read_threads, tier.failures) for tier in loaded.config.tiers] == [(9, 3), (4, 7)]
+    assert str(loaded.origins["tiers"]) == f"file {file}"
+    assert str(loaded.origins["tiers.disk.path"]) == f"file {file}"
+    assert str(loaded.origins["tiers.disk.read_threads"]) == "environment KVTIER_TIERS__DISK__READ_THREADS"
+    assert str(loaded.origins["tiers.directory.failures"]) == "flag --set tiers.directory.failures"
+    assert str(loaded.origins["tiers.directory.write_threads"]) == "default"
+    replaced = load(environ=environ, tiers=["disk:/c"])
+    assert [(tier.path, tier.read_threads) for tier in replaced.config.tiers] == [(Path("/c"), 4)]
+    assert load(environ={**environ, "KVTIER_TIERS": "disk:/d"}).config.tiers[0].read_threads == 9
+    refused("no tier has this name", environ={**environ, "KVTIER_TIERS": "directory:/d"})
+
+
+def test_where_and_values_are_percent_decoded():
+    (tier,) = load(environ={}, tiers=["disk:/a%3Fb%20c%25d=e&f:g#h?capacity_bytes=1%20GiB"]).config.tiers
+    assert (tier.path, tier.capacity_bytes) == (Path("/a?b c%d=e&f:g#h"), 1 << 30)
+
+
+def test_texts_may_leave_out_the_unit_of_a_key():
+    (tier,) = load(environ={}, tiers=["disk:/a?capacity=2GiB&retry=3s"]).config.tiers
+    assert (tier.capacity_bytes, tier.retry_s) == (2 << 30, 3.0)
+    refused("given twice", tiers=["disk:/a?capacity=2GiB&capacity_bytes=1GiB"])
+    refused("unknown setting", tiers=["disk:/a?small=1"])
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1))
+def test_any_path_survives_a_text(name):
+    assert parse(spec("disk", f"/{name}")).path == Path(f"/{name}").absolute()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "not of the form [NAME=]KIND:WHERE?key=value&key=value; known kinds: directory, disk"),
+        ("disk", "not of the form"),
+        ("/mnt/kv", "not of the form"),
+        ("dsk:/a", "unknown kind; did you mean disk? known here: directory, disk"),
+        (":/a", "unknown kind"),
+        ("disk:", "tiers.disk.path (from flag --tier): missing; a disk tier needs it"),
+        ("disk:?capacity_bytes=1GiB", "tiers.disk.path (from flag --tier): missing"),
+        ("disk:/a?", "nothing after '?'"),
+        ("disk:/a?capcity_bytes=1", "unknown setting of a disk tier; did you mean capacity_bytes or "),
+        ("disk:/a?capacity_bytes", "'capacity_bytes' is not key=value"),
+        ("disk:/a?=1", "is not key=value"),
+        ("disk:/a?read_threads=1&&failures=1", "is not key=value"),
+        ("disk:/a?read_threads=1&read_threads=1", "tiers.disk.read_threads (from flag --tier): given twice"),
+        ("disk:/a?path=/b", "tiers.disk.path (from flag --tier): given twice"),
+        (
+            "disk:/a?capacity_bytes=12 parsecs",
+            "tiers.disk.capacity_bytes = '12 parsecs' (from flag --tier): not a size",
+        ),
+        ("disk:/a?name=b", "tiers.disk.name (from flag --tier): unknown setting"),
+        ("disk:/a%2", "'%' is not followed by two hexadecimal digits; write %25"),
+        ("disk:/a%ff", "not UTF-8"),
+        ("disk:/a%00b", "not a path"),
+        ("Fast=disk:/a", "tier name 'Fast': allowed: a letter"),
+        ("=disk:/a", "tier name ''"),
+        ("host=disk:/a", "none of device, engine, gpu, host"),
+        ("a__b=disk:/a", "single underscores"),
+    ],
+)
+def test_a_tier_of_another_form_is_refused(text, why):
+    refused(why, tiers=[text])
+
+
+def test_a_list_that_is_none_or_has_wrong_items_is_refused(tmp_path):
+    for number, (toml, why) in enumerate(
+        (
+            ('tiers = "disk:/a"', "not a list"),
+            ("tiers = [1]", "tables [[tiers]], or texts"),
+            ('[[tiers]]\npath = "/a"', "a tier without kind; known kinds: directory, disk"),
+            ('[[tiers]]\nkind = 3\npath = "/a"', "a tier with kind = 3"),
+            ('[[tiers]]\nkind = "disk"\nname = 3', "a tier with name = 3"),
+            ('[[tiers]]\nkind = "disk"', "tiers.disk.path (from file"),
+            ('[[tiers]]\nkind = "disk"\npath = "/a"\nread_threads = "4"', "tiers.disk.read_threads = '4'"),
+            ('tiers = ["disk:/a", "disk:/b"]', "two tiers are named 'disk'; allowed: different names"),
+            (f"tiers = {['disk:/a'] * 17}", "17 tiers; allowed: at most 16"),
+        )
+    ):
+        refused(why, file=write(tmp_path / f"{number}.toml", toml + "\n"))
+    with pytest.raises(ConfigError, match="two tiers are named 'directory'"):
+        Config(tiers=(DirectorySettings(path="/a"), DirectorySettings(path="/b")))
+    assert (
+        load(environ={"KVTIER_TIERS": " "}, file=write(tmp_path / "x.toml", 'tiers = ["disk:/a"]')).config.tiers == ()
+    )
+
+
+def test_former_sections_and_limits_name_what_replaces_them(tmp_path):
+    wanted = (
+        'write a table [[tiers]] with kind = "disk" and its settings, or --tier disk:PATH, or KVTIER_TIERS=disk:PATH'
+    )
+    refused(wanted, flags=["disk.path=/x"])
+    refused(wanted, environ={"KVTIER_DISK__PATH": "/x"})
+    refused('with kind = "directory"', file=write(tmp_path / "a.toml", '[directory]\npath = "/x"\n'))
+    refused("each tier has this setting of its own: tiers.NAME.retry_s", flags=["limits.tier_retry_s=3"])
+    refused("tiers.NAME.writes_in_flight", environ={"KVTIER_LIMITS__DEMOTES_IN_FLIGHT": "3"})
+
+
+@pytest.mark.parametrize("flag", ["tiers.disk", "tiers=disk:/a", "tiers.disk=3"])
+def test_a_value_of_a_tier_needs_name_and_key(flag):
+    refused("tiers.NAME.key=value", flags=[flag])
+    refused("KVTIER_TIERS__NAME__KEY", environ={"KVTIER_TIERS__DISK": "3"})

@@ -47,6 +47,12 @@ def needed(kind: Kind, help: str) -> Any:  # noqa: A002, ANN401 - as `dataclasse
     return field(metadata={"kind": kind, "help": help, "source": ""})
 
 
+def other_default(base: "type[SettingsSection]", key: str, default: _Value) -> _Value:
+    """The field `key` of `base` with another default, for a subclass."""
+    (spec,) = (each for each in fields(cast("Any", base)) if each.name == key)
+    return field(default=default, metadata=spec.metadata)
+
+
 class SettingsSection:
     """A group of settings. Each value is checked when the section is made."""
 

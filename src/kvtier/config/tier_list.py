@@ -1,9 +1,10 @@
 """The ordered list of tiers while the layers of settings are read: as tables, or as texts of the form of a URL.
 
-    [NAME=]KIND:WHERE?key=value&key=value       disk:/mnt/nvme?capacity_bytes=200GiB
+    [NAME=]KIND:WHERE?key=value&key=value       disk:/mnt/nvme?capacity=200GiB
 
 KIND is a kind of the registry, WHERE fills the setting that the kind names, NAME is the kind's without ``NAME=``. WHERE
 and values may contain percent-encoded characters: ``%3F`` for a question mark, ``%26`` for ``&``, ``%25`` for ``%``.
+A key may leave out its unit (``_bytes``, ``_s``).
 """
 
 import re
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 from urllib.parse import quote, unquote
 
-from kvtier.config.schema import near, read
+from kvtier.config.schema import near, read, settings
 from kvtier.errors import ConfigError
 from kvtier.tier import registry
 from kvtier.tier.registry import TierKind, TierSettings
@@ -188,13 +189,20 @@ def _of_text(text: str, origin: Origin) -> _Draft:
     if question and not query:
         raise ConfigError(f"tier {shown!r} (from {origin}): nothing after '?'; allowed: {FORM}")
     for part in query.split("&") if query else ():
-        key, equals, raw = part.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"tier {shown!r} (from {origin}): {key[:40]!r} is not key=value; allowed: {FORM}")
+        word, equals, raw = part.partition("=")
+        if not equals or not word:
+            raise ConfigError(f"tier {shown!r} (from {origin}): {word[:40]!r} is not key=value; allowed: {FORM}")
+        key = _full(word, draft.kind)
         if key in draft.values:
             raise ConfigError(f"{draft.label}.{key} (from {origin}): given twice; allowed: once")
         draft.set(key, _decoded(raw, shown, origin), origin, is_text=True)
     return draft
+
+
+def _full(key: str, kind: TierKind[Any]) -> str:
+    """`key`, or the one that differs by its unit."""
+    known = {each.key for each in settings(kind.settings)}
+    return next((full for full in (key, f"{key}_bytes", f"{key}_s") if full in known), key)
 
 
 def _empty(kind_name: str, name: str | None, origin: Origin) -> _Draft:

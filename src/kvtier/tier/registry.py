@@ -279,6 +279,9 @@ def _flaw(kind: object, name: str) -> str:
         return f"its names are {found.name!r} (kind) and {found.settings.kind!r} (settings), not {name!r}"
     if not NAME.fullmatch(name) or name in RESERVED:
         return "a kind's name must be letters, digits and single underscores in lower case"
-    if found.where not in {each.key for each in settings(found.settings)}:
+    keys = {each.key for each in settings(found.settings)}
+    if found.where not in keys:
         return f"its settings have no {found.where!r}, which is its `where`"
+    if lost := {each.key for each in settings(TierSettings)} - keys:
+        return f"its settings replace {', '.join(sorted(lost))}; use config.schema.other_default"
     return ""
