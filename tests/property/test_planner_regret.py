@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.core_driver import CHUNK, Driver, prefix_of
 from tests.planner_world import STEP_TOKENS, Speed, World
 
+from kvtier.core import planner as planner_module
 from kvtier.core.boundary import needed_chunks
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.planner import (
@@ -17,6 +19,7 @@ from kvtier.core.planner import (
     SAVED_SHARE,
     SLACK,
     SLACK_S_MIN,
+    TRIAL_SHARE,
     Planner,
 )
 from kvtier.core.prefill_estimator import Piece, PrefillCosts, PrefillEstimator
@@ -190,6 +193,49 @@ def test_whoever_decides_how_loads_end_takes_no_more_than_was_set_aside(seed: in
             planner.prefilled([Piece(tokens, 0)], tokens * 1e-3)
             computed_s += tokens * 1e-3
     assert lost_s <= loss_budget_s + SAVED_SHARE * saved_s + SLACK * computed_s + most_s + EPSILON_S
+
+
+def _trials(seed: int, good: float) -> tuple[float, float, float]:
+    """Seconds that trials lost against the best other plan, the largest such loss, and the time of all requests."""
+    dice, planner = Random(seed), Planner()
+    for tokens in (100, 1000, 10_000):
+        planner.prefilled([Piece(tokens, 0)], tokens * 1e-3)
+    lost_s, most_s, time_s, now_s = 0.0, 0.0, 11.1, 0.0
+    for _ in range(200):
+        now_s += 2 * BACKOFF_S_MAX * dice.random()
+        total = int(100 * 100 ** dice.random())
+        near, end = int(total * dice.random() ** 0.3), total - 1
+        near_s, far_s = 1e-5 * near, (2 + 10 * dice.random()) * total * 1e-3
+        options = LoadOption(near, "host", near_s, 0.0, True, 1), LoadOption(end, "far", far_s, 0.0, True, 1)
+        plan = planner.plan(Lookup(end, near, Presence.ARRIVING, (), options), total, now_s=now_s)
+        took_s, tokens = near_s, min(plan.tokens, near)
+        if plan.is_trial and plan.budget is not None:
+            comes = dice.random() < good
+            took_s += plan.budget.allowance_s * (dice.random() if comes else 1.0)
+            tokens = plan.tokens if comes else near
+        if plan.budget is not None:
+            planner.begun(plan, now_s)
+            done = LoadDone(RequestId("r"), tokens, plan.tokens, (), (), was_cut=tokens < plan.tokens)
+            planner.ended(plan, done, took_s, now_s)
+        compute_s = (total - tokens) * 1e-3
+        planner.prefilled([Piece(total - tokens, tokens)], compute_s)
+        time_s += took_s + compute_s
+        if plan.is_trial:
+            loss_s = max(0.0, took_s + compute_s - min(total * 1e-3, near_s + (total - near) * 1e-3))
+            lost_s, most_s = lost_s + loss_s, max(most_s, loss_s)
+    return lost_s, most_s, time_s
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1))
+def test_trials_lose_no_more_than_their_share_of_the_time(seed: int, good: float) -> None:
+    lost_s, most_s, time_s = _trials(seed, good)
+    assert lost_s <= TRIAL_SHARE * time_s + FIT * most_s + EPSILON_S
+
+
+def test_trials_without_a_budget_lose_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "TRIAL_SHARE", 1.0)
+    lost_s, most_s, time_s = _trials(seed=1, good=0.0)
+    assert lost_s > 2 * (TRIAL_SHARE * time_s + FIT * most_s)
 
 
 @given(costs, powers(1e-4, 0.05), powers(20, 2000), prompts, st.sampled_from([1, 4]))

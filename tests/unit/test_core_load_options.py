@@ -133,7 +133,9 @@ def test_host_memory_and_a_tier_are_two_offers() -> None:
     core.run()
     paced(core, host_s=0.001, disk=0.1)
     assert options(core, "r", prefix) == [(2 * CHUNK, "host", 0.002), (6 * CHUNK, "disk", 0.401)]
-    assert core.cache.lookup(RequestId("r"), prefix, 0.0).options[-1] == LoadOption(6 * CHUNK, "disk", 0.401, 0.1, True)
+    assert core.cache.lookup(RequestId("r"), prefix, 0.0).options[-1] == LoadOption(
+        6 * CHUNK, "disk", 0.401, 0.1, is_known=True, chunk_tokens=CHUNK
+    )
 
 
 def test_what_the_engine_holds_costs_nothing() -> None:

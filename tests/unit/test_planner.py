@@ -10,6 +10,7 @@ from kvtier.core.planner import (
     RISK_FACTOR_MIN,
     SLACK,
     SLACK_S_MIN,
+    TRIAL_SHARE,
     LoadPlan,
     Piece,
     Planner,
@@ -23,9 +24,15 @@ TOTAL = 1000
 
 
 def option(
-    tokens: int, seconds: float, *, wait_s: float = 0.001, place: str = "disk", is_known: bool = True
+    tokens: int,
+    seconds: float,
+    *,
+    wait_s: float = 0.001,
+    place: str = "disk",
+    is_known: bool = True,
+    chunk_tokens: int = 0,
 ) -> LoadOption:
-    return LoadOption(tokens, place, seconds, wait_s, is_known)
+    return LoadOption(tokens, place, seconds, wait_s, is_known, chunk_tokens)
 
 
 def lookup_of(*options: LoadOption) -> Lookup:
@@ -208,12 +215,15 @@ def test_who_has_lost_too_much_lends_no_more_until_it_is_earned() -> None:
     near, far = lookup_of(option(900, 0.1, wait_s=0.01)), lookup_of(option(900, 0.5, wait_s=0.4))
     for tokens in (100, 1000):
         planner.prefilled([Piece(tokens, 0)], tokens * PER_TOKEN_S)
-    for now_s in range(0, 5 * int(BACKOFF_S_MAX), int(BACKOFF_S_MAX)):
+    now_s = 0.0
+    while planner.snapshot()["loss_budget_s"] > 0:
         plan = planner.plan(far, TOTAL, now_s=now_s)
         assert plan.tokens == 900
         lose(planner, plan, now_s)
-    assert planner.snapshot()["loss_budget_s"] < 0
-    now_s += 2 * BACKOFF_S_MAX
+        now_s += BACKOFF_S_MAX
+    now_s += BACKOFF_S_MAX
+    for _ in range(2):
+        planner.prefilled([Piece(TOTAL, 0)], TOTAL * PER_TOKEN_S)
     assert planner.plan(far, TOTAL, now_s=now_s).is_trial  # within its slack, at a venture
     assert not planner.plan(near, TOTAL, now_s=now_s).is_trial
     for _ in range(40):
@@ -298,15 +308,64 @@ def test_a_link_that_is_believed_slow_is_tried_now_and_then_within_the_slack() -
     planner, lookup = taught(), lookup_of(option(300, 0.01, place="host"), option(900, 5.0))
     plan = planner.plan(lookup, TOTAL, now_s=0.0)
     assert (plan.tokens, plan.is_trial) == (900, True)
-    assert plan.saved_s < 0
+    assert plan.load_s == pytest.approx(0.01 + SLACK, rel=0.01)
     assert plan.budget is not None
     assert plan.budget.allowance_s == pytest.approx(SLACK, rel=0.01)
     planner.begun(plan, 0.0)
     assert planner.plan(lookup, TOTAL, now_s=0.01).tokens == 300  # one at a time
     planner.ended(plan, LoadDone(RequestId("r"), 300, 900, (), (), was_cut=True), 0.06, 0.06)
     assert planner.plan(lookup, TOTAL, now_s=0.5).tokens == 300
+    _earn(planner, SLACK)
     assert planner.plan(lookup, TOTAL, now_s=1.5).tokens == 300  # twice as long as before
     assert planner.plan(lookup, TOTAL, now_s=2.5).is_trial
+
+
+def _earn(planner: Planner, seconds: float) -> None:
+    """Compute until the trial budget has at least `seconds`."""
+    while planner.snapshot()["trial_budget_s"] < seconds + 0.01:
+        planner.prefilled([Piece(TOTAL, 0)], TOTAL * PER_TOKEN_S)
+
+
+def test_no_trial_may_lose_more_than_its_share_of_the_time_so_far() -> None:
+    planner, lookup = Planner(), lookup_of(option(900, 5.0))
+    for count in range(1, 6):
+        planner.prefilled([Piece(TOTAL, 0)], TOTAL * PER_TOKEN_S)
+        assert planner.plan(lookup, TOTAL, now_s=100.0 * count).is_trial == (count * TRIAL_SHARE >= SLACK)
+
+
+def test_a_trial_pays_for_what_it_loses() -> None:
+    planner, lookup = taught(), lookup_of(option(300, 0.01, place="host"), option(900, 5.0))
+    before_s = planner.snapshot()["trial_budget_s"]
+    plan = planner.plan(lookup, TOTAL, now_s=0.0)
+    end(planner, plan, tokens=300, seconds=0.03, now_s=0.03, was_cut=True)  # 20 ms later than from host memory
+    assert before_s - planner.snapshot()["trial_budget_s"] == pytest.approx(0.02, rel=0.01)
+    assert planner.snapshot()["loss_budget_s"] == pytest.approx(LOSS_BUDGET_START_S + 0.142 + 0.027, rel=0.01)
+
+
+def test_trials_grow_while_they_arrive_and_shrink_when_they_do_not() -> None:
+    planner = taught()
+    lookup = lookup_of(option(300, 0.01, place="host"), option(900, 5.0, chunk_tokens=100))
+    lengths = []
+    for number, comes in enumerate([True, True, True, False, False, False, False]):
+        _earn(planner, SLACK)
+        plan = planner.plan(lookup, TOTAL, now_s=100.0 * number)
+        assert plan.is_trial
+        lengths.append(plan.tokens - 300)
+        tokens = plan.tokens if comes else 300
+        end(planner, plan, tokens=tokens, seconds=0.03, now_s=100.0 * number + 0.03, was_cut=not comes)
+    assert lengths == [100, 200, 400, 600, 400, 200, 100]
+
+
+def test_a_slower_place_is_not_tried_in_place_of_a_faster_one() -> None:
+    """Its load needs the faster place too, and its failure would be taken for one of the slower place."""
+    planner = taught()
+    lookup = lookup_of(option(300, 5.0), option(900, 9.0, place="far"))
+    plan = planner.plan(lookup, TOTAL, now_s=0.0)
+    assert (plan.tokens, plan.place, plan.is_trial) == (300, "disk", True)
+    end(planner, plan, tokens=0, seconds=0.03, now_s=0.03, was_cut=True)
+    _earn(planner, SLACK)
+    assert not planner.plan(lookup, TOTAL, now_s=0.1).tokens
+    assert planner.plan(lookup, TOTAL, now_s=10.0).place == "disk"
 
 
 def test_a_try_that_fails_keeps_nobody_from_what_pays() -> None:

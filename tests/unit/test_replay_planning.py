@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.unit.test_report import check_page
 
 from kvtier.cli.main import run
 from kvtier.cli.replay import interruptible
+from kvtier.core import planner as planner_module
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.planner import Planner
 from kvtier.replay import sweep as sweep_module
@@ -66,6 +68,36 @@ def test_loads_that_would_queue_too_long_are_computed():
     assert 0 < wise.planning.loaded_tokens < blind.planning.loaded_tokens
     assert wise.planning.regret_s < 0.3 * blind.planning.regret_s
     assert wise.ttft.p99_s < 0.5 * blind.ttft.p99_s
+
+
+def further_ratio(seconds_per_chunk):
+    """Mean time to first token with a third tier over that without. The trials of the planner, too.
+
+    Only the third tier holds the ends of the prompts. Each request comes after all back-offs are over.
+    """
+    ids = [[*range(45), *range(100 * end, 100 * end + 5)] for end in range(1, 26)]
+    rows = [(40.0 * turn, ids[turn % 25], None) for turn in range(150)]
+    two = tier("host", 75), tier("disk", 100)
+    further = replace(tier("further", 10_000), read_bytes_per_s=CHUNK / seconds_per_chunk)
+    without, outcome = replayed(rows, *two), replayed(rows, *two, further)
+    assert outcome.tiers[2].trials == outcome.planning.trials <= outcome.tiers[2].loads
+    return outcome.ttft.mean_s / without.ttft.mean_s, outcome.planning.trials
+
+
+@pytest.mark.parametrize("seconds_per_chunk", [10.0, 1.0, 0.1])
+def test_a_further_tier_that_is_too_slow_costs_next_to_nothing(seconds_per_chunk):
+    ratio, trials = further_ratio(seconds_per_chunk)
+    assert ratio < 1.02
+    assert trials > 0
+
+
+def test_a_further_tier_that_is_fast_enough_is_used():
+    assert further_ratio(0.01)[0] < 0.8
+
+
+def test_trials_without_a_budget_make_a_further_tier_costly(monkeypatch):
+    monkeypatch.setattr(planner_module, "TRIAL_SHARE", 1.0)
+    assert further_ratio(10.0)[0] > 1.1
 
 
 def test_concurrent_prompts_are_loaded_if_that_is_faster_for_all():

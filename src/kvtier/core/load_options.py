@@ -95,7 +95,8 @@ class CostModel:
         seconds = max(scatter_s, promote_s + scatter_first_s)
         if not self._has_history_only:
             wait_s = seconds  # other groups are valid only at the whole boundary
-        return LoadOption(end, slowest, seconds, wait_s, is_known)
+        chunk_tokens = query.prefix.chunk_tokens if self._has_history_only else 0
+        return LoadOption(end, slowest, seconds, wait_s, is_known, chunk_tokens)
 
     def _bytes(self, query: LookupQuery, end: int) -> tuple[int, dict[str, int]]:
         """Bytes of a load up to `end`, and those that it adds to the queue of each tier that it waits for."""

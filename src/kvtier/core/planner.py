@@ -4,15 +4,21 @@ The core estimates what loads take (`Lookup.options`), `prefill_estimator` what 
 with the least sum. Estimates of links may be wrong, so three rules bound the loss:
 
 - A load is cut when it no longer pays (`load_budget`). Time in which the engine computes for other requests is free. A
-  load may lose `SLACK` of the time that computing the whole prompt takes. So may a trial of a link in back-off.
+  load may lose `SLACK` of the time that computing the whole prompt takes.
 - With that rule alone, a link with a latency before its first byte could never be used. So while the loss budget is
   positive, a load may also lose `RISK_FACTOR` times its expected loss at its worst moment. The loss budget gains
   `COMPUTED_SHARE` of the time spent computing and `SAVED_SHARE` of the time that loads saved. Losses reduce it. A wait
   behind other loads does not, up to the time that those loads save. The total loss is therefore bounded by the initial
   loss budget, its gains, and the allowances of loads that were open when it ran out. A load over a known link gets no
   extra time for such a wait: its option includes it, and a stalled link must not stall the engine.
-- A link that cost a load, or is estimated to be slower than computing, goes into back-off. Then one load tries it,
-  within `SLACK`. The back-off doubles with each failed trial, from a second to half a minute, and ends with a success.
+- A link that cost a load goes into back-off, and doubles it with each further failure, from a second to half a minute.
+- A link that is estimated to be slower than computing is tried when it is not in back-off. A trial may cost `SLACK`,
+  if the trial budget covers that. The trial budget gains `TRIAL_SHARE` of the time spent loading and computing, and
+  pays for what trials take longer than the best other plan. So trials cost no more than that share and one overrun,
+  whatever links do. (Conservative bandits, Wu et al., ICML 2016: explore within a share of what the known choice
+  gives.) Back-off alone is no such bound: when requests are rare each may be a trial, and `SLACK` of computing
+  everything is much for a prompt of which little is computed. A trial loads one chunk more than the best plan. The next
+  one is twice as long if all of it arrived, else half: what a cut load has begun to read still occupies link and slots.
 
 Prompts that arrive together share the engine. While it computes one prompt, others whose loads have ended wait. A plan
 includes the longest of these waits, up to what open loads save. So no request finishes later than without any loads.
@@ -37,6 +43,9 @@ LOSS_BUDGET_START_S = 1.0
 LOSS_BUDGET_MAX_S = 10.0
 SAVED_SHARE = 0.1
 """Share of saved time that may be lost again."""
+TRIAL_SHARE = 0.01
+"""Share of the time of loading and computing that trials may lose."""
+TRIAL_CHUNKS_MAX = 1 << 20
 RISK_FACTOR = 2.0
 """A load may lose this many times its expected loss, if it may save as much."""
 RISK_FACTOR_MIN = 1.25
@@ -72,19 +81,21 @@ class LoadPlan:
     budget: LoadBudget | None = None
     """Budget of the load; without one it runs to its end."""
     is_trial: bool = False
-    """The load tries a link in back-off and is not expected to pay."""
+    """The load tries a slow link and is not expected to pay."""
     place: str = ""
     """The slowest place that the load needs."""
     risk_s: float = 0.0
     """Expected loss of the load at its worst moment."""
     ahead_s: float = 0.0
     """How long the engine computes for other requests before this one."""
+    best_s: float = 0.0
+    """Of a trial: what loading and computing would take with the best other plan."""
     saved_by_loads_s: float = 0.0
     """Time that open loads save. Waiting that much longer makes the request no later than without any loads."""
 
     @property
     def saved_s(self) -> float:
-        """Expected gain; negative for a trial."""
+        """Expected gain; of a trial, the gain if it arrives in time."""
         return self.recompute_s - self.compute_s - self.load_s
 
 
@@ -96,6 +107,11 @@ class _Backoff:
     seconds: float = BACKOFF_S_MIN
     lost_s: float = 0.0
     """Loss of the last load from it. Only loads that can afford it again may use the place during the back-off."""
+    trial_chunks: int = 1
+    """Length of the next trial: twice that of the last one if all of it came, else half."""
+
+
+NO_BACKOFF = _Backoff()
 
 
 class Planner:
@@ -111,6 +127,7 @@ class Planner:
         self._is_on = is_on
         self._prefill = PrefillEstimator()
         self._loss_budget_s = LOSS_BUDGET_START_S
+        self._trial_budget_s = 0.0
         self._overhead_s = 0.0
         self._open: dict[int, float] = {}
         """Expected time at which the prompt of each open load is ready, by the plan's `id`."""
@@ -126,6 +143,7 @@ class Planner:
         """A step of the engine that computed `pieces` took `seconds`."""
         self._prefill.add(pieces, seconds)
         self._add_to_loss_budget(COMPUTED_SHARE * seconds)
+        self._add_to_trial_budget(seconds)
         self._overhead_s *= 0.5 ** (seconds / OVERHEAD_HALF_S)
 
     def seconds(self, tokens: int, context_tokens: int) -> float:
@@ -183,10 +201,7 @@ class Planner:
         candidates = [self._with_budget(self._loading(nothing, option), option) for option in options]
         acceptable = [nothing, *(plan for plan in candidates if self._is_acceptable(plan, now_s))]
         best = max(acceptable, key=lambda plan: plan.saved_s - self._delay_of_next_s(plan, now_s, beside_s))
-        longest = candidates[-1]
-        if longest.tokens > best.tokens and self._is_worth_a_trial(longest, best, now_s):
-            return replace(longest, is_trial=True, budget=self._budget(_slack_s(longest), ahead_s))
-        return best
+        return self._trial(candidates, options, best, now_s) or best
 
     def begun(self, plan: LoadPlan, now_s: float) -> None:
         """The load of `plan` starts; `ended` or `dropped` follows."""
@@ -208,9 +223,13 @@ class Planner:
         self._add_to_loss_budget(SAVED_SHARE * max(0.0, -regret_s) - lost_s)
         self._saved_s -= regret_s
         self._counts["loads_cut"] += done.was_cut
+        if plan.is_trial:
+            self._tried(plan, done, seconds)
+        else:
+            self._add_to_trial_budget(max(0.0, seconds - plan.ahead_s))
         if done.was_cut or lost_s:
             self._failed(plan, regret_s, now_s)
-        elif done.tokens >= plan.tokens:
+        elif done.tokens >= plan.tokens and not plan.is_trial:
             self._backoffs.pop(plan.place, None)
 
     def dropped(self, plan: LoadPlan) -> None:
@@ -231,6 +250,7 @@ class Planner:
             **self._counts,
             "overhead_s": self._overhead_s,
             "loss_budget_s": self._loss_budget_s,
+            "trial_budget_s": self._trial_budget_s,
             "saved_s": self._saved_s,
         }
 
@@ -277,13 +297,53 @@ class Planner:
         again_s = min(begin_s + plan.compute_s, now_s + beside_s)
         return min(max(0.0, again_s - ready_s), self._saved_by_loads_s)
 
-    def _is_worth_a_trial(self, plan: LoadPlan, best: LoadPlan, now_s: float) -> bool:
-        """Whether to try the place: its back-off is over, no load is open, and the gain exceeds the cost of a trial."""
-        backoff = self._backoffs.get(plan.place)
-        is_backoff_over = backoff is None or now_s >= backoff.until_s
-        # However fast the place is, the faster places before it take their time too.
-        gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
-        return is_backoff_over and not self._open and gain_s > _slack_s(plan)
+    def _trial(
+        self, plans: Sequence[LoadPlan], options: Sequence[LoadOption], best: LoadPlan, now_s: float
+    ) -> LoadPlan | None:
+        """A trial of the fastest place past `best`, if no load is open and the trial budget covers its possible loss.
+
+        A place in back-off is not tried, nor are slower ones: their loads may need it too.
+        """
+        slack_s = _slack_s(best)
+        if self._open or slack_s > self._trial_budget_s:
+            return None
+        for plan, option in zip(plans, options, strict=True):
+            if plan.tokens <= best.tokens:
+                continue
+            backoff = self._backoffs.get(plan.place, NO_BACKOFF)
+            if now_s < backoff.until_s:
+                return None
+            # However fast the place is, the faster places before it take their time too.
+            gain_s = best.load_s + best.compute_s - plan.compute_s - max(best.load_s, self._overhead_s)
+            if gain_s > slack_s:
+                tokens = plan.tokens
+                if option.chunk_tokens:
+                    ends = (one.tokens for one in plans if one.tokens < tokens)
+                    chunks = max(ends, default=best.resident_tokens) // option.chunk_tokens + backoff.trial_chunks
+                    tokens = min(tokens, chunks * option.chunk_tokens)
+                return replace(
+                    plan,
+                    tokens=tokens,
+                    compute_s=self.seconds(plan.total_tokens - tokens, tokens),
+                    load_s=min(plan.load_s, best.load_s + slack_s),
+                    is_trial=True,
+                    budget=self._budget(slack_s, plan.ahead_s),
+                    best_s=best.load_s + best.compute_s,
+                )
+        return None
+
+    def _tried(self, plan: LoadPlan, done: LoadDone, seconds: float) -> None:
+        """The trial `plan` took `seconds` and ended with `done`."""
+        loaded_s = max(0.0, seconds - plan.ahead_s)
+        lost_s = loaded_s + self.seconds(plan.total_tokens - done.tokens, done.tokens) - plan.best_s
+        self._trial_budget_s -= max(0.0, lost_s)
+        backoff = self._backoffs.setdefault(plan.place, _Backoff())  # another load may have ended it
+        if done.tokens < plan.tokens:
+            backoff.trial_chunks = max(1, backoff.trial_chunks // 2)
+        else:
+            backoff.trial_chunks = min(2 * backoff.trial_chunks, TRIAL_CHUNKS_MAX)
+            if lost_s <= 0:
+                backoff.until_s, backoff.seconds = 0.0, BACKOFF_S_MIN
 
     def _failed(self, plan: LoadPlan, regret_s: float, now_s: float) -> None:
         backoff = self._backoffs.get(plan.place)
@@ -297,6 +357,9 @@ class Planner:
 
     def _add_to_loss_budget(self, seconds: float) -> None:
         self._loss_budget_s = min(self._loss_budget_s + seconds, LOSS_BUDGET_MAX_S)
+
+    def _add_to_trial_budget(self, seconds: float) -> None:
+        self._trial_budget_s = min(self._trial_budget_s + TRIAL_SHARE * seconds, LOSS_BUDGET_MAX_S)
 
 
 def _slack_s(plan: LoadPlan) -> float:

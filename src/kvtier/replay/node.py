@@ -5,6 +5,7 @@ stores the prompt's chunks. The engine's own prefix cache is not modelled: every
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, nsmallest
@@ -106,6 +107,8 @@ class ReplayNode:
         self._tick_s = math.inf
         """Next call of `Cache.tick`, at the latest."""
         self.planning = PlanningStats()
+        self.loads_of, self.trials_of = Counter[str](), Counter[str]()
+        """Loads and trials by the slowest place that they need."""
         self.convoys = self.dropped_chunks = 0
         self.busy_s = 0.0
 
@@ -139,6 +142,8 @@ class ReplayNode:
         )
         self.planning.loads += 1
         self.planning.trials += plan.is_trial
+        self.loads_of[plan.place] += 1
+        self.trials_of[plan.place] += plan.is_trial
         self._loading[request.id] = request
         self._planners[request.planner].begun(plan, self._events.now_s)
         self.cache.load(

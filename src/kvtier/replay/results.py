@@ -116,6 +116,10 @@ class TierResult:
     """Bytes written a day over the drives' capacity."""
     rated_writes_per_day: float | None
     """Rated drive writes per day; None: unknown."""
+    loads: int
+    """Loads whose slowest place is this tier."""
+    trials: int
+    """Those of them that try it and are not expected to pay."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -309,6 +309,8 @@ class _TieredReplay:
             writes_per_day=day_bytes / spec.capacity_bytes,
             drive_writes_per_day=day_bytes / (spec.drive_bytes or spec.capacity_bytes),
             rated_writes_per_day=spec.rated_writes_per_day,
+            loads=sum(node.loads_of[spec.name] for node in self._nodes),
+            trials=sum(node.trials_of[spec.name] for node in self._nodes),
         )
 
     def _sample(self) -> None:
