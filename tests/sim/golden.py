@@ -1,8 +1,9 @@
 """Digests of the core's decisions in tens of thousands of seeds: `python -m tests.sim.golden`.
 
 Prints what `tests/golden/simulator.json` holds. Seeds with one lower tier at most were recorded before the hierarchy of
-tiers, which changed no decision in them. Seeds with several tiers were recorded after it. A change of the core that is
-meant to change no decision leaves every digest as it is.
+tiers, which changed no decision in them, and those with several after it. All were recorded again when estimates of
+links took whole rounds, which changed the seconds of load options. A change of the core that is meant to change no
+decision leaves every digest as it is.
 """
 
 import json

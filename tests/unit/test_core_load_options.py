@@ -126,6 +126,17 @@ def options(core: Driver, request: str, prefix: Prefix, resident_tokens: int = 0
     return [(option.tokens, option.place, round(option.seconds, 4)) for option in found.options]
 
 
+@pytest.mark.parametrize("count", range(8, 30))
+def test_objects_that_arrive_in_rounds_are_sampled_by_whole_rounds(count: int) -> None:
+    """Four threads read one object each in 0.1 s; the last round may not be whole."""
+    estimator = LinkEstimator()
+    for _ in range(count):
+        estimator.began(MB, 0.0)
+    for number in range(count):
+        estimator.ended(MB, 0.1 * (1 + number // 4), is_moved=True)
+    assert estimator.bytes_per_s == pytest.approx(40 * MB)
+
+
 def test_host_memory_and_a_tier_are_two_offers() -> None:
     core, prefix = Driver(slots=64), prefix_of("abcdef")
     core.fill("disk", prefix)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 DEFAULT_BYTES_PER_S = 20e9
 DEFAULT_FIRST_S = 1e-3
 SAMPLE_S = 0.25
-"""A link that is never idle is measured this often."""
+"""A link that is never idle is measured this often, or half as often if its objects never pause."""
 INSTANT_S = 1e-6
 FIRST_BATCH_SHARE = 0.5
 """Objects that arrive within this share of the latency after the first one belong to the first batch."""
@@ -56,6 +56,10 @@ class LinkEstimator:
     _batch_bytes: int = field(default=0, init=False)
     _flow_since_s: float = field(default=0.0, init=False)
     _flow_bytes: int = field(default=0, init=False)
+    _round_s: float = field(default=0.0, init=False)
+    """End of the last whole round: threads that read one object each deliver together. A sample ends with a round."""
+    _round_bytes: int = field(default=0, init=False)
+    """Bytes of the flow up to `_round_s`."""
 
     @classmethod
     def from_prior(cls, prior: LinkPrior | None) -> "LinkEstimator":
@@ -111,7 +115,7 @@ class LinkEstimator:
             wait_s = now_s - self._moved_s
             self._update_latency(wait_s)
             self._is_waiting = False
-            self._flow_since_s, self._flow_bytes = now_s, 0
+            self._flow_since_s, self._flow_bytes, self._round_bytes = now_s, 0, 0
             self._batch_until_s, self._batch_bytes = now_s + FIRST_BATCH_SHARE * wait_s, 0
         if now_s <= self._batch_until_s:
             self._batch_bytes += size_bytes
@@ -119,14 +123,27 @@ class LinkEstimator:
             if not self._has_bandwidth:
                 self.bytes_per_s = self.first_bytes / self.first_s  # a lower bound: the next batch may take as long
         else:
+            if now_s - self._moved_s > FIRST_BATCH_SHARE * self.first_s:
+                self._round_s, self._round_bytes = self._moved_s, self._flow_bytes
+                self._sample(SAMPLE_S)
             self._flow_bytes += size_bytes
             self.first_bytes = self._batch_bytes  # not more, although more was in flight
-            flow_s = now_s - self._flow_since_s
-            # Smaller or shorter samples than the first batch say nothing about the bandwidth.
-            if self._flow_bytes >= self.first_bytes and flow_s >= self.first_s and (not self.out or flow_s >= SAMPLE_S):
-                self._update_bandwidth(self._flow_bytes / flow_s)
-                self._flow_since_s, self._flow_bytes = now_s, 0
+            if not self.out or now_s - self._flow_since_s >= 2 * SAMPLE_S:
+                if self.out or not self._round_bytes:  # the last round may not be whole
+                    self._round_s, self._round_bytes = now_s, self._flow_bytes
+                self._sample(0.0)
         self._moved_s = now_s
+
+    def _sample(self, seconds_min: float) -> None:
+        """Measure the bandwidth until the end of the last whole round, if that is long enough.
+
+        Smaller or shorter samples than the first batch say nothing about the bandwidth.
+        """
+        flow_s = self._round_s - self._flow_since_s
+        if self._round_bytes >= self.first_bytes and flow_s >= max(self.first_s, seconds_min):
+            self._update_bandwidth(self._round_bytes / flow_s)
+            self._flow_since_s, self._flow_bytes = self._round_s, self._flow_bytes - self._round_bytes
+            self._round_bytes = 0
 
     def _update_latency(self, seconds: float) -> None:
         seconds = max(seconds, INSTANT_S)
