@@ -137,6 +137,7 @@ def test_wear_costs_no_users(capsys):
     assert worn["verdict"] == firm["verdict"]
     assert worn["drives"]["life_years"] < 0.01
     assert worn["drives"]["write_policy"] == "budget"
+    assert worn["drives"]["write_share"] == pytest.approx(worn["drives"]["life_years"] / 5)
     assert any("a write budget of" in it for it in worn["conclusion"])
     assert firm["drives"]["write_policy"] == "through"
 

@@ -167,14 +167,17 @@ def test_the_fewest_ranks_hold_the_longest_session_not_the_mean():
     [
         {"traffic__answer_tokens": 1, "traffic__history_tokens": 60_000, "disk__read_bytes_per_s": 1e6},
         {"software__skips_slow_loads": False, "host__capacity_bytes": 0, "disk__read_bytes_per_s": 1e6},
+        # Prompts take ten thousand times as long as their answers.
+        {"model": "falcon-7b", "traffic__answer_tokens": 1, "traffic__turns": 1, "traffic__history_tokens": 100_000},
         {"traffic__interval_s": 1e7, "traffic__users": 1},
         {"target__ttft_s": 1e-3},
         {"host__capacity_bytes": 2**20, "disk__count": 0},
     ],
 )
 def test_extremes_are_planned_without_a_division_by_zero(changes):
-    plan = planned("llama-3.1-8b", **changes)
+    plan = planned(changes.pop("model", "llama-3.1-8b"), **changes)
     assert plan.tiered.served_per_s > 0
+    assert max(plan.tiered.point.gpu_used, plan.alone.point.gpu_used) <= 1 + 1e-6  # it can be served
     assert plan.tiered.point.hit_rate <= 1
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from collections import Counter
 
 import pytest
 
@@ -78,6 +79,9 @@ def test_hits_and_occupation_equal_a_slow_count(tmp_path, requests):
     assert summary.input_tokens == pytest.approx(sum(it[1] for it in requests) / len(requests))
     assert summary.output_tokens == pytest.approx(sum(it[2] for it in requests) / len(requests))
     assert "blocks of 64 tokens" in summary.notes[0]
+    assert summary.longest_tokens == max(it[1] + it[2] for it in requests)
+    uses = Counter(block for it in requests for block in it[3])
+    assert summary.kept_share == pytest.approx(sum(count > 1 for count in uses.values()) / len(uses))
     for residence_s in summary.curve.residence_s[20:200:15]:  # at the edges of its buckets the curve is exact
         found, reused, held = slow_count(requests, residence_s)
         assert summary.reusable_tokens * len(requests) == pytest.approx(reused)
