@@ -12,6 +12,12 @@ from kvtier.plan.inputs import SETTINGS
 MODEL = "llama-3.1-8b"
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Plans without sensitivities, which take most of the time."""
+    monkeypatch.setattr("kvtier.plan.plan.sensitivities", lambda *_: [])
+
+
 def output(capsys, *arguments):
     code = run(["plan", *arguments])
     out, err = capsys.readouterr()
@@ -108,9 +114,10 @@ def test_the_text_fits_into_100_columns_and_begins_with_the_answer(capsys, argum
     assert [line for line in lines if len(line) > 100] == []
     assert lines[0].startswith(("Tiers serve ", "No gain", "Only with tiers"))
     assert any(line.startswith(("Binding limit", "A single request")) for line in lines[1:3])
-    assert "# kvtier settings of each of " in "\n".join(lines[-16:])
+    assert "# kvtier settings of each of " in "\n".join(lines[-24:])
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -127,6 +134,7 @@ def test_tiers_that_gain_nothing_are_named_with_the_reason(capsys, arguments, wh
     assert why in text
 
 
+@pytest.mark.usefixtures("quick")
 def test_wear_costs_no_users(capsys):
     """Drives that last a day serve as many users as those that last for ever; the text says what would last."""
     worn, firm = (
@@ -142,12 +150,14 @@ def test_wear_costs_no_users(capsys):
     assert firm["drives"]["write_policy"] == "through"
 
 
+@pytest.mark.usefixtures("quick")
 def test_slow_drives_cost_no_users(capsys):
     slow = json.loads(output(capsys, MODEL, "--set", "disk.read_bytes_per_s=100e6", "--json"))
     assert slow["tiered"]["users_at_all_limits"] >= slow["alone"]["users_at_all_limits"]
     assert any("is short in bursts" in it for it in slow["conclusion"])
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_fewest_gpus_that_hold_the_model_are_chosen(capsys):
     plan = json.loads(output(capsys, "llama-3.3-70b", "--json"))
     assert plan["inputs"]["model.tp"]["value"] == 2
@@ -157,6 +167,7 @@ def test_the_fewest_gpus_that_hold_the_model_are_chosen(capsys):
     assert "1 x h100-sxm leave 0.0 GB" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick")
 def test_gpus_and_tiers_have_the_grammar_of_all_commands(capsys):
     def values(*arguments):
         inputs = json.loads(output(capsys, MODEL, *arguments, "--json"))["inputs"]
@@ -169,6 +180,7 @@ def test_gpus_and_tiers_have_the_grammar_of_all_commands(capsys):
     assert values("--tier", "disk=0", "--tier", "host=1TB")[4] == 0
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -186,10 +198,15 @@ def test_the_plan_ends_with_settings_that_kvtier_reads(capsys, tmp_path, argumen
     value, replicas = (lambda name: plan["inputs"][name]["value"]), plan["replicas"]
     if value("host.capacity_bytes"):
         assert config.host.capacity_bytes == value("host.capacity_bytes") // replicas
+    kinds = [("disk", value("disk.count")), ("shared_directory", value("shared.capacity_bytes"))]
+    assert [tier.kind for tier in config.tiers] == [kind for kind, count in kinds if count]
     if value("disk.count"):
+        disk = config.tiers[0]
         drives = value("disk.count") * value("disk.capacity_bytes") * value("disk.filled")
-        assert config.disk.capacity_bytes == pytest.approx(drives / replicas, rel=1e-3)
-        assert bool(config.disk.write_bytes_per_day) == (plan["drives"]["write_policy"] == "budget")
+        assert disk.capacity_bytes == pytest.approx(drives / replicas, rel=1e-3)
+        assert bool(disk.write_bytes_per_day) == (plan["drives"]["write_policy"] == "budget")
+    if value("shared.capacity_bytes"):
+        assert config.tiers[-1].capacity_bytes == pytest.approx(value("shared.capacity_bytes"), rel=1e-3)
     assert config.planner.enabled == value("software.skips_slow_loads")
 
 

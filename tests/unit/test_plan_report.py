@@ -31,7 +31,7 @@ def test_the_page_is_self_contained_and_has_the_plans_figures(plan):
     page = render_report(plan, compare("samsung", plan))
     check_page(page)
     assert page.count("<svg") == len(charts(plan)) == 4
-    for text in ("llama-3.1-8b on 8 x h100-nvl", "36 GB/s read at 240 users", "traffic.history_tokens", "[disk]"):
+    for text in ("llama-3.1-8b on 8 x h100-nvl", "36 GB/s read at 240 users", "traffic.history_tokens", "[[tiers]]"):
         assert text in page
 
 

@@ -24,6 +24,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     if host:
         yield from ("[host]", f"capacity_bytes = {_size(host)}", "")
     yield from ("[store]", f"chunk_tokens = {software.chunk_tokens}")
+    if inputs.shared.capacity_bytes:
+        yield 'secret_file = "/etc/kvtier/secret" # the same for all engines'
     if drives is not None and drives.write_policy == "selective":
         yield 'write_policy = "selective" # at the second use, for the life of the drives'
     yield ""
@@ -32,7 +34,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     if drives is not None:
         disk = inputs.disk
         capacity = int(disk.count * disk.capacity_bytes * disk.filled) // replicas // _MIB * _MIB
-        yield from ("[disk]", 'path = "/mnt/nvme/kvtier" # of its own for each engine')
+        yield from ("[[tiers]]", 'kind = "disk"', 'path = "/mnt/nvme/kvtier" # of its own for each engine')
         yield f"capacity_bytes = {_size(capacity)}"
         if drives.write_policy == "budget":
             ranks = replicas * inputs.model.tp
@@ -41,7 +43,7 @@ def _lines(plan: Plan) -> Iterator[str]:
             yield f"write_bytes_per_day = {int(budget) // _MIB * _MIB} # {inputs.target.life_years:g} years of life"
         yield ""
     if inputs.shared.capacity_bytes:
-        yield from ("[directory]", 'path = "/mnt/shared/kvtier" # the same for all engines')
+        yield from ("[[tiers]]", 'kind = "shared_directory"', 'path = "/mnt/shared/kvtier" # the same for all engines')
         yield f"capacity_bytes = {_size(inputs.shared.capacity_bytes)}"
 
 
