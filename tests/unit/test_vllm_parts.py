@@ -10,7 +10,8 @@ from unittest.mock import MagicMock
 import pytest
 from tests.vllm_recorded import recorded
 
-from kvtier.config.sections import Config
+from kvtier.config import sections
+from kvtier.config.sections import Config, StoreConfig
 from kvtier.connect.vllm import events as events_module
 from kvtier.connect.vllm import sides
 from kvtier.connect.vllm.events import CPU, STORAGE, Events, Movements
@@ -27,6 +28,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys.chain import Chain
 from kvtier.layout import History, State, Window
 from kvtier.runtime.executor import Completion
+from kvtier.tier.registry import TierKind, TierSettings
 from kvtier.types import (
     ChunkKey,
     Drop,
@@ -421,6 +423,31 @@ def test_settings_come_in_sections_or_flat():
 def test_a_wrong_setting_is_named(extra, message):
     with pytest.raises(ConfigError, match=message):
         settings_from(extra, Config())
+
+
+def test_a_model_that_cannot_be_identified_uses_no_tier_that_persists_or_is_shared(monkeypatch, tmp_path):
+    """By what the kinds declare: a kind that is in no list here must not publish its KV."""
+    declared = {
+        "lasting": TierKind(name="lasting", help="", settings=TierSettings, where="name", open=MagicMock()),
+        "shared": TierKind(
+            name="shared", help="", settings=TierSettings, where="name", open=MagicMock(), persists=False,
+            is_shared=lambda _: True,
+        ),
+        "passing": TierKind(
+            name="passing", help="", settings=TierSettings, where="name", open=MagicMock(), persists=False
+        ),
+    }  # fmt: skip
+    monkeypatch.setattr(sides, "kind_of", lambda tier: declared[tier.name])
+    monkeypatch.setattr(sections.registry, "kind_of", lambda tier: declared[tier.name])
+    config = Config(tiers=tuple(TierSettings(name=name) for name in declared), store=StoreConfig(secret=bytes(32)))
+    monkeypatch.setattr(sides, "check_start", lambda _: (config, "0.32.0"))
+    for name in ("follow_engine", "Geometry", "installed"):
+        monkeypatch.setattr(sides, name, MagicMock())
+    for is_private, names in ((True, ["passing"]), (False, [*declared])):
+        found = MagicMock(is_private=is_private)
+        monkeypatch.setattr(sides.identity, "identify", lambda *_, found=found: found)
+        setup = sides.EngineSetup.of(MagicMock(), MagicMock())
+        assert [tier.name for tier in setup.config.tiers] == names
 
 
 @pytest.mark.parametrize(

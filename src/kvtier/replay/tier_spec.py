@@ -37,7 +37,8 @@ _PROBED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "disk": (("disk", "read", "write"), ("directory", "read", "write")),
     "directory": (("directory", "read", "write"),),
 }
-"""Tier to links of a probe, the best first: link, operation to read, operation to write."""
+"""Tier to links of a probe, the best first: link, operation to read, operation to write. The link of any other tier has
+its name."""
 
 
 class TierSpeed(NamedTuple):
@@ -115,7 +116,7 @@ class ProbedSpeeds:
 
     def speed(self, tier: str) -> TierSpeed:
         """Speed of a tier; unknown if its link was not measured."""
-        for link, read, write in _PROBED.get(tier, ()):
+        for link, read, write in _PROBED.get(tier, ((tier, "read", "write"),)):
             read_bytes_per_s = fastest(self._links, link, read)
             if read_bytes_per_s is not None:
                 # Time of the smallest single operation beyond its bytes at full speed.

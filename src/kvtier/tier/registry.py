@@ -191,7 +191,10 @@ def by_name(name: str, origin: str = "") -> TierKind[Any]:
 
 def measures_directories(name: str) -> bool:
     """Whether the kind is built in, and can be measured in a directory."""
-    return name in _BUILT_IN and not by_name(name).is_remote and by_name(name).open_trial is not None
+    if name not in _BUILT_IN or not _is_usable(name):
+        return False
+    kind = by_name(name)
+    return not kind.is_remote and kind.open_trial is not None
 
 
 def kind_of(tier: TierSettings) -> TierKind[Any]:
