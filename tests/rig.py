@@ -124,15 +124,17 @@ def local(
     rules: Mapping[str, object] | None = None,
     threads: Threads | None = None,
     observer: Observer | None = None,
+    evictor: str = "lru",
 ) -> tuple[Session, Cache, Mover]:
     """A session without settings, its parts at hand."""
-    arena = Arena(LAYOUT, (slots, slots))
+    of_groups = (slots,) * len(LAYOUT.groups)
+    arena = Arena(LAYOUT, of_groups)
     mover = Mover(layout=LAYOUT, fingerprint=FINGERPRINT, arena=arena, copier=copier, tiers=tiers, threads=threads)
     cache = Cache(
         layout=LAYOUT,
-        slots=(slots, slots),
+        slots=of_groups,
         tiers=[TierRules(name=name, **(rules or {})) for name in tiers],
-        evictor=lambda: make_evictor("lru"),
+        evictor=lambda: make_evictor(evictor),
         limits=limits,
     )
     return Session(cache, mover, observer=observer), cache, mover

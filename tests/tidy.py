@@ -70,6 +70,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("prints", "src/kvtier/demo/worker.py"): "a process that sends JSON lines to its parent",
     ("logging_setup", "src/kvtier/connect/vllm/log.py"): "vLLM configures its own logger alone; ours follows it",
     ("endless_waits", "src/kvtier/runtime/session.py"): "one wake-up, or a few if threads race",
+    ("endless_waits", "src/kvtier/runtime/worker_queues.py"): "one wake-up for each idle thread",
     ("endless_waits", "src/kvtier/runtime/session_events.py"): "drops the oldest beyond `EVENTS_MAX`",
     (
         "endless_waits",

@@ -138,7 +138,7 @@ def test_faults_are_logged_but_not_each_one(caplog: pytest.LogCaptureFixture) ->
     assert record.getMessage() == "promote of tier 'memory' failed: tier 'memory': is closed"
 
 
-@pytest.mark.parametrize("name", ["_settle", "_do", "_give", "_judged", "Completion"])
+@pytest.mark.parametrize("name", ["_settle", "_judged", "Completion"])
 @pytest.mark.parametrize("is_put", [False, True])
 def test_an_internal_error_of_the_mover_fails_its_commands_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, *, is_put: bool

@@ -239,7 +239,7 @@ def test_memory_stays_while_a_stuck_thread_has_it_and_goes_with_it() -> None:
     world = World({"memory": tier}, threads=Threads(read=1))
     world.mover.submit(world.transfer(Link.PROMOTE, 1, 1))
     tier.wait_begun()
-    region = weakref.ref(world.arena._view(0).obj)
+    region = weakref.ref(world.arena._views[0].obj)
     assert not world.mover.close(0.01)
     world.arena.close()
     gc.collect()

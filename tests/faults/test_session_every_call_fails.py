@@ -69,6 +69,8 @@ class Clock:
 class Instant:
     """A mover without threads: `step` completes the submitted commands, and copies one step later."""
 
+    needs_flush = True
+
     def __init__(self, held: set[tuple[ChunkKey, int]]) -> None:
         self.held = held
         self.waiting: list[Any] = []

@@ -45,20 +45,20 @@ def test_every_metric_of_the_module_is_in_the_table():
 
 def test_counters_gauges_and_histograms_count():
     metrics = Metrics()
-    metrics.add(TRANSFER_BYTES, 100, link="demote")
-    metrics.add(TRANSFER_BYTES, 11, link="demote")
+    metrics.add(TRANSFER_BYTES, 100, link="demote", tier="disk")
+    metrics.add(TRANSFER_BYTES, 11, link="demote", tier="disk")
     metrics.set(TRANSFERS_IN_FLIGHT, 3, link="promote")
     metrics.add(TRANSFERS_IN_FLIGHT, -1, link="promote")
     for seconds in (0.0002, 0.0003, 7.0, 99.0):
-        metrics.observe(TRANSFER_SECONDS, seconds, link="promote")
-    assert metrics.get(TRANSFER_BYTES, link="demote") == 111
-    assert metrics.get(TRANSFER_BYTES, link="gather") == 0
+        metrics.observe(TRANSFER_SECONDS, seconds, link="promote", tier="disk")
+    assert metrics.get(TRANSFER_BYTES, link="demote", tier="disk") == 111
+    assert metrics.get(TRANSFER_BYTES, link="gather", tier="host") == 0
     assert metrics.get(TRANSFERS_IN_FLIGHT, link="promote") == 2
-    assert metrics.get(TRANSFER_SECONDS, link="promote") == 4
+    assert metrics.get(TRANSFER_SECONDS, link="promote", tier="disk") == 4
     values = metrics.snapshot()
-    assert values['kvtier_transfer_bytes_total{link="demote"}'] == 111
-    assert values['kvtier_transfer_seconds_count{link="promote"}'] == 4
-    assert values['kvtier_transfer_seconds_sum{link="promote"}'] == pytest.approx(106.0005)
+    assert values['kvtier_transfer_bytes_total{link="demote",tier="disk"}'] == 111
+    assert values['kvtier_transfer_seconds_count{link="promote",tier="disk"}'] == 4
+    assert values['kvtier_transfer_seconds_sum{link="promote",tier="disk"}'] == pytest.approx(106.0005)
 
 
 def test_buckets_are_cumulative_and_their_bounds_inclusive():
@@ -97,7 +97,7 @@ def test_prometheus_can_read_every_line():
 def test_series_with_closed_labels_are_there_from_the_start():
     text = Metrics().render()
     assert 'kvtier_transfers_total{link="demote",outcome="corrupt"} 0' in text
-    assert 'kvtier_transfer_seconds_count{link="scatter"} 0' in text
+    assert 'kvtier_loads_total{result="whole"} 0' in text
     assert "kvtier_evictions_total{" not in text
 
 
@@ -109,7 +109,7 @@ def test_only_what_the_table_allows_is_counted():
         lambda: metrics.add(TRANSFERS, link="sideways", outcome="done"),
         lambda: metrics.add(DROPS, place="disk", reason="mood"),
         lambda: metrics.add(TRANSFERS, -1, link="demote", outcome="done"),
-        lambda: metrics.add(TRANSFER_SECONDS, link="demote"),
+        lambda: metrics.add(TRANSFER_SECONDS, link="demote", tier="disk"),
         lambda: metrics.set(TRANSFERS, 1, link="demote", outcome="done"),
         lambda: metrics.observe(TRANSFERS, 1, link="demote", outcome="done"),
         lambda: metrics.add(Metric("kvtier_x_total", MetricKind.COUNTER, "", (), "X.")),
@@ -140,13 +140,13 @@ def test_threads_lose_no_count():
 
     def count() -> None:
         for _ in range(2000):
-            metrics.add(TRANSFER_BYTES, link="demote")
-            metrics.observe(TRANSFER_SECONDS, 0.5, link="demote")
+            metrics.add(TRANSFER_BYTES, link="demote", tier="disk")
+            metrics.observe(TRANSFER_SECONDS, 0.5, link="demote", tier="disk")
 
     threads = [Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert metrics.get(TRANSFER_BYTES, link="demote") == 8000
-    assert metrics.get(TRANSFER_SECONDS, link="demote") == 8000
+    assert metrics.get(TRANSFER_BYTES, link="demote", tier="disk") == 8000
+    assert metrics.get(TRANSFER_SECONDS, link="demote", tier="disk") == 8000

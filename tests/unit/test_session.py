@@ -260,7 +260,7 @@ def test_a_session_that_was_shut_waits_and_does_not_spin(monkeypatch):
     session.close()
 
 
-@pytest.mark.parametrize("method", ["_settle", "_pass_on", "_let_go", "tick"])
+@pytest.mark.parametrize("method", ["_settle", "_work", "ready", "tick"])
 def test_an_internal_error_of_the_session_ends_the_cache_only(monkeypatch, caplog, method):
     session, _, _ = local(Engine(64).copier(), {})
     stored(session, "a", prefix_of(2), places_of(range(2)))

@@ -115,7 +115,9 @@ def open_in_place(
         raise ValueError(f"scratch must have at least {OPEN_SCRATCH_BYTES} bytes, has {len(scratch)}")
     if not 0 <= stored_bytes <= len(slot):
         raise CorruptChunkError(identity.name, f"{stored_bytes} bytes stored, a frame here has at most {len(slot)}")
-    if stored_bytes == len(slot) and _is_raw_frame(slot, layout, identity):
+    # A payload and an identity have only one raw frame, so comparing heads is every check at once. Fields that are not
+    # compared (parent, depth and so on) are taken from the frame.
+    if stored_bytes == len(slot) and is_raw_head(slot, layout, identity, _checksums(slot, layout)):
         return
     # Encoded or damaged: the full check tells which.
     head = read_head(slot[:stored_bytes])
@@ -153,15 +155,6 @@ def verify_section(head: Head, section: Section, extent: memoryview) -> None:
 def _checksums(slot: memoryview, layout: FrameLayout) -> list[int]:
     digest = xxhash.xxh3_64_intdigest
     return [digest(slot[start:stop]) for start, stop in layout.extents]
-
-
-def _is_raw_frame(slot: memoryview, layout: FrameLayout, identity: Identity) -> bool:
-    """Whether `slot` holds exactly the raw frame that `seal` would make of its payload for `identity`.
-
-    This passes every check at once, because a payload and an identity have only one head. Fields that are not compared
-    (parent, depth and so on) are taken from the frame.
-    """
-    return is_raw_head(slot, layout, identity, _checksums(slot, layout))
 
 
 def _seal_encoded(

@@ -89,13 +89,13 @@ TRANSFERS = Metric(
     "kvtier_transfers_total", MetricKind.COUNTER, "", (_LINK, _OUTCOME), "Transfers, by link and outcome."
 )
 TRANSFER_BYTES = Metric(
-    "kvtier_transfer_bytes_total", MetricKind.COUNTER, "bytes", (_LINK,), "Bytes of successful transfers."
+    "kvtier_transfer_bytes_total", MetricKind.COUNTER, "bytes", (_LINK, _TIER), "Bytes of successful transfers."
 )
 TRANSFER_SECONDS = Metric(
     "kvtier_transfer_seconds",
     MetricKind.HISTOGRAM,
     "seconds",
-    (_LINK,),
+    (_LINK, _TIER),
     "Duration of a transfer, without its wait for a thread.",
     _SECONDS,
 )
@@ -103,7 +103,7 @@ TRANSFER_WAIT_SECONDS = Metric(
     "kvtier_transfer_wait_seconds",
     MetricKind.HISTOGRAM,
     "seconds",
-    (_LINK,),
+    (_LINK, _TIER),
     "Wait of a transfer for a thread.",
     _SECONDS,
 )

@@ -4,7 +4,7 @@ A lock around a dictionary update costs about a microsecond; events move megabyt
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from math import isfinite, isnan
 from threading import Lock
@@ -87,6 +87,20 @@ class Metrics:
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Add an observation to a histogram."""
         self.bind(metric, **labels).observe(value)
+
+    def count(self, amounts: Iterable[tuple["Bound", float]]) -> None:
+        """Add to counters and gauges and observe histograms, all at once: for code that runs for each object."""
+        with self._lock:
+            for bound, amount in amounts:
+                if bound.numbers is not None:
+                    bound.numbers[bound.values] = bound.numbers.get(bound.values, 0.0) + amount
+                elif bound.histograms is not None:
+                    histogram = bound.histograms.get(bound.values)
+                    if histogram is None:
+                        histogram = bound.histograms[bound.values] = _Histogram(len(bound.metric.buckets))
+                    histogram.counts[bisect_left(bound.metric.buckets, amount)] += 1
+                    histogram.total += amount
+            self.changes += 1
 
     def get(self, metric: Metric, **labels: str) -> float:
         """The value of a counter or gauge, or the number of observations of a histogram; 0 without events."""
@@ -171,7 +185,7 @@ class Bound:
     Methods that do not fit the metric's kind raise `ValueError`.
     """
 
-    __slots__ = ("_histograms", "_lock", "_metric", "_metrics", "_numbers", "_values")
+    __slots__ = ("_lock", "_metrics", "histograms", "metric", "numbers", "values")
 
     def __init__(
         self,
@@ -185,37 +199,31 @@ class Bound:
     ) -> None:
         self._metrics = metrics
         self._lock = lock
-        self._metric = metric
-        self._values = values
-        self._numbers = numbers
-        self._histograms = histograms
+        self.metric = metric
+        self.values = values
+        self.numbers = numbers
+        self.histograms = histograms
 
     def add(self, amount: float = 1.0) -> None:
         """Add to a counter or gauge."""
-        if self._numbers is None or (amount < 0 and self._metric.kind is MetricKind.COUNTER):
-            raise ValueError(f"{self._metric.name} is a {self._metric.kind.value}; cannot add {amount}")
+        if self.numbers is None or (amount < 0 and self.metric.kind is MetricKind.COUNTER):
+            raise ValueError(f"{self.metric.name} is a {self.metric.kind.value}; cannot add {amount}")
         with self._lock:
-            self._numbers[self._values] = self._numbers.get(self._values, 0.0) + amount
+            self.numbers[self.values] = self.numbers.get(self.values, 0.0) + amount
             self._metrics.changes += amount != 0
 
     def set(self, value: float) -> None:
         """Set a gauge."""
-        if self._numbers is None or self._metric.kind is not MetricKind.GAUGE:
-            raise ValueError(f"{self._metric.name} is a {self._metric.kind.value}, not a gauge")
+        if self.numbers is None or self.metric.kind is not MetricKind.GAUGE:
+            raise ValueError(f"{self.metric.name} is a {self.metric.kind.value}, not a gauge")
         with self._lock:
-            self._numbers[self._values] = float(value)
+            self.numbers[self.values] = float(value)
 
     def observe(self, value: float) -> None:
         """Add an observation to a histogram."""
-        if self._histograms is None:
-            raise ValueError(f"{self._metric.name} is a {self._metric.kind.value}, not a histogram")
-        with self._lock:
-            histogram = self._histograms.get(self._values)
-            if histogram is None:
-                histogram = self._histograms[self._values] = _Histogram(len(self._metric.buckets))
-            histogram.counts[bisect_left(self._metric.buckets, value)] += 1
-            histogram.total += value
-            self._metrics.changes += 1
+        if self.histograms is None:
+            raise ValueError(f"{self.metric.name} is a {self.metric.kind.value}, not a histogram")
+        self._metrics.count(((self, value),))
 
 
 def _braces(names: list[str], values: _Values) -> str:

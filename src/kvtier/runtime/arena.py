@@ -123,8 +123,13 @@ class Arena:
             IndexError: no such slot.
             ValueError: the arena is closed.
         """
-        start = self._start(group, slot)
-        return self._view(group)[start : start + self._sizes[group]]
+        # A memoryview slice accepts negative and too large offsets without an error.
+        if not 0 <= group < len(self.slots) or not 0 <= slot < self.slots[group]:
+            raise IndexError(f"no slot {slot} of group {group}; there are {self.slots}")
+        if self._views is None:
+            raise ValueError("the arena is closed")
+        size = self._sizes[group]
+        return self._views[group][slot * size : (slot + 1) * size]
 
     def payload(self, group: int, slot: int) -> memoryview:
         """The slot's payload; writable and page-aligned.
@@ -133,23 +138,11 @@ class Arena:
             IndexError: no such slot.
             ValueError: the arena is closed.
         """
-        start = self._start(group, slot)
-        return self._view(group)[start + self._heads[group] : start + self._sizes[group]]
+        return self.frame(group, slot)[self._heads[group] :]
 
     def close(self) -> None:
         """Release the memory, each mapping when its last view is gone. Idempotent."""
         self._views = None
-
-    def _view(self, group: int) -> memoryview:
-        if self._views is None:
-            raise ValueError("the arena is closed")
-        return self._views[group]
-
-    def _start(self, group: int, slot: int) -> int:
-        # A memoryview slice accepts negative and too large offsets without an error.
-        if not 0 <= group < len(self.slots) or not 0 <= slot < self.slots[group]:
-            raise IndexError(f"no slot {slot} of group {group}; there are {self.slots}")
-        return slot * self._sizes[group]
 
 
 def _region(size_bytes: int, slot_bytes: int, *, populate: bool, page_lock: PageLock | None) -> memoryview:

@@ -1,13 +1,14 @@
 """Counters of commands and gauges of places, for the metrics table."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
 from kvtier.core.records import HOST
 from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
-from kvtier.observe.metrics import Metrics
+from kvtier.observe.metrics import Bound, Metrics
 from kvtier.runtime.executor import Completion, Observer, TierView, Work
 from kvtier.types import Drop, Link, Outcome, Probe, Transfer
 
@@ -23,12 +24,19 @@ class CommandCounters:
     def __init__(self, metrics: Metrics, other: Observer | None = None) -> None:
         self._metrics = metrics
         self._other = other
-        self._links = {link: _LinkSeries(metrics, link) for link in Link}
+        self.in_flight = dict.fromkeys(Link, 0)
+        """Transfers in flight, for `Gauges`."""
+        self._outcomes = {
+            link: {each: metrics.bind(table.TRANSFERS, link=link.value, outcome=each.value) for each in Outcome}
+            for link in Link
+        }
+        self._moved: dict[tuple[Link, str], tuple[Bound, Bound, Bound]] = {}
+        """Bytes, duration and wait of the transfers of a link, by tier."""
 
     def submitted(self, command: Work) -> None:
         """See `Observer`."""
         if isinstance(command, Transfer):
-            self._links[command.link].began()
+            self.in_flight[command.link] += 1
         if self._other is not None:
             self._other.submitted(command)
 
@@ -36,60 +44,64 @@ class CommandCounters:
         """See `Observer`."""
         if self._other is not None:
             self._other.completed(completion)
-        command = completion.command
+        command, outcome = completion.command, completion.outcome
         if completion.is_tier_fault:
             self._metrics.add(table.TIER_FAILURES, tier=command.tier)
         if isinstance(command, Transfer):
-            self._links[command.link].ended(completion)
+            link = command.link
+            self.in_flight[link] -= 1
+            counts = [(self._outcomes[link][outcome], 1.0)]
+            if outcome is Outcome.DONE:
+                moved = self._moved.get((link, command.tier)) or self._bind(link, command.tier)
+                counts += zip(moved, (completion.size_bytes, completion.seconds, completion.waited_s), strict=True)
+            self._metrics.count(counts)
         elif isinstance(command, Probe):
             if not command.objects:
                 return  # a health check, not a lookup's probe
-            result = "answered" if completion.outcome is Outcome.DONE else "failed"
+            result = "answered" if outcome is Outcome.DONE else "failed"
             self._metrics.add(table.PROBES, tier=command.tier, result=result)
             self._metrics.observe(table.PROBE_SECONDS, completion.seconds + completion.waited_s, tier=command.tier)
-        elif isinstance(command, Drop) and completion.outcome is Outcome.DONE:
+        elif isinstance(command, Drop) and outcome is Outcome.DONE:
             self._metrics.add(table.DROPS, place=command.tier, reason="corrupt")
 
-
-class _LinkSeries:
-    """The metrics of one link."""
-
-    def __init__(self, metrics: Metrics, link: Link) -> None:
-        self._outcomes = {each: metrics.bind(table.TRANSFERS, link=link.value, outcome=each.value) for each in Outcome}
-        self._bytes = metrics.bind(table.TRANSFER_BYTES, link=link.value)
-        self._seconds = metrics.bind(table.TRANSFER_SECONDS, link=link.value)
-        self._wait_seconds = metrics.bind(table.TRANSFER_WAIT_SECONDS, link=link.value)
-        self._gauge = metrics.bind(table.TRANSFERS_IN_FLIGHT, link=link.value)
-        self._in_flight = 0
-
-    def began(self) -> None:
-        self._in_flight += 1
-        self._gauge.set(self._in_flight)
-
-    def ended(self, completion: Completion) -> None:
-        self._in_flight -= 1
-        self._gauge.set(self._in_flight)
-        self._outcomes[completion.outcome].add()
-        if completion.outcome is Outcome.DONE:
-            self._bytes.add(completion.size_bytes)
-            self._seconds.observe(completion.seconds)
-            self._wait_seconds.observe(completion.waited_s)
+    def _bind(self, link: Link, tier: str) -> tuple[Bound, Bound, Bound]:
+        place = {"link": link.value, "tier": tier or HOST}
+        bound = (
+            self._metrics.bind(table.TRANSFER_BYTES, **place),
+            self._metrics.bind(table.TRANSFER_SECONDS, **place),
+            self._metrics.bind(table.TRANSFER_WAIT_SECONDS, **place),
+        )
+        self._moved[link, tier] = bound
+        return bound
 
 
 class Gauges:
-    """Fill level, evictions and written bytes of host memory and each tier. Tiers' figures come from their views."""
+    """Fill level, evictions and written bytes of host memory and each tier, and transfers in flight.
 
-    def __init__(self, metrics: Metrics, cache: Cache, layout: KvLayout, views: Mapping[str, TierView]) -> None:
+    Tiers' figures come from their views.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        cache: Cache,
+        layout: KvLayout,
+        views: Mapping[str, TierView],
+        in_flight: Mapping[Link, int] = MappingProxyType({}),
+    ) -> None:
         self._metrics = metrics
         self._cache = cache
         self._sizes = [frame_bytes(group) for group in layout.groups]
         self._views = dict(views)
+        self._in_flight = in_flight
         self._evictions: dict[str, int] = {}
         self._relays_dropped = 0
         self._written: dict[tuple[str, str], int] = {}
 
     def __call__(self) -> None:
         """Refresh the gauges."""
+        for link, count in self._in_flight.items():
+            self._metrics.set(table.TRANSFERS_IN_FLIGHT, count, link=link.value)
         host = self._cache.host
         sizes = list(enumerate(self._sizes))
         held = sum(host.used(group) * size for group, size in sizes)

@@ -38,6 +38,9 @@ class Executor(Protocol):
     Every command but a `Cancel` is completed exactly once, and its completion carries the object that was submitted.
     """
 
+    needs_flush: bool
+    """Whether `flush` must follow `submit`."""
+
     def submit(self, *commands: Command) -> None:
         """Queue `commands`, in order. Never blocks or does I/O; a command that cannot run is completed as FAILED.
 

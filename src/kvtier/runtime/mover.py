@@ -76,14 +76,14 @@ class FiguresSampler:
         self._tier = tier
         self._view = view
         self._is_taken = threading.Lock()
-        self._next_s = -math.inf
+        self.next_s = -math.inf
 
     def sample(self, now_s: float) -> None:
         """Update the view, unless that was done within `FIGURES_EVERY_S` or another thread does it."""
-        if now_s < self._next_s or not self._is_taken.acquire(blocking=False):
+        if now_s < self.next_s or not self._is_taken.acquire(blocking=False):
             return
         try:
-            self._next_s = now_s + FIGURES_EVERY_S
+            self.next_s = now_s + FIGURES_EVERY_S
             tier, view = self._tier, self._view
             if view.is_up is not None and isinstance(tier, NotesUse):
                 tier.note_use(is_up=view.is_up)
@@ -132,6 +132,7 @@ class Mover:
         ValueError: the fingerprint does not have 32 bytes.
     """
 
+    needs_flush = False
     lost = ""
     """See `RemoteRank`: a rank in this process is never lost."""
 
@@ -164,6 +165,7 @@ class Mover:
             codec=codec or Raw(),
             clock=clock,
         )
+        self._batching = self._transfers.batching
         self._inbox = CompletionInbox()
         self._put: Callable[[Completion], None] = self._inbox.put
         self._ready: Callable[[], None] = lambda: None
@@ -175,7 +177,7 @@ class Mover:
         """Drops that are not completed."""
         self._stuck: set[str] = set()
         """Names of stuck queues whose warning was logged."""
-        self._next_stuck_check_s = -math.inf
+        self.next_stuck_check_s = -math.inf
         device = self._queue("device", threads.device)
         of = {name: tier_threads.get(name, threads) for name in tiers}
         reads = {name: self._queue(f"{name} read", of[name].read) for name in tiers}
@@ -187,11 +189,16 @@ class Mover:
         self._samplers = {name: FiguresSampler(tier, self.views[name]) for name, tier in tiers.items()}
         for name, view in self.views.items():
             view.stuck_queues = partial(_stuck, (reads[name], writes[name], probes[name]))
-        self._gathers, self._scatters = _Route(device, QUEUE_BOUND), _Route(device, QUEUE_BOUND, is_urgent=True)
-        self._promotes = {name: _Route(queue, QUEUE_BOUND) for name, queue in reads.items()}
-        self._demotes = {name: _Route(queue, QUEUE_BOUND) for name, queue in writes.items()}
+        self._routes: dict[tuple[Link | None, str], _Route] = {
+            (Link.GATHER, ""): _Route(device, QUEUE_BOUND),
+            (Link.SCATTER, ""): _Route(device, QUEUE_BOUND, is_urgent=True),
+        }
+        """Of transfers by link and tier, of probes by tier."""
+        for name in tiers:
+            self._routes[Link.PROMOTE, name] = _Route(reads[name], QUEUE_BOUND)
+            self._routes[Link.DEMOTE, name] = _Route(writes[name], QUEUE_BOUND)
+            self._routes[None, name] = _Route(probes[name], QUEUE_BOUND)
         self._drops = {name: _Route(queue, DROPS_BOUND) for name, queue in writes.items()}
-        self._probes = {name: _Route(queue, QUEUE_BOUND) for name, queue in probes.items()}
         try:
             for queue in self._queues:
                 queue.start()
@@ -206,16 +213,18 @@ class Mover:
             ValueError: a command names an unknown tier. The commands after it are not queued.
         """
         now_s = self._clock()
-        together = self._transfers.together
+        batching, together = self._batching, self._transfers.together
         bursts: dict[_Route, list[Job]] = {}
         try:
             for command in commands:
                 if isinstance(command, Transfer | Probe):
-                    job = Job(command, now_s, together(command))
+                    job = Job(command, now_s, together(command) if command.tier in batching else 1)
                     if self._dropping and isinstance(command, Transfer) and command.link is Link.DEMOTE:
                         drop = self._dropping.get((command.tier, command.key, command.group))
                         job.after = None if drop is None else drop.over
-                    bursts.setdefault(self._route(command), []).append(job)
+                    link = command.link if isinstance(command, Transfer) else None
+                    route = self._routes.get((link, command.tier)) or self._route(command)
+                    bursts.setdefault(route, []).append(job)
                     continue
                 self._begin(bursts, now_s)  # this command may refer to one before it
                 if isinstance(command, Cancel):
@@ -243,8 +252,8 @@ class Mover:
     def flush(self) -> bool:
         """See `Executor`: always True. Logs a warning of stuck queues, about once a second."""
         now_s = self._clock()
-        if now_s >= self._next_stuck_check_s:
-            self._next_stuck_check_s = now_s + FIGURES_EVERY_S
+        if now_s >= self.next_stuck_check_s:
+            self.next_stuck_check_s = now_s + FIGURES_EVERY_S
             self._warn_of_stuck_queues()
         return True
 
@@ -294,16 +303,12 @@ class Mover:
         return WorkerQueue(name, threads=threads, run=self._run, orphaned=self._answer_orphans, clock=self._clock)
 
     def _route(self, command: Work) -> "_Route":
-        link = command.link if isinstance(command, Transfer) else None
-        if link is Link.SCATTER:
-            return self._scatters
-        if link is Link.GATHER:
-            return self._gathers
-        routes = self._promotes if link is Link.PROMOTE else self._demotes
-        if link is None:
-            routes = self._probes if isinstance(command, Probe) else self._drops
-        if (route := routes.get(command.tier)) is None:
-            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(routes) or 'none'}")
+        if isinstance(command, Transfer | Probe):
+            route = self._routes.get((command.link if isinstance(command, Transfer) else None, command.tier))
+        else:
+            route = self._drops.get(command.tier)
+        if route is None:
+            raise ValueError(f"no tier {command.tier!r}; there are {', '.join(self._drops) or 'none'}")
         return route
 
     def _begin(self, bursts: dict["_Route", list[Job]], now_s: float) -> None:
@@ -311,8 +316,9 @@ class Mover:
         while bursts:
             route, jobs = bursts.popitem()
             queue = route.queue
-            for job in queue.expire(now_s):
-                self._answer_too_late(job)
+            if queue.jobs or queue.urgent_jobs:
+                for job in queue.expire(now_s):
+                    self._answer_too_late(job)
             queued = queue.add(jobs, bound=route.bound, is_urgent=route.is_urgent)
             if queued == len(jobs):
                 continue
@@ -334,74 +340,98 @@ class Mover:
         for name in self._stuck - before:
             logger.warning("the %s queue is stuck: all of its threads have been in a call for %g s", name, STUCK_S)
 
-    def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
-        """Do jobs and complete each, whatever raises. Runs in worker threads; yields where `Transfers.run` does."""
+    def _run(self, jobs: list[Job], scratch: Scratch) -> Generator[None] | None:
+        """Do jobs and complete each, whatever raises. Runs in worker threads; see `WorkerQueue`."""
+        if len(jobs) > 1 and self._transfers.reads_ahead(jobs[0].command):
+            return self._run_ahead(jobs, scratch)
         try:
-            yield from self._do(jobs, scratch)
-        except BaseException as error:
+            began_s, left = self._clock(), jobs
             for job in jobs:
-                if not job.is_answered:
-                    try:
-                        self._answer(
-                            job, Outcome.FAILED, f"{type(error).__name__}: {error}", is_tier_fault=job.is_in_tier
-                        )
-                    except Exception:
-                        logger.exception("internal error: a command of tier %r is never completed", job.command.tier)
-            if not isinstance(error, Exception):
-                raise
-            logger.exception("internal error in the mover: %d commands have failed", len(jobs))
+                if job.after is not None or began_s >= job.deadline_s:
+                    began_s, left = self._begun(jobs)
+                    break
+            results: Sequence[Result | Exception] = []
+            try:
+                if left:
+                    results = self._transfers.run(left, scratch)
+            except Exception as error:  # noqa: BLE001 - any error of a tier, codec or copier is a miss
+                results = [error] * len(left)
+            self._settle(left, began_s, results)
+        except BaseException as error:  # noqa: BLE001 - `_fail` raises it again unless it is an `Exception`
+            self._fail(jobs, error)
+        return None
 
-    def _do(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
-        """Run jobs and turn exceptions into outcomes. All errors of tiers, codecs and copiers end here."""
+    def _run_ahead(self, jobs: list[Job], scratch: Scratch) -> Generator[None]:
+        """`_run` of a batch of promotes of an `AheadTier`."""
+        try:
+            began_s, left = self._begun(jobs)
+            if not left:
+                return
+            try:
+                results = yield from self._transfers.promote_ahead(left, scratch)
+            except Exception as error:  # noqa: BLE001 - as in `_run`
+                results = [error] * len(left)
+            self._settle(left, began_s, results)
+        except BaseException as error:  # noqa: BLE001 - as in `_run`
+            self._fail(jobs, error)
+
+    def _begun(self, jobs: list[Job]) -> tuple[float, list[Job]]:
+        """Wait for the drops before these jobs; the time, and the jobs that are not late. Late ones are completed."""
         for job in jobs:
             if job.after is not None:
                 job.after.wait(min(threading.TIMEOUT_MAX, max(0.0, job.deadline_s - self._clock())))
         began_s = self._clock()
-        late = [job for job in jobs if began_s >= job.deadline_s]
-        if late:
-            for job in late:
+        for job in jobs:
+            if began_s >= job.deadline_s:
                 self._answer_too_late(job)
-            jobs = [job for job in jobs if job not in late]
-            if not jobs:
-                return
-        try:
-            results = yield from self._transfers.run(jobs, scratch)
-        except Exception as error:  # noqa: BLE001 - any error of a tier, codec or copier is a miss
-            results = [error] * len(jobs)
-        judged = [_judged(job, it) if isinstance(it, Exception) else it for job, it in zip(jobs, results, strict=True)]
-        ended_s = self._settle(jobs, began_s, judged)
-        if sampler := self._samplers.get(jobs[0].command.tier):
-            sampler.sample(ended_s)
+        return began_s, [job for job in jobs if began_s < job.deadline_s]
 
-    def _settle(self, jobs: list[Job], began_s: float, results: list[Result]) -> float:
-        """Complete `jobs`; the time now."""
+    def _settle(self, jobs: list[Job], began_s: float, results: Sequence[Result | Exception]) -> None:
+        """Complete `jobs`. All errors of tiers, codecs and copiers end here."""
+        if not jobs:
+            return
         ended_s = self._clock()
         seconds = ended_s - began_s
         completions: list[Completion] = []
         faults: list[tuple[Work, Result]] = []
-        for job, result in zip(jobs, results, strict=True):
+        for job, it in zip(jobs, results, strict=True):
+            result = _judged(job, it) if isinstance(it, Exception) else it
             command, (outcome, size_bytes, present, detail) = job.command, result
             waited_s, is_fault = began_s - job.submitted_s, job.is_in_tier and outcome is Outcome.FAILED
             completions.append(Completion(command, outcome, present, size_bytes, seconds, waited_s, detail, is_fault))
-            self._end_drop(job)
+            if job.over is not None:
+                self._end_drop(job)
             if outcome is Outcome.CORRUPT or (outcome is Outcome.FAILED and not detail.endswith(_UNLOGGED)):
                 faults.append((command, result))
-        self._give(jobs, completions)
+        for job, completion in zip(jobs, completions, strict=True):
+            self._put(completion)
+            job.is_answered = True
+        self._ready()
         for command, result in faults:
             self._faults.report(_kind(command, result.outcome), result.detail)
-        return ended_s
+        if (sampler := self._samplers.get(jobs[0].command.tier)) and ended_s >= sampler.next_s:
+            sampler.sample(ended_s)
+
+    def _fail(self, jobs: list[Job], error: BaseException) -> None:
+        """Complete the jobs that an internal error has left open. It is raised again unless it is an `Exception`."""
+        for job in jobs:
+            if not job.is_answered:
+                try:
+                    self._answer(job, Outcome.FAILED, f"{type(error).__name__}: {error}", is_tier_fault=job.is_in_tier)
+                except Exception:
+                    logger.exception("internal error: a command of tier %r is never completed", job.command.tier)
+        if not isinstance(error, Exception):
+            raise error
+        logger.error("internal error in the mover: %d commands have failed", len(jobs), exc_info=error)
 
     def _answer(self, job: Job, outcome: Outcome, detail: str, *, is_tier_fault: bool = False) -> None:
         """Complete a job that has not begun."""
         waited_s = self._clock() - job.submitted_s
-        self._end_drop(job)
+        if job.over is not None:
+            self._end_drop(job)
         completion = Completion(job.command, outcome, waited_s=waited_s, detail=detail, is_tier_fault=is_tier_fault)
-        self._give([job], [completion])
-
-    def _give(self, jobs: list[Job], answers: list[Completion]) -> None:
-        for job, answer in zip(jobs, answers, strict=True):
-            self._put(answer)
-            job.is_answered = True
+        self._put(completion)
+        job.is_answered = True
         self._ready()
 
     def _end_drop(self, job: Job) -> None:

@@ -142,13 +142,14 @@ def open_core(
     recorder = None
     if config.trace.path is not None:
         recorder = Recorder(config.trace.path, config.trace.capacity_bytes, layout.chunk_tokens, metrics)
+    counters = CommandCounters(metrics, observer)
     session = Session(
         cache,
         ranks.executor,
         on_close=on_close if recorder is None else _both(recorder, on_close),
-        on_second=Gauges(metrics, cache, layout, ranks.views),
+        on_second=Gauges(metrics, cache, layout, ranks.views, counters.in_flight),
         metrics=metrics,
-        observer=CommandCounters(metrics, observer),
+        observer=counters,
     )
     return OpenedSession(session, root, metrics, recorder)
 

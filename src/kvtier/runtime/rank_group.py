@@ -29,6 +29,8 @@ class RankGroup:
     `take` and `close` are for one owner thread, the other methods for any.
     """
 
+    needs_flush = True
+
     def __init__(self, ranks: Sequence[Mover | RemoteRank], remote: Collection[str] = ()) -> None:
         if not ranks:
             raise ValueError("a rank group needs at least one rank")

@@ -65,6 +65,8 @@ class RemoteRank:
     `take` and `close` are for one owner thread, the other methods for any.
     """
 
+    needs_flush = True
+
     def __init__(self, connection: socket.socket, name: str, *, hung_s: float = HUNG_S) -> None:
         self._socket = connection
         self._name = name

@@ -5,7 +5,7 @@ lets go. It does no I/O under the lock, and neither waits nor logs. A thread tha
 completions into the inbox. If the lock is free it settles them itself; else the holder does so after it has let go.
 
     engine's threads     lookup, load, store, release, expects, poll, close
-    executor's threads   `ready`, when completions wait in the inbox
+    executor's threads   `ready`, after they have put completions into the inbox
     the session's thread deadlines, health checks, gauges, closing: what is slow or due at a time
 """
 
@@ -28,6 +28,7 @@ from kvtier.runtime.executor import Completion, Executor, Observer
 from kvtier.runtime.session_events import LogLine, SessionEvents
 from kvtier.types import (
     Cancel,
+    Command,
     Event,
     Lookup,
     NextTurn,
@@ -148,6 +149,8 @@ class Session:
         """Time of the next tick."""
         self._alarm: SimpleQueue[None] = SimpleQueue()
         """Wakes the session's thread. At most a few entries, see `_wake`."""
+        self._has_sent = False
+        """Whether commands were submitted since the last `flush`."""
         self._is_broken = False
         self._copies: dict[int, RequestId] | None = None
         """Copies that may still run after an internal error, by transfer id. None: the executor has not ended yet."""
@@ -229,19 +232,23 @@ class Session:
             BadCallError: the arguments do not fit. No `LoadDone` follows.
         """
         load = self._events.begin_load(request, tokens, places)
-        try:
-            self._call(
-                lambda now_s: self._cache.load(
-                    request,
-                    prefix,
-                    tokens,
-                    places,
-                    now_s,
-                    resident_tokens=resident_tokens,
-                    budget=budget,
-                    session=session,
-                )
+
+        def begin(now_s: float) -> None:
+            self._cache.load(
+                request,
+                prefix,
+                tokens,
+                places,
+                now_s,
+                resident_tokens=resident_tokens,
+                budget=budget,
+                session=session,
             )
+            if budget is not None:  # it may end earlier than any transfer
+                self._plan_tick(self._cache.next_deadline() or now_s + TICK_S)
+
+        try:
+            self._call(begin)
         except BaseException:
             if self._events.withdraw(load):
                 raise
@@ -309,12 +316,28 @@ class Session:
         return self._closed or Closed(flushed=False, lost=0)
 
     def ready(self) -> None:
-        """Settle the completions that wait, unless another thread holds the lock, which does so before it goes on.
+        """Settle the completions that wait, unless another thread holds the lock. Whoever has let go of it calls this.
 
-        Executors call it in the threads that complete commands, under none of their locks.
+        Executors call it in the threads that complete commands, under none of their locks. No completion is stranded: a
+        thread that finds the lock taken has put its completions before, so the holder finds them here, or the next one.
+        What may not be done under the lock is done here, too.
         """
-        if self._inbox and self._locked(None, 0.0):
-            self._let_go()
+        try:
+            while True:
+                while self._lines:
+                    level, text, values, error = self._lines.popleft()
+                    logger.log(level, text, *values, exc_info=error)
+                if self._has_sent:
+                    self._has_sent = False
+                    if not self._executor.flush():
+                        self._wake()  # the session's thread sends the rest
+                if self._waiting:
+                    with self._settled:
+                        self._settled.notify_all()
+                if not (self._inbox or self._wishes) or not self._locked(None, 0.0):
+                    return
+        except Exception as error:
+            self._shut(error)
 
     def tick(self) -> float:
         """Do what is due: deadlines, health checks, gauges, the rest of a message, the end after an error, closing.
@@ -331,7 +354,7 @@ class Session:
         if self._is_broken and self._copies is None:
             self._end_after_error()
         self._locked(self._check, TICK_S)
-        self._let_go()
+        self.ready()
         if not self._executor.flush():
             return RETRY_S
         if self._is_broken:
@@ -355,7 +378,7 @@ class Session:
             try:
                 has_begun = self._locked(act, CALL_DEADLINE_S)
             finally:
-                self._let_go()
+                self.ready()
         except (BadCallError, SessionError):
             raise
         except Exception as error:
@@ -368,7 +391,7 @@ class Session:
     def _locked(self, act: Callable[[float], None] | None, wait_s: float) -> bool:
         """`_work` under the lock; False if `act` was not called, because the lock is taken or the session closed.
 
-        The caller calls `_let_go` afterwards. A thread that has the lock already does not get it again.
+        The caller calls `ready` afterwards. A thread that has the lock already does not get it again.
         """
         is_mine = False
         try:
@@ -392,27 +415,6 @@ class Session:
             except RuntimeError:
                 pass  # it was not taken
         return not self._is_over
-
-    def _let_go(self) -> None:
-        """What follows the lock: what may not be done under it, then settle what arrived while it was held.
-
-        No completion is stranded. A thread that finds the lock taken has put its completions before, so the holder
-        finds them here, or the next holder does.
-        """
-        try:
-            while True:
-                while self._lines:
-                    level, text, values, error = self._lines.popleft()
-                    logger.log(level, text, *values, exc_info=error)
-                if not self._executor.flush():
-                    self._wake()  # the session's thread sends the rest
-                if self._waiting:
-                    with self._settled:
-                        self._settled.notify_all()
-                if not (self._inbox or self._wishes) or not self._locked(None, 0.0):
-                    return
-        except Exception as error:
-            self._shut(error)
 
     def _wait(self, seen: int, wait_s: float) -> None:
         """Wait up to `wait_s` seconds until completions are settled or deadlines checked after the `seen`-th time."""
@@ -442,8 +444,10 @@ class Session:
             self._settle(now_s)
         if act is not None:
             act(now_s)
-        if self._pass_on() or act is not None:
-            self._plan_tick()
+        if commands := self._cache.take_commands():
+            self._send(commands)
+        for event in self._cache.take_events():
+            self._events.publish(event)
 
     def _settle(self, now_s: float) -> None:
         """Pass completions to the core, and make the calls that wait."""
@@ -477,24 +481,25 @@ class Session:
             self._copies.pop(ended, None)
         self._events.fail(set(self._copies.values()))
 
-    def _pass_on(self) -> bool:
-        """Queue the core's commands in the executor, and its events for the engine; whether there were commands."""
-        commands = self._cache.take_commands()
-        if commands:
+    def _send(self, commands: list[Command]) -> None:
+        """Queue the core's commands in the executor."""
+        due_s = self._due_s
+        for command in commands:
+            if isinstance(command, Cancel):
+                continue
             if self._observer is not None:
-                for command in commands:
-                    if not isinstance(command, Cancel):
-                        self._observer.submitted(command)
-            self._executor.submit(*commands)
-        for event in self._cache.take_events():
-            self._events.publish(event)
-        return bool(commands)
+                self._observer.submitted(command)
+            if isinstance(command, Transfer | Probe) and command.deadline_s < due_s:
+                due_s = command.deadline_s
+        self._executor.submit(*commands)
+        self._has_sent = self._executor.needs_flush
+        if due_s < self._due_s:
+            self._plan_tick(due_s)
 
-    def _plan_tick(self) -> None:
-        """Wake the session's thread if a deadline is earlier than its next tick."""
-        next_s = self._cache.next_deadline()
-        if next_s is not None and next_s < self._due_s:
-            self._due_s = next_s
+    def _plan_tick(self, due_s: float) -> None:
+        """Wake the session's thread if `due_s` is earlier than its next tick."""
+        if due_s < self._due_s:
+            self._due_s = due_s
             self._wake()
 
     def _check(self, now_s: float) -> None:
@@ -567,7 +572,7 @@ class Session:
                 end(max(0.0, until_s - self._clock()))
             except BaseException as error:
                 self._shut(error)
-        self._let_go()
+        self.ready()
         self._over.set()
 
     def _flush(self, until_s: float) -> int:
@@ -586,7 +591,7 @@ class Session:
         # Objects that finish gathering during a round become pending writes of the next one.
         while (now_s := self._clock()) < until_s and not self._is_broken:
             has_lock = self._locked(flush, until_s - now_s)
-            self._let_go()
+            self.ready()
             if has_lock and not left:
                 break
             self._wait(seen, until_s - self._clock())

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import BadCallError
 from kvtier.observe import metric_definitions as table
-from kvtier.observe.metrics import Metrics
+from kvtier.observe.metrics import Bound, Metrics
 from kvtier.types import Event, LoadDone, Place, RequestId, StoreDone
 
 EVENTS_MAX = 65_536
@@ -58,6 +58,10 @@ class SessionEvents:
         self._queue: SimpleQueue[Event] = SimpleQueue()
         """A queue that a finalizer may use in the middle of a call."""
         self._has_dropped = False
+        self._loaded = {share: metrics.bind(table.LOADS, result=share) for share in ("none", "part", "whole")}
+        self._load_seconds = metrics.bind(table.LOAD_SECONDS)
+        self._load_tokens: dict[str, Bound] = {}
+        """By place."""
 
     def begin_load(self, request: RequestId, tokens: int, places: Sequence[Place]) -> OpenCall:
         """Register a load.
@@ -103,10 +107,12 @@ class SessionEvents:
             call = self._loads.pop(event.request)
             self._queue.put(event)
             share = "none" if not event.tokens else "part" if event.tokens < event.wanted_tokens else "whole"
-            self._metrics.add(table.LOADS, result=share)
-            self._metrics.observe(table.LOAD_SECONDS, self._clock() - call.time_s)
+            counts = [(self._loaded[share], 1.0), (self._load_seconds, self._clock() - call.time_s)]
             for place, tokens in event.sources:
-                self._metrics.add(table.LOAD_TOKENS, tokens, place=place)
+                if place not in self._load_tokens:
+                    self._load_tokens[place] = self._metrics.bind(table.LOAD_TOKENS, place=place)
+                counts.append((self._load_tokens[place], tokens))
+            self._metrics.count(counts)
         elif isinstance(event, StoreDone):
             number = next(number for number, call in enumerate(self._stores) if call.request == event.request)
             call = self._stores.pop(number)

@@ -7,7 +7,7 @@ an exception the bytes in the target slot are undefined.
 import logging
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
@@ -98,17 +98,23 @@ class Transfers:
         self._ahead_tiers = {name: tier for name, tier in tiers.items() if isinstance(tier, AheadTier)}
         self._batch_counts = [min(BATCH_MAX, max(1, BATCH_BYTES // group.payload_bytes)) for group in layout.groups]
 
+    @property
+    def batching(self) -> Collection[str]:
+        """Names of the tiers that take batches."""
+        return self._batch_tiers
+
     def together(self, command: Work) -> int:
         """Most commands like this one in a batch; 1: no batches."""
         if isinstance(command, Transfer) and command.tier in self._batch_tiers and not self._is_elsewhere(command):
             return self._batch_counts[command.group]
         return 1
 
-    def run(self, jobs: Sequence[Job], scratch: Scratch) -> Steps[list[Result | Exception]]:
-        """Do one job, or a batch of demotes or promotes of one tier.
+    def reads_ahead(self, command: Work) -> bool:
+        """Whether a batch of this command goes to `promote_ahead`."""
+        return isinstance(command, Transfer) and command.link is Link.PROMOTE and command.tier in self._ahead_tiers
 
-        For an `AheadTier` it yields twice: when the reads are submitted, and when the frames have arrived, before it
-        verifies them. The thread may run other jobs in between; `scratch` is not used then.
+    def run(self, jobs: Sequence[Job], scratch: Scratch) -> Sequence[Result | Exception]:
+        """Do one job, or a batch of demotes or promotes of one tier.
 
         Returns:
             A result for each job. In a batch an object's exception is its result.
@@ -116,28 +122,27 @@ class Transfers:
         Raises:
             Exception: a single job, or a batch as a whole, failed.
         """
-        if len(jobs) == 1:
-            return [self._run(jobs[0], scratch)]
         command = jobs[0].command
-        if isinstance(command, Transfer) and command.link is Link.DEMOTE:
-            return self._demote_many(jobs, scratch)
-        return (yield from self._promote_many(jobs, scratch))
-
-    def _run(self, job: Job, scratch: Scratch) -> Result:
-        command = job.command
+        if not isinstance(command, Transfer):
+            return [self._ask(jobs[0], command)]
+        if len(jobs) > 1:
+            return (
+                self._demote_many(jobs, scratch) if command.link is Link.DEMOTE else self._promote_many(jobs, scratch)
+            )
+        if command.link is Link.PROMOTE:
+            return [self._promote(jobs[0], command, scratch)]
+        if command.link is not Link.DEMOTE:
+            return [self._copy(command)]
         if self._kept_elsewhere and self._is_elsewhere(command):
-            return _ELSEWHERE
+            return [_ELSEWHERE]
+        return [self._demote(jobs[0], command, scratch)]
+
+    def _ask(self, job: Job, command: Probe | Drop | Tell) -> Result:
         if isinstance(command, Probe):
             return self._probe(job, command)
-        if isinstance(command, Drop):
-            return self._drop(job, command)
         if isinstance(command, Tell):
             return self._tell(job, command)
-        if command.link is Link.GATHER or command.link is Link.SCATTER:
-            return self._copy(command)
-        if command.link is Link.DEMOTE:
-            return self._demote(job, command, scratch)
-        return self._promote(job, command, scratch)
+        return _ELSEWHERE if self._is_elsewhere(command) else self._drop(job, command)
 
     def _is_elsewhere(self, command: Work) -> bool:
         """Whether another rank does this demote or drop for this one.
@@ -179,8 +184,9 @@ class Transfers:
     def _demote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:
         (identity,) = self._identities([transfer])
         write = self._sealed(transfer, identity, scratch.view(self._seal_scratch_bytes[transfer.group]))
-        with _calling_tier(job):
-            is_held = self._tiers[transfer.tier].write(*write)
+        job.is_in_tier = True
+        is_held = self._tiers[transfer.tier].write(*write)
+        job.is_in_tier = False
         return _written(write, is_held=is_held)
 
     def _demote_many(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
@@ -207,37 +213,49 @@ class Transfers:
         return Write(identity.name, frame, about)
 
     def _promote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:
-        name = self._name(transfer.key, transfer.group)
-        slot = self._arena.frame(transfer.group, transfer.slot)
-        with _calling_tier(job):
-            stored_bytes = self._tiers[transfer.tier].read(name, slot)
-        return self._opened(transfer.group, name, slot, stored_bytes, scratch.view(OPEN_SCRATCH_BYTES))
+        group = transfer.group
+        (name,) = object_names((transfer.key,), group, self._parts[group], self._digests[group])
+        slot = self._arena.frame(group, transfer.slot)
+        job.is_in_tier = True
+        stored_bytes = self._tiers[transfer.tier].read(name, slot)
+        job.is_in_tier = False
+        return self._opened(group, name, slot, stored_bytes, scratch.view(OPEN_SCRATCH_BYTES))
 
-    def _promote_many(self, jobs: Sequence[Job], scratch: Scratch) -> Steps[list[Result | Exception]]:
-        transfers = _transfers(jobs)
-        groups = [transfer.group for transfer in transfers]
-        names = self._names([transfer.key for transfer in transfers], groups)
-        slots = [self._arena.frame(transfer.group, transfer.slot) for transfer in transfers]
-        reads = list(map(Read, names, slots))
-        answers = yield from self._read_many(jobs, reads, transfers[0].tier)
-        memory = scratch.view(OPEN_SCRATCH_BYTES)
-        return [
-            answer if isinstance(answer, Exception) else _attempt(self._opened, group, name, slot, answer, memory)
-            for group, name, slot, answer in zip(groups, names, slots, answers, strict=True)
-        ]
+    def _promote_many(self, jobs: Sequence[Job], scratch: Scratch) -> list[Result | Exception]:
+        reads = self._reads(jobs)
+        answers = _call_tier(jobs, reads, self._batch_tiers[jobs[0].command.tier].read_many)
+        return self._opened_many(jobs, reads, answers, scratch)
 
-    def _read_many(self, jobs: Sequence[Job], reads: list[Read], tier: str) -> Steps[Sequence[int | Exception | None]]:
-        ahead = self._ahead_tiers.get(tier)
-        if ahead is None:
-            return _call_tier(jobs, reads, self._batch_tiers[tier].read_many)
-        with closing(ahead.reading(reads)) as steps:
+    def promote_ahead(self, jobs: Sequence[Job], scratch: Scratch) -> Steps[list[Result | Exception]]:
+        """Do a batch of promotes of an `AheadTier`.
+
+        It yields twice: when the reads are submitted, and when the frames have arrived, before it verifies them. The
+        thread may run other jobs in between; `scratch` is not used then.
+        """
+        reads = self._reads(jobs)
+        with closing(self._ahead_tiers[jobs[0].command.tier].reading(reads)) as steps:
             for job in jobs:
                 job.is_in_tier = True
             next(steps, None)
             yield
             answers = _call_tier(jobs, reads, lambda _: ended(steps))
         yield
-        return answers
+        return self._opened_many(jobs, reads, answers, scratch)
+
+    def _reads(self, jobs: Sequence[Job]) -> list[Read]:
+        transfers = _transfers(jobs)
+        names = self._names([transfer.key for transfer in transfers], [transfer.group for transfer in transfers])
+        slots = [self._arena.frame(transfer.group, transfer.slot) for transfer in transfers]
+        return list(map(Read, names, slots))
+
+    def _opened_many(
+        self, jobs: Sequence[Job], reads: Sequence[Read], answers: Sequence[int | Exception | None], scratch: Scratch
+    ) -> list[Result | Exception]:
+        memory = scratch.view(OPEN_SCRATCH_BYTES)
+        return [
+            answer if isinstance(answer, Exception) else _attempt(self._opened, transfer.group, *read, answer, memory)
+            for transfer, read, answer in zip(_transfers(jobs), reads, answers, strict=True)
+        ]
 
     def _opened(
         self, group: int, name: ObjectName, slot: memoryview, stored_bytes: int | None, scratch: memoryview
@@ -251,23 +269,26 @@ class Transfers:
     def _probe(self, job: Job, probe: Probe) -> Result:
         keys, groups = [key for key, _ in probe.objects], [group for _, group in probe.objects]
         names = self._names(keys, groups)
-        with _calling_tier(job):
-            answers = self._tiers[probe.tier].contains(names)
-            if len(answers) != len(names):
-                raise TierError(probe.tier, f"contains returned {len(answers)} results for {len(names)} names")
+        job.is_in_tier = True
+        answers = self._tiers[probe.tier].contains(names)
+        if len(answers) != len(names):
+            raise TierError(probe.tier, f"contains returned {len(answers)} results for {len(names)} names")
+        job.is_in_tier = False
         return Result(Outcome.DONE, present=tuple(answers))
 
     def _drop(self, job: Job, drop: Drop) -> Result:
         name = self._name(drop.key, drop.group)
-        with _calling_tier(job):
-            self._tiers[drop.tier].delete(name)
+        job.is_in_tier = True
+        self._tiers[drop.tier].delete(name)
+        job.is_in_tier = False
         return Result(Outcome.DONE)
 
     def _tell(self, job: Job, tell: Tell) -> Result:
         tier = self._tiers[tell.tier]
         if isinstance(tier, Hinted):
-            with _calling_tier(job):
-                tier.expects(tell.session, tell.next_turn)
+            job.is_in_tier = True
+            tier.expects(tell.session, tell.next_turn)
+            job.is_in_tier = False
         return Result(Outcome.DONE)
 
     def _name(self, key: ChunkKey, group: int) -> ObjectName:
@@ -305,14 +326,6 @@ class Transfers:
             )
             for transfer, name in zip(transfers, names, strict=True)
         ]
-
-
-@contextmanager
-def _calling_tier(job: Job) -> Generator[None]:
-    """Attribute exceptions raised in this context to the tier."""
-    job.is_in_tier = True
-    yield
-    job.is_in_tier = False
 
 
 def _transfers(jobs: Sequence[Job]) -> list[Transfer]:

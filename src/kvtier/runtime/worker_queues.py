@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Generator, Sequence
 from enum import Enum
+from queue import Empty, SimpleQueue
 
 from kvtier.runtime.arena import page_aligned
 from kvtier.runtime.executor import Job
@@ -55,7 +56,8 @@ class WorkerQueue:
         name: part of the threads' names.
         threads: number of threads.
         run: does and completes a batch of jobs. If it raises, it has completed them; the thread ends and is replaced.
-            It may yield twice: before it waits for a device, and after. The thread may begin other jobs in between.
+            It may return steps that yield twice: before they wait for a device, and after. The thread may begin other
+            jobs in between.
         orphaned: completes the waiting jobs if the last thread has ended and none can be started.
         start: starts a thread.
         clock: seconds.
@@ -66,7 +68,7 @@ class WorkerQueue:
         name: str,
         *,
         threads: int,
-        run: Callable[[list[Job], Scratch], Generator[None]],
+        run: Callable[[list[Job], Scratch], Generator[None] | None],
         orphaned: Callable[[list[Job]], None],
         start: Callable[[threading.Thread], None] = threading.Thread.start,
         clock: Callable[[], float] = time.monotonic,
@@ -75,9 +77,12 @@ class WorkerQueue:
         self._run = run
         self._orphaned = orphaned
         self._start = start
-        self._urgent: deque[Job] = deque()
-        self._usual: deque[Job] = deque()
-        self._ready = threading.Condition(threading.Lock())
+        self.jobs: deque[Job] = deque()
+        """Waiting jobs. Changed under the lock only."""
+        self.urgent_jobs: deque[Job] = deque()
+        self._lock = threading.Lock()
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        """Wakes idle threads, one for each entry; at most one for each idle thread, and one for each at the end."""
         self._state = QueueState.OPEN
         self._wanted = threads
         self._serving = 0
@@ -94,7 +99,7 @@ class WorkerQueue:
             RuntimeError: the system cannot start a thread.
         """
         for _ in range(self._wanted):
-            with self._ready:
+            with self._lock:
                 self._start_thread()
 
     @property
@@ -113,21 +118,21 @@ class WorkerQueue:
 
         A queue that is not open accepts none.
         """
-        with self._ready:
+        with self._lock:
             if self._state is not QueueState.OPEN:
                 return 0
-            room = max(0, bound - len(self._urgent) - len(self._usual))
+            room = max(0, bound - len(self.urgent_jobs) - len(self.jobs))
             taken = jobs if len(jobs) <= room else jobs[:room]
-            (self._urgent if is_urgent else self._usual).extend(taken)
-            if taken:
-                self._ready.notify()
+            (self.urgent_jobs if is_urgent else self.jobs).extend(taken)
+            if taken and self._bell.qsize() < self._idle:
+                self._bell.put(None)
             return len(taken)
 
     def withdraw(self, ids: Container[int]) -> list[Job]:
         """Remove the waiting jobs with these ids. The caller completes them."""
-        if not (self._urgent or self._usual):
+        if not (self.urgent_jobs or self.jobs):
             return []
-        with self._ready:
+        with self._lock:
             return self._take_out(lambda job: not isinstance(job.command, Drop | Tell) and job.command.id in ids)
 
     def expire(self, now_s: float) -> list[Job]:
@@ -136,23 +141,24 @@ class WorkerQueue:
         Otherwise jobs behind threads that hang would wait as long as these.
         """
         late: list[Job] = []
-        if self._urgent or self._usual:
-            with self._ready:
-                for queue in (self._urgent, self._usual):
+        if self.urgent_jobs or self.jobs:
+            with self._lock:
+                for queue in (self.urgent_jobs, self.jobs):
                     while queue and queue[0].deadline_s <= now_s:
                         late.append(queue.popleft())
         return late
 
     def close(self) -> list[Job]:
         """Accept no more jobs and stop the threads. The caller completes the returned jobs, which have not begun."""
-        with self._ready:
+        with self._lock:
             self._state = QueueState.CLOSED
-            self._ready.notify_all()
+            for _ in self._threads:
+                self._bell.put(None)
             return self._take_out(lambda _: True)
 
     def join(self, until_s: float) -> bool:
         """Wait for the threads to end until `until_s` (`time.monotonic`); whether all have ended."""
-        with self._ready:
+        with self._lock:
             threads = list(self._threads)
         for thread in threads:
             thread.join(max(until_s - time.monotonic(), 0.0))
@@ -160,7 +166,7 @@ class WorkerQueue:
 
     def _take_out(self, is_wanted: Callable[[Job], bool]) -> list[Job]:
         taken: list[Job] = []
-        for queue in (self._urgent, self._usual):
+        for queue in (self.urgent_jobs, self.jobs):
             found = [job for job in queue if is_wanted(job)]
             for job in found:
                 queue.remove(job)
@@ -178,7 +184,9 @@ class WorkerQueue:
         scratch = Scratch()
         try:
             while jobs := self._next():
-                under_way = self._begin(jobs, scratch)
+                under_way = self._run(jobs, scratch)
+                if under_way is not None and next(under_way, _END) is _END:
+                    under_way = None
                 while under_way is not None:
                     under_way = self._go_on(under_way, scratch)
         except BaseException:
@@ -188,7 +196,7 @@ class WorkerQueue:
     def _begin(self, jobs: list[Job], scratch: Scratch) -> Generator[None] | None:
         """Run `jobs` to the first yield; the suspended run, or None if it is complete."""
         steps = self._run(jobs, scratch)
-        return steps if next(steps, _END) is None else None
+        return steps if steps is not None and next(steps, _END) is None else None
 
     def _go_on(self, steps: Generator[None], scratch: Scratch) -> Generator[None] | None:
         """Wait for the device, begin the next batch, then finish `steps`; the next batch's suspended run."""
@@ -209,8 +217,8 @@ class WorkerQueue:
 
     def _next_several(self) -> list[Job]:
         """The next batch, if at least two jobs of one wait."""
-        with self._ready:
-            queue = self._urgent or self._usual
+        with self._lock:
+            queue = self.urgent_jobs or self.jobs
             is_worth = (
                 self._state is QueueState.OPEN and len(queue) > 1 and min(queue[0].together, queue[1].together) > 1
             )
@@ -218,17 +226,21 @@ class WorkerQueue:
 
     def _next(self) -> list[Job]:
         """Wait for the next batch; empty if the queue is closed."""
-        with self._ready:
-            self._began_s.pop(threading.get_ident(), None)
-            while self._state is QueueState.OPEN:
-                if queue := self._urgent or self._usual:
+        was_idle = False
+        while True:
+            with self._lock:
+                self._idle -= was_idle
+                self._began_s.pop(threading.get_ident(), None)
+                if self._state is not QueueState.OPEN:
+                    return []
+                if queue := self.urgent_jobs or self.jobs:
                     return self._take_from(queue)
                 self._idle += 1
-                try:
-                    self._ready.wait(IDLE_WAIT_S)
-                finally:
-                    self._idle -= 1
-            return []
+                was_idle = True
+            try:
+                self._bell.get(timeout=IDLE_WAIT_S)
+            except Empty:
+                continue
 
     def _take_from(self, queue: deque[Job]) -> list[Job]:
         first = queue.popleft()
@@ -240,13 +252,13 @@ class WorkerQueue:
             most = min(first.together, share)
             while len(jobs) < most and queue and len(jobs) < queue[0].together:
                 jobs.append(queue.popleft())
-        if self._urgent or self._usual:
-            self._ready.notify()  # `add` wakes one thread for all of its jobs
+        if (self.urgent_jobs or self.jobs) and self._bell.qsize() < self._idle:
+            self._bell.put(None)  # `add` wakes one thread for all of its jobs
         return jobs
 
     def _replace_thread(self) -> None:
         """Start a thread in place of this one, which ends. If none is left, hand over the waiting jobs."""
-        with self._ready:
+        with self._lock:
             self._serving -= 1
             self._began_s.pop(threading.get_ident(), None)
             if self._state is not QueueState.OPEN:
