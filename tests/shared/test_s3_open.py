@@ -132,6 +132,18 @@ def test_settings_are_checked_without_a_server(settings, text):
     assert "hunter2" not in shown(raised)
 
 
+def test_credentials_that_may_only_read_are_named(gateway, ceph):
+    prefix = fresh_prefix()
+    user = ["radosgw-admin", "-n", "client.rgw.a", "user", "modify", "--uid", "kv", "--op-mask"]
+    ceph.call(*user, "read")
+    try:
+        with pytest.raises(ConfigError, match="HTTP 403 AccessDenied: the credentials need GetObject, PutObject"):
+            open_tier(gateway.access, prefix)
+    finally:
+        ceph.call(*user, "read, write, delete")
+    open_tier(gateway.access, prefix).close()
+
+
 def test_settings_never_show_a_secret():
     settings = S3Settings(url="s3://bucket", access_key_id="hunter2", secret_access_key="hunter3")
     texts = [repr(settings), str(settings), f"{settings.secret_access_key}", f"{settings.secret_access_key!s:>9}"]

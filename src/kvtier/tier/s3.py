@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
+from obstore.exceptions import AlreadyExistsError
 from obstore.store import S3Store
 
 from kvtier.config.value_types import PrivateText
@@ -453,14 +453,14 @@ class S3Tier:
                 f"tier {self.name!r}: {self.place}: object {key!r} does not have the bytes that kvtier writes there: "
                 "the server does not speak S3, or another program uses this prefix"
             )
+        self._attempt("open", lambda _: _is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
 
     def _read_marker(self, key: str) -> bytes | None:
         try:
             found = obstore.get(self._store, key)
             return bytes(found.bytes()) if found.meta["size"] == len(MARKER) else b""
-        except (FileNotFoundError, PermissionDeniedError) as error:
-            # Without the permission to list, a missing object is "AccessDenied".
-            if refusal_of(error).code in {"NoSuchKey", "AccessDenied"}:
+        except FileNotFoundError as error:
+            if refusal_of(error).code == "NoSuchKey":
                 return None
             raise
 

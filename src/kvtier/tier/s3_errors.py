@@ -19,7 +19,8 @@ _HINTS = {
     "NoSuchBucket": "create the bucket, or correct the URL",
     "InvalidAccessKeyId": "the access key is unknown there",
     "SignatureDoesNotMatch": "the secret access key is wrong",
-    "AccessDenied": "the credentials may not read and write objects there",
+    "AccessDenied": "the credentials need GetObject, PutObject and DeleteObject there, and ListBucket: without it S3 "
+    "forbids to ask for an absent object",
     "NoCredentials": "set access_key_id and secret_access_key, or a profile",
     "Certificate": "set ca_file to the authority that signed it",
     "Protocol": "check the endpoint's scheme and port",
@@ -87,6 +88,8 @@ class Attempts:
 
 def hint(refusal: Refusal) -> str:
     """What to do about a refusal at the start."""
+    if refusal.status == 403 and not refusal.code:  # the answer to a HEAD has no body
+        return _HINTS["AccessDenied"]
     if refusal.status and not refusal.code:
         return "this is not the answer of an S3 server"
     return _HINTS.get(refusal.code, "check the tier's settings")
