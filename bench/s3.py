@@ -23,7 +23,8 @@ from obstore.store import S3Store  # noqa: E402
 from tests.shared.ceph import Ceph, S3Access, install  # noqa: E402
 
 from kvtier.config.value_types import PrivateText  # noqa: E402
-from kvtier.tier.s3 import Credentials, S3Tier  # noqa: E402
+from kvtier.tier.s3 import S3Tier  # noqa: E402
+from kvtier.tier.s3_bucket import Credentials  # noqa: E402
 
 
 def _client(access: S3Access, *, is_signed: bool = False) -> S3Store:

@@ -15,7 +15,7 @@ from tests.shared.s3_world import FINGERPRINT, KEY_ID, frame_of, fresh_prefix, n
 from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.registry import TierContext
-from kvtier.tier.s3 import Credentials
+from kvtier.tier.s3_bucket import Credentials
 from kvtier.tier.s3_errors import Attempts, refusal_of
 from kvtier.tier.s3_kind import KIND, S3Settings
 

@@ -12,27 +12,23 @@ Payloads are not signed and have no checksum of S3: the reader verifies frames, 
 
 import asyncio
 import logging
-import os
-import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import S3Store
 
-from kvtier.config.value_types import PrivateText
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.base import UNKNOWN, About, Read, Write
 from kvtier.tier.operation_guard import OperationGuard
+from kvtier.tier.s3_bucket import KEY_ID, Credentials, check_endpoint, connect, parse_url
 from kvtier.tier.s3_errors import Attempts, Refusal, hint, refusal_of
 from kvtier.types import Figures, ObjectName
 
@@ -56,19 +52,7 @@ RELEASE_DEADLINE_S = 1.0
 MARKER_NAME = "kvtier"
 MARKER = b"kvtier objects, format 1\n"
 
-_KEY_ID = re.compile(r"[0-9a-f]{32}")
-_PREFIX_PART = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,128}")
-_HOST = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _T = TypeVar("_T")
-
-
-class Credentials(NamedTuple):
-    """Named keys. Empty: the client's chain (environment, web identity, container, machine)."""
-
-    access_key_id: PrivateText = PrivateText()
-    secret_access_key: PrivateText = PrivateText()
-    session_token: PrivateText = PrivateText()
 
 
 class S3Tier:
@@ -126,43 +110,23 @@ class S3Tier:
         self._is_open = False
         self._is_conditional = True
         self._answered_s = time.monotonic()
-        _refuse_fork(name)
-        attempt = timedelta(seconds=deadline_s / 2)
-        keys = credentials or Credentials()
-        options: dict[str, Any] = {
-            "access_key_id": keys.access_key_id.reveal(),
-            "secret_access_key": keys.secret_access_key.reveal(),
-            "session_token": keys.session_token.reveal(),
-            "endpoint": endpoint,
-            "region": region,
-        }
-        client: dict[str, Any] = {
-            "allow_http": allow_http,
-            "timeout": attempt,
-            "connect_timeout": timedelta(seconds=min(connect_deadline_s, deadline_s / 2)),
-        }
-        if ca_file is not None:
-            try:
-                client["root_certificate"] = ca_file.read_bytes()
-            except OSError as error:
-                raise ConfigError(f"tier {name!r}: ca_file {str(ca_file)!r}: {error.strerror}") from error
-        try:
-            self._store = S3Store(
-                bucket,
-                config=cast("Any", {key: value for key, value in options.items() if value}),
-                client_options=cast("Any", client),
-                retry_config={"max_retries": 0, "retry_timeout": attempt},
-                unsigned_payload=True,
-                disable_bulk_delete=True,  # not every server has it
-                virtual_hosted_style_request=virtual_host,
-            )
-        except Exception:  # noqa: BLE001 - its text may have the options
-            raise ConfigError(f"tier {name!r}: {self.place}: the client refuses the settings; check ca_file") from None
+        self._store = connect(
+            name,
+            bucket,
+            endpoint=endpoint,
+            region=region,
+            credentials=credentials,
+            allow_http=allow_http,
+            virtual_host=virtual_host,
+            ca_file=ca_file,
+            deadline_s=deadline_s,
+            connect_deadline_s=connect_deadline_s,
+        )
         self._verify_place()
         self._is_open = True
-        self._loop = asyncio.new_event_loop()
-        self._loop_thread = threading.Thread(target=self._run_loop, name=f"kvtier-{name}-loop", daemon=True)
-        self._loop_thread.start()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Made by the first lookup or batch."""
+        self._loop_thread: threading.Thread | None = None
 
     def figures(self) -> Figures:
         """Bytes written by this process; S3 does not report how full a bucket is."""
@@ -234,8 +198,9 @@ class S3Tier:
             return
         if not self._guard.wait_empty(CLOSE_DEADLINE_S):
             logger.warning("tier %s: closed while an operation ran for over %s s", self.name, CLOSE_DEADLINE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._loop_thread.join(CLOSE_DEADLINE_S)
+        if self._loop is not None and self._loop_thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop_thread.join(CLOSE_DEADLINE_S)
 
     def _key(self, name: ObjectName) -> str:
         return self._root + name.hex()
@@ -386,7 +351,7 @@ class S3Tier:
         """Results of `acts`, or their errors, after at most `deadline_s`."""
         if not acts:
             return []
-        results = asyncio.run_coroutine_threadsafe(self._run_all(what, acts, deadline_s), self._loop)
+        results = asyncio.run_coroutine_threadsafe(self._run_all(what, acts, deadline_s), self._running_loop())
         try:
             answers = results.result(deadline_s + RELEASE_DEADLINE_S)
         except TimeoutError:
@@ -426,12 +391,14 @@ class S3Tier:
                         return self._error(what, refusal)
                     await asyncio.sleep(pause_s)
 
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                name = f"kvtier-{self.name}-loop"
+                self._loop_thread = threading.Thread(target=_run_loop, args=(self._loop,), name=name, daemon=True)
+                self._loop_thread.start()
+            return self._loop
 
     def _error(self, what: str, refusal: Refusal) -> TierError:
         return TierError(self.name, f"cannot {what}: {self.place}: {refusal.cause}")
@@ -469,7 +436,7 @@ class S3Tier:
         with suppress(Exception):
             page = next(_pages(self._store, self._parent, 10))
             others = {row["path"].removeprefix(self._parent).partition("/")[0] for row in page}
-            ids = sorted(each for each in others if _KEY_ID.fullmatch(each))
+            ids = sorted(each for each in others if KEY_ID.fullmatch(each))
             if ids and self._own.removeprefix(self._parent).rstrip("/") not in ids:
                 logger.warning(
                     "tier %s: %s below %r has objects of another secret only (key id %s); nothing is shared with them. "
@@ -478,46 +445,16 @@ class S3Tier:
                 )  # fmt: skip
 
 
-def parse_url(url: str) -> tuple[str, str]:
-    """Bucket and prefix (empty, or with a slash at its end) of ``s3://bucket/prefix``.
-
-    Raises:
-        ConfigError: it is not such a URL.
-    """
-    bucket, _, prefix = url.removeprefix("s3:").removeprefix("//").partition("/")
-    parts = prefix.strip("/").split("/") if prefix.strip("/") else []
-    if not _BUCKET.fullmatch(bucket) or not all(_PREFIX_PART.fullmatch(part) for part in parts):
-        raise ConfigError(
-            f"S3 URL {url[:200]!r}: allowed: s3://BUCKET or s3://BUCKET/PREFIX; BUCKET: 3 to 63 lower-case letters, "
-            "digits, dots and hyphens; PREFIX: letters, digits and . _ = - between slashes"
-        )
-    return bucket, "".join(f"{part}/" for part in parts)
-
-
-def check_endpoint(endpoint: str, *, allow_http: bool) -> None:
-    """Check the URL of a server; empty is AWS.
-
-    Raises:
-        ConfigError: it is not one, or has no TLS without `allow_http`.
-    """
-    if not endpoint:
-        return
-    try:
-        parts = urlsplit(endpoint)
-        is_plain = bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: not a URL; allowed: https://HOST[:PORT]") from None
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError("S3 endpoint (hidden): has a user name or password; name them in the tier's own settings")
-    beyond = parts.path.rstrip("/") or parts.query or parts.fragment
-    if parts.scheme not in {"http", "https"} or not is_plain or beyond or not _HOST.fullmatch(parts.netloc):
-        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: allowed: https://HOST[:PORT]")
-    if parts.scheme == "http" and not allow_http:
-        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: has no TLS; allowed: https://, or set allow_http = true")
-
-
 def _pages(store: S3Store, prefix: str, most: int) -> Iterator[Sequence["ObjectMeta"]]:
     return iter(cast("Any", obstore).list(store, prefix or None, chunk_size=most))
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _is_there(store: S3Store, key: str) -> bool:
@@ -540,17 +477,3 @@ def _take_back(view: memoryview) -> None:
             time.sleep(1e-3)
         else:
             return
-
-
-def _refuse_fork(name: str) -> None:
-    """The client's threads exist in the process that used it first, and not in its forks."""
-    global _process  # noqa: PLW0603 - the client's own threads are global
-    with _process_lock:
-        if _process is None:
-            _process = os.getpid()
-        if _process != os.getpid():
-            raise TierError(name, f"S3 was used in process {_process}, of which this is a fork; start it anew instead")
-
-
-_process: int | None = None
-_process_lock = threading.Lock()

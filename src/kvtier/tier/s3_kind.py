@@ -10,7 +10,9 @@ from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
 from kvtier.errors import ConfigError
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
-from kvtier.tier.s3 import Credentials, S3Tier, check_endpoint, parse_url
+from kvtier.tier.s3 import S3Tier
+from kvtier.tier.s3_bucket import Credentials, check_endpoint, connect, parse_url, stored_roots
+from kvtier.tier.store_view import ScannedTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +75,22 @@ def profile_credentials(path: Path, profile: str) -> Credentials:
         raise ConfigError(f"S3 credentials file {str(path)!r}: not in the format of AWS's credentials file") from None
 
 
-def _open(settings: S3Settings, context: TierContext) -> S3Tier:
-    if context.key_id is None:
-        raise ConfigError(f"tier {settings.name!r}: a shared store needs a configured secret; see keys.secret_file")
-    keys = Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
+def _credentials(settings: S3Settings) -> Credentials:
     if settings.profile:
         path = settings.credentials_file or Path("~/.aws/credentials").expanduser()
-        keys = profile_credentials(path, settings.profile)
+        return profile_credentials(path, settings.profile)
+    return Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
+
+
+def _tier(settings: S3Settings, credentials: Credentials, key_id: bytes, fingerprint: bytes) -> S3Tier:
     return S3Tier(
         settings.url,
-        key_id=context.key_id,
-        fingerprint=context.fingerprint,
+        key_id=key_id,
+        fingerprint=fingerprint,
         name=settings.name,
         endpoint=settings.endpoint,
         region=settings.region,
-        credentials=keys,
+        credentials=credentials,
         allow_http=settings.allow_http,
         virtual_host=settings.virtual_host,
         ca_file=settings.ca_file,
@@ -95,6 +98,34 @@ def _open(settings: S3Settings, context: TierContext) -> S3Tier:
         probe_deadline_s=settings.probe_deadline_s,
         connect_deadline_s=settings.connect_deadline_s,
     )
+
+
+def _open(settings: S3Settings, context: TierContext) -> S3Tier:
+    if context.key_id is None:
+        raise ConfigError(f"tier {settings.name!r}: a shared store needs a configured secret; set store.secret_file")
+    return _tier(settings, _credentials(settings), context.key_id, context.fingerprint)
+
+
+def _inspect(settings: S3Settings) -> list[ScannedTier]:
+    """A view for each secret and model below the prefix."""
+    bucket, prefix = parse_url(settings.url)
+    credentials = _credentials(settings)
+    client = connect(
+        settings.name,
+        bucket,
+        endpoint=settings.endpoint,
+        region=settings.region,
+        credentials=credentials,
+        allow_http=settings.allow_http,
+        virtual_host=settings.virtual_host,
+        ca_file=settings.ca_file,
+        deadline_s=settings.transfer_deadline_s,
+        connect_deadline_s=settings.connect_deadline_s,
+    )
+    return [
+        ScannedTier(_tier(settings, credentials, key_id, model), f"{settings.url}{key_id.hex()}/{model.hex()}")
+        for key_id, model in stored_roots(client, prefix)
+    ]
 
 
 KIND = TierKind(
@@ -106,4 +137,5 @@ KIND = TierKind(
     is_remote=True,
     is_shared=lambda _settings: True,
     has_cap=False,
+    inspect=_inspect,
 )

@@ -1,0 +1,131 @@
+"""Sessions of several nodes share KV through a bucket, and an S3 server that fails costs them misses only."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.rig import FINGERPRINT, LAYOUT, Engine, load_places, loaded, looked_up, places_of, prefix_of, stored
+from tests.shared.s3_world import fresh_prefix
+
+from kvtier.config.sections import Config, HostConfig, StoreConfig
+from kvtier.keys.secret import Secret
+from kvtier.runtime.arena import chunk_bytes
+from kvtier.runtime.open import open_session
+from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.s3_kind import S3Settings
+
+CHUNKS = 4
+TOKENS = 64
+PREFIX = prefix_of(CHUNKS)
+DEADLINE_S = 60.0
+
+
+def bucket(access, prefix, **settings) -> S3Settings:
+    common = {"transfer_deadline_s": 2.0, "probe_deadline_s": 0.5, "failures": 1, "retry_s": 0.2}
+    return S3Settings(
+        url=f"{access.bucket}/{prefix}",
+        endpoint=access.endpoint,
+        region=access.region,
+        access_key_id=access.access_key,
+        secret_access_key=access.secret_key,
+        allow_http=True,
+        **common | settings,
+    )
+
+
+def opened(engine: Engine, *tiers, secret: bytes = bytes(range(32))):
+    config = Config(
+        host=HostConfig(capacity_bytes=max(1 << 20, 8 * chunk_bytes(LAYOUT))),
+        tiers=tiers,
+        store=StoreConfig(secret=Secret(secret)),
+    )
+    return open_session(config, LAYOUT, FINGERPRINT, engine.copier()).session
+
+
+def store(session) -> None:
+    stored(session, "store", PREFIX, places_of(range(CHUNKS)))
+
+
+def load(session, into: Engine, expected: Engine, request: str = "load") -> int:
+    """Tokens that a load brings, all of them right."""
+    tokens = looked_up(session, request, PREFIX).tokens
+    if tokens:
+        tokens = loaded(session, request, PREFIX, tokens, load_places(tokens)).tokens
+        assert into.same(expected, load_places(tokens))
+    return tokens
+
+
+def load_until(session, into: Engine, expected: Engine, tokens: int) -> None:
+    """Ask again until a load brings `tokens`."""
+    end_s = time.monotonic() + DEADLINE_S
+    number = 0
+    while load(session, into, expected, f"load-{number}") != tokens:
+        assert time.monotonic() < end_s, "not recovered"
+        number += 1
+        session.poll(0.1)
+
+
+@pytest.mark.shared_core
+def test_what_one_node_stores_another_loads_and_other_secrets_do_not(gateway, tmp_path):
+    prefix, here = fresh_prefix(), Engine(64, seed=1)
+    session = opened(here, DiskSettings(path=tmp_path / "a", capacity_bytes=64 << 20), bucket(gateway.access, prefix))
+    store(session)
+    session.close()
+    there = Engine(64, seed=2)
+    session = opened(there, DiskSettings(path=tmp_path / "b", capacity_bytes=64 << 20), bucket(gateway.access, prefix))
+    assert load(session, there, here) == TOKENS
+    session.close()
+    session = opened(there, bucket(gateway.access, prefix), secret=bytes(32))
+    assert load(session, there, here) == 0
+    session.close()
+
+
+@pytest.mark.shared_core
+def test_a_gateway_that_is_away_at_the_start_or_in_the_middle_costs_misses_until_it_is_back(gateway, ceph):
+    prefix, here, there = fresh_prefix(), Engine(64, seed=1), Engine(64, seed=2)
+    session = opened(here, bucket(gateway.access, prefix))
+    store(session)
+    session.close()
+    gateway.daemon.kill()
+    start_s = time.monotonic()
+    session = opened(there, bucket(gateway.access, prefix))
+    assert load(session, there, here) == 0
+    assert time.monotonic() - start_s < 15
+    gateway.daemon.start()
+    ceph.wait_gateway()
+    load_until(session, there, here, TOKENS)
+    session.close()
+
+    session = opened(there, bucket(gateway.access, prefix))
+    for break_it, mend in (
+        (gateway.proxy.partition, gateway.proxy.heal),
+        (gateway.daemon.pause, gateway.daemon.resume),
+    ):
+        break_it()
+        start_s = time.monotonic()
+        assert load(session, there, here) == 0
+        assert time.monotonic() - start_s < 5
+        mend()
+    load_until(session, there, here, TOKENS)
+    session.close()
+
+
+def test_inspect_shows_what_is_in_the_bucket(gateway, monkeypatch):
+    prefix, here = fresh_prefix(), Engine(64, seed=1)
+    session = opened(here, bucket(gateway.access, prefix))
+    store(session)
+    session.close()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", gateway.access.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", gateway.access.secret_key)
+    url = f"s3://{gateway.access.bucket}/{prefix}?endpoint={gateway.access.endpoint}&allow_http=true"
+
+    def stat() -> dict:
+        command = [Path(sys.executable).parent / "kvtier", "inspect", "stat", url, "--json"]
+        done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert stat()["objects"] == 8
