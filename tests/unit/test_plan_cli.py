@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -208,6 +209,16 @@ def test_the_plan_ends_with_settings_that_kvtier_reads(capsys, tmp_path, argumen
     if value("shared.capacity_bytes"):
         assert config.tiers[-1].capacity_bytes == pytest.approx(value("shared.capacity_bytes"), rel=1e-3)
     assert config.planner.enabled == value("software.skips_slow_loads")
+
+
+def test_what_raises_the_limit_is_computed(capsys):
+    """The text names inputs, their higher values and the users that they give; a plan with one of them agrees."""
+    lines = " ".join(output(capsys, "llama-3.3-70b", "--users", "20").split())
+    gpus, users = re.search(r"To raise it: .*?gpu\.count = (\d+) gives (\d+)", lines).groups()
+    tp, more = re.search(r"model\.tp = (\d+) gives (\d+)", lines).groups()
+    for arguments, said in ((("--gpu", f"{gpus}xh100-sxm", "--tp", "2"), users), (("--tp", tp), more)):
+        answer = output(capsys, "llama-3.3-70b", "--users", "20", *arguments)
+        assert answer.startswith(f"Tiers serve {said} users")
 
 
 def test_every_input_in_use_is_printed_with_its_origin(capsys, tmp_path):

@@ -28,7 +28,7 @@ NEARLY_ALL = 0.97
 SENSITIVITIES = 12
 """Inputs in the table of sensitivities."""
 TIER_NAMES = {"gpu": "GPU memory", "host": "host memory", "disk": "local drives", "shared": "shared storage"}
-_HARDWARE = ("gpu.", "host.", "disk.", "shared.", "software.")
+_HARDWARE = ("model.tp", "gpu.", "host.", "disk.", "shared.", "software.")
 
 
 def verdict(plan: Plan) -> str:
@@ -128,10 +128,9 @@ def conclusion(plan: Plan) -> list[str]:
     unit, binding, following = load_unit(plan), plan.binding, plan.tiered.ceiling.next
     sentences: list[str] = []
     if binding.users:
-        sentences.append(
-            f"Binding limit: {binding.name}, at {load_text(plan, binding.users)} {unit} ({binding.meaning}). "
-            f"To raise it, change {binding.raised_by}."
-        )
+        raised_by = _raised_by(plan) or f"To raise it, change {binding.raised_by}."
+        users = load_text(plan, binding.users)
+        sentences.append(f"Binding limit: {binding.name}, at {users} {unit} ({binding.meaning}). {raised_by}")
         sentences += _ttft_parts(plan)
     else:
         sentences.append(f"A single request exceeds a limit: {binding.name} ({binding.meaning}).")
@@ -152,7 +151,8 @@ def conclusion(plan: Plan) -> list[str]:
     needed = {"with tiers": plan.tiered.gpus_needed, "without": plan.alone.gpus_needed}
     if all(needed.values()):
         gpus = ", ".join(f"{count} {name}" for name, count in needed.items())
-        sentences.append(f"GPUs for {load_text(plan, plan.requested_users)} {unit}: {gpus}.")
+        at_tp = f" at TP {plan.inputs.model.tp}" if plan.inputs.model.tp > 1 else ""
+        sentences.append(f"GPUs for {load_text(plan, plan.requested_users)} {unit}{at_tp}: {gpus}.")
     return [*sentences, *wear(plan)]
 
 
@@ -162,11 +162,8 @@ def wear(plan: Plan) -> list[str]:
     if drives is None or drives.life_years >= target.life_years:
         return []
     share = share_text(drives.write_share)
-    by = {
-        "through": "",  # a smaller software.write_share has been given, and more would last as well
-        "selective": f"writing KV at its second use, {share} of it",
-        "budget": f"a write budget of {share} of new KV",
-    }[drives.write_policy]
+    is_selective = drives.write_policy == "selective"
+    by = f"writing KV at its second use, {share} of it" if is_selective else f"a write budget of {share} of new KV"
     return [
         (
             f"At this load the drives last {time_text(drives.life_years * YEAR_S)}. {target.life_years:g} years need "
@@ -175,28 +172,35 @@ def wear(plan: Plan) -> list[str]:
     ]
 
 
+def _raised_by(plan: Plan) -> str:
+    """What more of the strongest inputs of hardware and software gives."""
+    changed = [
+        (it.users_higher.every_limit, it)
+        for it in plan.sensitivities
+        if it.name.startswith(_HARDWARE)
+        and it.users_higher
+        and it.users_higher.every_limit > it.users.every_limit * 1.01
+    ]
+    strongest = sorted(changed, key=lambda it: -it[0])[:3]
+    texts = [
+        f"{it.name} = {SETTINGS[it.name].kind.show(it.higher)} gives {load_text(plan, users)}"
+        for users, it in strongest
+    ]
+    return f"To raise it: {'; '.join(texts)}." if texts else ""
+
+
 def _ttft_parts(plan: Plan) -> list[str]:
-    """The parts of the time to first token where it binds, and the inputs with the largest effect on it."""
+    """The parts of the time to first token where it binds."""
     point = plan.tiered.ceiling.point
     if plan.binding.name != TTFT or not math.isfinite(point.ttft_s):
         return []
     prefill_s = point.ttft_s - point.wait_s - point.load_s
-    sentences = [
+    return [
         (
             f"The {point.ttft_s:.2g} s there: {time_text(point.wait_s)} waiting for the GPU, "
             f"{time_text(point.load_s)} loading, {time_text(prefill_s)} computing."
         )
     ]
-    inputs = [it for it in plan.sensitivities if it.name.startswith(_HARDWARE)]
-    if inputs:
-        strongest = ", ".join(it.name for it in sorted(inputs, key=lambda it: -it.ttft_swing)[:3])
-        sentences.append(f"Hardware and software inputs with the largest effect on it: {strongest}.")
-    ranks = next((it for it in plan.sensitivities if it.name == "model.tp" and it.users_higher), None)
-    if ranks is not None and ranks.users_higher is not None:
-        users = ranks.users_higher.every_limit
-        if users > ranks.users.every_limit * (1 + STEP):
-            sentences.append(f"With TP {ranks.higher:g} it is {load_text(plan, users)} {load_unit(plan)}.")
-    return sentences
 
 
 def load_unit(plan: Plan) -> str:
