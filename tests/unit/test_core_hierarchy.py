@@ -161,11 +161,13 @@ def test_a_request_waits_for_a_remote_tier_a_small_share_of_what_computing_takes
 
 def test_a_hit_rate_that_repays_it_makes_requests_wait_longer() -> None:
     core, prompt = near_and_far(), prefix_of("ab")
-    core.cache._tiers["far"].hit_rate = 1.0
+    core.cache._tiers["far"].hit_rate = 0.8
+    core.fill("disk", prefix_of("a"))
     core.cache.lookup(RequestId("r"), prompt, 0.0, compute_s=1.0)
     core._take()
     tell(core)
-    assert core.cache.next_deadline() == pytest.approx(0.25)
+    half_s, load_s = 0.5, 0.25  # the disk has half of the prompt; loading is taken to need half of computing
+    assert core.cache.next_deadline() == pytest.approx(0.8 * (half_s - load_s))
 
 
 def test_a_name_that_a_remote_tier_lacks_is_not_asked_for_again_for_seconds() -> None:

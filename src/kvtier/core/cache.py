@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import count
-from math import inf
 from types import MappingProxyType
 from typing import Final
 
@@ -50,11 +49,6 @@ from kvtier.types import (
     RequestId,
     Tell,
 )
-
-WAIT_SHARE = 0.03
-"""A request waits for remote tiers at most this share of the time that computing its prompt takes."""
-REPAID_SHARE = 0.25
-"""It waits longer where the tiers' hit rate repays it: a hit is taken to save this share of that time."""
 
 NO_PRIORS: Final[Mapping[str, LinkPrior]] = MappingProxyType({})
 
@@ -101,6 +95,8 @@ class Cache:
         self.host = HostMemory(slots, evictor, layout, has_staging=has_staging)
         self._tiers = TierStates(tiers, min(slots), self._events, down)
         self.counters = Counters()
+        order = [HOST, *self._tiers.by_name]
+        self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in order}
         self._probes = Probes(
             layout=layout,
             host=self.host,
@@ -110,9 +106,8 @@ class Cache:
             new_id=new_id,
             commands=self._commands,
             counters=self.counters,
+            estimators=self._estimators,
         )
-        order = [HOST, *self._tiers.by_name]
-        self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in order}
         self._pending_writes = PendingWrites(self.host, self._tiers, self._limits, self.counters)
         self._operations = OpenOperations(
             layout=layout,
@@ -163,8 +158,8 @@ class Cache:
             prefix: of its prompt.
             now_s: the time.
             resident_tokens: leading tokens that the engine holds; the options do not include them.
-            compute_s: expected time to compute the prompt. It bounds how long the request waits for remote tiers: 3 %
-                of it, or what their hit rate repays; None: until their deadline.
+            compute_s: expected time to compute the prompt, which bounds how long the request waits for remote tiers;
+                None: until their deadlines.
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
@@ -176,7 +171,7 @@ class Cache:
             query = LookupQuery(prefix, resident_tokens, _in_host, runs)
             options = self._cost_model.options(query, tokens, tokens, now_s)
             return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), options, tokens)
-        known = self._probes.send(request, prefix, self._wait_s(compute_s), now_s)
+        known = self._probes.send(request, prefix, compute_s, now_s)
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
         @cache  # used for the boundary, the sources and the options
@@ -386,13 +381,6 @@ class Cache:
             self._operations.give_up(store)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
-
-    def _wait_s(self, compute_s: float | None) -> float:
-        """How long a request waits for remote tiers."""
-        if compute_s is None:
-            return inf
-        rate = max((it.hit_rate for it in self._tiers if it.rules.is_remote), default=0.0)
-        return max(WAIT_SHARE * compute_s, rate * REPAID_SHARE * compute_s)
 
     def _readable_run(self, group: int, keys: tuple[ChunkKey, ...]) -> int:
         readable = self.host.readable[group]

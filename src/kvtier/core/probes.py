@@ -12,13 +12,15 @@ remote tier is asked for few names, in rounds, because each name costs a request
 by the read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
+from math import inf
 
 from kvtier.core.boundary import longest_boundary, needed_chunks
 from kvtier.core.counters import Counters
 from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits
+from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.records import Item, OpenProbe, ProbeAnswers, Search
 from kvtier.core.residency import READABLE
 from kvtier.core.tier_state import TierState, TierStates
@@ -32,6 +34,9 @@ ROUND_NAMES = 23
 
 BOUNDARIES_MAX = 4
 """Boundaries of windows and states that a remote tier is asked for."""
+
+WAIT_SHARE = 0.03
+"""A request waits for remote tiers at most this share of the time that computing its prompt takes."""
 
 HIT_RATE_WEIGHT = 0.1
 """Weight of the newest answer in `TierState.hit_rate`."""
@@ -51,6 +56,7 @@ class Probes:
         new_id: Callable[[], int],
         commands: list[Command],
         counters: Counters,
+        estimators: Mapping[str, LinkEstimator],
     ) -> None:
         self._layout = layout
         self._is_history = [isinstance(group.validity, History) for group in layout.groups]
@@ -61,6 +67,7 @@ class Probes:
         self._new_id = new_id
         self._commands = commands
         self._counters = counters
+        self._estimators = estimators
         self._answers: dict[RequestId, ProbeAnswers] = {}
         self._order = list(tiers.by_name)
         self._open: dict[int, OpenProbe] = {}
@@ -70,13 +77,13 @@ class Probes:
     def __len__(self) -> int:
         return len(self._open)
 
-    def send(self, request: RequestId, prefix: Prefix, wait_s: float, now_s: float) -> ProbeAnswers | None:
+    def send(self, request: RequestId, prefix: Prefix, compute_s: float | None, now_s: float) -> ProbeAnswers | None:
         """Search the tiers for the objects that host memory lacks, each object once per request.
 
         Args:
             request: its name.
             prefix: of its prompt.
-            wait_s: how long the request waits for remote tiers, counted from its first lookup.
+            compute_s: expected time to compute the prompt; None: the request waits for all answers.
             now_s: the time.
 
         Returns:
@@ -89,7 +96,7 @@ class Probes:
             if len(self._answers) >= self._limits.requests:
                 self._counters.unprobed += 1
                 return None
-            answers = self._answers[request] = ProbeAnswers(waits_until_s=now_s + wait_s)
+            answers = self._answers[request] = ProbeAnswers(compute_s=compute_s)
         if answers.prefix is prefix and answers.removals == self._host.removals:
             return answers
         answers.prefix, answers.removals = prefix, self._host.removals
@@ -108,10 +115,19 @@ class Probes:
 
     def is_waiting(self, answers: ProbeAnswers, now_s: float) -> bool:
         """Whether an answer may still come that the request waits for."""
-        return any(
-            now_s < answers.waits_until_s or not self._tiers.all[search.tier].rules.is_remote
-            for search in answers.searches
-        )
+        is_patient = answers.waits_until_s is None or now_s < answers.waits_until_s
+        return any(is_patient or not self._tiers.all[search.tier].rules.is_remote for search in answers.searches)
+
+    def _wait_s(self, search: Search, tier_state: TierState, now_s: float) -> float:
+        """How long the request waits for remote tiers: a share of its computing, or what their hit rate repays."""
+        compute_s = search.answers.compute_s
+        if compute_s is None:
+            return inf
+        saved_s = compute_s * len({key for key, _ in search.missing}) / len(search.prefix.keys)
+        estimator = self._estimators[tier_state.name]
+        size_bytes = sum(self._host.object_bytes[group] for _, group in search.missing)
+        load_s = estimator.seconds(size_bytes, 0, now_s)[1] if estimator.is_known else saved_s / 2
+        return max(WAIT_SHARE * compute_s, tier_state.hit_rate * (saved_s - load_s))
 
     def send_health_checks(self, now_s: float) -> None:
         """Send an empty probe to each tier without an open one, as a health check that needs no request."""
@@ -186,6 +202,8 @@ class Probes:
             self._send(tier_state, search, tuple(search.missing), now_s)
             return True
         missing = set(search.missing)
+        if search.answers.waits_until_s is None:
+            search.answers.waits_until_s = now_s + self._wait_s(search, tier_state, now_s)
         search.chunks = [
             chunk
             for chunk, key in enumerate(search.prefix.keys)
@@ -310,12 +328,9 @@ class Probes:
             tier_state.name, search, objects, self._ranks, [True] * len(objects), probe.deadline_s
         )
         heappush(self._deadlines, (probe.deadline_s, probe.id))
-        if (
-            search is not None
-            and tier_state.rules.is_remote
-            and now_s < search.answers.waits_until_s < probe.deadline_s
-        ):
-            heappush(self._deadlines, (search.answers.waits_until_s, probe.id))
+        until_s = search.answers.waits_until_s if search is not None and tier_state.rules.is_remote else None
+        if until_s is not None and now_s < until_s < probe.deadline_s:
+            heappush(self._deadlines, (until_s, probe.id))
         self._commands.append(probe)
 
     def _close(self, probe_id: int, open_probe: OpenProbe, now_s: float) -> None:

@@ -189,8 +189,11 @@ class OpenProbe:
 class ProbeAnswers:
     """What lower tiers reported for one request; kept until its release."""
 
-    waits_until_s: float
-    """The request waits for remote tiers until this time. Later answers are remembered for other requests."""
+    compute_s: float | None
+    """Expected time to compute the prompt."""
+    waits_until_s: float | None = None
+    """The request waits for remote tiers until this time; later answers are remembered for other requests. None: no
+    remote tier has been asked."""
     prefix: Prefix | None = None
     """Prefix of the last lookup. The same prefix sends no new probes unless objects left host memory since."""
     removals: int = 0
