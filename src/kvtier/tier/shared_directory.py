@@ -69,7 +69,7 @@ class SharedDirectoryTier:
         fingerprint: bytes,
         capacity_bytes: int,
         name: str = "shared_directory",
-        direct_io: DirectIo = "auto",
+        direct_io: DirectIo = "off",
         wait_s: float = TAKE_WAIT_S,
     ) -> None:
         if capacity_bytes < ALIGNMENT:
@@ -250,7 +250,7 @@ class SharedDirectoryTier:
             descriptor, _ = open_file(draft, flags, fan)
             try:
                 try:
-                    write_all(descriptor, frame)
+                    write_all(descriptor, frame, is_new=True)
                     # Else a reader elsewhere waits until this node has sent the bytes, for ever if it is gone.
                     os.fsync(descriptor)
                 finally:

@@ -29,7 +29,9 @@ class SharedDirectorySettings(TierSettings):
     path: Path = needed(Location(is_needed=True), "Directory of the store, the same for all nodes.")
     capacity_bytes: int = setting(2**40, Size(2**20), "Maximum bytes of the store, of all nodes and models together.")
     direct_io: Literal["auto", "on", "off"] = setting(
-        "auto", Choice(("auto", "on", "off")), "Bypass the page cache; auto: if the file system allows it."
+        "off",
+        Choice(("auto", "on", "off")),
+        "Bypass the page cache; auto: if the file system allows it. Writes through ceph-fuse are slower with it.",
     )
 
 
