@@ -15,13 +15,16 @@ from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.shared_cap import SharedCap
 from kvtier.tier.shared_directory import SharedDirectoryTier
 from kvtier.tier.shared_directory_kind import SharedDirectorySettings
+from kvtier.types import ObjectName
 
 KEY, MODEL = b"k" * 16, b"f" * 32
 MIB = 1 << 20
 TRANSFER_DEADLINE_S = SharedDirectorySettings(path="/").transfer_deadline_s
 WAIT_S = 60.0
-SETTLE_S = 3.0
-"""A client's once a second gives back the exclusive use of files that it has closed."""
+CUT_OFF_S = 5.0
+"""`mds_cap_revoke_eviction_timeout` in `ceph.py`."""
+SETTLE_S = 8.0
+"""After this long a client has given back the exclusive use of closed files (`client_caps_release_delay`, 5 s)."""
 
 
 @pytest.fixture
@@ -91,12 +94,11 @@ class TestAcrossNodes(TierContract):
 class InPlace(SharedDirectoryTier):
     """A wrong tier: it writes under the object's name."""
 
-    def _publish(self, name, frame):
-        with self._fan(name) as fan:
-            descriptor = os.open(name.hex(), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600, dir_fd=fan)
-            for start in range(0, frame.nbytes, MIB // 4):
-                os.pwrite(descriptor, frame[start : start + MIB // 4], start)
-            os.close(descriptor)
+    def _publish(self, name, frame, fan):
+        descriptor = os.open(name.hex(), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600, dir_fd=fan)
+        for start in range(0, frame.nbytes, MIB // 4):
+            os.pwrite(descriptor, frame[start : start + MIB // 4], start)
+        os.close(descriptor)
         return True
 
 
@@ -213,6 +215,38 @@ def within(deadline_s, act):
     thread.join(deadline_s)
     assert answers, f"no answer within {deadline_s} s"
     return answers[0]
+
+
+class KeepsUse(SharedDirectoryTier):
+    """A wrong tier: it keeps exclusive use of what it wrote."""
+
+    def _share_use(self, spelled, fan):
+        pass
+
+
+@pytest.mark.parametrize(("kind", "is_shared"), [(SharedDirectoryTier, True), (KeepsUse, False)])
+def test_published_objects_need_nothing_from_their_writers_node(ceph, mounts, nodes, kind, is_shared):
+    a, b = nodes(kind=kind)
+    for number in range(8):
+        assert a.write(object_name(number), frame_of(number, MIB))
+    names = [object_name(number) for number in range(8)]
+    # Else the other node is the only user of their directories, too.
+    assert not any(b.contains([ObjectName(name[:-1] + bytes([name[-1] ^ 1])) for name in names]))
+    time.sleep(SETTLE_S)
+    ceph.clients[0].pause()
+    try:
+        found = []
+        reader = threading.Thread(target=lambda: found.extend(read(b, number) for number in range(8)), daemon=True)
+        reader.start()
+        reader.join(CUT_OFF_S / 2)
+        assert (len(found) == 8) == is_shared
+    finally:
+        if is_shared:
+            ceph.clients[0].resume()
+            assert a.contains([object_name(1)]) == [True]  # it was not cut off
+        else:
+            reader.join(WAIT_S)
+            ceph.remount(mounts[0])
 
 
 @pytest.mark.timeout(180)

@@ -93,7 +93,7 @@ class Claims:
         self._write(self.owner, {"written": written, "claimed": claimed})
         with directory_at(self._path) as directory:
             descriptor, status = open_file(self.owner, os.O_RDONLY, directory)
-            os.close(descriptor)  # opening for reading gives up the exclusive use of a file, as `publish` explains
+            os.close(descriptor)  # opening for reading gives up the exclusive use of a file, see `shared_directory`
             return status.st_mtime_ns
 
     def usage(self) -> Usage:

@@ -166,20 +166,21 @@ class SharedDirectoryTier:
             charge = charge_bytes(frame.nbytes)
             if charge > self.capacity_bytes:
                 return False
-            there = self._paths.stat_object(name)
-            if there is not None and there.st_size > 0:
-                self._cap.used(name, there.st_mtime_ns)
-                return True
-            if not self._cap.take(charge):
-                return False
-            try:
-                return self._publish(name, frame.cast("B"))
-            except OSError as error:
-                if is_full_error(error):
-                    self._effective_cap.record_full(max(0, self._cap.used_bytes - charge), error)
-                raise
-            finally:
-                self._cap.finish(charge)
+            with self._fan(name) as fan:
+                there = stat_in(fan, name)
+                if there is not None and there.st_size > 0:
+                    self._cap.used(name, there.st_mtime_ns)
+                    return True
+                if not self._cap.take(charge):
+                    return False
+                try:
+                    return self._publish(name, frame.cast("B"), fan)
+                except OSError as error:
+                    if is_full_error(error):
+                        self._effective_cap.record_full(max(0, self._cap.used_bytes - charge), error)
+                    raise
+                finally:
+                    self._cap.finish(charge)
 
     def delete(self, name: ObjectName) -> None:
         """Delete `name` and its file. Its bytes count until the next sweep."""
@@ -242,31 +243,36 @@ class SharedDirectoryTier:
             os.lstat(self._paths.marker)
         return error.errno in _VANISHED
 
-    def _publish(self, name: ObjectName, frame: memoryview) -> bool:
+    def _publish(self, name: ObjectName, frame: memoryview, fan: int) -> bool:
         """Write the object's file. False when a sweep took the temporary file for a dead writer's."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if self._direct_io and is_aligned(frame, 0) else 0)
         draft, spelled = f"draft_{self._owner}_{next(self._numbers)}", name.hex()
-        with self._fan(name) as fan:
-            descriptor, _ = open_file(draft, flags, fan)
+        descriptor, _ = open_file(draft, flags, fan)
+        try:
             try:
-                try:
-                    write_all(descriptor, frame, is_new=True)
-                    # Else a reader elsewhere waits until this node has sent the bytes, for ever if it is gone.
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-                _rename(draft, spelled, fan)
-            except FileNotFoundError:
-                return False
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(draft, dir_fd=fan)
-                raise
-            # CephFS lets a writer keep exclusive use of its closed file, and its readers then need an answer of the
-            # writer's node, which may be gone. Opening it for reading makes the use shared.
+                write_all(descriptor, frame, is_new=True)
+                # Else a reader elsewhere waits until this node has sent the bytes, for ever if it is gone.
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            _rename(draft, spelled, fan)
+        except FileNotFoundError:
+            return False
+        except BaseException:
             with suppress(OSError):
-                os.close(open_file(spelled, os.O_RDONLY, fan)[0])
+                os.unlink(draft, dir_fd=fan)
+            raise
+        self._share_use(spelled, fan)
         return True
+
+    def _share_use(self, spelled: str, fan: int) -> None:
+        """Open the object once for reading.
+
+        CephFS lets a writer keep exclusive use of its closed file, and its readers then need an answer of the writer's
+        node, which may be gone. Opening it for reading makes the use shared.
+        """
+        with suppress(OSError):
+            os.close(open_file(spelled, os.O_RDONLY, fan)[0])
 
     @contextmanager
     def _fan(self, name: ObjectName) -> Generator[int]:
