@@ -151,6 +151,38 @@ def test_a_shared_one_demands_a_secret_and_gets_its_key_id(site, tmp_path):
     for act in ("store", "load"):
         done = python(site, "-c", STORE, act, where, KVTIER_STORE__SECRET_FILE=str(secret))
         assert done.returncode == 0, done.stderr
+    told = kvtier(site, "inspect", "stat", where, "--json", KVTIER_STORE__SECRET_FILE=str(secret))
+    assert json.loads(told.stdout)["objects"] == 12, told.stderr
+    assert "needs its secret" in kvtier(site, "inspect", "stat", where).stderr
+
+
+def test_a_shared_one_without_temporary_stores_is_probed_in_place_and_left_as_it_was(site, filled, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(range(32)))
+    secret.chmod(0o600)
+    module = (site / "shelf_tier.py").read_text()
+    assert "    open_trial=" in module
+    other = tmp_path / "other"
+    (other / "kvtier_shelf-1.0.dist-info").mkdir(parents=True)
+    for file in (site / "kvtier_shelf-1.0.dist-info").iterdir():
+        (other / file.parent.name / file.name).write_text(file.read_text())
+    lines = [line for line in module.splitlines(keepends=True) if not line.startswith("    open_trial=")]
+    (other / "shelf_tier.py").write_text("".join(lines))
+    few = ("--size", "64KiB", "--depth", "1", "--seconds", "10ms", "--bytes", "1MiB")
+    before = sorted(path.name for path in filled.rglob("*"))
+    where = f"shelf:{filled}?public=true"
+    done = kvtier(other, "probe", "--tier", where, *few, "--json", KVTIER_STORE__SECRET_FILE=str(secret))
+    assert done.returncode == 0, done.stderr
+    (link,) = [link for link in json.loads(done.stdout)["links"] if link["name"] == "shelf"]
+    assert {it["op"] for it in link["measures"]} == {"read", "write"}
+    assert sorted(path.name for path in filled.rglob("*")) == before
+
+
+def test_an_error_that_a_kind_does_not_name_costs_the_tier_and_not_the_engine(site, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = python(site, "-c", STORE, "store", f"shelf:{tmp_path / 'file' / 'kv'}", KVTIER_STORE__SECRET="ab" * 32)
+    assert "tier 'shelf': cannot be opened: NotADirectoryError" in done.stderr
+    assert "kvtier starts without this tier" in done.stderr
 
 
 def test_without_the_package_the_kind_is_unknown_and_named(tmp_path):

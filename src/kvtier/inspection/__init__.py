@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.config import tier_list
+from kvtier.config.loader import load
 from kvtier.errors import ConfigError
 from kvtier.inspection.inspector import StoreInspector
+from kvtier.keys.secret import key_id
 from kvtier.layout import GroupLayout, History, KvLayout
+from kvtier.runtime.secret import configured_secret
 from kvtier.tier import registry
 from kvtier.tier.registry import TierContext, TierSettings
 from kvtier.tier.store_view import ScannedTier, StoreView
@@ -41,7 +44,11 @@ def open_tier(settings: TierSettings) -> StoreInspector:
         views: Sequence[StoreView] = kind.inspect(settings)
     else:
         layout = KvLayout(1, (GroupLayout(History(), (4096,), "inspect"),))
-        views = [ScannedTier(kind.open(settings, TierContext(layout=layout)), place)]
+        secret = configured_secret(load().config) if kind.is_shared(settings) else None
+        if kind.is_shared(settings) and secret is None:
+            raise ConfigError(f"{place}: a shared tier needs its secret; set store.secret_file")
+        context = TierContext(layout=layout, key_id=None if secret is None else key_id(secret))
+        views = [ScannedTier(kind.open(settings, context), place)]
     if not views:
         raise ConfigError(f"{place} holds no store of kind {kind.name}")
     return StoreInspector(views, place)

@@ -16,9 +16,11 @@ import numpy as np
 
 from kvtier.config.sections import Config
 from kvtier.errors import ConfigError, KvError
+from kvtier.keys.secret import key_id
 from kvtier.layout import ALIGNMENT, GroupLayout, History, KvLayout
 from kvtier.probe.links import LinkMeasures, Measure, MeasureLimits, Tick, measure
 from kvtier.runtime.arena import page_aligned
+from kvtier.runtime.secret import configured_secret
 from kvtier.tier import registry
 from kvtier.tier.base import Tier
 from kvtier.tier.direct import aligned_buffer
@@ -62,6 +64,7 @@ class ProbeTarget:
     """One tier to measure."""
 
     settings: TierSettings
+    config: Config
     is_configured: bool
     """Whether the tier is from the settings, not from ``--dir``."""
 
@@ -94,10 +97,10 @@ class ProbeTarget:
 def targets(config: Config, directory: Path | None) -> list[ProbeTarget]:
     """The tiers of `config` in probe order; or every built-in kind that measures a directory, in `directory`."""
     if directory is None:
-        return [ProbeTarget(tier, is_configured=True) for tier in config.tiers]
+        return [ProbeTarget(tier, config, is_configured=True) for tier in config.tiers]
     named = {tier.name: tier for tier in config.tiers}
     return [
-        ProbeTarget(_moved(kind, named.get(kind), directory.absolute()), is_configured=False)
+        ProbeTarget(_moved(kind, named.get(kind), directory.absolute()), config, is_configured=False)
         for kind in registry.names()
         if registry.measures_directories(kind)
     ]
@@ -156,7 +159,11 @@ def _open_tier(target: ProbeTarget, place: Path, points: TierPoints) -> Generato
         tier = open_trial(target.settings, place / target.name, points.held_bytes, points.largest)
     else:
         layout = KvLayout(1, (GroupLayout(History(), (points.largest,), "probe"),))
-        tier = target.kind.open(target.settings, TierContext(layout=layout, fingerprint=os.urandom(32)))
+        shared = configured_secret(target.config) if target.kind.is_shared(target.settings) else None
+        context = TierContext(
+            layout=layout, fingerprint=os.urandom(32), key_id=None if shared is None else key_id(shared)
+        )
+        tier = target.kind.open(target.settings, context)
     try:
         yield tier
     finally:

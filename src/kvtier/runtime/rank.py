@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config
 from kvtier.device.copier import Copier
-from kvtier.errors import KvError
+from kvtier.errors import KvError, TierError
 from kvtier.keys.secret import key_id
 from kvtier.layout import KvLayout
 from kvtier.runtime.arena import Arena, PageLock, slots_for
@@ -148,6 +148,11 @@ def _deferred(tier: TierSettings, context: TierContext) -> DeferredTier[Any]:
     kind = kind_of(tier)
 
     def make() -> Any:  # noqa: ANN401 - an `AheadTier` if the kind says so
-        return kind.open(tier, context)
+        try:
+            return kind.open(tier, context)
+        except (KvError, RuntimeError):
+            raise
+        except Exception as error:  # of another package, perhaps: it must not end the engine
+            raise TierError(tier.name, f"cannot be opened: {type(error).__name__}: {error}") from error
 
     return (DeferredAheadTier if kind.is_ahead else DeferredTier)(tier.name, make, tier.retry_s)
