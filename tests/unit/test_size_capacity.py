@@ -100,6 +100,13 @@ def test_memory_and_weights_in_bytes(capsys):
     assert found["gpu"]["kv_bytes"] == pytest.approx(2 * (400 * GIB * 0.92 - 3_758_096_384 - 100e9))
 
 
+@pytest.mark.parametrize("text", ["40TB", "disk=40TB", "disk=4x10TB", "4x10TB"])
+def test_a_tier_has_the_grammar_of_all_commands(capsys, text):
+    assert printed(capsys, "llama-3.1-8b", "--tier", text)["tier"]["capacity_bytes"] == 40 * 10**12
+    drives = printed(capsys, "llama-3.1-8b", "--tier", "disk=4xpm1753")["tier"]
+    assert drives["capacity_bytes"] == 4 * 15_360_000_000_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -108,6 +115,9 @@ def test_memory_and_weights_in_bytes(capsys):
         (("--gpu", "h100-sxm", "--memory", "80GB"), "exclude each other"),
         (("--memory", "80GB", "--weights", "int3"), "'int3' is neither a size nor one of bf16"),
         (("--tier", "10 apples"), "10 apples"),
+        (("--tier", "0TB"), "--tier '0TB'"),
+        (("--tier", "disk=-5TB"), "disk=-5TB"),
+        (("--tier", "disk=4xpm17"), "not in the catalogue of drives"),
     ],
 )
 def test_options_that_are_wrong(capsys, arguments, named):

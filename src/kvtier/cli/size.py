@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from kvtier.cli.options import Bytes, Quantity
-from kvtier.config.value_types import parse_size
+from kvtier.config.value_types import parse_size, within
 from kvtier.errors import ConfigError
 from kvtier.report.format import binary, decimal, exact
 from kvtier.report.table import Table, print_table
@@ -53,7 +53,9 @@ WIDTH_MAX = 100
 @click.option(
     "--weights", metavar="FORMAT|SIZE", default="bf16", show_default=True, help="Weights: bf16, fp8, fp4, or bytes."
 )
-@click.option("--tier", type=Bytes(), help="Show what a tier of this size holds.")
+@click.option(
+    "--tier", metavar="[NAME=]SIZE", help="Show what a tier holds: 10TB, disk=4x7.68TB, disk=4xpm1753 of the catalogue."
+)
 @click.option(
     "--check", "figures", multiple=True, metavar="SIZE", help='Explain a figure such as "150 KB"; may be repeated.'
 )
@@ -72,7 +74,7 @@ def size(
     gpu: str | None,
     memory: int | None,
     weights: str,
-    tier: int | None,
+    tier: str | None,
     figures: tuple[str, ...],
     published: bool,
     is_list: bool,
@@ -97,7 +99,7 @@ def size(
     tp = tp or (max(1, gpus // pp) if gpu is not None else 1)
     kv = of(model, dtype=dtype, index_dtype=index_dtype, tp=tp, pp=pp, chunk_tokens=chunk_tokens)
     on_gpus = gpu_capacity(kv, memory_bytes, gpus, _weight_bytes(kv, weights)) if memory_bytes is not None else None
-    on_tier = TierCapacity(kv=kv, capacity_bytes=tier) if tier is not None else None
+    on_tier = TierCapacity(kv=kv, capacity_bytes=_tier_bytes(tier)) if tier is not None else None
     totals = [kv.total(*pair) for pair in product(tokens or TOKENS, users or (1,))]
     verdicts: list[Verdict] = []
     if figures:
@@ -117,6 +119,19 @@ def _gpus(text: str) -> tuple[int, float]:
 
     count, name = split_count(text, "--gpu")
     return count or 1, float(find("gpu", name, "--gpu").values["memory_bytes"])
+
+
+def _tier_bytes(text: str) -> int:
+    """Bytes of ``10TB``, ``disk=4x7.68TB`` or ``disk=4xpm1753``."""
+    from kvtier.plan.hardware import find, split_count
+
+    count, what = split_count(text.rpartition("=")[2], "--tier")
+    if what[:1].isalpha():
+        return (count or 1) * int(find("drive", what, "--tier").values["capacity_bytes"])
+    try:
+        return (count or 1) * within(parse_size(what), 1, 2**70)
+    except ValueError as error:
+        raise ConfigError(f"--tier {text!r}: {error}; allowed: such as 10TB, disk=4x7.68TB or disk=4xpm1753") from error
 
 
 def _weight_bytes(kv: KvSize, text: str) -> float:
