@@ -147,8 +147,8 @@ class S3Tier:
                 raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
             key, view = self._key(name), into.cast("B")
             if view.nbytes == 0:
-                return 0 if self._attempt("look", lambda _: _is_there(self._store, key)) else None
-            return self._attempt("read", lambda end_s: self._fetch(key, view, offset, end_s))
+                return 0 if self._attempt("look", lambda: _is_there(self._store, key)) else None
+            return self._attempt("read", lambda: self._fetch(key, view, offset))
 
     def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - interface
         """Store `frame` under `name` unless it exists. False when it is larger than `PUT_BYTES_MAX`."""
@@ -157,7 +157,7 @@ class S3Tier:
             if view.nbytes > PUT_BYTES_MAX:
                 return False
             try:
-                if self._attempt("write", lambda _: self._put(key, view)):
+                if self._attempt("write", lambda: self._put(key, view)):
                     self._count(view.nbytes)
             finally:
                 _take_back(view)
@@ -185,7 +185,7 @@ class S3Tier:
         """Delete `name`, if it exists."""
         with self._guard:
             key = self._key(name)
-            self._attempt("delete", lambda _: obstore.delete(self._store, key))
+            self._attempt("delete", lambda: obstore.delete(self._store, key))
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) of this model and secret, in pages of a thousand."""
@@ -205,7 +205,7 @@ class S3Tier:
     def _key(self, name: ObjectName) -> str:
         return self._root + name.hex()
 
-    def _fetch(self, key: str, view: memoryview, offset: int, end_s: float) -> int | None:
+    def _fetch(self, key: str, view: memoryview, offset: int) -> int | None:
         try:
             found = obstore.get(self._store, key, options={"range": (offset, offset + view.nbytes)})
         except FileNotFoundError as error:
@@ -221,12 +221,12 @@ class S3Tier:
         target, count = np.frombuffer(view, np.uint8), 0
         for part in found.stream(PART_BYTES):
             after = count + len(part)
-            if after > wanted or time.monotonic() > end_s:
+            if after > wanted:
                 break
             np.copyto(target[count:after], np.frombuffer(part, np.uint8))
             count = after
         if count != wanted:
-            raise TierError(self.name, f"object {key[-64:][:12]}: {count} of {wanted} bytes came in time")
+            raise TierError(self.name, f"object {key[-64:][:12]}: {count} of {wanted} bytes came")
         return count
 
     async def _fetch_async(self, key: str, view: memoryview) -> int | None:
@@ -306,7 +306,7 @@ class S3Tier:
     def _scan(self, pages: Iterator[Sequence["ObjectMeta"]]) -> Iterator[tuple[ObjectName, int]]:
         while True:
             with self._guard:
-                page = self._attempt("list", lambda _: next(pages, None))
+                page = self._attempt("list", lambda: next(pages, None))
             if page is None:
                 return
             for row in page:
@@ -315,12 +315,12 @@ class S3Tier:
                     if len(last) == 64:
                         yield ObjectName(bytes.fromhex(last)), row["size"]
 
-    def _attempt(self, what: str, act: Callable[[float], _T]) -> _T:
-        """`act` with the time at which it must have ended, as often as the deadline permits."""
+    def _attempt(self, what: str, act: Callable[[], _T]) -> _T:
+        """`act`, as often as the deadline permits."""
         attempts = Attempts(self._deadline_s)
         while True:
             try:
-                answer = act(attempts.end_s)
+                answer = act()
             except TierError:
                 self._answered_s = 0.0
                 raise
@@ -353,7 +353,7 @@ class S3Tier:
             return []
         results = asyncio.run_coroutine_threadsafe(self._run_all(what, acts, deadline_s), self._running_loop())
         try:
-            answers = results.result(deadline_s + RELEASE_DEADLINE_S)
+            answers = results.result(deadline_s + 2 * RELEASE_DEADLINE_S)
         except TimeoutError:
             results.cancel()
             raise TierError(self.name, f"cannot {what}: the event loop does not answer") from None
@@ -410,17 +410,17 @@ class S3Tier:
     def _verify_place(self) -> None:
         """Read the marker, which is written when it is missing, so that mistakes show at the start."""
         key = self._own + MARKER_NAME
-        found = self._attempt("open", lambda _: self._read_marker(key))
+        found = self._attempt("open", lambda: self._read_marker(key))
         if found is None:
             self._warn_of_other_secrets()
-            self._attempt("open", lambda _: self._put(key, memoryview(MARKER)))
-            found = self._attempt("open", lambda _: self._read_marker(key))
+            self._attempt("open", lambda: self._put(key, memoryview(MARKER)))
+            found = self._attempt("open", lambda: self._read_marker(key))
         if found != MARKER:
             raise ConfigError(
                 f"tier {self.name!r}: {self.place}: object {key!r} does not have the bytes that kvtier writes there: "
                 "the server does not speak S3, or another program uses this prefix"
             )
-        self._attempt("open", lambda _: _is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
+        self._attempt("open", lambda: _is_there(self._store, f"{key}-absent"))  # forbidden without ListBucket
 
     def _read_marker(self, key: str) -> bytes | None:
         try:

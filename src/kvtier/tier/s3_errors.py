@@ -73,8 +73,7 @@ class Attempts:
     """How often one operation is tried within `deadline_s`."""
 
     def __init__(self, deadline_s: float) -> None:
-        self.end_s = time.monotonic() + deadline_s
-        self._last_start_s = self.end_s - deadline_s / 2
+        self._last_start_s = time.monotonic() + deadline_s / 2
         self._made = 0
 
     def pause_s(self, refusal: Refusal) -> float | None:
