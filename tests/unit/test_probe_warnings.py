@@ -25,6 +25,7 @@ from kvtier.probe.warnings import (
     speed_warnings,
     tier_warnings,
 )
+from kvtier.tier.registry import by_name
 
 MOUNTINFO = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,discard
@@ -66,7 +67,8 @@ def place_at(path, tier="directory", **changes):
 
 def warned(path, tier="directory", facts=FACTS, *, wants_direct=True, **changes):
     place, mount = place_at(path, tier, **changes)
-    return list(tier_warnings(place, mount, facts, wants_direct=wants_direct))
+    needs_drive = by_name(tier).needs_drive
+    return list(tier_warnings(place, mount, facts, wants_direct=wants_direct, needs_drive=needs_drive))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,10 @@ def test_each_kind_of_mount_gets_its_warning(path, tier, words):
     found = [text for text in warned(path, tier) if words in text]
     assert len(found) == 1
     assert found[0].startswith(f"{tier} ({path}): ")
+
+
+def test_only_a_kind_that_needs_a_drive_is_warned_of_a_network():
+    assert not [text for text in warned("/mnt/hard", "directory") if "network" in text]
 
 
 def test_buffered_fallback_is_named_and_the_setting_too():
