@@ -90,7 +90,7 @@ class DiskView:
                     f"{root} is of the disk tier; allowed here: one of its stores, such as {root / 'rank-0'}"
                 )
             raise ConfigError(
-                f"{root} is not a disk store; allowed: one with {MARKER_NAME}, such as rank-0 in the tier's path"
+                f"{root} is not a disk store; allowed: a directory with {MARKER_NAME}, such as rank-0 of a disk tier"
             )
 
     def objects(self) -> list[ObjectFile]:
