@@ -215,6 +215,10 @@ class TierNotice:
 Event = LoadDone | StoreDone | TierNotice
 
 
+WRITE_KINDS = ("frames", "upkeep", "avoided")
+"""Frames; the index, and copies during eviction and compaction; what the write budget refused."""
+
+
 class Figures(NamedTuple):
     """A tier's fill level and writes. None: the tier does not report it."""
 
@@ -224,6 +228,6 @@ class Figures(NamedTuple):
     evictions: int | None = None
     """Objects evicted by this process since the start."""
     write_bytes: Mapping[str, int] = MappingProxyType({})
-    """Bytes written since the start, by kind of write."""
+    """Bytes written since the start, by kind of write: one of `WRITE_KINDS`; others are ignored."""
     direct_io: bool | None = None
     """Whether reads and writes bypass the page cache."""

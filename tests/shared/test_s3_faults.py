@@ -186,7 +186,7 @@ def test_a_server_without_conditional_writes_is_asked_first(gateway, tier):
     into = memoryview(bytearray(4096))
     assert tier.read(name_of(1), into) == 4096
     assert into == frame_of(1)
-    assert tier.figures().write_bytes == {"objects": 2 * 4096}
+    assert tier.figures().write_bytes == {"frames": 2 * 4096}
 
 
 def test_a_slow_line_costs_one_round_trip_for_a_lookup(gateway):

@@ -231,7 +231,7 @@ class EventLog:
         count = self._scenario.slots[promote.group]
         rules = self._scenario.rules
         faster = any(it.persists and it.name == promote.tier for it in rules[:-1])
-        return faster and count >= 8 and promote.slot >= count - max(1, count // 16)
+        return faster and count >= 8 and promote.slot >= count - max(1, count // 32)
 
     def answered(self, transfer: Transfer, outcome: Outcome, *, is_fault: bool) -> None:
         """Record the answer of one rank, before the core gets it."""

@@ -13,6 +13,8 @@ from kvtier.types import ChunkKey, NextTurn
 
 STAGING_SLOTS_MIN = 8
 """A group with fewer slots has no staging area: objects that left host memory are not relayed."""
+STAGING_SLOTS_MAX = 8
+"""Enough for the writes in flight of a slow tier; more would be missing elsewhere."""
 
 
 class HostMemory:
@@ -22,7 +24,7 @@ class HostMemory:
         slots: number of slots of each group.
         evictor: makes one `Evictor` for each group.
         layout: the model's KV groups.
-        has_staging: whether to set a sixteenth of the slots aside for objects on their way between lower tiers.
+        has_staging: whether to set some slots aside for objects on their way between lower tiers.
     """
 
     def __init__(
@@ -35,7 +37,10 @@ class HostMemory:
     ) -> None:
         self.slots = tuple(slots)
         is_split = [has_staging and count >= STAGING_SLOTS_MIN for count in slots]
-        staging = [max(1, count // 16) if own else 0 for count, own in zip(slots, is_split, strict=True)]
+        staging = [
+            min(STAGING_SLOTS_MAX, max(1, count // 32)) if own else 0
+            for count, own in zip(slots, is_split, strict=True)
+        ]
         self.has_staging = has_staging
         self.staging = [list(range(count - own, count)) for count, own in zip(slots, staging, strict=True)]
         """Free slots of the staging area of each group."""

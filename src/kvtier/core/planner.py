@@ -155,6 +155,10 @@ class Planner:
         pairs = Piece(tokens, context_tokens).pairs
         return steps * costs.per_step_s + tokens * costs.per_token_s + pairs * costs.per_pair_s
 
+    def waits_for_s(self, tokens: int, context_tokens: int) -> float | None:
+        """`seconds`, for `Cache.lookup`; None if it is unknown, or if every load is wanted."""
+        return (self.seconds(tokens, context_tokens) or None) if self._is_on else None
+
     @property
     def seconds_per_token(self) -> float:
         """Expected time of computing one more token, without its attention to earlier tokens."""

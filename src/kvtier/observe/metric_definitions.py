@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import get_args
 
-from kvtier.types import Link, Outcome, Presence, Way
+from kvtier.types import WRITE_KINDS, Link, Outcome, Presence, Way
 
 
 class MetricKind(Enum):
@@ -132,7 +132,7 @@ WRITE_BYTES = Metric(
     "kvtier_tier_write_bytes_total",
     MetricKind.COUNTER,
     "bytes",
-    (_TIER, Label("what", ("frames", "upkeep", "avoided"))),
+    (_TIER, Label("what", WRITE_KINDS)),
     "Bytes written to a tier's device: frames, and upkeep (index; copies during eviction and compaction); and bytes "
     "refused by the write budget. Write amplification is (frames + upkeep) over frames.",
 )

@@ -125,7 +125,8 @@ class ReplayNode:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def _look_up(self, request: NodeRequest) -> None:
-        answer = self.cache.lookup(request.id, request.prefix, self._events.now_s)
+        compute_s = self._planners[request.planner].waits_for_s(request.input_tokens, 0)
+        answer = self.cache.lookup(request.id, request.prefix, self._events.now_s, compute_s=compute_s)
         if answer.presence is Presence.PROBING:
             self._probing[request.id] = request
             self._schedule_tick()

@@ -34,7 +34,7 @@ from kvtier.runtime.transfers import NOT_ADMITTED, Result, Transfers
 from kvtier.runtime.worker_queues import STUCK_S, QueueState, Scratch, WorkerQueue
 from kvtier.tier.base import Figures, NotesUse, Tier
 from kvtier.tier.effective_cap import FULL
-from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
+from kvtier.types import WRITE_KINDS, Cancel, ChunkKey, Command, Drop, Link, Outcome, Probe, Tell, Transfer
 
 QUEUE_BOUND = 1 << 16
 """Most jobs that may wait in one queue. The core's limits are far lower, so reaching it is a bug in kvtier."""
@@ -104,7 +104,7 @@ def _checked(figures: Figures) -> Figures:
         None if count is None else int(count)
         for count in (figures.used_bytes, figures.capacity_bytes, figures.evictions)
     )
-    written = {str(what): int(count) for what, count in figures.write_bytes.items()}
+    written = {what: int(count) for what, count in figures.write_bytes.items() if what in WRITE_KINDS}
     return Figures(used_bytes, capacity_bytes, evictions, written)
 
 

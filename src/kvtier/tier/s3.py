@@ -130,7 +130,7 @@ class S3Tier:
 
     def figures(self) -> Figures:
         """Bytes written by this process; S3 does not report how full a bucket is."""
-        return Figures(write_bytes={"objects": self._written_bytes})
+        return Figures(write_bytes={"frames": self._written_bytes})
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether the bucket has it: one HEAD each, concurrently, within the probe deadline."""

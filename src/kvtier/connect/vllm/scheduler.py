@@ -218,7 +218,7 @@ class Scheduler:
             tracked.question,
             prefix,
             resident_tokens=resident_tokens,
-            compute_s=self._planner.seconds(tracked.request.num_tokens - resident_tokens, resident_tokens) or None,
+            compute_s=self._planner.waits_for_s(tracked.request.num_tokens - resident_tokens, resident_tokens),
             wait_s=max(0.0, self._probe_wait_s),
         )
         self._probe_wait_s -= time.monotonic() - now_s
