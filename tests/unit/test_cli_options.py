@@ -22,6 +22,7 @@ WRITING = [
     ["bench", "core", "--record"],
     ["bench", "io", "--record"],
     ["bench", "io", "--report"],
+    ["bench", "tier", "disk:/x", "--record"],
     ["plan", "llama-3.1-8b", "--report"],
     ["plan", "llama-3.1-8b", "--picture"],
     ["demo", "--record"],

@@ -110,6 +110,18 @@ def test_it_is_benchmarked(site, tmp_path):
     assert {row["tier"] for row in json.loads(done.stdout)["results"]} == {"host", "shelf"}
 
 
+def test_it_is_benchmarked_without_a_raw_client(site, tmp_path, filled):
+    few = ("--size", "64KiB", "--in-flight", "2", "--repeats", "1", "--sample", "1MiB", "--json")
+    before = sorted(filled.rglob("*"))
+    done = kvtier(site, "bench", "tier", f"top=shelf:{filled}", *few)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert {(row["tier"], row["path"], row["ratio"]) for row in rows} == {
+        ("top", path, None) for path in ("tier", "session")
+    }
+    assert sorted(filled.rglob("*")) == before
+
+
 def test_it_is_inspected_through_the_opened_tier(site, filled):
     where = f"shelf:{filled}"
     told = json.loads(kvtier(site, "inspect", "stat", where, "--json").stdout)

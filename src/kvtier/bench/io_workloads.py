@@ -327,13 +327,13 @@ def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: i
     try:
         prefix = Prefix(tuple(chunk_key(number) for number in range(count)), CHUNK_TOKENS)
         places = [Place(0, n, tuple(range(n * BLOCKS, (n + 1) * BLOCKS))) for n in range(count)]
-        stored = _timed(lambda: _session_store(session, prefix, places))
+        stored = _timed(lambda: session_store(session, prefix, places))
         if op == "store":
             return stored
         wanted = [blocks.copy() for blocks in engine]
         for blocks in engine:
             blocks[:] = 0
-        loaded = _timed(lambda: _session_load(session, prefix, places))
+        loaded = _timed(lambda: session_load(session, prefix, places))
         if any(not np.array_equal(*pair) for pair in zip(wanted, engine, strict=True)):
             raise KvError("the benchmark loaded other bytes than it stored")
         return loaded
@@ -342,26 +342,41 @@ def host_sample(op: str, size: int, count: int, engine: list[Blocks], threads: i
         arena.close()
 
 
-def _session_store(session: Session, prefix: Prefix, places: list[Place]) -> None:
+def session_store(session: Session, prefix: Prefix, places: Sequence[Place]) -> None:
+    """Store chunks; returns when the engine may reuse its blocks.
+
+    Raises:
+        KvError: one was dropped, or it took too long.
+    """
     session.store(RequestId("store"), prefix, places)
-    for event in _events(session):
+    for event in session_events(session):
         if isinstance(event, StoreDone):
             if event.dropped:
                 raise KvError(f"the benchmark's store dropped {event.dropped} chunks")
             return
 
 
-def _session_load(session: Session, prefix: Prefix, places: list[Place]) -> None:
+def session_load(session: Session, prefix: Prefix, places: Sequence[Place]) -> None:
+    """Load all chunks of `prefix`.
+
+    Raises:
+        KvError: one is missing, or it took too long.
+    """
     tokens = len(prefix.keys) * CHUNK_TOKENS
     session.load(RequestId("load"), prefix, tokens, places)
-    for event in _events(session):
+    for event in session_events(session):
         if isinstance(event, LoadDone):
             if event.tokens != tokens:
                 raise KvError(f"the benchmark's load restored {event.tokens} of {tokens} tokens")
             return
 
 
-def _events(session: Session) -> Generator[Event, None, NoReturn]:
+def session_events(session: Session) -> Generator[Event, None, NoReturn]:
+    """The session's events, for `DEADLINE_S`.
+
+    Raises:
+        KvError: none was the last one.
+    """
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
         yield from session.poll(0.5)

@@ -1,4 +1,4 @@
-"""`kvtier bench core` and `kvtier bench io`."""
+"""`kvtier bench core`, `kvtier bench io` and `kvtier bench tier`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -183,6 +183,69 @@ def io(
         click.echo(note, err=True)
     if is_quick:
         click.echo("--thorough also tries 1 and 2 threads, with samples of 1 GiB and medians of 5.", err=True)
+
+
+@bench.command(name="tier")
+@click.argument("url", metavar="KIND:WHERE?KEY=VALUE")
+@click.option("--size", "sizes", type=Bytes(), multiple=True, help="Chunk size, repeatable.  [default: 4, 32 MiB]")
+@click.option(
+    "--in-flight",
+    type=click.IntRange(1, 256),
+    multiple=True,
+    help="Operations in flight, repeatable.  [default: 1, 4, 16]",
+)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Samples per row.")
+@click.option(
+    "--sample",
+    "sample_bytes",
+    type=Bytes(),
+    default="64MiB",
+    show_default=True,
+    help="Bytes that a sample moves at least; two chunks for each in flight always.",
+)
+@click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def tier_command(
+    url: str,
+    sizes: tuple[int, ...],
+    in_flight: tuple[int, ...],
+    repeats: int,
+    sample_bytes: int,
+    record: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure a tier of any kind: its raw client, the tier, and a session above it, in turn.
+
+    The tier is written as --tier takes it, such as disk:/mnt/nvme or s3:BUCKET/PREFIX?endpoint=https://HOST. Objects go
+    to a temporary store on the same file system, or to a random prefix of the store, and are removed at the end.
+    """
+    from kvtier.bench.record import RecordedSetting, make_record
+    from kvtier.bench.tier import IN_FLIGHT, SIZES, TierBench, table
+    from kvtier.config import tier_list
+    from kvtier.config.loader import load
+    from kvtier.report.output import write_json
+
+    it = TierBench(
+        settings=tier_list.parse(url, "KIND:WHERE"),
+        config=load().config,
+        sizes=sizes or SIZES,
+        in_flight=in_flight or IN_FLIGHT,
+        repeats=repeats,
+        sample_bytes=sample_bytes,
+    )
+    with ended_by_signals(), progress("tier", it.steps) as advance:
+        result = it.run(advance)
+    if record is not None:
+        settings = {
+            name: RecordedSetting(getattr(it, name), origin(name))
+            for name in ("sizes", "in_flight", "repeats", "sample_bytes")
+        }
+        write_json("--record", record, make_record("tier", settings=settings, seed=None, results=asdict(result)))
+    tell_written(record)
+    if as_json:
+        print_json(result)
+    else:
+        print_table(table(result))
 
 
 def _read_percent(mix: str) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -151,23 +151,62 @@ class TierPoints:
         return [(size, depth) for size in self.sizes for depth in self.depths if size * depth <= self.write_bytes]
 
 
+class Trial(NamedTuple):
+    """A tier that is open for measurements, and how it was opened."""
+
+    tier: Tier
+    settings: TierSettings
+    context: TierContext
+
+
 @contextmanager
-def _open_tier(target: ProbeTarget, place: Path, points: TierPoints) -> Generator[Tier]:
-    """A new store of the target's kind: in `place`, or apart from the others where the kind has no temporary store."""
-    open_trial = target.kind.open_trial
-    if open_trial is not None:
-        tier = open_trial(target.settings, place / target.name, points.held_bytes, points.largest)
+def trial_place(target: ProbeTarget) -> Generator[Path]:
+    """An empty temporary directory on the file system of a tier; the current one for tiers that need none.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if target.path is None or target.kind.open_trial is None:
+        yield Path()
+        return
+    with temporary_store(parent_of(target, target.path)) as place:
+        yield place
+
+
+@contextmanager
+def open_trial(target: ProbeTarget, place: Path, held_bytes: int, largest: int) -> Generator[Trial]:
+    """A new tier like the configured one, closed at the end.
+
+    It lies in `place`. Where its kind has no temporary stores, it lies in the configured store with a random
+    fingerprint, and with a random key id if no secret is configured.
+
+    Args:
+        target: the tier.
+        place: of `trial_place`.
+        held_bytes: bytes of objects to hold.
+        largest: bytes of the largest one.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        TierError: the storage fails.
+    """
+    kind, settings = target.kind, target.settings
+    layout = KvLayout(1, (GroupLayout(History(), (largest,), "trial"),))
+    secret = configured_secret(target.config) if kind.is_shared(settings) and kind.open_trial is None else None
+    own_id = os.urandom(16) if secret is None else key_id(secret)
+    context = TierContext(layout=layout, fingerprint=os.urandom(32), key_id=own_id)
+    if kind.open_trial is None:
+        tier = kind.open(settings, context)
     else:
-        layout = KvLayout(1, (GroupLayout(History(), (points.largest,), "probe"),))
-        shared = configured_secret(target.config) if target.kind.is_shared(target.settings) else None
-        context = TierContext(
-            layout=layout, fingerprint=os.urandom(32), key_id=None if shared is None else key_id(shared)
-        )
-        tier = target.kind.open(target.settings, context)
+        moved: dict[str, Any] = {kind.where: place / settings.name}
+        settings = replace(settings, **moved)
+        tier = kind.open_trial(settings, place / settings.name, held_bytes, largest)
     try:
-        yield tier
+        yield Trial(tier, settings, context)
     finally:
         tier.close()
+        if kind.open_trial is None and kind.discard is not None and secret is None:
+            kind.discard(settings, context)
 
 
 def tier_measures(target: ProbeTarget, place: Path, points: TierPoints, tick: Tick) -> tuple[LinkMeasures, bool]:
@@ -187,7 +226,7 @@ def tier_measures(target: ProbeTarget, place: Path, points: TierPoints, tick: Ti
         KvError: an operation failed, timed out, or returned other bytes than were written.
     """
     found: list[Measure] = []
-    with _open_tier(target, place, points) as tier:
+    with open_trial(target, place, points.held_bytes, points.largest) as (tier, _, _):
         for size, depth in points.fitting():
             objects = _Objects(tier, size, depth)
             for op, limit in (("write", points.write_bytes), ("read", 2 * points.write_bytes)):

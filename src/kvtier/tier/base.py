@@ -142,3 +142,30 @@ def ended(steps: Generator[None, None, _Answer]) -> _Answer:
             next(steps)
         except StopIteration as stop:
             return stop.value
+
+
+class RawClient(Protocol):
+    """The client library or file system below a tier, at its best setting: what `kvtier bench tier` compares with.
+
+    Methods block, are thread-safe and may raise any error. Names are those of the benchmark's objects.
+    """
+
+    def put(self, name: ObjectName, frame: memoryview) -> None:
+        """Store `frame`, visible as a whole, if the tier stores so."""
+        ...
+
+    def get(self, name: ObjectName, into: memoryview) -> None:
+        """Load an object of as many bytes as `into` has."""
+        ...
+
+    def has(self, name: ObjectName) -> bool:
+        """Whether the object exists: one request."""
+        ...
+
+    def delete(self, name: ObjectName) -> None:
+        """Delete an object that exists."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...

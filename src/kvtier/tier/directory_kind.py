@@ -14,6 +14,7 @@ from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.directory_marker import DamagedMarkerError, read_marker, refuse_foreign
 from kvtier.tier.directory_view import DirectoryView, view_at
 from kvtier.tier.machine import nearest_existing, path_problem, space_problems
+from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
 from kvtier.tier.safe_open import refuse_public
 
@@ -95,6 +96,7 @@ KIND = TierKind(
     folder=lambda settings: settings.path,
     secret_path=lambda settings: settings.path / "secret",
     open_trial=_open_trial,
+    raw=lambda settings, _context: RawFiles(settings.path, direct=settings.direct_io != "off"),
     inspect=lambda settings: [DirectoryView(settings.path)],
     view_at=view_at,
 )

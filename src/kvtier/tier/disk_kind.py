@@ -17,6 +17,7 @@ from kvtier.tier.disk_format import SEGMENT_BYTES_MIN
 from kvtier.tier.disk_marker import ALLOWED_RANKS, MARKER_NAME, refuse_foreign_ranks
 from kvtier.tier.disk_view import DiskView, is_disk, view_at
 from kvtier.tier.machine import nearest_existing, path_problem, space_problems
+from kvtier.tier.raw_files import RawSegment
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
 from kvtier.tier.safe_open import check_private, make_root, refuse_public
 from kvtier.tier.store_root import opening
@@ -123,6 +124,7 @@ KIND = TierKind(
     folder=lambda settings: settings.path,
     secret_path=lambda settings: settings.path / "secret",
     open_trial=_open_trial,
+    raw=lambda settings, _context: RawSegment(settings.path, direct=settings.direct_io != "off"),
     inspect=lambda settings: [DiskView(root) for root in sorted(settings.path.glob("rank-*")) if is_disk(root)],
     view_at=view_at,
 )

@@ -19,7 +19,7 @@ from kvtier.config.schema import Setting, SettingsSection, near, setting, settin
 from kvtier.config.value_types import Count, Seconds, Size, Switch
 from kvtier.errors import ConfigError
 from kvtier.layout import KvLayout
-from kvtier.tier.base import Tier
+from kvtier.tier.base import RawClient, Tier
 from kvtier.tier.store_view import StoreView
 
 ENTRY_POINTS = "kvtier.tiers"
@@ -148,7 +148,13 @@ class TierKind(Generic[S]):
     """The store in a directory, for `kvtier inspect DIR`; None: there is none of this kind."""
     open_trial: Callable[[S, Path, int, int], Tier] | None = None
     """Opens an empty temporary tier for measurements: (settings, an empty directory on the same device, bytes to hold,
-    bytes of the largest object). None: measurements write to the configured tier and delete what they wrote."""
+    bytes of the largest object). None: measurements open the configured tier with a random fingerprint and key id, and
+    delete what they wrote."""
+    discard: Callable[[S, TierContext], None] | None = None
+    """Removes what is left of a random key id after measurements have deleted their objects."""
+    raw: Callable[[S, TierContext], RawClient] | None = None
+    """The client below the tier, for `kvtier bench tier`. Its objects go below the context's key id; where `open_trial`
+    is defined, the setting `where` is a directory of its own."""
 
 
 def built_in() -> list[str]:

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from obstore.store import S3Store
+
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
 from kvtier.errors import ConfigError
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.s3 import S3Tier
 from kvtier.tier.s3_bucket import Credentials, check_endpoint, connect, parse_url, stored_roots
+from kvtier.tier.s3_raw import RawBucket, discard
 from kvtier.tier.store_view import ScannedTier
 
 
@@ -101,27 +104,47 @@ def _tier(settings: S3Settings, credentials: Credentials, key_id: bytes, fingerp
 
 
 def _open(settings: S3Settings, context: TierContext) -> S3Tier:
+    return _tier(settings, _credentials(settings), _key_id(settings, context), context.fingerprint)
+
+
+def _key_id(settings: S3Settings, context: TierContext) -> bytes:
     if context.key_id is None:
         raise ConfigError(f"tier {settings.name!r}: a shared store needs a configured secret; set store.secret_file")
-    return _tier(settings, _credentials(settings), context.key_id, context.fingerprint)
+    return context.key_id
 
 
-def _inspect(settings: S3Settings) -> list[ScannedTier]:
-    """A view for each secret and model below the prefix."""
+def _client(settings: S3Settings) -> tuple[S3Store, str]:
+    """The client of the bucket, and the prefix in it."""
     bucket, prefix = parse_url(settings.url)
-    credentials = _credentials(settings)
     client = connect(
         settings.name,
         bucket,
         endpoint=settings.endpoint,
         region=settings.region,
-        credentials=credentials,
+        credentials=_credentials(settings),
         allow_http=settings.allow_http,
         virtual_host=settings.virtual_host,
         ca_file=settings.ca_file,
         deadline_s=settings.transfer_deadline_s,
         connect_deadline_s=settings.connect_deadline_s,
     )
+    return client, prefix
+
+
+def _raw(settings: S3Settings, context: TierContext) -> RawBucket:
+    client, prefix = _client(settings)
+    return RawBucket(client, f"{prefix}{_key_id(settings, context).hex()}/{context.fingerprint.hex()[:32]}/")
+
+
+def _discard(settings: S3Settings, context: TierContext) -> None:
+    client, prefix = _client(settings)
+    discard(settings.name, client, f"{prefix}{_key_id(settings, context).hex()}/")
+
+
+def _inspect(settings: S3Settings) -> list[ScannedTier]:
+    """A view for each secret and model below the prefix."""
+    credentials = _credentials(settings)
+    client, prefix = _client(settings)
     return [
         ScannedTier(_tier(settings, credentials, key_id, model), f"{settings.url}{key_id.hex()}/{model.hex()}")
         for key_id, model in stored_roots(client, prefix)
@@ -138,4 +161,6 @@ KIND = TierKind(
     is_shared=lambda _settings: True,
     has_cap=False,
     inspect=_inspect,
+    discard=_discard,
+    raw=_raw,
 )

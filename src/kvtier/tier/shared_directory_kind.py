@@ -11,6 +11,7 @@ from kvtier.config.value_types import Choice, Location, Size
 from kvtier.errors import ConfigError
 from kvtier.tier.directory_marker import SHARED_VERSION, DamagedMarkerError, read_marker, refuse_foreign
 from kvtier.tier.machine import nearest_existing, path_problem, space_problems
+from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
 from kvtier.tier.safe_open import refuse_public
 from kvtier.tier.shared_directory import SharedDirectoryTier, is_on_drive
@@ -98,4 +99,5 @@ KIND = TierKind(
     check=_check,
     folder=lambda settings: settings.path,
     open_trial=_open_trial,
+    raw=lambda settings, _context: RawFiles(settings.path, direct=settings.direct_io == "on", syncs=True),
 )

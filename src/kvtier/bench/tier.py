@@ -1,0 +1,292 @@
+"""`kvtier bench tier`: store, load and lookup through a tier's raw client, the tier and a session, in turn.
+
+Every sample stores new objects, loads them, compares bytes and deletes them. The paths of a repeat follow each other in
+an order that turns, because machines drift. A ratio is the median over the repeats of one path's speed over the raw
+client's in the same repeat.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from kvtier.bench.tier_paths import (
+    SESSION_NAMES,
+    SMALL_BYTES,
+    TIER_NAMES,
+    ClientPath,
+    SessionPath,
+    StorePath,
+    TierAsClient,
+    frame_bytes_of,
+    new_names,
+)
+from kvtier.config.sections import Config
+from kvtier.config.value_types import size_text
+from kvtier.errors import ConfigError, KvError
+from kvtier.probe.tiers import ProbeTarget, Trial, open_trial, trial_place
+from kvtier.report.format import digits
+from kvtier.report.table import Table
+from kvtier.tier.base import RawClient
+from kvtier.tier.registry import TierSettings, kind_of
+from kvtier.types import ObjectName
+
+SIZES = (4 << 20, 32 << 20)
+IN_FLIGHT = (1, 4, 16)
+SIZE_LEAST, SIZE_MOST = 4096, 1 << 30
+SAMPLE_BYTES = 64 << 20
+"""Bytes of a sample, and at least two objects for each in flight."""
+LOOKUPS_IN_FLIGHT = 16
+"""Writes in flight of the objects that are looked up."""
+HELD = 3
+"""A temporary store has room for the objects of this many samples."""
+SHARED_BYTES = 1 << 40
+"""Cap of a temporary store of a kind for many nodes, which counts deleted objects until its next sweep."""
+
+Op = Literal["store", "load", "lookup"]
+RAW, TIER, SESSION = "raw", "tier", "session"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierRow:
+    """One path, operation, size and number in flight. GB is 10^9 bytes of payload."""
+
+    tier: str
+    kind: str
+    op: Op
+    chunk_bytes: int
+    in_flight: int
+    """Names asked at once, for a lookup."""
+    path: str
+    gb_per_s: float | None = None
+    """Median; None for a lookup."""
+    ms: float | None = None
+    """Median of a lookup of `in_flight` names; None for the others."""
+    ratio: float | None = None
+    """Speed over the raw client's; None without a raw client. For a lookup: duration of one request of the raw client
+    over the lookup's."""
+    samples: tuple[float, ...] = ()
+    """GB/s or ms of each repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    """All rows and their conditions."""
+
+    results: tuple[TierRow, ...]
+    repeats: int
+    sample_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierBench:
+    """What is measured.
+
+    Raises:
+        ConfigError: a size is not allowed.
+    """
+
+    settings: TierSettings
+    config: Config = field(default_factory=Config)
+    """For the secret."""
+    sizes: Sequence[int] = SIZES
+    """Payload bytes of a chunk."""
+    in_flight: Sequence[int] = IN_FLIGHT
+    repeats: int = 5
+    """Samples of each row; one more is dropped."""
+    sample_bytes: int = SAMPLE_BYTES
+
+    def __post_init__(self) -> None:
+        for size in self.sizes:
+            if not SIZE_LEAST <= size <= SIZE_MOST or size % SIZE_LEAST:
+                raise ConfigError(f"--size {size}: allowed: multiples of 4 KiB up to {size_text(SIZE_MOST)}")
+
+    @property
+    def steps(self) -> int:
+        """How often `run` advances."""
+        return len(self.sizes) * len(self.in_flight) * (self.repeats + 1) + 1
+
+    def count(self, size: int, in_flight: int) -> int:
+        """Objects of a sample."""
+        return max(2 * in_flight, self.sample_bytes // size)
+
+    def run(self, advance: Callable[[float], None] = lambda _steps: None) -> TierResult:
+        """Measure, and remove what was written.
+
+        Args:
+            advance: called with 1 after each repeat of a size and number in flight.
+
+        Raises:
+            ConfigError: a setting of the tier is wrong.
+            KvError: an operation failed, or returned other bytes than were stored.
+        """
+        largest = frame_bytes_of(max(*self.sizes, SMALL_BYTES))
+        target = ProbeTarget(self.settings, self.config, is_configured=True)
+        samples = [self.count(size, n) * frame_bytes_of(size) for size in self.sizes for n in self.in_flight]
+        samples.append(SESSION_NAMES * frame_bytes_of(SMALL_BYTES))
+        held = SHARED_BYTES if target.kind.is_shared(self.settings) else HELD * max(samples)
+        rows: list[TierRow] = []
+        with trial_place(target) as place, open_trial(target, place, held, largest) as trial:
+            raw = _raw_client(trial)
+            try:
+                for size in self.sizes:
+                    for in_flight in self.in_flight:
+                        rows += self._speeds(trial, raw, size, in_flight, advance)
+                rows += self._lookups(trial, raw)
+                advance(1)
+            except KvError:
+                raise
+            except Exception as error:  # noqa: BLE001 - of a client library; its text may have the request
+                why = error.strerror if isinstance(error, OSError) else None
+                raise KvError(
+                    f"the raw client of tier {self.settings.name!r} failed: {why or type(error).__name__}"
+                ) from None
+            finally:
+                if raw is not None:
+                    raw.close()
+        return TierResult(tuple(rows), self.repeats, self.sample_bytes)
+
+    def _speeds(
+        self, trial: Trial, raw: RawClient | None, size: int, in_flight: int, advance: Callable[[float], None]
+    ) -> list[TierRow]:
+        count = self.count(size, in_flight)
+        rates: dict[Op, dict[str, list[float]]] = {"store": {}, "load": {}}
+        with ExitStack() as stack:
+            paths: dict[str, StorePath] = {}
+            if raw is not None:
+                paths[RAW] = ClientPath(raw, "the raw client", size, in_flight)
+            paths[TIER] = ClientPath(TierAsClient(trial.tier), "the tier", size, in_flight)
+            remote = kind_of(self.settings).is_remote
+            paths[SESSION] = SessionPath(trial.tier, size, in_flight, count, is_remote=remote)
+            for path in paths.values():
+                stack.callback(path.close)
+            for repeat in range(self.repeats + 1):
+                for name, path in _in_turn(paths, repeat):
+                    with _objects(path, count) as names:
+                        seconds: dict[Op, float] = {"store": path.store(names), "load": path.load(names)}
+                    if repeat:  # the first one warms up
+                        for op, took_s in seconds.items():
+                            rates[op].setdefault(name, []).append(count * size / took_s / 1e9)
+                advance(1)
+        return [
+            self._row(op, size, in_flight, name, gb_per_s=found[name], ratios=_ratios(found[name], found.get(RAW)))
+            for op, found in rates.items()
+            for name in found
+        ]
+
+    def _lookups(self, trial: Trial, raw: RawClient | None) -> list[TierRow]:
+        """Lookups: one name of the raw client, a round of the tier, all chunks of a prompt of the session."""
+        remote = kind_of(self.settings).is_remote
+        path = SessionPath(trial.tier, SMALL_BYTES, LOOKUPS_IN_FLIGHT, SESSION_NAMES, is_remote=remote)
+        found: dict[str, list[float]] = {}
+        try:
+            with _objects(path, SESSION_NAMES) as names:
+                path.store(names)
+                for repeat in range(self.repeats + 1):
+                    taken = {
+                        SESSION: path.lookup(names),
+                        TIER: _timed(lambda: trial.tier.contains(new_names(TIER_NAMES))),
+                    }
+                    if raw is not None:
+                        taken[RAW] = _timed(lambda: raw.has(new_names(1)[0]))
+                    if repeat:
+                        for name, took_s in taken.items():
+                            found.setdefault(name, []).append(took_s * 1e3)
+        finally:
+            path.close()
+        asked = {RAW: 1, TIER: TIER_NAMES, SESSION: SESSION_NAMES}
+        return [
+            self._row(
+                "lookup", SMALL_BYTES, asked[name], name, ms=found[name], ratios=_ratios(found.get(RAW), found[name])
+            )
+            for name in asked
+            if name in found
+        ]
+
+    def _row(
+        self,
+        op: Op,
+        size: int,
+        in_flight: int,
+        path: str,
+        *,
+        gb_per_s: list[float] | None = None,
+        ms: list[float] | None = None,
+        ratios: list[float] | None,
+    ) -> TierRow:
+        samples = gb_per_s or ms or []
+        return TierRow(
+            tier=self.settings.name,
+            kind=self.settings.kind,
+            op=op,
+            chunk_bytes=size,
+            in_flight=in_flight,
+            path=path,
+            gb_per_s=_median(gb_per_s),
+            ms=_median(ms),
+            ratio=_median(ratios),
+            samples=tuple(round(sample, 4) for sample in samples),
+        )
+
+
+def table(result: TierResult) -> Table:
+    """The rows for a terminal."""
+    rows = [
+        (
+            row.op,
+            "" if row.op == "lookup" else size_text(row.chunk_bytes),
+            f"{row.in_flight} names" if row.op == "lookup" else str(row.in_flight),
+            row.path,
+            f"{row.ms:.3f} ms" if row.ms is not None else f"{row.gb_per_s:.3f} GB/s",
+            "" if row.ratio is None else digits(row.ratio, 2),
+        )
+        for row in result.results
+    ]
+    first = result.results[0]
+    title = f"{first.tier} ({first.kind}), medians of {result.repeats}"
+    return Table(("op", "chunk", "in flight", "path", "speed", "of raw"), rows, title=title, numeric=4)
+
+
+def _raw_client(trial: Trial) -> RawClient | None:
+    kind = kind_of(trial.settings)
+    if kind.raw is None:
+        return None
+    settings = trial.settings
+    if kind.open_trial is not None:
+        place: dict[str, Any] = {kind.where: getattr(settings, kind.where).with_name("raw-client")}
+        settings = replace(settings, **place)
+    return kind.raw(settings, trial.context)
+
+
+@contextmanager
+def _objects(path: StorePath, count: int) -> Generator[list[ObjectName]]:
+    """Names of new objects, which are deleted at the end."""
+    names = new_names(count)
+    try:
+        yield names
+    except BaseException:
+        with suppress(Exception):
+            path.delete(names)
+        raise
+    path.delete(names)
+
+
+def _in_turn(paths: Mapping[str, StorePath], repeat: int) -> list[tuple[str, StorePath]]:
+    items = [*paths.items()]
+    return items if repeat % 2 else items[::-1]
+
+
+def _timed(act: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    act()
+    return time.perf_counter() - start_s
+
+
+def _ratios(mine: Sequence[float] | None, others: Sequence[float] | None) -> list[float] | None:
+    return [a / b for a, b in zip(mine, others, strict=True)] if mine and others else None
+
+
+def _median(values: Sequence[float] | None) -> float | None:
+    return None if values is None else round(statistics.median(values), 4)

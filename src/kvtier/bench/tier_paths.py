@@ -1,0 +1,324 @@
+"""Three ways to one store: its raw client, the tier, and a session with the tier below it."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+
+from kvtier.bench.io_workloads import (
+    BLOCKS,
+    CHUNK_TOKENS,
+    COMPARED_BYTES,
+    DEADLINE_S,
+    FINGERPRINT,
+    engine_blocks,
+    layout_of,
+    session_load,
+    session_store,
+)
+from kvtier.codec.frame import frame_bytes
+from kvtier.config.sections import Config
+from kvtier.core.cache import Cache
+from kvtier.core.limits import Limits, TierRules
+from kvtier.errors import KvError, TierError
+from kvtier.keys.object_names import object_names
+from kvtier.policy.registry import make_evictor
+from kvtier.runtime.arena import Arena, page_aligned
+from kvtier.runtime.executor import Completion, Work
+from kvtier.runtime.mover import Mover, Threads
+from kvtier.runtime.session import Session
+from kvtier.testing.host_copier import HostCopier
+from kvtier.tier.base import RawClient, Tier
+from kvtier.types import (
+    ChunkKey,
+    Link,
+    ObjectName,
+    Outcome,
+    Place,
+    Prefix,
+    Presence,
+    RequestId,
+    Transfer,
+)
+
+TIER_NAMES = 23
+"""Names of a tier's lookup: the core asks a remote tier for about so few in a round."""
+SESSION_NAMES = 512
+"""Chunks of a session's lookup, all of them in the tier."""
+SMALL_BYTES = 4096
+"""Payload of a chunk for lookups."""
+
+
+class StorePath(Protocol):
+    """One way to a store. Its methods raise when an operation fails, or loads other bytes than were stored."""
+
+    def store(self, names: Sequence[ObjectName]) -> float:
+        """Store one new object under each name; seconds."""
+        ...
+
+    def load(self, names: Sequence[ObjectName]) -> float:
+        """Load them; seconds."""
+        ...
+
+    def delete(self, names: Sequence[ObjectName]) -> None:
+        """Delete them."""
+        ...
+
+    def close(self) -> None:
+        """Release what the path holds; the store stays open."""
+        ...
+
+
+def new_names(count: int) -> list[ObjectName]:
+    """Random names."""
+    content = os.urandom(32 * count)
+    return [ObjectName(content[at : at + 32]) for at in range(0, len(content), 32)]
+
+
+class TierAsClient:
+    """The methods of a tier as a `RawClient`."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+
+    def put(self, name: ObjectName, frame: memoryview) -> None:
+        """See `RawClient`."""
+        if not self._tier.write(name, frame):
+            raise TierError(self._tier.name, "an object was not admitted: the store has too little room")
+
+    def get(self, name: ObjectName, into: memoryview) -> None:
+        """See `RawClient`."""
+        if self._tier.read(name, into) != into.nbytes:
+            raise TierError(self._tier.name, "an object that was stored is not there")
+
+    def has(self, name: ObjectName) -> bool:
+        """See `RawClient`."""
+        return self._tier.contains([name])[0]
+
+    def delete(self, name: ObjectName) -> None:
+        """See `RawClient`."""
+        self._tier.delete(name)
+
+    def close(self) -> None:
+        """See `RawClient`."""
+
+
+class ClientPath:
+    """Whole buffers through a client, each in flight in a thread of its own.
+
+    Args:
+        client: of the store.
+        subject: what fails, for messages.
+        size: bytes of an object.
+        in_flight: threads.
+    """
+
+    def __init__(self, client: RawClient, subject: str, size: int, in_flight: int) -> None:
+        self._client, self._subject = client, subject
+        self._threads = ThreadPoolExecutor(in_flight, thread_name_prefix="kvtier-bench")
+        self._buffers = [page_aligned(size).data for _ in range(in_flight)]
+        for number, buffer in enumerate(self._buffers):
+            np.frombuffer(buffer, np.uint8)[:] = np.random.default_rng(number).integers(0, 256, size, np.uint8)
+        self._tail = bytes(self._buffers[0][-COMPARED_BYTES:])
+        for buffer in self._buffers:
+            buffer[-COMPARED_BYTES:] = self._tail
+
+    def store(self, names: Sequence[ObjectName]) -> float:
+        """See `StorePath`."""
+        return self._each(self._client.put, names)[0]
+
+    def load(self, names: Sequence[ObjectName]) -> float:
+        """See `StorePath`."""
+        for buffer in self._buffers:
+            buffer[-COMPARED_BYTES:] = bytes(len(self._tail))
+        seconds, used = self._each(self._client.get, names)
+        is_wrong = any(bytes(buffer[-COMPARED_BYTES:]) != self._tail for buffer in used)
+        for buffer in self._buffers:
+            buffer[-COMPARED_BYTES:] = self._tail
+        if is_wrong:
+            raise KvError(f"{self._subject} loaded other bytes than it stored")
+        return seconds
+
+    def delete(self, names: Sequence[ObjectName]) -> None:
+        """See `StorePath`."""
+        list(self._threads.map(self._client.delete, names))
+
+    def close(self) -> None:
+        """See `StorePath`."""
+        self._threads.shutdown()
+
+    def _each(
+        self, act: Callable[[ObjectName, memoryview], None], names: Sequence[ObjectName]
+    ) -> tuple[float, list[memoryview]]:
+        """Seconds to `act` on all names, with one thread for each buffer, and the buffers that were used."""
+        remaining = iter(names)
+        every = threading.Barrier(len(self._buffers))
+        starts_s: list[float] = []
+
+        def work(buffer: memoryview) -> bool:
+            every.wait(DEADLINE_S)
+            starts_s.append(time.perf_counter())
+            is_used = False
+            for name in remaining:  # one bytecode takes a name: no lock is needed
+                act(name, buffer)
+                is_used = True
+            return is_used
+
+        running = [self._threads.submit(work, buffer) for buffer in self._buffers]
+        are_used = [each.result(DEADLINE_S) for each in running]
+        seconds = time.perf_counter() - min(starts_s)
+        return seconds, [buffer for buffer, is_used in zip(self._buffers, are_used, strict=True) if is_used]
+
+
+class SessionPath:
+    """Chunks of an engine in host memory, through a session. A store ends when the tier has all of them.
+
+    Each store, load and lookup has a new session, whose host memory is empty.
+
+    Args:
+        tier: the tier.
+        is_remote: see `TierRules`.
+        size: payload bytes of a chunk.
+        in_flight: promotions and demotions in flight, and threads for each.
+        count: most chunks of a store or load.
+    """
+
+    def __init__(self, tier: Tier, size: int, in_flight: int, count: int, *, is_remote: bool) -> None:
+        self._tier, self._in_flight = tier, in_flight
+        self._rules = TierRules(
+            name=tier.name,
+            is_remote=is_remote,
+            promotes=in_flight,
+            demotes=in_flight,
+            probe_deadline_s=DEADLINE_S,
+            transfer_deadline_s=DEADLINE_S,
+        )
+        self.layout = layout_of(size)
+        self._kinds = min(in_flight, count)
+        """Different chunks in the engine's memory; chunk n of a prompt is the one at n modulo this number."""
+        self._blocks = engine_blocks(size, self._kinds)
+        # The core gives transfers of all tiers a quarter of the slots.
+        self._slots = max(4 * in_flight, count) + 4
+        self._arena = Arena(self.layout, (self._slots,), populate=True)
+
+    def store(self, names: Sequence[ObjectName]) -> float:
+        """See `StorePath`."""
+        written = _Written(len(names))
+        with self._session(written) as session:
+            start_s = time.perf_counter()
+            session_store(session, _prefix(names), self._places(len(names)))
+            written.ended()
+            return time.perf_counter() - start_s
+
+    def load(self, names: Sequence[ObjectName]) -> float:
+        """See `StorePath`."""
+        expected = [blocks[:, -1].copy() for blocks in self._blocks]
+        for blocks in self._blocks:
+            blocks[:, -1] = 0
+        with self._session() as session:
+            self._look_up(session, names)
+            start_s = time.perf_counter()
+            session_load(session, _prefix(names), self._places(len(names)))
+            seconds = time.perf_counter() - start_s
+        if any(
+            not np.array_equal(blocks[:, -1], wanted) for blocks, wanted in zip(self._blocks, expected, strict=True)
+        ):
+            raise KvError("the session loaded other bytes than it stored")
+        return seconds
+
+    def lookup(self, names: Sequence[ObjectName]) -> float:
+        """Seconds of a lookup of stored objects."""
+        with self._session() as session:
+            return self._look_up(session, names)
+
+    def _look_up(self, session: Session, names: Sequence[ObjectName]) -> float:
+        start_s = time.perf_counter()
+        found = session.lookup(RequestId("load"), _prefix(names), wait_s=DEADLINE_S)
+        seconds = time.perf_counter() - start_s
+        if found.presence is Presence.PROBING or found.tokens != len(names) * CHUNK_TOKENS:
+            raise KvError(f"the benchmark's lookup found {found.tokens // CHUNK_TOKENS} of {len(names)} chunks")
+        return seconds
+
+    def delete(self, names: Sequence[ObjectName]) -> None:
+        """See `StorePath`."""
+        with ThreadPoolExecutor(self._in_flight) as threads:
+            list(threads.map(self._tier.delete, self._object_names(names)))
+
+    def close(self) -> None:
+        """See `StorePath`."""
+        self._arena.close()
+
+    def _object_names(self, names: Sequence[ObjectName]) -> list[ObjectName]:
+        return object_names(map(ChunkKey, names), 0, self.layout.part(0), self.layout.digest(0))
+
+    def _places(self, count: int) -> list[Place]:
+        return [
+            Place(0, n, tuple(range(n % self._kinds * BLOCKS, (n % self._kinds + 1) * BLOCKS))) for n in range(count)
+        ]
+
+    @contextmanager
+    def _session(self, observer: "_Written | None" = None) -> Generator[Session]:
+        threads = Threads(read=self._in_flight, write=self._in_flight)
+        mover = Mover(
+            layout=self.layout,
+            fingerprint=FINGERPRINT,
+            arena=self._arena,
+            copier=HostCopier(self.layout, [self._blocks]),
+            tiers={self._tier.name: self._tier},
+            tier_threads={self._tier.name: threads},
+        )
+        cache = Cache(
+            layout=self.layout,
+            slots=(self._slots,),
+            tiers=[self._rules],
+            evictor=lambda: make_evictor(Config().host.evictor),
+            limits=Limits(load_deadline_s=DEADLINE_S, store_deadline_s=DEADLINE_S),
+        )
+        session = Session(cache, mover, observer=observer)
+        try:
+            yield session
+        finally:
+            session.close(10.0)
+
+
+class _Written:
+    """Observes the demotions of a store."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._problem = ""
+        self._done = threading.Event()
+
+    def submitted(self, command: Work) -> None:
+        """See `Observer`."""
+
+    def completed(self, completion: Completion) -> None:
+        """See `Observer`."""
+        command = completion.command
+        if not isinstance(command, Transfer) or command.link is not Link.DEMOTE:
+            return
+        self._left -= 1
+        if completion.outcome is not Outcome.DONE:
+            self._problem = completion.detail or completion.outcome.name
+        if not self._left or self._problem:
+            self._done.set()
+
+    def ended(self) -> None:
+        if not self._done.wait(DEADLINE_S):
+            raise KvError(f"{self._left} of the benchmark's chunks were not written within {DEADLINE_S:g} s")
+        if self._problem:
+            raise KvError(f"a session's write failed: {self._problem}")
+
+
+def frame_bytes_of(size: int) -> int:
+    """Bytes of the frame of a chunk with a payload of `size` bytes."""
+    return frame_bytes(layout_of(size).groups[0])
+
+
+def _prefix(names: Sequence[ObjectName]) -> Prefix:
+    return Prefix(tuple(map(ChunkKey, names)), CHUNK_TOKENS)

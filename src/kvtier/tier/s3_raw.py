@@ -1,0 +1,76 @@
+"""The S3 client library alone: what `kvtier bench tier` compares the S3 tier with."""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import obstore
+from obstore.store import S3Store
+
+from kvtier.errors import TierError
+from kvtier.tier.s3 import MARKER_NAME, PART_BYTES
+from kvtier.tier.s3_errors import hint, refusal_of
+from kvtier.types import ObjectName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from obstore import ObjectMeta  # exists for type checkers only
+
+
+class RawBucket:
+    """A `RawClient`. Of the client's ways to store and load these were the fastest in `bench/s3.py --ways`.
+
+    Args:
+        store: the client.
+        prefix: of the objects' keys.
+    """
+
+    def __init__(self, store: S3Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def put(self, name: ObjectName, frame: memoryview) -> None:
+        """See `RawClient`."""
+        obstore.put(self._store, self._key(name), frame, use_multipart=False, mode="create")
+
+    def get(self, name: ObjectName, into: memoryview) -> None:
+        """See `RawClient`."""
+        found, target, count = obstore.get(self._store, self._key(name)), np.frombuffer(into, np.uint8), 0
+        for part in found.stream(PART_BYTES):
+            np.copyto(target[count : count + len(part)], np.frombuffer(part, np.uint8))
+            count += len(part)
+        if count != into.nbytes:
+            raise OSError(None, f"{count} of {into.nbytes} bytes came")
+
+    def has(self, name: ObjectName) -> bool:
+        """See `RawClient`."""
+        try:
+            obstore.head(self._store, self._key(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def delete(self, name: ObjectName) -> None:
+        """See `RawClient`."""
+        obstore.delete(self._store, self._key(name))
+
+    def close(self) -> None:
+        """See `RawClient`."""
+
+    def _key(self, name: ObjectName) -> str:
+        return f"{self._prefix}raw/{name.hex()}"
+
+
+def discard(tier: str, store: S3Store, prefix: str) -> None:
+    """Delete the marker below `prefix`, which ends with a key id, and every object there.
+
+    Raises:
+        TierError: the server refuses.
+    """
+    try:
+        pages = cast("Any", obstore).list(store, prefix, chunk_size=1000)
+        for page in cast("list[Sequence[ObjectMeta]]", pages):
+            obstore.delete(store, [row["path"] for row in page])
+        obstore.delete(store, prefix + MARKER_NAME)
+    except Exception as error:  # noqa: BLE001 - of the client; its text may have the request
+        refusal = refusal_of(error)
+        raise TierError(tier, f"cannot remove what was measured: {refusal.cause}: {hint(refusal)}") from None

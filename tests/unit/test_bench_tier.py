@@ -1,0 +1,86 @@
+"""`kvtier bench tier` keeps its JSON contract, checks the bytes it times and leaves nothing. No figure is tested."""
+
+import json
+from itertools import product
+
+import pytest
+
+from kvtier.bench.tier import TierBench
+from kvtier.cli.main import run
+from kvtier.config import tier_list
+from kvtier.errors import KvError
+from kvtier.tier.directory import DirectoryTier
+from kvtier.tier.raw_files import RawFiles
+
+FEW = ["--size", "64KiB", "--in-flight", "1", "--in-flight", "3", "--repeats", "2", "--sample", "256KiB"]
+ROW = {"tier", "kind", "op", "chunk_bytes", "in_flight", "path", "gb_per_s", "ms", "ratio", "samples"}
+
+
+def bench(tmp_path, kind="directory", **given) -> TierBench:
+    few = {"sizes": (65536,), "in_flight": (1,), "repeats": 1, "sample_bytes": 1 << 17}
+    return TierBench(settings=tier_list.parse(f"{kind}:{tmp_path / 'kv'}"), **few | given)
+
+
+@pytest.mark.parametrize("kind", ["directory", "disk", "shared_directory"])
+def test_a_row_for_each_path_op_size_and_number_in_flight(tmp_path, capsys, kind):
+    record = tmp_path / "record.json"
+    assert run(["bench", "tier", f"top={kind}:{tmp_path / 'kv'}", *FEW, "--record", str(record), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert all(set(row) == ROW and row["tier"] == "top" and row["kind"] == kind for row in rows)
+    speeds = [row for row in rows if row["op"] != "lookup"]
+    assert [(row["op"], row["in_flight"], row["path"]) for row in speeds] == [
+        (op, in_flight, path)
+        for in_flight, op, path in product((1, 3), ("store", "load"), ("raw", "tier", "session"))
+    ]  # fmt: skip
+    assert all(row["gb_per_s"] > 0 and row["ms"] is None and len(row["samples"]) == 2 for row in speeds)
+    lookups = [row for row in rows if row["op"] == "lookup"]
+    assert {row["path"]: row["in_flight"] for row in lookups} == {"raw": 1, "tier": 23, "session": 512}
+    assert all(row["ms"] >= 0 and row["gb_per_s"] is None for row in lookups)
+    assert all(row["ratio"] == 1 for row in rows if row["path"] == "raw" and row["op"] != "lookup")
+    assert json.loads(record.read_text())["benchmark"] == "tier"
+    assert list(tmp_path.iterdir()) == [record], "the store of the settings was not made, and nothing is left"
+
+
+def test_a_tier_that_gives_other_bytes_fails_the_run(tmp_path, monkeypatch):
+    real = DirectoryTier.read
+
+    def read(self, name, into, offset=0):
+        count = real(self, name, into, offset)
+        into[-1] ^= 1
+        return count
+
+    monkeypatch.setattr(DirectoryTier, "read", read)
+    with pytest.raises(KvError, match=r"the tier loaded other bytes than it stored|restored 0 of"):
+        bench(tmp_path).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_raw_client_that_fails_is_one_clear_error(tmp_path, monkeypatch, capsys):
+    def put(self, name, frame):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RawFiles, "put", put)
+    assert run(["bench", "tier", f"directory:{tmp_path / 'kv'}", *FEW]) == 2
+    assert capsys.readouterr().err == "kvtier: the raw client of tier 'directory' failed: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("nonsense", "not of the form [NAME=]KIND:WHERE?key=value"),
+        ("drawer:/x", "unknown kind"),
+        ("directory:", "tiers.directory.path (from flag KIND:WHERE): missing"),
+        ("directory:/x?size=3", "tiers.directory.size (from flag KIND:WHERE): unknown setting"),
+    ],
+)
+def test_a_wrong_url_is_one_clear_error(capsys, url, why):
+    assert run(["bench", "tier", url]) == 2
+    err = capsys.readouterr().err
+    assert why in err
+    assert err.count("\n") == 1
+
+
+def test_a_size_that_is_not_allowed_is_named(capsys, tmp_path):
+    assert run(["bench", "tier", f"disk:{tmp_path}", "--size", "1000"]) == 2
+    assert "--size 1000: allowed: multiples of 4 KiB up to 1 GiB" in capsys.readouterr().err
