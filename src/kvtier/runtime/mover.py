@@ -54,6 +54,11 @@ logger = logging.getLogger(__name__)
 _UNLOGGED = (NOT_ADMITTED, NOT_OPEN, FULL)
 """Endings of failure details that are expected, and logged elsewhere if at all."""
 
+SHORT_S = 200e-6
+READY_MOST = 8
+"""So many completions of jobs shorter than `SHORT_S` are announced together while further jobs wait. The core decides
+for all of them at the cost of one. If the next job hangs, the session's thread finds them with its next tick."""
+
 TOO_LATE = "too late to begin"
 CANCELLED = "cancelled"
 CLOSED = "the mover is closed"
@@ -169,6 +174,8 @@ class Mover:
         self._inbox = CompletionInbox()
         self._put: Callable[[Completion], None] = self._inbox.put
         self._ready: Callable[[], None] = lambda: None
+        self._unready = 0
+        """About how many completions were put since the last `_ready`."""
         self.on_note: Callable[[Note], None] = lambda _note: None
         self._on_leaving: Callable[[], None] = lambda: None
         self._closed = threading.Event()
@@ -406,7 +413,15 @@ class Mover:
         for job, completion in zip(jobs, completions, strict=True):
             self._put(completion)
             job.is_answered = True
-        self._ready()
+        first = jobs[0].command
+        self._unready += len(jobs)
+        has_more = False
+        if seconds < SHORT_S and self._unready < READY_MOST and isinstance(first, Transfer):
+            queue = self._routes[first.link, first.tier].queue
+            has_more = bool(queue.jobs or queue.urgent_jobs)
+        if not has_more:
+            self._unready = 0
+            self._ready()
         for command, result in faults:
             self._faults.report(_kind(command, result.outcome), result.detail)
         if (sampler := self._samplers.get(jobs[0].command.tier)) and ended_s >= sampler.next_s:
