@@ -53,6 +53,9 @@ def test_the_json_contract(tmp_path, capsys):
             assert {"op", "bytes", "depth", "gb_per_s", "latency_us_p50", "latency_us_p99"} <= set(it)
             assert it["gb_per_s"] > 0
             assert 0 < it["latency_us_p50"] <= it["latency_us_p99"]
+    trips = {link["name"]: link["round_trip_us"] for link in told["links"]}
+    assert trips["disk"] > 0 < trips["directory"]
+    assert trips["host"] is None
     for name in ("directory", "disk"):
         seen = {(it["op"], it["bytes"], it["depth"]) for it in found[name]}
         assert seen == {(op, 65536, depth) for op in ("write", "read") for depth in (1, 2)}
@@ -130,6 +133,9 @@ class Counting:
             self.written += frame.nbytes
             self.kept[bytes(name)] = bytes(frame)
         return True
+
+    def contains(self, names):
+        return [bytes(name) in self.kept for name in names]
 
     def read(self, name, into):
         into[:] = self.kept[bytes(name)]

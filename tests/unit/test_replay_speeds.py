@@ -66,6 +66,35 @@ def test_tiers_are_read_from_text():
             parse_tier(text)
 
 
+def test_a_kind_or_a_word_decides_whether_a_tier_is_remote_and_shared():
+    flags = {
+        "disk=1TiB": (False, False),
+        "pool=1TiB": (False, False),
+        "s3=1TiB": (True, True),
+        "shared_directory=1TiB": (True, True),
+        "pool=1TiB,kind=s3": (True, True),
+        "s3=1TiB,kind=disk": (False, False),
+        "s3=1TiB,local": (False, True),
+        "s3=1TiB,own": (True, False),
+        "pool=1TiB,remote": (True, False),
+        "disk=1TiB,shared": (False, True),
+    }
+    found = {text: parse_tier(text) for text in flags}
+    assert {text: (spec.is_remote, spec.is_shared) for text, spec in found.items()} == flags
+    with pytest.raises(ConfigError, match=r"tier kind 'drawer' \(from --tier 'pool=1TiB,kind=drawer'\): unknown kind"):
+        parse_tier("pool=1TiB,kind=drawer")
+
+
+def test_the_latency_of_a_remote_tier_is_the_probes_round_trip(tmp_path):
+    path = tmp_path / "probe.json"
+    read = {"op": "read", "bytes": 1 << 20, "depth": 1, "gb_per_s": 1.0, "latency_us_p50": 3000}
+    links = [{"name": name, "measures": [read], "round_trip_us": 800.0} for name in ("s3", "drawer")]
+    path.write_text(json.dumps({"links": links}))
+    probe = ProbedSpeeds(path)
+    assert parse_tier("s3=1TiB", probe=probe).latency_s == 8e-4
+    assert parse_tier("drawer=1TiB", probe=probe).latency_s == pytest.approx(3e-3 - (1 << 20) / 1e9)
+
+
 def test_precedence_of_option_part_probe_and_default(record):
     probe = ProbedSpeeds(record)
     drive = parse_tier("disk=2xpm1753,latency=2ms", probe=probe)

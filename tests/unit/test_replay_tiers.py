@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvtier.cli.main import run
+from kvtier.replay.node import ReplayNode
 from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import TierSpec
 from kvtier.replay.router import ROUTERS
@@ -131,6 +132,29 @@ def test_a_shared_tier_serves_chunks_of_other_nodes():
     assert sum(hits(shared).values()) == sum(hits(sticky).values())
     assert shared.tiers[1].hit_tokens > 0
     assert sticky.tiers[1].hit_tokens == 0
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_remote_tier_is_asked_for_few_names_in_at_most_three_rounds(monkeypatch, is_remote):
+    asked = []
+    real = ReplayNode._probed
+
+    def probed(self, probe, tier):
+        asked.append((self._events.now_s, len(probe.objects)))
+        real(self, probe, tier)
+
+    monkeypatch.setattr(ReplayNode, "_probed", probed)
+    prompt = list(range(200))
+    rows = [(0.0, prompt, None), (1000.0, list(range(1000, 1300)), None), (2000.0, [*prompt, 900], None)]
+    outcome = replayed(rows, tier("host", 300), tier("far", 1000, 1e12, is_remote=is_remote))
+    assert hits(outcome)["far"] == 200
+    rounds = [count for time_s, count in asked if time_s >= 2000]
+    if is_remote:
+        assert rounds[0] == 1
+        assert len(rounds) <= 3
+        assert sum(rounds) < 60
+    else:
+        assert rounds == [201]
 
 
 @pytest.mark.parametrize("router", ROUTERS)

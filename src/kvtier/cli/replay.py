@@ -115,7 +115,8 @@ def tier_options(command: Callable[..., object]) -> Callable[..., object]:
                 "tiers",
                 multiple=True,
                 metavar="NAME=SIZE",
-                help="A tier, host memory first: host=64GiB, disk=4TiB,read=12GB/s, disk=4xpm1753. Repeatable.",
+                help="A tier, host memory first: host=64GiB, disk=4TiB,read=12GB/s, disk=4xpm1753, s3=40TiB. "
+                "Repeatable; a name that is a kind, or kind=KIND, decides whether lookups are remote.",
             ),
             click.option(
                 "--model",

@@ -11,6 +11,9 @@ from kvtier.errors import ConfigError
 FILE_BYTES_MAX = 8 << 20
 _ALLOWED = "a file that `kvtier probe --record` or `kvtier probe --json` wrote"
 
+ROUND_TRIP = "contains"
+"""The operation of a `Speed` that moves no bytes."""
+
 
 class Speed(NamedTuple):
     """One measurement of a link."""
@@ -49,7 +52,7 @@ def read_links(path: Path, origin: str) -> Links:
     try:
         record: Any = json.loads(content)
         record = record.get("results", record)
-        return {str(link["name"]): tuple(_speed(it) for it in link["measures"]) for link in record["links"]}
+        return {str(link["name"]): (*map(_speed, link["measures"]), *_round_trip(link)) for link in record["links"]}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{origin} = {path}: not a probe record ({error!r}); allowed: {_ALLOWED}") from error
 
@@ -57,6 +60,20 @@ def read_links(path: Path, origin: str) -> Links:
 def fastest(links: Links, name: str, op: str) -> float | None:
     """Highest bandwidth of `op` on the link `name` in bytes a second; None without a measurement."""
     return max((it.bytes_per_s for it in links.get(name, ()) if it.op == op), default=None)
+
+
+def round_trip(links: Links, name: str) -> float | None:
+    """Seconds that one answer about a name takes in the tier `name`; None without a measurement."""
+    return next((it.first_s for it in links.get(name, ()) if it.op == ROUND_TRIP), None)
+
+
+def _round_trip(link: Mapping[str, Any]) -> list[Speed]:
+    found = link.get("round_trip_us")
+    if found is None:
+        return []
+    if not 0 <= float(found) < math.inf:
+        raise ValueError(f"round_trip_us = {found}")
+    return [Speed(ROUND_TRIP, 0, 1, 0.0, float(found) / 1e6)]
 
 
 def _speed(measure: object) -> Speed:

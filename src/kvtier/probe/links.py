@@ -64,6 +64,8 @@ class LinkMeasures:
 
     name: str
     measures: tuple[Measure, ...]
+    round_trip_us: float | None = None
+    """Median time to ask a tier for one absent name; None for other links."""
 
     def best(self, op: str) -> Measure | None:
         """The fastest measure of `op`; None if there is none."""

@@ -93,7 +93,10 @@ def table(result: ProbeResult) -> Table:
 
 
 def place_lines(result: ProbeResult) -> Iterator[str]:
-    """One line per tier."""
+    """Lines about the tiers: their round trips and their places."""
+    for link in result.links:
+        if link.round_trip_us is not None:
+            yield f"{link.name}: an absent name takes {time_text(link.round_trip_us / 1e6)}"
     for place in result.places:
         yield f"{place.tier}: {place_text(place)}"
 

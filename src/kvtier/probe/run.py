@@ -118,7 +118,7 @@ class ProbeRun:
         others = (len(MEMORY_SIZES) + 1) * len(self._copy_depths) + CODEC_MEASURES * len(registry.names())
         if self._facts.has_gpu:
             others += 4 * len(MEMORY_SIZES)
-        points = 2 * fitting + others
+        points = 2 * fitting + len(self.targets) + others
         return Bounds(
             points=points,
             seconds=points * self._effort.seconds,

@@ -33,6 +33,8 @@ ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 MEASURES_HELD = 3
 """The store has capacity for the objects of this many measures, so that written objects can be read."""
 STAMP_BYTES = 16
+ASKED_MAX = 200
+"""Names that a tier is asked for: some servers charge for each."""
 SEGMENT_BYTES = 64 << 20
 SPARE_SEGMENTS = 3
 FREE_SHARE = 4
@@ -210,7 +212,7 @@ def open_trial(target: ProbeTarget, place: Path, held_bytes: int, largest: int) 
 
 
 def tier_measures(target: ProbeTarget, place: Path, points: TierPoints, tick: Tick) -> tuple[LinkMeasures, bool]:
-    """Write new objects and read objects in random order, by size and depth.
+    """Write new objects and read objects in random order, by size and depth; ask for absent names one by one.
 
     Args:
         target: the tier.
@@ -239,7 +241,16 @@ def tier_measures(target: ProbeTarget, place: Path, points: TierPoints, tick: Ti
                 found.append(taken)
             if target.kind.open_trial is None:
                 objects.delete()
-        return LinkMeasures(target.name, tuple(found)), bool(tier.figures().direct_io)
+        tick(f"{target.name} round trip")
+        asked = measure(
+            lambda _worker, _number: len(tier.contains([ObjectName(os.urandom(32))])),
+            op="contains",
+            size=1,
+            depth=1,
+            limits=MeasureLimits(points.seconds, ASKED_MAX),
+        )
+        link = LinkMeasures(target.name, tuple(found), None if asked is None else asked.latency_us_p50)
+        return link, bool(tier.figures().direct_io)
 
 
 class _Objects:

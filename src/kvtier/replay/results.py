@@ -34,6 +34,8 @@ class TierSpec:
     latency_s: float
     is_shared: bool = False
     """One tier for all nodes, not one for each."""
+    is_remote: bool = False
+    """A lookup asks for few names at a time, and each round takes `latency_s`."""
     drive_bytes: int | None = None
     """Capacity of the drives, of which KV uses `capacity_bytes`; None: all of it."""
     rated_writes_per_day: float | None = None

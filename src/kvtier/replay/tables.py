@@ -132,6 +132,8 @@ def inputs(setup: "TieredSetup") -> list[dict[str, str]]:
             ("latency_s", "latency", f"{tier.latency_s * 1e6:,.0f} us"),
         )
         rows += [(f"{tier.name}, {what}", value, tier.sources.get(field, "given")) for field, what, value in figures]
+        if tier.is_remote:
+            rows.append((f"{tier.name}, lookups", "remote: in rounds, each takes the latency", "--tier"))
     return [{"what": what, "value": value, "source": source} for what, value, source in rows]
 
 

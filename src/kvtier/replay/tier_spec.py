@@ -6,10 +6,10 @@ A figure comes from the option itself, else a part of the hardware catalogue, a 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier import size
-from kvtier.config.probe_record import fastest, read_links
+from kvtier.config.probe_record import fastest, read_links, round_trip
 from kvtier.config.schema import near
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import HardwareItem, catalogue, split_count
@@ -18,10 +18,11 @@ from kvtier.plan.model_cost import model_cost
 from kvtier.replay.prefill_speed import PrefillSpeed
 from kvtier.replay.results import HOST, TierSpec
 from kvtier.size.check import parse_figure
+from kvtier.tier import registry
 
 _TIME = re.compile(r"([0-9]{0,12}\.?[0-9]{1,12}) ?(us|ms|s)", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared or disk=4xpm1753"
+_EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us, disk=4xpm1753, s3=40TiB or pool=40TiB,shared,remote"
 _FLOPS_SHARE = GpuInputs().flops_share
 _SHARES = {"gpu": SoftwareInputs().link_share, "memory": HostInputs().share}
 """Usable share of a data sheet's bandwidth by kind of part, as in `kvtier plan`."""
@@ -39,6 +40,13 @@ _PROBED: Mapping[str, tuple[tuple[str, str, str], ...]] = {
 }
 """Tier to links of a probe, the best first: link, operation to read, operation to write. The link of any other tier has
 its name."""
+_FLAGS: dict[str, dict[str, Any]] = {
+    "shared": {"is_shared": True},
+    "own": {"is_shared": False},
+    "remote": {"is_remote": True},
+    "local": {"is_remote": False},
+}
+"""Words that decide against the kind."""
 
 
 class TierSpeed(NamedTuple):
@@ -114,14 +122,16 @@ class ProbedSpeeds:
         self._path = path
         self._links = read_links(path, "--probe")
 
-    def speed(self, tier: str) -> TierSpeed:
-        """Speed of a tier; unknown if its link was not measured."""
+    def speed(self, tier: str, *, is_remote: bool = False) -> TierSpeed:
+        """Speed of a tier; unknown if its link was not measured. The latency of a remote one is that of an answer."""
         for link, read, write in _PROBED.get(tier, ((tier, "read", "write"),)):
             read_bytes_per_s = fastest(self._links, link, read)
             if read_bytes_per_s is not None:
                 # Time of the smallest single operation beyond its bytes at full speed.
                 least = min((it for it in self._links[link] if it.op == read), key=lambda it: (it.depth, it.size_bytes))
                 latency_s = max(0.0, least.first_s - least.size_bytes / read_bytes_per_s)
+                if is_remote:
+                    latency_s = round_trip(self._links, link) or latency_s
                 source = f"probe {self._path}: {link}, best of its sizes and depths"
                 return TierSpeed(read_bytes_per_s, fastest(self._links, link, write), latency_s, source)
         return UNKNOWN
@@ -129,6 +139,9 @@ class ProbedSpeeds:
 
 def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | None = None) -> TierSpec:
     """A tier of ``disk=4TiB``, ``disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared`` or ``disk=4xpm1753``.
+
+    A tier that is named like a kind, or has ``kind=KIND``, is remote if the kind is, and then shared by all nodes. The
+    words ``remote``, ``local``, ``shared`` and ``own`` decide otherwise.
 
     Args:
         text: the tier.
@@ -143,7 +156,9 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
     name, _, capacity = head.partition("=")
     if not name or not capacity:
         raise ConfigError(f"{option}; allowed: such as {_EXAMPLE}")
-    given, parts, drive_bytes, is_shared = _parse_words(option, words)
+    given, parts, drive_bytes, kind, is_remote, is_shared = _parse_words(option, words)
+    is_kind_remote = _is_remote(option, name, kind)
+    is_remote = is_kind_remote if is_remote is None else is_remote
     capacity_source = "--tier"
     if re.fullmatch(r"[0-9.,_]+ ?[a-z]*", capacity, re.IGNORECASE | re.ASCII) and not re.match(r"[0-9]+ ?x", capacity):
         capacity_bytes = round(_bytes(option, capacity))
@@ -153,11 +168,11 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
     known = [
         given,
         parts.speed if parts else UNKNOWN,
-        probe.speed(name) if probe else UNKNOWN,
+        probe.speed(name, is_remote=is_remote) if probe else UNKNOWN,
         gpu.speed if gpu and name == HOST else UNKNOWN,
         DEFAULTS.get(name, OTHERS),
     ]
-    speeds: dict[str, float] = {}
+    speeds: dict[str, Any] = {}
     sources = {"capacity_bytes": capacity_source}
     for field in ("read_bytes_per_s", "write_bytes_per_s", "latency_s"):
         best = next(it for it in known if getattr(it, field) is not None)
@@ -165,7 +180,8 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
     return TierSpec(
         name=name,
         capacity_bytes=capacity_bytes,
-        is_shared=is_shared,
+        is_shared=is_kind_remote if is_shared is None else is_shared,
+        is_remote=is_remote,
         drive_bytes=drive_bytes or (parts.capacity_bytes if parts else None),
         rated_writes_per_day=parts.item.values.get("drive_writes_per_day") if parts else None,
         sources=sources,
@@ -173,8 +189,28 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
     )
 
 
-def _parse_words(option: str, words: Sequence[str]) -> tuple[TierSpeed, Parts | None, int | None, bool]:
-    speed, parts, drive_bytes, is_shared = UNKNOWN._replace(source="--tier"), None, None, False
+def _is_remote(option: str, name: str, kind: str) -> bool:
+    """Whether the kind is remote. A name that is no kind says nothing."""
+    if kind or name in registry.names():
+        return registry.by_name(kind or name, option).is_remote
+    return False
+
+
+class _Words(NamedTuple):
+    """What follows the capacity."""
+
+    speed: TierSpeed = UNKNOWN._replace(source="--tier")
+    parts: Parts | None = None
+    drive_bytes: int | None = None
+    kind: str = ""
+    is_remote: bool | None = None
+    """None: not given."""
+    is_shared: bool | None = None
+
+
+def _parse_words(option: str, words: Sequence[str]) -> _Words:
+    found = _Words()
+    speed = found.speed
     for word in words:
         key, _, value = word.partition("=")
         if key == "read":
@@ -182,20 +218,22 @@ def _parse_words(option: str, words: Sequence[str]) -> tuple[TierSpeed, Parts | 
         elif key == "write":
             speed = speed._replace(write_bytes_per_s=_bytes(option, value.removesuffix("/s")))
         elif key == "latency":
-            found = _TIME.fullmatch(value.strip())
-            if found is None:
+            time = _TIME.fullmatch(value.strip())
+            if time is None:
                 raise ConfigError(f"{option}: latency {value!r}; allowed: such as 100us, 2ms or 1s")
-            speed = speed._replace(latency_s=float(found[1]) * _TIME_UNITS[found[2]])
+            speed = speed._replace(latency_s=float(time[1]) * _TIME_UNITS[time[2]])
         elif key == "part":
-            parts = find_parts(value, option)
+            found = found._replace(parts=find_parts(value, option))
         elif key == "drives":
-            drive_bytes = round(_bytes(option, value))
-        elif word == "shared":
-            is_shared = True
+            found = found._replace(drive_bytes=round(_bytes(option, value)))
+        elif key == "kind":
+            found = found._replace(kind=value)
+        elif word in _FLAGS:
+            found = found._replace(**_FLAGS[word])
         else:
-            allowed = "read=, write=, latency=, part=, drives=, shared"
+            allowed = "read=, write=, latency=, part=, drives=, kind=, shared, own, remote, local"
             raise ConfigError(f"{option}: {word!r} is unknown; allowed: {allowed}")
-    return speed, parts, drive_bytes, is_shared
+    return found._replace(speed=speed)
 
 
 def _bytes(option: str, text: str) -> float:

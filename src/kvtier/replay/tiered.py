@@ -66,8 +66,8 @@ class TieredSetup:
         names = [it.name for it in self.tiers]
         if len(set(names)) < len(names):
             raise ConfigError(f"--tier names {names} twice; allowed: each tier once")
-        if self.tiers[0].is_shared:
-            raise ConfigError("--tier host cannot be shared; every node has its own")
+        if self.tiers[0].is_shared or self.tiers[0].is_remote:
+            raise ConfigError("--tier host cannot be shared or remote; every node has its own")
         for name, value in (("nodes", self.nodes), ("servers", self.servers or 1)):
             if value < 1:
                 raise ConfigError(f"--{name} {value}; allowed: at least 1")
@@ -257,7 +257,10 @@ class _TieredReplay:
         cache = Cache(
             layout=self._layout,
             slots=(slots,),
-            tiers=[TierRules(name=it.name, small_bytes=SMALL_BYTES_IN_FLIGHT) for it in setup.tiers[1:]],
+            tiers=[
+                TierRules(name=it.name, is_remote=it.is_remote, small_bytes=SMALL_BYTES_IN_FLIGHT)
+                for it in setup.tiers[1:]
+            ],
             evictor=lambda: make_evictor(setup.evictor),
             limits=Limits(write_policy=setup.write_policy),
         )
