@@ -31,12 +31,13 @@ class PendingWrites:
         self._limits = limits
         self._counters = counters
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
+        self._names = frozenset(tiers.by_name)
         self._promoted: OrderedDict[Item, None] = OrderedDict()
 
     def use(self, entry: HostEntry, now_s: float, session: str | None) -> None:
         """Count a use by a request of `session`, which may make writes pending."""
         self._host.touch(entry, session)
-        if entry.residency is READY and len(entry.decided) < len(self._tiers):
+        if entry.residency is READY:
             self.mark_pending(entry, now_s)
 
     def promoted(self, entry: HostEntry, now_s: float) -> None:
@@ -57,15 +58,23 @@ class PendingWrites:
 
     def mark_pending(self, entry: HostEntry, now_s: float) -> None:
         """Decide for each tier that its object has been used often enough for, and make writes pending."""
-        if entry.uses < (self._first_uses if entry.origin == HOST else max(FILL_USES, self._first_uses)):
+        decided = entry.decided
+        if len(decided) == len(self._names) or entry.uses < (
+            self._first_uses if entry.origin == HOST else max(FILL_USES, self._first_uses)
+        ):
             return
-        undecided = [it for it in self._tiers.all if it.name not in entry.decided]
+        entry.decided = self._names
         item = (entry.key, entry.group)
-        tiers = frozenset([it.name for it in undecided if it.can_write(now_s) and not it.remembered(item, now_s)])
-        entry.decided |= {it.name for it in undecided}
-        if tiers:
-            for name in tiers:
-                self._tiers[name].relays.pop(item, None)
+        names = [
+            it.name
+            for it in self._tiers.all
+            if it.name not in decided and it.can_write(now_s) and not it.remembered(item, now_s)
+        ]
+        if names:
+            tiers = self._names if len(names) == len(self._names) else frozenset(names)
+            if self._host.has_staging:
+                for name in names:
+                    self._tiers[name].relays.pop(item, None)
             self._host.mark_pending(entry, tiers)
             if self._limits.write_policy is not WritePolicy.BACK:
                 self._queue(entry)
@@ -77,8 +86,9 @@ class PendingWrites:
 
     def written(self, entry: HostEntry, tier_state: TierState, now_s: float) -> None:
         """`tier_state` holds the object now: its waiting writes to slower tiers are relayed if the tier persists."""
-        tier_state.remember((entry.key, entry.group), now_s, is_present=True)
-        if not tier_state.rules.persists:
+        if tier_state.rules.is_remote:
+            tier_state.remember((entry.key, entry.group), now_s, is_present=True)
+        if tier_state is self._tiers.all[-1] or not tier_state.rules.persists:
             return
         for slower in self._tiers.all[tier_state.number + 1 :]:
             if entry in slower.queue:

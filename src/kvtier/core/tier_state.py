@@ -65,7 +65,7 @@ class TierState:
         out = self.out[link]
         if out >= self.limit[link] and self.out_bytes[link] + size_bytes > self.rules.small_bytes:
             return False
-        return self._pool.has_slot(self, link)
+        return out < self._pool.share if self._pool.is_single else self._pool.has_slot(self, link)
 
     def limit_for(self, link: Link, size_bytes: int) -> int:
         """How many transfers of `size_bytes` each may be in flight."""
@@ -161,6 +161,7 @@ class TierStates:
         self._reserved = max(1, self._slots // (2 * count))
         self.share = self._slots - self._reserved * (count - 1)
         """Most slots of one tier in each direction."""
+        self.is_single = count == 1
         self.by_name = {rules.name: TierState(rules, number, self) for number, rules in enumerate(tiers)}
         self.all = tuple(self.by_name.values())
         for name in down:
