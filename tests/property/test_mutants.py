@@ -54,13 +54,17 @@ def the_slot_of_a_late_promotion_is_reused_at_once(patch: Patch) -> None:
 
 @mutant
 def a_chunk_is_readable_before_it_has_arrived(patch: Patch) -> None:
-    def attach(
-        self: operations.OpenOperations, load: records.LoadOperation, place: object, entry: records.HostEntry
-    ) -> None:
-        self._host.pin(entry)
-        self.scatters.append((load, place, entry))
+    real = operations.OpenOperations.found
 
-    patch.setattr(operations.OpenOperations, "attach", attach)
+    def found(self: operations.OpenOperations, item: operations.WorkItem, entry: records.HostEntry) -> None:
+        if isinstance(item.work, operations.LoadOperation):
+            item.state, item.entry = operations.QUEUED, entry
+            self._host.pin(entry)
+            self.scatters.append(item)
+        else:
+            real(self, item, entry)
+
+    patch.setattr(operations.OpenOperations, "found", found)
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -83,8 +87,13 @@ def a_probe_counts_although_a_rank_lacks_the_object(patch: Patch) -> None:
 
 @mutant
 def only_the_first_waiter_gets_an_arrived_chunk(patch: Patch) -> None:
-    real = operations.OpenOperations.serve
-    patch.setattr(operations.OpenOperations, "serve", lambda self, waiters, entry: real(self, waiters[:1], entry))
+    real = operations.OpenOperations.arrived
+
+    def arrived(self: operations.OpenOperations, entry: records.HostEntry) -> None:
+        del self.waiters.get(entry, [])[1:]
+        real(self, entry)
+
+    patch.setattr(operations.OpenOperations, "arrived", arrived)
 
 
 # ---- ends, deadlines and budgets -------------------------------------------------------------------------------------
@@ -112,7 +121,7 @@ def the_breaker_never_opens(patch: Patch) -> None:
 
 @mutant
 def a_load_goes_on_when_it_no_longer_pays(patch: Patch) -> None:
-    patch.setattr(records.LoadOperation, "end_s", property(lambda self: self.deadline_s))
+    patch.setattr(operations.LoadOperation, "end_s", property(lambda self: self.deadline_s))
 
 
 # ---- boundaries and lower tiers --------------------------------------------------------------------------------------

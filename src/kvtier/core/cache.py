@@ -9,7 +9,6 @@ tiers as hints.
 - Never stall: see `transfer_scheduler`. Every wait has a deadline, which `tick` checks.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import count
@@ -24,10 +23,10 @@ from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.load_options import CostModel, LookupQuery
-from kvtier.core.operations import OpenOperations
+from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
-from kvtier.core.records import HOST, LoadOperation, ProbeAnswers, StoreOperation
+from kvtier.core.records import HOST, ProbeAnswers
 from kvtier.core.residency import PRESENCE, READABLE
 from kvtier.core.tier_state import TierStates
 from kvtier.core.transfer_scheduler import TransferScheduler
@@ -270,10 +269,16 @@ class Cache:
         if request in self._operations.loads:
             raise BadCallError(f"request {request!r} has a load under way")
         self._check_load(prefix, tokens, places, resident_tokens)
-        deadline_s = now_s + self._limits.load_deadline_s
-        load = LoadOperation(request, prefix, tokens, resident_tokens, deadline_s, deque(), len(places), session)
+        load = LoadOperation(
+            request=request,
+            prefix=prefix,
+            session=session,
+            deadline_s=now_s + self._limits.load_deadline_s,
+            tokens=tokens,
+            resident_tokens=resident_tokens,
+        )
         load.begin(now_s, budget, is_alone=not self._operations.loads)
-        self._operations.begin_load(load, [(place, prefix.keys[place.chunk]) for place in places], now_s)
+        self._operations.begin_load(load, places, now_s)
         self._transfers.advance(now_s)
 
     def store(
@@ -286,10 +291,11 @@ class Cache:
         """
         self.tick(now_s)
         self._check_places(prefix, places)
-        store = StoreOperation(request, prefix, session, now_s + self._limits.store_deadline_s, deque(), len(places))
-        self._operations.begin_store(store, [(place, prefix.keys[place.chunk]) for place in places], now_s)
+        deadline_s = now_s + self._limits.store_deadline_s
+        store = StoreOperation(request=request, prefix=prefix, session=session, deadline_s=deadline_s)
+        self._operations.begin_store(store, places, now_s)
         self._transfers.advance(now_s)
-        self._operations.end_store_if_settled(store)
+        self._operations.end_if_settled(store)
 
     def release(self, request: RequestId, now_s: float) -> None:
         """Forget `request`: queued work is dropped, and its Done events follow when no transfer is in flight."""
@@ -378,7 +384,7 @@ class Cache:
         if load is not None:
             self._transfers.stop_load(load)
         for store in [store for store in self._operations.stores if store.request == request]:
-            self._operations.give_up(store)
+            self._operations.stop_store(store)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 

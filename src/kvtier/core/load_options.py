@@ -10,7 +10,8 @@ from typing import NamedTuple
 from kvtier.core.boundary import longest_boundary, needed_chunks
 from kvtier.core.host_memory import HostMemory
 from kvtier.core.link_estimates import LinkEstimator
-from kvtier.core.records import HOST, LoadOperation
+from kvtier.core.operations import LoadOperation
+from kvtier.core.records import HOST
 from kvtier.core.residency import READABLE
 from kvtier.layout import History, KvLayout
 from kvtier.types import LoadOption, Prefix

@@ -1,21 +1,179 @@
-"""Open loads and stores: what each of them waits for, and how it ends.
+"""Open loads and stores: the life of each of their objects, and how they end.
 
-This module starts no transfers; it fills the queues that `transfer_scheduler` works on.
+An object of a load or store is a `WorkItem`. A step that is not in `LOAD_STEPS` or `STORE_STEPS` raises. This module
+starts no transfers; it fills the queues that `transfer_scheduler` takes from.
+
+    load:   WANTED --promotion begins--> WAITING --readable--> QUEUED --scatter begins--> COPYING --> DELIVERED
+    store:  WANTED --gather begins--> COPYING --> HELD            WANTED --another transfer--> WAITING --> HELD
+    both:   WAITING --transfer failed--> WANTED                   each of these --> FAILED (load), DROPPED (store)
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import islice, takewhile
+from math import inf
+from typing import ClassVar
 
 from kvtier.core.boundary import longest_boundary
 from kvtier.core.counters import Counters
 from kvtier.core.hit_sources import load_sources
 from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits
+from kvtier.core.load_budget import LoadBudget
 from kvtier.core.pending_writes import PendingWrites
-from kvtier.core.records import HOST, HostEntry, LoadOperation, StoreOperation, Waiter
-from kvtier.core.residency import READABLE
+from kvtier.core.records import HOST, NO_TIERS, HostEntry
+from kvtier.core.residency import COMING, READABLE
 from kvtier.layout import History, KvLayout
-from kvtier.types import ChunkKey, Event, LoadDone, Place, RequestId, StoreDone
+from kvtier.types import ChunkKey, Event, LoadDone, Place, Prefix, RequestId, StoreDone
+
+
+class ItemState(Enum):
+    """State of one object of a load or store."""
+
+    WANTED = auto()
+    """Its operation has it in `todo`, to be promoted or gathered."""
+    WAITING = auto()
+    """A transfer into its slot is in flight, for this operation or another."""
+    QUEUED = auto()
+    """Readable and pinned; waits for its scatter."""
+    COPYING = auto()
+    """Its scatter or gather is in flight."""
+    DELIVERED = auto()
+    FAILED = auto()
+    """It will not be delivered."""
+    HELD = auto()
+    DROPPED = auto()
+    """It is not stored."""
+
+    __hash__ = object.__hash__  # members are singletons, and Enum's own hash runs in Python
+
+
+# Constants for hot paths, as in `residency`.
+WANTED, WAITING, QUEUED, COPYING = ItemState.WANTED, ItemState.WAITING, ItemState.QUEUED, ItemState.COPYING
+DELIVERED, FAILED, HELD, DROPPED = ItemState.DELIVERED, ItemState.FAILED, ItemState.HELD, ItemState.DROPPED
+
+Steps = dict[ItemState, tuple[ItemState, ...]]
+
+LOAD_STEPS: Steps = {
+    WANTED: (WAITING, QUEUED, FAILED),
+    WAITING: (QUEUED, WANTED, FAILED),
+    QUEUED: (COPYING, FAILED),
+    COPYING: (DELIVERED, FAILED),
+    DELIVERED: (),
+    FAILED: (),
+}
+STORE_STEPS: Steps = {
+    WANTED: (COPYING, WAITING, HELD, DROPPED),
+    WAITING: (HELD, WANTED, DROPPED),
+    COPYING: (HELD, DROPPED),
+    HELD: (),
+    DROPPED: (),
+}
+
+
+@dataclass(slots=True, eq=False)
+class WorkItem:
+    """One object of a load or store."""
+
+    work: "LoadOperation | StoreOperation"
+    place: Place
+    key: ChunkKey
+    state: ItemState = WANTED
+    entry: HostEntry | None = None
+    """Its copy in host memory; set in the states WAITING and QUEUED."""
+    source: str = HOST
+    """Place that the bytes of a DELIVERED object came from."""
+    tried: frozenset[str] = NO_TIERS
+    """Tiers that failed to deliver the object to this load."""
+
+    def become(self, state: ItemState) -> None:
+        """Change the state.
+
+        Raises:
+            AssertionError: the table has no such step, which is a bug in the core.
+        """
+        if state not in self.work.STEPS[self.state]:
+            kind = type(self.work).__name__
+            raise AssertionError(f"{kind} has no step from {self.state.name} to {state.name}")
+        self.state = state
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Operation:
+    """What loads and stores have in common."""
+
+    STEPS: ClassVar[Steps]
+    request: RequestId
+    prefix: Prefix
+    session: str | None
+    deadline_s: float
+    items: list[WorkItem] = field(default_factory=list[WorkItem])
+    todo: deque[WorkItem] = field(default_factory=deque[WorkItem])
+    """Items that are WANTED, in order."""
+    unsettled: int = 0
+    """Items without a result."""
+    is_over: bool = False
+    """Released or overdue: queued work is dropped."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LoadOperation(Operation):
+    """One load, until its LoadDone."""
+
+    STEPS: ClassVar[Steps] = LOAD_STEPS
+    tokens: int
+    resident_tokens: int
+    budget: LoadBudget | None = None
+    begun_s: float = 0.0
+    is_alone: bool = False
+    """No other load was open at its start."""
+    has_led: bool = False
+    """A usable chunk has arrived."""
+    lowest_regret_s: float = 0.0
+    run: int = 0
+    """Leading chunks that are resident or delivered, in every group."""
+    undelivered: dict[int, int] = field(default_factory=dict[int, int])
+    """Objects of each chunk that are not delivered."""
+    cut_s: float = inf
+    """Time at which the load is cut, unless more chunks arrive."""
+    was_cut: bool = False
+    cut: int = 1 << 62
+    """The first missing chunk of a history; later chunks are useless."""
+
+    @property
+    def end_s(self) -> float:
+        """Time at which the load is stopped, unless more chunks arrive."""
+        return min(self.deadline_s, self.cut_s)
+
+    def begin(self, now_s: float, budget: LoadBudget | None, *, is_alone: bool) -> None:
+        """Start the clock and the budget."""
+        self.begun_s, self.budget, self.is_alone = now_s, budget, is_alone
+        self.run = self.resident_tokens // self.prefix.chunk_tokens
+        if budget is not None:
+            self.cut_s = now_s + budget.cut_s(0.0, 0.0)
+
+    def advanced(self, chunk: int, now_s: float) -> None:
+        """An object of `chunk` was delivered to a load of history groups only."""
+        self.undelivered[chunk] -= 1
+        before = self.run
+        while self.undelivered.get(self.run) == 0:
+            self.run += 1
+        self.has_led |= self.run > before
+        # A chunk after the cut is too late, even if no call has checked the deadline.
+        if self.budget is not None and self.run > before and now_s < self.cut_s:
+            saved_s = self.budget.saved_s(self.resident_tokens, self.run * self.prefix.chunk_tokens)
+            regret_s = self.budget.regret_s(now_s - self.begun_s, saved_s)
+            self.lowest_regret_s = min(self.lowest_regret_s, regret_s)
+            self.cut_s = self.begun_s + self.budget.cut_s(self.lowest_regret_s, saved_s)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StoreOperation(Operation):
+    """One store, until its StoreDone."""
+
+    STEPS: ClassVar[Steps] = STORE_STEPS
 
 
 class OpenOperations:
@@ -39,10 +197,12 @@ class OpenOperations:
         self.loads: dict[RequestId, LoadOperation] = {}
         self.stores: dict[StoreOperation, None] = {}
         """Ordered by start, and so by deadline."""
-        self.chunks = 0
-        """Objects of all stores that wait for a slot."""
-        self.scatters: deque[tuple[LoadOperation, Place, HostEntry]] = deque()
-        """Readable objects that wait for their scatter; each holds a pin."""
+        self.wanted = 0
+        """Items of all stores that are WANTED."""
+        self.waiters: dict[HostEntry, list[WorkItem]] = {}
+        """Items that are WAITING, by the entry whose transfer they wait for."""
+        self.scatters: deque[WorkItem] = deque()
+        """Items that are QUEUED, in order."""
         self.has_parents = [isinstance(group.validity, History) for group in layout.groups]
         self.has_history_only = all(self.has_parents)
         self._layout = layout
@@ -55,178 +215,185 @@ class OpenOperations:
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
-    def begin_load(self, load: LoadOperation, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
-        """Queue scatters of readable objects, wait for objects in transfer, and queue promotions of the others."""
+    def begin_load(self, load: LoadOperation, places: Sequence[Place], now_s: float) -> None:
+        """Queue scatters of readable objects, wait for objects in transfer, and want the others."""
         self.loads[load.request] = load
-        found: list[HostEntry] = []
-        for place, key in places:
-            entry = self._host.find(key, place.group)
-            if entry is None:
-                load.todo.append((place, key))
-            else:
-                found.append(entry)
-                self.attach(load, place, entry)
-        # Deepest first, so that by recency alone a child is evicted before its parent.
-        for entry in reversed(found):
-            self._pending_writes.use(entry, now_s, load.session)
-        self._end_load_if_settled(load)
+        load.undelivered = dict(Counter([place.chunk for place in places]))
+        self._begin(load, places, now_s)
+        self.end_if_settled(load)
 
-    def begin_store(self, store: StoreOperation, places: list[tuple[Place, ChunkKey]], now_s: float) -> None:
-        """Queue gathers of the objects that host memory lacks, while the queue has room."""
+    def begin_store(self, store: StoreOperation, places: Sequence[Place], now_s: float) -> None:
+        """Want the objects that host memory lacks, while `Limits.waiting_chunks` allows."""
         self.stores[store] = None
+        self._begin(store, places, now_s)
+
+    def _begin(self, work: LoadOperation | StoreOperation, places: Sequence[Place], now_s: float) -> None:
+        keys = work.prefix.keys
+        work.items = [WorkItem(work, place, keys[place.chunk]) for place in places]
+        work.unsettled = len(places)
         found: list[HostEntry] = []
-        for place, key in places:
-            entry = self._host.find(key, place.group)
+        for item in work.items:
+            entry = self._host.find(item.key, item.place.group)
             if entry is not None:
                 found.append(entry)
-                self.join(store, place, key, entry)
-            elif self.chunks < self._limits.waiting_chunks:
-                store.todo.append((place, key))
-                self.chunks += 1
+                self.found(item, entry)
+            elif isinstance(work, LoadOperation):
+                work.todo.append(item)
             else:
-                self._counters.unqueued += 1
-                self.settle_store(store, is_held=False)
+                self._want(item)
+        # Deepest first, so that by recency alone a child is evicted before its parent.
         for entry in reversed(found):
-            self._pending_writes.use(entry, now_s, store.session)
+            self._pending_writes.use(entry, now_s, work.session)
 
-    # ---- objects of an operation -----------------------------------------------------------------------------------
+    # ---- steps of an item ------------------------------------------------------------------------------------------
 
-    def attach(self, load: LoadOperation, place: Place, entry: HostEntry) -> None:
-        """`load` needs an object that is readable or in transfer."""
-        if entry.residency in READABLE:
+    def take(self, work: LoadOperation | StoreOperation) -> WorkItem:
+        """Remove the first item from `work.todo`. Its next step follows at once."""
+        self.wanted -= isinstance(work, StoreOperation)
+        return work.todo.popleft()
+
+    def found(self, item: WorkItem, entry: HostEntry) -> None:
+        """The object is readable or in transfer. A store then moves nothing."""
+        if entry.residency not in READABLE:
+            item.become(WAITING)
+            item.entry = entry
+            self.waiters.setdefault(entry, []).append(item)
+        elif isinstance(item.work, LoadOperation):
+            item.become(QUEUED)
+            item.entry = entry
             self._host.pin(entry)
-            self.scatters.append((load, place, entry))
+            self.scatters.append(item)
         else:
-            load.attached.append(entry)
-            entry.waiters.append((load, place, entry.key))
+            self.settle(item, HELD)
 
-    def join(self, store: StoreOperation, place: Place, key: ChunkKey, entry: HostEntry) -> None:
-        """`store` contains an object that is readable or in transfer, so it moves nothing."""
-        if entry.residency in READABLE:
-            self.settle_store(store, is_held=True)
-        else:
-            store.attached.append(entry)
-            entry.waiters.append((store, place, key))
-
-    def serve(self, waiters: list[Waiter], entry: HostEntry) -> None:
-        """The object has become readable."""
-        for work, place, _ in waiters:
-            if isinstance(work, LoadOperation):
-                if place.chunk > work.cut:
-                    self.fail(work, place)
-                else:
-                    self.attach(work, place, entry)
+    def arrived(self, entry: HostEntry) -> None:
+        """The object has become readable: its waiting items go on."""
+        for item in self.waiters.pop(entry, ()):
+            if isinstance(item.work, LoadOperation) and item.place.chunk > item.work.cut:
+                self.fail(item)
             else:
-                self.settle_store(work, is_held=True)
-                self.end_store_if_settled(work)
+                self.found(item, entry)
+                self.end_if_settled(item.work)
 
-    def retry(self, waiters: list[Waiter]) -> None:
+    def retry(self, entry: HostEntry, failed_tier: str = "") -> None:
         """The object's transfer failed: a load tries the next tier, a store gathers the object itself."""
-        for work, place, key in waiters:
-            if isinstance(work, LoadOperation):
-                if place.chunk > work.cut:
-                    self.fail(work, place)
-                else:
-                    work.todo.appendleft((place, key))
-            elif self.chunks < self._limits.waiting_chunks:
-                work.todo.append((place, key))
-                self.chunks += 1
+        for item in self.waiters.pop(entry, ()):
+            work = item.work
+            if not isinstance(work, LoadOperation):
+                self._want(item)
+                self.end_if_settled(work)
+                continue
+            if failed_tier:
+                item.tried |= {failed_tier}
+            if item.place.chunk > work.cut:
+                self.fail(item)
             else:
-                self._counters.unqueued += 1
-                self.settle_store(work, is_held=False)
-                self.end_store_if_settled(work)
+                item.become(WANTED)
+                work.todo.appendleft(item)
 
-    # ---- results of an operation's objects -------------------------------------------------------------------------
+    def _want(self, item: WorkItem) -> None:
+        """An object of a store needs a slot."""
+        if self.wanted < self._limits.waiting_chunks:
+            if item.state is WAITING:
+                item.become(WANTED)
+            item.work.todo.append(item)
+            self.wanted += 1
+        else:
+            self._counters.unqueued += 1
+            self.settle(item, DROPPED)
 
-    def delivered(self, load: LoadOperation, place: Place, entry: HostEntry, now_s: float) -> None:
-        """The bytes of `place` have arrived."""
-        load.delivered[place.group, place.chunk] = entry.source
-        entry.source = HOST  # later uses find it in host memory
+    def delivered(self, load: LoadOperation, item: WorkItem, entry: HostEntry, now_s: float) -> None:
+        """The bytes of an item of `load` have arrived."""
+        item.source, entry.source = entry.source, HOST  # later uses find it in host memory
+        item.become(DELIVERED)
         load.unsettled -= 1
         if self.has_history_only:
-            load.advanced(len(self.has_parents), now_s)
-        self._end_load_if_settled(load)
+            load.advanced(item.place.chunk, now_s)
+        if not load.unsettled:
+            self.end_if_settled(load)
 
-    def fail(self, load: LoadOperation, place: Place) -> None:
-        """`place` will not be delivered. Later chunks of a history are useless without it, and not promoted."""
-        load.lose(place)
-        if self.has_parents[place.group] and place.chunk < load.cut:
-            load.cut = place.chunk
-            kept = [item for item in load.todo if item[0].chunk <= place.chunk]
-            for other, _ in load.todo:
-                if other.chunk > place.chunk:
-                    load.lose(other)
-            load.todo = deque(kept)
-        self._end_load_if_settled(load)
+    def fail(self, item: WorkItem) -> None:
+        """An item of a load will not be delivered. Later chunks of a history are useless without it."""
+        load, (group, chunk, _) = item.work, item.place
+        assert isinstance(load, LoadOperation)
+        self.settle(item, FAILED)
+        if self.has_parents[group] and chunk < load.cut:
+            load.cut = chunk
+            for other in load.todo:
+                if other.place.chunk > chunk:
+                    self.settle(other, FAILED)
+            load.todo = deque([other for other in load.todo if other.state is WANTED])
+        self.end_if_settled(load)
 
-    def settle_store(self, store: StoreOperation, *, is_held: bool) -> None:
-        """One object of `store` is held or dropped."""
-        store.unsettled -= 1
-        store.held += is_held
-        store.dropped += not is_held
-        self._counters.stores_dropped += not is_held
+    def settle(self, item: WorkItem, state: ItemState) -> None:
+        """The item has its result."""
+        item.become(state)
+        item.work.unsettled -= 1
+        if state is DROPPED:
+            self._counters.stores_dropped += 1
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def stop_load(self, load: LoadOperation) -> None:
         """Drop the queued work of `load`."""
-        load.is_over = True
-        for place in self._detach(load):
-            load.lose(place)
-        kept: deque[tuple[LoadOperation, Place, HostEntry]] = deque()
+        self._stop(load, FAILED)
         for item in self.scatters:
-            if item[0] is load:
-                self._host.unpin(item[2])
-                load.lose(item[1])
-            else:
-                kept.append(item)
-        self.scatters = kept
-        self._end_load_if_settled(load)
+            if item.work is load:
+                assert item.entry is not None
+                self._host.unpin(item.entry)
+                self.settle(item, FAILED)
+        self.scatters = deque([item for item in self.scatters if item.state is QUEUED])
+        self.end_if_settled(load)
 
-    def give_up(self, store: StoreOperation) -> None:
+    def stop_store(self, store: StoreOperation) -> None:
         """Drop the queued work of `store`."""
-        store.is_over = True
-        for place, key in store.todo:  # another operation may have brought it
-            entry = self._host.find(key, place.group)
-            self.settle_store(store, is_held=entry is not None and entry.residency in READABLE)
-        self.chunks -= len(store.todo)
-        store.todo.clear()
-        for _ in self._detach(store):
-            self.settle_store(store, is_held=False)
-        self.end_store_if_settled(store)
+        for item in store.todo:  # another operation may have brought it
+            entry = self._host.find(item.key, item.place.group)
+            if entry is not None and entry.residency in READABLE:
+                self.settle(item, HELD)
+        self.wanted -= len(store.todo)
+        self._stop(store, DROPPED)
+        self.end_if_settled(store)
 
-    def _detach(self, work: LoadOperation | StoreOperation) -> list[Place]:
-        """Remove `work` from everything it waits for; returns the waiting places."""
-        places = [place for place, _ in work.todo]
+    def _stop(self, work: LoadOperation | StoreOperation, result: ItemState) -> None:
+        work.is_over = True
         work.todo.clear()
-        for entry in work.attached:
-            places += [place for other, place, _ in entry.waiters if other is work]
-            entry.waiters = [waiter for waiter in entry.waiters if waiter[0] is not work]
-        work.attached.clear()
-        return places
+        for item in work.items:
+            if item.state is WAITING:
+                assert item.entry is not None
+                self.waiters[item.entry].remove(item)
+                self.settle(item, result)
+            elif item.state is WANTED:
+                self.settle(item, result)
 
-    def _end_load_if_settled(self, load: LoadOperation) -> None:
-        if load.unsettled or self.loads.get(load.request) is not load:
+    def end_if_settled(self, work: LoadOperation | StoreOperation) -> None:
+        """Report the end of `work` when all its items have a result."""
+        if work.unsettled:
             return
-        del self.loads[load.request]
+        if isinstance(work, LoadOperation):
+            del self.loads[work.request]
+            self._events.append(self._load_done(work))
+            work.items.clear()  # items and operations refer to each other
+        elif work in self.stores:
+            del self.stores[work]
+            held = sum([item.state is HELD for item in work.items])
+            self._events.append(StoreDone(work.request, held, len(work.items) - held))
+            work.items.clear()
+
+    def _load_done(self, load: LoadOperation) -> LoadDone:
+        delivered = {item.place[:2]: item.source for item in load.items if item.state is DELIVERED}
+        failed = sorted([item.place[:2] for item in load.items if item.state is FAILED])
         tokens = load.tokens
-        if load.failed:
+        if failed:
             resident = load.resident_tokens // load.prefix.chunk_tokens
 
             def is_there(group: int, chunk: int) -> bool:
-                return chunk < resident or (group, chunk) in load.delivered
+                return chunk < resident or (group, chunk) in delivered
 
             reached = longest_boundary(self._layout.groups, load.prefix, is_there)
             tokens = min(load.tokens, max(reached, load.resident_tokens))
-        sources = load_sources(load.prefix, tokens, load.delivered, self._order, load.resident_tokens)
-        failed = tuple(sorted(load.failed))
-        self._events.append(LoadDone(load.request, tokens, load.tokens, failed, sources, load.was_cut))
-
-    def end_store_if_settled(self, store: StoreOperation) -> None:
-        """Report the end of `store` when all its objects have a result."""
-        if not store.unsettled and store in self.stores:
-            del self.stores[store]
-            self._events.append(StoreDone(store.request, store.held, store.dropped))
+        sources = load_sources(load.prefix, tokens, delivered, self._order, load.resident_tokens)
+        return LoadDone(load.request, tokens, load.tokens, tuple(failed), sources, load.was_cut)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -244,13 +411,25 @@ class OpenOperations:
         ends = [load.end_s for load in self.loads.values() if not load.is_over]
         return ends + list(islice((store.deadline_s for store in self.stores if not store.is_over), 1))
 
-    def check(self) -> None:
-        """Assert that the counts are consistent.
+    def check(self, copying: set[WorkItem]) -> None:
+        """Assert that each item is where its state says; `copying` are the items of gathers and scatters in flight.
 
         Raises:
-            AssertionError: they are not, which is a bug in the core.
+            AssertionError: one is not, which is a bug in the core.
         """
-        chunks = sum([len(store.todo) for store in self.stores])
-        assert chunks == self.chunks <= self._limits.waiting_chunks, "waiting chunks miscounted or too many"
+        places: dict[ItemState, set[WorkItem]] = {WANTED: set(), WAITING: set(), QUEUED: set(), COPYING: set()}
         for work in (*self.loads.values(), *self.stores):
             assert work.unsettled > 0, "a load or store ended without an event"
+            open_items = [item for item in work.items if item.state in places]
+            assert len(open_items) == work.unsettled, "items without a result miscounted"
+            for item in open_items:
+                places[item.state].add(item)
+            assert set(work.todo) == {item for item in open_items if item.state is WANTED}, "todo misses an item"
+        for entry, items in self.waiters.items():
+            assert not items or entry.residency in COMING, "an item waits for an object that is not in transfer"
+            assert all(item.entry is entry for item in items), "an item waits for another entry"
+        assert places[WAITING] == {item for items in self.waiters.values() for item in items}, "a waiting item is lost"
+        assert places[QUEUED] == set(self.scatters), "a queued item is lost"
+        assert places[COPYING] == copying, "an item is copied without a transfer"
+        wanted = sum([len(store.todo) for store in self.stores])
+        assert wanted == self.wanted <= self._limits.waiting_chunks, "wanted objects miscounted or too many"

@@ -6,23 +6,42 @@ not need, and wait for a bounded time. A relay has a slot of the staging area.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kvtier.core.counters import Counters
 from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
-from kvtier.core.operations import OpenOperations
+from kvtier.core.operations import COPYING, DROPPED, HELD, LoadOperation, OpenOperations, WorkItem
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
-from kvtier.core.records import HOST, SEVERITY, HostEntry, InFlightTransfer, LoadOperation, StoreOperation, Waiter
-from kvtier.core.residency import COMING, READABLE, Change
+from kvtier.core.records import HOST, SEVERITY, HostEntry
+from kvtier.core.residency import READABLE, Change
 from kvtier.core.tier_state import TierState, TierStates
-from kvtier.types import Cancel, ChunkKey, Command, Drop, Link, Outcome, Place, Prefix, Transfer
+from kvtier.types import Cancel, Command, Drop, Link, Outcome, Transfer
 
 # Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
 DONE, CANCELLED, CORRUPT = Outcome.DONE, Outcome.CANCELLED, Outcome.CORRUPT
+
+
+@dataclass(slots=True, eq=False)
+class InFlightTransfer:
+    """One transfer in flight."""
+
+    transfer: Transfer
+    entry: HostEntry
+    ranks_left: int
+    item: WorkItem | None = None
+    """The object of a store that is gathered, or of a load that is scattered."""
+    relay_to: str = ""
+    """Tier to which a relayed object is on its way."""
+    outcome: Outcome = Outcome.DONE
+    is_fault: bool = False
+    is_late: bool = False
+    is_cancelled: bool = False
+    """A Cancel was sent; it may come too late."""
 
 
 class TransferScheduler:
@@ -62,11 +81,12 @@ class TransferScheduler:
     def stop_load(self, load: LoadOperation) -> None:
         """Stop `load`; it ends when none of its transfers is in flight."""
         self._operations.stop_load(load)
+        waiters = self._operations.waiters
         unwanted = [
             flight
             for flight in self.flights.values()
-            if flight.load is load
-            or (flight.transfer.link is PROMOTE and not flight.entry.waiters and not flight.entry.is_staged)
+            if (flight.item is not None and flight.item.work is load)
+            or (flight.transfer.link is PROMOTE and not flight.entry.is_staged and not waiters.get(flight.entry))
         ]
         self._cancel([flight for flight in unwanted if not flight.is_cancelled])
 
@@ -92,7 +112,7 @@ class TransferScheduler:
             self.stop_load(load)
             changed = True
         for store in self._operations.overdue_stores(now_s):
-            self._operations.give_up(store)
+            self._operations.stop_store(store)
             changed = True
         return changed
 
@@ -132,35 +152,34 @@ class TransferScheduler:
 
     def _gathered(self, flight: InFlightTransfer, now_s: float) -> None:
         self._out[GATHER] -= 1
-        store, entry = flight.store, flight.entry
-        assert store is not None
-        waiters, entry.waiters = entry.waiters, []
+        item, entry = flight.item, flight.entry
+        assert item is not None
         if flight.outcome is DONE:
             self._pending_writes.mark_pending(entry, now_s)
             self._host.arrived(entry)
-            self._operations.settle_store(store, is_held=True)
-            if waiters:
-                self._operations.serve(waiters, entry)
+            self._operations.settle(item, HELD)
+            self._operations.arrived(entry)
         else:
             self._host.failed(entry)
-            self._operations.settle_store(store, is_held=False)
-            self._operations.retry(waiters)
-        self._operations.end_store_if_settled(store)
+            self._operations.settle(item, DROPPED)
+            self._operations.retry(entry)
+        self._operations.end_if_settled(item.work)
 
     def _scattered(self, flight: InFlightTransfer, now_s: float) -> None:
         self._out[SCATTER] -= 1
         self._record_transfer(HOST, flight, now_s)
-        load, place, entry = flight.load, flight.place, flight.entry
-        assert load is not None
-        assert place is not None
+        item, entry = flight.item, flight.entry
+        assert item is not None
+        load = item.work
+        assert isinstance(load, LoadOperation)
         self._host.unpin(entry)
         if flight.outcome is DONE:
-            source, had_led = entry.source, load.has_led
-            self._operations.delivered(load, place, entry, now_s)
+            had_led = load.has_led
+            self._operations.delivered(load, item, entry, now_s)
             if not had_led:
-                self._record_lead(load, source, now_s)
+                self._record_lead(load, item.source, now_s)
         else:
-            self._operations.fail(load, place)
+            self._operations.fail(item)
 
     def _promoted(self, flight: InFlightTransfer, now_s: float) -> None:
         tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
@@ -174,16 +193,13 @@ class TransferScheduler:
         if entry.is_staged:
             self._staged(flight)
             return
-        waiters, entry.waiters = entry.waiters, []
         if flight.outcome is DONE:
             self._host.arrived(entry)
             self._pending_writes.promoted(entry, now_s)
-            self._operations.serve(waiters, entry)
-            return
-        self._host.failed(entry)
-        if flight.outcome is not CANCELLED:
-            _exclude_tier(tier_state.name, entry, waiters)
-        self._operations.retry(waiters)
+            self._operations.arrived(entry)
+        else:
+            self._host.failed(entry)
+            self._operations.retry(entry, "" if flight.outcome is CANCELLED else tier_state.name)
 
     def _judge_copy(self, flight: InFlightTransfer, tier_state: TierState, now_s: float) -> None:
         """Note what a promotion shows about the tier's copy: absent, bad, or good."""
@@ -196,9 +212,9 @@ class TransferScheduler:
         if flight.outcome is CORRUPT:
             self._counters.corrupt += 1
             self._commands.append(Drop(tier_state.name, entry.key, entry.group))
-            for work, _, _ in entry.waiters:
-                if isinstance(work, LoadOperation):
-                    tier_state.mark_suspect((key, place.group) for place, key in work.todo)
+            for waiter in self._operations.waiters.get(entry, ()):
+                if isinstance(waiter.work, LoadOperation):
+                    tier_state.mark_suspect((item.key, item.place.group) for item in waiter.work.todo)
         if flight.outcome is CORRUPT or flight.outcome is Outcome.ABSENT:
             tier_state.remember(item, now_s, is_present=False)
 
@@ -265,10 +281,8 @@ class TransferScheduler:
                 self._counters.relays_dropped += 1
                 self._host.unstage(entry, Change.LATE)
         elif transfer.link is PROMOTE:
-            waiters, entry.waiters = entry.waiters, []
             self._host.late(entry)
-            _exclude_tier(transfer.tier, entry, waiters)
-            self._operations.retry(waiters)
+            self._operations.retry(entry, transfer.tier)
         else:
             self._host.stuck(entry)
         self._cancel([flight])
@@ -298,62 +312,58 @@ class TransferScheduler:
     def _advance_scatters(self, now_s: float) -> None:
         queue, estimator = self._operations.scatters, self._estimators[HOST]
         for _ in range(min(len(queue), self._limits.scatters - self._out[SCATTER])):
-            load, place, entry = queue.popleft()
+            item = queue.popleft()
+            entry = item.entry
+            assert entry is not None
             self._out[SCATTER] += 1
             estimator.began(self._host.object_bytes[entry.group], now_s)
-            self._send(SCATTER, entry, now_s, place=place, load=load)
+            self._send(SCATTER, entry, now_s, item=item)
 
     def _advance_loads(self, now_s: float) -> tuple[bool, bool]:
         """Returns whether a load lacks a slot, and whether a promotion started."""
         is_starving = has_promoted = False
         for load in list(self._operations.loads.values()):
             while load.todo:
-                place, key = load.todo[0]
-                entry = self._host.find(key, place.group)
-                tier_state = self._next_tier(load, place, key, now_s) if entry is None else None
-                if entry is not None:
-                    load.todo.popleft()
-                    self._operations.attach(load, place, entry)
-                elif tier_state is None:
-                    load.todo.popleft()
-                    self._operations.fail(load, place)
-                elif not tier_state.has_room(PROMOTE, self._host.object_bytes[place.group]):
-                    is_starving |= not self._host.has_room(place.group)
-                    break
-                else:
-                    slot = self._pending_writes.slot_for_load(place.group, len(load.todo))
+                item = load.todo[0]
+                group = item.place.group
+                entry = self._host.find(item.key, group)
+                tier_state = self._next_tier(item, now_s) if entry is None else None
+                if tier_state is not None:
+                    if not tier_state.has_room(PROMOTE, self._host.object_bytes[group]):
+                        is_starving |= not self._host.has_room(group)
+                        break
+                    slot = self._pending_writes.slot_for_load(group, len(load.todo))
                     if slot is None:
                         is_starving = True
                         break
-                    load.todo.popleft()
-                    self._promote(load, (place, key), slot, tier_state, now_s)
+                    entry = self._promote(item, slot, tier_state, now_s)
                     has_promoted = True
+                self._operations.take(load)
+                if entry is None:
+                    self._operations.fail(item)
+                else:
+                    self._operations.found(item, entry)
         return is_starving, has_promoted
 
     def first_tier(self, load: LoadOperation) -> str:
         """The first tier to try for the next promotion of `load`, which has one."""
-        place, key = load.todo[0]
-        return self._probes.tiers_for(load.request, (key, place.group))[0]
+        item = load.todo[0]
+        return self._probes.tiers_for(load.request, (item.key, item.place.group))[0]
 
-    def _next_tier(self, load: LoadOperation, place: Place, key: ChunkKey, now_s: float) -> TierState | None:
-        item = (key, place.group)
-        tried = load.tried.get(item, ())
-        for tier in self._probes.tiers_for(load.request, item):
-            if tier not in tried and self._tiers[tier].can_read(now_s):
+    def _next_tier(self, item: WorkItem, now_s: float) -> TierState | None:
+        for tier in self._probes.tiers_for(item.work.request, (item.key, item.place.group)):
+            if tier not in item.tried and self._tiers[tier].can_read(now_s):
                 return self._tiers[tier]
         return None
 
-    def _promote(
-        self, load: LoadOperation, item: tuple[Place, ChunkKey], slot: int, tier_state: TierState, now_s: float
-    ) -> None:
-        place, key = item
-        entry = self._new_entry(load.prefix, place, key, slot, load.session)
+    def _promote(self, item: WorkItem, slot: int, tier_state: TierState, now_s: float) -> HostEntry:
+        entry = self._new_entry(item, slot)
         entry.source = entry.origin = tier_state.name
         self._host.enter(entry, Change.PROMOTE)
-        self._operations.attach(load, place, entry)
         tier_state.began(PROMOTE, self._host.object_bytes[entry.group])
         self._estimators[tier_state.name].began(self._host.object_bytes[entry.group], now_s)
         self._send(PROMOTE, entry, now_s, tier=tier_state.name)
+        return entry
 
     def _advance_stores(self, now_s: float) -> bool:
         """Returns whether a gather started."""
@@ -361,28 +371,27 @@ class TransferScheduler:
         full: set[int] = set()
         for store in list(self._operations.stores):
             while store.todo:
-                place, key = store.todo[0]
-                if place.group in full:
+                item = store.todo[0]
+                group = item.place.group
+                if group in full:
                     break  # no slot for an earlier store, so none for this one
-                entry = self._host.find(key, place.group)
+                entry = self._host.find(item.key, group)
                 if entry is not None:
-                    self._operations.join(store, place, key, entry)
-                elif self._out[GATHER] >= self._limits.gathers:
+                    self._operations.found(self._operations.take(store), entry)
+                    continue
+                if self._out[GATHER] >= self._limits.gathers:
                     return has_gathered
-                else:
-                    slot = self._pending_writes.slot_for_store(place.group, self._operations.chunks)
-                    if slot is None:
-                        full.add(place.group)
-                        break
-                    entry = self._new_entry(store.prefix, place, key, slot, store.session)
-                    self._host.enter(entry, Change.GATHER)
-                    self._out[GATHER] += 1
-                    self._send(GATHER, entry, now_s, place=place, store=store)
-                    has_gathered = True
-                store.todo.popleft()
-                self._operations.chunks -= 1
+                slot = self._pending_writes.slot_for_store(group, self._operations.wanted)
+                if slot is None:
+                    full.add(group)
+                    break
+                entry = self._new_entry(item, slot)
+                self._host.enter(entry, Change.GATHER)
+                self._out[GATHER] += 1
+                self._send(GATHER, entry, now_s, item=self._operations.take(store))
+                has_gathered = True
             if not store.todo:
-                self._operations.end_store_if_settled(store)
+                self._operations.end_if_settled(store)
             elif len(full) == len(self._host.slots):
                 break
         return has_gathered
@@ -468,10 +477,10 @@ class TransferScheduler:
         self._send(PROMOTE, staged, now_s, tier=source, relay_to=tier_state.name)
         return True
 
-    def _new_entry(self, prefix: Prefix, place: Place, key: ChunkKey, slot: int, session: str | None) -> HostEntry:
-        depth = place.chunk
-        parent = prefix.keys[depth - 1] if depth and self._operations.has_parents[place.group] else None
-        return HostEntry(key, place.group, slot, parent, depth, session)
+    def _new_entry(self, item: WorkItem, slot: int) -> HostEntry:
+        work, (group, depth, _) = item.work, item.place
+        parent = work.prefix.keys[depth - 1] if depth and self._operations.has_parents[group] else None
+        return HostEntry(item.key, group, slot, parent, depth, work.session)
 
     def _send(
         self,
@@ -480,12 +489,11 @@ class TransferScheduler:
         now_s: float,
         *,
         tier: str = "",
-        place: Place | None = None,
-        load: LoadOperation | None = None,
-        store: StoreOperation | None = None,
+        item: WorkItem | None = None,
         relay_to: str = "",
     ) -> None:
-        work = load or store
+        if item is not None:
+            item.become(COPYING)
         limit_s = self._tiers[tier].rules.transfer_deadline_s if tier else self._limits.copy_deadline_s
         transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
             self._new_id(),
@@ -494,14 +502,14 @@ class TransferScheduler:
             entry.group,
             entry.slot,
             tier,
-            None if work is None else work.request,
-            () if place is None else place.blocks,
+            None if item is None else item.work.request,
+            () if item is None else item.place.blocks,
             entry.parent,
             entry.depth,
             now_s + limit_s,
             entry.session,
         )
-        self.flights[transfer.id] = InFlightTransfer(transfer, entry, self._ranks, load, store, place, relay_to)
+        self.flights[transfer.id] = InFlightTransfer(transfer, entry, self._ranks, item, relay_to)
         if tier:
             # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses blocks and slot.
             heappush(self._deadlines, (transfer.deadline_s, transfer.id))
@@ -514,8 +522,9 @@ class TransferScheduler:
             AssertionError: they do not, which is a bug in the core.
         """
         pins: dict[HostEntry, int] = {}
-        for _, _, entry in self._operations.scatters:
-            pins[entry] = pins.get(entry, 0) + 1
+        for item in self._operations.scatters:
+            if item.entry is not None:
+                pins[item.entry] = pins.get(item.entry, 0) + 1
         out = dict.fromkeys(Link, 0)
         for flight in self.flights.values():
             link, entry = flight.transfer.link, flight.entry
@@ -531,15 +540,7 @@ class TransferScheduler:
         for entries in self._host.entries:
             for entry in entries.values():
                 assert entry.pins == pins.get(entry, 0), "pins do not match the readers"
-                assert not entry.waiters or entry.residency in COMING, "an operation waits for a readable object"
         assert out[GATHER] == self._out[GATHER] <= self._limits.gathers, "too many gathers"
         assert out[SCATTER] == self._out[SCATTER] <= self._limits.scatters, "too many scatters"
         self._tiers.check(out)
-        self._operations.check()
-
-
-def _exclude_tier(tier: str, entry: HostEntry, waiters: list[Waiter]) -> None:
-    """The waiting loads will not try this tier again for this object."""
-    for work, _, _ in waiters:
-        if isinstance(work, LoadOperation):
-            work.tried.setdefault((entry.key, entry.group), set()).add(tier)
+        self._operations.check({flight.item for flight in self.flights.values() if flight.item is not None})
