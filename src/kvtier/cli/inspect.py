@@ -51,7 +51,9 @@ def inspect() -> None:
 @json_option
 def ls(directory: str, limit: int, after: str, as_json: bool) -> int:
     """List objects by name, with metadata from the heads of their frames."""
-    result = open_store(directory).listing(limit=limit, after=after)
+    store = open_store(directory)
+    with progress("listing", None) as advance:
+        result = store.listing(limit=limit, after=after, advance=advance)
     if as_json:
         print_json(result)
     else:
@@ -61,13 +63,19 @@ def ls(directory: str, limit: int, after: str, as_json: bool) -> int:
 
 @inspect.command()
 @directory_argument
+@click.option("--heads", "reads_heads", is_flag=True, help="Read every object's head, also in a shared store.")
 @json_option
-def stat(directory: str, as_json: bool) -> int:
-    """Count objects and bytes, in total and by fingerprint."""
+def stat(directory: str, reads_heads: bool, as_json: bool) -> int:
+    """Count objects and bytes, in total and by fingerprint.
+
+    A shared store is only listed: the place of an object tells its fingerprint. Invalid heads, tokens and groups need
+    --heads, one request for each object.
+    """
     store = open_store(directory)
-    found = store.objects()
+    with progress("listing", None) as advance:
+        found = store.objects(advance)
     with progress("reading heads", len(found)) as advance:
-        result = store.statistics(found, advance)
+        result = store.statistics(found, advance, reads_heads=reads_heads)
     if result.capacity_bytes is None:
         result = replace(result, capacity_bytes=_capacity_bytes(directory))
     if as_json:
@@ -121,7 +129,8 @@ def verify_command(directory: str, is_repair: bool, as_json: bool) -> int:
     Exit code 1 when an object is bad, also when --repair removed it.
     """
     store = open_store(directory)
-    found = store.objects()
+    with progress("listing", None) as advance:
+        found = store.objects(advance)
     with progress("verifying", sum(stored.size_bytes for stored in found)) as advance:
         result = store.verify(found, advance)
     if is_repair:
@@ -144,7 +153,8 @@ def purge_command(directory: str, yes: bool, force: bool, as_json: bool) -> int:
     The secret of a disk store is next to rank-0, shared by all ranks, and is kept.
 
     A store that other processes have open is refused. With --force the objects of a directory store are removed, and
-    the store is kept.
+    the store is kept. Of a store that several nodes share (s3, shared_directory), the objects of all secrets and models
+    below its prefix are removed, and nothing else; running engines miss them.
     """
     store = open_store(directory)
     if not yes and not _confirmed(store):
@@ -176,7 +186,8 @@ def compact(directory: str, as_json: bool) -> int:
 
 
 def _confirmed(store: StoreInspector) -> bool:
-    sizes = [stored.size_bytes for stored in store.objects()]
+    with progress("listing", None) as advance:
+        sizes = [stored.size_bytes for stored in store.objects(advance)]
     try:
         question = f"Remove the store in {store.place} with {len(sizes)} objects, {size_text(sum(sizes))}?"
         return click.confirm(question, err=True)
@@ -334,7 +345,7 @@ def _draw_verification(result: Verification, *, is_repair: bool) -> None:
 
 
 def _draw_purge(result: Purge) -> None:
-    what = "empty, and still open in other processes" if result.is_emptied_only else "removed"
+    what = "empty and kept, for its other users" if result.is_emptied_only else "removed"
     click.echo(f"{result.directory}: {result.objects} objects, {size_text(result.bytes)}; the store is {what}")
     if result.left:
         more = " (the first hundred)" if len(result.left) >= 100 else ""

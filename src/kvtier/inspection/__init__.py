@@ -49,7 +49,7 @@ def open_tier(settings: TierSettings) -> StoreInspector:
             raise ConfigError(f"{place}: a shared tier needs its secret; set store.secret_file")
         context = TierContext(layout=layout, key_id=None if secret is None else key_id(secret))
         views = [ScannedTier(kind.open(settings, context), place)]
-    if not views:
+    if not views and not kind.is_shared(settings):  # a shared one is empty until the first store
         raise ConfigError(f"{place} holds no store of kind {kind.name}")
     return StoreInspector(views, place)
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TypeVar
 
 from kvtier.codec import registry
 from kvtier.codec.frame import verify_section
@@ -22,9 +23,12 @@ from kvtier.layout import SECTION_BYTES_MAX
 from kvtier.tier.store_view import LEFT_MAX, ObjectFile, ObjectReader, Purge, ScannedTier, StoreView, merged
 from kvtier.types import ObjectName
 
+_Answer = TypeVar("_Answer")
+
 FINGERPRINT_DIGITS = 12
 _THREADS = 4
 _BATCH = 16 * _THREADS
+_PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +170,14 @@ class StoreInspector:
         self.place = place
         self._local = threading.local()
 
-    def objects(self) -> list[ObjectFile]:
-        """All objects, by name."""
-        found = [stored._replace(store=at) for at, view in enumerate(self.views) for stored in view.objects()]
+    def objects(self, advance: Callable[[float], None] = lambda _count: None) -> list[ObjectFile]:
+        """All objects, by name. Calls `advance` with the number of objects found since the last call."""
+        found: list[ObjectFile] = []
+        for at, view in enumerate(self.views):
+            listed = (stored._replace(store=at) for stored in view.objects())
+            while page := list(islice(listed, _PAGE)):
+                found += page
+                advance(len(page))
         return sorted(found, key=lambda stored: (stored.name, stored.store))
 
     def purge(self, *, force: bool) -> Purge:
@@ -188,20 +197,34 @@ class StoreInspector:
             if isinstance(view, ScannedTier):
                 view.close()
 
-    def listing(self, *, limit: int, after: str = "") -> Listing:
-        """List at most `limit` objects with names after `after` (hexadecimal digits)."""
-        found = self.objects()
+    def listing(
+        self, *, limit: int, after: str = "", advance: Callable[[float], None] = lambda _count: None
+    ) -> Listing:
+        """List at most `limit` objects with names after `after` (hexadecimal digits); `advance` as in `objects`."""
+        found = self.objects(advance)
         start = bisect_right(found, after.lower(), key=lambda stored: stored.name.hex())
         page = found[start : start + limit]
-        rows = [row for row in map(self.row, page) if row is not None]
+        rows = [row for _, row in self._each(self.row, page) if row is not None]
         more = page[-1].name.hex() if start + limit < len(found) else None
         return Listing(directory=self.place, objects=rows, total=len(found), next=more)
 
-    def statistics(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> StoreStat:
-        """The totals. Reads the head of each of `found`, and calls `advance` with 1 after each."""
+    def statistics(
+        self, found: Sequence[ObjectFile], advance: Callable[[float], None], *, reads_heads: bool = True
+    ) -> StoreStat:
+        """The totals. Reads the head of each of `found`, and calls `advance` with 1 after each.
+
+        Args:
+            found: objects of `objects`.
+            advance: see above.
+            reads_heads: False: only where the fingerprint is not known from the object's place.
+        """
+
+        def row_of(stored: ObjectFile) -> ObjectRow | None:
+            is_known = stored.fingerprint and not reads_heads
+            return _bare(stored) if is_known else self.row(stored)
+
         rows: list[ObjectRow] = []
-        for stored in found:
-            row = self.row(stored)
+        for _, row in self._each(row_of, found):
             if row is not None:
                 rows.append(row)
             advance(1)
@@ -284,7 +307,7 @@ class StoreInspector:
     def verify(self, found: Sequence[ObjectFile], advance: Callable[[float], None]) -> Verification:
         """Read and verify each of `found`; calls `advance` with the bytes of each."""
         result = Verification(directory=self.place)
-        for stored, reason in self._problems(found):
+        for stored, reason in self._each(self.problem, found):
             advance(stored.size_bytes)
             if reason is None:
                 continue
@@ -316,8 +339,7 @@ class StoreInspector:
 
     def row(self, stored: ObjectFile) -> ObjectRow | None:
         """The row of one object; None when it disappeared."""
-        age_s = None if stored.used_s is None else max(time.time() - stored.used_s, 0.0)
-        bare = ObjectRow(name=stored.name.hex(), size_bytes=stored.size_bytes, used=stored.used_s, age_s=age_s)
+        bare = _bare(stored)
         try:
             with self._opened(stored) as reader:
                 identity = _head(stored, reader).identity
@@ -353,12 +375,15 @@ class StoreInspector:
             return f"cannot be read: {error.strerror}"
         return ""
 
-    def _problems(self, found: Sequence[ObjectFile]) -> Iterator[tuple[ObjectFile, str | None]]:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-verify") as pool:
+    def _each(
+        self, act: Callable[[ObjectFile], _Answer], found: Sequence[ObjectFile]
+    ) -> Iterator[tuple[ObjectFile, _Answer]]:
+        """`act` on each of `found`, by a few threads."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-inspect") as pool:
             # In batches, so that an interrupt does not wait for all objects.
             remaining = iter(found)
             while batch := list(islice(remaining, _BATCH)):
-                yield from zip(batch, pool.map(self.problem, batch), strict=True)
+                yield from zip(batch, pool.map(act, batch), strict=True)
 
     def _opened(self, stored: ObjectFile) -> AbstractContextManager[ObjectReader]:
         return self.views[stored.store].opened(stored)
@@ -371,6 +396,18 @@ class StoreInspector:
             extent = memoryview(buffer)[: section.extent_bytes]
             count = reader.read(extent, section.offset)
             verify_section(head, section, extent[:count])
+
+
+def _bare(stored: ObjectFile) -> ObjectRow:
+    """What is known of an object without reading it."""
+    age_s = None if stored.used_s is None else max(time.time() - stored.used_s, 0.0)
+    return ObjectRow(
+        name=stored.name.hex(),
+        size_bytes=stored.size_bytes,
+        used=stored.used_s,
+        age_s=age_s,
+        fingerprint=stored.fingerprint or None,
+    )
 
 
 def _head(stored: ObjectFile, reader: ObjectReader) -> Head:
@@ -390,11 +427,13 @@ def _read(reader: ObjectReader, count: int) -> memoryview:
 def _by_fingerprint(rows: list[ObjectRow]) -> dict[str, FingerprintShare]:
     shares: dict[str, FingerprintShare] = defaultdict(FingerprintShare)
     for row in rows:
-        if row.fingerprint is None or row.group is None or row.part is None:
+        if row.fingerprint is None or row.problem is not None:
             continue
         share = shares[row.fingerprint[:FINGERPRINT_DIGITS]]
         share.objects += 1
         share.bytes += row.size_bytes
+        if row.group is None or row.part is None:
+            continue
         share.tokens += row.tokens or 0
         share.groups = sorted({*share.groups, row.group})
         share.parts = sorted({*share.parts, row.part})

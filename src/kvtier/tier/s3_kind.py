@@ -146,7 +146,9 @@ def _inspect(settings: S3Settings) -> list[ScannedTier]:
     credentials = _credentials(settings)
     client, prefix = _client(settings)
     return [
-        ScannedTier(_tier(settings, credentials, key_id, model), f"{settings.url}{key_id.hex()}/{model.hex()}")
+        ScannedTier(
+            _tier(settings, credentials, key_id, model), f"{settings.url}{key_id.hex()}/{model.hex()}", model.hex()
+        )
         for key_id, model in stored_roots(client, prefix)
     ]
 

@@ -15,6 +15,8 @@ from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
 from kvtier.tier.safe_open import refuse_public
 from kvtier.tier.shared_directory import SharedDirectoryTier, is_on_drive
+from kvtier.tier.shared_sweep import stored_roots
+from kvtier.tier.store_view import ScannedTier
 
 _TRIAL_ID = bytes(16)
 TRIAL_WAIT_S = 60.0
@@ -88,6 +90,27 @@ def _check(settings: SharedDirectorySettings) -> Iterator[Problem]:
     yield from space_problems(settings.capacity_bytes, nearest, is_store=is_store)
 
 
+def _inspect(settings: SharedDirectorySettings) -> list[ScannedTier]:
+    """A view for each secret and model in the store. Opening these tiers writes nothing."""
+    if read_marker(settings.path, SHARED_VERSION) is None:
+        raise ConfigError(f"{settings.path} is not the root of a {settings.kind} store")
+    return [
+        ScannedTier(
+            SharedDirectoryTier(
+                settings.path,
+                key_id=bytes.fromhex(key_id),
+                fingerprint=bytes.fromhex(model),
+                name=settings.name,
+                capacity_bytes=settings.capacity_bytes,
+                direct_io="off",
+            ),
+            f"{settings.path}/{key_id}/{model}",
+            model,
+        )
+        for key_id, model in stored_roots(str(settings.path))
+    ]
+
+
 KIND = TierKind(
     name="shared_directory",
     help="A file per object in a directory that several nodes share.",
@@ -98,6 +121,7 @@ KIND = TierKind(
     is_shared=lambda _settings: True,
     check=_check,
     folder=lambda settings: settings.path,
+    inspect=_inspect,
     open_trial=_open_trial,
     raw=lambda settings, _context: RawFiles(settings.path, direct=settings.direct_io == "on", syncs=True),
 )

@@ -37,6 +37,17 @@ _OBJECT = re.compile(r"[0-9a-f]{64}")
 _GONE = MISSING | {errno.ESTALE}
 
 
+def stored_roots(root: str) -> list[tuple[str, str]]:
+    """(key id, fingerprint) of each directory of objects in the store at `root`.
+
+    Raises:
+        OSError: the file system fails.
+    """
+    with directory_at(root, is_listed=True) as top:
+        ids = sorted(filter(ID.fullmatch, os.listdir(top)))
+        return [(key_id, model) for key_id in ids for model in sorted(filter(ID.fullmatch, _listed(top, key_id)))]
+
+
 class Swept(NamedTuple):
     """What a sweep found and did."""
 

@@ -4,9 +4,11 @@ A kind of tier declares how to open its views (`TierKind.inspect`). Without that
 """
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kvtier.errors import TierError
@@ -16,6 +18,9 @@ from kvtier.types import ObjectName
 
 UNBOUNDED_BYTES = 1 << 62
 """Cap of a tier that must not evict."""
+
+_DELETES = 16
+"""Concurrent deletions of a purge."""
 
 LEFT_MAX = 100
 """Foreign files that a `Purge` names at most."""
@@ -35,6 +40,8 @@ class ObjectFile(NamedTuple):
     """Bytes from the start of the file."""
     store: int = 0
     """Number of the view, where several are inspected together."""
+    fingerprint: str = ""
+    """Its first digits, where the object's place tells; else empty."""
 
 
 class Usage(NamedTuple):
@@ -88,8 +95,8 @@ class StoreView(Protocol):
         """Where it is, for people."""
         ...
 
-    def objects(self) -> list[ObjectFile]:
-        """All objects, by name.
+    def objects(self) -> Iterable[ObjectFile]:
+        """All objects, each once.
 
         Raises:
             ConfigError: the store's version is unknown.
@@ -151,23 +158,31 @@ class FileReader:
 
 
 class ScannedTier:
-    """The view of an open tier of any kind, by its `scan` and `read`."""
+    """The view of an open tier of any kind, by its `scan` and `read`.
 
-    def __init__(self, tier: Tier, place: str) -> None:
+    Args:
+        tier: the tier.
+        place: where it is, for people.
+        fingerprint: of all its objects, hexadecimal, at least the first digits; empty: their heads tell.
+    """
+
+    def __init__(self, tier: Tier, place: str, fingerprint: str = "") -> None:
         self._tier = tier
         self.place = place
+        self.fingerprint = fingerprint
+        self._held_bytes = 0
 
-    def objects(self) -> list[ObjectFile]:
+    def objects(self) -> Iterator[ObjectFile]:
         """See `StoreView`."""
-        found = [ObjectFile(name, size_bytes, None, self.place) for name, size_bytes in self._tier.scan()]
-        return sorted(found, key=lambda stored: stored.name)
+        self._held_bytes = 0
+        for name, size_bytes in self._tier.scan():
+            self._held_bytes += size_bytes
+            yield ObjectFile(name, size_bytes, None, self.place, fingerprint=self.fingerprint)
 
     def usage(self) -> Usage:
-        """See `StoreView`."""
+        """See `StoreView`; what is charged is what the last `objects` found."""
         figures = self._tier.figures()
-        used_bytes = figures.used_bytes
-        held = sum(size_bytes for _, size_bytes in self._tier.scan()) if used_bytes is None else used_bytes
-        return Usage("", 0, "", held, 1, used_bytes, figures.capacity_bytes)
+        return Usage("", 0, "", self._held_bytes, 1, figures.used_bytes or None, figures.capacity_bytes)
 
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[ObjectReader]:
@@ -180,12 +195,15 @@ class ScannedTier:
         yield self._tier
 
     def purge(self, *, force: bool) -> Purge:  # noqa: ARG002 - the tier has no other users that it knows of
-        """Delete every object."""
-        result = Purge(directory=self.place)
-        for name, size_bytes in list(self._tier.scan()):
-            self._tier.delete(name)
-            result.objects += 1
-            result.bytes += size_bytes
+        """Delete every object that it lists. What makes the place a store is kept."""
+        result = Purge(directory=self.place, is_emptied_only=True)
+        found = self._tier.scan()
+        with ThreadPoolExecutor(_DELETES, thread_name_prefix="kvtier-purge") as pool:
+            # In batches, so that an interrupt does not wait for all objects.
+            while batch := list(islice(found, 16 * _DELETES)):
+                list(pool.map(self._tier.delete, (name for name, _ in batch)))
+                result.objects += len(batch)
+                result.bytes += sum(size_bytes for _, size_bytes in batch)
         return result
 
     def close(self) -> None:
@@ -211,15 +229,15 @@ class _TierReader:
 
 def merged(usages: Sequence[Usage]) -> Usage:
     """The sums of several stores."""
-    if len(usages) == 1:
-        return usages[0]
+    if len(usages) < 2:
+        return usages[0] if usages else Usage("", 0, "", 0, 0)
 
     def total(counts: Sequence[int | None]) -> int | None:
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
 
     return Usage(
-        ", ".join(it.store_id for it in usages),
+        ", ".join(dict.fromkeys(it.store_id for it in usages)),
         max(it.version for it in usages),
         min(it.created for it in usages),
         sum(it.charged_bytes for it in usages),
