@@ -295,22 +295,22 @@ def test_relays_wait_for_a_tier_that_is_away_and_take_no_staging() -> None:
     (hung,) = (one for one in core.going(Link.DEMOTE) if one.tier == "far")
     core.answer(hung, Outcome.FAILED, is_fault=True)
     core.run()
-    assert len(core.cache._tiers["far"].relays) == 33
+    assert len(core.cache._pending_writes._queues["far"].relays) == 33
     assert not core.cache.pending_count, "closing does not wait for a tier that is away"
     assert len(core.cache.host.staging[0]) == 1
     core.wait(5.1)
     core.check_tiers()
     core.run()
-    assert not core.cache._tiers["far"].relays
+    assert not core.cache._pending_writes._queues["far"].relays
     assert len(core.held["far"]) == 33
 
 
 def test_only_so_many_objects_wait_to_be_relayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_state, "RELAYS_MAX", 3)
+    monkeypatch.setattr(pending_writes, "RELAYS_MAX", 3)
     core = near_and_far(slots=32, demotes=1)
     core.store("a", long_prefix(8))
     core.run(keep=lambda one: one.tier == "far")
-    assert len(core.cache._tiers["far"].relays) == 3
+    assert len(core.cache._pending_writes._queues["far"].relays) == 3
     assert core.cache.counters.relays_dropped == 4
 
 

@@ -209,15 +209,11 @@ class Cache:
     @property
     def pending_count(self) -> int:
         """Objects with pending writes, and objects that wait to be relayed from and to tiers that are up."""
-        relays = 0
-        for tier_state in self._tiers:
-            if tier_state.relays and tier_state.breakers[Link.DEMOTE].is_up():
-                relays += sum(self.is_up(source) for _, source in tier_state.relays.values())
-        return len(self.host.pending_objects()) + len(self.host.relayed) + relays
+        return self._pending_writes.count
 
     def relays_waiting(self) -> dict[str, int]:
         """Objects that wait to be relayed, by tier."""
-        return {tier_state.name: len(tier_state.relays) for tier_state in self._tiers}
+        return self._pending_writes.relays_waiting()
 
     @property
     def in_flight(self) -> int:
@@ -370,6 +366,7 @@ class Cache:
         """
         self.host.check()
         self._transfers.check()
+        self._pending_writes.check()
 
     def _pass_next_turns(self) -> None:
         storing = {store.session for store in self._operations.stores}

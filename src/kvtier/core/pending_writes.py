@@ -1,17 +1,20 @@
-"""Pending writes: which lower tiers should get each object, and when, by the write policy.
+"""Pending writes: which lower tiers should get each object, by the write policy, and which write is next.
+
+This module starts no transfers; `transfer_scheduler` takes its objects one by one.
 
 An object from the engine goes to every tier. Once a faster tier that persists has it, it is relayed to slower tiers:
 its writes to them no longer hold host memory. An object that a load brought from a slower tier fills the faster ones
 at its second use.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 
 from kvtier.core.counters import Counters
 from kvtier.core.host_memory import HostMemory
 from kvtier.core.limits import Limits, WritePolicy
 from kvtier.core.records import HOST, HostEntry, Item
-from kvtier.core.residency import READY
+from kvtier.core.residency import READABLE, READY, Change
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import Link
 
@@ -20,6 +23,24 @@ FILL_USES = 2
 
 PROMOTED_MAX = 1 << 16
 """Objects from slower tiers whose first use is remembered after they have left host memory."""
+
+RELAYS_MAX = 1 << 14
+"""Objects per tier that wait to be relayed to it; of more, the oldest are dropped."""
+
+# Constants for hot paths, as in `residency`.
+DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
+
+
+@dataclass(slots=True)
+class WriteQueue:
+    """Objects that wait to be written to one tier."""
+
+    queued: OrderedDict[HostEntry, None] = field(default_factory=OrderedDict[HostEntry, None])
+    """Objects in host memory whose pending write may begin, in order."""
+    relays: OrderedDict[Item, tuple[HostEntry, str]] = field(default_factory=OrderedDict[Item, tuple[HostEntry, str]])
+    """Objects that a faster tier holds, with that tier's name. They hold no host memory."""
+    staged: deque[HostEntry] = field(default_factory=deque[HostEntry])
+    """Relayed objects in the staging area, ready to be written."""
 
 
 class PendingWrites:
@@ -33,6 +54,7 @@ class PendingWrites:
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
         self._names = frozenset(tiers.by_name)
         self._promoted: OrderedDict[Item, None] = OrderedDict()
+        self._queues = {it.name: WriteQueue() for it in tiers}
 
     def use(self, entry: HostEntry, now_s: float, session: str | None) -> None:
         """Count a use by a request of `session`, which may make writes pending."""
@@ -74,7 +96,7 @@ class PendingWrites:
             tiers = self._names if len(names) == len(self._names) else frozenset(names)
             if self._host.has_staging:
                 for name in names:
-                    self._tiers[name].relays.pop(item, None)
+                    self._queues[name].relays.pop(item, None)
             self._host.mark_pending(entry, tiers)
             if self._limits.write_policy is not WritePolicy.BACK:
                 self._queue(entry)
@@ -84,17 +106,123 @@ class PendingWrites:
         for entry in self._host.pending_objects():
             self._queue(entry)
 
-    def written(self, entry: HostEntry, tier_state: TierState, now_s: float) -> None:
-        """`tier_state` holds the object now: its waiting writes to slower tiers are relayed if the tier persists."""
-        if tier_state.rules.is_remote:
+    @property
+    def count(self) -> int:
+        """Objects with pending writes, and objects that wait to be relayed from and to tiers that are up."""
+        relays = 0
+        for tier_state in self._tiers:
+            waiting = self._queues[tier_state.name].relays
+            if waiting and tier_state.breakers[DEMOTE].is_up():
+                relays += sum([self._tiers[source].breakers[PROMOTE].is_up() for _, source in waiting.values()])
+        return len(self._host.pending_objects()) + len(self._host.relayed) + relays
+
+    def relays_waiting(self) -> dict[str, int]:
+        """Objects that wait to be relayed, by tier."""
+        return {name: len(queue.relays) for name, queue in self._queues.items()}
+
+    # ---- the next write of a tier ----------------------------------------------------------------------------------
+
+    def next_write(self, tier_state: TierState, now_s: float) -> HostEntry | None:
+        """Take the next object to be demoted, with a pin. Writes to a tier that cannot be written are dropped."""
+        queued = self._queues[tier_state.name].queued
+        if not queued or tier_state.breakers[DEMOTE].is_trial:  # the rest waits for the result of a trial
+            return None
+        if not tier_state.can_write(now_s):
+            self._counters.demotions_dropped += len(queued)
+            while queued:
+                self._host.mark_written(queued.popitem(last=False)[0], tier_state.name)
+            return None
+        entry = next(iter(queued))
+        if not tier_state.has_room(DEMOTE, self._host.object_bytes[entry.group]):
+            return None
+        del queued[entry]
+        self._host.pin(entry)
+        return entry
+
+    def next_relay(
+        self, tier_state: TierState, now_s: float, *, is_loading: bool
+    ) -> tuple[HostEntry, TierState | None] | None:
+        """Take the next object to be relayed to `tier_state`, from host memory if it is still there.
+
+        Args:
+            tier_state: the slower tier.
+            now_s: the time.
+            is_loading: a load wants promotions, which go first.
+
+        Returns:
+            The entry to demote, with None; or an entry of the staging area, with the tier to promote it from.
+        """
+        queue = self._queues[tier_state.name]
+        if not (queue.staged or queue.relays) or tier_state.breakers[DEMOTE].is_trial:
+            return None
+        if not tier_state.can_write(now_s):  # a relay that waits for it holds no slot
+            while queue.staged:
+                entry = queue.staged.pop()
+                self._host.unstage(entry, Change.EVICTED)
+                self._relay(entry, entry.origin, queue)
+            return None
+        if queue.staged:
+            has_room = tier_state.has_room(DEMOTE, self._host.object_bytes[queue.staged[0].group])
+            return (queue.staged.popleft(), None) if has_room else None
+        item, (entry, source) = next(iter(queue.relays.items()))
+        size_bytes = self._host.object_bytes[entry.group]
+        if not tier_state.has_room(DEMOTE, size_bytes):
+            return None
+        current, faster = self._host.find(*item), self._tiers[source]
+        if current is not None and current.residency in READABLE:
+            del queue.relays[item]
+            self._host.pin(current)
+            return current, None
+        slots = self._host.staging[entry.group]
+        is_idle = 2 * faster.out[PROMOTE] < faster.limit[PROMOTE] and not is_loading
+        can_read = slots and is_idle and faster.can_read(now_s) and faster.has_room(PROMOTE, size_bytes)
+        if current is not None or not can_read:
+            return None
+        del queue.relays[item]
+        staged = HostEntry(entry.key, entry.group, slots.pop(), entry.parent, entry.depth, entry.session)
+        staged.origin = source
+        self._host.stage(staged)
+        return staged, faster
+
+    def staged(self, entry: HostEntry, tier: str) -> None:
+        """A relayed object has reached the staging area, on its way to `tier`."""
+        self._host.staged(entry)
+        self._queues[tier].staged.append(entry)
+
+    def unstaged(self, entry: HostEntry, change: Change) -> None:
+        """The faster tier did not deliver a relayed object; `change` is FAILED or LATE."""
+        self._counters.relays_dropped += 1
+        self._host.unstage(entry, change)
+
+    def ended(self, entry: HostEntry, tier_state: TierState, now_s: float, *, is_done: bool, is_late: bool) -> None:
+        """A write has ended. If the tier holds the object and persists, writes to slower tiers are relayed."""
+        self._counters.demotions_dropped += not is_done
+        if is_done:
             tier_state.remember((entry.key, entry.group), now_s, is_present=True)
-        if tier_state is self._tiers.all[-1] or not tier_state.rules.persists:
+        if entry.is_staged:
+            self._host.unstage(entry, Change.EVICTED)
             return
-        for slower in self._tiers.all[tier_state.number + 1 :]:
-            if entry in slower.queue:
-                del slower.queue[entry]
-                self._counters.relays_dropped += slower.relay(entry, tier_state.name)
-                self._host.mark_written(entry, slower.name)
+        if is_late:
+            self._host.unstuck(entry)
+        if is_done and tier_state.rules.persists:
+            for slower in self._tiers.all[tier_state.number + 1 :]:
+                queue = self._queues[slower.name]
+                if entry in queue.queued:
+                    del queue.queued[entry]
+                    self._relay(entry, tier_state.name, queue)
+                    self._host.mark_written(entry, slower.name)
+        self._host.unpin(entry)
+        self._host.mark_written(entry, tier_state.name)
+
+    def _relay(self, entry: HostEntry, source: str, queue: WriteQueue) -> None:
+        """Queue the write of an object that the tier `source` holds."""
+        queue.relays.pop((entry.key, entry.group), None)
+        queue.relays[entry.key, entry.group] = entry, source
+        if len(queue.relays) > RELAYS_MAX:
+            queue.relays.popitem(last=False)
+            self._counters.relays_dropped += 1
+
+    # ---- slots -----------------------------------------------------------------------------------------------------
 
     def slot_for_store(self, group: int, wanted: int) -> int | None:
         """A free slot of `group`, or None. The caller could use `wanted` of them."""
@@ -123,7 +251,7 @@ class PendingWrites:
             return False
         before = self._host.leaving[group]
         size_bytes = self._host.object_bytes[group]
-        limit = min((it.limit_for(Link.DEMOTE, size_bytes) + it.late[Link.DEMOTE] for it in self._tiers), default=0)
+        limit = min((it.limit_for(DEMOTE, size_bytes) + it.late[DEMOTE] for it in self._tiers), default=0)
         while self._host.leaving[group] < min(wanted, limit):
             entry = self._host.oldest_pending(group)
             if entry is None:
@@ -132,19 +260,25 @@ class PendingWrites:
             self._queue(entry)
         return self._host.leaving[group] > before
 
-    def drop_next(self, tier: str) -> None:
-        """Drop the first write in the queue of `tier`, which cannot be written."""
-        entry, _ = self._tiers[tier].queue.popitem(last=False)
-        self._counters.demotions_dropped += 1
-        self._host.mark_written(entry, tier)
-
     def _queue(self, entry: HostEntry) -> None:
         for tier in sorted(entry.pending - entry.queued):
             entry.queued |= {tier}
-            self._tiers[tier].queue[entry] = None
+            self._queues[tier].queued[entry] = None
 
     def _drop(self, entry: HostEntry) -> None:
         self._counters.demotions_dropped += len(entry.pending)
         for tier in sorted(entry.pending):
-            self._tiers[tier].queue.pop(entry, None)
+            self._queues[tier].queued.pop(entry, None)
             self._host.mark_written(entry, tier)
+
+    def check(self) -> None:
+        """Assert that queued writes are pending.
+
+        Raises:
+            AssertionError: one is not, which is a bug in the core.
+        """
+        for name, queue in self._queues.items():
+            for entry in queue.queued:
+                assert name in entry.pending, "a queued demotion is not pending"
+                assert entry.residency in READABLE, "a queued demotion is of an object that is not readable"
+            assert len(queue.relays) <= RELAYS_MAX, "too many objects wait to be relayed"

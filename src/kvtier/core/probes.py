@@ -38,9 +38,6 @@ BOUNDARIES_MAX = 4
 WAIT_SHARE = 0.03
 """A request waits for remote tiers at most this share of the time that computing its prompt takes."""
 
-HIT_RATE_WEIGHT = 0.1
-"""Weight of the newest answer in `TierState.hit_rate`."""
-
 
 class Probes:
     """Open probes, and the answers for each request. Answers are kept until the request is released."""
@@ -290,7 +287,7 @@ class Probes:
         """Take the answers of a round of a remote tier, and set the next round."""
         if search.round == 1:
             is_hit = all(present)
-            tier_state.hit_rate += HIT_RATE_WEIGHT * (is_hit - tier_state.hit_rate)
+            tier_state.probed_first(is_hit=is_hit)
             search.low = 0 if is_hit else -1
             search.round = 2 if is_hit and search.high > 1 else 4
         elif search.round < 4:
@@ -336,7 +333,7 @@ class Probes:
     def _close(self, probe_id: int, open_probe: OpenProbe, now_s: float) -> None:
         del self._open[probe_id]
         tier_state, search = self._tiers[open_probe.tier], open_probe.search
-        self._tiers.record(open_probe.tier, Link.PROMOTE, now_s, is_fault=open_probe.is_failed)
+        tier_state.record(Link.PROMOTE, now_s, is_fault=open_probe.is_failed)
         if not open_probe.is_failed:
             for item, is_there in zip(open_probe.objects, open_probe.present, strict=True):
                 tier_state.remember(item, now_s, is_present=is_there)

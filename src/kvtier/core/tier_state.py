@@ -1,12 +1,11 @@
-"""State of the lower tiers in the core: circuit breakers, transfers in flight, queued writes, remembered answers."""
+"""State of the lower tiers in the core: circuit breakers, counts of transfers in flight, remembered answers."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtier.core.circuit_breaker import CircuitBreaker
 from kvtier.core.limits import TierRules
-from kvtier.core.records import HostEntry, Item
-from kvtier.core.residency import READABLE
+from kvtier.core.records import Item
 from kvtier.types import Event, Link, TierNotice, Way
 
 # Constants for hot paths, as in `transfer_scheduler`.
@@ -16,8 +15,8 @@ WAYS: dict[Link, Way] = {PROMOTE: "read", DEMOTE: "write"}
 SUSPECT_MAX = 1 << 16
 """Suspect objects per tier; of more, the oldest are trusted again."""
 
-RELAYS_MAX = 1 << 14
-"""Objects per tier that wait to be relayed to it; of more, the oldest are dropped."""
+HIT_RATE_WEIGHT = 0.1
+"""Weight of the newest answer in `TierState.hit_rate`."""
 
 REMEMBERED_MAX = 1 << 16
 ABSENT_S = 5.0
@@ -27,26 +26,21 @@ PRESENT_S = 60.0
 
 
 class TierState:
-    """One lower tier: its circuit breakers, its limits and its queues of writes.
+    """One lower tier: its circuit breakers, its limits, and what is known of its objects.
 
     Args:
         rules: its limits and properties.
         number: its position, 0 for the fastest.
         pool: all tiers, which share the slots for transfers.
+        events: get notices of the breakers' changes.
     """
 
-    def __init__(self, rules: TierRules, number: int, pool: "TierStates") -> None:
+    def __init__(self, rules: TierRules, number: int, pool: "TierStates", events: list[Event]) -> None:
         self.name = rules.name
         self.rules = rules
         self.number = number
         self.breakers = {link: CircuitBreaker(rules.failures, rules.retry_s) for link in WAYS}
         """PROMOTE: for promotions and probes. DEMOTE: for demotions. A tier on a full disk can still be read."""
-        self.queue: OrderedDict[HostEntry, None] = OrderedDict()
-        """Demotions that wait, in order; each entry has a pending write to this tier."""
-        self.relays: OrderedDict[Item, tuple[HostEntry, str]] = OrderedDict()
-        """Objects to be written here that a faster tier holds, with that tier's name. They hold no host memory."""
-        self.staged: deque[HostEntry] = deque()
-        """Relayed objects in the staging area, ready to be written."""
         self.out = {PROMOTE: 0, DEMOTE: 0}
         self.out_bytes = {PROMOTE: 0, DEMOTE: 0}
         self.late = {PROMOTE: 0, DEMOTE: 0}
@@ -59,6 +53,7 @@ class TierState:
         self._remembered: OrderedDict[Item, tuple[bool, float]] = OrderedDict()
         """Answers of a remote tier, and when they expire."""
         self._pool = pool
+        self._events = events
 
     def has_room(self, link: Link, size_bytes: int) -> bool:
         """Whether one more transfer of `size_bytes` may start."""
@@ -109,26 +104,45 @@ class TierState:
             return None
         return is_present
 
-    def relay(self, entry: HostEntry, source: str) -> int:
-        """Queue the write of an object that the tier `source` holds; returns how many waiting objects were dropped."""
-        self.relays.pop((entry.key, entry.group), None)
-        self.relays[entry.key, entry.group] = entry, source
-        if len(self.relays) <= RELAYS_MAX:
-            return 0
-        self.relays.popitem(last=False)
-        return 1
-
     def began(self, link: Link, size_bytes: int) -> None:
         """A transfer of `size_bytes` starts."""
         self.breakers[link].attempted()
         self.out[link] += 1
         self.out_bytes[link] += size_bytes
 
-    def ended(self, link: Link, size_bytes: int, *, is_late: bool) -> None:
-        """A transfer of `size_bytes` has ended."""
+    def overdue(self, link: Link, now_s: float) -> None:
+        """A transfer is overdue, which counts as a fault."""
+        self.late[link] += 1
+        self.record(link, now_s, is_fault=True)
+
+    def ended(self, link: Link, size_bytes: int, now_s: float, *, is_late: bool, is_fault: bool | None) -> None:
+        """A transfer of `size_bytes` has ended; `is_fault` is None if it was cancelled, which proves nothing."""
         self.out[link] -= 1
         self.out_bytes[link] -= size_bytes
-        self.late[link] -= is_late
+        if is_late:
+            self.late[link] -= 1
+        elif is_fault is None:
+            self.breakers[link].inconclusive()
+        else:
+            self.record(link, now_s, is_fault=is_fault)
+
+    def record(self, link: Link, now_s: float, *, is_fault: bool) -> None:
+        """Record the result of a read (`link` PROMOTE) or write (DEMOTE); a change of the breaker gives a notice."""
+        breaker, way = self.breakers[link], WAYS[link]
+        if is_fault:
+            if breaker.failed(now_s):
+                detail = (
+                    f"{way}s failed {breaker.failures} times in a row; the next try is in {breaker.retry_delay_s:g} s"
+                )
+                self._events.append(TierNotice(self.name, way, is_up=False, detail=detail))
+        elif breaker.succeeded():
+            self._events.append(TierNotice(self.name, way, is_up=True, detail=f"{way}s succeed again"))
+            for other in self.breakers.values():
+                other.retry_now(now_s)  # the other way may have had the same cause
+
+    def probed_first(self, *, is_hit: bool) -> None:
+        """A request's first missing chunk was probed."""
+        self.hit_rate += HIT_RATE_WEIGHT * (is_hit - self.hit_rate)
 
     def check(self) -> None:
         """Assert that the limits hold.
@@ -142,10 +156,6 @@ class TierState:
             assert out <= limit or out_bytes <= self.rules.small_bytes, f"more {link.value}s in flight than allowed"
             assert out <= self._pool.share, f"{link.value}s use more than their share of host memory"
             assert bool(out) == bool(out_bytes), f"bytes of {link.value}s miscounted"
-        for entry in self.queue:
-            assert self.name in entry.pending, "a queued demotion is not pending"
-            assert entry.residency in READABLE, "a queued demotion is of an object that is not readable"
-        assert len(self.relays) <= RELAYS_MAX, "too many objects wait to be relayed"
 
 
 class TierStates:
@@ -162,12 +172,11 @@ class TierStates:
         self.share = self._slots - self._reserved * (count - 1)
         """Most slots of one tier in each direction."""
         self.is_single = count == 1
-        self.by_name = {rules.name: TierState(rules, number, self) for number, rules in enumerate(tiers)}
+        self.by_name = {rules.name: TierState(rules, number, self, events) for number, rules in enumerate(tiers)}
         self.all = tuple(self.by_name.values())
         for name in down:
             for breaker in self.by_name[name].breakers.values():
                 breaker.open_now()
-        self._events = events
 
     def __iter__(self) -> Iterator[TierState]:
         return iter(self.all)
@@ -186,23 +195,8 @@ class TierStates:
                 taken += max(other.out[link], self._reserved)
         return taken < self._slots
 
-    def record(self, name: str, link: Link, now_s: float, *, is_fault: bool) -> None:
-        """Record the end of a read (`link` PROMOTE) or write (DEMOTE); a change of the breaker gives a notice."""
-        tier_state, way = self.by_name[name], WAYS[link]
-        breaker = tier_state.breakers[link]
-        if is_fault:
-            if breaker.failed(now_s):
-                detail = (
-                    f"{way}s failed {breaker.failures} times in a row; the next try is in {breaker.retry_delay_s:g} s"
-                )
-                self._events.append(TierNotice(name, way, is_up=False, detail=detail))
-        elif breaker.succeeded():
-            self._events.append(TierNotice(name, way, is_up=True, detail=f"{way}s succeed again"))
-            for other in tier_state.breakers.values():
-                other.retry_now(now_s)  # the other way may have had the same cause
-
     def check(self, out: dict[Link, int]) -> None:
-        """Assert that the limits hold and that queued demotions are pending; `out` counts transfers in flight by link.
+        """Assert that the limits hold; `out` counts transfers in flight by link.
 
         Raises:
             AssertionError: they do not, which is a bug in the core.

@@ -182,24 +182,30 @@ class TransferScheduler:
             self._operations.fail(item)
 
     def _promoted(self, flight: InFlightTransfer, now_s: float) -> None:
-        tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
-        tier_state.ended(PROMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
+        tier_state, entry = self._tier_ended(flight, now_s)
         self._record_transfer(tier_state.name, flight, now_s)
         self._judge_copy(flight, tier_state, now_s)
         if flight.is_late:
             self._host.settled(entry)
-            return
-        self._record(flight, now_s)
-        if entry.is_staged:
-            self._staged(flight)
-            return
-        if flight.outcome is DONE:
+        elif entry.is_staged:
+            if flight.outcome is DONE:
+                self._pending_writes.staged(entry, flight.relay_to)
+            else:
+                self._pending_writes.unstaged(entry, Change.FAILED)
+        elif flight.outcome is DONE:
             self._host.arrived(entry)
             self._pending_writes.promoted(entry, now_s)
             self._operations.arrived(entry)
         else:
             self._host.failed(entry)
             self._operations.retry(entry, "" if flight.outcome is CANCELLED else tier_state.name)
+
+    def _tier_ended(self, flight: InFlightTransfer, now_s: float) -> tuple[TierState, HostEntry]:
+        tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
+        is_fault = None if flight.outcome is CANCELLED else flight.is_fault
+        size_bytes = self._host.object_bytes[entry.group]
+        tier_state.ended(flight.transfer.link, size_bytes, now_s, is_late=flight.is_late, is_fault=is_fault)
+        return tier_state, entry
 
     def _judge_copy(self, flight: InFlightTransfer, tier_state: TierState, now_s: float) -> None:
         """Note what a promotion shows about the tier's copy: absent, bad, or good."""
@@ -219,32 +225,8 @@ class TransferScheduler:
             tier_state.remember(item, now_s, is_present=False)
 
     def _demoted(self, flight: InFlightTransfer, now_s: float) -> None:
-        tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
-        tier_state.ended(DEMOTE, self._host.object_bytes[entry.group], is_late=flight.is_late)
-        if not flight.is_late:
-            self._record(flight, now_s)
-        if flight.outcome is not DONE:
-            self._counters.demotions_dropped += 1
-        if entry.is_staged:
-            self._host.unstage(entry, Change.EVICTED)
-            if flight.outcome is DONE:
-                tier_state.remember((entry.key, entry.group), now_s, is_present=True)
-            return
-        if flight.is_late:
-            self._host.unstuck(entry)
-        if flight.outcome is DONE:
-            self._pending_writes.written(entry, tier_state, now_s)
-        self._host.unpin(entry)
-        self._host.mark_written(entry, tier_state.name)
-
-    def _staged(self, flight: InFlightTransfer) -> None:
-        """A relayed object has reached the staging area, or the faster tier no longer has it."""
-        if flight.outcome is DONE:
-            self._host.staged(flight.entry)
-            self._tiers[flight.relay_to].staged.append(flight.entry)
-        else:
-            self._counters.relays_dropped += 1
-            self._host.unstage(flight.entry, Change.FAILED)
+        tier_state, entry = self._tier_ended(flight, now_s)
+        self._pending_writes.ended(entry, tier_state, now_s, is_done=flight.outcome is DONE, is_late=flight.is_late)
 
     def _record_transfer(self, place: str, flight: InFlightTransfer, now_s: float) -> None:
         size_bytes = self._host.object_bytes[flight.entry.group]
@@ -263,23 +245,15 @@ class TransferScheduler:
             return HOST if entry.residency in READABLE else entry.source
         return next(iter(self._probes.tiers_for(load.request, (key, 0))), HOST)
 
-    def _record(self, flight: InFlightTransfer, now_s: float) -> None:
-        if flight.outcome is CANCELLED:
-            self._tiers[flight.transfer.tier].breakers[flight.transfer.link].inconclusive()
-        else:
-            self._tiers.record(flight.transfer.tier, flight.transfer.link, now_s, is_fault=flight.is_fault)
-
     def _overdue(self, flight: InFlightTransfer, now_s: float) -> None:
         """A transfer is overdue: its operations go on without it, but its thread may still run."""
         flight.is_late = True
         self._counters.late += 1
         transfer, entry = flight.transfer, flight.entry
-        self._tiers[transfer.tier].late[transfer.link] += 1
-        self._tiers.record(transfer.tier, transfer.link, now_s, is_fault=True)
+        self._tiers[transfer.tier].overdue(transfer.link, now_s)
         if entry.is_staged:
             if transfer.link is PROMOTE:
-                self._counters.relays_dropped += 1
-                self._host.unstage(entry, Change.LATE)
+                self._pending_writes.unstaged(entry, Change.LATE)
         elif transfer.link is PROMOTE:
             self._host.late(entry)
             self._operations.retry(entry, transfer.tier)
@@ -360,9 +334,7 @@ class TransferScheduler:
         entry = self._new_entry(item, slot)
         entry.source = entry.origin = tier_state.name
         self._host.enter(entry, Change.PROMOTE)
-        tier_state.began(PROMOTE, self._host.object_bytes[entry.group])
-        self._estimators[tier_state.name].began(self._host.object_bytes[entry.group], now_s)
-        self._send(PROMOTE, entry, now_s, tier=tier_state.name)
+        self._read(entry, tier_state, now_s)
         return entry
 
     def _advance_stores(self, now_s: float) -> bool:
@@ -398,22 +370,11 @@ class TransferScheduler:
 
     def _advance_demotions(self, now_s: float) -> bool:
         """Returns whether a pending write was dropped, which may free a slot."""
-        has_dropped = False
+        dropped = self._counters.demotions_dropped
         for tier_state in self._tiers.all:
-            # During a trial, the rest waits for its result.
-            while tier_state.queue and not tier_state.breakers[DEMOTE].is_trial:
-                if not tier_state.can_write(now_s):
-                    self._pending_writes.drop_next(tier_state.name)
-                    has_dropped = True
-                    continue
-                entry = next(iter(tier_state.queue))
-                size_bytes = self._host.object_bytes[entry.group]
-                if not tier_state.has_room(DEMOTE, size_bytes):
-                    break
-                del tier_state.queue[entry]
-                self._host.pin(entry)
+            while (entry := self._pending_writes.next_write(tier_state, now_s)) is not None:
                 self._demote(entry, tier_state, now_s)
-        return has_dropped
+        return self._counters.demotions_dropped > dropped
 
     def _demote(self, entry: HostEntry, tier_state: TierState, now_s: float) -> None:
         tier_state.began(DEMOTE, self._host.object_bytes[entry.group])
@@ -422,60 +383,21 @@ class TransferScheduler:
         self._send(DEMOTE, entry, now_s, tier=tier_state.name)
 
     def _advance_relays(self, now_s: float) -> None:
-        """Write objects that a faster tier holds to slower ones, from host memory if they are still there."""
+        """Write objects that a faster tier holds to slower ones."""
+        is_loading = any(load.todo for load in self._operations.loads.values())
         for tier_state in self._tiers.all:
-            while tier_state.staged or tier_state.relays:
-                if tier_state.breakers[DEMOTE].is_trial:
-                    break
-                if not tier_state.can_write(now_s):  # a relay that waits for it holds no slot
-                    self._unstage(tier_state)
-                    break
-                if tier_state.staged:
-                    entry = tier_state.staged[0]
-                    if not tier_state.has_room(DEMOTE, self._host.object_bytes[entry.group]):
-                        break
-                    self._demote(tier_state.staged.popleft(), tier_state, now_s)
-                elif not self._relay(tier_state, now_s):
-                    break
+            while (relay := self._pending_writes.next_relay(tier_state, now_s, is_loading=is_loading)) is not None:
+                entry, source = relay
+                if source is None:
+                    self._demote(entry, tier_state, now_s)
+                else:
+                    self._read(entry, source, now_s, relay_to=tier_state.name)
 
-    def _unstage(self, tier_state: TierState) -> None:
-        """Free the staging area from objects for a tier that cannot be written; they wait to be relayed again."""
-        while tier_state.staged:
-            entry = tier_state.staged.pop()
-            self._host.unstage(entry, Change.EVICTED)
-            self._counters.relays_dropped += tier_state.relay(entry, entry.origin)
-
-    def _relay(self, tier_state: TierState, now_s: float) -> bool:
-        """Begin with the next object that waits to be relayed to `tier_state`; returns whether it did."""
-        item, (entry, source) = next(iter(tier_state.relays.items()))
+    def _read(self, entry: HostEntry, source: TierState, now_s: float, *, relay_to: str = "") -> None:
         size_bytes = self._host.object_bytes[entry.group]
-        if not tier_state.has_room(DEMOTE, size_bytes):
-            return False
-        current = self._host.find(*item)
-        if current is not None and current.residency in READABLE:
-            del tier_state.relays[item]
-            self._host.pin(current)
-            self._demote(current, tier_state, now_s)
-            return True
-        faster = self._tiers[source]
-        slots = self._host.staging[entry.group]
-        is_idle = 2 * faster.out[PROMOTE] < faster.limit[PROMOTE] and not any(
-            load.todo for load in self._operations.loads.values()
-        )
-        if (
-            current is not None
-            or not (slots and is_idle and faster.can_read(now_s))
-            or not faster.has_room(PROMOTE, size_bytes)
-        ):
-            return False
-        del tier_state.relays[item]
-        staged = HostEntry(entry.key, entry.group, slots.pop(), entry.parent, entry.depth, entry.session)
-        staged.origin = source
-        self._host.stage(staged)
-        faster.began(PROMOTE, size_bytes)
-        self._estimators[source].began(size_bytes, now_s)
-        self._send(PROMOTE, staged, now_s, tier=source, relay_to=tier_state.name)
-        return True
+        source.began(PROMOTE, size_bytes)
+        self._estimators[source.name].began(size_bytes, now_s)
+        self._send(PROMOTE, entry, now_s, tier=source.name, relay_to=relay_to)
 
     def _new_entry(self, item: WorkItem, slot: int) -> HostEntry:
         work, (group, depth, _) = item.work, item.place
