@@ -123,6 +123,9 @@ def test_an_endpoint_that_does_not_answer_may_open_later(gateway):
         ({"endpoint": "https://user:hunter2@host"}, "has a user name or password"),
         ({"access_key_id": "hunter2"}, "tiers.s3.secret_access_key: missing"),
         ({"access_key_id": "hunter2", "secret_access_key": "hunter2", "profile": "p"}, "a profile or access_key_id"),
+        ({"lifetime_s": -1}, r"lifetime_s = .*from 0 s to"),
+        ({"rewrite_bytes_per_s": 0}, "rewrite_bytes_per_s = .*from 64 KiB to"),
+        ({"sweep_interval_s": 0}, "sweep_interval_s = .*from 1 s to"),
         ({"secret_access_key": "hunter2\n", "access_key_id": "a"}, r"secret_access_key = \(hidden\)"),
     ],
 )

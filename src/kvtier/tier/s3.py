@@ -30,6 +30,9 @@ from kvtier.tier.base import UNKNOWN, About, Read, Write
 from kvtier.tier.operation_guard import OperationGuard
 from kvtier.tier.s3_bucket import KEY_ID, Credentials, check_endpoint, connect, parse_url
 from kvtier.tier.s3_errors import Attempts, Refusal, hint, refusal_of
+from kvtier.tier.s3_rewrite import S3Rewriter
+from kvtier.tier.s3_sweep import S3Sweeper
+from kvtier.tier.s3_upkeep import CLOSE_DEADLINE_S, NO_UPKEEP, Upkeep
 from kvtier.types import Figures, ObjectName
 
 if TYPE_CHECKING:
@@ -45,7 +48,6 @@ CONCURRENCY = 32
 """Requests in flight of one lookup or batch."""
 HEALTH_INTERVAL_S = 10.0
 """A health check sends a request only this long after the last answer; every request costs money."""
-CLOSE_DEADLINE_S = 10.0
 RELEASE_DEADLINE_S = 1.0
 """How long a failed write waits for the client's connection to let go of the caller's memory."""
 
@@ -56,7 +58,7 @@ _T = TypeVar("_T")
 
 
 class S3Tier:
-    """Frames as objects of a bucket. It has no cap of its own: a lifecycle rule of the bucket expires objects.
+    """Frames as objects of a bucket, which expire by the bucket's lifecycle rule or are swept to keep a cap.
 
     Args:
         url: ``bucket/prefix``, also with ``s3://`` before it; the prefix may be empty.
@@ -72,6 +74,7 @@ class S3Tier:
         deadline_s: longest time of an operation, all attempts together.
         probe_deadline_s: longest time of a `contains`.
         connect_deadline_s: longest time to connect.
+        upkeep: what is done in the background to the objects.
 
     Raises:
         ConfigError: a setting is wrong: the URL, the credentials, a missing bucket, a server of another kind.
@@ -94,6 +97,7 @@ class S3Tier:
         deadline_s: float = 10.0,
         probe_deadline_s: float = 0.5,
         connect_deadline_s: float = 2.0,
+        upkeep: Upkeep = NO_UPKEEP,
     ) -> None:
         self.name = name
         bucket, prefix = parse_url(url)
@@ -127,10 +131,21 @@ class S3Tier:
         self._loop: asyncio.AbstractEventLoop | None = None
         """Made by the first lookup or batch."""
         self._loop_thread: threading.Thread | None = None
+        self._rewriter: S3Rewriter | None = None
+        self._sweeper: S3Sweeper | None = None
+        if upkeep.lifetime_s:
+            self._rewriter = S3Rewriter(name, self._store, self._root, upkeep, self._count)
+            self._rewriter.start()
+        if upkeep.capacity_bytes:
+            self._sweeper = S3Sweeper(name, self._store, self._own, self._root, upkeep)
+            self._sweeper.start()
 
     def figures(self) -> Figures:
-        """Bytes written by this process; S3 does not report how full a bucket is."""
-        return Figures(write_bytes={"frames": self._written_bytes})
+        """Bytes written by this process. The fill level, as of the last sweep of any node, only with a cap."""
+        written, sweeper = {"frames": self._written_bytes}, self._sweeper
+        if sweeper is None:
+            return Figures(write_bytes=written)
+        return Figures(sweeper.used_bytes, sweeper.capacity_bytes, sweeper.evictions, written)
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """For each name, whether the bucket has it: one HEAD each, concurrently, within the probe deadline."""
@@ -198,6 +213,9 @@ class S3Tier:
             return
         if not self._guard.wait_empty(CLOSE_DEADLINE_S):
             logger.warning("tier %s: closed while an operation ran for over %s s", self.name, CLOSE_DEADLINE_S)
+        for work in (self._rewriter, self._sweeper):
+            if work is not None:
+                work.close()
         if self._loop is not None and self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop_thread.join(CLOSE_DEADLINE_S)
@@ -227,6 +245,8 @@ class S3Tier:
             count = after
         if count != wanted:
             raise TierError(self.name, f"object {key[-64:][:12]}: {count} of {wanted} bytes came")
+        if self._rewriter is not None:
+            self._rewriter.used(key, found.meta)
         return count
 
     async def _fetch_async(self, key: str, view: memoryview) -> int | None:
@@ -245,6 +265,8 @@ class S3Tier:
         if start != 0 or content.nbytes != end or end > view.nbytes:
             raise TierError(self.name, f"object {key[-64:][:12]}: {content.nbytes} of {end} bytes")
         view[:end] = content
+        if self._rewriter is not None:
+            self._rewriter.used(key, found.meta)
         return end
 
     def _put(self, key: str, view: memoryview) -> bool:

@@ -9,12 +9,13 @@ from typing import ClassVar
 from obstore.store import S3Store
 
 from kvtier.config.schema import needed, setting
-from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Switch, Text
+from kvtier.config.value_types import Count, HiddenText, Location, PrivateText, Seconds, Size, Switch, Text
 from kvtier.errors import ConfigError
 from kvtier.tier.registry import TierContext, TierKind, TierSettings
 from kvtier.tier.s3 import S3Tier
 from kvtier.tier.s3_bucket import Credentials, check_endpoint, connect, parse_url, stored_roots
 from kvtier.tier.s3_raw import RawBucket, discard
+from kvtier.tier.s3_upkeep import NO_UPKEEP, Upkeep
 from kvtier.tier.store_view import ScannedTier
 
 
@@ -40,6 +41,18 @@ class S3Settings(TierSettings):
     )
     ca_file: Path | None = setting(None, Location(), "PEM file of further trusted authorities.")
     connect_deadline_s: float = setting(2.0, Seconds(1e-2, 60), "How long a connection may take.")
+    lifetime_s: float = setting(
+        0.0, Seconds(0, 10 * 366 * 86400), "Age at which the bucket's lifecycle rule expires objects; 0: there is none."
+    )
+    rewrite_bytes_per_s: int = setting(
+        16 << 20,
+        Size(2**16),
+        "Budget per second and rank for rewriting objects that are read past half of `lifetime_s`.",
+    )
+    capacity_bytes: int = setting(0, Size(0), "Cap of all objects of this secret; the oldest are deleted; 0: none.")
+    sweep_interval_s: float = setting(
+        3600.0, Seconds(1, 30 * 86400), "How often the objects are listed for `capacity_bytes`, by all nodes together."
+    )
     read_threads: int = setting(16, Count(1, 256), "Threads that read objects of more than 2 MiB.")
     write_threads: int = setting(8, Count(1, 256), "Threads that write objects of more than 2 MiB.")
     loads_in_flight: int = setting(32, Count(1, 1024), "Concurrent promotions (tier to host).")
@@ -85,7 +98,7 @@ def _credentials(settings: S3Settings) -> Credentials:
     return Credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
 
 
-def _tier(settings: S3Settings, credentials: Credentials, key_id: bytes, fingerprint: bytes) -> S3Tier:
+def _tier(settings: S3Settings, credentials: Credentials, key_id: bytes, fingerprint: bytes, upkeep: Upkeep) -> S3Tier:
     return S3Tier(
         settings.url,
         key_id=key_id,
@@ -100,11 +113,16 @@ def _tier(settings: S3Settings, credentials: Credentials, key_id: bytes, fingerp
         deadline_s=settings.transfer_deadline_s,
         probe_deadline_s=settings.probe_deadline_s,
         connect_deadline_s=settings.connect_deadline_s,
+        upkeep=upkeep,
     )
 
 
 def _open(settings: S3Settings, context: TierContext) -> S3Tier:
-    return _tier(settings, _credentials(settings), _key_id(settings, context), context.fingerprint)
+    key_id = _key_id(settings, context)
+    upkeep = Upkeep(
+        settings.lifetime_s, settings.rewrite_bytes_per_s, settings.capacity_bytes, settings.sweep_interval_s
+    )
+    return _tier(settings, _credentials(settings), key_id, context.fingerprint, upkeep)
 
 
 def _key_id(settings: S3Settings, context: TierContext) -> bytes:
@@ -147,7 +165,9 @@ def _inspect(settings: S3Settings) -> list[ScannedTier]:
     client, prefix = _client(settings)
     return [
         ScannedTier(
-            _tier(settings, credentials, key_id, model), f"{settings.url}{key_id.hex()}/{model.hex()}", model.hex()
+            _tier(settings, credentials, key_id, model, NO_UPKEEP),
+            f"{settings.url}{key_id.hex()}/{model.hex()}",
+            model.hex(),
         )
         for key_id, model in stored_roots(client, prefix)
     ]
