@@ -21,9 +21,13 @@ from typing import NamedTuple
 
 import obstore
 from obstore.store import S3Store
+from tests.shared.node_network import NodeNetwork, why_not
 
-PACKAGES = ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph-common", "radosgw", "ceph-mds", "ceph-fuse"]
-PROGRAMS = ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph", "radosgw", "radosgw-admin", "ceph-mds", "ceph-fuse", "setpriv"]
+PACKAGES = ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph-common", "radosgw", "ceph-mds", "ceph-fuse", "iproute2"]
+PROGRAMS = [
+    *("ceph-mon", "ceph-mgr", "ceph-osd", "ceph", "radosgw", "radosgw-admin", "ceph-mds", "ceph-fuse"),
+    *("setpriv", "ip"),
+]
 INSTALL_DEADLINE_S = 300.0
 START_DEADLINE_S = 90.0
 STOP_DEADLINE_S = 10.0
@@ -118,9 +122,14 @@ class Daemon:
         self._is_paused = False
 
     def pause(self) -> None:
-        """SIGSTOP: its connections stay open and nothing answers."""
+        """SIGSTOP: its connections stay open and nothing answers. Returns when all threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         self._is_paused = True
+        threads = list(Path(f"/proc/{self.pid}/task").glob("*/stat"))
+        # A busy machine takes its time, and meanwhile the process would answer.
+        wait_until(
+            lambda: all(stat.read_text().rpartition(") ")[2][0] == "T" for stat in threads), "the stop", STOP_DEADLINE_S
+        )
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -194,12 +203,16 @@ class Ceph:
         self.mds: Daemon
         self.clients: list[Daemon] = []
         """The FUSE processes of `mounts`, in the same order."""
+        self.no_network = why_not()
+        """Why the first mount has no network of its own; empty if it has."""
+        self.network: NodeNetwork | None = None if self.no_network else NodeNetwork()
+        """Of the first mount's node."""
 
     def start(self) -> None:
         """Start monitor and object store."""
         for part in ("mon/a", "osd/0", "mgr/x", "mds/a", "run", "log"):
             (self.root / part).mkdir(parents=True)
-        cluster, address = str(uuid.uuid4()), f"v2:127.0.0.1:{free_port()}"
+        cluster, address = str(uuid.uuid4()), f"v2:{self._address}:{free_port()}"
         (self.root / "ceph.conf").write_text(self._settings(cluster, address))
         monitors, place = str(self.root / "monmap"), f"[{address}]"
         self.call("monmaptool", "--create", "--fsid", cluster, "--enable-all-features", "--addv", "a", place, monitors)
@@ -246,16 +259,15 @@ class Ceph:
                 self.call("ceph", "osd", "pool", "create", pool, "8")
             self.call("ceph", "fs", "new", "fs", "fs_names", "fs_data")
             wait_until(lambda: "up:active" in self.call("ceph", "mds", "stat"), "the metadata server")
-            self._mounts = (self.mount("node_a"), self.mount("node_b"))
+            self._mounts = (self.mount("node_a", self.network), self.mount("node_b"))
         return self._mounts
 
-    def mount(self, node: str) -> Path:
-        """One more mount of the file system."""
+    def mount(self, node: str, network: NodeNetwork | None = None) -> Path:
+        """One more mount of the file system, perhaps by way of a network of its own."""
         place = self.root / node
         place.mkdir()
-        self.clients.append(
-            self._daemon(node, "ceph-fuse", "-f", f"--admin-socket={self.root}/run/{node}.asok", str(place))
-        )
+        mount = ["ceph-fuse", "-f", f"--admin-socket={self.root}/run/{node}.asok", str(place)]
+        self.clients.append(self._daemon(node, *(network.inside if network else []), *mount))
         wait_until(lambda: os.path.ismount(place), f"the mount {node}")
         return place
 
@@ -279,11 +291,17 @@ class Ceph:
     def close(self) -> None:
         """End all daemons, the last one first."""
         for daemon in reversed(self._daemons):
-            if daemon.command[0] == "ceph-fuse":
+            if daemon in self.clients:
                 # Lazily: a paused server would hold the mount.
                 subprocess.run(["umount", "-l", daemon.command[-1]], timeout=30, capture_output=True, check=False)
             daemon.kill()
         self._daemons.clear()
+        if self.network:
+            self.network.close()
+
+    @property
+    def _address(self) -> str:
+        return self.network.server_address if self.network else "127.0.0.1"
 
     def _daemon(self, name: str, *command: str) -> Daemon:
         daemon = Daemon(list(command), self.root / "log" / f"{name}.out", self._environment)
@@ -298,7 +316,7 @@ class Ceph:
 fsid = {cluster}
 mon host = {monitor}
 ms bind ipv6 = false
-public addr = 127.0.0.1
+public addr = {self._address}
 ms crc data = false
 auth cluster required = none
 auth service required = none
@@ -336,6 +354,8 @@ mds tick interval = 0.02
 mds cap revoke eviction timeout = 5
 [client]
 client mount timeout = 30
+# How long a client keeps the exclusive use of a closed file; 5 s by default.
+client caps release delay = 1
 [client.rgw.a]
 # Its default, "secure", hangs for 300 s without cephx.
 ms mon client mode = crc

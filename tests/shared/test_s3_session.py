@@ -1,26 +1,19 @@
 """Sessions of several nodes share KV through a bucket, and an S3 server that fails costs them misses only."""
 
 import json
+import logging
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from tests.rig import FINGERPRINT, LAYOUT, Engine, load_places, loaded, looked_up, places_of, prefix_of, stored
+from tests.rig import Engine
+from tests.shared.node_sessions import TOKENS, await_health, changes, load, load_until, opened, store
 from tests.shared.s3_world import fresh_prefix
 
-from kvtier.config.sections import Config, HostConfig, StoreConfig
-from kvtier.keys.secret import Secret
-from kvtier.runtime.arena import chunk_bytes
-from kvtier.runtime.open import open_session
 from kvtier.tier.disk_kind import DiskSettings
 from kvtier.tier.s3_kind import S3Settings
-
-CHUNKS = 4
-TOKENS = 64
-PREFIX = prefix_of(CHUNKS)
-DEADLINE_S = 60.0
 
 
 def bucket(access, prefix, **settings) -> S3Settings:
@@ -34,38 +27,6 @@ def bucket(access, prefix, **settings) -> S3Settings:
         allow_http=True,
         **common | settings,
     )
-
-
-def opened(engine: Engine, *tiers, secret: bytes = bytes(range(32))):
-    config = Config(
-        host=HostConfig(capacity_bytes=max(1 << 20, 8 * chunk_bytes(LAYOUT))),
-        tiers=tiers,
-        store=StoreConfig(secret=Secret(secret)),
-    )
-    return open_session(config, LAYOUT, FINGERPRINT, engine.copier()).session
-
-
-def store(session) -> None:
-    stored(session, "store", PREFIX, places_of(range(CHUNKS)))
-
-
-def load(session, into: Engine, expected: Engine, request: str = "load") -> int:
-    """Tokens that a load brings, all of them right."""
-    tokens = looked_up(session, request, PREFIX).tokens
-    if tokens:
-        tokens = loaded(session, request, PREFIX, tokens, load_places(tokens)).tokens
-        assert into.same(expected, load_places(tokens))
-    return tokens
-
-
-def load_until(session, into: Engine, expected: Engine, tokens: int) -> None:
-    """Ask again until a load brings `tokens`."""
-    end_s = time.monotonic() + DEADLINE_S
-    number = 0
-    while load(session, into, expected, f"load-{number}") != tokens:
-        assert time.monotonic() < end_s, "not recovered"
-        number += 1
-        session.poll(0.1)
 
 
 @pytest.mark.shared_core
@@ -84,7 +45,8 @@ def test_what_one_node_stores_another_loads_and_other_secrets_do_not(gateway, tm
 
 
 @pytest.mark.shared_core
-def test_a_gateway_that_is_away_at_the_start_or_in_the_middle_costs_misses_until_it_is_back(gateway, ceph):
+def test_a_gateway_that_is_away_at_the_start_or_in_the_middle_costs_misses_until_it_is_back(gateway, ceph, caplog):
+    caplog.set_level(logging.INFO)
     prefix, here, there = fresh_prefix(), Engine(64, seed=1), Engine(64, seed=2)
     session = opened(here, bucket(gateway.access, prefix))
     store(session)
@@ -98,6 +60,9 @@ def test_a_gateway_that_is_away_at_the_start_or_in_the_middle_costs_misses_until
     ceph.wait_gateway()
     load_until(session, there, here, TOKENS)
     session.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert [sum(text in line for line in lines) for text in ("starts without this tier", "is open now")] == [1, 1]
+    assert changes(caplog, "read") == ["up"], "the first line has said that it is down"
 
     session = opened(there, bucket(gateway.access, prefix))
     for break_it, mend in (
@@ -105,10 +70,14 @@ def test_a_gateway_that_is_away_at_the_start_or_in_the_middle_costs_misses_until
         (gateway.daemon.pause, gateway.daemon.resume),
     ):
         break_it()
+        caplog.clear()
         start_s = time.monotonic()
         assert load(session, there, here) == 0
         assert time.monotonic() - start_s < 5
+        await_health(session, caplog, ["down"])
         mend()
+        await_health(session, caplog, ["down", "up"])
+        assert len(caplog.records) <= 8, "of each kind of fault one line, and one of each change"
     load_until(session, there, here, TOKENS)
     session.close()
 

@@ -1,0 +1,105 @@
+"""Sessions on a shared directory: a file system that is away or slow costs misses, and one log line for each change."""
+
+import logging
+import os
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+from tests.rig import Engine, looked_up, places_of, prefix_of, stored
+from tests.shared.node_sessions import CHUNKS, TOKENS, await_health, load, load_until, opened, store
+
+from kvtier.tier.disk_kind import DiskSettings
+from kvtier.tier.shared_directory_kind import SharedDirectorySettings
+
+MIB = 1 << 20
+ANSWER_S = 6.0
+"""Lookup, load and a busy machine; far above the deadlines of `shared`."""
+
+
+def shared(place, **settings) -> SharedDirectorySettings:
+    common = {"transfer_deadline_s": 2.0, "probe_deadline_s": 0.5, "failures": 1, "retry_s": 0.2}
+    return SharedDirectorySettings(path=place, capacity_bytes=256 * MIB, **common | settings)
+
+
+@contextmanager
+def partition(ceph):
+    if ceph.network is None:
+        pytest.skip(f"no network namespaces: {ceph.no_network}")
+    ceph.network.partition()
+    try:
+        yield
+    finally:
+        ceph.network.heal()
+
+
+@contextmanager
+def kill_metadata_server(ceph):
+    ceph.mds.kill()
+    try:
+        yield
+    finally:
+        ceph.mds.start()
+
+
+@contextmanager
+def pause_metadata_server(ceph):
+    ceph.mds.pause()
+    try:
+        yield
+    finally:
+        ceph.mds.resume()
+
+
+@contextmanager
+def pause_storage(ceph):
+    ceph.osd.pause()
+    try:
+        yield
+    finally:
+        ceph.osd.resume()
+
+
+@pytest.mark.shared_core
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("fault", [partition, pause_metadata_server, kill_metadata_server, pause_storage])
+def test_a_file_system_that_is_away_in_the_middle_costs_misses_until_it_is_back(ceph, mounts, tmp_path, caplog, fault):
+    place, here, there = f"store-{os.urandom(4).hex()}", Engine(64, seed=1), Engine(64, seed=2)
+    with closing(opened(there, shared(mounts[1] / place))) as session:
+        store(session)
+    caplog.set_level(logging.INFO)
+    drive = DiskSettings(path=tmp_path / "drive", capacity_bytes=64 * MIB)
+    own, later = prefix_of(CHUNKS, seed=9), prefix_of(CHUNKS, seed=10)
+    with closing(opened(here, drive, shared(mounts[0] / place))) as session:
+        with fault(ceph):
+            for number in range(3):
+                start_s = time.monotonic()
+                assert load(session, here, there, f"away-{number}") == 0
+                assert time.monotonic() - start_s < ANSWER_S
+            assert stored(session, "own", own, places_of(range(CHUNKS))).dropped == 0
+            assert looked_up(session, "own", own).tokens == TOKENS
+            await_health(session, caplog, ["down"])
+        load_until(session, here, there, TOKENS)
+        await_health(session, caplog, ["down", "up"])
+        stored(session, "later", later, places_of(range(CHUNKS)))
+    assert len(caplog.records) <= 8, "of each kind of fault one line, and one of each change"
+    with closing(opened(Engine(64), shared(mounts[1] / place))) as session:
+        assert looked_up(session, "later", later).tokens == TOKENS
+
+
+@pytest.mark.shared_core
+@pytest.mark.timeout(180)
+def test_a_file_system_that_hangs_at_the_start_is_used_once_it_is_back(ceph, mounts, caplog):
+    place, here, there = f"store-{os.urandom(4).hex()}", Engine(64, seed=1), Engine(64, seed=2)
+    with closing(opened(there, shared(mounts[1] / place))) as session:
+        store(session)
+    caplog.set_level(logging.INFO)
+    with pause_metadata_server(ceph):
+        start_s = time.monotonic()
+        session = opened(here, shared(mounts[0] / place), open_deadline_s=2.0)
+        assert time.monotonic() - start_s < ANSWER_S
+        assert load(session, here, there) == 0
+    with closing(session):
+        load_until(session, here, there, TOKENS)
+    assert sum("starts without this tier" in record.getMessage() for record in caplog.records) == 1, caplog.text
+    assert sum("is open now" in record.getMessage() for record in caplog.records) == 1, caplog.text
