@@ -107,7 +107,7 @@ class Driver:
         session: str | None = None,
     ) -> None:
         """Load everything that `tokens` (default: all full chunks) need, or only `chunks`."""
-        from kvtier.core.boundary import needed_chunks
+        from kvtier.core.prefix import needed_chunks
 
         tokens = len(prefix.keys) * CHUNK if tokens is None else tokens
         places = [

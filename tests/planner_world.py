@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from kvtier.core.boundary import needed_chunks
 from kvtier.core.cache import Cache
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.planner import LoadPlan, Piece, Planner
 from kvtier.core.prefill_estimator import PrefillCosts
+from kvtier.core.prefix import needed_chunks
 from kvtier.layout import GroupLayout, History, KvLayout, Validity
 from kvtier.policy.lru import Lru
 from kvtier.types import Cancel, ChunkKey, Link, LoadDone, Outcome, Place, Prefix, Presence, Probe, RequestId, Transfer

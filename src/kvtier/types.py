@@ -40,6 +40,16 @@ class Outcome(Enum):
     __hash__ = object.__hash__  # members are singletons, and Enum's own hash runs in Python
 
 
+SEVERITY = {
+    Outcome.DONE: 0,
+    Outcome.CANCELLED: 1,
+    Outcome.ABSENT: 2,
+    Outcome.FAILED: 3,
+    Outcome.CORRUPT: 4,
+}
+"""Severity of outcomes: when ranks disagree, the most severe outcome counts."""
+
+
 class Link(Enum):
     """Direction of a transfer. One end is always a host slot."""
 

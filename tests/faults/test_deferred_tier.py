@@ -30,7 +30,7 @@ from tests.rig import (
 )
 
 from kvtier.config.sections import Config
-from kvtier.core.circuit_breaker import RETRY_SECONDS_MAX
+from kvtier.core.tier_state import RETRY_SECONDS_MAX
 from kvtier.errors import ConfigError, KvError, TierError
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime import deferred_tier, secret

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.sim import oracle
 
-from kvtier.core.boundary import longest_boundary, needed_chunks
+from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.layout import GroupLayout, History, State, Validity, Window
 from kvtier.types import ChunkKey, Prefix
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from tests.core_driver import Driver, prefix_of
 
 from kvtier.core.cache import Cache
-from kvtier.core.hit_sources import load_sources
-from kvtier.core.records import HOST
+from kvtier.core.host_memory import HOST
+from kvtier.core.prefix import load_sources
 from kvtier.layout import History, Window
 from kvtier.types import Lookup, Prefix
 

@@ -10,14 +10,12 @@ from tests import sim
 from tests.sim import engine
 
 from kvtier.core import (
-    boundary,
     cache,
-    circuit_breaker,
     host_memory,
     operations,
     pending_writes,
+    prefix,
     probes,
-    records,
     tier_state,
     transfer_scheduler,
 )
@@ -56,7 +54,7 @@ def the_slot_of_a_late_promotion_is_reused_at_once(patch: Patch) -> None:
 def a_chunk_is_readable_before_it_has_arrived(patch: Patch) -> None:
     real = operations.OpenOperations.found
 
-    def found(self: operations.OpenOperations, item: operations.WorkItem, entry: records.HostEntry) -> None:
+    def found(self: operations.OpenOperations, item: operations.WorkItem, entry: host_memory.HostEntry) -> None:
         if isinstance(item.work, operations.LoadOperation):
             item.state, item.entry = operations.QUEUED, entry
             self._host.pin(entry)
@@ -89,7 +87,7 @@ def a_probe_counts_although_a_rank_lacks_the_object(patch: Patch) -> None:
 def only_the_first_waiter_gets_an_arrived_chunk(patch: Patch) -> None:
     real = operations.OpenOperations.arrived
 
-    def arrived(self: operations.OpenOperations, entry: records.HostEntry) -> None:
+    def arrived(self: operations.OpenOperations, entry: host_memory.HostEntry) -> None:
         del self.waiters.get(entry, [])[1:]
         real(self, entry)
 
@@ -116,7 +114,7 @@ def a_budget_is_not_kept(patch: Patch) -> None:
 
 @mutant
 def the_breaker_never_opens(patch: Patch) -> None:
-    patch.setattr(circuit_breaker.CircuitBreaker, "failed", lambda self, now_s: False)
+    patch.setattr(tier_state.CircuitBreaker, "failed", lambda self, now_s: False)
 
 
 @mutant
@@ -129,13 +127,13 @@ def a_load_goes_on_when_it_no_longer_pays(patch: Patch) -> None:
 
 @mutant
 def a_window_is_one_chunk_short(patch: Patch) -> None:
-    real = boundary.needed_chunks
+    real = prefix.needed_chunks
 
-    def needed(group: object, prefix: object, tokens: int) -> Sequence[int]:
-        chunks = real(group, prefix, tokens)
+    def needed(group: object, of: object, tokens: int) -> Sequence[int]:
+        chunks = real(group, of, tokens)
         return chunks[1:] if isinstance(group.validity, Window) and len(chunks) > 1 else chunks
 
-    for module in (boundary, cache, engine):
+    for module in (prefix, cache, engine):
         patch.setattr(module, "needed_chunks", needed)
 
 
@@ -143,7 +141,7 @@ def a_window_is_one_chunk_short(patch: Patch) -> None:
 def write_through_writes_nothing(patch: Patch) -> None:
     real = pending_writes.PendingWrites.mark_pending
 
-    def mark_pending(self: pending_writes.PendingWrites, entry: records.HostEntry, now_s: float) -> None:
+    def mark_pending(self: pending_writes.PendingWrites, entry: host_memory.HostEntry, now_s: float) -> None:
         if self._limits.write_policy is not WritePolicy.THROUGH:
             real(self, entry, now_s)
 

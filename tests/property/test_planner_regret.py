@@ -10,7 +10,6 @@ from tests.core_driver import CHUNK, Driver, prefix_of
 from tests.planner_world import STEP_TOKENS, Speed, World
 
 from kvtier.core import planner as planner_module
-from kvtier.core.boundary import needed_chunks
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.planner import (
     BACKOFF_S_MAX,
@@ -23,6 +22,7 @@ from kvtier.core.planner import (
     Planner,
 )
 from kvtier.core.prefill_estimator import Piece, PrefillCosts, PrefillEstimator
+from kvtier.core.prefix import needed_chunks
 from kvtier.layout import History, State, Validity, Window
 from kvtier.types import Link, LoadDone, LoadOption, Lookup, Place, Presence, RequestId
 

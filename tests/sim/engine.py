@@ -10,9 +10,9 @@ from tests.sim.scenario import Mode
 from tests.sim.trace import RecordKind
 from tests.sim.world import Condition, Item, World
 
-from kvtier.core.boundary import needed_chunks
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
+from kvtier.core.prefix import needed_chunks
 from kvtier.types import ChunkKey, LoadDone, Lookup, NextTurn, Place, Prefix, Presence, RequestId, StoreDone
 
 LOOKUPS_MAX = 8

@@ -10,7 +10,7 @@ from tests.sim.trace import RecordKind
 from tests.sim.world import Item, Violation, World
 
 from kvtier.core.cache import Cache
-from kvtier.core.residency import Residency
+from kvtier.core.host_memory import Residency
 from kvtier.core.tier_state import WAYS
 from kvtier.layout import History
 from kvtier.types import (

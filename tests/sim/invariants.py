@@ -10,8 +10,8 @@ from tests.sim.scenario import Mode
 from tests.sim.world import Item, Violation, World
 
 from kvtier.core.cache import Cache
+from kvtier.core.host_memory import READABLE
 from kvtier.core.limits import WritePolicy
-from kvtier.core.residency import READABLE
 from kvtier.types import ChunkKey, LoadDone, Lookup, Presence, StoreDone
 
 SLACK_S = 0.05

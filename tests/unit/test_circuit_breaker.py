@@ -1,6 +1,6 @@
 """The circuit breaker of a tier: when it opens, when it tries again, when it closes."""
 
-from kvtier.core.circuit_breaker import RETRY_SECONDS_MAX, CircuitBreaker
+from kvtier.core.tier_state import RETRY_SECONDS_MAX, CircuitBreaker
 
 
 def test_failures_in_a_row_open_it_and_a_success_between_does_not() -> None:

@@ -3,9 +3,9 @@
 import pytest
 from tests.core_driver import CHUNK, Driver, prefix_of
 
-from kvtier.core.boundary import needed_chunks
 from kvtier.core.link_estimates import DEFAULT_BYTES_PER_S, SAMPLE_S, LinkEstimator
 from kvtier.core.load_budget import LoadBudget
+from kvtier.core.prefix import needed_chunks
 from kvtier.layout import ALIGNMENT, History, State, Window
 from kvtier.types import Link, LoadDone, LoadOption, Outcome, Place, Prefix, Presence, RequestId
 

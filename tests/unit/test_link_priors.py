@@ -9,9 +9,9 @@ from tests.rig import stored
 
 from kvtier.config.loader import load
 from kvtier.core.cache import Cache
+from kvtier.core.host_memory import HOST
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
-from kvtier.core.records import HOST
 from kvtier.errors import ConfigError
 from kvtier.layout import GroupLayout, History, KvLayout
 from kvtier.policy.registry import make_evictor

@@ -23,7 +23,6 @@ from tests.rig import (
 
 from kvtier.core.cache import Cache
 from kvtier.core.limits import TierRules
-from kvtier.core.records import SEVERITY
 from kvtier.errors import ConfigError
 from kvtier.keys.object_names import object_name
 from kvtier.layout import KvLayout
@@ -39,7 +38,7 @@ from kvtier.runtime.rank_group import RankGroup, merged
 from kvtier.runtime.rank_server import ProtocolError, RankServer, connect
 from kvtier.runtime.session import Session
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.types import Cancel, ChunkKey, Drop, Link, Outcome, Presence, Probe, RequestId, Transfer
+from kvtier.types import SEVERITY, Cancel, ChunkKey, Drop, Link, Outcome, Presence, Probe, RequestId, Transfer
 
 SLOTS = 8
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.core.residency import COMING, PRESENCE, READABLE, TRANSITIONS, Change, Residency, after
+from kvtier.core.host_memory import COMING, PRESENCE, READABLE, TRANSITIONS, Change, Residency, after
 from kvtier.types import Presence
 
 

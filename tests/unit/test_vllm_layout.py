@@ -7,7 +7,7 @@ import pytest
 from tests.vllm_recorded import Recorded, recorded
 
 from kvtier.connect.vllm.geometry import NULL_BLOCK, SKIP, Geometry
-from kvtier.core.boundary import needed_chunks
+from kvtier.core.prefix import needed_chunks
 from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, State, Window
 from kvtier.types import ChunkKey, Place, Prefix

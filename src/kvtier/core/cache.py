@@ -15,19 +15,16 @@ from itertools import count
 from types import MappingProxyType
 from typing import Final
 
-from kvtier.core.boundary import history_run, longest_boundary, needed_chunks
 from kvtier.core.counters import Counters
-from kvtier.core.hit_sources import lookup_sources
-from kvtier.core.host_memory import HostMemory
+from kvtier.core.host_memory import HOST, PRESENCE, READABLE, HostMemory
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.load_options import CostModel, LookupQuery
 from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
 from kvtier.core.pending_writes import PendingWrites
-from kvtier.core.probes import Probes
-from kvtier.core.records import HOST, ProbeAnswers
-from kvtier.core.residency import PRESENCE, READABLE
+from kvtier.core.prefix import history_run, longest_boundary, lookup_sources, needed_chunks
+from kvtier.core.probes import ProbeAnswers, Probes
 from kvtier.core.tier_state import TierStates
 from kvtier.core.transfer_scheduler import TransferScheduler
 from kvtier.errors import BadCallError

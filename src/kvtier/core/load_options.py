@@ -7,12 +7,10 @@ tokens, while later tokens cost more to compute. So if the first chunk of a plac
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from kvtier.core.boundary import longest_boundary, needed_chunks
-from kvtier.core.host_memory import HostMemory
+from kvtier.core.host_memory import HOST, READABLE, HostMemory
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import LoadOperation
-from kvtier.core.records import HOST
-from kvtier.core.residency import READABLE
+from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.layout import History, KvLayout
 from kvtier.types import LoadOption, Prefix
 

@@ -16,15 +16,12 @@ from itertools import islice, takewhile
 from math import inf
 from typing import ClassVar
 
-from kvtier.core.boundary import longest_boundary
 from kvtier.core.counters import Counters
-from kvtier.core.hit_sources import load_sources
-from kvtier.core.host_memory import HostMemory
+from kvtier.core.host_memory import COMING, HOST, NO_TIERS, READABLE, HostEntry, HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.pending_writes import PendingWrites
-from kvtier.core.records import HOST, NO_TIERS, HostEntry
-from kvtier.core.residency import COMING, READABLE
+from kvtier.core.prefix import load_sources, longest_boundary
 from kvtier.layout import History, KvLayout
 from kvtier.types import ChunkKey, Event, LoadDone, Place, Prefix, RequestId, StoreDone
 
@@ -50,7 +47,7 @@ class ItemState(Enum):
     __hash__ = object.__hash__  # members are singletons, and Enum's own hash runs in Python
 
 
-# Constants for hot paths, as in `residency`.
+# Constants for hot paths, as in `host_memory`.
 WANTED, WAITING, QUEUED, COPYING = ItemState.WANTED, ItemState.WAITING, ItemState.QUEUED, ItemState.COPYING
 DELIVERED, FAILED, HELD, DROPPED = ItemState.DELIVERED, ItemState.FAILED, ItemState.HELD, ItemState.DROPPED
 

@@ -11,10 +11,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from kvtier.core.counters import Counters
-from kvtier.core.host_memory import HostMemory
+from kvtier.core.host_memory import HOST, READABLE, READY, Change, HostEntry, HostMemory, Item
 from kvtier.core.limits import Limits, WritePolicy
-from kvtier.core.records import HOST, HostEntry, Item
-from kvtier.core.residency import READABLE, READY, Change
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import Link
 
@@ -27,7 +25,7 @@ PROMOTED_MAX = 1 << 16
 RELAYS_MAX = 1 << 14
 """Objects per tier that wait to be relayed to it; of more, the oldest are dropped."""
 
-# Constants for hot paths, as in `residency`.
+# Constants for hot paths, as in `host_memory`.
 DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
 
 

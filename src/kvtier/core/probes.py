@@ -13,16 +13,15 @@ by the read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from kvtier.core.boundary import longest_boundary, needed_chunks
 from kvtier.core.counters import Counters
-from kvtier.core.host_memory import HostMemory
+from kvtier.core.host_memory import READABLE, HostMemory, Item
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
-from kvtier.core.records import Item, OpenProbe, ProbeAnswers, Search
-from kvtier.core.residency import READABLE
+from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.layout import History, KvLayout
 from kvtier.types import Command, Link, Prefix, Probe, RequestId
@@ -37,6 +36,67 @@ BOUNDARIES_MAX = 4
 
 WAIT_SHARE = 0.03
 """A request waits for remote tiers at most this share of the time that computing its prompt takes."""
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """One search of the tiers for objects of a request. At most one of its probes is open."""
+
+    request: RequestId
+    answers: "ProbeAnswers"
+    prefix: Prefix
+    missing: list[Item]
+    """Objects that no place has reported yet."""
+    tier: int = 0
+    """Position of the tier that is asked."""
+    round: int = 0
+    """Round of a remote tier, see above; 0 for a tier that is asked for everything at once."""
+    chunks: list[int] = field(default_factory=list[int])
+    """Chunks of history that were missing when the tier was asked first."""
+    low: int = -1
+    """Position in `chunks` of the last one that is present."""
+    high: int = 0
+    """Position in `chunks` of the first one that is absent."""
+    sampled: list[int] = field(default_factory=list[int])
+    """Positions in `chunks` that the present round asks for."""
+    boundaries: list[tuple[list[Item], list[Item]]] = field(default_factory=list[tuple[list[Item], list[Item]]])
+    """For each boundary: the objects of windows and states that it lacks, and those asked for."""
+    is_wanted: bool = True
+    """The request is not released."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenProbe:
+    """One open probe."""
+
+    tier: str
+    search: Search | None
+    """None for a health check."""
+    objects: tuple[Item, ...]
+    ranks_left: int
+    present: list[bool]
+    deadline_s: float
+    is_failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ProbeAnswers:
+    """What lower tiers reported for one request; kept until its release."""
+
+    compute_s: float | None
+    """Expected time to compute the prompt."""
+    waits_until_s: float | None = None
+    """The request waits for remote tiers until this time; later answers are remembered for other requests. None: no
+    remote tier has been asked."""
+    prefix: Prefix | None = None
+    """Prefix of the last lookup. The same prefix sends no new probes unless objects left host memory since."""
+    removals: int = 0
+    """`HostMemory.removals` at that lookup."""
+    probed: set[Item] = field(default_factory=set[Item])
+    held_by: dict[Item, str] = field(default_factory=dict[Item, str])
+    """The fastest tier that reported each object."""
+    searches: set[Search] = field(default_factory=set[Search])
+    """Searches without a result for every object."""
 
 
 class Probes:

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kvtier.core.counters import Counters
-from kvtier.core.host_memory import HostMemory
+from kvtier.core.host_memory import HOST, READABLE, Change, HostEntry, HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
 from kvtier.core.operations import COPYING, DROPPED, HELD, LoadOperation, OpenOperations, WorkItem
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
-from kvtier.core.records import HOST, SEVERITY, HostEntry
-from kvtier.core.residency import READABLE, Change
 from kvtier.core.tier_state import TierState, TierStates
-from kvtier.types import Cancel, Command, Drop, Link, Outcome, Transfer
+from kvtier.types import SEVERITY, Cancel, Command, Drop, Link, Outcome, Transfer
 
 # Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE

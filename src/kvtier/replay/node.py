@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush, nsmallest
 
 from kvtier.core.cache import Cache
+from kvtier.core.host_memory import READABLE
 from kvtier.core.limits import TierRules
 from kvtier.core.planner import LoadPlan, Piece, Planner
-from kvtier.core.residency import READABLE
 from kvtier.policy.base import Held
 from kvtier.replay.prefill_speed import PrefillSpeed, best_split
 from kvtier.replay.results import PlanningStats

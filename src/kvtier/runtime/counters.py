@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.cache import Cache
-from kvtier.core.records import HOST
+from kvtier.core.host_memory import HOST
 from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Bound, Metrics

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from kvtier.core.circuit_breaker import RETRY_GROWTH, RETRY_SECONDS_MAX
+from kvtier.core.tier_state import RETRY_GROWTH, RETRY_SECONDS_MAX
 from kvtier.errors import TierError
 from kvtier.policy.base import Hinted
 from kvtier.tier.base import UNKNOWN, About, AheadTier, Figures, NotesUse, Read, Tier, Write

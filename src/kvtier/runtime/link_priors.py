@@ -4,8 +4,8 @@ from math import log2
 
 from kvtier.config.probe_record import Links, Speed, fastest, read_links
 from kvtier.config.sections import Config
+from kvtier.core.host_memory import HOST
 from kvtier.core.link_estimates import LinkPrior
-from kvtier.core.records import HOST
 
 SECTION_MARK = "planner.probe_file"
 

@@ -7,13 +7,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvtier.core.records import SEVERITY
 from kvtier.runtime.completion_inbox import CompletionInbox
 from kvtier.runtime.executor import Completion, TierView, Work
 from kvtier.runtime.mover import Mover
 from kvtier.runtime.protocol import Note
 from kvtier.runtime.remote_rank import RETRY_S, RemoteRank
-from kvtier.types import Cancel, Command, Outcome, Probe
+from kvtier.types import SEVERITY, Cancel, Command, Outcome, Probe
 
 
 class RankGroup:
