@@ -41,6 +41,24 @@ def test_json_keeps_its_contract(capsys):
     assert [it["results"][0]["capacity_tokens"] for it in json.loads(out)] == [None, None]
 
 
+def test_capacities_are_shares_of_the_unique_tokens(capsys, tmp_path):
+    _, out, _ = replay(capsys, MINISWE, "--policy", "lru", "--json", "--jobs", "1")
+    result = json.loads(out)
+    blocks = result["unique_tokens"] // 64
+    described = json.loads(replay(capsys, "describe", MINISWE, "--json")[1])
+    assert blocks * 64 == result["unique_tokens"] == described["unique_tokens"]
+    found = [it["capacity_tokens"] for it in result["results"]]
+    assert found == [blocks * percent // 100 * 64 for percent in (3, 10, 30)]
+    capacities = ("--capacity-tokens", "100%, 2.5%,20k,inf")
+    _, out, _ = replay(capsys, MINISWE, "--policy", "lru", "--jobs", "1", *capacities)
+    assert {"100.0%", "2.5%"} < set(out.split())
+    # In a trace of one block, all shares are that block.
+    path = tmp_path / "small.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 40, "hash_ids": [1]}) + "\n")
+    _, out, _ = replay(capsys, str(path), "--policy", "lru,min", "--json", "--jobs", "1")
+    assert [(it["policy"], it["capacity_tokens"]) for it in json.loads(out)["results"]] == [("lru", 64), ("min", 64)]
+
+
 def test_options_of_the_session_format(capsys):
     path = str(TRACES / "claude_code_17sessions.jsonl.gz")
     rates = {}
@@ -84,6 +102,9 @@ def test_the_report_has_charts_and_all_rows(capsys, tmp_path):
     [
         ((MINISWE, "--policy", "nobody"), "unknown policy 'nobody'; allowed: default, "),
         ((MINISWE, "--capacity-tokens", "some"), "--capacity-tokens 'some': not a whole number"),
+        ((MINISWE, "--capacity-tokens", "1M,0%"), "--capacity-tokens '0%': not a share; allowed: above 0% to 100%"),
+        ((MINISWE, "--capacity-tokens", "101%"), "allowed: above 0% to 100%"),
+        ((MINISWE, "--capacity-tokens", "nan%"), "allowed: above 0% to 100%"),
         ((MINISWE, "--capacity-tokens", "10"), "less than a block of 64 tokens"),
         ((MINISWE, "--block", "100"), "allowed: a multiple of its 64 tokens"),
         ((MINISWE, "--window-h", "0"), "--window-h 0; allowed: above 0"),

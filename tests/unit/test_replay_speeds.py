@@ -59,7 +59,22 @@ def test_tiers_are_read_from_text():
         latency_s=2e-3,
         is_shared=True,
     )
-    wrong = ["disk", "=4TiB", "disk=much", "disk=3xh100-sxm", "disk=0xpm1753", "disk=1TiB,part=none"]
+    drives = parse_tier("disk=4x7.68TB,read=7GB/s")
+    assert (drives.capacity_bytes, drives.drive_bytes) == (4 * 7_680 * 10**9, 4 * 7_680 * 10**9)
+    assert drives.read_bytes_per_s == 7e9
+    assert parse_tier("disk=4x7.68TB").sources["write_bytes_per_s"].startswith("default")
+    assert parse_tier("disk=4x7.68TB,drives=40TB").drive_bytes == 40 * 10**12
+    assert parse_tier("disk=7.68TBx4").capacity_bytes == drives.capacity_bytes
+    wrong = [
+        "disk",
+        "=4TiB",
+        "disk=much",
+        "disk=3xh100-sxm",
+        "disk=0xpm1753",
+        "disk=0x7.68TB",
+        "disk=4x",
+        "disk=1TiB,part=none",
+    ]
     wrong += ["disk=8TiB,drives=4TB", "disk=4TiB,speed=3", "disk=4TiB,latency=2h", "disk=4TiB,read=x"]
     for text in wrong:
         with pytest.raises(ConfigError, match="--tier"):

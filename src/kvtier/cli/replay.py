@@ -1,11 +1,12 @@
 """`kvtier replay`: hit rates of policies and capacities, and replays through tiers, from a trace."""
 
+import re
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.trace.arrays import TraceArrays
     from kvtier.trace.stats import TraceStats
 
-CAPACITIES = "1M,3M,10M"
+CAPACITIES = "3%,10%,30%"
 POLICIES = "default,lru,min"
 
 
@@ -115,8 +116,8 @@ def tier_options(command: Callable[..., object]) -> Callable[..., object]:
                 "tiers",
                 multiple=True,
                 metavar="NAME=SIZE",
-                help="A tier, host memory first: host=64GiB, disk=4TiB,read=12GB/s, disk=4xpm1753, s3=40TiB. "
-                "Repeatable; a name that is a kind, or kind=KIND, decides whether lookups are remote.",
+                help="A tier, host memory first: host=64GiB, disk=4TiB,read=12GB/s, disk=4xpm1753, disk=4x7.68TB, "
+                "s3=40TiB. Repeatable; a name that is a kind, or kind=KIND, decides whether lookups are remote.",
             ),
             click.option(
                 "--model",
@@ -170,7 +171,8 @@ def replay() -> None:
 @click.option(
     "--capacity-tokens",
     default=CAPACITIES,
-    help=f"Cache capacities in tokens, comma-separated, such as 3M,inf.  [{CAPACITIES}]",
+    help="Cache capacities, comma-separated: tokens such as 3M, shares of the trace's unique tokens such as 10%, or "
+    f"inf.  [{CAPACITIES}]",
 )
 @click.option(
     "--policy",
@@ -194,6 +196,9 @@ def run(
     **others: Any,  # noqa: ANN401  jobs, keep, and the options of `tier_options` and `reading_options`
 ) -> int:
     """Replay TRACES through one cache, for each policy and capacity.
+
+    Unique tokens are those of all distinct blocks of a trace: what an infinite cache holds at the end. Without
+    --capacity-tokens, capacities are shares of them.
 
     The replay covers the whole trace, without warm-up.
     The hit rate is the tokens of the longest leading run of cached blocks, over input
@@ -222,8 +227,7 @@ def run(
 
         chosen = names if _is_given("policies") else names[:1]  # the other defaults include a bound
         return run_tiers(traces, tiers, chosen, others, ReplayOutput(report, as_json=as_json))
-    wanted = [(name, capacity) for name in names for capacity in _capacities(capacity_tokens)]
-    return _run_policies(traces, wanted, others, ReplayOutput(report, as_json=as_json))
+    return _run_policies(traces, names, _capacities(capacity_tokens), others, ReplayOutput(report, as_json=as_json))
 
 
 def _check_given(*, has_tiers: bool) -> None:
@@ -242,7 +246,8 @@ def _is_given(name: str) -> bool:
 
 def _run_policies(
     traces: tuple[Path, ...],
-    wanted: list[tuple[str, int | None]],
+    names: list[str],
+    capacities: "list[Capacity]",
     options: dict[str, Any],
     output: ReplayOutput,
 ) -> int:
@@ -252,10 +257,11 @@ def _run_policies(
     from kvtier.replay.tables import CacheReplays
     from kvtier.trace.stats import trace_stats
 
-    tasks = [Task(*it) for it in wanted]
     shown: list[CacheReplays] = []
     for path in traces:
         trace = load_trace(path, options)
+        sizes = dict.fromkeys(it.tokens_of(trace) for it in capacities)
+        tasks = [Task(name, size) for name in names for size in sizes]
         bound = infinite_hit_tokens(trace) / max(int(trace.input_tokens.sum(dtype="int64")), 1)
         with output.watch(f"{path.name}: {len(tasks)} replays", len(trace) * len(tasks)) as (advance, should_stop):
             results = sweep(
@@ -333,17 +339,41 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _capacities(text: str) -> list[int | None]:
+class Capacity(NamedTuple):
+    """Capacity of a cache, as on the command line; neither: unlimited."""
+
+    tokens: int | None = None
+    percent: float | None = None
+    """Of the unique tokens of a trace."""
+
+    def tokens_of(self, trace: "TraceArrays") -> int | None:
+        """Tokens for this trace; a share in whole blocks, at least one."""
+        if self.percent is None:
+            return self.tokens
+        return max(1, int(self.percent * trace.block_count / 100)) * trace.block_tokens
+
+
+def _capacities(text: str) -> list[Capacity]:
     from kvtier.config.value_types import parse_count
     from kvtier.errors import ConfigError
 
-    found: list[int | None] = []
+    found: list[Capacity] = []
     for it in text.split(","):
+        word = it.strip().lower()
         try:
-            found.append(None if it.strip().lower() == "inf" else parse_count(it))
+            if word.endswith("%"):
+                found.append(Capacity(percent=_percent(word.removesuffix("%"))))
+            else:
+                found.append(Capacity() if word == "inf" else Capacity(tokens=parse_count(it)))
         except ValueError as error:
             raise ConfigError(f"--capacity-tokens {it!r}: {error}") from None
-    return list(dict.fromkeys(found))
+    return found
+
+
+def _percent(text: str) -> float:
+    if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})?", text, re.ASCII) and 0 < float(text) <= 100:
+        return float(text)
+    raise ValueError("not a share; allowed: above 0% to 100%, such as 10%")
 
 
 def _as_dict(trace: "TraceArrays", bound: float, results: "list[CacheResult]") -> dict[str, object]:
@@ -351,6 +381,7 @@ def _as_dict(trace: "TraceArrays", bound: float, results: "list[CacheResult]") -
         "trace": trace.name,
         "requests": len(trace),
         "input_tokens": int(trace.input_tokens.sum(dtype="int64")),
+        "unique_tokens": trace.unique_tokens,
         "block_tokens": trace.block_tokens,
         "infinite_hit_rate": bound,
         "results": results,
@@ -362,12 +393,16 @@ def _as_dict(trace: "TraceArrays", bound: float, results: "list[CacheResult]") -
 
 def _print(trace: "TraceArrays", bound: float, results: "list[CacheResult]") -> None:
     from kvtier.replay.tables import results_table
+    from kvtier.report.format import short_count
 
     click.secho(f"{trace.name}: {len(trace):,} requests, blocks of {trace.block_tokens} tokens", bold=True)
-    click.echo(f"  an infinite cache hits {bound:.4f} of the input tokens; whole trace, no warm-up")
+    click.echo(
+        f"  an infinite cache holds {short_count(trace.unique_tokens)} unique tokens and hits {bound:.4f} of the input "
+        "tokens; whole trace, no warm-up"
+    )
     for note in trace.notes:
         click.echo(f"  {note}")
-    print_table(results_table(bound, results))
+    print_table(results_table(bound, trace.unique_tokens, results))
 
 
 def _plain(stats: "TraceStats") -> dict[str, object]:

@@ -55,7 +55,7 @@ def _replay_html(replayed: CacheReplays, prefix: str) -> str:
     ]
     return (
         section_html(trace.name, tiles_html(tiles), figures_html(CHARTS, replayed, prefix))
-        + table_html(results_table(replayed.bound, replayed.results))
+        + table_html(results_table(replayed.bound, trace.unique_tokens, replayed.results))
         + trace_html(trace)
     )
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # replays through one cache do not load the core
 
 CONVENTION = (
     "One cache, the whole trace, no warm-up. Hit rate: tokens of the longest leading run of cached blocks, over input "
-    "tokens; prompts only. A prompt's last block is accessed first. Capacity and written tokens count whole blocks."
+    "tokens; prompts only. A prompt's last block is accessed first. Capacity and written tokens count whole blocks. "
+    "Of unique: capacity, as a share of the trace's unique tokens."
 )
 PLANNER_SLACK = 1.01
 """The planner loses if it makes the mean time to first token longer than this many times."""
@@ -38,12 +39,19 @@ class TieredReplay(NamedTuple):
     result: "TieredResult"
 
 
-def results_table(bound: float, results: "Sequence[CacheResult]") -> Table:
-    """A row for each policy and capacity."""
+def results_table(bound: float, unique_tokens: int | None, results: "Sequence[CacheResult]") -> Table:
+    """A row for each policy and capacity.
+
+    Args:
+        bound: hit rate of an infinite cache.
+        unique_tokens: what an infinite cache holds at the end.
+        results: the rows.
+    """
     rows = tuple(
         (
             it.policy,
             short_count(it.capacity_tokens),
+            f"{it.capacity_tokens / unique_tokens:.1%}" if it.capacity_tokens and unique_tokens else NONE,
             f"{it.hit_rate:.4f}",
             f"{it.hit_rate / bound:.1%}" if bound else NONE,
             short_count(it.hit_tokens),
@@ -52,8 +60,17 @@ def results_table(bound: float, results: "Sequence[CacheResult]") -> Table:
         )
         for it in results
     )
-    columns = ("policy", "capacity", "hit rate", "of possible", "hit tokens", "written tokens", "evictions")
-    return Table(title="Hit rates", columns=columns, rows=rows, numeric=6, note=CONVENTION)
+    columns = (
+        "policy",
+        "capacity",
+        "of unique",
+        "hit rate",
+        "of possible",
+        "hit tokens",
+        "written tokens",
+        "evictions",
+    )
+    return Table(title="Hit rates", columns=columns, rows=rows, numeric=7, note=CONVENTION)
 
 
 def stats_table(stats: TraceStats) -> Table:

@@ -22,7 +22,7 @@ from kvtier.tier import registry
 
 _TIME = re.compile(r"([0-9]{0,12}\.?[0-9]{1,12}) ?(us|ms|s)", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us, disk=4xpm1753, s3=40TiB or pool=40TiB,shared,remote"
+_EXAMPLE = "disk=4TiB,read=12GB/s,write=6GB/s,latency=100us, disk=4x7.68TB, disk=4xpm1753 or pool=40TiB,shared,remote"
 _FLOPS_SHARE = GpuInputs().flops_share
 _SHARES = {"gpu": SoftwareInputs().link_share, "memory": HostInputs().share}
 """Usable share of a data sheet's bandwidth by kind of part, as in `kvtier plan`."""
@@ -138,7 +138,9 @@ class ProbedSpeeds:
 
 
 def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | None = None) -> TierSpec:
-    """A tier of ``disk=4TiB``, ``disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared`` or ``disk=4xpm1753``.
+    """A tier of ``disk=4TiB``, ``disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared`` or of drives.
+
+    Drives are ``disk=4xpm1753`` of the catalogue, with their speed, or ``disk=4x7.68TB`` of any make.
 
     A tier that is named like a kind, or has ``kind=KIND``, is remote if the kind is, and then shared by all nodes. The
     words ``remote``, ``local``, ``shared`` and ``own`` decide otherwise.
@@ -160,8 +162,10 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
     is_kind_remote = _is_remote(option, name, kind)
     is_remote = is_kind_remote if is_remote is None else is_remote
     capacity_source = "--tier"
-    if re.fullmatch(r"[0-9.,_]+ ?[a-z]*", capacity, re.IGNORECASE | re.ASCII) and not re.match(r"[0-9]+ ?x", capacity):
-        capacity_bytes = round(_bytes(option, capacity))
+    number, each = split_count(capacity, option)
+    if re.fullmatch(r"[0-9.,_]+ ?[a-z]*", each, re.IGNORECASE | re.ASCII):
+        capacity_bytes = round((number or 1) * _bytes(option, each))
+        drive_bytes = drive_bytes or (capacity_bytes if number else None)
     else:
         parts = find_parts(capacity, f"{option}: no size", "drive")
         capacity_bytes, capacity_source = parts.capacity_bytes or 0, parts.source

@@ -76,6 +76,11 @@ class TraceArrays:
         """Distinct blocks."""
         return len(self.parents)
 
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens of all distinct blocks, each counted whole."""
+        return self.block_count * self.block_tokens
+
     def blocks(self, request: int) -> Column:
         """The blocks of one request."""
         return self.ids[int(self.starts[request]) : int(self.starts[request + 1])]

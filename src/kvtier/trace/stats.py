@@ -147,7 +147,7 @@ def trace_stats(trace: TraceArrays) -> TraceStats:
         input_p50=float(np.quantile(inputs, 0.5)),
         input_p99=float(np.quantile(inputs, 0.99)),
         output_mean=outputs / requests,
-        unique_tokens=trace.block_count * trace.block_tokens if has_blocks else None,
+        unique_tokens=trace.unique_tokens if has_blocks else None,
         infinite_hit_rate=hit_rate if has_blocks else None,
         infinite_hit_rate_second_half=sums.late_hit_tokens / max(sums.late_tokens, 1) if has_blocks else None,
         used_once=float((uses == 1).mean()) if len(uses) else None,
