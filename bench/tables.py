@@ -265,6 +265,30 @@ def multiturn_cpu(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def shared(record: dict[str, Any]) -> str:
+    """A tier and a session next to the raw client, from `kvtier bench tier --record`."""
+    rows = record["results"]["results"]
+    found = {(row["op"], row["chunk_bytes"], row["in_flight"], row["path"]): row for row in rows}
+    points = dict.fromkeys(key[:3] for key in found if key[0] != "lookup")
+    lookup = {row["path"]: row["ms"] for row in rows if row["op"] == "lookup"}
+    lines = [
+        (
+            f"Kind {rows[0]['kind']} on {record['machine']['cores']} cores that also run the servers. GB/s of payload, "
+            f"and share of the raw client's, medians of {record['results']['repeats']}. One request of the raw client "
+            f"takes {lookup['raw']:.1f} ms, a round of 23 names {lookup['tier']:.1f} ms, a session's lookup of 512 "
+            f"chunks {lookup['session']:.1f} ms. {_link('tier_' + rows[0]['kind'])}"
+        ),
+        "",
+        "| | chunk | in flight | raw client | tier | session |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for op, size, in_flight in points:
+        raw, tier, session = (found[op, size, in_flight, path] for path in ("raw", "tier", "session"))
+        cells = [f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for row in (tier, session)]
+        lines.append(f"| {op} | {size_text(size)} | {in_flight} | {raw['gb_per_s']:.2f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "vllm": vllm,
@@ -273,6 +297,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "disk": disk,
     "peer": peer,
     "multiturn_cpu": multiturn_cpu,
+    "tier_s3": shared,
+    "tier_shared_directory": shared,
 }
 
 

@@ -71,7 +71,6 @@ def keys(gateway) -> set[str]:
     return {row["path"] for page in obstore.list(gateway.raw) for row in page}
 
 
-@pytest.mark.shared_core
 def test_the_tools_on_a_store_in_use(shared_store):
     it, url = shared_store, shared_store.url
     it.fill()
@@ -128,6 +127,7 @@ def test_a_wrong_url_is_one_line(bucket, change, why):
         assert err.count("\n") == 1
 
 
+@pytest.mark.shared_core
 def test_wrong_credentials_are_one_line_without_them(bucket):
     for command in (
         ("bench", "tier", bucket.url),

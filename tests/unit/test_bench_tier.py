@@ -18,7 +18,7 @@ ROW = {"tier", "kind", "op", "chunk_bytes", "in_flight", "path", "gb_per_s", "ms
 
 def bench(tmp_path, kind="directory", **given) -> TierBench:
     few = {"sizes": (65536,), "in_flight": (1,), "repeats": 1, "sample_bytes": 1 << 17}
-    return TierBench(settings=tier_list.parse(f"{kind}:{tmp_path / 'kv'}"), **few | given)
+    return TierBench(**{"settings": tier_list.parse(f"{kind}:{tmp_path / 'kv'}"), **few, **given})
 
 
 @pytest.mark.parametrize("kind", ["directory", "disk", "shared_directory"])
@@ -39,6 +39,32 @@ def test_a_row_for_each_path_op_size_and_number_in_flight(tmp_path, capsys, kind
     assert all(row["ratio"] == 1 for row in rows if row["path"] == "raw" and row["op"] != "lookup")
     assert json.loads(record.read_text())["benchmark"] == "tier"
     assert list(tmp_path.iterdir()) == [record], "the store of the settings was not made, and nothing is left"
+
+
+def test_loads_may_go_through_another_mount(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    seen = {"put": set(), "get": set()}
+    for act, real in (("put", RawFiles.put), ("get", RawFiles.get)):
+
+        def note(self, name, buffer, act=act, real=real):
+            seen[act].add(self._root.removeprefix(f"{tmp_path}/")[0])
+            real(self, name, buffer)
+
+        monkeypatch.setattr(RawFiles, act, note)
+    settings = tier_list.parse(f"shared_directory:{tmp_path / 'a' / 'kv'}")
+    result = bench(tmp_path, settings=settings, load_at=tmp_path / "b" / "kv").run()
+    assert len(result.results) == 9
+    assert seen == {"put": {"a"}, "get": {"b"}}
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_another_directory_is_no_second_mount(tmp_path, capsys):
+    url, other = f"shared_directory:{tmp_path / 'a' / 'kv'}", tmp_path / "b" / "kv"
+    for path in ("a", "b"):
+        (tmp_path / path).mkdir()
+    assert run(["bench", "tier", url, *FEW, "--load-at", str(other)]) == 2
+    assert f"--load-at '{other}': not the directory of tiers.shared_directory" in capsys.readouterr().err
 
 
 def test_a_tier_that_gives_other_bytes_fails_the_run(tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from kvtier.bench.tier_paths import (
     SESSION_NAMES,
@@ -26,10 +27,10 @@ from kvtier.bench.tier_paths import (
 from kvtier.config.sections import Config
 from kvtier.config.value_types import size_text
 from kvtier.errors import ConfigError, KvError
-from kvtier.probe.tiers import ProbeTarget, Trial, open_trial, trial_place
+from kvtier.probe.tiers import ProbeTarget, Trial, choose_parent, open_trial, trial_place
 from kvtier.report.format import digits
 from kvtier.report.table import Table
-from kvtier.tier.base import RawClient
+from kvtier.tier.base import RawClient, Tier
 from kvtier.tier.registry import TierSettings, kind_of
 from kvtier.types import ObjectName
 
@@ -97,6 +98,8 @@ class TierBench:
     repeats: int = 5
     """Samples of each row; one more is dropped."""
     sample_bytes: int = SAMPLE_BYTES
+    load_at: Path | None = None
+    """The tier's directory on another mount, as another node has it: loads and lookups go through it."""
 
     def __post_init__(self) -> None:
         for size in self.sizes:
@@ -129,12 +132,14 @@ class TierBench:
         held = SHARED_BYTES if target.kind.is_shared(self.settings) else HELD * max(samples)
         rows: list[TierRow] = []
         with trial_place(target) as place, open_trial(target, place, held, largest) as trial:
-            raw = _raw_client(trial)
+            it = _Ends(trial.tier, trial.tier, raw := _raw_client(trial), raw)
             try:
+                if self.load_at is not None:
+                    it = self._with_reader(it, trial, place, held, largest)
                 for size in self.sizes:
                     for in_flight in self.in_flight:
-                        rows += self._speeds(trial, raw, size, in_flight, advance)
-                rows += self._lookups(trial, raw)
+                        rows += self._speeds(it, size, in_flight, advance)
+                rows += self._lookups(it)
                 advance(1)
             except KvError:
                 raise
@@ -144,22 +149,35 @@ class TierBench:
                     f"the raw client of tier {self.settings.name!r} failed: {why or type(error).__name__}"
                 ) from None
             finally:
-                if raw is not None:
-                    raw.close()
+                it.close()
         return TierResult(tuple(rows), self.repeats, self.sample_bytes)
 
-    def _speeds(
-        self, trial: Trial, raw: RawClient | None, size: int, in_flight: int, advance: Callable[[float], None]
-    ) -> list[TierRow]:
+    def _with_reader(self, it: "_Ends", trial: Trial, place: Path, held: int, largest: int) -> "_Ends":
+        """`it` with the tier and the raw client that load through `load_at`."""
+        kind = kind_of(self.settings)
+        assert self.load_at is not None
+        there = choose_parent(self.load_at) / place.name
+        if kind.open_trial is None or not kind.is_shared(self.settings) or not there.is_dir():
+            raise ConfigError(
+                f"--load-at {str(self.load_at)!r}: not the directory of {self.settings.label} on another mount, or its "
+                f"kind, {kind.name}, is not for several nodes"
+            )
+        moved: dict[str, Any] = {kind.where: there / self.settings.name}
+        settings = replace(self.settings, **moved)
+        tier = kind.open_trial(settings, there / self.settings.name, held, largest)
+        return it._replace(reader=tier, raw_reader=_raw_client(Trial(tier, settings, trial.context)))
+
+    def _speeds(self, it: "_Ends", size: int, in_flight: int, advance: Callable[[float], None]) -> list[TierRow]:
         count = self.count(size, in_flight)
         rates: dict[Op, dict[str, list[float]]] = {"store": {}, "load": {}}
         with ExitStack() as stack:
             paths: dict[str, StorePath] = {}
-            if raw is not None:
-                paths[RAW] = ClientPath(raw, "the raw client", size, in_flight)
-            paths[TIER] = ClientPath(TierAsClient(trial.tier), "the tier", size, in_flight)
+            if it.raw is not None and it.raw_reader is not None:
+                paths[RAW] = ClientPath(it.raw, it.raw_reader, "the raw client", size, in_flight)
+            clients = TierAsClient(it.tier), TierAsClient(it.reader)
+            paths[TIER] = ClientPath(*clients, "the tier", size, in_flight)
             remote = kind_of(self.settings).is_remote
-            paths[SESSION] = SessionPath(trial.tier, size, in_flight, count, is_remote=remote)
+            paths[SESSION] = SessionPath(it.tier, it.reader, size, in_flight, count, is_remote=remote)
             for path in paths.values():
                 stack.callback(path.close)
             for repeat in range(self.repeats + 1):
@@ -176,18 +194,19 @@ class TierBench:
             for name in found
         ]
 
-    def _lookups(self, trial: Trial, raw: RawClient | None) -> list[TierRow]:
+    def _lookups(self, it: "_Ends") -> list[TierRow]:
         """Lookups: one name of the raw client, a round of the tier, all chunks of a prompt of the session."""
         remote = kind_of(self.settings).is_remote
-        path = SessionPath(trial.tier, SMALL_BYTES, LOOKUPS_IN_FLIGHT, SESSION_NAMES, is_remote=remote)
+        path = SessionPath(it.tier, it.reader, SMALL_BYTES, LOOKUPS_IN_FLIGHT, SESSION_NAMES, is_remote=remote)
         found: dict[str, list[float]] = {}
+        raw = it.raw_reader
         try:
             with _objects(path, SESSION_NAMES) as names:
                 path.store(names)
                 for repeat in range(self.repeats + 1):
                     taken = {
                         SESSION: path.lookup(names),
-                        TIER: _timed(lambda: trial.tier.contains(new_names(TIER_NAMES))),
+                        TIER: _timed(lambda: it.reader.contains(new_names(TIER_NAMES))),
                     }
                     if raw is not None:
                         taken[RAW] = _timed(lambda: raw.has(new_names(1)[0]))
@@ -229,6 +248,24 @@ class TierBench:
             ratio=_median(ratios),
             samples=tuple(round(sample, 4) for sample in samples),
         )
+
+
+class _Ends(NamedTuple):
+    """The tiers and raw clients that store, and those that load."""
+
+    tier: Tier
+    reader: Tier
+    raw: RawClient | None
+    raw_reader: RawClient | None
+
+    def close(self) -> None:
+        """Close all but `tier`, which has another owner."""
+        if self.reader is not self.tier:
+            self.reader.close()
+            if self.raw_reader is not None:
+                self.raw_reader.close()
+        if self.raw is not None:
+            self.raw.close()
 
 
 def table(result: TierResult) -> Table:

@@ -113,13 +113,14 @@ class ClientPath:
 
     Args:
         client: of the store.
+        reader: the same for loads, perhaps of another node.
         subject: what fails, for messages.
         size: bytes of an object.
         in_flight: threads.
     """
 
-    def __init__(self, client: RawClient, subject: str, size: int, in_flight: int) -> None:
-        self._client, self._subject = client, subject
+    def __init__(self, client: RawClient, reader: RawClient, subject: str, size: int, in_flight: int) -> None:
+        self._client, self._reader, self._subject = client, reader, subject
         self._threads = ThreadPoolExecutor(in_flight, thread_name_prefix="kvtier-bench")
         self._buffers = [page_aligned(size).data for _ in range(in_flight)]
         for number, buffer in enumerate(self._buffers):
@@ -136,7 +137,7 @@ class ClientPath:
         """See `StorePath`."""
         for buffer in self._buffers:
             buffer[-COMPARED_BYTES:] = bytes(len(self._tail))
-        seconds, used = self._each(self._client.get, names)
+        seconds, used = self._each(self._reader.get, names)
         is_wrong = any(bytes(buffer[-COMPARED_BYTES:]) != self._tail for buffer in used)
         for buffer in self._buffers:
             buffer[-COMPARED_BYTES:] = self._tail
@@ -182,14 +183,15 @@ class SessionPath:
 
     Args:
         tier: the tier.
+        reader: the same for loads and lookups, perhaps of another node.
         is_remote: see `TierRules`.
         size: payload bytes of a chunk.
         in_flight: promotions and demotions in flight, and threads for each.
         count: most chunks of a store or load.
     """
 
-    def __init__(self, tier: Tier, size: int, in_flight: int, count: int, *, is_remote: bool) -> None:
-        self._tier, self._in_flight = tier, in_flight
+    def __init__(self, tier: Tier, reader: Tier, size: int, in_flight: int, count: int, *, is_remote: bool) -> None:
+        self._tier, self._reader, self._in_flight = tier, reader, in_flight
         self._rules = TierRules(
             name=tier.name,
             is_remote=is_remote,
@@ -209,7 +211,7 @@ class SessionPath:
     def store(self, names: Sequence[ObjectName]) -> float:
         """See `StorePath`."""
         written = _Written(len(names))
-        with self._session(written) as session:
+        with self._session(self._tier, written) as session:
             start_s = time.perf_counter()
             session_store(session, _prefix(names), self._places(len(names)))
             written.ended()
@@ -220,7 +222,7 @@ class SessionPath:
         expected = [blocks[:, -1].copy() for blocks in self._blocks]
         for blocks in self._blocks:
             blocks[:, -1] = 0
-        with self._session() as session:
+        with self._session(self._reader) as session:
             self._look_up(session, names)
             start_s = time.perf_counter()
             session_load(session, _prefix(names), self._places(len(names)))
@@ -233,7 +235,7 @@ class SessionPath:
 
     def lookup(self, names: Sequence[ObjectName]) -> float:
         """Seconds of a lookup of stored objects."""
-        with self._session() as session:
+        with self._session(self._reader) as session:
             return self._look_up(session, names)
 
     def _look_up(self, session: Session, names: Sequence[ObjectName]) -> float:
@@ -262,15 +264,15 @@ class SessionPath:
         ]
 
     @contextmanager
-    def _session(self, observer: "_Written | None" = None) -> Generator[Session]:
+    def _session(self, tier: Tier, observer: "_Written | None" = None) -> Generator[Session]:
         threads = Threads(read=self._in_flight, write=self._in_flight)
         mover = Mover(
             layout=self.layout,
             fingerprint=FINGERPRINT,
             arena=self._arena,
             copier=HostCopier(self.layout, [self._blocks]),
-            tiers={self._tier.name: self._tier},
-            tier_threads={self._tier.name: threads},
+            tiers={tier.name: tier},
+            tier_threads={tier.name: threads},
         )
         cache = Cache(
             layout=self.layout,

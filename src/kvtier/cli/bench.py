@@ -203,6 +203,13 @@ def io(
     show_default=True,
     help="Bytes that a sample moves at least; two chunks for each in flight always.",
 )
+@click.option(
+    "--load-at",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="WHERE on a second mount of the same file system: loads go through it, so that no cache of the first serves "
+    "them.",
+)
 @click.option("--record", type=OutputFile(), metavar="FILE", help=RECORD_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tier_command(
@@ -211,6 +218,7 @@ def tier_command(
     in_flight: tuple[int, ...],
     repeats: int,
     sample_bytes: int,
+    load_at: Path | None,
     record: Path | None,
     as_json: bool,
 ) -> None:
@@ -232,6 +240,7 @@ def tier_command(
         in_flight=in_flight or IN_FLIGHT,
         repeats=repeats,
         sample_bytes=sample_bytes,
+        load_at=load_at,
     )
     with ended_by_signals(), progress("tier", it.steps) as advance:
         result = it.run(advance)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RawBucket:
-    """A `RawClient`. Of the client's ways to store and load these were the fastest in `bench/s3.py --ways`.
+    """A `RawClient`: unsigned payloads in one request, and loads that copy parts, the fastest of its ways on loopback.
 
     Args:
         store: the client.
