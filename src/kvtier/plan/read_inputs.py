@@ -11,6 +11,7 @@ from kvtier.config.schema import Setting, near, read, read_toml
 from kvtier.errors import ConfigError
 from kvtier.plan.hardware import split_count
 from kvtier.plan.inputs import SECTIONS, SETTINGS, Inputs
+from kvtier.tier import registry
 
 EXAMPLES = files("kvtier.plan") / "examples"
 PUBLISHED, CALIBRATED = "published", "calibrated"
@@ -139,7 +140,8 @@ def gpu_options(text: str) -> dict[str, object]:
 def tier_options(texts: Sequence[str]) -> dict[str, object]:
     """Inputs of all `--tier` options together: ``host=1TiB``, ``disk=4xpm1753``, ``disk=4x7.68TB``, ``shared=1000TB``.
 
-    Tiers that no text names have no capacity. A size of drives is that of one drive.
+    Tiers that no text names have no capacity. A size of drives is that of one drive. The name of a kind stands for
+    ``shared`` if the kind is remote, and otherwise for ``disk``.
 
     Raises:
         ConfigError: a text is malformed, or names a tier twice or one that a plan does not have.
@@ -147,9 +149,13 @@ def tier_options(texts: Sequence[str]) -> dict[str, object]:
     found: dict[str, object] = {}
     for text in texts:
         tier, equals, what = (it.strip() for it in text.partition("="))
+        if tier in registry.names():
+            tier = "shared" if registry.by_name(tier, f"--tier {text!r}").is_remote else "disk"
         capacity = {"host": "host.capacity_bytes", "shared": "shared.capacity_bytes", "disk": "disk.count"}.get(tier)
         if capacity is None or not equals or not what:
-            raise ConfigError(f"--tier {text!r}; allowed: host=1TiB, disk=4xpm1753, disk=4x7.68TB, shared=1000TB")
+            raise ConfigError(
+                f"--tier {text!r}; allowed: host=1TiB, disk=4xpm1753, disk=4x7.68TB, shared=1000TB, s3=1000TB"
+            )
         if capacity in found:
             raise ConfigError(f"--tier {text!r}: {tier} is given twice; allowed: once")
         if tier != "disk":
