@@ -3,9 +3,10 @@
     python bench/further_tier.py TRACES... --speeds 0.1,0.3,1,3,10 --record FILE
 
 Each trace is replayed with host memory and a disk, and with a further tier that holds everything. The disk and the
-links of the GPUs have default speeds. Capacities are shares of the trace's distinct tokens; host memory holds at least
-the longest prompt. A busy replay is chaotic: another size by one percent changes the mean by some percent. So
-each figure is the mean over several sizes within two percent, and has its standard error.
+links of the GPUs have default speeds. The further tier is remote: each round of a lookup takes its latency. Capacities
+are shares of the trace's distinct tokens; host memory holds at least the longest prompt. A busy replay is chaotic:
+another size by one percent changes the mean by some percent. So each figure is the mean over several sizes within two
+percent, and has its standard error.
 
 `--writes` sets the write bandwidth and `--latency` the latency of the further tier. With `--writes 1000 --latency
 100us` nothing but its reads can cost time, so the rest is the planner's.
@@ -97,7 +98,7 @@ def setups(trace: TraceArrays, options: Options) -> dict[float | None, list[Tier
     def setup(speed: float | None, share: float) -> TieredSetup:
         texts = [f"host={_kib(share * host_tokens * token_bytes)}", f"disk={_kib(disk_tokens * token_bytes)}"]
         if speed is not None:
-            speeds = f"read={speed:g}GB/s,write={options.writes or speed:g}GB/s,latency={options.latency}"
+            speeds = f"read={speed:g}GB/s,write={options.writes or speed:g}GB/s,latency={options.latency},remote"
             texts.append(f"further={_kib(FURTHER * distinct * token_bytes)},{speeds}")
         return TieredSetup(
             tiers=tuple(parse_tier(text, gpu=parts) for text in texts),

@@ -216,7 +216,8 @@ class EventLog:
                 raise Violation(f"{transfer.link.value} {transfer.id} begins after its request was released")
         if transfer.link is Link.PROMOTE:
             item = (transfer.key, transfer.group)
-            if self._is_relay(transfer):
+            if any(entry.slot == transfer.slot for entry in self.cache.host.relayed if entry.group == transfer.group):
+                self._check_relay(transfer)
                 return
             wanting = [wanted.operation for wanted in self._wanted.values() if item in wanted.present]
             if not wanting:
@@ -226,12 +227,18 @@ class EventLog:
                 if (wanting[0], transfer.tier, item) in self._refused:
                     raise Violation(f"promote {transfer.id} from {transfer.tier!r}, which failed to give it already")
 
-    def _is_relay(self, promote: Transfer) -> bool:
-        """Whether the slot is in the staging area: then a demotion to a slower tier that lacks the object follows."""
+    def _check_relay(self, promote: Transfer) -> None:
+        """A relay reads from a tier that persists and has slower ones, and the staging area is small."""
         count = self._scenario.slots[promote.group]
-        rules = self._scenario.rules
-        faster = any(it.persists and it.name == promote.tier for it in rules[:-1])
-        return faster and count >= 8 and promote.slot >= count - max(1, count // 32)
+        if not any(it.persists and it.name == promote.tier for it in self._scenario.rules[:-1]):
+            raise Violation(f"relay {promote.id} from {promote.tier!r}, whose objects are not relayed")
+        taken = sum(
+            entry.is_staged
+            for entry in (*self.cache.host.relayed, *self.cache.host.lost)
+            if entry.group == promote.group
+        )
+        if taken > (min(8, max(1, count // 32)) if count >= 8 else 0):
+            raise Violation(f"{taken} slots of {count} are in the staging area")
 
     def answered(self, transfer: Transfer, outcome: Outcome, *, is_fault: bool) -> None:
         """Record the answer of one rank, before the core gets it."""

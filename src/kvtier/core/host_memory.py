@@ -30,9 +30,11 @@ Item = tuple[ChunkKey, int]
 """(key, group): one object."""
 
 STAGING_SLOTS_MIN = 8
-"""A group with fewer slots has no staging area: objects that left host memory are not relayed."""
+"""Of a group with fewer slots, objects that left host memory are not relayed."""
 STAGING_SLOTS_MAX = 8
 """Enough for the writes in flight of a slow tier; more would be missing elsewhere."""
+STAGING_SHARE = 32
+"""One slot of so many may be in the staging area."""
 
 
 class Residency(Enum):
@@ -159,7 +161,7 @@ class HostMemory:
         slots: number of slots of each group.
         evictor: makes one `Evictor` for each group.
         layout: the model's KV groups.
-        has_staging: whether to set some slots aside for objects on their way between lower tiers.
+        has_staging: whether objects on their way between lower tiers may take slots.
     """
 
     def __init__(
@@ -171,14 +173,12 @@ class HostMemory:
         has_staging: bool = False,
     ) -> None:
         self.slots = tuple(slots)
-        is_split = [has_staging and count >= STAGING_SLOTS_MIN for count in slots]
-        staging = [
-            min(STAGING_SLOTS_MAX, max(1, count // 32)) if own else 0
-            for count, own in zip(slots, is_split, strict=True)
-        ]
         self.has_staging = has_staging
-        self.staging = [list(range(count - own, count)) for count, own in zip(slots, staging, strict=True)]
-        """Free slots of the staging area of each group."""
+        self.staging = [
+            min(STAGING_SLOTS_MAX, max(1, count // STAGING_SHARE)) if has_staging and count >= STAGING_SLOTS_MIN else 0
+            for count in slots
+        ]
+        """How many more slots of each group the staging area may take."""
         self.relayed: dict[HostEntry, None] = {}
         """Objects in the staging area."""
         self.entries: list[dict[ChunkKey, HostEntry]] = [{} for _ in slots]
@@ -189,7 +189,7 @@ class HostMemory:
         self.evictions = 0
         self.removals = 0
         """How many objects have become unfindable, for whatever reason."""
-        self._free = [list(range(count - own - 1, -1, -1)) for count, own in zip(slots, staging, strict=True)]
+        self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
         # Counts of evictable objects, so that a full host memory is not searched for a victim that cannot exist.
@@ -231,11 +231,13 @@ class HostMemory:
         """The thread of an overdue promotion has ended; the slot is free."""
         entry.residency = after(entry.residency, Change.SETTLED)
         self.lost.remove(entry)
-        (self.staging if entry.is_staged else self._free)[entry.group].append(entry.slot)
+        self._free[entry.group].append(entry.slot)
+        self.staging[entry.group] += entry.is_staged
 
     def stage(self, entry: HostEntry) -> None:
-        """Put `entry` into its slot of the staging area; a promotion fills it."""
+        """Put `entry` into its slot, from `take_staging_slot`; a promotion fills it."""
         entry.is_staged = True
+        self.staging[entry.group] -= 1
         entry.residency = after(entry.residency, Change.RELAY)
         self.relayed[entry] = None
 
@@ -250,7 +252,8 @@ class HostMemory:
         if change is Change.LATE:
             self.lost.append(entry)
         else:
-            self.staging[entry.group].append(entry.slot)
+            self._free[entry.group].append(entry.slot)
+            self.staging[entry.group] += 1
 
     def touch(self, entry: HostEntry, session: str | None) -> None:
         """A request of `session` uses the object."""
@@ -306,6 +309,10 @@ class HostMemory:
             self._evict(victim)
         return self._free[group].pop()
 
+    def take_staging_slot(self, group: int) -> int | None:
+        """A slot as from `take_slot`, for `stage`; None also when the staging area has its most."""
+        return self.take_slot(group) if self.staging[group] else None
+
     def oldest_pending(self, group: int) -> HostEntry | None:
         """The next victim among the objects that only pending writes protect."""
         if not self._idle_pending[group]:
@@ -346,7 +353,7 @@ class HostMemory:
 
     def used(self, group: int) -> int:
         """Slots of `group` in use."""
-        return self.slots[group] - len(self._free[group]) - len(self.staging[group])
+        return self.slots[group] - len(self._free[group])
 
     def pending_objects(self) -> list[HostEntry]:
         """Every readable object with pending writes, parents before children."""
@@ -360,7 +367,7 @@ class HostMemory:
             AssertionError: they are not, which is a bug in the core.
         """
         for group, entries in enumerate(self.entries):
-            slots = self._free[group] + self.staging[group]
+            slots = list(self._free[group])
             slots += [entry.slot for entry in (*self.lost, *self.relayed) if entry.group == group]
             readable = clean = pending = leaving = 0
             for key, entry in entries.items():
@@ -388,6 +395,7 @@ class HostMemory:
                 assert self._victim(group, self._is_protected_in(group)) is None, (
                     "an evictable object is not searched for"
                 )
+        assert all(count >= 0 for count in self.staging), "the staging area is too large"
         assert all(entry.residency is Residency.LOST for entry in self.lost), "a lost entry is not lost"
 
     def _is_protected_in(self, group: int) -> Callable[[bytes], bool]:

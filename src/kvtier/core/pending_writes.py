@@ -171,13 +171,13 @@ class PendingWrites:
             del queue.relays[item]
             self._host.pin(current)
             return current, None
-        slots = self._host.staging[entry.group]
         is_idle = 2 * faster.out[PROMOTE] < faster.limit[PROMOTE] and not is_loading
-        can_read = slots and is_idle and faster.can_read(now_s) and faster.has_room(PROMOTE, size_bytes)
-        if current is not None or not can_read:
+        can_read = is_idle and faster.can_read(now_s) and faster.has_room(PROMOTE, size_bytes)
+        slot = self._host.take_staging_slot(entry.group) if current is None and can_read else None
+        if slot is None:
             return None
         del queue.relays[item]
-        staged = HostEntry(entry.key, entry.group, slots.pop(), entry.parent, entry.depth, entry.session)
+        staged = HostEntry(entry.key, entry.group, slot, entry.parent, entry.depth, entry.session)
         staged.origin = source
         self._host.stage(staged)
         return staged, faster

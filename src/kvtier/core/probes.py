@@ -34,8 +34,8 @@ ROUND_NAMES = 23
 BOUNDARIES_MAX = 4
 """Boundaries of windows and states that a remote tier is asked for."""
 
-WAIT_SHARE = 0.03
-"""A request waits for remote tiers at most this share of the time that computing its prompt takes."""
+WAIT_SHARE = 0.01
+"""A request waits for remote tiers at most this share of the time that computing what they may have takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +176,10 @@ class Probes:
         return any(is_patient or not self._tiers.all[search.tier].rules.is_remote for search in answers.searches)
 
     def _wait_s(self, search: Search, tier_state: TierState, now_s: float) -> float:
-        """How long the request waits for remote tiers: a share of its computing, or what their hit rate repays."""
+        """How long the request waits for remote tiers: a share of computing what is missing, or what hits repay.
+
+        It is 0 if the answer usually takes longer. Late answers count for the hit rate too.
+        """
         compute_s = search.answers.compute_s
         if compute_s is None:
             return inf
@@ -184,7 +187,8 @@ class Probes:
         estimator = self._estimators[tier_state.name]
         size_bytes = sum(self._host.object_bytes[group] for _, group in search.missing)
         load_s = estimator.seconds(size_bytes, 0, now_s)[1] if estimator.is_known else saved_s / 2
-        return max(WAIT_SHARE * compute_s, tier_state.hit_rate * (saved_s - load_s))
+        wait_s = max(WAIT_SHARE * saved_s, tier_state.hit_rate * (saved_s - load_s))
+        return wait_s if wait_s >= tier_state.answer_s else 0.0
 
     def send_health_checks(self, now_s: float) -> None:
         """Send an empty probe to each tier without an open one, as a health check that needs no request."""
@@ -399,6 +403,8 @@ class Probes:
                 tier_state.remember(item, now_s, is_present=is_there)
         if search is None:
             return
+        took_s = now_s - (open_probe.deadline_s - tier_state.rules.probe_deadline_s)
+        tier_state.probe_took(took_s)
         if search.round == 0:
             if not open_probe.is_failed:
                 there = [

@@ -15,8 +15,8 @@ WAYS: dict[Link, Way] = {PROMOTE: "read", DEMOTE: "write"}
 SUSPECT_MAX = 1 << 16
 """Suspect objects per tier; of more, the oldest are trusted again."""
 
-HIT_RATE_WEIGHT = 0.1
-"""Weight of the newest answer in `TierState.hit_rate`."""
+ANSWER_WEIGHT = 0.1
+"""Weight of the newest answer in `TierState.hit_rate` and `TierState.answer_s`."""
 
 REMEMBERED_MAX = 1 << 16
 ABSENT_S = 5.0
@@ -112,6 +112,8 @@ class TierState:
         """Limit for objects of any size; small objects may exceed it."""
         self.hit_rate = 0.5
         """Moving average of the probes of first missing chunks that found it; for remote tiers."""
+        self.answer_s = 0.0
+        """Moving average of how long its probes take."""
         self._suspect: dict[Item, None] = {}
         self._remembered: OrderedDict[Item, tuple[bool, float]] = OrderedDict()
         """Answers of a remote tier, and when they expire."""
@@ -205,7 +207,11 @@ class TierState:
 
     def probed_first(self, *, is_hit: bool) -> None:
         """A request's first missing chunk was probed."""
-        self.hit_rate += HIT_RATE_WEIGHT * (is_hit - self.hit_rate)
+        self.hit_rate += ANSWER_WEIGHT * (is_hit - self.hit_rate)
+
+    def probe_took(self, took_s: float) -> None:
+        """A request's probe was answered, or has failed, after `took_s`."""
+        self.answer_s += ANSWER_WEIGHT * (took_s - self.answer_s)
 
     def check(self) -> None:
         """Assert that the limits hold.

@@ -294,7 +294,7 @@ class ReplayNode:
         elif isinstance(command, Probe):
             probe = command
             tier = self.tiers[probe.tier]
-            self._events.at(self._events.now_s + tier.latency_s, lambda: self._probed(probe, tier))
+            self._events.at(self._events.now_s + tier.lookup_s, lambda: self._probed(probe, tier))
         elif isinstance(command, Drop):
             self.tiers[command.tier].drop(command.key)
         # No hints are passed on. A cancelled transfer has started: transfers start at once.

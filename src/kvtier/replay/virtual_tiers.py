@@ -14,6 +14,9 @@ from kvtier.types import ChunkKey, Outcome
 SPAN_MAX_S = 10_000_000
 """Later amounts count in the last second: a series takes eight bytes for each."""
 
+INDEX_S = 100e-6
+"""A lookup in a tier that is not remote takes at most this time, since the tier has an index in memory."""
+
 
 class EventQueue:
     """The virtual clock, and events by their time."""
@@ -213,6 +216,7 @@ class ReplayTier:
         self._evictor = evictor
         self._held: set[ChunkKey] = set()
         self.latency_s = spec.latency_s
+        self.lookup_s = spec.latency_s if spec.is_remote else min(INDEX_S, spec.latency_s)
         self.reads = ReplayLink(events, spec.read_bytes_per_s, spec.latency_s, series[0])
         self.writes = ReplayLink(events, spec.write_bytes_per_s, spec.latency_s, series[1])
         self.evictions = 0
