@@ -302,7 +302,7 @@ def test_a_relay_takes_no_slot_that_is_in_use() -> None:
     (hung,) = (one for one in core.going(Link.DEMOTE) if one.tier == "far")
     core.answer(hung)
     core.run(keep=lambda one: one.link is not Link.GATHER)
-    assert core.cache._tiers["far"].relays
+    assert core.cache._pending_writes._queues["far"].relays
     assert not core.going(Link.PROMOTE)
     core.run()
     assert len(core.held["far"]) == 35, "all but the hung one"
