@@ -89,8 +89,15 @@ def test_tables_and_describe(capsys):
 def test_the_report_has_charts_and_all_rows(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "report.html"
-    arguments = ("--capacity-tokens", "6400,20k", "--policy", "lru,arc,min", "--report", str(path), "--jobs", "1")
-    assert replay(capsys, MINISWE, *arguments)[0] == 0
+    picture = tmp_path / "charts.svg"
+    arguments = ("--capacity-tokens", "6400,20k", "--policy", "lru,arc,min", "--jobs", "1")
+    code, _, err = replay(capsys, MINISWE, *arguments, "--report", str(path), "--picture", str(picture))
+    assert code == 0
+    assert [line.rpartition("/")[2] for line in err.splitlines() if line.startswith("Written")] == [
+        path.name,
+        picture.name,
+    ]
+    assert "Hit rate against capacity" in picture.read_text()
     page = path.read_text()
     assert page.count("<svg") == 4
     check_page(page)
@@ -113,6 +120,12 @@ def test_the_report_has_charts_and_all_rows(capsys, tmp_path):
         ((MINISWE, "--nodes", "4"), "--nodes needs --tier"),
         ((MINISWE, "--no-planner"), "--planner needs --tier"),
         ((MINISWE, "--tier", "host=1GiB", "--capacity-tokens", "1M"), "--capacity-tokens is not available with --tier"),
+        ((MINISWE, MINISWE, "--picture", "a.svg"), "--picture: 2 traces; allowed: one, or --report"),
+        ((MINISWE, "--picture", "a.gif"), "unknown kind of picture; allowed: .svg or .png"),
+        (
+            (MINISWE, "--tier", "host=1GiB", "--policy", "lru,fifo", "--picture", "a.png"),
+            "--picture: 2 combinations of policies, nodes and routers; allowed: one",
+        ),
         ((MINISWE, "--tier", "host=1GiB", "--nodes", "1,x"), "--nodes '1,x': allowed: whole numbers"),
         (
             (MINISWE, "--tier", "host=1GiB", "--policy", "lru,min"),

@@ -364,8 +364,10 @@ def test_the_tiered_report_has_charts_and_tables(capsys, tmp_path):
         "512",
     )
     trace = str(MAGAGENT.with_name("lmcache_miniswe_b64.jsonl.gz"))
+    picture = tmp_path / "charts.png"
     arguments = ["replay", trace, *tiers, "--block", "512", "--model", "qwen3-0.6b", "--report", str(path)]
-    assert run(arguments) == 0
+    assert run([*arguments, "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     page = path.read_text()
     check_page(page)
     assert page.count("<svg") == page.count("<figure>") == 7

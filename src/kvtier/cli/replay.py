@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from kvtier.cli.options import OutputFile, tell_written
-from kvtier.report.output import print_json, progress
+from kvtier.report.output import check_chart, check_matplotlib, print_json, progress
 from kvtier.report.table import Table, print_table
 
 if TYPE_CHECKING:
@@ -54,11 +54,13 @@ class ReplayOutput:
 
     Args:
         report: path of the HTML report, if any.
+        picture: path of the file of charts, if any.
         as_json: print JSON instead of tables.
     """
 
-    def __init__(self, report: Path | None, *, as_json: bool) -> None:
+    def __init__(self, report: Path | None, picture: Path | None, *, as_json: bool) -> None:
         self.report = report
+        self.picture = picture
         self.as_json = as_json
         self.is_interrupted = False
         self.json: list[dict[str, object]] = []
@@ -71,11 +73,38 @@ class ReplayOutput:
             yield advance, should_stop
             self.is_interrupted = should_stop()
 
-    def finish(self, write_report: Callable[[Path], None], *, is_list: bool) -> int:
-        """Write the report and print JSON; returns the exit code."""
+    @property
+    def is_drawn(self) -> bool:
+        """Whether there will be charts."""
+        return self.report is not None or self.picture is not None
+
+    def refuse_several(self, what: str, count: int) -> None:
+        """Refuse a picture of more than one replay.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        from kvtier.errors import ConfigError
+
+        if self.picture is not None and count > 1:
+            raise ConfigError(f"--picture: {count} {what}; allowed: one, or --report, which has charts of each")
+
+    def finish(
+        self, write_report: Callable[[Path], None], draw: Callable[[Path], None] | None, *, is_list: bool
+    ) -> int:
+        """Write the report and the charts, and print JSON; returns the exit code.
+
+        Args:
+            write_report: writes the report.
+            draw: writes the picture; None: an interrupted replay has nothing to draw.
+            is_list: the JSON is a list, also of one object.
+        """
         if self.report is not None:
             write_report(self.report)
             tell_written(self.report)
+        if self.picture is not None and draw is not None:
+            draw(self.picture)
+            tell_written(self.picture)
         if self.as_json:
             print_json(self.json if is_list or not self.json else self.json[0])
         return INTERRUPTED if self.is_interrupted else 0
@@ -185,6 +214,7 @@ def replay() -> None:
 @click.option("--jobs", type=click.IntRange(1, 256), help="Maximum number of processes.  [one for each core]")
 @click.option("--keep", type=OutputFile(), help="Journal file: an interrupted run continues from it.")
 @click.option("--report", type=OutputFile(), help="Also write an HTML report with charts.")
+@click.option("--picture", type=OutputFile(), help="Also write the charts of one replay to a .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def run(
     traces: tuple[Path, ...],
@@ -192,6 +222,7 @@ def run(
     policies: str,
     tiers: tuple[str, ...],
     report: Path | None,
+    picture: Path | None,
     as_json: bool,
     **others: Any,  # noqa: ANN401  jobs, keep, and the options of `tier_options` and `reading_options`
 ) -> int:
@@ -219,15 +250,17 @@ def run(
     names = _names(policies)
     _check_given(has_tiers=bool(tiers))
     if report is not None:
-        from kvtier.report.output import check_matplotlib
-
         check_matplotlib("--report")
+    if picture is not None:
+        check_chart("--picture", picture)
+    output = ReplayOutput(report, picture, as_json=as_json)
+    output.refuse_several("traces", len(traces))
     if tiers:
         from kvtier.cli.replay_tiers import run_tiers
 
         chosen = names if _is_given("policies") else names[:1]  # the other defaults include a bound
-        return run_tiers(traces, tiers, chosen, others, ReplayOutput(report, as_json=as_json))
-    return _run_policies(traces, names, _capacities(capacity_tokens), others, ReplayOutput(report, as_json=as_json))
+        return run_tiers(traces, tiers, chosen, others, output)
+    return _run_policies(traces, names, _capacities(capacity_tokens), others, output)
 
 
 def _check_given(*, has_tiers: bool) -> None:
@@ -267,7 +300,7 @@ def _run_policies(
             results = sweep(
                 trace, tasks, jobs=options["jobs"], keep=options["keep"], advance=advance, should_stop=should_stop
             )
-        if output.report is not None:
+        if output.is_drawn:
             shown.append(CacheReplays(trace_stats(trace), bound, results))
         output.json.append({**_as_dict(trace, bound, results), "is_complete": len(results) == len(tasks)})
         if not output.as_json:
@@ -281,7 +314,12 @@ def _run_policies(
 
         write_report(report, shown)
 
-    return output.finish(write, is_list=len(traces) > 1)
+    def draw(picture: Path) -> None:
+        from kvtier.replay.report import write_plot
+
+        write_plot(picture, shown[0])
+
+    return output.finish(write, draw, is_list=len(traces) > 1)
 
 
 @replay.command()

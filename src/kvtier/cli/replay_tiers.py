@@ -38,6 +38,7 @@ def run_tiers(
     from kvtier.trace.stats import trace_stats
 
     setups = _setups(tiers, policies, options)
+    output.refuse_several("combinations of policies, nodes and routers", len(setups))
     # A single setup is also replayed without the planner, for comparison. For several this would double the time.
     twin = replace(setups[0], is_planned=False) if len(setups) == 1 and setups[0].is_planned else None
     all_setups = setups if twin is None else [*setups, twin]
@@ -52,7 +53,7 @@ def run_tiers(
         unplanned = done.pop(twin, None) if twin is not None else None
         if unplanned is not None and not (unplanned.is_complete and all(it.is_complete for it in done.values())):
             unplanned = None
-        if output.report is not None:
+        if output.is_drawn:
             stats = trace_stats(trace)
             shown += [TieredReplay(stats, model, setup, result) for setup, result in done.items()]
         for setup, result in done.items():
@@ -73,7 +74,12 @@ def run_tiers(
 
         write_tiered_report(report, shown)
 
-    return output.finish(write, is_list=len(traces) * len(setups) > 1)
+    def draw(picture: Path) -> None:
+        from kvtier.replay.tiered_report import write_plot
+
+        write_plot(picture, shown[0])
+
+    return output.finish(write, draw if shown else None, is_list=len(traces) * len(setups) > 1)
 
 
 def _as_dict(

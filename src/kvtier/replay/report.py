@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtier.replay.tables import CONVENTION, CacheReplays, TieredReplay, results_table, stats_table
-from kvtier.report.chart import Chart, Charts, Colours, figures_html
+from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
 from kvtier.report.format import short_count
 from kvtier.report.output import write_file
 from kvtier.report.page import list_html, page_html, paragraphs_html, section_html, table_html, tiles_html
@@ -32,6 +32,15 @@ def write_report(path: Path, replayed: Sequence[CacheReplays]) -> None:
         ConfigError: the file cannot be written.
     """
     write_file("--report", path, render_report(replayed))
+
+
+def write_plot(path: Path, replayed: CacheReplays) -> None:
+    """Write all charts of one replay to one file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_charts("--picture", path, CHARTS, replayed)
 
 
 def render_report(replayed: Sequence[CacheReplays], made: datetime | None = None) -> str:

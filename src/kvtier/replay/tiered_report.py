@@ -21,7 +21,7 @@ from kvtier.replay.tables import (
     tiers_table,
     ttft_table,
 )
-from kvtier.report.chart import Chart, Charts, Colours, figures_html
+from kvtier.report.chart import Chart, Charts, Colours, figures_html, write_charts
 from kvtier.report.format import decimal, short_count
 from kvtier.report.output import write_file
 from kvtier.report.page import page_html, paragraphs_html, section_html, table_html, tiles_html
@@ -47,6 +47,15 @@ def write_tiered_report(path: Path, replayed: Sequence[TieredReplay]) -> None:
         ConfigError: the file cannot be written.
     """
     write_file("--report", path, render_tiered_report(replayed))
+
+
+def write_plot(path: Path, replayed: TieredReplay) -> None:
+    """Write all charts of one replay to one file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_charts("--picture", path, CHARTS, replayed)
 
 
 def render_tiered_report(replayed: Sequence[TieredReplay], made: datetime | None = None) -> str:
