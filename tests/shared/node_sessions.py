@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Callable, Sequence
 
 from tests.rig import FINGERPRINT, LAYOUT, Engine, load_places, loaded, looked_up, places_of, prefix_of, stored
 
@@ -63,3 +64,19 @@ def await_health(session, caplog, expected: list[str]) -> None:
         stored(session, "trial", prefix_of(CHUNKS, seed=next(seeds)), places_of(range(CHUNKS)))
         session.poll(0.1)
     assert [changes(caplog, way) for way in ("read", "write")] == [expected, expected], caplog.text
+
+
+def damages(whole: Sequence[bytes]) -> dict[str, Callable[[bytes], bytes]]:
+    """What can be wrong with the frames `whole`, each of which gives a miss."""
+
+    def another_one(content: bytes) -> bytes:
+        return next(other for other in whole if other != content)
+
+    return {
+        "flipped": lambda content: content[:-100] + bytes([content[-100] ^ 1]) + content[-99:],
+        "truncated": lambda content: content[: len(content) // 2],
+        "empty": lambda _: b"",
+        "foreign": lambda content: b"<html>" * (len(content) // 6),
+        "of another format": lambda content: content[:8] + (99).to_bytes(4, "little") + content[12:],
+        "another object's": another_one,
+    }

@@ -7,8 +7,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 from tests.rig import Engine, looked_up, places_of, prefix_of, stored
-from tests.shared.node_sessions import CHUNKS, TOKENS, await_health, load, load_until, opened, store
+from tests.shared.node_sessions import CHUNKS, TOKENS, await_health, damages, load, load_until, opened, store
 
+from kvtier.errors import ConfigError
 from kvtier.tier.disk_kind import DiskSettings
 from kvtier.tier.shared_directory_kind import SharedDirectorySettings
 
@@ -103,3 +104,41 @@ def test_a_file_system_that_hangs_at_the_start_is_used_once_it_is_back(ceph, mou
         load_until(session, here, there, TOKENS)
     assert sum("starts without this tier" in record.getMessage() for record in caplog.records) == 1, caplog.text
     assert sum("is open now" in record.getMessage() for record in caplog.records) == 1, caplog.text
+
+
+@pytest.mark.shared_core
+def test_bad_objects_and_those_of_another_secret_are_misses(mounts):
+    place, here = f"store-{os.urandom(4).hex()}", Engine(64, seed=1)
+    with closing(opened(here, shared(mounts[0] / place))) as session:
+        store(session)
+
+    def tokens(**settings) -> int:
+        there = Engine(64, seed=2)
+        with closing(opened(there, shared(mounts[1] / place), **settings)) as session:
+            return load(session, there, here)
+
+    assert tokens() == TOKENS
+    assert tokens(secret=bytes(32)) == 0
+    whole = {path: path.read_bytes() for path in (mounts[0] / place).rglob("*") if len(path.name) == 64}
+    assert len(whole) == 2 * CHUNKS
+    for what, damage in damages(list(whole.values())).items():
+        for path, content in whole.items():
+            path.write_bytes(damage(content))
+        assert tokens() == 0, what
+    for path, content in whole.items():
+        path.write_bytes(content)
+    assert tokens() == TOKENS, "the control: whole objects load again"
+
+
+@pytest.mark.shared_core
+def test_a_wrong_place_stops_the_start(mounts):
+    (mounts[0] / "letter").write_text("to the editor")
+    (mounts[0] / "home").mkdir()
+    (mounts[0] / "home" / "letter").write_text("to the editor")
+    for place, words in (
+        ("letter", "is not a directory|File exists|Not a directory"),
+        ("home", "holds other files"),
+        ("x" * 300, "too long"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            opened(Engine(64), shared(mounts[0] / place))

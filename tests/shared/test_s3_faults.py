@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import obstore
 import pytest
 from tests.rig import Engine, load_places, loaded, local, looked_up, places_of, prefix_of, stored
+from tests.shared.node_sessions import damages
 from tests.shared.s3_world import frame_of, fresh_prefix, key_of, name_of, open_tier
 
 from kvtier.errors import TierError
@@ -226,16 +227,8 @@ def test_a_session_stores_and_another_one_loads_equal_bytes_and_bad_objects_are_
     objects = [row["path"] for page in obstore.list(gateway.raw, root) for row in page]
     assert len(objects) == 8
     whole = {path: bytes(obstore.get(gateway.raw, path).bytes()) for path in objects}
-    first = whole[objects[0]]
-    damages = {
-        "flipped": lambda content: content[:-100] + bytes([content[-100] ^ 1]) + content[-99:],
-        "truncated": lambda content: content[: len(content) // 2],
-        "empty": lambda _: b"",
-        "longer": lambda content: content + b"x" * 4096,
-        "foreign": lambda content: b"<html>" * (len(content) // 6),
-        "another object's": lambda content: first if content != first else whole[objects[1]],
-    }
-    for what, damage in damages.items():
+    longer = {"longer": lambda content: content + b"x" * 4096}
+    for what, damage in (damages(list(whole.values())) | longer).items():
         for path in objects:
             obstore.put(gateway.raw, path, damage(whole[path]))
         tokens, is_equal = load(3)

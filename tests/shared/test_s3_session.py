@@ -65,7 +65,12 @@ def test_a_gateway_that_is_away_at_the_start_or_in_the_middle_costs_misses_until
     assert changes(caplog, "read") == ["up"], "the first line has said that it is down"
 
     session = opened(there, bucket(gateway.access, prefix))
+
+    def slow():
+        gateway.proxy.delay_s = 3.0  # above both deadlines
+
     for break_it, mend in (
+        (slow, gateway.proxy.heal),
         (gateway.proxy.partition, gateway.proxy.heal),
         (gateway.daemon.pause, gateway.daemon.resume),
     ):
