@@ -190,9 +190,9 @@ def test_a_server_that_fails_costs_one_log_line_and_no_restart(gateway, opened, 
     for _ in range(3):
         tier._rewriter.used(key, meta)
         wait_until(lambda: not tier._rewriter._waiting, "its turn", DEADLINE_S)
-    wait_until(lambda: tier._rewriter._is_failing, "failure", DEADLINE_S)
+        time.sleep(1.0)  # an idle step follows
+    assert tier._rewriter._is_failing
     gateway.proxy.heal()
-    wait_until(lambda: not tier._rewriter._is_failing, "recovery", DEADLINE_S)
     tier._rewriter.used(key, meta)
     wait_until(lambda: modified(gateway, key) > meta["last_modified"].timestamp(), "rewrite", DEADLINE_S)
     assert sum("rewrites fails" in record.message for record in caplog.records) == 1

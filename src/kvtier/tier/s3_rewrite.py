@@ -28,8 +28,6 @@ OBJECT_BYTES_MAX = 256 << 20
 """Larger objects are not rewritten: one object at a time is held in memory."""
 WAITING_MAX = 4096
 """Keys that wait. Further ones are dropped; a later read offers them again."""
-IDLE_S = 0.5
-"""How long the thread rests when no key waits."""
 
 FAILURE_PAUSE_S = 10.0
 
@@ -72,11 +70,11 @@ class S3Rewriter(BucketWork):
         age_s = self._clock.age_s(meta["last_modified"])
         return age_s is not None and age_s > self._least_age_s and meta["size"] <= OBJECT_BYTES_MAX
 
-    def _work(self) -> float:
+    def _work(self) -> float | None:
         with self._lock:
             key = next(iter(self._waiting), None)
             if key is None:
-                return IDLE_S
+                return None
             del self._waiting[key]
         return self._rewrite(key) / self._bytes_per_s
 

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 CLOCK_INTERVAL_S = 3600.0
 """The store's time is measured this often."""
+IDLE_S = 0.5
+"""How long a thread rests that has nothing to do."""
 CLOSE_DEADLINE_S = 10.0
 
 
@@ -110,16 +112,18 @@ class BucketWork(ABC):
         self._thread.join(CLOSE_DEADLINE_S)
 
     @abstractmethod
-    def _work(self) -> float:
-        """One step. Returns the seconds until the next one."""
+    def _work(self) -> float | None:
+        """One step. Returns the seconds until the next one; None: there was nothing to do."""
 
     def _run(self) -> None:
         pause_s = 0.0
         while not self._stopping.wait(pause_s):
             try:
                 self._clock.measure()
-                pause_s = self._work()
-                self._is_failing = False
+                rest_s = self._work()
+                if rest_s is not None:
+                    self._is_failing = False
+                pause_s = IDLE_S if rest_s is None else rest_s
             except Exception as error:  # noqa: BLE001 - of the client, of which some have no common class
                 if not self._is_failing:
                     logger.warning("%s fails and is tried again: %s", self._what, refusal_of(error).cause)
