@@ -1,5 +1,6 @@
 """The session's lock under many threads, and its end in every state: each load and store ends once."""
 
+import logging
 import os
 import random
 import sys
@@ -16,8 +17,9 @@ from kvtier.errors import TierError
 from kvtier.runtime import session as module
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.session import Closed, Session, SessionError
+from kvtier.runtime.session_events import LogLine
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.types import Command, LoadDone, Outcome, Presence, RequestId, StoreDone, Transfer
+from kvtier.types import Command, LoadDone, Outcome, Presence, RequestId, StoreDone, Tell, Transfer
 
 PATIENCE_S = 60.0
 CHUNKS = 3
@@ -213,6 +215,73 @@ def test_without_a_second_look_it_would_be_stranded(monkeypatch: pytest.MonkeyPa
     assert session._inbox
 
 
+def test_a_call_ends_although_completions_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's thread settles what a call leaves; without the bound, the call would settle all of them."""
+    session = local(Engine(8).copier(), {})[0]
+    settles: list[int] = []
+    real, most = Session._settle, 50
+
+    def settle(self: Session, now_s: float) -> None:
+        real(self, now_s)
+        settles.append(threading.get_ident())
+        if len(settles) < most:  # a worker completes meanwhile
+            self._inbox.append(Completion(Tell("none", "", None), Outcome.DONE))
+
+    monkeypatch.setattr(Session, "_settle", settle)
+    session._inbox.append(Completion(Tell("none", "", None), Outcome.DONE))
+    session.lookup(RequestId("a"), prefix_of(1))
+    assert settles.count(threading.get_ident()) <= module.READY_ROUNDS + 1
+    until_s = time.monotonic() + PATIENCE_S
+    while len(settles) < most and time.monotonic() < until_s:
+        time.sleep(0.001)
+    assert len(settles) == most, "completions are stranded"
+    assert session.close().flushed
+
+
+def test_an_executor_that_completes_while_it_takes_commands_makes_nothing_slow_happen_under_the_lock() -> None:
+    """As the mover does with commands that come too late."""
+
+    class Refusing(Scripted):
+        def submit(self, *commands: Command) -> None:
+            seen.append(session._lock.acquire(blocking=False))
+            session._lock.release()
+            session._lines.append(LogLine(logging.WARNING, "a line"))
+            self.ready()
+
+        def flush(self) -> bool:
+            flushed.append(session._holder)
+            return True
+
+        needs_flush = True
+
+    seen: list[bool] = []
+    flushed: list[int] = []
+    held: list[int] = []
+    idle, cache, _ = local(Engine(8).copier(), {})
+    idle.close()
+    session = Session(cache, Refusing(), has_thread=False)
+    handler = logging.Handler()
+    handler.emit = lambda record: held.append(session._holder)  # type: ignore[method-assign]
+    module.logger.addHandler(handler)
+    try:
+        session._has_sent = True
+        session.store(RequestId("a"), prefix_of(1), places_of([0]))
+    finally:
+        module.logger.removeHandler(handler)
+    assert seen
+    assert held == [0], "a line is logged under the lock"
+    assert not any(flushed), "the executor is flushed under the lock"
+
+
+def test_calls_after_the_end_leave_nothing_behind() -> None:
+    session = local(Engine(8).copier(), {})[0]
+    session.close()
+    for number in range(100):
+        session.release(RequestId(str(number)))
+        session.expects(str(number), None)
+    assert not session._wishes
+
+
 # ---- calls inside of a call ----------------------------------------------------------------------------------------
 
 
@@ -270,7 +339,7 @@ def test_a_call_waits_for_a_slow_holder_only_until_its_deadline(monkeypatch: pyt
     inside.call = lambda: go_on.wait(PATIENCE_S)
     holder = threading.Thread(target=session.store, args=(RequestId("a"), prefix_of(1), places_of([0])))
     holder.start()
-    while not session._is_inside:
+    while not session._holder:
         time.sleep(0.001)
     for call in (
         lambda: session.lookup(RequestId("b"), prefix_of(1), wait_s=0.01),

@@ -196,6 +196,28 @@ def test_a_secret_is_never_shown():
     assert "64 hexadecimal digits" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3:s3://key:hunter2/+@bucket/%zz",
+        "s3:key:hun?ter2@bucket/%zz",
+        "s3:s3://key:hunter2%40bucket/%zz",
+        "s3:s3://key:hunter2@bucket/x",
+        "s3:s3://key:hunter2@bucket/x%0A",
+        "disk:/x?capacity=https://key:hunter2@host",
+        "s3:bucket?secret_access_key=ab&hunter2",
+        "s3:bucket?secret_access_key=ab&hunter2=x",
+        "one=two=s3://key:hunter2@bucket",
+    ],
+)
+def test_no_error_about_a_tier_shows_a_password(text):
+    pytest.importorskip("obstore")
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert "hunter2" not in str(caught.value)
+    assert "hun" not in str(caught.value)
+
+
 def test_settings_that_contradict_each_other_name_both_origins():
     refused(
         "store.secret_file is from flag --set store.secret_file; store.secret is from environment",

@@ -449,3 +449,36 @@ def test_a_suspect_copy_is_uploaded_again() -> None:
     core.store("r", prompt)
     core.run()
     assert [one.tier for one in core.sent if one.link is Link.DEMOTE] == ["disk", "far"]
+
+
+def test_what_can_not_be_staged_is_dropped_and_holds_up_no_other_relay() -> None:
+    few, many = 6, 64  # a group of so few slots has no staging area
+    core = near_and_far(groups=(History(), History()), slots=(few, many))
+    keep = lambda one: one.tier == "far"  # noqa: E731 - the far tier is slow
+    for number in range(4):
+        core.store(f"r{number}", long_prefix(8, f"s{number}_"))
+        core.run(keep=keep)
+    waiting = core.cache.relays_waiting()["far"]
+    assert waiting
+    core.run()
+    assert core.cache.relays_waiting()["far"] == 0
+    assert core.cache.pending_count == 0, "closing would wait for them until its deadline"
+    assert core.cache.counters.relays_dropped > 0
+    assert sum(group == 1 for _, group in core.held["far"]) == 4 * 8
+
+
+def test_a_suspect_copy_that_a_probe_found_in_between_is_uploaded_again() -> None:
+    core = near_and_far()
+    core.fill("far", prefix_of("a"))
+    core.lookup("r", prefix_of("a"))
+    core.run()
+    core.load("r", prefix_of("a"))
+    (promote,) = core.going(Link.PROMOTE)
+    core.answer(promote, Outcome.FAILED, is_fault=True)
+    core.release("r")
+    core.lookup("other", prefix_of("a"))
+    core.run()  # the far tier says that it has it
+    core.store("r2", prefix_of("a"))
+    core.run(keep=lambda one: one.tier == "far")
+    assert demotions(core, "far") == ["a"]
+    assert [drop.tier for drop in core.drops] == ["far"]

@@ -10,10 +10,12 @@ from tests.core_driver import Driver, prefix_of
 
 from kvtier.cli.main import run
 from kvtier.errors import TierError
+from kvtier.observe.metric_definitions import EVICTIONS
 from kvtier.observe.metrics import Metrics
 from kvtier.runtime.counters import Gauges
 from kvtier.runtime.executor import TierView
-from kvtier.runtime.mover import FIGURES_EVERY_S, FiguresSampler
+from kvtier.runtime.mover import COUNT_MAX, FIGURES_EVERY_S, FiguresSampler
+from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.tier import empty_frame, object_name
 from kvtier.tier import disk_view
 from kvtier.tier.disk import DiskTier
@@ -29,6 +31,7 @@ from kvtier.tier.disk_status import (
     read_status,
     write_status,
 )
+from kvtier.types import Figures
 
 STATUS = DiskStatus(
     time_s=1000.0,
@@ -226,6 +229,30 @@ def test_a_session_says_whether_it_uses_the_tier(tmp_path):
     sampler.sample(FIGURES_EVERY_S)
     assert told_now(tier).is_up is False
     tier.close()
+
+
+def test_figures_of_a_tier_that_make_no_sense_cost_no_session():
+    """The gauges are refreshed under the session's lock, where an error ends the session."""
+    core = Driver(tiers=("odd",))
+    figures = [
+        Figures(10, 20, 5, {"frames": 9}),
+        Figures(10, 20, 1, {"frames": 2}),  # a tier that was opened anew
+        Figures(-1, 10**400, 10**400, {"frames": 10**400}),
+        Figures(None, None, None, {}),
+        "no figures",
+    ]
+
+    class Odd(MemoryTier):
+        def figures(self):
+            return figures[number]
+
+    view, metrics = TierView(), Metrics()
+    gauges = Gauges(metrics, core.cache, core.layout, {"odd": view})
+    sampler = FiguresSampler(Odd("odd", capacity_bytes=1), view)
+    for number in range(len(figures)):
+        sampler.sample(number * FIGURES_EVERY_S)
+        gauges()
+    assert metrics.get(EVICTIONS, place="odd") == float(COUNT_MAX + 4)
 
 
 def health(capsys, root):

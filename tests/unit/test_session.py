@@ -414,7 +414,7 @@ def test_the_observer_gets_every_command_and_completion_under_the_lock():
 
     def see(what, command):
         if not isinstance(command, Probe) or command.objects:  # not a health check
-            seen.append((what, command, all(session._is_inside for session in sessions)))
+            seen.append((what, command, all(session._holder for session in sessions)))
 
     class Recorder:
         def submitted(self, command):

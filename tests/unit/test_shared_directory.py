@@ -230,3 +230,54 @@ def test_claims_are_given_back_at_the_end(tmp_path, node):
     tier.close()
     (claim,) = [json.loads(path.read_text()) for path in (tmp_path / "s" / "usage").iterdir() if len(path.name) == 16]
     assert (claim["written"], claim["claimed"]) == (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_link_below_the_root_is_followed(tmp_path, node, depth):
+    tier, elsewhere = node(), tmp_path / "elsewhere"
+    assert tier.write(object_name(1), frame_of(1))
+    (path,) = files(tmp_path / "s")
+    linked = path.parents[3 - depth]
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    assert read(tier, 1) is None
+    assert tier.contains([object_name(1)]) == [False]
+    assert list(tier.scan()) == []
+    before = sorted(elsewhere.rglob("*"))
+    tier.delete(object_name(1))
+    assert tier.write(object_name(2), frame_of(2))
+    assert sorted(elsewhere.rglob("*")) == before, "a write or delete went through the link"
+    assert read(tier, 2) == bytes(frame_of(2)), "the link is renamed, and the store goes on"
+
+
+def test_times_in_the_future_end_neither_the_keeper_nor_the_cap(tmp_path, node):
+    tier = node(2 * MIB)
+    assert tier.write(object_name(1), frame_of(1))
+    (path,) = files(tmp_path / "s")
+    os.utime(path, ns=(2**63, 2**63))  # the year 2262
+    if path.stat().st_mtime_ns < 2**63:
+        pytest.skip("this file system has no such times")
+    for number in range(2, 400):
+        assert tier.write(object_name(number), frame_of(number))
+    assert held_bytes(tmp_path / "s") <= 2 * MIB
+    assert tier.figures().evictions > 0
+
+
+def test_a_link_in_place_of_the_claims_is_renamed(tmp_path, node):
+    tier = node()
+    assert tier.write(object_name(1), frame_of(1))
+    tier.close()
+    claims, elsewhere = tmp_path / "s" / "usage", tmp_path / "elsewhere"
+    claims.rename(elsewhere)
+    claims.symlink_to(elsewhere)
+    before = sorted(elsewhere.iterdir())
+    assert node().write(object_name(2), frame_of(2))
+    assert sorted(elsewhere.iterdir()) == before
+
+
+@pytest.mark.parametrize("count", [2**63, -1, 10**4000], ids=["large", "negative", "huge"])
+def test_counts_that_no_writer_declares_are_left_out(tmp_path, node, count):
+    node().write(object_name(1), frame_of(1))
+    claims = Claims(str(tmp_path / "s"))
+    claims._write(claims.owner, {"written": 0, "claimed": count})
+    assert claims.owner not in claims.usage().claims

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from kvtier.config.value_types import Hidden, Kind
+from kvtier.config.value_types import Hidden, Kind, without_login
 from kvtier.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
@@ -129,5 +129,5 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _short(raw: object) -> str:
-    text = repr(raw)
+    text = repr(without_login(raw) if isinstance(raw, str) else raw)
     return text if len(text) <= 80 else f"{text[:77]}..."

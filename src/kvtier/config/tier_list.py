@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 from urllib.parse import quote, unquote
 
 from kvtier.config.schema import near, read, settings
+from kvtier.config.value_types import PrivateText, without_login
 from kvtier.errors import ConfigError
 from kvtier.tier import registry
 from kvtier.tier.registry import TierKind, TierSettings
@@ -177,7 +178,7 @@ def _of_table(table: Mapping[str, object], origin: Origin) -> _Draft:
 
 
 def _of_text(text: str, origin: Origin) -> _Draft:
-    shown = text.partition("?")[0][:120]  # values may be secret
+    shown = without_login(text).partition("?")[0][:120]  # values may be secret
     found = _SPEC.fullmatch(text.strip())
     if found is None:
         kinds = ", ".join(registry.names())
@@ -190,6 +191,11 @@ def _of_text(text: str, origin: Origin) -> _Draft:
         raise ConfigError(f"tier {shown!r} (from {origin}): nothing after '?'; allowed: {FORM}")
     for part in query.split("&") if query else ():
         word, equals, raw = part.partition("=")
+        is_known = _full(word, draft.kind) in {each.key for each in settings(draft.kind.settings)}
+        if not is_known and any(isinstance(value, PrivateText) for value in draft.values.values()):
+            raise ConfigError(
+                f"tier {shown!r} (from {origin}): what follows a secret is no setting (hidden); write '&' in it as %26"
+            )
         if not equals or not word:
             raise ConfigError(f"tier {shown!r} (from {origin}): {word[:40]!r} is not key=value; allowed: {FORM}")
         key = _full(word, draft.kind)

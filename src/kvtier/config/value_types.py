@@ -360,6 +360,14 @@ class HiddenText(Hidden):
         return "(set)" if value else "(none)"
 
 
+_LOGIN = re.compile(r"([^:]*:)(//.*|[^@]*:.*)(@|%40)", re.DOTALL | re.IGNORECASE)
+
+
+def without_login(text: str) -> str:
+    """`text`, perhaps a URL or a tier, for messages: a user name and password before ``@`` are hidden."""
+    return _LOGIN.sub(r"\1(hidden)@", text, count=1)
+
+
 def within(value: _Number, least: _Number, most: _Number) -> _Number:
     """`value`, if it is from `least` to `most`.
 

@@ -179,6 +179,8 @@ class HostMemory:
             for count in slots
         ]
         """How many more slots of each group the staging area may take."""
+        self.staging_slots = tuple(self.staging)
+        """Most slots of the staging area of each group."""
         self.relayed: dict[HostEntry, None] = {}
         """Objects in the staging area."""
         self.entries: list[dict[ChunkKey, HostEntry]] = [{} for _ in slots]

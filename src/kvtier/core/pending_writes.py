@@ -151,6 +151,7 @@ class PendingWrites:
             The entry to demote, with None; or an entry of the staging area, with the tier to promote it from.
         """
         queue = self._queues[tier_state.name]
+        self._drop_stranded(queue)
         if not (queue.staged or queue.relays) or tier_state.breakers[DEMOTE].is_trial:
             return None
         if not tier_state.can_write(now_s):  # a relay that waits for it holds no slot
@@ -181,6 +182,15 @@ class PendingWrites:
         staged.origin = source
         self._host.stage(staged)
         return staged, faster
+
+    def _drop_stranded(self, queue: WriteQueue) -> None:
+        """Drop leading relays that left host memory and have no staging area, so that they hold up no others."""
+        while queue.relays:
+            item = next(iter(queue.relays))
+            if self._host.staging_slots[item[1]] or self._host.find(*item) is not None:
+                return
+            del queue.relays[item]
+            self._counters.relays_dropped += 1
 
     def staged(self, entry: HostEntry, tier: str) -> None:
         """A relayed object has reached the staging area, on its way to `tier`."""

@@ -152,8 +152,11 @@ class TierState:
         return bool(self._suspect) and self._suspect.pop(item, item) is None
 
     def remember(self, item: Item, now_s: float, *, is_present: bool) -> None:
-        """Keep the answer of a remote tier for other requests, for a bounded time. Tiers with an index answer anew."""
-        if self.rules.is_remote:
+        """Keep the answer of a remote tier for other requests, for a bounded time. Tiers with an index answer anew.
+
+        That a suspect object is present is not kept, so that the next store replaces it.
+        """
+        if self.rules.is_remote and not (is_present and item in self._suspect):
             self._remembered[item] = (is_present, now_s + (PRESENT_S if is_present else ABSENT_S))
             if len(self._remembered) > REMEMBERED_MAX:
                 self._remembered.popitem(last=False)

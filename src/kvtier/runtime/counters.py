@@ -118,11 +118,12 @@ class Gauges:
             if used_bytes is not None and capacity_bytes is not None and evictions is not None:
                 self._set(name, used_bytes, capacity_bytes, evictions)
             for what, count in written.items():
-                self._metrics.add(table.WRITE_BYTES, count - self._written.get((name, what), 0), tier=name, what=what)
+                more = max(0, count - self._written.get((name, what), 0))  # a tier that was opened anew counts from 0
+                self._metrics.add(table.WRITE_BYTES, more, tier=name, what=what)
                 self._written[name, what] = count
 
     def _set(self, place: str, held_bytes: int, capacity_bytes: int, evictions: int) -> None:
         self._metrics.set(table.HELD_BYTES, held_bytes, place=place)
         self._metrics.set(table.CAPACITY_BYTES, capacity_bytes, place=place)
-        self._metrics.add(table.EVICTIONS, evictions - self._evictions.get(place, 0), place=place)
+        self._metrics.add(table.EVICTIONS, max(0, evictions - self._evictions.get(place, 0)), place=place)
         self._evictions[place] = evictions

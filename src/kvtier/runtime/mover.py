@@ -49,6 +49,9 @@ _Object = tuple[str, ChunkKey, int]
 FIGURES_EVERY_S = 1.0
 """Interval at which a tier's figures are read."""
 
+COUNT_MAX = 1 << 62
+"""Largest figure of a tier that is taken as it is."""
+
 logger = logging.getLogger(__name__)
 
 _UNLOGGED = (NOT_ADMITTED, NOT_OPEN, FULL)
@@ -106,11 +109,16 @@ def _checked(figures: Figures) -> Figures:
         TypeError, ValueError, AttributeError: they are no figures.
     """
     used_bytes, capacity_bytes, evictions = (
-        None if count is None else int(count)
+        None if count is None else _count(count)
         for count in (figures.used_bytes, figures.capacity_bytes, figures.evictions)
     )
-    written = {what: int(count) for what, count in figures.write_bytes.items() if what in WRITE_KINDS}
+    written = {what: _count(count) for what, count in figures.write_bytes.items() if what in WRITE_KINDS}
     return Figures(used_bytes, capacity_bytes, evictions, written)
+
+
+def _count(figure: int) -> int:
+    """`figure` as a count that metrics can hold."""
+    return min(max(0, int(figure)), COUNT_MAX)
 
 
 class Mover:

@@ -152,7 +152,7 @@ def _deferred(tier: TierSettings, context: TierContext) -> DeferredTier[Any]:
             return kind.open(tier, context)
         except (KvError, RuntimeError):
             raise
-        except Exception as error:  # of another package, perhaps: it must not end the engine
+        except BaseException as error:  # of another package, perhaps: it must not end the engine
             raise TierError(tier.name, f"cannot be opened: {type(error).__name__}: {error}") from error
 
     return (DeferredAheadTier if kind.is_ahead else DeferredTier)(tier.name, make, tier.retry_s)

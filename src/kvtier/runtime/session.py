@@ -55,6 +55,9 @@ SECOND_S = 1.0
 RETRY_S = 0.005
 """Time after which a rank that reads slowly is sent the rest of its commands."""
 
+READY_ROUNDS = 4
+"""How often one call of `ready` settles what has come meanwhile."""
+
 FLUSH_STEP_S = 0.1
 
 COUNTED_MAX = 65_536
@@ -126,9 +129,9 @@ class Session:
         self._clock = clock
         self._process = os.getpid()
         self._lock = threading.RLock()
-        """Reentrant, so that a second call of the holding thread finds `_is_inside` instead of a deadlock."""
-        self._is_inside = False
-        """Whether the lock's holder is at work. Under the lock."""
+        """Reentrant, so that a second call of the holding thread finds `_holder` instead of a deadlock."""
+        self._holder = 0
+        """Thread that holds the lock and is at work; 0: none. Changed under the lock."""
         self._inbox: deque[Completion] = deque()
         """Filled by executors, without the lock; bounded by the commands in flight."""
         self._wishes: deque[Callable[[float], None]] = deque()
@@ -276,16 +279,14 @@ class Session:
             self._counted.pop(request, None)
             self._cache.release(request, now_s)
 
-        self._wishes.append(release)
-        self._wake()
+        self._wish(release)
 
     def expects(self, session: str, next_turn: NextTurn | None) -> None:
         """Declare what continues conversation `session` after a response; None withdraws it.
 
         Eviction policies use it. A wrong declaration costs hits only.
         """
-        self._wishes.append(lambda _now_s: self._cache.expects(session, next_turn))
-        self._wake()
+        self._wish(lambda _now_s: self._cache.expects(session, next_turn))
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Events since the last call; waits up to `wait_s` seconds for the first. Each is returned to one caller."""
@@ -320,10 +321,13 @@ class Session:
 
         Executors call it in the threads that complete commands, under none of their locks. No completion is stranded: a
         thread that finds the lock taken has put its completions before, so the holder finds them here, or the next one.
-        What may not be done under the lock is done here, too.
+        What may not be done under the lock is done here, too; the lock's holder itself does nothing here. After
+        `READY_ROUNDS` the session's thread goes on, so that a call ends although completions keep coming.
         """
+        if self._holder == threading.get_ident():
+            return
         try:
-            while True:
+            for _ in range(READY_ROUNDS):
                 while self._lines:
                     level, text, values, error = self._lines.popleft()
                     logger.log(level, text, *values, exc_info=error)
@@ -336,6 +340,7 @@ class Session:
                         self._settled.notify_all()
                 if not (self._inbox or self._wishes) or not self._locked(None, 0.0):
                     return
+            self._wake()
         except Exception as error:
             self._shut(error)
 
@@ -388,6 +393,13 @@ class Session:
                 f"the session was closed, busy for {CALL_DEADLINE_S:g} s, or called inside a call of the same thread"
             )
 
+    def _wish(self, act: Callable[[float], None]) -> None:
+        """Let the next holder of the lock call `act`, unless there will be none."""
+        if self._is_over or self._process != os.getpid():
+            return
+        self._wishes.append(act)
+        self._wake()
+
     def _locked(self, act: Callable[[float], None] | None, wait_s: float) -> bool:
         """`_work` under the lock; False if `act` was not called, because the lock is taken or the session closed.
 
@@ -396,9 +408,10 @@ class Session:
         is_mine = False
         try:
             # The lock in the `try`: a signal handler may raise as soon as it is taken.
-            if not self._lock.acquire(timeout=wait_s) or self._is_inside:
+            if not self._lock.acquire(timeout=wait_s) or self._holder:
                 return False
-            self._is_inside = is_mine = True
+            is_mine = True
+            self._holder = threading.get_ident()
             self._work(act, self._clock())
         except (BadCallError, SessionError):
             raise
@@ -409,7 +422,7 @@ class Session:
             raise
         finally:
             if is_mine:
-                self._is_inside = False
+                self._holder = 0
             try:  # noqa: SIM105 - this runs often, and `suppress` takes longer than all the rest here
                 self._lock.release()
             except RuntimeError:
@@ -427,11 +440,7 @@ class Session:
 
     def _holds_lock(self) -> bool:
         """Whether this thread is inside a call."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        is_inside = self._is_inside
-        self._lock.release()
-        return is_inside
+        return self._holder == threading.get_ident()
 
     # ---- under the lock --------------------------------------------------------------------------------------------
 

@@ -114,8 +114,8 @@ class SessionEvents:
                 counts.append((self._load_tokens[place], tokens))
             self._metrics.count(counts)
         elif isinstance(event, StoreDone):
-            number = next(number for number, call in enumerate(self._stores) if call.request == event.request)
-            call = self._stores.pop(number)
+            call = next(call for call in list(self._stores) if call.request == event.request)
+            self._stores.remove(call)  # not by its position: `withdraw` may remove another one meanwhile
             self._queue.put(event)
             self._metrics.add(table.STORES)
             self._metrics.add(table.STORE_CHUNKS, event.held, result="held")

@@ -273,8 +273,9 @@ class Transfers:
         answers = self._tiers[probe.tier].contains(names)
         if len(answers) != len(names):
             raise TierError(probe.tier, f"contains returned {len(answers)} results for {len(names)} names")
+        present = tuple(map(bool, answers))
         job.is_in_tier = False
-        return Result(Outcome.DONE, present=tuple(answers))
+        return Result(Outcome.DONE, present=present)
 
     def _drop(self, job: Job, drop: Drop) -> Result:
         name = self._name(drop.key, drop.group)

@@ -174,7 +174,7 @@ class ByteCap:
             return
         try:
             start_s = time.monotonic()
-            self._index.add_missing(list(walk(self._paths.objects)))
+            self._index.add_missing(list(walk(self._paths)))
             self._walk_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
         finally:
             self._walking.release()
@@ -298,7 +298,7 @@ class ByteCap:
     def _recount(self) -> int:
         """Count and index all files. Exact, because names change only under the lock."""
         start_s = time.monotonic()
-        found = list(walk(self._paths.objects))
+        found = list(walk(self._paths))
         self._count_again_s = time.monotonic() + max(1.0, _WALK_EVERY * (time.monotonic() - start_s))
         oversized = [file for file in found if charge_bytes(file.size_bytes) > self._capacity_bytes]
         if oversized:

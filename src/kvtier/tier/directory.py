@@ -242,7 +242,7 @@ class DirectoryTier:
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) in the directory, of all processes."""
         with self._operation("scan"):
-            return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths.objects)])
+            return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths)])
 
     def close(self) -> None:
         """Wait for running operations, write the index snapshot and release all locks. Idempotent."""
@@ -267,7 +267,7 @@ class DirectoryTier:
                 _remove_unfinished_snapshots(self._paths.root)
             self._byte_cap.recover(is_alone=is_alone)
             if not is_alone and (rows is None or not self._shared):
-                self._index.replace(list(walk(self._paths.objects)))
+                self._index.replace(list(walk(self._paths)))
         if is_alone:
             self._store_lock.share(deadline_s)
         if rows is None and len(self._index):

@@ -41,7 +41,7 @@ class DirectoryView:
     def objects(self) -> list[ObjectFile]:
         """All objects, by name."""
         path = self._paths.object
-        found = walk(self._paths.objects)
+        found = walk(self._paths)
         objects = [ObjectFile(it.name, it.size_bytes, it.mtime_ns / 1e9, path(it.name)) for it in found]
         return sorted(objects, key=lambda stored: stored.name)
 
@@ -52,7 +52,7 @@ class DirectoryView:
             self._marker.store_id,
             self._marker.version,
             self._marker.created,
-            charged_bytes=sum(charge_bytes(it.size_bytes) for it in walk(self._paths.objects)),
+            charged_bytes=sum(charge_bytes(it.size_bytes) for it in walk(self._paths)),
             open_in=owners_alive(self._paths.temp_files),
             recorded_bytes=read_cap_file(self._paths.cap_file),
             temp_files=len(temp_files),

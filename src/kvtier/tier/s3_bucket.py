@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import obstore
 from obstore.store import S3Store
 
-from kvtier.config.value_types import PrivateText
+from kvtier.config.value_types import PrivateText, without_login
 from kvtier.errors import ConfigError, TierError
 from kvtier.tier.s3_errors import hint, refusal_of
 
@@ -102,11 +102,13 @@ def parse_url(url: str) -> tuple[str, str]:
     Raises:
         ConfigError: it is not such a URL.
     """
-    bucket, _, prefix = url.removeprefix("s3:").removeprefix("//").partition("/")
+    rest = url.removeprefix("s3:")
+    bucket, _, prefix = rest.removeprefix("//").partition("/")
     parts = prefix.strip("/").split("/") if prefix.strip("/") else []
     if not _BUCKET.fullmatch(bucket) or not all(_PREFIX_PART.fullmatch(part) for part in parts):
+        shown = without_login(f"s3:{rest}")[:200]
         raise ConfigError(
-            f"S3 URL {url[:200]!r}: allowed: s3://BUCKET or s3://BUCKET/PREFIX; BUCKET: 3 to 63 lower-case letters, "
+            f"S3 URL {shown!r}: allowed: s3://BUCKET or s3://BUCKET/PREFIX; BUCKET: 3 to 63 lower-case letters, "
             "digits, dots and hyphens; PREFIX: letters, digits and . _ = - between slashes"
         )
     return bucket, "".join(f"{part}/" for part in parts)
@@ -124,7 +126,8 @@ def check_endpoint(endpoint: str, *, allow_http: bool) -> None:
         parts = urlsplit(endpoint)
         is_plain = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        raise ConfigError(f"S3 endpoint {endpoint[:200]!r}: not a URL; allowed: https://HOST[:PORT]") from None
+        shown = without_login(endpoint)[:200]
+        raise ConfigError(f"S3 endpoint {shown!r}: not a URL; allowed: https://HOST[:PORT]") from None
     if parts.username is not None or parts.password is not None:
         raise ConfigError("S3 endpoint (hidden): has a user name or password; name them in the tier's own settings")
     beyond = parts.path.rstrip("/") or parts.query or parts.fragment

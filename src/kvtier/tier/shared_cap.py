@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from kvtier.layout import ALIGNMENT
 from kvtier.tier.effective_cap import EffectiveCap
+from kvtier.tier.safe_open import MISSING
 from kvtier.tier.shared_claims import Claims, Usage
 from kvtier.tier.shared_sweep import StoppedError, Sweep
 from kvtier.types import ObjectName
@@ -185,7 +186,7 @@ class SharedCap:
                 self._failed = ""
             except StoppedError:
                 pass
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - whatever other nodes wrote there: the thread goes on
                 self._was_refused = True
                 self._not_before_s = time.monotonic() + RETRY_S
                 if self._failed != str(error):
@@ -196,7 +197,7 @@ class SharedCap:
                     self._ended = self._begun
                     self._began_s = None
                     self._changed.notify_all()
-        with suppress(OSError):
+        with suppress(Exception):
             self._publish_uses()
             if self._claimed:
                 self._claims.declare(self._written, self._taken)
@@ -234,8 +235,10 @@ class SharedCap:
     def _usage(self) -> Usage:
         try:
             return self._claims.usage()
-        except FileNotFoundError:
-            return Usage(None, {})
+        except OSError as error:
+            if error.errno not in MISSING:
+                raise
+            return Usage(None, {})  # the next claim creates the directory
 
     def _grant(self, usage: Usage, wanted: int) -> bool:
         """Raise the claim by `wanted` bytes or a step, as far as there is room. False when no write has room."""

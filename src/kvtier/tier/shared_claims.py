@@ -34,6 +34,7 @@ RECORD_NAME = "sweep"
 _OWNER_DIGITS = 16
 _OWNER = re.compile(r"[0-9a-f]{16}")
 _DRAFT = re.compile(r"draft_[0-9a-f]{16}_[0-9]{1,20}")
+_COUNT_MAX = 1 << 62
 _BYTES_MAX = 1 << 20
 """Longest record or claim that is read: some 20,000 writers."""
 _GONE = MISSING | {errno.ESTALE}
@@ -166,11 +167,11 @@ def _content(name: str, directory: int) -> tuple[dict[str, Any], int] | None:
 
 
 def _are_counts(fields: Mapping[str, Any], *keys: str) -> bool:
-    return all(type(fields.get(key)) is int and fields[key] >= 0 for key in keys)
+    return all(type(fields.get(key)) is int and 0 <= fields[key] <= _COUNT_MAX for key in keys)
 
 
 def _counts(fields: Mapping[str, Any]) -> dict[str, int]:
-    return {name: count for name, count in fields.items() if type(count) is int}
+    return {name: count for name, count in fields.items() if _are_counts(fields, name)}
 
 
 def _checksum(body: str) -> str:

@@ -27,7 +27,7 @@ from kvtier.tier.directory import DirectIo, choose_direct
 from kvtier.tier.directory_marker import SHARED_VERSION, UnknownStoreError, open_store
 from kvtier.tier.effective_cap import EffectiveCap, is_full_error, with_cause
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.safe_open import MISSING, check_private, directory_at, make_directory, open_file, set_aside
+from kvtier.tier.safe_open import MISSING, check_private, directory_at, open_file, set_aside
 from kvtier.tier.shared_cap import TAKE_WAIT_S, SharedCap
 from kvtier.tier.shared_sweep import ID
 from kvtier.tier.store_paths import NAME_BYTES, Paths, charge_bytes, stat_in, walk
@@ -78,7 +78,6 @@ class SharedDirectoryTier:
         self.capacity_bytes = capacity_bytes
         self.root = Path(os.path.abspath(root))
         key, model = key_id[:_ID_BYTES].hex(), fingerprint[:_ID_BYTES].hex()
-        self._key_directory = str(self.root / key)
         self._paths = Paths(str(self.root), f"{key}/{model}")
         self._guard = OperationGuard(name)
         self._effective_cap = EffectiveCap(name, capacity_bytes)
@@ -98,8 +97,7 @@ class SharedDirectoryTier:
                     self.root,
                 )
             _warn_foreign(name, self.root, key)
-            make_directory(self._key_directory, replace=True)
-            make_directory(self._paths.objects, replace=True)
+            self._paths.make_objects()
             self._direct_io = choose_direct(name, self._paths.objects, direct_io)
         self._cap = SharedCap(str(self.root), name, self._effective_cap, capacity_bytes, self._touch, wait_s)
 
@@ -166,7 +164,7 @@ class SharedDirectoryTier:
             charge = charge_bytes(frame.nbytes)
             if charge > self.capacity_bytes:
                 return False
-            with self._fan(name) as fan:
+            with self._paths.fan(name) as fan:
                 there = stat_in(fan, name)
                 if there is not None and there.st_size > 0:
                     self._cap.used(name, there.st_mtime_ns)
@@ -199,7 +197,7 @@ class SharedDirectoryTier:
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) of this key id and fingerprint, of all nodes."""
         with self._operation("scan"):
-            return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths.objects)])
+            return iter([(ObjectName(found.name), found.size_bytes) for found in walk(self._paths)])
 
     def sweep(self) -> None:
         """Sweep the store now, for tests and tools; usually the keeper thread does, when it is due."""
@@ -273,22 +271,6 @@ class SharedDirectoryTier:
         """
         with suppress(OSError):
             os.close(open_file(spelled, os.O_RDONLY, fan)[0])
-
-    @contextmanager
-    def _fan(self, name: ObjectName) -> Generator[int]:
-        """A descriptor of the object's directory, which is created when it is missing."""
-        try:
-            manager = self._paths.fan(name)
-            fan = manager.__enter__()
-        except FileNotFoundError:
-            os.lstat(self._paths.marker)
-            make_directory(self._key_directory, replace=True)  # purged since the store was opened
-            manager = self._paths.fan(name)
-            fan = manager.__enter__()
-        try:
-            yield fan
-        finally:
-            manager.__exit__(None, None, None)
 
     def _touch(self, name: ObjectName) -> None:
         fan = self._paths.open_fan(name)

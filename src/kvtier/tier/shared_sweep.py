@@ -130,7 +130,8 @@ class Sweep:
 
     def _enter(self, fan: int, name: str, status: os.stat_result, *, is_object: bool) -> None:
         charge = charge_bytes(status.st_size)
-        mtime_ns = status.st_mtime_ns or self._now_ns  # CephFS shows zero while another node creates the file
+        # CephFS shows zero while another node creates the file. A time in the future would never be the oldest.
+        mtime_ns = min(status.st_mtime_ns or self._now_ns, self._now_ns)
         is_dead = not is_object and mtime_ns < self._now_ns - TEMP_AGE_NS
         if is_dead or charge > self._object_bytes_max:
             with suppress(FileNotFoundError):

@@ -47,6 +47,8 @@ class Paths:
         self.snapshot = os.path.join(root, "index")
         self.temp_files = os.path.join(root, "drafts")
         self.objects = os.path.join(root, objects)
+        """For messages; `open_objects` opens it."""
+        self._steps = objects.split("/")
 
     def object(self, name: bytes) -> str:
         """Path of the object `name`, for messages."""
@@ -59,8 +61,26 @@ class Paths:
         Raises:
             OSError: one cannot be created.
         """
-        for path in (self.temp_files, self.objects):
-            make_directory(path, replace=True)
+        make_directory(self.temp_files, replace=True)
+        self.make_objects()
+
+    def make_objects(self) -> None:
+        """Create the objects' directory, as `make`, also the one that it lies in."""
+        directory = _step(self.root, None, self._steps[0], is_made=True)
+        for name in self._steps[1:]:
+            directory = _step("", directory, name, is_made=True)
+        os.close(directory)
+
+    def open_objects(self, *, is_listed: bool = False) -> int:
+        """A descriptor of the objects' directory. No link below the root is followed.
+
+        Raises:
+            OSError: it cannot be opened, see `open_directory`.
+        """
+        directory = _step(self.root, None, self._steps[0], is_listed=is_listed)
+        for name in self._steps[1:]:
+            directory = _step("", directory, name, is_listed=is_listed)
+        return directory
 
     def open_fan(self, name: bytes) -> int | None:
         """A descriptor of the directory of object `name`; None when it does not exist.
@@ -95,7 +115,7 @@ class Paths:
     def _objects_open(self) -> Generator[int | None]:
         """A descriptor of the objects' directory; None when it does not exist."""
         try:
-            objects = open_directory(self.objects)
+            objects = self.open_objects()
         except OSError as error:
             if error.errno not in MISSING:
                 raise
@@ -116,8 +136,8 @@ class Paths:
         """
         fan = self.open_fan(name)
         if fan is None:
-            make_directory(self.objects, replace=True)
-            objects = open_directory(self.objects)
+            self.make_objects()
+            objects = self.open_objects()
             try:
                 make_directory(name[:1].hex(), objects, replace=True)
                 fan = open_directory(name[:1].hex(), objects)
@@ -160,6 +180,18 @@ class Paths:
             os.close(fan)
 
 
+def _step(root: str, directory: int | None, name: str, *, is_made: bool = False, is_listed: bool = False) -> int:
+    """A descriptor of `name` in `root` or in `directory`, which is closed; `is_made` creates it when it is missing."""
+    try:
+        path = os.path.join(root, name)
+        if is_made:
+            make_directory(path, directory, replace=True)
+        return open_directory(path, directory, is_listed=is_listed)
+    finally:
+        if directory is not None:
+            os.close(directory)
+
+
 def _first_byte(name: bytes) -> bytes:
     return name[:1]
 
@@ -191,14 +223,17 @@ def charge_bytes(size_bytes: int) -> int:
     return max(align_up(size_bytes), ALIGNMENT)
 
 
-def walk(objects: str) -> Iterator[Found]:
-    """Every object under the directory `objects`. Vanished files and foreign names are skipped.
+def walk(paths: Paths) -> Iterator[Found]:
+    """Every object of the store. Vanished files and foreign names are skipped.
 
     Raises:
         OSError: the device or the file system fails.
     """
-    top = _listed(objects)
-    if top is None:
+    try:
+        top = paths.open_objects(is_listed=True)
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
         return
     try:
         for prefix in os.listdir(top):
@@ -230,7 +265,7 @@ def _walk_fan(fan: int, prefix: str) -> Iterator[Found]:
                 yield Found(name, status.st_size, status.st_mtime_ns)
 
 
-def _listed(name: str, directory: int | None = None) -> int | None:
+def _listed(name: str, directory: int) -> int | None:
     try:
         return open_directory(name, directory, is_listed=True)
     except OSError as error:
