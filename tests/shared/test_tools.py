@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import obstore
 import pytest
 from tests.rig import FINGERPRINT, LAYOUT, Engine, places_of, prefix_of, stored
-from tests.shared.s3_world import fresh_prefix
+from tests.shared.s3_world import frame_of, fresh_prefix, name_of
 
+from kvtier.config import tier_list
 from kvtier.config.loader import load
+from kvtier.probe.tiers import ProbeTarget, open_trial
 from kvtier.runtime.open import open_session
 
 FEW = ("--size", "64KiB", "--in-flight", "2", "--repeats", "1", "--sample", "128KiB", "--json")
@@ -99,6 +102,19 @@ def test_a_bucket_is_measured_without_a_secret_and_left_as_it_was(bucket, gatewa
     bucket.fill()
     before = keys(gateway)
     bucket.kvtier("bench", "tier", bucket.url, *FEW, KVTIER_STORE__SECRET_FILE="")
+    assert keys(gateway) == before
+
+
+@pytest.mark.parametrize("has_secret", [True, False])
+def test_a_measurement_that_is_broken_off_leaves_nothing(bucket, gateway, has_secret):
+    bucket.fill()
+    before = keys(gateway)
+    config = load(environ=bucket.environment if has_secret else {}).config
+    target = ProbeTarget(tier_list.parse(bucket.url), config, is_configured=True)
+    with suppress(KeyboardInterrupt), open_trial(target, Path(), 4096, 4096) as trial:
+        trial.tier.write(name_of(1), frame_of(1))
+        assert len(keys(gateway)) == len(before) + (1 if has_secret else 2), "an object, and a marker of a key id"
+        raise KeyboardInterrupt
     assert keys(gateway) == before
 
 

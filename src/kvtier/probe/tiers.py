@@ -207,7 +207,7 @@ def open_trial(target: ProbeTarget, place: Path, held_bytes: int, largest: int) 
         yield Trial(tier, settings, context)
     finally:
         tier.close()
-        if kind.open_trial is None and kind.discard is not None and secret is None:
+        if kind.open_trial is None and kind.discard is not None:
             kind.discard(settings, context)
 
 

@@ -151,7 +151,8 @@ class TierKind(Generic[S]):
     bytes of the largest object). None: measurements open the configured tier with a random fingerprint and key id, and
     delete what they wrote."""
     discard: Callable[[S, TierContext], None] | None = None
-    """Removes what is left of a random key id after measurements have deleted their objects."""
+    """Removes all objects of such measurements, by their fingerprint, and the key id's traces if nothing else has it.
+    None: measurements delete each of their objects."""
     raw: Callable[[S, TierContext], RawClient] | None = None
     """The client below the tier, for `kvtier bench tier`. Its objects go below the context's key id; where `open_trial`
     is defined, the setting `where` is a directory of its own."""

@@ -156,7 +156,7 @@ def _raw(settings: S3Settings, context: TierContext) -> RawBucket:
 
 def _discard(settings: S3Settings, context: TierContext) -> None:
     client, prefix = _client(settings)
-    discard(settings.name, client, f"{prefix}{_key_id(settings, context).hex()}/")
+    discard(settings.name, client, f"{prefix}{_key_id(settings, context).hex()}/", context.fingerprint.hex()[:32])
 
 
 def _inspect(settings: S3Settings) -> list[ScannedTier]:

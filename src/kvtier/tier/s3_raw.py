@@ -1,5 +1,7 @@
 """The S3 client library alone: what `kvtier bench tier` compares the S3 tier with."""
 
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -12,8 +14,6 @@ from kvtier.tier.s3_errors import hint, refusal_of
 from kvtier.types import ObjectName
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from obstore import ObjectMeta  # exists for type checkers only
 
 
@@ -60,17 +60,27 @@ class RawBucket:
         return f"{self._prefix}raw/{name.hex()}"
 
 
-def discard(tier: str, store: S3Store, prefix: str) -> None:
-    """Delete the marker below `prefix`, which ends with a key id, and every object there.
+def discard(tier: str, store: S3Store, prefix: str, fingerprint: str) -> None:
+    """Delete every object of `fingerprint` below `prefix`, which ends with a key id; and its marker if nothing is left.
+
+    A node that uses the key id and has stored nothing yet works without the marker, and the next one writes it again.
 
     Raises:
         TierError: the server refuses.
     """
     try:
-        pages = cast("Any", obstore).list(store, prefix, chunk_size=1000)
-        for page in cast("list[Sequence[ObjectMeta]]", pages):
-            obstore.delete(store, [row["path"] for row in page])
-        obstore.delete(store, prefix + MARKER_NAME)
+        for paths in _pages(store, f"{prefix}{fingerprint}/"):
+            obstore.delete(store, paths)
+        remaining = list(islice(chain.from_iterable(_pages(store, prefix)), 2))
+        if remaining == [prefix + MARKER_NAME]:
+            obstore.delete(store, prefix + MARKER_NAME)
     except Exception as error:  # noqa: BLE001 - of the client; its text may have the request
         refusal = refusal_of(error)
         raise TierError(tier, f"cannot remove what was measured: {refusal.cause}: {hint(refusal)}") from None
+
+
+def _pages(store: S3Store, prefix: str) -> Iterator[list[str]]:
+    """Paths below `prefix`, some at a time."""
+    pages: Iterable[Sequence[ObjectMeta]] = cast("Any", obstore).list(store, prefix, chunk_size=1000)
+    for page in pages:
+        yield [row["path"] for row in page]
