@@ -51,6 +51,11 @@ def the_slot_of_a_late_promotion_is_reused_at_once(patch: Patch) -> None:
 
 
 @mutant
+def the_staging_area_has_no_limit(patch: Patch) -> None:
+    patch.setattr(host_memory.HostMemory, "take_staging_slot", host_memory.HostMemory.take_slot)
+
+
+@mutant
 def a_chunk_is_readable_before_it_has_arrived(patch: Patch) -> None:
     real = operations.OpenOperations.found
 
