@@ -106,7 +106,17 @@ def test_infinity_is_null_in_json(capsys):
     "arguments",
     [
         ("llama-3.3-70b", "--tp", "4", "--set", "price.gpu=20000", "--set", "price.drive=900", "--interval", "90s"),
-        ("deepseek-r1", "--tp", "8", "--weights", "fp8", "--gpu", "b200-sxm", "--set", "shared.capacity_bytes=1000TB"),
+        (
+            "deepseek-r1",
+            "--tp",
+            "8",
+            "--weights",
+            "fp8",
+            "--gpu",
+            "8xb200-sxm",
+            "--set",
+            "shared.capacity_bytes=1000TB",
+        ),
         (MODEL, "--turns", "1", "--users", "1000000"),
     ],
 )
@@ -177,6 +187,7 @@ def test_gpus_and_tiers_have_the_grammar_of_all_commands(capsys):
 
     assert values("--gpu", "4xh200-sxm", "--tier", "disk=2xpm9d3a")[:5] == ["h200-sxm", 4, 0, "pm9d3a", 2]
     assert values("--gpu", "mi300xx2", "--tier", "host=64GiB")[:5] == ["mi300x", 2, 2**36, "pm1753", 0]
+    assert values("--gpu", "h200-sxm", "--tier", "disk=pm9d3a")[:5] == ["h200-sxm", 1, 0, "pm9d3a", 1]
     assert values("--tier", "disk=10x7.68TB")[4:] == [10, 7_680_000_000_000]
     assert values("--tier", "disk=0", "--tier", "host=1TB")[4] == 0
 

@@ -62,7 +62,6 @@ def test_tiers_are_read_from_text():
     drives = parse_tier("disk=4x7.68TB,read=7GB/s")
     assert (drives.capacity_bytes, drives.drive_bytes) == (4 * 7_680 * 10**9, 4 * 7_680 * 10**9)
     assert drives.read_bytes_per_s == 7e9
-    assert parse_tier("disk=4x7.68TB").sources["write_bytes_per_s"].startswith("default")
     assert parse_tier("disk=4x7.68TB,drives=40TB").drive_bytes == 40 * 10**12
     assert parse_tier("disk=7.68TBx4").capacity_bytes == drives.capacity_bytes
     wrong = [
@@ -73,6 +72,7 @@ def test_tiers_are_read_from_text():
         "disk=0xpm1753",
         "disk=0x7.68TB",
         "disk=4x",
+        "host=2x64GiB",
         "disk=1TiB,part=none",
     ]
     wrong += ["disk=8TiB,drives=4TB", "disk=4TiB,speed=3", "disk=4TiB,latency=2h", "disk=4TiB,read=x"]
@@ -125,6 +125,13 @@ def test_precedence_of_option_part_probe_and_default(record):
     assert (probed.read_bytes_per_s, probed.write_bytes_per_s) == (2e9, 3e9)
     assert probed.latency_s == pytest.approx(850e-6 - (1 << 20) / 2e9)
     assert f"probe {record}: directory" in probed.sources["read_bytes_per_s"]
+    drives = parse_tier("disk=3x7.68TB", probe=probe)
+    assert (drives.read_bytes_per_s, drives.write_bytes_per_s, drives.latency_s) == (6e9, 9e9, probed.latency_s)
+    assert drives.sources["read_bytes_per_s"].startswith("3 x probe ")
+    drives = parse_tier("disk=4x7.68TB,write=1GB/s")
+    assert (drives.read_bytes_per_s, drives.write_bytes_per_s, drives.latency_s) == (48e9, 1e9, 1e-4)
+    assert drives.sources["read_bytes_per_s"] == "4 x default: one PCIe 5 drive"
+    assert parse_tier("s3=4x10TB").read_bytes_per_s == 5e9
     other = parse_tier("pool=1TiB,shared", probe=probe)
     assert (other.read_bytes_per_s, other.sources["read_bytes_per_s"]) == (5e9, "default")
     assert parse_tier("disk=1TiB").sources["read_bytes_per_s"].startswith("default")

@@ -21,7 +21,9 @@ COLUMN = 48
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--gpu", metavar="[Nx]NAME", help="GPUs, from the catalogue, such as 8xh200-sxm.  [default: 8xh100-sxm]")
+@click.option(
+    "--gpu", metavar="[Nx]NAME", help="GPUs, from the catalogue: 8xh200-sxm, or NAME for one.  [default: 8xh100-sxm]"
+)
 @click.option(
     "--tp", metavar="N", help="Tensor-parallel size: GPUs per replica.  [default: the fewest that hold MODEL]"
 )

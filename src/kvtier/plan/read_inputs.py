@@ -128,13 +128,13 @@ def _from_probe(path: Path) -> Iterator[_Value]:
 
 
 def gpu_options(text: str) -> dict[str, object]:
-    """Inputs of ``--gpu 8xh100-sxm`` or ``--gpu h100-sxm``.
+    """Inputs of ``--gpu 8xh100-sxm``, or of ``--gpu h100-sxm``, which is one.
 
     Raises:
         ConfigError: the number is not allowed.
     """
     count, name = split_count(text, "--gpu")
-    return {"gpu.name": name, **({} if count is None else {"gpu.count": count})}
+    return {"gpu.name": name, "gpu.count": count or 1}
 
 
 def tier_options(texts: Sequence[str]) -> dict[str, object]:

@@ -57,6 +57,13 @@ class TierSpeed(NamedTuple):
     latency_s: float | None
     source: str
 
+    def times(self, drives: int) -> "TierSpeed":
+        """Speed of so many together; the latency is that of one."""
+        if drives == 1:
+            return self
+        read, write = (None if it is None else drives * it for it in (self.read_bytes_per_s, self.write_bytes_per_s))
+        return TierSpeed(read, write, self.latency_s, f"{drives} x {self.source}")
+
 
 UNKNOWN = TierSpeed(None, None, None, "")
 DEFAULTS: dict[str, TierSpeed] = {
@@ -140,7 +147,8 @@ class ProbedSpeeds:
 def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | None = None) -> TierSpec:
     """A tier of ``disk=4TiB``, ``disk=4TiB,read=12GB/s,write=6GB/s,latency=100us,shared`` or of drives.
 
-    Drives are ``disk=4xpm1753`` of the catalogue, with their speed, or ``disk=4x7.68TB`` of any make.
+    Drives are ``disk=4xpm1753`` of the catalogue, with their speed, or ``disk=4x7.68TB`` of any make. A measured
+    or default speed is that of each drive, unless the tier is remote.
 
     A tier that is named like a kind, or has ``kind=KIND``, is remote if the kind is, and then shared by all nodes. The
     words ``remote``, ``local``, ``shared`` and ``own`` decide otherwise.
@@ -163,6 +171,9 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
     is_remote = is_kind_remote if is_remote is None else is_remote
     capacity_source = "--tier"
     number, each = split_count(capacity, option)
+    if name == HOST and number is not None:
+        raise ConfigError(f"{option}: host memory has no drives; allowed: a size, such as host=64GiB")
+    drives = 1 if number is None or is_remote else number
     if re.fullmatch(r"[0-9.,_]+ ?[a-z]*", each, re.IGNORECASE | re.ASCII):
         capacity_bytes = round((number or 1) * _bytes(option, each))
         drive_bytes = drive_bytes or (capacity_bytes if number else None)
@@ -172,9 +183,9 @@ def parse_tier(text: str, *, probe: ProbedSpeeds | None = None, gpu: Parts | Non
     known = [
         given,
         parts.speed if parts else UNKNOWN,
-        probe.speed(name, is_remote=is_remote) if probe else UNKNOWN,
+        probe.speed(name, is_remote=is_remote).times(drives) if probe else UNKNOWN,
         gpu.speed if gpu and name == HOST else UNKNOWN,
-        DEFAULTS.get(name, OTHERS),
+        DEFAULTS.get(name, OTHERS).times(drives),
     ]
     speeds: dict[str, Any] = {}
     sources = {"capacity_bytes": capacity_source}
