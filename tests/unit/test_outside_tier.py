@@ -126,7 +126,12 @@ def test_it_is_inspected_through_the_opened_tier(site, filled):
     where = f"shelf:{filled}"
     told = json.loads(kvtier(site, "inspect", "stat", where, "--json").stdout)
     assert (told["objects"], told["unreadable"], len(told["fingerprints"])) == (12, 0, 1)
+    assert told["open_in"] is None
+    assert "version" not in kvtier(site, "inspect", "stat", where).stdout, "it has no marker with one"
     assert "unknown" in kvtier(site, "inspect", "ls", where).stdout
+    absent = kvtier(site, "inspect", "stat", f"{where}-absent")
+    assert "holds no store of kind shelf" in absent.stderr
+    assert not filled.with_name(f"{filled.name}-absent").exists()
     broken = next((filled / "rank-0").glob("*.kv"))
     broken.write_bytes(broken.read_bytes()[:-1] + b"?")
     repaired = kvtier(site, "inspect", "verify", where, "--repair", "--json")

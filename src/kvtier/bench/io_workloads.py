@@ -277,7 +277,10 @@ def trial_settings(word: str, root: Path) -> TierSettings:
     settings = tier_list.parse(word, "--tier") if tier_list.is_spec(word) else None
     kind = registry.by_name(word if settings is None else settings.kind, "--tier")
     if kind.open_trial is None:
-        raise ConfigError(f"--tier {word}: tiers of kind {kind.name} have no temporary store to measure")
+        raise ConfigError(
+            f"--tier {word}: tiers of kind {kind.name} have no temporary store to measure; `kvtier bench tier` uses "
+            "the store itself"
+        )
     place: dict[str, Any] = {kind.where: root}
     return kind.settings(**place) if settings is None else replace(settings, **place)
 

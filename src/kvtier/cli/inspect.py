@@ -228,12 +228,13 @@ def _listed(row: ObjectRow) -> tuple[str, ...]:
 def _draw_stat(result: StoreStat) -> None:
     cap = "" if result.capacity_bytes is None else f" of {size_text(result.capacity_bytes)}"
     recorded = "unknown" if result.recorded_bytes is None else f"{size_text(result.recorded_bytes)}{cap}"
+    identity = f"{result.store_id}, version {result.version}, created {result.created}"
     rows = [
-        ("store", f"{result.store_id}, version {result.version}, created {result.created}"),
+        *([("store", identity)] if result.store_id else []),
         ("objects", f"{result.objects}, {size_text(result.bytes)}"),
         ("in use", f"{recorded} (files, in whole blocks: {size_text(result.charged_bytes)})"),
         ("temporary files", f"{result.temp_files}, {size_text(result.temp_bytes)} reserved"),
-        ("open in", f"{result.open_in} tier(s) of running processes"),
+        ("open in", "unknown" if result.open_in is None else f"{result.open_in} tier(s) of running processes"),
         ("disk free", "unknown" if result.free_bytes is None else size_text(result.free_bytes)),
         ("invalid heads", str(result.unreadable)),
     ]

@@ -42,6 +42,8 @@ def open_tier(settings: TierSettings) -> StoreInspector:
     place = str(getattr(settings, kind.where))
     if kind.inspect is not None:
         views: Sequence[StoreView] = kind.inspect(settings)
+    elif (folder := kind.folder(settings)) is not None and not folder.exists():
+        views = []  # opening the tier would make a store
     else:
         layout = KvLayout(1, (GroupLayout(History(), (4096,), "inspect"),))
         secret = configured_secret(load().config) if kind.is_shared(settings) else None

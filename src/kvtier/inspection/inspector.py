@@ -93,8 +93,8 @@ class StoreStat:
     temp_files: int
     temp_bytes: int
     """Reserved by temporary files."""
-    open_in: int
-    """Tiers of running processes that have the store open."""
+    open_in: int | None
+    """Tiers of running processes that have the store open; None: unknown."""
     free_bytes: int | None
     """Free space of the file system; None: the store is in none."""
     unreadable: int

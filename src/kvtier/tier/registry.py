@@ -139,9 +139,11 @@ class TierKind(Generic[S]):
     check: Callable[[S], Iterator[Problem]] = lambda _settings: iter(())
     """Compares the settings with this machine. Read-only. OSError becomes an error of the setting `where`."""
     folder: Callable[[S], Path | None] = lambda _settings: None
-    """The store's directory on this machine, for notes and the facts of its file system; None: it has none."""
+    """The store's directory on this machine, for notes and the facts of its file system; None: it has none. If it is
+    missing, `kvtier inspect` opens no tier there."""
     secret_path: Callable[[S], Path | None] = lambda _settings: None
-    """File for an automatic secret; None: the tier has no place for one, as a shared tier."""
+    """File for an automatic secret; None: the tier has no place for one, as a shared tier. Without a secret, a store is
+    not found again after a restart."""
     inspect: Callable[[S], Sequence[StoreView]] | None = None
     """The store for `kvtier inspect`, or the stores of all ranks; None: `kvtier inspect` uses the opened tier."""
     view_at: Callable[[Path], StoreView | None] = lambda _root: None

@@ -51,7 +51,8 @@ class Usage(NamedTuple):
     version: int
     created: str
     charged_bytes: int
-    open_in: int
+    open_in: int | None
+    """Tiers of running processes that have the store open; None: unknown."""
     recorded_bytes: int | None = None
     capacity_bytes: int | None = None
     temp_files: int = 0
@@ -182,7 +183,7 @@ class ScannedTier:
     def usage(self) -> Usage:
         """See `StoreView`; what is charged is what the last `objects` found."""
         figures = self._tier.figures()
-        return Usage("", 0, "", self._held_bytes, 1, figures.used_bytes or None, figures.capacity_bytes)
+        return Usage("", 0, "", self._held_bytes, None, figures.used_bytes or None, figures.capacity_bytes)
 
     @contextmanager
     def opened(self, stored: ObjectFile) -> Generator[ObjectReader]:
@@ -241,7 +242,7 @@ def merged(usages: Sequence[Usage]) -> Usage:
         max(it.version for it in usages),
         min(it.created for it in usages),
         sum(it.charged_bytes for it in usages),
-        sum(it.open_in for it in usages),
+        total([it.open_in for it in usages]),
         total([it.recorded_bytes for it in usages]),
         total([it.capacity_bytes for it in usages]),
         sum(it.temp_files for it in usages),
