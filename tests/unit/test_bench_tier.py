@@ -1,6 +1,7 @@
 """`kvtier bench tier` keeps its JSON contract, checks the bytes it times and leaves nothing. No figure is tested."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,6 +10,8 @@ from kvtier.bench.tier import TierBench
 from kvtier.cli.main import run
 from kvtier.config import tier_list
 from kvtier.errors import KvError
+from kvtier.testing.tier import frame_of, object_name
+from kvtier.tier import directory_kind, registry
 from kvtier.tier.directory import DirectoryTier
 from kvtier.tier.raw_files import RawFiles
 
@@ -57,6 +60,17 @@ def test_loads_may_go_through_another_mount(tmp_path, monkeypatch):
     assert len(result.results) == 9
     assert seen == {"put": {"a"}, "get": {"b"}}
     assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_in_a_kind_without_temporary_stores_only_its_own_objects_are_removed(tmp_path, monkeypatch):
+    kind = replace(directory_kind.KIND, open_trial=None, raw=None)
+    monkeypatch.setattr(registry, "by_name", lambda _name, _origin="": kind)
+    tier = DirectoryTier(tmp_path / "kv", capacity_bytes=1 << 30)
+    tier.write(object_name(1), frame_of(1))
+    result = bench(tmp_path).run()
+    assert {(row.path, row.ratio) for row in result.results} == {("tier", None), ("session", None)}
+    assert [name for name, _ in tier.scan()] == [object_name(1)]
+    tier.close()
 
 
 def test_another_directory_is_no_second_mount(tmp_path, capsys):
