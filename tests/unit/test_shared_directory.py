@@ -281,3 +281,16 @@ def test_counts_that_no_writer_declares_are_left_out(tmp_path, node, count):
     claims = Claims(str(tmp_path / "s"))
     claims._write(claims.owner, {"written": 0, "claimed": count})
     assert claims.owner not in claims.usage().claims
+
+
+def test_a_claim_of_more_than_the_cap_ends_no_writes_and_evicts_nothing(tmp_path, node):
+    tier = node()
+    assert tier.write(object_name(1), frame_of(1))
+    tier.close()
+    foreign = Claims(str(tmp_path / "s"))
+    foreign.declare(0, 2**61)
+    os.utime(tmp_path / "s" / "usage" / foreign.owner, (2**32, 2**32))  # in the future, so it does not expire
+    tier = node(wait_s=5.0)
+    assert tier.write(object_name(2), frame_of(2))
+    tier.sweep()
+    assert tier.contains([object_name(1), object_name(2)]) == [True, True]

@@ -233,12 +233,15 @@ class SharedCap:
             self._taken_at_tick = in_flight
 
     def _usage(self) -> Usage:
+        """All claims but those of more than the cap, which no writer makes: they would end all writes."""
         try:
-            return self._claims.usage()
+            usage = self._claims.usage()
         except OSError as error:
             if error.errno not in MISSING:
                 raise
             return Usage(None, {})  # the next claim creates the directory
+        most = self._capacity_bytes
+        return usage._replace(claims={key: it for key, it in usage.claims.items() if it.claimed - it.written <= most})
 
     def _grant(self, usage: Usage, wanted: int) -> bool:
         """Raise the claim by `wanted` bytes or a step, as far as there is room. False when no write has room."""
