@@ -144,7 +144,7 @@ def test_a_request_waits_for_a_remote_tier_a_small_share_of_what_computing_takes
         core._take()
         return answer
 
-    for tier in core.cache._tiers:
+    for tier in core.cache._tiers.all:
         tier.hit_rate = 0.0
     lookup("r")
     tell(core)

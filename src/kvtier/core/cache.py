@@ -11,24 +11,23 @@ tiers as hints.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from itertools import count
 from types import MappingProxyType
 from typing import Final
 
-from kvtier.core.counters import Counters
 from kvtier.core.host_memory import HOST, PRESENCE, READABLE, HostMemory
 from kvtier.core.limits import Limits, TierRules
 from kvtier.core.link_estimates import LinkEstimator, LinkPrior
 from kvtier.core.load_budget import LoadBudget
 from kvtier.core.load_options import CostModel, LookupQuery
 from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
+from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import history_run, longest_boundary, lookup_sources, needed_chunks
 from kvtier.core.probes import ProbeAnswers, Probes
 from kvtier.core.tier_state import TierStates
 from kvtier.core.transfer_scheduler import TransferScheduler
 from kvtier.errors import BadCallError
-from kvtier.layout import History, KvLayout
+from kvtier.layout import KvLayout
 from kvtier.policy.base import Evictor
 from kvtier.types import (
     ChunkKey,
@@ -78,19 +77,15 @@ class Cache:
             raise ValueError(f"slots must name at least 2 for each of the {len(layout.groups)} groups, got {slots}")
         self._layout = layout
         self._limits = limits or Limits()
-        self._has_history_only = all(isinstance(group.validity, History) for group in layout.groups)
-        self._has_history = any(isinstance(group.validity, History) for group in layout.groups)
         self._next_turns: dict[str, NextTurn | None] = {}
         """Next turns of sessions with open stores: evictors see the stores first."""
         self._may_move = False
         """An operation has ended since the last `advance`."""
-        self._commands: list[Command] = []
-        self._events: list[Event] = []
-        new_id = count(1).__next__
+        self._output = Output(ranks)
+        self.counters = self._output.counters
         has_staging = any(rules.persists for rules in tiers[:-1])
         self.host = HostMemory(slots, evictor, layout, has_staging=has_staging)
-        self._tiers = TierStates(tiers, min(slots), self._events, down)
-        self.counters = Counters()
+        self._tiers = TierStates(tiers, min(slots), self._output, down)
         order = [HOST, *self._tiers.by_name]
         self._estimators = {place: LinkEstimator.from_prior(link_priors.get(place)) for place in order}
         self._probes = Probes(
@@ -98,34 +93,27 @@ class Cache:
             host=self.host,
             tiers=self._tiers,
             limits=self._limits,
-            ranks=ranks,
-            new_id=new_id,
-            commands=self._commands,
-            counters=self.counters,
+            output=self._output,
             estimators=self._estimators,
         )
-        self._pending_writes = PendingWrites(self.host, self._tiers, self._limits, self.counters)
+        self._pending_writes = PendingWrites(self.host, self._tiers, self._limits, self._output)
         self._operations = OpenOperations(
             layout=layout,
             limits=self._limits,
+            output=self._output,
             host=self.host,
             pending_writes=self._pending_writes,
             order=order,
-            counters=self.counters,
-            events=self._events,
         )
         self._transfers = TransferScheduler(
             limits=self._limits,
-            ranks=ranks,
+            output=self._output,
             host=self.host,
             tiers=self._tiers,
             probes=self._probes,
             pending_writes=self._pending_writes,
             operations=self._operations,
-            counters=self.counters,
             estimators=self._estimators,
-            new_id=new_id,
-            commands=self._commands,
         )
         self._cost_model = CostModel(
             layout=layout,
@@ -159,7 +147,7 @@ class Cache:
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
-        if self._has_history_only and min(runs) == len(prefix.keys):
+        if self.host.has_history_only and min(runs) == len(prefix.keys):
             # Everything is in host memory: boundary rules and tiers cannot change the result.
             tokens = len(prefix.keys) * prefix.chunk_tokens
             if not tokens:
@@ -193,7 +181,7 @@ class Cache:
             )
         history_tokens = tokens
         full = tokens // prefix.chunk_tokens
-        if self._has_history and full < len(prefix.keys):
+        if any(self.host.is_history) and full < len(prefix.keys):
             run = history_run(self._layout.groups, prefix, is_available, [max(run, full) for run in runs])
             history_tokens = max(tokens, run * prefix.chunk_tokens)
         return Lookup(tokens, ready, presence, sources, options, history_tokens)
@@ -345,14 +333,14 @@ class Cache:
 
     def take_commands(self) -> list[Command]:
         """The commands since the last call."""
-        taken = self._commands.copy()
-        self._commands.clear()
+        taken = self._output.commands.copy()
+        self._output.commands.clear()
         return taken
 
     def take_events(self) -> list[Event]:
         """The events since the last call."""
-        taken = self._events.copy()
-        self._events.clear()
+        taken = self._output.events.copy()
+        self._output.events.clear()
         return taken
 
     def check(self) -> None:
@@ -370,15 +358,13 @@ class Cache:
         for session in [session for session in self._next_turns if session not in storing]:
             next_turn = self._next_turns.pop(session)
             self.host.expects(session, next_turn)
-            self._commands += [Tell(tier_state.name, session, next_turn) for tier_state in self._tiers.all]
+            self._output.commands += [Tell(tier_state.name, session, next_turn) for tier_state in self._tiers.all]
 
     def _stop(self, request: RequestId) -> None:
         self._probes.forget(request)
-        load = self._operations.loads.get(request)
-        if load is not None:
-            self._transfers.stop_load(load)
-        for store in [store for store in self._operations.stores if store.request == request]:
-            self._operations.stop_store(store)
+        for work in [*self._operations.loads.values(), *self._operations.stores]:
+            if work.request == request:
+                self._transfers.stop(work)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvtier.layout import KvLayout
+from kvtier.layout import History, KvLayout
 from kvtier.policy.base import Evictor, Held, Hinted
 from kvtier.types import ChunkKey, NextTurn, Presence
 
@@ -194,6 +194,9 @@ class HostMemory:
         self._free = [list(range(count - 1, -1, -1)) for count in slots]
         self._evictors = [evictor() for _ in slots]
         self.object_bytes = tuple(group.payload_bytes for group in layout.groups)
+        self.is_history = tuple(isinstance(group.validity, History) for group in layout.groups)
+        """Groups in which every chunk needs all chunks before it."""
+        self.has_history_only = all(self.is_history)
         # Counts of evictable objects, so that a full host memory is not searched for a victim that cannot exist.
         self._idle_clean = [0] * len(self.slots)
         self._idle_pending = [0] * len(self.slots)

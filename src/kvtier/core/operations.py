@@ -16,14 +16,14 @@ from itertools import islice, takewhile
 from math import inf
 from typing import ClassVar
 
-from kvtier.core.counters import Counters
 from kvtier.core.host_memory import COMING, HOST, NO_TIERS, READABLE, HostEntry, HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.load_budget import LoadBudget
+from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.prefix import load_sources, longest_boundary
-from kvtier.layout import History, KvLayout
-from kvtier.types import ChunkKey, Event, LoadDone, Place, Prefix, RequestId, StoreDone
+from kvtier.layout import KvLayout
+from kvtier.types import ChunkKey, LoadDone, Place, Prefix, RequestId, StoreDone
 
 
 class ItemState(Enum):
@@ -79,7 +79,7 @@ class WorkItem:
     key: ChunkKey
     state: ItemState = WANTED
     entry: HostEntry | None = None
-    """Its copy in host memory; set in the states WAITING and QUEUED."""
+    """Its copy in host memory, which it waits for or reads."""
     source: str = HOST
     """Place that the bytes of a DELIVERED object came from."""
     tried: frozenset[str] = NO_TIERS
@@ -188,8 +188,7 @@ class OpenOperations:
         host: HostMemory,
         pending_writes: PendingWrites,
         order: list[str],
-        counters: Counters,
-        events: list[Event],
+        output: Output,
     ) -> None:
         self.loads: dict[RequestId, LoadOperation] = {}
         self.stores: dict[StoreOperation, None] = {}
@@ -200,15 +199,12 @@ class OpenOperations:
         """Items that are WAITING, by the entry whose transfer they wait for."""
         self.scatters: deque[WorkItem] = deque()
         """Items that are QUEUED, in order."""
-        self.has_parents = [isinstance(group.validity, History) for group in layout.groups]
-        self.has_history_only = all(self.has_parents)
         self._layout = layout
         self._limits = limits
+        self._output = output
         self._host = host
         self._pending_writes = pending_writes
         self._order = order
-        self._counters = counters
-        self._events = events
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -228,19 +224,18 @@ class OpenOperations:
         keys = work.prefix.keys
         work.items = [WorkItem(work, place, keys[place.chunk]) for place in places]
         work.unsettled = len(places)
-        found: list[HostEntry] = []
         for item in work.items:
             entry = self._host.find(item.key, item.place.group)
             if entry is not None:
-                found.append(entry)
                 self.found(item, entry)
             elif isinstance(work, LoadOperation):
                 work.todo.append(item)
             else:
                 self._want(item)
         # Deepest first, so that by recency alone a child is evicted before its parent.
-        for entry in reversed(found):
-            self._pending_writes.use(entry, now_s, work.session)
+        for item in reversed(work.items):
+            if item.entry is not None:
+                self._pending_writes.use(item.entry, now_s, work.session)
 
     # ---- steps of an item ------------------------------------------------------------------------------------------
 
@@ -251,17 +246,16 @@ class OpenOperations:
 
     def found(self, item: WorkItem, entry: HostEntry) -> None:
         """The object is readable or in transfer. A store then moves nothing."""
+        item.entry = entry
         if entry.residency not in READABLE:
             item.become(WAITING)
-            item.entry = entry
             self.waiters.setdefault(entry, []).append(item)
         elif isinstance(item.work, LoadOperation):
             item.become(QUEUED)
-            item.entry = entry
             self._host.pin(entry)
             self.scatters.append(item)
         else:
-            self.settle(item, HELD)
+            self._settle(item, HELD)
 
     def arrived(self, entry: HostEntry) -> None:
         """The object has become readable: its waiting items go on."""
@@ -276,35 +270,42 @@ class OpenOperations:
         """The object's transfer failed: a load tries the next tier, a store gathers the object itself."""
         for item in self.waiters.pop(entry, ()):
             work = item.work
-            if not isinstance(work, LoadOperation):
-                self._want(item)
-                self.end_if_settled(work)
-                continue
-            if failed_tier:
-                item.tried |= {failed_tier}
-            if item.place.chunk > work.cut:
-                self.fail(item)
+            if isinstance(work, LoadOperation):
+                if failed_tier:
+                    item.tried |= {failed_tier}
+                if item.place.chunk > work.cut:
+                    self.fail(item)
+                else:
+                    item.become(WANTED)
+                    work.todo.appendleft(item)
             else:
                 item.become(WANTED)
-                work.todo.appendleft(item)
+                self._want(item)
+                self.end_if_settled(work)
 
     def _want(self, item: WorkItem) -> None:
         """An object of a store needs a slot."""
         if self.wanted < self._limits.waiting_chunks:
-            if item.state is WAITING:
-                item.become(WANTED)
             item.work.todo.append(item)
             self.wanted += 1
         else:
-            self._counters.unqueued += 1
-            self.settle(item, DROPPED)
+            self._output.counters.unqueued += 1
+            self._settle(item, DROPPED)
+
+    def gathered(self, item: WorkItem, entry: HostEntry, *, is_held: bool) -> None:
+        """The gather of an item of a store has ended."""
+        self._settle(item, HELD if is_held else DROPPED)
+        if entry in self.waiters:
+            (self.arrived if is_held else self.retry)(entry)
+        if not item.work.unsettled:
+            self.end_if_settled(item.work)
 
     def delivered(self, load: LoadOperation, item: WorkItem, entry: HostEntry, now_s: float) -> None:
         """The bytes of an item of `load` have arrived."""
         item.source, entry.source = entry.source, HOST  # later uses find it in host memory
         item.become(DELIVERED)
         load.unsettled -= 1
-        if self.has_history_only:
+        if self._host.has_history_only:
             load.advanced(item.place.chunk, now_s)
         if not load.unsettled:
             self.end_if_settled(load)
@@ -313,55 +314,45 @@ class OpenOperations:
         """An item of a load will not be delivered. Later chunks of a history are useless without it."""
         load, (group, chunk, _) = item.work, item.place
         assert isinstance(load, LoadOperation)
-        self.settle(item, FAILED)
-        if self.has_parents[group] and chunk < load.cut:
+        self._settle(item, FAILED)
+        if self._host.is_history[group] and chunk < load.cut:
             load.cut = chunk
             for other in load.todo:
                 if other.place.chunk > chunk:
-                    self.settle(other, FAILED)
+                    self._settle(other, FAILED)
             load.todo = deque([other for other in load.todo if other.state is WANTED])
         self.end_if_settled(load)
 
-    def settle(self, item: WorkItem, state: ItemState) -> None:
+    def _settle(self, item: WorkItem, state: ItemState) -> None:
         """The item has its result."""
         item.become(state)
         item.work.unsettled -= 1
         if state is DROPPED:
-            self._counters.stores_dropped += 1
+            self._output.counters.stores_dropped += 1
 
     # ---- end -------------------------------------------------------------------------------------------------------
 
-    def stop_load(self, load: LoadOperation) -> None:
-        """Drop the queued work of `load`."""
-        self._stop(load, FAILED)
-        for item in self.scatters:
-            if item.work is load:
-                assert item.entry is not None
-                self._host.unpin(item.entry)
-                self.settle(item, FAILED)
-        self.scatters = deque([item for item in self.scatters if item.state is QUEUED])
-        self.end_if_settled(load)
-
-    def stop_store(self, store: StoreOperation) -> None:
-        """Drop the queued work of `store`."""
-        for item in store.todo:  # another operation may have brought it
-            entry = self._host.find(item.key, item.place.group)
-            if entry is not None and entry.residency in READABLE:
-                self.settle(item, HELD)
-        self.wanted -= len(store.todo)
-        self._stop(store, DROPPED)
-        self.end_if_settled(store)
-
-    def _stop(self, work: LoadOperation | StoreOperation, result: ItemState) -> None:
+    def stop(self, work: LoadOperation | StoreOperation) -> None:
+        """Drop the queued work of `work`. A store holds what another operation has brought meanwhile."""
         work.is_over = True
+        is_store = isinstance(work, StoreOperation)
+        result = DROPPED if is_store else FAILED
+        self.wanted -= len(work.todo) * is_store
         work.todo.clear()
         for item in work.items:
-            if item.state is WAITING:
-                assert item.entry is not None
+            if item.state is WAITING and item.entry is not None:
                 self.waiters[item.entry].remove(item)
-                self.settle(item, result)
+                self._settle(item, result)
             elif item.state is WANTED:
-                self.settle(item, result)
+                entry = self._host.find(item.key, item.place.group)
+                is_held = is_store and entry is not None and entry.residency in READABLE
+                self._settle(item, HELD if is_held else result)
+        for item in self.scatters:
+            if item.work is work and item.entry is not None:
+                self._host.unpin(item.entry)
+                self._settle(item, result)
+        self.scatters = deque([item for item in self.scatters if item.state is QUEUED])
+        self.end_if_settled(work)
 
     def end_if_settled(self, work: LoadOperation | StoreOperation) -> None:
         """Report the end of `work` when all its items have a result."""
@@ -369,12 +360,12 @@ class OpenOperations:
             return
         if isinstance(work, LoadOperation):
             del self.loads[work.request]
-            self._events.append(self._load_done(work))
+            self._output.events.append(self._load_done(work))
             work.items.clear()  # items and operations refer to each other
         elif work in self.stores:
             del self.stores[work]
             held = sum([item.state is HELD for item in work.items])
-            self._events.append(StoreDone(work.request, held, len(work.items) - held))
+            self._output.events.append(StoreDone(work.request, held, len(work.items) - held))
             work.items.clear()
 
     def _load_done(self, load: LoadOperation) -> LoadDone:
@@ -394,14 +385,11 @@ class OpenOperations:
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def overdue_loads(self, now_s: float) -> list[LoadOperation]:
-        """Loads past their deadline or budget."""
-        return [load for load in self.loads.values() if load.end_s <= now_s and not load.is_over]
-
-    def overdue_stores(self, now_s: float) -> list[StoreOperation]:
-        """Stores past their deadline."""
-        began_before = takewhile(lambda store: store.deadline_s <= now_s, self.stores)
-        return [store for store in began_before if not store.is_over]
+    def overdue(self, now_s: float) -> list[LoadOperation | StoreOperation]:
+        """Loads past their deadline or budget, and stores past their deadline."""
+        loads = [load for load in self.loads.values() if load.end_s <= now_s]
+        stores = takewhile(lambda store: store.deadline_s <= now_s, self.stores)
+        return [work for work in (*loads, *stores) if not work.is_over]
 
     def deadlines(self) -> list[float]:
         """Deadlines of open operations."""

@@ -10,9 +10,9 @@ at its second use.
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from kvtier.core.counters import Counters
 from kvtier.core.host_memory import HOST, READABLE, READY, Change, HostEntry, HostMemory, Item
 from kvtier.core.limits import Limits, WritePolicy
+from kvtier.core.output import Output
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.types import Link
 
@@ -44,15 +44,15 @@ class WriteQueue:
 class PendingWrites:
     """Marks and queues pending writes. An object stays in host memory until its writes end, are dropped or relayed."""
 
-    def __init__(self, host: HostMemory, tiers: TierStates, limits: Limits, counters: Counters) -> None:
+    def __init__(self, host: HostMemory, tiers: TierStates, limits: Limits, output: Output) -> None:
         self._host = host
         self._tiers = tiers
         self._limits = limits
-        self._counters = counters
+        self._output = output
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
         self._names = frozenset(tiers.by_name)
         self._promoted: OrderedDict[Item, None] = OrderedDict()
-        self._queues = {it.name: WriteQueue() for it in tiers}
+        self._queues = {it.name: WriteQueue() for it in tiers.all}
 
     def use(self, entry: HostEntry, now_s: float, session: str | None) -> None:
         """Count a use by a request of `session`, which may make writes pending."""
@@ -108,7 +108,7 @@ class PendingWrites:
     def count(self) -> int:
         """Objects with pending writes, and objects that wait to be relayed from and to tiers that are up."""
         relays = 0
-        for tier_state in self._tiers:
+        for tier_state in self._tiers.all:
             waiting = self._queues[tier_state.name].relays
             if waiting and tier_state.breakers[DEMOTE].is_up():
                 relays += sum([self._tiers[source].breakers[PROMOTE].is_up() for _, source in waiting.values()])
@@ -126,7 +126,7 @@ class PendingWrites:
         if not queued or tier_state.breakers[DEMOTE].is_trial:  # the rest waits for the result of a trial
             return None
         if not tier_state.can_write(now_s):
-            self._counters.demotions_dropped += len(queued)
+            self._output.counters.demotions_dropped += len(queued)
             while queued:
                 self._host.mark_written(queued.popitem(last=False)[0], tier_state.name)
             return None
@@ -190,7 +190,7 @@ class PendingWrites:
             if self._host.staging_slots[item[1]] or self._host.find(*item) is not None:
                 return
             del queue.relays[item]
-            self._counters.relays_dropped += 1
+            self._output.counters.relays_dropped += 1
 
     def staged(self, entry: HostEntry, tier: str) -> None:
         """A relayed object has reached the staging area, on its way to `tier`."""
@@ -199,12 +199,12 @@ class PendingWrites:
 
     def unstaged(self, entry: HostEntry, change: Change) -> None:
         """The faster tier did not deliver a relayed object; `change` is FAILED or LATE."""
-        self._counters.relays_dropped += 1
+        self._output.counters.relays_dropped += 1
         self._host.unstage(entry, change)
 
     def ended(self, entry: HostEntry, tier_state: TierState, now_s: float, *, is_done: bool, is_late: bool) -> None:
         """A write has ended. If the tier holds the object and persists, writes to slower tiers are relayed."""
-        self._counters.demotions_dropped += not is_done
+        self._output.counters.demotions_dropped += not is_done
         if is_done:
             tier_state.remember((entry.key, entry.group), now_s, is_present=True)
         if entry.is_staged:
@@ -228,7 +228,7 @@ class PendingWrites:
         queue.relays[entry.key, entry.group] = entry, source
         if len(queue.relays) > RELAYS_MAX:
             queue.relays.popitem(last=False)
-            self._counters.relays_dropped += 1
+            self._output.counters.relays_dropped += 1
 
     # ---- slots -----------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class PendingWrites:
             return False
         before = self._host.leaving[group]
         size_bytes = self._host.object_bytes[group]
-        limit = min((it.limit_for(DEMOTE, size_bytes) + it.late[DEMOTE] for it in self._tiers), default=0)
+        limit = min((it.limit_for(DEMOTE, size_bytes) + it.late[DEMOTE] for it in self._tiers.all), default=0)
         while self._host.leaving[group] < min(wanted, limit):
             entry = self._host.oldest_pending(group)
             if entry is None:
@@ -274,7 +274,7 @@ class PendingWrites:
             self._queues[tier].queued[entry] = None
 
     def _drop(self, entry: HostEntry) -> None:
-        self._counters.demotions_dropped += len(entry.pending)
+        self._output.counters.demotions_dropped += len(entry.pending)
         for tier in sorted(entry.pending):
             self._queues[tier].queued.pop(entry, None)
             self._host.mark_written(entry, tier)

@@ -12,19 +12,19 @@ remote tier is asked for few names, in rounds, because each name costs a request
 by the read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from kvtier.core.counters import Counters
 from kvtier.core.host_memory import READABLE, HostMemory, Item
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
+from kvtier.core.output import Output
 from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.core.tier_state import TierState, TierStates
-from kvtier.layout import History, KvLayout
-from kvtier.types import Command, Link, Prefix, Probe, RequestId
+from kvtier.layout import KvLayout
+from kvtier.types import Link, Prefix, Probe, RequestId
 
 NO_REQUEST = RequestId("")
 
@@ -109,21 +109,15 @@ class Probes:
         host: HostMemory,
         tiers: TierStates,
         limits: Limits,
-        ranks: int,
-        new_id: Callable[[], int],
-        commands: list[Command],
-        counters: Counters,
         estimators: Mapping[str, LinkEstimator],
+        output: Output,
     ) -> None:
         self._layout = layout
-        self._is_history = [isinstance(group.validity, History) for group in layout.groups]
+        self._is_history = host.is_history
         self._host = host
         self._tiers = tiers
         self._limits = limits
-        self._ranks = ranks
-        self._new_id = new_id
-        self._commands = commands
-        self._counters = counters
+        self._output = output
         self._estimators = estimators
         self._answers: dict[RequestId, ProbeAnswers] = {}
         self._order = list(tiers.by_name)
@@ -151,7 +145,7 @@ class Probes:
             if not len(self._tiers):
                 return None
             if len(self._answers) >= self._limits.requests:
-                self._counters.unprobed += 1
+                self._output.counters.unprobed += 1
                 return None
             answers = self._answers[request] = ProbeAnswers(compute_s=compute_s)
         if answers.prefix is prefix and answers.removals == self._host.removals:
@@ -193,7 +187,7 @@ class Probes:
     def send_health_checks(self, now_s: float) -> None:
         """Send an empty probe to each tier without an open one, as a health check that needs no request."""
         probed = {open_probe.tier for open_probe in self._open.values()}
-        for tier_state in self._tiers:
+        for tier_state in self._tiers.all:
             if tier_state.name not in probed and tier_state.can_read(now_s):
                 self._send(tier_state, None, (), now_s)
 
@@ -384,15 +378,15 @@ class Probes:
 
     def _send(self, tier_state: TierState, search: Search | None, objects: tuple[Item, ...], now_s: float) -> None:
         tier_state.breakers[Link.PROMOTE].attempted()
-        probe = Probe(self._new_id(), tier_state.name, objects, now_s + tier_state.rules.probe_deadline_s)
+        probe = Probe(self._output.new_id(), tier_state.name, objects, now_s + tier_state.rules.probe_deadline_s)
         self._open[probe.id] = OpenProbe(
-            tier_state.name, search, objects, self._ranks, [True] * len(objects), probe.deadline_s
+            tier_state.name, search, objects, self._output.ranks, [True] * len(objects), probe.deadline_s
         )
         heappush(self._deadlines, (probe.deadline_s, probe.id))
         until_s = search.answers.waits_until_s if search is not None and tier_state.rules.is_remote else None
         if until_s is not None and now_s < until_s < probe.deadline_s:
             heappush(self._deadlines, (until_s, probe.id))
-        self._commands.append(probe)
+        self._output.commands.append(probe)
 
     def _close(self, probe_id: int, open_probe: OpenProbe, now_s: float) -> None:
         del self._open[probe_id]

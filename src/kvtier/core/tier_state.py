@@ -1,12 +1,13 @@
 """State of the lower tiers in the core: circuit breakers, counts of transfers in flight, remembered answers."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.core.host_memory import Item
 from kvtier.core.limits import TierRules
-from kvtier.types import Event, Link, TierNotice, Way
+from kvtier.core.output import Output
+from kvtier.types import Link, TierNotice, Way
 
 # Constants for hot paths, as in `transfer_scheduler`.
 DEMOTE, PROMOTE = Link.DEMOTE, Link.PROMOTE
@@ -95,10 +96,10 @@ class TierState:
         rules: its limits and properties.
         number: its position, 0 for the fastest.
         pool: all tiers, which share the slots for transfers.
-        events: get notices of the breakers' changes.
+        output: gets notices of the breakers' changes.
     """
 
-    def __init__(self, rules: TierRules, number: int, pool: "TierStates", events: list[Event]) -> None:
+    def __init__(self, rules: TierRules, number: int, pool: "TierStates", output: Output) -> None:
         self.name = rules.name
         self.rules = rules
         self.number = number
@@ -118,7 +119,7 @@ class TierState:
         self._remembered: OrderedDict[Item, tuple[bool, float]] = OrderedDict()
         """Answers of a remote tier, and when they expire."""
         self._pool = pool
-        self._events = events
+        self._output = output
 
     def has_room(self, link: Link, size_bytes: int) -> bool:
         """Whether one more transfer of `size_bytes` may start."""
@@ -202,9 +203,9 @@ class TierState:
                 detail = (
                     f"{way}s failed {breaker.failures} times in a row; the next try is in {breaker.retry_delay_s:g} s"
                 )
-                self._events.append(TierNotice(self.name, way, is_up=False, detail=detail))
+                self._output.events.append(TierNotice(self.name, way, is_up=False, detail=detail))
         elif breaker.succeeded():
-            self._events.append(TierNotice(self.name, way, is_up=True, detail=f"{way}s succeed again"))
+            self._output.events.append(TierNotice(self.name, way, is_up=True, detail=f"{way}s succeed again"))
             for other in self.breakers.values():
                 other.retry_now(now_s)  # the other way may have had the same cause
 
@@ -237,21 +238,18 @@ class TierStates:
     memory is still usable. A tier may use the whole quarter except for what is reserved for the others.
     """
 
-    def __init__(self, tiers: Sequence[TierRules], slots_min: int, events: list[Event], down: Collection[str]) -> None:
+    def __init__(self, tiers: Sequence[TierRules], slots_min: int, output: Output, down: Collection[str]) -> None:
         count = max(1, len(tiers))
         self._slots = max(count, slots_min // 4)
         self._reserved = max(1, self._slots // (2 * count))
         self.share = self._slots - self._reserved * (count - 1)
         """Most slots of one tier in each direction."""
         self.is_single = count == 1
-        self.by_name = {rules.name: TierState(rules, number, self, events) for number, rules in enumerate(tiers)}
+        self.by_name = {rules.name: TierState(rules, number, self, output) for number, rules in enumerate(tiers)}
         self.all = tuple(self.by_name.values())
         for name in down:
             for breaker in self.by_name[name].breakers.values():
                 breaker.open_now()
-
-    def __iter__(self) -> Iterator[TierState]:
-        return iter(self.all)
 
     def __getitem__(self, name: str) -> TierState:
         return self.by_name[name]
@@ -274,6 +272,6 @@ class TierStates:
             AssertionError: they do not, which is a bug in the core.
         """
         for link in (PROMOTE, DEMOTE):
-            assert out[link] == sum([tier_state.out[link] for tier_state in self]), f"{link.value}s miscounted"
-        for tier_state in self:
+            assert out[link] == sum([tier_state.out[link] for tier_state in self.all]), f"{link.value}s miscounted"
+        for tier_state in self.all:
             tier_state.check()

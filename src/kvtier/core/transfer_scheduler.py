@@ -5,19 +5,18 @@ at once, in any order. A promotion needs one slot and frees it after its scatter
 not need, and wait for a bounded time. A relay has a slot of the staging area.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from kvtier.core.counters import Counters
 from kvtier.core.host_memory import HOST, READABLE, Change, HostEntry, HostMemory
 from kvtier.core.limits import Limits
 from kvtier.core.link_estimates import LinkEstimator
-from kvtier.core.operations import COPYING, DROPPED, HELD, LoadOperation, OpenOperations, WorkItem
+from kvtier.core.operations import COPYING, LoadOperation, OpenOperations, StoreOperation, WorkItem
+from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
 from kvtier.core.probes import Probes
 from kvtier.core.tier_state import TierState, TierStates
-from kvtier.types import SEVERITY, Cancel, Command, Drop, Link, Outcome, Transfer
+from kvtier.types import SEVERITY, Cancel, Drop, Link, Outcome, Transfer
 
 # Constants for hot paths: up to Python 3.11, a member lookup on the class costs as much as two calls.
 GATHER, SCATTER, DEMOTE, PROMOTE = Link.GATHER, Link.SCATTER, Link.DEMOTE, Link.PROMOTE
@@ -49,41 +48,37 @@ class TransferScheduler:
         self,
         *,
         limits: Limits,
-        ranks: int,
         host: HostMemory,
         tiers: TierStates,
         probes: Probes,
         pending_writes: PendingWrites,
         operations: OpenOperations,
-        counters: Counters,
         estimators: dict[str, LinkEstimator],
-        new_id: Callable[[], int],
-        commands: list[Command],
+        output: Output,
     ) -> None:
         self.flights: dict[int, InFlightTransfer] = {}
         self._limits = limits
-        self._ranks = ranks
+        self._output = output
         self._host = host
         self._tiers = tiers
         self._probes = probes
         self._pending_writes = pending_writes
         self._operations = operations
-        self._counters = counters
         self._estimators = estimators
-        self._new_id = new_id
-        self._commands = commands
         self._out = {GATHER: 0, SCATTER: 0}
         self._deadlines: list[tuple[float, int]] = []
         """(time, transfer) as a heap."""
 
-    def stop_load(self, load: LoadOperation) -> None:
-        """Stop `load`; it ends when none of its transfers is in flight."""
-        self._operations.stop_load(load)
+    def stop(self, work: LoadOperation | StoreOperation) -> None:
+        """Stop `work`; it ends when none of its transfers is in flight. What only a load needs is cancelled."""
+        self._operations.stop(work)
+        if isinstance(work, StoreOperation):
+            return
         waiters = self._operations.waiters
         unwanted = [
             flight
             for flight in self.flights.values()
-            if (flight.item is not None and flight.item.work is load)
+            if (flight.item is not None and flight.item.work is work)
             or (flight.transfer.link is PROMOTE and not flight.entry.is_staged and not waiters.get(flight.entry))
         ]
         self._cancel([flight for flight in unwanted if not flight.is_cancelled])
@@ -92,7 +87,7 @@ class TransferScheduler:
         for flight in flights:
             flight.is_cancelled = True
         if flights:
-            self._commands.append(Cancel(tuple(flight.transfer.id for flight in flights)))
+            self._output.commands.append(Cancel(tuple(flight.transfer.id for flight in flights)))
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -104,13 +99,11 @@ class TransferScheduler:
             if flight is not None:
                 self._overdue(flight, now_s)
                 changed = True
-        for load in self._operations.overdue_loads(now_s):
-            load.was_cut = now_s < load.deadline_s
-            self._record_lead(load, self._leading_place(load), now_s)
-            self.stop_load(load)
-            changed = True
-        for store in self._operations.overdue_stores(now_s):
-            self._operations.stop_store(store)
+        for work in self._operations.overdue(now_s):
+            if isinstance(work, LoadOperation):
+                work.was_cut = now_s < work.deadline_s
+                self._record_lead(work, self._leading_place(work), now_s)
+            self.stop(work)
             changed = True
         return changed
 
@@ -155,13 +148,9 @@ class TransferScheduler:
         if flight.outcome is DONE:
             self._pending_writes.mark_pending(entry, now_s)
             self._host.arrived(entry)
-            self._operations.settle(item, HELD)
-            self._operations.arrived(entry)
         else:
             self._host.failed(entry)
-            self._operations.settle(item, DROPPED)
-            self._operations.retry(entry)
-        self._operations.end_if_settled(item.work)
+        self._operations.gathered(item, entry, is_held=flight.outcome is DONE)
 
     def _scattered(self, flight: InFlightTransfer, now_s: float) -> None:
         self._out[SCATTER] -= 1
@@ -214,8 +203,8 @@ class TransferScheduler:
         elif flight.is_fault and now_s < flight.transfer.deadline_s:
             tier_state.mark_suspect([item])  # as with a bad block: the tier has a copy that cannot be read
         if flight.outcome is CORRUPT:
-            self._counters.corrupt += 1
-            self._commands.append(Drop(tier_state.name, entry.key, entry.group))
+            self._output.counters.corrupt += 1
+            self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
             for waiter in self._operations.waiters.get(entry, ()):
                 if isinstance(waiter.work, LoadOperation):
                     tier_state.mark_suspect((item.key, item.place.group) for item in waiter.work.todo)
@@ -232,7 +221,7 @@ class TransferScheduler:
 
     def _record_lead(self, load: LoadOperation, place: str, now_s: float) -> None:
         """Record how long `load` took to its first usable chunk, or how long it ran without one."""
-        if load.is_alone and self._operations.has_history_only and (load.has_led or load.was_cut):
+        if load.is_alone and self._host.has_history_only and (load.has_led or load.was_cut):
             self._estimators[place].record_lead(now_s - load.begun_s, has_come=load.has_led)
 
     def _leading_place(self, load: LoadOperation) -> str:
@@ -246,7 +235,7 @@ class TransferScheduler:
     def _overdue(self, flight: InFlightTransfer, now_s: float) -> None:
         """A transfer is overdue: its operations go on without it, but its thread may still run."""
         flight.is_late = True
-        self._counters.late += 1
+        self._output.counters.late += 1
         transfer, entry = flight.transfer, flight.entry
         self._tiers[transfer.tier].overdue(transfer.link, now_s)
         if entry.is_staged:
@@ -368,16 +357,16 @@ class TransferScheduler:
 
     def _advance_demotions(self, now_s: float) -> bool:
         """Returns whether a pending write was dropped, which may free a slot."""
-        dropped = self._counters.demotions_dropped
+        dropped = self._output.counters.demotions_dropped
         for tier_state in self._tiers.all:
             while (entry := self._pending_writes.next_write(tier_state, now_s)) is not None:
                 self._demote(entry, tier_state, now_s)
-        return self._counters.demotions_dropped > dropped
+        return self._output.counters.demotions_dropped > dropped
 
     def _demote(self, entry: HostEntry, tier_state: TierState, now_s: float) -> None:
         tier_state.began(DEMOTE, self._host.object_bytes[entry.group])
         if tier_state.clear_suspect((entry.key, entry.group)):  # a tier does not overwrite objects
-            self._commands.append(Drop(tier_state.name, entry.key, entry.group))
+            self._output.commands.append(Drop(tier_state.name, entry.key, entry.group))
         self._send(DEMOTE, entry, now_s, tier=tier_state.name)
 
     def _advance_relays(self, now_s: float) -> None:
@@ -399,7 +388,7 @@ class TransferScheduler:
 
     def _new_entry(self, item: WorkItem, slot: int) -> HostEntry:
         work, (group, depth, _) = item.work, item.place
-        parent = work.prefix.keys[depth - 1] if depth and self._operations.has_parents[group] else None
+        parent = work.prefix.keys[depth - 1] if depth and self._host.is_history[group] else None
         return HostEntry(item.key, group, slot, parent, depth, work.session)
 
     def _send(
@@ -414,9 +403,10 @@ class TransferScheduler:
     ) -> None:
         if item is not None:
             item.become(COPYING)
+        output = self._output
         limit_s = self._tiers[tier].rules.transfer_deadline_s if tier else self._limits.copy_deadline_s
         transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
-            self._new_id(),
+            output.new_id(),
             link,
             entry.key,
             entry.group,
@@ -429,11 +419,11 @@ class TransferScheduler:
             now_s + limit_s,
             entry.session,
         )
-        self.flights[transfer.id] = InFlightTransfer(transfer, entry, self._ranks, item, relay_to)
+        self.flights[transfer.id] = InFlightTransfer(transfer, entry, output.ranks, item, relay_to)
         if tier:
             # Only tier transfers have deadlines: a device copy cannot be abandoned while it uses blocks and slot.
             heappush(self._deadlines, (transfer.deadline_s, transfer.id))
-        self._commands.append(transfer)
+        output.commands.append(transfer)
 
     def check(self) -> None:
         """Assert that pins and limits match the transfers in flight.

@@ -1,0 +1,40 @@
+"""What the core puts out: commands, events and counters."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvtier.types import Command, Event
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    stores_dropped: int = 0
+    """Objects that a store dropped: no room in time, or failed."""
+    demotions_dropped: int = 0
+    """Pending writes that were dropped or failed."""
+    corrupt: int = 0
+    """Copies in a lower tier that failed verification."""
+    relays_dropped: int = 0
+    """Objects that a faster tier held and a slower one did not get: evicted or unreadable before, or too many."""
+    late: int = 0
+    """Overdue transfers."""
+    unprobed: int = 0
+    """Lookups without probes, because `Limits.requests` were tracked."""
+    unqueued: int = 0
+    """Objects that a store dropped because `Limits.waiting_chunks` were waiting."""
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """Commands and events since they were last taken, and counters. All parts of the core append to it."""
+
+    ranks: int
+    """How many ranks answer each command."""
+    commands: list[Command] = field(default_factory=list[Command])
+    events: list[Event] = field(default_factory=list[Event])
+    counters: Counters = field(default_factory=Counters)
+    new_id: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
+    """Identifies a command with an answer."""
