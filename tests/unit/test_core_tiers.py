@@ -488,7 +488,7 @@ def test_stores_go_on_while_their_tier_hangs() -> None:
 
 
 def test_a_leaf_that_hangs_does_not_shield_its_parents() -> None:
-    core = Driver(tiers=("disk", "shared"), slots=9, demotes=1, transfer_deadline_s=2.0, failures=1)
+    core = Driver(tiers=("disk", "shared"), slots=8, demotes=1, transfer_deadline_s=2.0, failures=1)
     core.store("a", prefix_of("ab"))
     core.run(keep=lambda one: one.link is Link.DEMOTE and one.key == key("ab"))
     core.wait(2.0)
