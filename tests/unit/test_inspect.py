@@ -425,3 +425,12 @@ def test_an_unknown_kind_or_a_wrong_setting_of_a_tier_is_named(inspect, store):
     assert "did you mean disk" in inspect("stat", "dsk:/x")[1]["error"]
     assert "unknown setting of a directory tier" in inspect("stat", f"directory:{store}?pth=1")[1]["error"]
     assert "holds no store of kind disk" in inspect("stat", f"disk:{store}")[1]["error"]
+
+
+@pytest.mark.parametrize("text", ["s3:s3://key:hunter2@bucket/p", "https://key:hunter2@bucket", "no:k:hunt?er2@bucket"])
+def test_no_message_shows_a_password_in_a_tier(capsys, text):
+    pytest.importorskip("obstore")
+    assert run(["inspect", "stat", text]) == 2
+    shown = capsys.readouterr().err
+    assert "(hidden)" in shown
+    assert "hunt" not in shown

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvtier.config import tier_list
 from kvtier.config.loader import load
+from kvtier.config.value_types import without_login
 from kvtier.errors import ConfigError
 from kvtier.inspection.inspector import StoreInspector
 from kvtier.keys.secret import key_id
@@ -27,7 +28,7 @@ def open_store(where: str | Path) -> StoreInspector:
     """
     text = str(where)
     if tier_list.is_spec(text) and not Path(text).exists():
-        return open_tier(tier_list.parse(text, text.partition("?")[0]))
+        return open_tier(tier_list.parse(text, without_login(text).partition("?")[0]))
     return StoreInspector([_view_at(Path(where))], text)
 
 
