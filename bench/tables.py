@@ -1,4 +1,4 @@
-"""Write the tables and the picture of the documents from the committed records: `python bench/tables.py`.
+"""Write the tables and pictures of the documents, from records and a plan: `python bench/tables.py`.
 
 With `--check` the documents are only compared.
 """
@@ -7,11 +7,15 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.config.value_types import size_text
+from kvtier.plan.plan import make_plan
+from kvtier.plan.published import PublishedFigure, compare, figure_row
+from kvtier.plan.read_inputs import load
+from kvtier.plan.report import write_plot
 from kvtier.report.chart import Chart, Colours, write_charts
 
 if TYPE_CHECKING:
@@ -21,13 +25,16 @@ TOP = Path(__file__).parents[1]
 RECORDS = TOP / "bench" / "records"
 BENCHMARKS = TOP / "docs" / "benchmarks.md"
 PICTURE = TOP / "docs" / "images" / "ttft.svg"
+PLANNING = TOP / "docs" / "planning.md"
+PLAN_PICTURE = TOP / "docs" / "images" / "plan.png"
 DOCUMENTS = (
     TOP / "docs" / "adr" / "0008-a-disk-tier-of-segments.md",
     BENCHMARKS,
 )
-"""Documents with tables."""
+"""Documents with tables from records."""
 CEILINGS = """The ceiling is memcpy with as many threads, or fio with buffers in huge pages, which overwrites its files
 like a full store. CPU is that of all threads; with small objects Python's cost per object dominates."""
+EXAMPLE_HEAD = "| figure | published | plan | off | why |\n| --- | ---: | ---: | ---: | --- |"
 UP = "{up}"
 """In a link: the way from a document to the top."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -318,6 +325,16 @@ def rendered(document: Path, text: str) -> str:
     return MARKED.sub(fill, text)
 
 
+def with_worked_example(text: str, figures: Sequence[PublishedFigure]) -> str:
+    """`text` of docs/planning.md with the tables of the worked example made from its plan."""
+
+    def fill(match: re.Match[str]) -> str:
+        rows = (f"| {' | '.join(figure_row(it))} |" for it in figures if it.how == match[2])
+        return "\n".join([match[1] + EXAMPLE_HEAD, *rows, match[3]])
+
+    return re.sub(r"(<!-- table: samsung (\w+) -->\n).*?(<!-- end -->)", fill, text, flags=re.DOTALL)
+
+
 def _link(name: str) -> str:
     return f"Record: [bench/records/{name}.json]({UP}bench/records/{name}.json)."
 
@@ -340,10 +357,15 @@ def _ms(latency: dict[str, float] | None) -> str:
 
 
 if __name__ == "__main__":
-    for document in DOCUMENTS:
+    plan = make_plan(load(example="samsung"))
+    figures = compare("samsung", plan)
+    for document in (*DOCUMENTS, PLANNING):
         before = document.read_text(encoding="utf-8")
-        after = rendered(document, before)
+        after = with_worked_example(before, figures) if document == PLANNING else rendered(document, before)
         if "--check" in sys.argv and before != after:
-            sys.exit(f"{document.name}: a table differs from its record; run python bench/tables.py")
+            sys.exit(f"{document.name}: a table differs from its record or plan; run python bench/tables.py")
         document.write_text(after, encoding="utf-8")
+    if "--check" in sys.argv:
+        sys.exit()
+    write_plot(PLAN_PICTURE, plan)
     write_charts("ttft.svg", PICTURE, {"ttft": TTFT}, json.loads((RECORDS / "vllm.json").read_text(encoding="utf-8")))
