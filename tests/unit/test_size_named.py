@@ -254,6 +254,20 @@ QWEN1 = {  # Qwen/Qwen-7B
     "num_attention_heads": 32, "num_hidden_layers": 32, "onnx_safe": None, "scale_attn_weights": True,
     "seq_length": 8192, "use_cache": True, "use_dynamic_ntk": True, "use_flash_attn": "auto", "use_logn_attn": True,
 }  # fmt: skip
+BERT = {  # google-bert/bert-base-uncased
+    "model_type": "bert", "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1,
+    "gradient_checkpointing": False, "hidden_size": 768, "intermediate_size": 3072, "max_position_embeddings": 512,
+    "num_attention_heads": 12, "num_hidden_layers": 12, "position_embedding_type": "absolute", "use_cache": True,
+}  # fmt: skip
+T5 = {  # google-t5/t5-small
+    "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 512,
+    "is_encoder_decoder": True, "n_positions": 512, "num_heads": 8, "num_layers": 6,
+    "relative_attention_num_buckets": 32, "output_past": True,
+}  # fmt: skip
+RWKV4 = {  # RWKV/rwkv-4-169m-pile
+    "model_type": "rwkv", "architectures": ["RwkvForCausalLM"], "attention_hidden_size": 768, "context_length": 1024,
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "rescale_every": 6, "use_cache": True,
+}  # fmt: skip
 
 SIZES: dict[str, tuple[dict[str, Any], int, int]] = {
     # bytes of a token in 16 bits, and bytes of the states of a session
@@ -349,13 +363,14 @@ def test_draft_layers_and_images_are_noted():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
+        (BERT, "encoder reads"),
         ({**LLAMA, "model_type": "bert"}, "encoder reads"),
         ({**LLAMA, "architectures": ["NovelForMaskedLM"]}, "encoder reads"),
         ({**LLAMA, "is_causal": False}, "encoder reads"),
         ({**LLAMA, "model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder reads"),
-        ({"model_type": "t5", "is_encoder_decoder": True, "d_kv": 64, "num_layers": 12}, "two lengths"),
+        (T5, "two lengths"),
         ({"model_type": "whisper", "is_encoder_decoder": True, "d_model": 512, "encoder_layers": 6}, "two lengths"),
-        ({"model_type": "rwkv", "num_hidden_layers": 32, "hidden_size": 4096}, "RWKV keeps a state"),
+        (RWKV4, "RWKV keeps a state"),
         ({"model_type": "rwkv6", "num_hidden_layers": 32, "hidden_size": 4096}, "RWKV keeps a state"),
     ],
 )  # fmt: skip
