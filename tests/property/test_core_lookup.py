@@ -15,11 +15,11 @@ TEXTS = st.text("ab", max_size=6)
 
 def slow_lookup(core: Driver, request: str, prefix: Prefix) -> Lookup:
     cache: Cache = core.cache
-    has_history_only, cache._has_history_only = cache._has_history_only, False
+    has_history_only, cache.host.has_history_only = cache.host.has_history_only, False
     try:
         return core.lookup(request, prefix)
     finally:
-        cache._has_history_only = has_history_only
+        cache.host.has_history_only = has_history_only
 
 
 @given(
