@@ -215,7 +215,7 @@ class Cache:
 
     def is_up(self, tier: str) -> bool:
         """Whether reads of `tier` are allowed, rather than stopped after failures."""
-        return self._tiers[tier].breakers[Link.PROMOTE].is_up()
+        return self._tiers.by_name[tier].breakers[Link.PROMOTE].is_up()
 
     def check_tiers(self, now_s: float) -> None:
         """Send health checks to the tiers; call it about once a second."""
@@ -383,7 +383,7 @@ class Cache:
         if entry is not None:
             return HOST if entry.residency in READABLE else entry.source
         tier = known.held_by.get((key, group)) if known is not None else None
-        return tier if tier is not None and self._tiers[tier].breakers[Link.PROMOTE].is_up() else None
+        return tier if tier is not None and self._tiers.by_name[tier].breakers[Link.PROMOTE].is_up() else None
 
     def _check_places(self, prefix: Prefix, places: Sequence[Place]) -> None:
         chunks = len(prefix.keys)
@@ -405,7 +405,7 @@ class Cache:
         named = {place[:2] for place in places}
         if len(named) != len(places):
             raise BadCallError(f"a load names {len(places) - len(named)} places twice")
-        for chunk in {chunk for _, chunk in named}:
+        for _, chunk in named:
             end = (chunk + 1) * prefix.chunk_tokens
             if end > tokens:
                 raise BadCallError(f"chunk {chunk} ends at {end}, past the {tokens} tokens of the load")

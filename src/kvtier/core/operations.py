@@ -8,11 +8,11 @@ starts no transfers; it fills the queues that `transfer_scheduler` takes from.
     both:   WAITING --transfer failed--> WANTED                   each of these --> FAILED (load), DROPPED (store)
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import islice, takewhile
+from itertools import islice
 from math import inf
 from typing import ClassVar
 
@@ -211,7 +211,9 @@ class OpenOperations:
     def begin_load(self, load: LoadOperation, places: Sequence[Place], now_s: float) -> None:
         """Queue scatters of readable objects, wait for objects in transfer, and want the others."""
         self.loads[load.request] = load
-        load.undelivered = dict(Counter([place.chunk for place in places]))
+        undelivered = load.undelivered
+        for place in places:
+            undelivered[place.chunk] = undelivered.get(place.chunk, 0) + 1
         self._begin(load, places, now_s)
         self.end_if_settled(load)
 
@@ -387,9 +389,13 @@ class OpenOperations:
 
     def overdue(self, now_s: float) -> list[LoadOperation | StoreOperation]:
         """Loads past their deadline or budget, and stores past their deadline."""
-        loads = [load for load in self.loads.values() if load.end_s <= now_s]
-        stores = takewhile(lambda store: store.deadline_s <= now_s, self.stores)
-        return [work for work in (*loads, *stores) if not work.is_over]
+        overdue: list[LoadOperation | StoreOperation] = []
+        overdue += [load for load in self.loads.values() if not load.is_over and load.end_s <= now_s]
+        for store in self.stores:  # in the order of their deadlines
+            if store.deadline_s > now_s:
+                break
+            overdue += [] if store.is_over else [store]
+        return overdue
 
     def deadlines(self) -> list[float]:
         """Deadlines of open operations."""

@@ -51,6 +51,9 @@ class PendingWrites:
         self._output = output
         self._first_uses = limits.selective_uses if limits.write_policy is WritePolicy.SELECTIVE else 1
         self._names = frozenset(tiers.by_name)
+        order = list(tiers.by_name)
+        self._from = {name: frozenset(order[number:]) for number, name in enumerate(order)}
+        """Each tier, and the slower ones."""
         self._promoted: OrderedDict[Item, None] = OrderedDict()
         self._queues = {it.name: WriteQueue() for it in tiers.all}
 
@@ -62,10 +65,9 @@ class PendingWrites:
 
     def promoted(self, entry: HostEntry, now_s: float) -> None:
         """A load brought the object from `entry.origin`; its second promotion counts as a second use."""
-        source = self._tiers[entry.origin]
-        entry.decided = frozenset([it.name for it in self._tiers.all[source.number :]])
-        if not source.number:
-            return
+        entry.decided = self._from[entry.origin]
+        if len(entry.decided) == len(self._names):
+            return  # no tier is faster
         item = (entry.key, entry.group)
         if item in self._promoted:
             del self._promoted[item]
@@ -111,7 +113,7 @@ class PendingWrites:
         for tier_state in self._tiers.all:
             waiting = self._queues[tier_state.name].relays
             if waiting and tier_state.breakers[DEMOTE].is_up():
-                relays += sum([self._tiers[source].breakers[PROMOTE].is_up() for _, source in waiting.values()])
+                relays += sum([self._tiers.by_name[source].breakers[PROMOTE].is_up() for _, source in waiting.values()])
         return len(self._host.pending_objects()) + len(self._host.relayed) + relays
 
     def relays_waiting(self) -> dict[str, int]:
@@ -167,7 +169,7 @@ class PendingWrites:
         size_bytes = self._host.object_bytes[entry.group]
         if not tier_state.has_room(DEMOTE, size_bytes):
             return None
-        current, faster = self._host.find(*item), self._tiers[source]
+        current, faster = self._host.find(*item), self._tiers.by_name[source]
         if current is not None and current.residency in READABLE:
             del queue.relays[item]
             self._host.pin(current)

@@ -237,7 +237,7 @@ class Probes:
         """
         answers = self._answers.get(request)
         tier = answers.held_by.get(item) if answers is not None else None
-        return self._order if tier is None else self._order[self._tiers[tier].number :]
+        return self._order if tier is None else self._order[self._tiers.by_name[tier].number :]
 
     # ---- a search --------------------------------------------------------------------------------------------------
 
@@ -390,7 +390,7 @@ class Probes:
 
     def _close(self, probe_id: int, open_probe: OpenProbe, now_s: float) -> None:
         del self._open[probe_id]
-        tier_state, search = self._tiers[open_probe.tier], open_probe.search
+        tier_state, search = self._tiers.by_name[open_probe.tier], open_probe.search
         tier_state.record(Link.PROMOTE, now_s, is_fault=open_probe.is_failed)
         if not open_probe.is_failed:
             for item, is_there in zip(open_probe.objects, open_probe.present, strict=True):

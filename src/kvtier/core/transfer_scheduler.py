@@ -188,7 +188,7 @@ class TransferScheduler:
             self._operations.retry(entry, "" if flight.outcome is CANCELLED else tier_state.name)
 
     def _tier_ended(self, flight: InFlightTransfer, now_s: float) -> tuple[TierState, HostEntry]:
-        tier_state, entry = self._tiers[flight.transfer.tier], flight.entry
+        tier_state, entry = self._tiers.by_name[flight.transfer.tier], flight.entry
         is_fault = None if flight.outcome is CANCELLED else flight.is_fault
         size_bytes = self._host.object_bytes[entry.group]
         tier_state.ended(flight.transfer.link, size_bytes, now_s, is_late=flight.is_late, is_fault=is_fault)
@@ -237,7 +237,7 @@ class TransferScheduler:
         flight.is_late = True
         self._output.counters.late += 1
         transfer, entry = flight.transfer, flight.entry
-        self._tiers[transfer.tier].overdue(transfer.link, now_s)
+        self._tiers.by_name[transfer.tier].overdue(transfer.link, now_s)
         if entry.is_staged:
             if transfer.link is PROMOTE:
                 self._pending_writes.unstaged(entry, Change.LATE)
@@ -313,8 +313,8 @@ class TransferScheduler:
 
     def _next_tier(self, item: WorkItem, now_s: float) -> TierState | None:
         for tier in self._probes.tiers_for(item.work.request, (item.key, item.place.group)):
-            if tier not in item.tried and self._tiers[tier].can_read(now_s):
-                return self._tiers[tier]
+            if tier not in item.tried and self._tiers.by_name[tier].can_read(now_s):
+                return self._tiers.by_name[tier]
         return None
 
     def _promote(self, item: WorkItem, slot: int, tier_state: TierState, now_s: float) -> HostEntry:
@@ -404,7 +404,7 @@ class TransferScheduler:
         if item is not None:
             item.become(COPYING)
         output = self._output
-        limit_s = self._tiers[tier].rules.transfer_deadline_s if tier else self._limits.copy_deadline_s
+        limit_s = self._tiers.by_name[tier].rules.transfer_deadline_s if tier else self._limits.copy_deadline_s
         transfer = Transfer(  # positional: this runs for every object, and keywords cost half as much again
             output.new_id(),
             link,
