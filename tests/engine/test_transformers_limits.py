@@ -193,6 +193,10 @@ def test_a_session_that_fails_costs_speed_and_no_answer(
     assert kv.last.restored_tokens == 64, "and it goes on when the session does"
 
 
+BELOW_SESSION = tuple(f"/{room}/" for room in ("core", "runtime", "policy", "observe", "layout"))
+"""The user's thread runs the core under the session's lock; an exception there shuts the session."""
+
+
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.nightly)])
 def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_served(
     attached: Attach, step: int
@@ -212,8 +216,11 @@ def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_
             except KeyError as error:
                 assert "planted" in str(error)  # noqa: PT017
         assert torch.equal(kv.generate(longer, **GREEDY), plain), planted.where
-        assert kv.last.restored_tokens >= 64, planted.where
-        assert kv.flush(), planted.where
+        if kv.session._is_broken:  # an internal error, as any in the core: kvtier is off, and says so once
+            assert planted.where.startswith(BELOW_SESSION), planted.where
+        else:
+            assert kv.last.restored_tokens >= 64, planted.where
+            assert kv.flush(), planted.where
         assert kv.stored.pending_calls == 0
         kv.close()
         return planted

@@ -140,10 +140,15 @@ def test_figures_that_are_none_are_not_believed() -> None:
 
     tier, view = Wrong(capacity_bytes=1 << 20), TierView()
     sampler = FiguresSampler(tier, view)
-    for number, given in enumerate((None, (1, 2, 3), Figures("a"), Figures(1, 2, 3, {"x": None}), Figures(1, 2, 3, 4))):  # type: ignore[arg-type]
+    for number, given in enumerate(
+        (None, (1, 2, 3), Figures("a"), Figures(1, 2, 3, {"frames": None}), Figures(1, 2, 3, 4))
+    ):  # type: ignore[arg-type]
         tier.given = given
         sampler.sample(float(10 * number))
         assert view.figures == Figures()
+    tier.given = Figures(1, 2, 3, {"x": 5, "frames": 7})
+    sampler.sample(500.0)
+    assert view.figures == Figures(1, 2, 3, {"frames": 7}), "a kind of write that no metric has is left out"
     tier.given = Figures(1.0, 2, None, {"frames": 7})  # type: ignore[arg-type]
     sampler.sample(1000.0)
     assert view.figures == Figures(1, 2, None, {"frames": 7})

@@ -123,10 +123,10 @@ def test_heads_of_noise_end_in_one_error_with_and_without_the_shortcut(seed, nam
     struct.pack_into("<Q", head, 16, 0)
     struct.pack_into("<Q", head, 16, xxhash.xxh3_64_intdigest(bytes(head)))
     answers = []
-    for shortcut in (frame_module._is_raw_frame, lambda *_: False):
+    for shortcut in (frame_module.is_raw_head, lambda *_: False):
         slot = memoryview(bytearray(frame_bytes(group)))
         slot[: len(frame)] = bytes(head) + frame[len(head) :]
-        with patch.object(frame_module, "_is_raw_frame", shortcut):
+        with patch.object(frame_module, "is_raw_head", shortcut):
             try:
                 open_in_place(slot, len(frame), group, identity, SCRATCH)
                 answers.append(bytes(slot))
