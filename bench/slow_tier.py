@@ -193,7 +193,7 @@ def main() -> None:
         record = make_record(
             "slow_tier", settings=settings, seed=None, results={**results, "lost": lost}, samples=[samples]
         )
-        write_json(options.record, record)
+        write_json("--record", options.record, record)
 
 
 if __name__ == "__main__":
