@@ -40,7 +40,7 @@ LAYER_BYTES = 128 << 10
 CHUNKS = 16
 """Chunks of a prompt."""
 PROMPTS = 8
-SLOTS = 48
+SLOTS = 96
 COMPUTE_S = 1.0
 """Stated time of computing a prompt."""
 DEADLINE_S = 120.0
