@@ -294,3 +294,16 @@ def test_a_claim_of_more_than_the_cap_ends_no_writes_and_evicts_nothing(tmp_path
     assert tier.write(object_name(2), frame_of(2))
     tier.sweep()
     assert tier.contains([object_name(1), object_name(2)]) == [True, True]
+
+
+def test_nodes_do_not_try_a_store_that_they_lost_together_at_once(tmp_path) -> None:
+    """Herds: the pause before a trial differs from node to node, for tiers that nodes share."""
+    from kvtier.config.loader import load
+    from kvtier.runtime.open import RETRY_JITTER, _rule
+
+    texts = [f"far=shared_directory:{tmp_path}/far?retry_s=4s", f"near=disk:{tmp_path}/near?retry_s=4s"]
+    far, near = load(environ={"KVTIER_STORE__SECRET": "5e" * 32}, tiers=texts).config.tiers
+    pauses = {_rule(far).retry_s for _ in range(20)}
+    assert len(pauses) == 20
+    assert all(4 * (1 - RETRY_JITTER) <= pause_s <= 4 * (1 + RETRY_JITTER) for pause_s in pauses)
+    assert {_rule(near).retry_s for _ in range(3)} == {4.0}

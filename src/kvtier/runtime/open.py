@@ -1,6 +1,7 @@
 """Opens a session from settings: ranks, secret, core, recorder."""
 
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS_MIN = 256
 """Smallest automatic chunk. Smaller objects do not use a drive's bandwidth."""
+
+RETRY_JITTER = 0.25
+"""Share by which a node's pause before a trial of a shared tier differs at random."""
 
 RECORDER_DEADLINE_S = 2.0
 """How long closing a session waits for its recording."""
@@ -187,6 +191,8 @@ def _rules(config: Config, names: Sequence[str]) -> list[TierRules]:
 
 def _rule(tier: TierSettings) -> TierRules:
     kind = kind_of(tier)
+    # Nodes that have lost a shared store at once do not try it again at once.
+    jitter = random.uniform(1 - RETRY_JITTER, 1 + RETRY_JITTER) if kind.is_shared(tier) else 1.0  # noqa: S311
     return TierRules(
         name=tier.name,
         persists=kind.persists,
@@ -197,5 +203,5 @@ def _rule(tier: TierSettings) -> TierRules:
         probe_deadline_s=tier.probe_deadline_s,
         transfer_deadline_s=tier.transfer_deadline_s,
         failures=tier.failures,
-        retry_s=tier.retry_s,
+        retry_s=tier.retry_s * jitter,
     )

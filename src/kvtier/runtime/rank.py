@@ -1,6 +1,7 @@
 """One rank: its tiers, its arena and its mover."""
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from kvtier.tier.base import Tier
 from kvtier.tier.registry import TierContext, TierSettings, kind_of
 
 logger = logging.getLogger(__name__)
+
+FIRST_CONTACT_S = 0.2
+"""Nodes that start together open a shared store spread over this time."""
 
 COPY_THREADS = 2
 """Default number of threads for gather and scatter."""
@@ -148,6 +152,8 @@ def _deferred(tier: TierSettings, context: TierContext) -> DeferredTier[Any]:
     kind = kind_of(tier)
 
     def make() -> Any:  # noqa: ANN401 - an `AheadTier` if the kind says so
+        if kind.is_shared(tier):
+            time.sleep(random.uniform(0, FIRST_CONTACT_S))  # noqa: S311 - jitter
         try:
             return kind.open(tier, context)
         except (KvError, RuntimeError):
