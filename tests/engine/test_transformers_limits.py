@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,10 @@ def test_whatever_a_call_of_ours_raises_nothing_stays_open_and_the_next_call_is_
         assert torch.equal(kv.generate(longer, **GREEDY), plain), planted.where
         if kv.session._is_broken:  # an internal error, as any in the core: kvtier is off, and says so once
             assert planted.where.startswith(BELOW_SESSION), planted.where
+            until_s = time.monotonic() + 30.0
+            while kv.stored.pending_calls and time.monotonic() < until_s:  # the session's thread ends them
+                kv.flush()
+                time.sleep(0.01)
         else:
             assert kv.last.restored_tokens >= 64, planted.where
             assert kv.flush(), planted.where
