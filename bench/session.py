@@ -140,7 +140,7 @@ def _timed(act: Callable[[int], None], repeats: int, pause_s: float) -> list[flo
 
 
 def objects_per_s(callers: int, seconds: float) -> float:
-    """Objects stored and loaded again per second by so many threads, each with requests of its own."""
+    """Objects stored and loaded again per second by this number of threads, each with requests of its own."""
     events: dict[str, threading.Event] = {}
     count = [0] * callers
     slots = callers * OBJECT_CHUNKS * 4

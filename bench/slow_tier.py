@@ -4,7 +4,7 @@
 
 Host memory, a disk tier and, in every other round, a tier in memory that takes `--slow-s` for each request. Host memory
 holds a fraction of the objects, so loads read the disk. The row "all but one" looks up prompts whose last chunk no
-tier has: the slow tier is asked for it, and the request waits a share of what computing its prompt takes (ADR 13).
+tier has: the slow tier is asked for it, and the request waits at most a share of what computing it takes (ADR 13).
 """
 
 import argparse

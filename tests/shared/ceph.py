@@ -82,7 +82,7 @@ def wait_until(is_ready: Callable[[], bool], what: str, deadline_s: float = STAR
 
 
 def is_listening(port: int) -> bool:
-    """Whether somebody accepts connections at `port` of loopback."""
+    """Whether a server accepts connections at `port` of loopback."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:

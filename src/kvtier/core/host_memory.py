@@ -34,7 +34,7 @@ STAGING_SLOTS_MIN = 8
 STAGING_SLOTS_MAX = 8
 """Enough for the writes in flight of a slow tier; more would be missing elsewhere."""
 STAGING_SHARE = 32
-"""One slot of so many may be in the staging area."""
+"""The staging area has at most one slot of this number of slots."""
 
 
 class Residency(Enum):

@@ -58,7 +58,7 @@ class TierSpeed(NamedTuple):
     source: str
 
     def times(self, drives: int) -> "TierSpeed":
-        """Speed of so many together; the latency is that of one."""
+        """Speed of several drives together; the latency is that of one."""
         if drives == 1:
             return self
         read, write = (None if it is None else drives * it for it in (self.read_bytes_per_s, self.write_bytes_per_s))

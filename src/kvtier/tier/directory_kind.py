@@ -11,7 +11,7 @@ from kvtier.config.value_types import Choice, Location, Size, Switch
 from kvtier.errors import ConfigError
 from kvtier.policy.registry import DEFAULT_EVICTOR, evictor_names, make_evictor
 from kvtier.tier.directory import DirectoryTier
-from kvtier.tier.directory_marker import DamagedMarkerError, read_marker, refuse_foreign
+from kvtier.tier.directory_marker import STORE_VERSION, DamagedMarkerError, read_marker, refuse_foreign
 from kvtier.tier.directory_view import DirectoryView, view_at
 from kvtier.tier.machine import nearest_existing, path_problem, space_problems
 from kvtier.tier.raw_files import RawFiles
@@ -64,7 +64,11 @@ def _open_trial(settings: DirectorySettings, place: Path, capacity_bytes: int, _
 
 
 def _check(settings: DirectorySettings) -> Iterator[Problem]:
-    path = settings.path
+    return store_problems(settings.path, settings.capacity_bytes, STORE_VERSION)
+
+
+def store_problems(path: Path, capacity_bytes: int, version: int) -> Iterator[Problem]:
+    """What is wrong with the root of a store of files whose marker has this version."""
     nearest = nearest_existing(path)
     problem = path_problem(path, nearest)
     if problem is not None:
@@ -73,7 +77,7 @@ def _check(settings: DirectorySettings) -> Iterator[Problem]:
     try:
         if nearest == path:
             refuse_public(path)
-        is_store = nearest == path and read_marker(path) is not None
+        is_store = nearest == path and read_marker(path, version) is not None
         if not is_store:
             refuse_foreign(path)
     except DamagedMarkerError as error:
@@ -82,7 +86,7 @@ def _check(settings: DirectorySettings) -> Iterator[Problem]:
     except ConfigError as error:
         yield Problem("error", "path", str(error))
         return
-    yield from space_problems(settings.capacity_bytes, nearest, is_store=is_store)
+    yield from space_problems(capacity_bytes, nearest, is_store=is_store)
 
 
 KIND = TierKind(

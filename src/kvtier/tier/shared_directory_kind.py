@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 from kvtier.config.schema import needed, setting
 from kvtier.config.value_types import Choice, Location, Size
 from kvtier.errors import ConfigError
-from kvtier.tier.directory_marker import SHARED_VERSION, DamagedMarkerError, read_marker, refuse_foreign
-from kvtier.tier.machine import nearest_existing, path_problem, space_problems
+from kvtier.tier.directory_kind import store_problems
+from kvtier.tier.directory_marker import SHARED_VERSION, read_marker
+from kvtier.tier.machine import nearest_existing
 from kvtier.tier.raw_files import RawFiles
 from kvtier.tier.registry import Problem, TierContext, TierKind, TierSettings
-from kvtier.tier.safe_open import refuse_public
 from kvtier.tier.shared_directory import SharedDirectoryTier, is_on_drive
 from kvtier.tier.shared_sweep import stored_roots
 from kvtier.tier.store_view import ScannedTier
@@ -67,27 +67,11 @@ def _open_trial(
 
 
 def _check(settings: SharedDirectorySettings) -> Iterator[Problem]:
-    path = settings.path
-    nearest = nearest_existing(path)
-    problem = path_problem(path, nearest)
-    if problem is not None:
-        yield Problem("error", "path", problem)
-        return
-    try:
-        if nearest == path:
-            refuse_public(path)
-        is_store = nearest == path and read_marker(path, SHARED_VERSION) is not None
-        if not is_store:
-            refuse_foreign(path)
-    except DamagedMarkerError as error:
-        yield Problem("warning", "path", f"{error}; {error.WHAT_NEXT}")
-        return
-    except ConfigError as error:
-        yield Problem("error", "path", str(error))
-        return
-    if is_on_drive(nearest):
+    problems = list(store_problems(settings.path, settings.capacity_bytes, SHARED_VERSION))
+    nearest = nearest_existing(settings.path)
+    if not any(problem.level == "error" for problem in problems) and is_on_drive(nearest):
         yield Problem("warning", "path", f"{nearest} is on a drive of this machine: is the file system mounted?")
-    yield from space_problems(settings.capacity_bytes, nearest, is_store=is_store)
+    yield from problems
 
 
 def _inspect(settings: SharedDirectorySettings) -> list[ScannedTier]:
