@@ -6,7 +6,7 @@ VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test coverage test-shared test-shared-core test-vllm test-vllm-next lint simulate nightly setup clean
+.PHONY: demo test coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-next lint simulate nightly setup clean
 
 setup: $(VENV)/.done
 
@@ -35,6 +35,14 @@ test-shared: setup
 # The part that every change must pass.
 test-shared-core: setup
 	$(BIN)/python -m pytest -m shared_core tests/shared
+
+# Stores that are clusters of servers of their own, which it installs and starts on loopback.
+test-cluster: setup
+	$(BIN)/python -m pytest tests/cluster
+
+# The part that every change must pass.
+test-cluster-core: setup
+	$(BIN)/python -m pytest -m cluster_core tests/cluster
 
 # The connector on the real engine: vLLM 0.32 for CPUs, in an environment of its own.
 test-vllm: $(VLLM_VENV)/.done

@@ -1,0 +1,64 @@
+"""Real cluster stores, each started once for all tests of this folder that ask for it."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.cluster.valkey import Cluster, Program, Server, install
+from tests.shared.ceph import NotInstalledError
+
+
+@pytest.fixture(scope="session")
+def valkey_program() -> Program:
+    """The program of Valkey, or of Redis."""
+    try:
+        return install()
+    except NotInstalledError as error:
+        pytest.skip(f"Valkey cannot be installed: {error}")
+
+
+@pytest.fixture(scope="session")
+def running_valkey(valkey_program, tmp_path_factory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("valkey"), valkey_program)
+    try:
+        server.start()
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def valkey(running_valkey: Server) -> Iterator[Server]:
+    """One server, empty and with its first settings before the test, healthy after it."""
+    running_valkey.call("FLUSHALL")
+    running_valkey.call("CONFIG", "RESETSTAT")
+    yield running_valkey
+    running_valkey.resume()
+    if not running_valkey.is_running:
+        running_valkey.start()
+        running_valkey.wait()
+
+
+@pytest.fixture(scope="session")
+def running_cluster(valkey_program, tmp_path_factory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), valkey_program)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
+    """Three masters with a replica each, all of them healthy before and after the test, and empty before it."""
+    for master in running_cluster.masters():
+        master.call("FLUSHALL")
+        master.call("CONFIG", "RESETSTAT")
+    yield running_cluster
+    for node in running_cluster.nodes:
+        node.resume()
+        if not node.is_running:
+            node.start()
+            node.wait()
+    running_cluster.wait()
