@@ -150,7 +150,7 @@ def test_wrong_types_in_a_file_are_refused(tmp_path, toml, why):
 def test_unknown_names_are_errors_that_name_the_known_ones(tmp_path):
     refused(
         "host.capcity_bytes (from environment KVTIER_HOST__CAPCITY_BYTES): unknown setting; did you mean "
-        "capacity_bytes? known here: capacity_bytes, evictor,",
+        "capacity_bytes or staging_bytes? known here: capacity_bytes, evictor,",
         environ={"KVTIER_HOST__CAPCITY_BYTES": "1"},
     )
     refused("shelf (from flag --set shelf.x): unknown section; known here: host, store,", flags=["shelf.x=/y"])

@@ -42,6 +42,9 @@ class HostConfig(SettingsSection):
     populate: bool = setting(
         default=False, kind=Switch(), help="Touch all host memory at start: slower start, no page faults later."
     )
+    staging_bytes: int = setting(
+        256 * 2**20, Size(2**16), "Host memory for objects on their way, per rank, where the engine keeps its own."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,6 +148,10 @@ class TierState:
         while len(self._suspect) > SUSPECT_MAX:
             del self._suspect[next(iter(self._suspect))]
 
+    def is_suspect(self, item: Item) -> bool:
+        """Whether the copy of `item` may be bad."""
+        return item in self._suspect
+
     def clear_suspect(self, item: Item) -> bool:
         """The copy of `item` was read or will be replaced; returns whether it was suspect."""
         return bool(self._suspect) and self._suspect.pop(item, item) is None

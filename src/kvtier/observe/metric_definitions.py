@@ -85,6 +85,21 @@ STORE_CHUNKS = Metric(
     "Chunks of stores, in all groups: held in host memory, or dropped (no slot in time, or a failure).",
 )
 STORE_SECONDS = Metric("kvtier_store_seconds", MetricKind.HISTOGRAM, "seconds", (), "Duration of a store.", _SECONDS)
+OBJECTS = Metric(
+    "kvtier_objects_total",
+    MetricKind.COUNTER,
+    "",
+    (Label("way", get_args(Way)), _OUTCOME),
+    "Objects that an engine with host memory of its own has read or written, by outcome.",
+)
+OBJECT_CALL_SECONDS = Metric(
+    "kvtier_object_call_seconds",
+    MetricKind.HISTOGRAM,
+    "seconds",
+    (Label("call", ("leading_run", "contains", "get", "put")),),
+    "Duration of a call of such an engine.",
+    _SECONDS,
+)
 TRANSFERS = Metric(
     "kvtier_transfers_total", MetricKind.COUNTER, "", (_LINK, _OUTCOME), "Transfers, by link and outcome."
 )
@@ -193,6 +208,8 @@ METRICS: tuple[Metric, ...] = (
     STORES,
     STORE_CHUNKS,
     STORE_SECONDS,
+    OBJECTS,
+    OBJECT_CALL_SECONDS,
     TRANSFERS,
     TRANSFER_BYTES,
     TRANSFER_SECONDS,

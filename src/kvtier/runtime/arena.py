@@ -37,13 +37,16 @@ def chunk_bytes(layout: KvLayout) -> int:
     return sum(frame_bytes(group) for group in layout.groups)
 
 
-def slots_for(layout: KvLayout, capacity_bytes: int, ranks: int = 1) -> tuple[int, ...]:
+def slots_for(
+    layout: KvLayout, capacity_bytes: int, ranks: int = 1, setting: str = "host.capacity_bytes"
+) -> tuple[int, ...]:
     """Slots of each group that fit in `capacity_bytes`: equal numbers, since a chunk needs one of each.
 
     Args:
         layout: of one rank.
         capacity_bytes: of all ranks together.
         ranks: number of ranks; a chunk takes a slot on each.
+        setting: the one that gives `capacity_bytes`.
 
     Raises:
         ConfigError: fewer than `SLOTS_MIN` fit.
@@ -52,7 +55,7 @@ def slots_for(layout: KvLayout, capacity_bytes: int, ranks: int = 1) -> tuple[in
     count = capacity_bytes // one
     if count < SLOTS_MIN:
         raise ConfigError(
-            f"host.capacity_bytes = {capacity_bytes} is too small: a chunk of {layout.chunk_tokens} tokens of this "
+            f"{setting} = {capacity_bytes} is too small: a chunk of {layout.chunk_tokens} tokens of this "
             f"model takes {one} bytes of host memory; allowed: at least {SLOTS_MIN * one}"
         )
     return (count,) * len(layout.groups)

@@ -1,6 +1,6 @@
 """Counters of commands and gauges of places, for the metrics table."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kvtier.codec.frame import frame_bytes
@@ -75,11 +75,45 @@ class CommandCounters:
         return bound
 
 
-class Gauges:
-    """Fill level, evictions and written bytes of host memory and each tier, and transfers in flight.
+class TierGauges:
+    """Fill level, evictions, written bytes and stuck queues of each tier, from the tiers' views.
 
-    Tiers' figures come from their views.
+    Args:
+        metrics: receives them.
+        views: the tiers' views, by name.
+        is_up: whether a tier is read, rather than left alone after failures.
     """
+
+    def __init__(self, metrics: Metrics, views: Mapping[str, TierView], is_up: Callable[[str], bool]) -> None:
+        self._metrics = metrics
+        self._views = dict(views)
+        self._is_up = is_up
+        self._evictions: dict[str, int] = {}
+        self._written: dict[tuple[str, str], int] = {}
+
+    def __call__(self) -> None:
+        """Refresh the gauges."""
+        for name, view in self._views.items():
+            view.is_up = self._is_up(name)
+            self._metrics.set(table.STUCK_QUEUES, view.stuck_queues(), tier=name)
+            used_bytes, capacity_bytes, evictions, written, _ = view.figures
+            if used_bytes is not None and capacity_bytes is not None and evictions is not None:
+                self.set_place(name, used_bytes, capacity_bytes, evictions)
+            for what, count in written.items():
+                more = max(0, count - self._written.get((name, what), 0))  # a tier that was opened anew counts from 0
+                self._metrics.add(table.WRITE_BYTES, more, tier=name, what=what)
+                self._written[name, what] = count
+
+    def set_place(self, place: str, held_bytes: int, capacity_bytes: int, evictions: int) -> None:
+        """Set the fill level of a place, and add its evictions since the last call."""
+        self._metrics.set(table.HELD_BYTES, held_bytes, place=place)
+        self._metrics.set(table.CAPACITY_BYTES, capacity_bytes, place=place)
+        self._metrics.add(table.EVICTIONS, max(0, evictions - self._evictions.get(place, 0)), place=place)
+        self._evictions[place] = evictions
+
+
+class Gauges:
+    """Fill level, evictions and written bytes of host memory and each tier, and transfers in flight."""
 
     def __init__(
         self,
@@ -92,11 +126,9 @@ class Gauges:
         self._metrics = metrics
         self._cache = cache
         self._sizes = [frame_bytes(group) for group in layout.groups]
-        self._views = dict(views)
+        self._tiers = TierGauges(metrics, views, cache.is_up)
         self._in_flight = in_flight
-        self._evictions: dict[str, int] = {}
         self._relays_dropped = 0
-        self._written: dict[tuple[str, str], int] = {}
 
     def __call__(self) -> None:
         """Refresh the gauges."""
@@ -106,24 +138,9 @@ class Gauges:
         sizes = list(enumerate(self._sizes))
         held = sum(host.used(group) * size for group, size in sizes)
         capacity = sum(host.slots[group] * size for group, size in sizes)
-        self._set(HOST, held, capacity, host.evictions)
+        self._tiers.set_place(HOST, held, capacity, host.evictions)
         self._metrics.add(table.RELAYS_DROPPED, self._cache.counters.relays_dropped - self._relays_dropped)
         self._relays_dropped = self._cache.counters.relays_dropped
         for name, count in self._cache.relays_waiting().items():
             self._metrics.set(table.RELAYS_WAITING, count, tier=name)
-        for name, view in self._views.items():
-            view.is_up = self._cache.is_up(name)
-            self._metrics.set(table.STUCK_QUEUES, view.stuck_queues(), tier=name)
-            used_bytes, capacity_bytes, evictions, written, _ = view.figures
-            if used_bytes is not None and capacity_bytes is not None and evictions is not None:
-                self._set(name, used_bytes, capacity_bytes, evictions)
-            for what, count in written.items():
-                more = max(0, count - self._written.get((name, what), 0))  # a tier that was opened anew counts from 0
-                self._metrics.add(table.WRITE_BYTES, more, tier=name, what=what)
-                self._written[name, what] = count
-
-    def _set(self, place: str, held_bytes: int, capacity_bytes: int, evictions: int) -> None:
-        self._metrics.set(table.HELD_BYTES, held_bytes, place=place)
-        self._metrics.set(table.CAPACITY_BYTES, capacity_bytes, place=place)
-        self._metrics.add(table.EVICTIONS, max(0, evictions - self._evictions.get(place, 0)), place=place)
-        self._evictions[place] = evictions
+        self._tiers()

@@ -135,6 +135,7 @@ class Mover:
         threads: number of threads of each queue.
         tier_threads: the same for single tiers, by name.
         clock: seconds; the clock of the commands' deadlines.
+        name_root: 32 bytes that key the names of objects; None if the keys are keyed already (`keys.chain`).
 
     `take` and `close` are for one thread, the other methods for any. Its threads are daemons and start at once.
 
@@ -162,6 +163,7 @@ class Mover:
         threads: Threads | None = None,
         tier_threads: Mapping[str, Threads] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
+        name_root: bytes | None = None,
     ) -> None:
         if len(fingerprint) != 32:
             raise ValueError(f"a fingerprint must be 32 bytes, got {len(fingerprint)}")
@@ -177,6 +179,7 @@ class Mover:
             common=common,
             codec=codec or Raw(),
             clock=clock,
+            name_root=name_root,
         )
         self._batching = self._transfers.batching
         self._inbox = CompletionInbox()

@@ -1,4 +1,7 @@
-"""Opens a session from settings: ranks, secret, core, recorder."""
+"""Opens a session from settings: ranks, secret, core, recorder.
+
+An engine that keeps host memory itself has no session; it uses `kvtier.runtime.open_objects`.
+"""
 
 import logging
 import random
@@ -137,7 +140,7 @@ def open_core(
     cache = Cache(
         layout=layout,
         slots=ranks.slots,
-        tiers=_rules(config, ranks.tiers),
+        tiers=tier_rules(config, ranks.tiers),
         evictor=lambda: make_evictor(config.host.evictor),
         limits=_limits(config),
         down=ranks.down,
@@ -182,7 +185,12 @@ def _limits(config: Config) -> Limits:
     )
 
 
-def _rules(config: Config, names: Sequence[str]) -> list[TierRules]:
+def tier_rules(config: Config, names: Sequence[str]) -> list[TierRules]:
+    """The core's limits of each tier.
+
+    Raises:
+        ConfigError: `names` are not those of the settings.
+    """
     configured = tuple(tier.name for tier in config.tiers)
     if tuple(names) != configured:
         raise ConfigError(f"the ranks were opened with the tiers {names}, and the settings name {configured}")

@@ -4,7 +4,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,6 +91,35 @@ def open_rank(
     """
     slots = slots_for(layout, config.host.capacity_bytes, ranks)
     codec = by_name(config.store.codec)
+    tiers = open_tiers(config, layout, fingerprint_digest, rank, ranks)
+    try:
+        arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
+        mover = Mover(
+            layout=layout.on_rank(rank, ranks),
+            fingerprint=fingerprint_digest,
+            arena=arena,
+            copier=copier,
+            tiers=tiers,
+            common=common_tiers(config),
+            codec=codec,
+            threads=Threads(device=copy_threads),
+            tier_threads=threads_of_tiers(config),
+        )
+    except BaseException:
+        close_tiers(tiers, 5.0)
+        raise
+    down = tiers_down(tiers)
+    remote = tuple(it.name for it in config.tiers if kind_of(it).is_remote or kind_of(it).is_shared(it))
+    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, partial(close_tiers, tiers), arena)
+
+
+def open_tiers(config: Config, layout: KvLayout, fingerprint_digest: bytes, rank: int, ranks: int) -> dict[str, Tier]:
+    """The tiers of one rank by name, in the order of the settings; one that fails or hangs may open later.
+
+    Raises:
+        ConfigError: a setting is wrong, or a path cannot be used. Nothing stays open.
+        TierError: a required tier cannot be opened.
+    """
     secret = configured_secret(config) if config.tiers else None
     context = TierContext(
         layout=layout,
@@ -108,24 +137,25 @@ def open_rank(
         for tier, deferred in opening:
             waited_s = time.monotonic() - began_s
             tiers[tier.name] = deferred.opened(deadline_s, is_required=tier.required, waited_s=waited_s)
-        arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
-        mover = Mover(
-            layout=layout.on_rank(rank, ranks),
-            fingerprint=fingerprint_digest,
-            arena=arena,
-            copier=copier,
-            tiers=tiers,
-            common={it.name for it in config.tiers if kind_of(it).is_common(it) or kind_of(it).is_shared(it)},
-            codec=codec,
-            threads=Threads(device=copy_threads),
-            tier_threads={it.name: Threads(read=it.read_threads, write=it.write_threads) for it in config.tiers},
-        )
     except BaseException:
         close_tiers(tiers, 5.0)
         raise
-    down = tuple(name for name, tier in tiers.items() if isinstance(tier, DeferredTier) and not tier.is_open)
-    remote = tuple(it.name for it in config.tiers if kind_of(it).is_remote or kind_of(it).is_shared(it))
-    return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, partial(close_tiers, tiers), arena)
+    return tiers
+
+
+def tiers_down(tiers: Mapping[str, Tier]) -> tuple[str, ...]:
+    """Names of the tiers that are not open yet."""
+    return tuple(name for name, tier in tiers.items() if isinstance(tier, DeferredTier) and not tier.is_open)
+
+
+def common_tiers(config: Config) -> set[str]:
+    """Names of tiers in which all ranks of the engine use one store."""
+    return {it.name for it in config.tiers if kind_of(it).is_common(it) or kind_of(it).is_shared(it)}
+
+
+def threads_of_tiers(config: Config) -> dict[str, Threads]:
+    """Threads of each tier's queues."""
+    return {it.name: Threads(read=it.read_threads, write=it.write_threads) for it in config.tiers}
 
 
 def close_tiers(tiers: dict[str, Tier], deadline_s: float) -> None:

@@ -4,6 +4,7 @@ Methods raise on failure and the mover turns exceptions into outcomes. In a batc
 an exception the bytes in the target slot are undefined.
 """
 
+import hmac
 import logging
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -78,6 +79,7 @@ class Transfers:
         common: Collection[str],
         codec: Codec,
         clock: Callable[[], float],
+        name_root: bytes | None = None,
     ) -> None:
         self._layout = layout
         self._fingerprint = fingerprint
@@ -87,6 +89,10 @@ class Transfers:
         self._codec = codec
         self._clock = clock
         self._digests = [layout.digest(group) for group in range(len(layout.groups))]
+        self._name_digests = (
+            self._digests if name_root is None else [hmac.digest(name_root, it, "sha256") for it in self._digests]
+        )
+        """Of each group, in names."""
         self._parts = [layout.part(group) for group in range(len(layout.groups))]
         self._kept_elsewhere = {
             (name, group) for name in common for group, known in enumerate(layout.groups) if known.copy
@@ -214,7 +220,7 @@ class Transfers:
 
     def _promote(self, job: Job, transfer: Transfer, scratch: Scratch) -> Result:
         group = transfer.group
-        (name,) = object_names((transfer.key,), group, self._parts[group], self._digests[group])
+        (name,) = object_names((transfer.key,), group, self._parts[group], self._name_digests[group])
         slot = self._arena.frame(group, transfer.slot)
         job.is_in_tier = True
         stored_bytes = self._tiers[transfer.tier].read(name, slot)
@@ -293,18 +299,18 @@ class Transfers:
         return Result(Outcome.DONE)
 
     def _name(self, key: ChunkKey, group: int) -> ObjectName:
-        return object_name(key, group, self._parts[group], self._digests[group])
+        return object_name(key, group, self._parts[group], self._name_digests[group])
 
     def _names(self, keys: Sequence[ChunkKey], groups: Sequence[int]) -> list[ObjectName]:
         """The names of these objects."""
         different = set(groups)
         if len(different) == 1:  # the usual case
-            return object_names(keys, groups[0], self._parts[groups[0]], self._digests[groups[0]])
+            return object_names(keys, groups[0], self._parts[groups[0]], self._name_digests[groups[0]])
         names = [ObjectName(b"")] * len(keys)
         for group in different:
             members = [position for position, it in enumerate(groups) if it == group]
             its_keys = (keys[position] for position in members)
-            its_names = object_names(its_keys, group, self._parts[group], self._digests[group])
+            its_names = object_names(its_keys, group, self._parts[group], self._name_digests[group])
             for position, name in zip(members, its_names, strict=True):
                 names[position] = name
         return names

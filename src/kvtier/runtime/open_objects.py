@@ -1,0 +1,57 @@
+"""Opens an object store from settings."""
+
+from functools import partial
+
+from kvtier.codec.registry import by_name
+from kvtier.config.sections import Config
+from kvtier.errors import ConfigError
+from kvtier.keys.fingerprint import root_key
+from kvtier.layout import KvLayout
+from kvtier.runtime.object_store import ObjectStore
+from kvtier.runtime.open import tier_rules
+from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
+from kvtier.runtime.secret import store_secret
+
+
+def open_object_store(
+    config: Config, layout: KvLayout, fingerprint_digest: bytes, *, rank: int = 0, ranks: int = 1
+) -> ObjectStore:
+    """Open the tiers of one rank, for an engine that keeps host memory itself.
+
+    Args:
+        config: the settings: `tiers`, `host.staging_bytes`, `store.secret`, `store.secret_file`, `store.codec`, and
+            `limits.open_deadline_s`. Others have no effect.
+        layout: this rank's KV groups; `chunk_tokens` is the engine's page. Without a `part`, ranks share no object.
+        fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
+        rank: number of this rank, from 0.
+        ranks: number of ranks.
+
+    Raises:
+        ConfigError: there is no tier, a setting is wrong, or a path cannot be used. Nothing stays open.
+        TierError: a required tier cannot be opened. Other tiers may open later.
+        RuntimeError: the system cannot start a thread.
+    """
+    if not config.tiers:
+        raise ConfigError("tiers: none; allowed: at least one, because an object store keeps nothing itself")
+    codec = by_name(config.store.codec)
+    tiers = open_tiers(config, layout, fingerprint_digest, rank, ranks)
+    try:
+        down = tiers_down(tiers)
+        # After the tiers are open, because the secret is in a directory that one of them creates.
+        root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens)
+        return ObjectStore(
+            layout=layout.on_rank(rank, ranks),
+            name_root=root,
+            fingerprint=fingerprint_digest,
+            tiers=tiers,
+            rules=tier_rules(config, tuple(tiers)),
+            staging_bytes=config.host.staging_bytes,
+            codec=codec,
+            tier_threads=threads_of_tiers(config),
+            common=common_tiers(config),
+            down=down,
+            on_close=partial(close_tiers, tiers),
+        )
+    except BaseException:
+        close_tiers(tiers, 5.0)
+        raise
