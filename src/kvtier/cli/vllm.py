@@ -3,22 +3,16 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Any, cast
 
 import click
 
 from kvtier.cli.config import tier_option
-from kvtier.config.loader import TIERS, Loaded, load
-from kvtier.config.machine_checks import check
-from kvtier.config.schema import Setting
-from kvtier.config.sections import Config, all_settings, value_of
+from kvtier.cli.engine_settings import given, notes
+from kvtier.config.loader import Loaded, load
+from kvtier.config.sections import Config
 from kvtier.config.tier_list import spec
-from kvtier.config.value_types import Hidden
 from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed, is_supported
 from kvtier.errors import ConfigError
-from kvtier.report.output import print_json
-from kvtier.report.table import Table, print_table
-from kvtier.tier.registry import TierSettings
 
 directory_option = click.option(
     "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store, for --tier directory:DIR."
@@ -48,7 +42,7 @@ def config_command(directory: Path | None, tiers: tuple[str, ...], flags: tuple[
         tiers = (*tiers, spec("directory", directory))
     loaded = load(flags=flags, tiers=tiers)
     transfer = transfer_config(loaded)
-    for note in (*_notes(loaded), *_engine_notes(loaded.config)):
+    for note in (*notes(loaded), *_engine_notes(loaded.config)):
         click.echo(f"note: {note}", err=True)
     click.echo(json.dumps(transfer))
     return 0
@@ -60,64 +54,25 @@ def transfer_config(loaded: Loaded) -> dict[str, object]:
     Raises:
         ConfigError: a flag is a secret, which a list of processes would show.
     """
-    config = loaded.config
-    extra: dict[str, Any] = {}
-    if loaded.origins[TIERS].layer == "flag":
-        extra[TIERS] = [_table(tier) for tier in config.tiers]
-    for setting in _given(loaded, "flag"):
-        value = value_of(config, setting)
-        if isinstance(setting.kind, Hidden):
-            raise ConfigError(
-                f"{setting.name} (from {loaded.origins[setting.name]}): a secret is never printed; allowed: "
-                f"--set {setting.name}_file=PATH, or the environment of the server"
-            )
-        if not setting.section.startswith(f"{TIERS}."):
-            extra.setdefault(setting.section, {})[setting.key] = _plain(value)
-        elif TIERS not in extra:
-            extra[setting.name] = _plain(value)
-    return {**CONNECTOR, "kv_connector_extra_config": extra}
-
-
-def _table(tier: TierSettings) -> dict[str, object]:
-    """The tier as JSON, without defaults."""
-    names = {"kind": tier.kind} if tier.name == tier.kind else {"name": tier.name, "kind": tier.kind}
-    changed = {each.key: getattr(tier, each.key) for each in tier.settings()}
-    changed = {each.key: changed[each.key] for each in tier.settings() if changed[each.key] != each.default}
-    return {**names, **{key: _plain(value) for key, value in changed.items()}}
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
-
-
-def _given(loaded: Loaded, *layers: str) -> list[Setting]:
-    return [setting for setting in all_settings(loaded.config) if loaded.origins[setting.name].layer in layers]
-
-
-def _notes(loaded: Loaded) -> list[str]:
-    """Notes on valid settings."""
-    notes = [str(finding) for finding in check(loaded.config, loaded.origins, loaded.file)]
-    if not loaded.config.tiers:
-        notes.append("no --tier: KV is kept in host memory only, and ends with the server")
-    notes += [
-        f"{setting.name} is also set by {loaded.origins[setting.name]}; the server reads that itself, where it sees it"
-        for setting in _given(loaded, "file", "environment")
-    ]
-    return notes
+    return {**CONNECTOR, "kv_connector_extra_config": given(loaded)}
 
 
 def _engine_notes(config: Config) -> list[str]:
-    """Check the installed vLLM; notes if there is none, or an unsupported one.
+    """Check the installed vLLM; notes if there is none, or an unsupported one, or no tier.
 
     Raises:
         ConfigError: it is not supported, or lacks names that the connector uses.
     """
+    found = [] if config.tiers else ["no --tier: KV is kept in host memory only, and ends with the server"]
     if installed() is None:
-        return ["vLLM is not installed here, so its release was not checked"]
+        return [*found, "vLLM is not installed here, so its release was not checked"]
     version = check_engine(config.vllm.unsupported)
     if is_supported(version):
-        return []
-    return [f"vLLM {version} is not supported: the server starts only after `kvtier vllm doctor --selftest` has passed"]
+        return found
+    untried = (
+        f"vLLM {version} is not supported: the server starts only after `kvtier vllm doctor --selftest` has passed"
+    )
+    return [*found, untried]
 
 
 @vllm.command()
@@ -154,6 +109,7 @@ def doctor(
     checked. Without --selftest the command changes nothing and starts no engine. Run it where the server runs, as its
     user. Exit code 1 with an error or a warning.
     """
+    from kvtier.cli.doctor_findings import report
     from kvtier.cli.vllm_doctor import ServerDescription, examine
 
     try:
@@ -170,9 +126,4 @@ def doctor(
             is_selftest=selftest,
         )
     )
-    is_bad = any(finding.level in {"error", "warning"} for finding in findings)
-    if as_json:
-        print_json({"ok": not is_bad, "findings": cast("object", [finding._asdict() for finding in findings])})
-    else:
-        print_table(Table(("", "about", "what was found", "what to do"), findings))
-    return 1 if is_bad else 0
+    return report(findings, as_json=as_json)

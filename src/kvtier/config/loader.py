@@ -116,6 +116,23 @@ def override(base: Config, given: Iterable[tuple[str, object]], origin: str) -> 
     return replace(base, **parts, tiers=listed.settings())
 
 
+def flat(given: Mapping[str, object], origin: str) -> Iterator[tuple[str, object]]:
+    """Single values for `override`, from JSON by section (``{"host": {"evictor": "lru"}}``) or flat.
+
+    Raises:
+        ConfigError: a section is unknown, or no object.
+    """
+    for name, value in given.items():
+        if "." in name or name == TIERS:
+            yield name, value
+            continue
+        find_section(name, origin)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} = {value!r} (from {origin}): allowed: a section of settings, such as {{...}}")
+        for inner, raw in cast("Mapping[str, object]", value).items():
+            yield f"{name}.{inner}", raw
+
+
 def _from_file(path: Path | None) -> Iterator[_RawSetting]:
     if path is None:
         return

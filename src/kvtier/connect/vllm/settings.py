@@ -1,12 +1,10 @@
 """kvtier's settings in vLLM: `kv_connector_extra_config` overrides the settings file and the environment."""
 
-from collections.abc import Iterator, Mapping
-from typing import cast
+from collections.abc import Mapping
 
-from kvtier.config.loader import TIERS, load, override
-from kvtier.config.sections import Config, find_section
+from kvtier.config.loader import flat, load, override
+from kvtier.config.sections import Config
 from kvtier.connect.vllm.vllm_types import VllmConfig
-from kvtier.errors import ConfigError
 
 _ORIGIN = "kv_connector_extra_config"
 
@@ -29,16 +27,4 @@ def settings_from(extra: Mapping[str, object], base: Config) -> Config:
     Raises:
         ConfigError: see `settings_of`; also a setting given in both forms.
     """
-    return override(base, _entries(extra), _ORIGIN)
-
-
-def _entries(extra: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for name, value in extra.items():
-        if "." in name or name == TIERS:
-            yield name, value
-            continue
-        find_section(name, _ORIGIN)
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{name} = {value!r} (from {_ORIGIN}): allowed: a section of settings, such as {{...}}")
-        for inner, raw in cast("Mapping[str, object]", value).items():
-            yield f"{name}.{inner}", raw
+    return override(base, flat(extra, _ORIGIN), _ORIGIN)
