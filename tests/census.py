@@ -32,6 +32,7 @@ COMMANDS = {
     "bench io --help": "bench io --help",
     "inspect": "inspect stat {out}",
     "probe": "probe --quick --dir {out} --seconds 0.02s --bytes 64MiB",
+    "sglang config": "sglang config --dir {out}",
     "vllm config": "vllm config --dir {out}",
 }
 PROBE = """

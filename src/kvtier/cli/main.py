@@ -26,6 +26,7 @@ COMMANDS = {
     "replay": ("kvtier.cli.replay:replay", "Replay a trace: hit rates of policies and capacities, and their bounds."),
     "size": ("kvtier.cli.size:size", "Compute the KV size of a model, with formulas; check published figures."),
     "trace": ("kvtier.cli.trace:trace", "Record, convert, anonymize and synthesize request traces."),
+    "sglang": ("kvtier.cli.sglang:sglang", "Configure the storage backend in SGLang, and diagnose missing hits."),
     "vllm": ("kvtier.cli.vllm:vllm", "Configure the connector in vLLM, and diagnose missing hits."),
 }
 """Location and one line of help for each command."""

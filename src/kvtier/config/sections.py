@@ -146,6 +146,19 @@ class VllmConfig(SettingsSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SglangConfig(SettingsSection):
+    """Behaviour in SGLang."""
+
+    section: ClassVar[str] = "sglang"
+
+    unsupported: Literal["refuse", "allow"] = setting(
+        "refuse",
+        Choice(("refuse", "allow")),
+        "Untested releases of SGLang; allow: use them, and find their KV with the same release only.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig(SettingsSection):
     """Logging in vLLM; elsewhere the host program configures logging."""
 
@@ -174,6 +187,7 @@ class Config:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    sglang: SglangConfig = field(default_factory=SglangConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
@@ -195,6 +209,7 @@ SECTIONS: dict[str, type[SettingsSection]] = {
         PlannerConfig,
         TraceConfig,
         VllmConfig,
+        SglangConfig,
         LogConfig,
     )
 }

@@ -1,0 +1,156 @@
+"""`kvtier sglang`: print the flags of SGLang's server, and diagnose missing hits."""
+
+import json
+import shlex
+from pathlib import Path
+
+import click
+
+from kvtier.cli.config import tier_option
+from kvtier.cli.engine_settings import given, notes
+from kvtier.cli.options import OutputFile, Quantity, tell_written
+from kvtier.config.loader import load
+from kvtier.config.sections import Config
+from kvtier.config.tier_list import spec
+from kvtier.connect.sglang.installed import BACKEND, EXTRA, Environment, check_version, is_supported, look
+from kvtier.errors import ConfigError
+from kvtier.report.output import write_file
+
+PAGE_TOKENS = 64
+"""A page of SGLang's default is one token, which is too little for an object."""
+
+UNUSED = ("host.capacity_bytes",)
+"""Settings without effect here: SGLang keeps the host memory itself."""
+
+directory_option = click.option(
+    "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store, for --tier directory:DIR."
+)
+python_option = click.option(
+    "--python",
+    type=click.Path(path_type=Path),
+    help="Python of the environment with SGLang. [default: the one that runs kvtier]",
+)
+
+
+@click.group()
+def sglang() -> None:
+    """Configure HiCache's storage backend in SGLang, and diagnose missing hits."""
+
+
+@sglang.command(name="config")
+@directory_option
+@tier_option
+@click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
+@click.option("--page-size", type=click.IntRange(1, 1 << 16), default=PAGE_TOKENS, show_default=True, help="Tokens.")
+@click.option("--file", type=OutputFile(), metavar="FILE", help="Write the JSON to FILE, and print @FILE instead.")
+@python_option
+def config_command(
+    directory: Path | None,
+    tiers: tuple[str, ...],
+    flags: tuple[str, ...],
+    page_size: int,
+    file: Path | None,
+    python: Path | None,
+) -> int:
+    """Print flags for `python -m sglang.launch_server`, one line in shell syntax, and nothing else.
+
+    The JSON contains the settings of --tier and --set. SGLang's processes read the settings file and the environment
+    themselves. The settings are checked, and the installed SGLang, if any, must take the flags. Notes go to stderr.
+
+    \b
+    kvtier sglang config --tier disk:/mnt/nvme/kv                   to paste after the other flags
+    python -m sglang.launch_server --model-path MODEL \\
+        $(kvtier sglang config --file kv.json --tier disk:/mnt/nvme/kv)
+    """  # noqa: D301 - \b is click's mark for lines that are kept
+    loaded = load(flags=flags, tiers=tiers if directory is None else (*tiers, spec("directory", directory)))
+    text = json.dumps({**BACKEND, **given(loaded)}, separators=(",", ":"))
+    found = [*notes(loaded, UNUSED), *_environment_notes(loaded.config, python, server_flags(page_size, text))]
+    if file is not None:
+        if file.suffix.lower() != ".json":
+            raise ConfigError(f"--file {file}: SGLang reads the format from the suffix; allowed: a name in .json")
+        write_file("--file", file, f"{text}\n")
+        tell_written(file)
+        text = f"@{file.absolute()}"
+    for note in found:
+        click.echo(f"note: {note}", err=True)
+    click.echo(shlex.join(server_flags(page_size, text)))
+    return 0
+
+
+def server_flags(page_tokens: int, extra: str) -> list[str]:
+    """The flags of a server that uses kvtier."""
+    return [
+        "--enable-hierarchical-cache",
+        *("--page-size", str(page_tokens)),
+        *("--hicache-storage-backend", "dynamic"),
+        *(EXTRA, extra),
+    ]
+
+
+def _environment_notes(config: Config, python: Path | None, flags: list[str]) -> list[str]:
+    """Notes on SGLang's environment, and on settings without tiers.
+
+    Raises:
+        ConfigError: its SGLang is not supported, or does not take the flags.
+    """
+    found = [] if config.tiers else ["no --tier: nothing is stored below SGLang's own memory"]
+    environment = look(python)
+    if environment.version is None:
+        return [*found, f"SGLang is not installed in {python or 'this environment'}, so the flags were not checked"]
+    check_version(environment.version, config.sglang.unsupported)
+    environment = look(python, ["--model-path", "dummy", *flags])
+    if environment.refused:
+        raise ConfigError(f"SGLang {environment.version} does not take these flags: {environment.refused}")
+    return [*found, *_doubts(environment, python)]
+
+
+def _doubts(environment: Environment, python: Path | None) -> list[str]:
+    found: list[str] = []
+    if not environment.has_kvtier:
+        found.append(f"kvtier is not installed in the environment of {python}: the server does not start before it is")
+    if not is_supported(environment.version or ""):
+        found.append(f"SGLang {environment.version} is not supported; sglang.unsupported is allow")
+    return found
+
+
+@sglang.command()
+@click.argument("arguments", nargs=-1, metavar="[-- SERVER_FLAGS...]", type=click.UNPROCESSED)
+@directory_option
+@tier_option
+@python_option
+@click.option("--prompt-tokens", type=Quantity(), help="Tokens of the prompt that is not found.")
+@click.option("--url", metavar="URL", help="Ask a running server, such as http://127.0.0.1:30000.")
+@click.option(
+    "--key-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="With --url: file with the server's --admin-api-key, or its --api-key.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(
+    arguments: tuple[str, ...],
+    directory: Path | None,
+    tiers: tuple[str, ...],
+    python: Path | None,
+    prompt_tokens: int | None,
+    url: str | None,
+    key_file: Path | None,
+    as_json: bool,
+) -> int:
+    """Find out why stored prompts are not found, and what to do about it.
+
+    SERVER_FLAGS, after `--`, are those of `python -m sglang.launch_server`; without them, a running server (--url), the
+    settings file and the environment are checked. The command changes nothing. Run it where the server runs, as its
+    user. Exit code 1 with an error or a warning.
+    """
+    from kvtier.cli.doctor_findings import report
+    from kvtier.cli.sglang_doctor import ServerToCheck, examine
+
+    server = ServerToCheck(
+        arguments=arguments,
+        tiers=tiers if directory is None else (*tiers, spec("directory", directory)),
+        python=python,
+        prompt_tokens=prompt_tokens,
+        url=url,
+        key_file=key_file,
+    )
+    return report(examine(server), as_json=as_json)

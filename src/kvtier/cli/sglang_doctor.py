@@ -1,0 +1,391 @@
+"""Checks of `kvtier sglang doctor`: why SGLang does not find KV that was stored.
+
+Each check yields findings: what was checked, what was found, and what to do. No check changes anything. SGLang itself
+resolves the server's flags (`server_arguments`), so that its own rules decide, not a copy of them.
+"""
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from kvtier.cli.doctor_findings import DoctorFinding, EngineTerms, in_order, machine, stores
+from kvtier.cli.engine_settings import overridden
+from kvtier.cli.sglang import PAGE_TOKENS, UNUSED
+from kvtier.config.loader import TIERS, Loaded, load
+from kvtier.connect.sglang.installed import (
+    BACKEND,
+    EXTRA,
+    OWN_KEYS,
+    Environment,
+    check_version,
+    is_supported,
+    look,
+    read_extra,
+    settings_in,
+)
+from kvtier.connect.sglang.server_arguments import FIELDS
+from kvtier.connect.vllm.identity import local_folder
+from kvtier.errors import ConfigError
+from kvtier.keys.weights import checkpoint_files
+
+PAGE_TOKENS_FEW = 16
+"""Smaller pages are reported: an object has a header of 4 KiB, and costs a request."""
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+"""Supported layouts of HiCache's host memory."""
+
+SERVER_DEADLINE_S = 10.0
+ANSWER_BYTES_MAX = 16 << 20
+
+METRICS = (
+    "sglang:prefetched_tokens_total",
+    "sglang:backuped_tokens_total",
+    "sglang:storage_prefetch_hit_tokens_total",
+)
+"""SGLang's counters of tokens read from the backend, written to it, and found in it."""
+
+TERMS = EngineTerms(
+    command="sglang",
+    unit="pages",
+    setting="--page-size",
+    equal="weights, dtype, --kv-cache-dtype, --page-size, memory layout, parallel sizes and release of SGLang",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerToCheck:
+    """The server to check, as given on the command line."""
+
+    arguments: Sequence[str] = ()
+    """Of ``python -m sglang.launch_server``."""
+    tiers: Sequence[str] = ()
+    """Overrides the list of tiers, as `--tier` gives them."""
+    python: Path | None = None
+    """Interpreter of SGLang's environment; None: this one."""
+    prompt_tokens: int | None = None
+    """Of the prompt that is not found."""
+    url: str | None = None
+    """Of the running server."""
+    key_file: Path | None = None
+    """With the bearer key for `url`."""
+
+
+class _Fields(NamedTuple):
+    """A server's `ServerArgs` fields."""
+
+    resolved: Mapping[str, Any]
+    asked: Mapping[str, Any]
+    """Before SGLang's own rules; empty if unknown."""
+
+
+def examine(server: ServerToCheck) -> list[DoctorFinding]:
+    """All findings about `server`, the most severe first."""
+    findings: list[DoctorFinding] = []
+    running: _Fields | None = None
+    if server.url is not None:
+        running, found = _running(server.url, server.key_file)
+        findings += found
+    environment = look(server.python, server.arguments or None)
+    fields = running or (_Fields(environment.fields, environment.asked) if environment.fields else None)
+    extra, found = _extra(server, fields)
+    findings += found
+    unsupported = "refuse"
+    try:
+        loaded = _settings(server, extra)
+    except ConfigError as error:
+        advice = "correct the setting; with it the server does not attach the backend"
+        findings.append(DoctorFinding("error", "settings", str(error), advice))
+    else:
+        unsupported = loaded.config.sglang.unsupported
+        findings += machine(loaded, UNUSED)
+        page_tokens = 0 if fields is None else fields.resolved.get("page_size") or 1
+        findings += stores(loaded.config, None, page_tokens, TERMS)
+    findings += _environment(environment, server.python, unsupported)
+    if fields is not None:
+        findings += _hicache(fields)
+        findings += _pages(fields)
+        findings += _model(fields.resolved)
+        findings += _policies(fields.resolved)
+    elif not environment.refused:
+        text = "no flags and no running server were given, so only settings and tiers were checked"
+        findings.append(DoctorFinding("note", "server", text, "give the server's flags after --, or --url"))
+    if extra is not None:
+        findings += _prompts(extra, fields, server.prompt_tokens)
+    findings += _hits(fields)
+    return in_order(findings)
+
+
+def _extra(server: ServerToCheck, fields: _Fields | None) -> tuple[dict[str, object] | None, list[DoctorFinding]]:
+    """The backend's configuration, if it is known, with findings about it."""
+    text: object = None
+    if fields is not None:
+        text = fields.resolved.get("hicache_storage_backend_extra_config")
+    elif EXTRA in server.arguments[:-1]:  # where no SGLang reads the flags
+        text = server.arguments[list(server.arguments).index(EXTRA) + 1]
+    if not text:
+        return None, []
+    advice = "use the output of `kvtier sglang config`"
+    try:
+        extra = read_extra(str(text))
+    except ConfigError as error:
+        return None, [DoctorFinding("error", EXTRA, str(error), advice)]
+    return extra, list(_keys(extra)) or [DoctorFinding("fine", EXTRA, "names kvtier's backend")]
+
+
+def _keys(extra: Mapping[str, object]) -> Iterator[DoctorFinding]:
+    """Wrong values of SGLang's own keys."""
+    for key, wanted in BACKEND.items():
+        value = extra.get(key)
+        if key == "interface_v1" and not value:
+            text = "is not set, so SGLang hands over no pointers to its memory"
+            yield DoctorFinding("error", key, text, f"set it to {wanted!r}")
+        elif (key == "backend_name" and not value) or (key in {"module_path", "class_name"} and value != wanted):
+            text = f"is {value!r}, so SGLang does not use kvtier"
+            yield DoctorFinding("error", key, text, f"set it to {wanted!r}")
+    for key, default in OWN_KEYS.items():
+        allowed = (int, float) if key.startswith("prefetch_timeout") else type(default)
+        value = extra.get(key, default)
+        if default is not None and not isinstance(value, allowed):
+            text = f"is {value!r}, so SGLang refuses the configuration"
+            yield DoctorFinding("error", key, text, f"set it to a number such as {default!r}")
+
+
+def _settings(server: ServerToCheck, extra: Mapping[str, object] | None) -> Loaded:
+    """The server's settings, as visible from here.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    loaded = load(tiers=server.tiers)
+    if extra is None:
+        return loaded
+    given: dict[str, Any] = {
+        name: value for name, value in settings_in(extra).items() if name != TIERS or not server.tiers
+    }
+    return overridden(loaded, given, EXTRA)
+
+
+def _environment(found: Environment, python: Path | None, unsupported: str) -> Iterator[DoctorFinding]:
+    place = "this environment" if python is None else str(python)
+    try:
+        check_version(found.version, unsupported)
+    except ConfigError as error:
+        advice = "give the Python of the server's environment as --python, with a supported release installed there"
+        yield DoctorFinding("error", "SGLang", f"{place}: {error}", advice)
+    else:
+        version = found.version or ""
+        level, text = ("fine", "is supported") if is_supported(version) else ("note", "is not supported, but allowed")
+        yield DoctorFinding(cast("Any", level), "SGLang", f"{version} {text}")
+    if found.version is not None and not found.has_kvtier:
+        text = f"is not installed in {place}, so SGLang cannot import the backend"
+        yield DoctorFinding("error", "kvtier", text, "install it there, in the same release as here")
+    if found.refused:
+        yield DoctorFinding("error", "flags", f"SGLang refuses them: {found.refused}", "correct the server's flags")
+
+
+def _hicache(fields: _Fields) -> Iterator[DoctorFinding]:
+    """Whether SGLang uses a storage backend at all, and which."""
+    resolved = fields.resolved
+    if not resolved["enable_hierarchical_cache"]:
+        text = "is off, so SGLang keeps KV in the GPU's memory only"
+        yield DoctorFinding("error", "hierarchical cache", text, "add --enable-hierarchical-cache")
+    if resolved["disable_radix_cache"]:
+        text = "is off, so no prefix is reused"
+        yield DoctorFinding("error", "radix cache", text, "remove --disable-radix-cache")
+    for name in ("radix_cache_backend", "enable_unified_cache_external_linker"):
+        if resolved.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            text = "replaces HiCache, so its storage backend is not used"
+            yield DoctorFinding("error", flag, text, f"remove {flag}")
+    backend = resolved["hicache_storage_backend"]
+    if backend != "dynamic":
+        text = "none, so nothing is stored below host memory"
+        if backend is not None:
+            text = f"is {backend!r}, so SGLang does not use kvtier"
+        yield DoctorFinding("error", "storage backend", text, "use the flags of `kvtier sglang config`")
+    elif not resolved["hicache_storage_backend_extra_config"]:
+        text = "dynamic, but no class is named"
+        yield DoctorFinding("error", "storage backend", text, f"add {EXTRA} (`kvtier sglang config`)")
+    elif resolved["enable_hierarchical_cache"]:
+        yield DoctorFinding("fine", "storage backend", "dynamic, below the hierarchical cache")
+
+
+def _pages(fields: _Fields) -> Iterator[DoctorFinding]:
+    """Tokens and layout of a page."""
+    tokens = fields.resolved.get("page_size")
+    if (tokens or 1) < PAGE_TOKENS_FEW:
+        text = f"{tokens or '1, the default of SGLang'}: each page is an object with a header, and a request of its own"
+        yield DoctorFinding("warning", "--page-size", text, f"add --page-size {PAGE_TOKENS}")
+    else:
+        yield DoctorFinding("fine", "--page-size", f"{tokens}; only full pages are found")
+    layout = fields.resolved["hicache_mem_layout"]
+    asked = fields.asked.get("hicache_mem_layout", layout)
+    if layout not in LAYOUTS:
+        text = f"{layout} is not supported"
+        yield DoctorFinding("error", "memory layout", text, f"use one of {', '.join(LAYOUTS)}")
+    elif layout != asked:
+        text = (
+            f"SGLang changes {asked} to {layout} because of the io backend {fields.asked['hicache_io_backend']}; "
+            "KV stored in another layout is not found"
+        )
+        yield DoctorFinding("note", "memory layout", text, "use the same io backend in all servers of one store")
+    elif layout == "layer_first":
+        text = "layer_first: each page has two pieces per layer, which costs time"
+        yield DoctorFinding("note", "memory layout", text, "use page_first or page_first_direct")
+    else:
+        yield DoctorFinding("fine", "memory layout", f"{layout}; KV stored in another layout is not found")
+
+
+def _model(resolved: Mapping[str, Any]) -> Iterator[DoctorFinding]:
+    """Whether the model's weights can be identified."""
+    model = str(resolved["model_path"])
+    if resolved["load_format"] == "dummy":
+        text = "its weights are random (--load-format dummy), so its KV is of no use to another server"
+        yield DoctorFinding("error", "model", text, "serve real weights from a local folder")
+        return
+    folder = local_folder(model, resolved.get("revision"), None)
+    problem = f"the weights of {model} are in no local folder" if folder is None else ""
+    if folder is not None:
+        try:
+            checkpoint_files(folder)
+        except ConfigError as error:
+            problem = str(error)
+    if problem:
+        advice = "serve it from a local folder with its weights, which this user can read"
+        yield DoctorFinding("error", "model", f"cannot be identified: {problem}", advice)
+    else:
+        yield DoctorFinding("fine", "model", f"is identified by the weights in {folder}")
+
+
+def _policies(resolved: Mapping[str, Any]) -> Iterator[DoctorFinding]:
+    """When SGLang stores, and how long it reads."""
+    write = resolved["hicache_write_policy"]
+    if write == "write_back":
+        text = "write_back: a page is stored when the GPU's memory evicts it, so without an eviction nothing is stored"
+        yield DoctorFinding("warning", "write policy", text, "use --hicache-write-policy write_through")
+    elif write == "write_through_selective":
+        text = "write_through_selective: a page is stored at its second use, and found at its third"
+        yield DoctorFinding(
+            "note", "write policy", text, "to store at the first, use --hicache-write-policy write_through"
+        )
+    else:
+        yield DoctorFinding("fine", "write policy", write)
+    if resolved["hicache_storage_prefetch_policy"] == "best_effort":
+        text = "best_effort: the read ends when the scheduler has room for the request, so an idle server reads little"
+        advice = "use --hicache-storage-prefetch-policy timeout"
+        yield DoctorFinding("warning", "prefetch policy", text, advice)
+
+
+def _prompts(extra: Mapping[str, object], fields: _Fields | None, tokens: int | None) -> Iterator[DoctorFinding]:
+    """Whether a prompt is long enough to be looked up."""
+    threshold = extra.get("prefetch_threshold", OWN_KEYS["prefetch_threshold"])
+    if not isinstance(threshold, int):
+        return  # `_extra` reports it
+    page = 1 if fields is None else fields.resolved.get("page_size") or 1
+    least = max(threshold, page)
+    if tokens is not None and tokens < least:
+        text = f"{least}: SGLang looks up no prompt with fewer tokens, and this one has {tokens}"
+        advice = f"lower prefetch_threshold in {EXTRA}" if page <= tokens else "use a smaller --page-size"
+        yield DoctorFinding("error", "prefetch_threshold", text, advice)
+    else:
+        text = f"{least}: fewer tokens beyond those in SGLang's own memory are never looked up"
+        yield DoctorFinding("note", "prefetch_threshold", text, f"to change it, set prefetch_threshold in {EXTRA}")
+
+
+def _hits(fields: _Fields | None) -> Iterator[DoctorFinding]:
+    """How to see hits."""
+    text = 'a request with "return_cached_tokens_details": true gets the tokens found in device, host and storage'
+    advice = "with --enable-metrics also the counters " + ", ".join(METRICS)
+    if fields is not None and fields.resolved.get("enable_metrics"):
+        advice = "and read the counters " + ", ".join(METRICS)
+    yield DoctorFinding("note", "hits", text, advice)
+
+
+# ---- a running server ----------------------------------------------------------------------------------------------
+
+
+def _running(url: str, key_file: Path | None) -> tuple[_Fields | None, list[DoctorFinding]]:
+    """What a running server says of itself: its flags, the attached backend, and its counters."""
+    base = url.rstrip("/")
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", base):
+        raise ConfigError(f"--url {url!r}: allowed: such as http://127.0.0.1:30000")
+    key = None if key_file is None else key_file.read_text(encoding="utf-8").strip()
+    try:
+        status, text = _get(f"{base}/server_info", key)
+        info: Any = json.loads(text) if status == 200 else {}
+        if not isinstance(info, dict) or "hicache_storage_backend" not in info:
+            return None, [_unreadable(base, status, key)]
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        found = f"does not answer as a server of SGLang: {reason}"
+        return None, [DoctorFinding("error", base, found, "start the server, or correct --url")]
+    answer = cast("dict[str, Any]", info)
+    given = {name: answer.get(name) for name in (*FIELDS, "version")}
+    findings = [DoctorFinding("fine", base, f"runs SGLang {given['version'] or 'of an unknown release'}")]
+    findings += _attached(base, key, given)
+    if given.get("enable_metrics"):
+        findings += _counters(base, key)
+    return _Fields(given, {}), findings
+
+
+def _get(url: str, key: str | None) -> tuple[int, str]:
+    """Status and text of an answer."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - checked by the caller
+    try:
+        with urllib.request.urlopen(request, timeout=SERVER_DEADLINE_S) as answer:  # noqa: S310
+            return answer.status, answer.read(ANSWER_BYTES_MAX).decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read(ANSWER_BYTES_MAX).decode("utf-8", "replace")
+
+
+def _unreadable(base: str, status: int, key: str | None) -> DoctorFinding:
+    if status in {401, 403}:
+        found = "refuses to answer without its key" if key is None else "refuses this key"
+        return DoctorFinding("error", base, found, "give a file with the server's key as --key-file")
+    found = f"does not answer as a server of SGLang: HTTP status {status}"
+    return DoctorFinding("error", base, found, "start the server, or correct --url")
+
+
+def _attached(base: str, key: str | None, given: dict[str, Any]) -> Iterator[DoctorFinding]:
+    """The backend that is attached now; `given` gets its fields, which an operator may have changed."""
+    place = "/hicache/storage-backend"
+    status, text = _get(f"{base}{place}", key)
+    if status != 200:
+        found = "cannot be read, so a backend that was attached or detached later is unknown"
+        advice = "give the server's --admin-api-key as --key-file"
+        if status == 400:
+            advice = "start the server with --admin-api-key"
+        yield DoctorFinding("note", place, found, advice)
+        return
+    now = cast("dict[str, Any]", json.loads(text))
+    before = {name: given.get(name) for name in now}
+    given.update(now)
+    if before != now:
+        text = f"{before['hicache_storage_backend']!r} was replaced at run time by {now['hicache_storage_backend']!r}"
+        yield DoctorFinding("note", place, text)
+    elif now["hicache_storage_backend"] is not None:
+        yield DoctorFinding("fine", place, f"{now['hicache_storage_backend']} is attached")
+
+
+def _counters(base: str, key: str | None) -> Iterator[DoctorFinding]:
+    """SGLang's counters."""
+    status, text = _get(f"{base}/metrics", key)
+    if status != 200:
+        return
+    sums = dict.fromkeys(METRICS, 0.0)
+    for line in text.splitlines():
+        name = re.split(r"[{ ]", line, maxsplit=1)[0]
+        if name in sums:
+            sums[name] += float(line.rpartition(" ")[2])
+    read, written, found = (f"{sums[name]:,.0f}" for name in METRICS)
+    text = f"{written} tokens were written to the backend, {found} were found there, and {read} were read"
+    advice = "" if sums[METRICS[1]] else "send prompts of several pages first; see the findings on the write policy"
+    yield DoctorFinding("fine" if sums[METRICS[1]] else "warning", "counters", text, advice)

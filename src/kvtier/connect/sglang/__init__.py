@@ -1,0 +1,1 @@
+"""SGLang: a storage backend for HiCache, which SGLang imports by name."""

@@ -1,0 +1,169 @@
+"""The installed SGLang: its release, the flags that name kvtier's backend, and SGLang's reading of a command line."""
+
+import importlib
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from kvtier.errors import ConfigError
+
+SUPPORTED = ("0.5.23",)
+"""Tested releases. HiCache's interface and the layout of pages change between patch releases."""
+
+BACKEND: Mapping[str, object] = {
+    "backend_name": "kvtier",
+    "module_path": "kvtier.connect.sglang",
+    "class_name": "KvtierStorage",
+    "interface_v1": 1,
+}
+"""SGLang's part of ``--hicache-storage-backend-extra-config``; ``interface_v1``: without a further copy."""
+
+OWN_KEYS: Mapping[str, object] = {
+    "prefetch_threshold": 256,
+    "prefetch_timeout_base": 1,
+    "prefetch_timeout_per_ki_token": 0.25,
+    "hicache_storage_pass_prefix_keys": False,
+    "tp_lcm_size": None,
+}
+"""Keys of the extra config that are SGLang's, with its defaults. All others except `BACKEND` are kvtier's settings."""
+
+EXTRA = "--hicache-storage-backend-extra-config"
+
+PROGRAM = Path(__file__).with_name("server_arguments.py")
+
+DEADLINE_S = 180.0
+"""For an import of SGLang, which takes 10 s, or a minute from a cold disk."""
+
+
+class Environment(NamedTuple):
+    """One Python environment, as `server_arguments` describes it."""
+
+    version: str | None
+    """SGLang's release; None without SGLang."""
+    has_kvtier: bool
+    fields: Mapping[str, Any]
+    """SGLang's resolution of the command line, by field of its `ServerArgs`; empty if it was not read."""
+    asked: Mapping[str, Any]
+    """The same fields as given, before SGLang's rules changed them."""
+    refused: str
+    """SGLang's message, if it does not take the command line."""
+
+
+def installed() -> str | None:
+    """Release of SGLang in this environment, such as ``0.5.23``; None without SGLang."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_version(version: str | None, unsupported: str = "refuse") -> None:
+    """Refuse an unsupported release.
+
+    Args:
+        version: SGLang's.
+        unsupported: the setting `sglang.unsupported`.
+
+    Raises:
+        ConfigError: SGLang is missing, or its release was not tested.
+    """
+    allowed = " and ".join(SUPPORTED)
+    if version is None:
+        raise ConfigError(f"SGLang is not installed; allowed: {allowed}")
+    if not is_supported(version) and unsupported == "refuse":
+        raise ConfigError(
+            f"SGLang {version} is not supported by this release of kvtier; allowed: {allowed}. Another release may "
+            "store KV in another layout. To use it nevertheless, set sglang.unsupported=allow: its KV is then found by "
+            "the same release only"
+        )
+
+
+def is_supported(version: str) -> bool:
+    """Whether this release was tested."""
+    return version.partition("+")[0] in SUPPORTED
+
+
+def look(python: Path | None = None, arguments: Sequence[str] | None = None) -> Environment:
+    """Describe an environment, and let its SGLang read a server's command line.
+
+    Args:
+        python: the environment's interpreter; None: this one.
+        arguments: of ``python -m sglang.launch_server``; None: SGLang is not imported.
+
+    Raises:
+        ConfigError: the interpreter cannot be run.
+    """
+    command = [str(python or sys.executable), "-c", PROGRAM.read_text(encoding="utf-8")]
+    if arguments is not None:
+        command.append(json.dumps(list(arguments)))
+    advice = "allowed: the Python of SGLang's environment"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    except OSError as error:
+        raise ConfigError(f"{python}: {error.strerror or error}; {advice}") from error
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{command[0]}: SGLang was not imported within {DEADLINE_S:g} s; {advice}") from None
+    lines = done.stdout.splitlines()
+    try:
+        found: Any = json.loads(lines[-1])
+        return Environment(
+            version=found["sglang"],
+            has_kvtier=found["kvtier"],
+            fields=found.get("fields", {}),
+            asked=found.get("asked", {}),
+            refused=found.get("refused", ""),
+        )
+    except (IndexError, KeyError, TypeError, ValueError):
+        end = " ".join(done.stderr.split())[-300:]
+        raise ConfigError(f"{command[0]}: exit code {done.returncode}: {end or 'no output'}; {advice}") from None
+
+
+def read_extra(text: str) -> dict[str, object]:
+    """The value of `EXTRA`: JSON, or ``@`` and a file of JSON, TOML or YAML, as SGLang reads it.
+
+    Raises:
+        ConfigError: it is none of these. The message does not repeat it, since it may contain a secret.
+    """
+    if not text.startswith("@"):
+        return _table(_parsed(text, ".json", "is not valid JSON", "; did the shell remove its quotes?"))
+    path = Path(text[1:])
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or 'is not text'}") from error
+    return _table(_parsed(content, path.suffix.lower(), f"{path} cannot be read"))
+
+
+def _parsed(text: str, suffix: str, problem: str, hint: str = "") -> object:
+    if suffix == ".json":
+        parse: Any = json.loads
+    elif suffix == ".toml":
+        parse = tomllib.loads
+    elif suffix in {".yaml", ".yml"}:
+        try:
+            parse = cast("Any", importlib.import_module("yaml")).safe_load
+        except ImportError:
+            raise ConfigError(f"{problem}: no package for YAML is installed here; allowed: .json or .toml") from None
+    else:
+        raise ConfigError(f"{problem}: SGLang knows no format {suffix!r}; allowed: .json, .toml, .yaml, .yml")
+    try:
+        return parse(text)
+    except Exception as error:  # noqa: BLE001 - of three libraries
+        place = ", ".join(f"{name} {getattr(error, name)}" for name in ("lineno", "colno") if hasattr(error, name))
+        raise ConfigError(f"{problem}: {place or type(error).__name__}{hint}") from None
+
+
+def _table(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"is a {type(value).__name__}; allowed: an object")
+    return cast("dict[str, object]", value)
+
+
+def settings_in(extra: Mapping[str, object]) -> dict[str, object]:
+    """Of the extra config, kvtier's settings."""
+    return {name: value for name, value in extra.items() if name not in BACKEND and name not in OWN_KEYS}

@@ -1,0 +1,87 @@
+"""A program for the Python of SGLang's environment: what is installed there, and how SGLang reads a command line.
+
+    python -c SOURCE '["--model-path", "MODEL", "--enable-hierarchical-cache"]'
+
+It needs the standard library alone, because kvtier may be missing there. It writes one line of JSON to stdout: the
+versions, and SGLang's own resolution of `FIELDS`, which needs neither a model nor a GPU. Other output goes to stderr.
+Without an argument the command line is not read, and SGLang is not imported.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import sys
+from importlib import metadata
+from typing import Any
+
+FIELDS = (
+    "admin_api_key",
+    "api_key",
+    "disable_radix_cache",
+    "enable_cache_report",
+    "enable_hierarchical_cache",
+    "enable_metrics",
+    "enable_unified_cache_external_linker",
+    "hicache_host_memory_mode",
+    "hicache_io_backend",
+    "hicache_mem_layout",
+    "hicache_storage_backend",
+    "hicache_storage_backend_extra_config",
+    "hicache_storage_prefetch_policy",
+    "hicache_write_policy",
+    "load_format",
+    "model_path",
+    "page_size",
+    "radix_cache_backend",
+    "revision",
+)
+"""Fields of SGLang's `ServerArgs` that decide whether KV is stored and found."""
+
+SECRETS = frozenset({"admin_api_key", "api_key"})
+"""Of these only the presence is written."""
+
+
+def main(text: str | None) -> None:
+    """Write the line of JSON."""
+    result: dict[str, Any] = {"sglang": _version("sglang"), "kvtier": importlib.util.find_spec("kvtier") is not None}
+    if text is not None and result["sglang"] is not None:
+        messages = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(messages):
+                result["fields"], result["asked"] = _resolved(json.loads(text))
+        except SystemExit:  # of argparse, after 400 lines of usage
+            result["refused"] = messages.getvalue().strip().rpartition("error: ")[2]
+        except Exception as error:  # noqa: BLE001 - any error of SGLang or its dependencies
+            result["refused"] = f"{type(error).__name__}: {error}"
+    sys.stdout.write(f"{json.dumps(result)}\n")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _resolved(arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields after and before SGLang's rules for HiCache."""
+    server: Any = importlib.import_module("sglang.srt.server_args")
+    rules: Any = importlib.import_module("sglang.srt.arg_groups.hicache_hook")
+    overrides: Any = importlib.import_module("sglang.srt.arg_groups.overrides")
+    given = server.prepare_server_args(arguments)
+    asked = _fields(given)
+    rules.handle_hicache_ratio_default(given)
+    rules.handle_hicache(given)
+    return _fields(overrides.resolving_view(given)), asked
+
+
+def _fields(view: object) -> dict[str, Any]:
+    found = {name: getattr(view, name) for name in FIELDS}
+    return {name: bool(value) if name in SECRETS else value for name, value in found.items()}
+
+
+if __name__ == "__main__":
+    sys.path[:] = [place for place in sys.path if place]  # not the current folder, which may hold other modules
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -1,0 +1,362 @@
+"""`kvtier sglang`: the flags that SGLang takes, and a doctor that names what is wrong. SGLang is not needed."""
+
+import http.server
+import json
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.cli import sglang, sglang_doctor
+from kvtier.cli.main import run
+from kvtier.config import machine_checks as machine
+from kvtier.config.loader import flat, override
+from kvtier.config.sections import Config
+from kvtier.connect.sglang.installed import Environment, look, read_extra, settings_in
+from kvtier.connect.sglang.server_arguments import FIELDS
+from kvtier.errors import ConfigError
+from kvtier.tier import disk_kind
+from kvtier.tier import machine as tier_machine
+
+SECRET = "5e" * 32
+
+RECORDED = dict.fromkeys(FIELDS) | {
+    "admin_api_key": False,
+    "api_key": False,
+    "disable_radix_cache": False,
+    "enable_cache_report": False,
+    "enable_hierarchical_cache": True,
+    "enable_metrics": False,
+    "enable_unified_cache_external_linker": False,
+    "hicache_host_memory_mode": "cache",
+    "hicache_io_backend": "kernel",
+    "hicache_mem_layout": "page_first",
+    "hicache_storage_backend": "dynamic",
+    "hicache_storage_prefetch_policy": "timeout",
+    "hicache_write_policy": "write_through",
+    "load_format": "auto",
+    "page_size": 64,
+}
+"""What `server_arguments` wrote for the flags of `kvtier sglang config` with SGLang 0.5.23."""
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("KVTIER_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def large_machine(monkeypatch):
+    """The default settings need more than a small machine has; `check` is tested elsewhere."""
+    for module in (tier_machine, disk_kind):
+        monkeypatch.setattr(module, "disk_usage", lambda _: SimpleNamespace(total=2**40, used=0, free=2**40))
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 2**40)
+
+
+@pytest.fixture
+def environment(monkeypatch) -> SimpleNamespace:
+    """The environment of SGLang; by default of a supported release, which takes every flag."""
+    result = SimpleNamespace(version="0.5.23", has_kvtier=True, fields={}, asked={}, refused="")
+
+    def look_there(_python: Path | None = None, arguments: object = None) -> Environment:
+        return Environment(
+            version=result.version,
+            has_kvtier=result.has_kvtier,
+            fields=result.fields,
+            asked=result.asked or result.fields,
+            refused=result.refused if arguments else "",
+        )
+
+    monkeypatch.setattr(sglang, "look", look_there)
+    monkeypatch.setattr(sglang_doctor, "look", look_there)
+    return result
+
+
+@pytest.fixture
+def config(capsys):
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = run(["sglang", "config", *map(str, arguments)])
+        result = capsys.readouterr()
+        return code, result.out, result.err
+
+    return call
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    where = tmp_path / "model"
+    where.mkdir()
+    (where / "config.json").write_text("{}")
+    (where / "model.safetensors").write_bytes(b"weights")
+    return where
+
+
+@pytest.fixture
+def served(environment, model, tmp_path):
+    """Sets the server's flags; each is changed by name, and its backend's configuration with `extra`."""
+
+    def serve(extra: dict[str, object] | None = None, **changes: object) -> None:
+        backend = {
+            "backend_name": "kvtier",
+            "module_path": "kvtier.connect.sglang",
+            "class_name": "KvtierStorage",
+            "interface_v1": 1,
+            "tiers": [{"kind": "directory", "path": str(tmp_path / "kv")}],
+        } | (extra or {})
+        text = json.dumps({key: value for key, value in backend.items() if value is not None})
+        environment.fields = RECORDED | {
+            "model_path": str(model), "hicache_storage_backend_extra_config": text
+        } | changes  # fmt: skip
+
+    serve()
+    return serve
+
+
+@pytest.fixture
+def doctor(capsys):
+    def call(*arguments: object) -> list[dict[str, str]]:
+        code = run(["sglang", "doctor", "--json", *map(str, arguments)])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        assert code == int(bad(findings) != [])
+        return findings
+
+    return call
+
+
+def bad(findings: list[dict[str, str]]) -> list[str]:
+    """Subjects of errors and warnings; each of them must have advice."""
+    found = [it for it in findings if it["level"] in ("error", "warning")]
+    assert [it for it in found if not it["advice"]] == []
+    return [it["about"] for it in found]
+
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+
+
+def test_config_prints_flags_to_paste_and_nothing_else(config, environment, tmp_path):
+    code, out, err = config("--dir", tmp_path / "k v", "--set", "limits.requests=7", "--page-size", 32)
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    *flags, text = shlex.split(out)
+    assert flags == [
+        *("--enable-hierarchical-cache", "--page-size", "32", "--hicache-storage-backend", "dynamic"),
+        "--hicache-storage-backend-extra-config",
+    ]
+    extra = json.loads(text)
+    there = override(Config(), flat(settings_in(extra), "the test"), "the test")
+    assert [tier.path for tier in there.tiers] == [tmp_path / "k v"]
+    assert there.limits.requests == 7
+    assert {key: extra[key] for key in ("backend_name", "module_path", "class_name", "interface_v1")} == {
+        "backend_name": "kvtier",
+        "module_path": "kvtier.connect.sglang",
+        "class_name": "KvtierStorage",
+        "interface_v1": 1,
+    }
+
+
+def test_config_writes_a_file_that_sglang_reads(config, environment, tmp_path):
+    file = tmp_path / "kv.json"
+    code, out, _ = config("--dir", tmp_path / "kv", "--file", file)
+    assert code == 0
+    assert out.split()[-1] == f"@{file}"
+    assert read_extra(f"@{file}")["tiers"] == [{"kind": "directory", "path": str(tmp_path / "kv")}]
+    assert config("--dir", tmp_path / "kv", "--file", tmp_path / "kv.conf")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("sglang.unsupportd=allow", "did you mean unsupported?"),
+        ("nosuch.key=1", "unknown section"),
+        (f"store.secret={SECRET}", "a secret is never printed; allowed: --set store.secret_file=PATH"),
+    ],
+)
+def test_a_wrong_setting_is_refused(config, environment, flag, message):
+    code, out, err = config("--set", flag)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert SECRET not in err
+
+
+def test_without_sglang_the_flags_are_printed_with_a_note(config, tmp_path):
+    code, out, err = config("--dir", tmp_path / "kv")
+    assert code == 0
+    assert out.startswith("--enable-hierarchical-cache ")
+    assert err == "note: SGLang is not installed in this environment, so the flags were not checked\n"
+
+
+def test_a_release_that_was_not_tested_is_an_error_unless_it_is_allowed(config, environment, tmp_path):
+    environment.version = "0.5.24"
+    code, out, err = config("--dir", tmp_path / "kv")
+    assert (code, out) == (2, "")
+    assert "SGLang 0.5.24 is not supported by this release of kvtier; allowed: 0.5.23" in err
+    code, out, err = config("--dir", tmp_path / "kv", "--set", "sglang.unsupported=allow")
+    assert code == 0
+    assert "SGLang 0.5.24 is not supported" in err
+
+
+def test_flags_that_sglang_refuses_are_an_error(config, environment, tmp_path):
+    environment.refused = "unrecognized arguments: --hicache-storage-backend"
+    code, out, err = config("--dir", tmp_path / "kv")
+    assert (code, out) == (2, "")
+    assert "does not take these flags: unrecognized arguments" in err
+
+
+def test_a_python_that_cannot_be_run_is_an_error(config, tmp_path):
+    code, _, err = config("--python", tmp_path / "python")
+    assert code == 2
+    assert "No such file or directory; allowed: the Python of SGLang's environment" in err
+    assert config("--python", "/bin/false")[0] == 2
+
+
+def test_the_program_for_the_other_environment_describes_this_one(tmp_path, monkeypatch):
+    (tmp_path / "sglang.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    found = look(Path(sys.executable), ["--model-path", "m"])
+    assert found == Environment(version=None, has_kvtier=True, fields={}, asked={}, refused="")
+
+
+# ---- the backend's configuration -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kv.json", '{"tiers": ["directory:/x"], "prefetch_threshold": 64}'),
+        ("kv.toml", 'tiers = ["directory:/x"]\nprefetch_threshold = 64'),
+    ],
+)
+def test_the_configuration_is_read_as_sglang_reads_it(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    extra = read_extra(f"@{tmp_path / name}")
+    assert extra["prefetch_threshold"] == 64
+    assert settings_in(extra) == {"tiers": ["directory:/x"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{tiers:[" + SECRET + "]}", "is not valid JSON: .*did the shell remove its quotes"),
+        (f'["{SECRET}"]', "is a list; allowed: an object"),
+        ("@{}/none.json", "No such file"),
+        ("@{}/kv.ini", "SGLang knows no format '.ini'; allowed: .json"),
+        ("@{}/kv.toml", "kv.toml cannot be read"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read(tmp_path, text, message):
+    for name in ("kv.ini", "kv.toml"):
+        (tmp_path / name).write_text(f"secret: {SECRET}")
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_extra(text.replace("{}", str(tmp_path)) if text.startswith("@") else text)
+    assert SECRET not in str(caught.value)
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_server_is_fine(doctor, served):
+    findings = doctor("--", "--model-path", "m")
+    assert bad(findings) == []
+    assert {it["about"] for it in findings if it["level"] == "note"} == {"prefetch_threshold", "hits"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "about"),
+    [
+        ({"enable_hierarchical_cache": False}, ["hierarchical cache"]),
+        ({"disable_radix_cache": True}, ["radix cache"]),
+        ({"radix_cache_backend": "lmcache"}, ["--radix-cache-backend"]),
+        ({"enable_unified_cache_external_linker": True}, ["--enable-unified-cache-external-linker"]),
+        ({"hicache_storage_backend": "file"}, ["storage backend"]),
+        ({"hicache_storage_backend": None}, ["storage backend"]),
+        ({"hicache_storage_backend_extra_config": None}, ["storage backend", "tiers"]),
+        ({"hicache_storage_backend_extra_config": "{x}"}, ["--hicache-storage-backend-extra-config", "tiers"]),
+        ({"page_size": None}, ["--page-size"]),
+        ({"hicache_mem_layout": "page_first_kv_split"}, ["memory layout"]),
+        ({"load_format": "dummy"}, ["model"]),
+        ({"model_path": "a/model"}, ["model"]),
+        ({"hicache_write_policy": "write_back"}, ["write policy"]),
+        ({"hicache_storage_prefetch_policy": "best_effort"}, ["prefetch policy"]),
+        ({"extra": {"class_name": "Other"}}, ["class_name"]),
+        ({"extra": {"module_path": None}}, ["module_path"]),
+        ({"extra": {"backend_name": None}}, ["backend_name"]),
+        ({"extra": {"interface_v1": None}}, ["interface_v1"]),
+        ({"extra": {"prefetch_threshold": "64"}}, ["prefetch_threshold"]),
+        ({"extra": {"tiers": []}}, ["tiers"]),
+        ({"extra": {"hots": {}}}, ["settings"]),
+        ({"extra": {"tiers": ["shared_directory:/mnt/none"]}}, ["settings"]),  # it has no secret
+    ],
+)
+def test_the_doctor_finds_a_wrong_configuration(doctor, served, changes, about):
+    served(**changes)
+    assert bad(doctor("--", "--model-path", "m")) == about
+
+
+def test_a_layout_that_sglang_changes_is_named(doctor, served, environment):
+    served(hicache_mem_layout="page_first_direct", hicache_io_backend="direct")
+    environment.asked = environment.fields | {"hicache_mem_layout": "page_first"}
+    (found,) = [it["found"] for it in doctor("--", "--model-path", "m") if it["about"] == "memory layout"]
+    assert found.startswith("SGLang changes page_first to page_first_direct because of the io backend direct")
+
+
+@pytest.mark.parametrize(("tokens", "threshold", "about"), [(255, 256, ["prefetch_threshold"]), (256, 256, []),
+    (63, 1, ["prefetch_threshold"]), (64, 1, [])])  # fmt: skip
+def test_a_prompt_below_the_threshold_is_found(doctor, served, tokens, threshold, about):
+    served({"prefetch_threshold": threshold})
+    assert bad(doctor("--prompt-tokens", tokens, "--", "--model-path", "m")) == about
+
+
+@pytest.mark.parametrize(
+    ("changes", "about"),
+    [
+        ({"version": None}, "SGLang"),
+        ({"version": "0.5.24"}, "SGLang"),
+        ({"has_kvtier": False}, "kvtier"),
+        ({"refused": "unrecognized arguments: --hicache"}, "flags"),
+    ],
+)
+def test_the_doctor_finds_a_wrong_environment(doctor, served, environment, changes, about):
+    vars(environment).update(changes)
+    assert bad(doctor("--", "--model-path", "m")) == [about]
+
+
+def test_without_sglang_the_settings_in_the_flags_are_checked(doctor, tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    extra = json.dumps({"tiers": [f"directory:{tmp_path}"]})
+    found = bad(doctor("--", "--hicache-storage-backend-extra-config", extra))
+    assert found[:2] == ["backend_name", "module_path"]
+    assert {"SGLang", "tiers.directory.path"} < set(found)
+
+
+@pytest.fixture
+def web_server() -> Iterator[str]:
+    """A server that is not SGLang's; its address."""
+
+    class Quiet(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(60)
+
+
+def test_a_server_that_does_not_answer_as_sglang_is_found(doctor, environment, web_server, tmp_path):
+    given = ("--dir", tmp_path / "kv", "--url")
+    assert bad(doctor(*given, web_server)) == [web_server]
+    assert bad(doctor(*given, "http://127.0.0.1:9")) == ["http://127.0.0.1:9"]
+
+
+def test_an_address_that_is_none_is_refused(capsys, environment):
+    assert run(["sglang", "doctor", "--url", "file:///etc/passwd"]) == 2
+    assert "allowed: such as http://127.0.0.1:30000" in capsys.readouterr().err
