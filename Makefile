@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
+SGLANG_VENV := .venv-sglang
+SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-next lint simulate nightly setup clean
+.PHONY: demo test coverage test-shared test-shared-core test-cluster test-cluster-core test-vllm test-vllm-next test-sglang test-sglang-core lint simulate nightly setup clean
 
 setup: $(VENV)/.done
 
@@ -60,6 +62,20 @@ $(VLLM_VENV)/.done: pyproject.toml tests/vllm/requirements.txt
 	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
+# The storage backend on SGLang's real controllers and host pools, on a CPU, in an environment of its own.
+test-sglang: $(SGLANG_VENV)/.done
+	$(SGLANG_PYTHON) -m pytest tests/sglang
+
+# The part that every change must pass.
+test-sglang-core: $(SGLANG_VENV)/.done
+	$(SGLANG_PYTHON) -m pytest -m sglang_core tests/sglang
+
+$(SGLANG_VENV)/.done: pyproject.toml tests/sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang/requirements.txt
+	$(SGLANG_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check --no-cache  # a cached verdict does not see that a module came or went
 	$(BIN)/ruff format --check
@@ -77,4 +93,4 @@ nightly: setup
 	$(BIN)/python -m tests.sim --seeds 10000:40000
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) demo-out
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) demo-out

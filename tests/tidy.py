@@ -28,6 +28,7 @@ SKIPPED_FOLDERS = {
     ".git",
     ".venv",
     ".venv-vllm",
+    ".venv-sglang",
     ".ruff_cache",
     ".pytest_cache",
     ".hypothesis",

@@ -1,1 +1,20 @@
-"""SGLang: a storage backend for HiCache, which SGLang imports by name."""
+"""SGLang: a storage backend for HiCache, which SGLang imports by name.
+
+    --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"backend_name": "kvtier", "module_path": "kvtier.connect.sglang",
+        "class_name": "KvtierStorage", "interface_v1": 1, "tiers": ["disk:/path/to/kv"]}'
+
+The backend is imported on demand, so that the other modules work, and are tested, without SGLang.
+"""
+
+from typing import Any
+
+__all__ = ["KvtierStorage"]  # pyright: ignore[reportUnsupportedDunderAll] (see __getattr__)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class whose base is SGLang's
+    if name == "KvtierStorage":
+        from kvtier.connect.sglang.storage import KvtierStorage  # noqa: PLC0415
+
+        return KvtierStorage
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,205 @@
+"""Identity of an SGLang engine: the fingerprint of its weights and of every setting that changes a token's KV.
+
+SGLang's page hash covers the tokens, items of other kinds (as tokens of 62 bits), the adapter's id and the salt of a
+request. It covers neither the model nor what an adapter's id stands for: the id of an adapter that is named at start is
+made of its name and path, so the digests of those adapters' files are part of the fingerprint.
+
+Ranks, the layout and the page size are not: they are in the name of every object (`pools`).
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+from kvtier.connect.fingerprint_exclusions import plain
+from kvtier.connect.sglang.sglang_types import Leaves
+from kvtier.connect.vllm.identity import adapter_files, local_folder
+from kvtier.errors import ConfigError
+from kvtier.keys.fingerprint import Fingerprint
+from kvtier.keys.weights import checkpoint_files, digest_files, home_cache
+
+logger = logging.getLogger(__name__)
+
+LOCAL_FORMATS = frozenset({
+    "auto", "safetensors", "fastsafetensors", "pt", "npcache", "gguf", "bitsandbytes", "mistral", "layered",
+    "sharded_state",
+})  # fmt: skip
+"""Load formats that read files of a checkpoint's folder."""
+
+SETTINGS = (
+    "dtype", "kv_cache_dtype", "quantization", "modelopt_quant", "rl_quant_profile", "json_model_override_args",
+    "model_impl", "model_config_parser", "model_loader_extra_config", "context_length", "weight_version",
+    "mamba_ssm_dtype", "qsa_indexer_dtype", "prefill_kv_cache_dequant_dtype", "enable_int8_mamba_checkpoint",
+    "enable_deepseek_v4_fp4_indexer", "enable_dsa_cache_layer_split", "enable_kv_cache_sharding",
+    "enable_prefill_cp", "cp_strategy", "disable_hybrid_swa_memory", "mm_process_config", "trust_remote_code",
+)  # fmt: skip
+"""Server arguments that change KV or its meaning; their values after SGLang's resolution are in the fingerprint."""
+
+DRAFT_SETTINGS = (
+    "speculative_draft_load_format", "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype",
+    "speculative_draft_window_size", "speculative_num_steps", "speculative_eagle_topk", "enable_multi_layer_eagle",
+)  # fmt: skip
+"""Those of speculative decoding, whose draft model may keep KV in the same pages."""
+
+REFUSED = {
+    "dllm_algorithm": "KV of a diffusion model depends on later tokens",
+    "is_embedding": "KV of an embedding model may depend on later tokens",
+    "kt_weight_path": "weights in a format of their own are not identified",
+    "custom_weight_loader": "weights that a custom loader makes are not identified",
+    "modelopt_checkpoint_restore_path": "weights that are quantised at start are not identified",
+    "quantization_param_path": "scales in a file of their own are not identified",
+    "decrypted_config_file": "an encrypted checkpoint is not identified",
+    "uno_lora_path": "an adapter of the draft model is not identified",
+    "trust_mm_content_hashes": "a client could name the content of its images or other items falsely",
+}
+"""Server arguments with which kvtier does not start, and why."""
+
+CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "params.json")
+"""Files of a checkpoint that describe the model."""
+
+NO_MODEL = frozenset({"", "none", "dummy"})
+
+
+def identify(leaf: Leaves, release: str) -> Fingerprint:
+    """The fingerprint of this process's engine, the same in all of its processes.
+
+    Args:
+        leaf: the resolved server arguments.
+        release: SGLang's release, such as ``0.5.23``.
+
+    Raises:
+        ConfigError: the model cannot be identified, or a setting is not supported; the message says what was found.
+    """
+    for name, why in REFUSED.items():
+        value = _value(leaf, name, release)
+        if value:
+            raise ConfigError(f"SGLang's {name} = {value!r} is not supported: {why}. Serve this model without kvtier")
+    folder = _folder(leaf, release)
+    others: dict[str, object] = {name: plain(_value(leaf, name, release), frozenset()) for name in SETTINGS}
+    return Fingerprint(
+        weights=_digest(folder, is_code_trusted=bool(_value(leaf, "trust_remote_code", release))),
+        dtype=str(_value(leaf, "dtype", release)),
+        other={
+            # The layout of pages and the numerics change between releases.
+            "engine": ["sglang", release],
+            "config": _model_config(folder),
+            "settings": others,
+            "adapters": _adapters(leaf, release),
+            "draft": _draft(leaf, release),
+        },
+    )
+
+
+def _value(leaf: Leaves, name: str, release: str) -> object:
+    try:
+        return leaf(name)
+    except ValueError as error:
+        raise ConfigError(f"SGLang {release} has no server argument {name!r}, which decides what KV means") from error
+
+
+def _folder(leaf: Leaves, release: str) -> Path:
+    """The checkpoint's folder, or its file.
+
+    Raises:
+        ConfigError: the settings name no model, or its files are not here.
+    """
+    name = str(_value(leaf, "model_path", release) or "")
+    load_format = str(_value(leaf, "load_format", release)).rpartition(".")[2].lower()
+    if name.lower() in NO_MODEL:
+        raise ConfigError(
+            f"SGLang's model_path = {name!r} names no model, so its KV cannot be identified; allowed: one"
+        )
+    if load_format not in LOCAL_FORMATS:
+        raise ConfigError(
+            f"SGLang's load_format = {load_format!r}: weights that are not files of a folder cannot be identified; "
+            f"allowed: {', '.join(sorted(LOCAL_FORMATS))}"
+        )
+    revision, place = _value(leaf, "revision", release), _value(leaf, "download_dir", release)
+    folder = local_folder(name, cast("str | None", revision), cast("str | None", place))
+    if folder is None:
+        raise ConfigError(f"the weights of {name} are in no local folder, so its KV cannot be identified")
+    return folder
+
+
+def _digest(folder: Path, *, is_code_trusted: bool = False) -> bytes:
+    files = checkpoint_files(folder)
+    if is_code_trusted and folder.is_dir():
+        files += sorted(folder.glob("*.py"))
+    found = digest_files(files, home_cache())
+    logger.info(
+        "weights of %s: %.1f MB, of which %.1f MB were digested in %.2f s",
+        folder,
+        found.total_bytes / 1e6,
+        found.hashed_bytes / 1e6,
+        found.seconds,
+    )
+    return found.digest
+
+
+def _model_config(folder: Path) -> dict[str, object]:
+    """The model's description in its checkpoint.
+
+    Raises:
+        ConfigError: there is none, or it is not JSON.
+    """
+    if folder.is_file():  # such as GGUF, which describes itself
+        return {}
+    found: dict[str, object] = {}
+    for name in CONFIG_FILES:
+        path = folder / name
+        try:
+            found[name] = plain(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+    if not found:
+        raise ConfigError(f"{folder} has no description of its model; looked for {', '.join(CONFIG_FILES)}")
+    return found
+
+
+def _adapters(leaf: Leaves, release: str) -> list[object]:
+    """Id and files of each adapter that is named at start. The id of one that is loaded later is random."""
+    found: list[object] = []
+    for adapter in cast("list[Any]", _value(leaf, "lora_paths", release) or []):
+        path = getattr(adapter, "lora_path", None)
+        folder = None if path is None else local_folder(str(path), None, None)
+        files = [] if folder is None or not folder.is_dir() else list(adapter_files(folder))
+        if not files:
+            raise ConfigError(
+                f"SGLang's lora_paths: the files of adapter {adapter} are in no local folder, so its KV cannot be "
+                "identified; allowed: a folder with the adapter"
+            )
+        found.append([str(adapter.lora_id), digest_files(files, home_cache()).digest.hex()])
+    return sorted(found, key=str)
+
+
+def _draft(leaf: Leaves, release: str) -> dict[str, object]:
+    """Speculative decoding: its algorithm, settings, and the draft model's weights."""
+    algorithm = _value(leaf, "speculative_algorithm", release)
+    if algorithm is None:
+        return {}
+    found: dict[str, object] = {"algorithm": str(algorithm)}
+    found |= {name: plain(_value(leaf, name, release), frozenset()) for name in DRAFT_SETTINGS}
+    name = _value(leaf, "speculative_draft_model_path", release)
+    if name is not None:
+        revision = cast("str | None", _value(leaf, "speculative_draft_model_revision", release))
+        folder = local_folder(str(name), revision, None)
+        if folder is None:
+            raise ConfigError(f"the draft model's weights {name} are in no local folder, so KV cannot be identified")
+        found |= {"weights": _digest(folder).hex(), "config": _model_config(folder)}
+    return found
+
+
+def leaves(context: Any) -> Leaves:  # noqa: ANN401 - SGLang's runtime context
+    """The resolved server arguments of SGLang's runtime context.
+
+    Raises:
+        ConfigError: SGLang has published none in this process.
+    """
+    try:
+        context.server_args  # noqa: B018 - raises
+    except ValueError as error:
+        raise ConfigError("SGLang has published no server arguments in this process, so its KV is unknown") from error
+    return context.config_leaf

@@ -1,0 +1,24 @@
+"""Type aliases for SGLang's objects. They are `Any`: SGLang is not installed where this package is type-checked."""
+
+from typing import Any, TypeAlias
+
+HostPool: TypeAlias = Any
+"""`sglang.srt.mem_cache.pool_host.HostKVCache`: pages of one kind of KV in host memory."""
+
+StorageConfig: TypeAlias = Any
+"""`sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig`: model, ranks, and the extra config."""
+
+ExtraInfo: TypeAlias = Any
+"""`sglang.srt.mem_cache.hicache_storage.HiCacheStorageExtraInfo`: keys of the pages before a call's pages; or None."""
+
+PoolTransfer: TypeAlias = Any
+"""`sglang.srt.mem_cache.hicache_storage.PoolTransfer`: pages of one pool in a call for several pools."""
+
+PoolTransferResult: TypeAlias = Any
+"""`sglang.srt.mem_cache.hicache_storage.PoolTransferResult`: pages that the storage has, per pool."""
+
+Indices: TypeAlias = Any
+"""`torch.Tensor`: `page_size` positions in a host pool for each page."""
+
+Leaves: TypeAlias = Any
+"""Function from the name of a server argument to its value after SGLang's resolution."""

@@ -1,0 +1,422 @@
+"""The storage backend that SGLang's HiCache creates by name.
+
+Its threads call `batch_exists*`, `batch_get*` and `batch_set*` with pages of SGLang's own host pools. After the attach
+no exception leaves a method: whatever fails is a miss, and logged once.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from kvtier.config.sections import Config
+from kvtier.connect.sglang import sglang_imports as sglang
+from kvtier.connect.sglang.identity import identify, leaves
+from kvtier.connect.sglang.installed import check_version, installed
+from kvtier.connect.sglang.pools import StoredPool, describe
+from kvtier.connect.sglang.settings import settings_of
+from kvtier.connect.sglang.sglang_types import (
+    ExtraInfo,
+    HostPool,
+    Indices,
+    PoolTransfer,
+    PoolTransferResult,
+    StorageConfig,
+)
+from kvtier.connect.sglang.stats import StorageStats
+from kvtier.connect.sglang.weight_updates import forget, watch_weights
+from kvtier.connect.vllm.identity import note_fingerprint
+from kvtier.errors import ConfigError, KvError
+from kvtier.layout import KvLayout
+from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
+from kvtier.runtime.open_objects import open_object_store
+from kvtier.tier.registry import kind_of
+from kvtier.types import ChunkKey, Outcome
+
+logger = logging.getLogger(__name__)
+
+KV = "kv"
+"""SGLang's name of the pool whose pages are the tokens' KV."""
+
+KEY_BYTES = 32
+_KEY_DOMAIN = b"kvtier.sglang\0"
+_NOTICES_MAX = 256
+
+
+class _Place(NamedTuple):
+    """A process among those of the engine."""
+
+    number: int
+    ranks: int
+
+
+class KvtierStorage(sglang.HiCacheStorage):
+    """Keeps pages of SGLang's host pools in kvtier's tiers.
+
+    Args:
+        storage_config: model, ranks, and the extra config with kvtier's settings.
+        kwargs: nothing, in SGLang 0.5.23.
+
+    Raises:
+        ConfigError: a wrong setting, an unsupported release, or a model that cannot be identified.
+    """
+
+    def __init__(self, storage_config: StorageConfig, kwargs: object = None) -> None:
+        del kwargs
+        self._ranks = storage_config
+        self._config: Config = settings_of(storage_config.extra_config)
+        self._release = str(installed())
+        check_version(installed(), self._config.sglang.unsupported)
+        if storage_config.dcp_size > 1:
+            raise ConfigError(
+                f"SGLang's dcp_size = {storage_config.dcp_size} is not supported; allowed: 1. Serve without kvtier"
+            )
+        _check_common(self._config, storage_config)
+        self._fingerprint = identify(leaves(sglang.context()), self._release)
+        self._place = _place()
+        self._hosts: dict[str, HostPool] = {}
+        """Pools by name, as SGLang registers them."""
+        self._pools: dict[str, tuple[int, StoredPool]] = {}
+        """Group of the layout and pool, by name; without those that have no bytes."""
+        self._store: ObjectStore | None = None
+        """None before all pools are known, and after the end."""
+        self._is_over = False
+        self._noticed: set[str] = set()
+        self._stats = StorageStats(storage_config.enable_storage_metrics)
+        watch_weights(self._weights_change)
+
+    # ---- attach and detach -----------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
+        """Add the pool of the tokens' KV."""
+        self.mem_pool_host = mem_pool_host
+        self._describe(KV, mem_pool_host)
+        self._hosts[KV] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: object) -> None:
+        """Add a further pool. One that comes after the others reopens the store."""
+        name = _text(host_pool_name)
+        if name == KV:
+            return
+        self._describe(name, host_pool)
+        self._hosts[name] = host_pool
+        if self._store is not None:
+            self._close_store()
+            self._open()
+
+    def on_host_pools_registered(self) -> None:
+        """Open the store: all pools are known.
+
+        Raises:
+            ConfigError: a pool is not supported, or a tier cannot be used.
+            TierError: a required tier cannot be opened.
+        """
+        self._open()
+
+    def close(self) -> None:
+        """Write what is pending, and end all threads. Idempotent."""
+        self._is_over = True
+        forget(self._weights_change)
+        self._close_store()
+
+    def _describe(self, name: str, pool: HostPool) -> StoredPool | None:
+        return describe(name, pool, self._ranks, sglang.arange(getattr(pool, "page_size", 1) or 1))
+
+    def _open(self) -> None:
+        described = {name: self._describe(name, pool) for name, pool in self._hosts.items()}
+        stored = [described[name] for name in sorted(described, key=lambda name: (name != KV, name))]
+        self._pools = {each.name: (group, each) for group, each in enumerate(filter(None, stored))}
+        if not self._pools:
+            raise ConfigError("SGLang has registered no host pool with bytes to store")
+        page = int(self._hosts[KV].page_size)
+        layout = KvLayout(page, tuple(each.layout for _, each in self._pools.values()))
+        self._store = open_object_store(
+            self._config, layout, self._fingerprint.digest, rank=self._place.number, ranks=self._place.ranks
+        )
+        note_fingerprint(self._config, self._fingerprint)
+        logger.info(
+            "kvtier stores %s of SGLang %s in %s; fingerprint %s",
+            ", ".join(f"{name} ({each.layout.pages})" for name, (_, each) in self._pools.items()),
+            self._release,
+            ", ".join(tier.label for tier in self._config.tiers),
+            self._fingerprint.digest.hex()[:16],
+        )
+
+    def _close_store(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close(self._config.limits.close_deadline_s)
+
+    def _weights_change(self) -> None:
+        if not self._is_over:
+            logger.error(
+                "the engine's weights are replaced: kvtier stores and finds nothing from now on, because new KV would "
+                "have the old weights' name. Restart the engine to use kvtier again"
+            )
+        self._is_over = True
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        """Whether the page is stored."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: Sequence[str], extra_info: ExtraInfo = None) -> int:
+        """Number of leading pages that are stored."""
+        del extra_info
+        return self._guarded("batch_exists", lambda: self._run(KV, keys), 0)
+
+    def batch_exists_v2(
+        self, keys: Sequence[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: ExtraInfo = None
+    ) -> PoolTransferResult:
+        """Prefixes of `keys` that all pools can restore."""
+        del extra_info
+        nothing = sglang.PoolTransferResult(0, {}, [])
+        return self._guarded("batch_exists_v2", lambda: self._restorable(keys, pool_transfers or ()), nothing)
+
+    def _restorable(self, keys: Sequence[str], transfers: Iterable[PoolTransfer]) -> PoolTransferResult:
+        run = self._run(KV, keys)
+        found: dict[Any, int] = {sglang.PoolName.KV: run} if run else {}
+        restorable = set(range(1, run + 1))
+        for transfer in transfers:
+            if not restorable:
+                break
+            name, policy = _text(transfer.name), transfer.hit_policy
+            if policy == sglang.PoolHitPolicy.ALL_PAGES:
+                ends = set(range(1, self._run(name, keys[:run]) + 1))
+            elif policy == sglang.PoolHitPolicy.TRAILING_PAGES:
+                ends = _windows(self._present(name, keys[:run]), max(1, len(transfer.keys or ())))
+            else:
+                self._notice("policy", f"SGLang asks with the hit policy {policy}, which is not supported: a miss")
+                return sglang.PoolTransferResult(0, {}, [])
+            if ends:
+                found[transfer.name] = max(ends)
+            restorable &= ends
+        return sglang.PoolTransferResult(max(restorable, default=0), found, sorted(restorable))
+
+    def _run(self, name: str, keys: Sequence[str]) -> int:
+        """Number of leading pages that the store has."""
+        if name == KV and KV not in self._pools and self._pools:
+            return len(keys)  # positions without bytes: other pools decide
+        store, (group, pool) = self._usable(name)
+        objects = _objects(keys, group, pool)
+        return store.leading_run(objects, self._probe_deadline_s) // pool.cells
+
+    def _present(self, name: str, keys: Sequence[str]) -> list[bool]:
+        store, (group, pool) = self._usable(name)
+        present = store.contains(_objects(keys, group, pool), self._probe_deadline_s)
+        return [all(present[at : at + pool.cells]) for at in range(0, len(present), pool.cells)]
+
+    @property
+    def _probe_deadline_s(self) -> float:
+        return sum(tier.probe_deadline_s for tier in self._config.tiers)
+
+    # ---- pages -----------------------------------------------------------------------------------------------------
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
+        """Bring pages into the pool; for each whether it arrived. Others hold undefined bytes."""
+        return self._get(KV, keys, host_indices, extra_info)
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: Indices, extra_info: ExtraInfo = None) -> list[bool]:
+        """Keep pages of the pool; for each whether a tier has it."""
+        return self._set(KV, keys, host_indices, extra_info)
+
+    def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
+        """`batch_get_v1` for pages of several pools, by pool."""
+        return {
+            each.name: self._get(_text(each.name), each.keys or (), each.host_indices, extra_info) for each in transfers
+        }
+
+    def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra_info: ExtraInfo = None) -> dict[Any, list[bool]]:
+        """`batch_set_v1` for pages of several pools, by pool."""
+        return {
+            each.name: self._set(_text(each.name), each.keys or (), each.host_indices, extra_info) for each in transfers
+        }
+
+    def _get(self, name: str, keys: Sequence[str], indices: Indices, extra_info: ExtraInfo) -> list[bool]:
+        def run() -> list[bool]:
+            store, pool = self._usable(name)
+            with self._stats.timed("prefetch", len(keys), pool[1].page_bytes):
+                return _pages(
+                    store.get_into(self._items(pool, keys, indices, extra_info), self._config.limits.load_deadline_s),
+                    pool[1].cells,
+                )
+
+        return self._guarded(f"get of {name}", run, [False] * len(keys))
+
+    def _set(self, name: str, keys: Sequence[str], indices: Indices, extra_info: ExtraInfo) -> list[bool]:
+        def run() -> list[bool]:
+            store, pool = self._usable(name)
+            with self._stats.timed("backup", len(keys), pool[1].page_bytes):
+                return _pages(
+                    store.put_from(self._items(pool, keys, indices, extra_info), self._config.limits.store_deadline_s),
+                    pool[1].cells,
+                )
+
+        return self._guarded(f"set of {name}", run, [False] * len(keys))
+
+    def _items(
+        self, pool: tuple[int, StoredPool], keys: Sequence[str], indices: Indices, extra_info: ExtraInfo
+    ) -> list[ObjectBytes]:
+        group, stored = pool
+        if indices is None or len(indices) != len(keys) * stored.page_size:
+            count = None if indices is None else len(indices)
+            raise _UnusableError(f"{count} positions for {len(keys)} pages of {stored.page_size} in pool {stored.name}")
+        if keys and not 0 <= int(indices.min()) <= int(indices.max()) < int(stored.pool.size):
+            raise _UnusableError(f"positions outside of the pool {stored.name} of {stored.pool.size}")
+        objects, pieces = _objects(keys, group, stored), stored.pieces(indices)
+        origins = _origins(objects, stored.cells, getattr(extra_info, "prefix_keys", None) or ())
+        return list(map(ObjectBytes, objects, pieces, origins))
+
+    # ---- SGLang's other methods ------------------------------------------------------------------------------------
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:  # noqa: ANN401
+        """A miss: pages move in batches (``interface_v1``)."""
+        del key, target_location, target_sizes
+        self._notice("get", "SGLang asks for single pages (interface_v1 is off?): a miss")
+
+    def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:  # noqa: ANN401
+        """Misses; see `get`."""
+        return [self.get(key, target_locations, target_sizes) for key in keys]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:  # noqa: ANN401
+        """Nothing; see `get`."""
+        del key, value, target_location, target_sizes
+        self._notice("set", "SGLang stores single pages (interface_v1 is off?): nothing is stored")
+        return False
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any = None,  # noqa: ANN401
+        target_locations: Any = None,  # noqa: ANN401
+        target_sizes: Any = None,  # noqa: ANN401
+    ) -> bool:
+        """Nothing; see `get`."""
+        return all(self.set(key, values, target_locations, target_sizes) for key in keys)
+
+    def clear(self) -> None:
+        """Refuse: other engines may use the store.
+
+        Raises:
+            NotImplementedError: always. SGLang's request to clear fails with this text.
+        """
+        raise NotImplementedError(
+            "kvtier removes nothing on request: a cap evicts, and other engines may use the store. To remove all, stop "
+            "the engines and remove the store's directory; to start anew, change store.secret"
+        )
+
+    def get_stats(self) -> object:
+        """Figures for SGLang's metrics, since the last call."""
+        return self._stats.take(sglang.StorageMetrics)
+
+    # ---- what fails ------------------------------------------------------------------------------------------------
+
+    def _usable(self, name: str) -> tuple[ObjectStore, tuple[int, StoredPool]]:
+        store = self._store
+        if store is None or self._is_over:
+            raise _UnusableError("the store is not open")
+        pool = self._pools.get(name)
+        if pool is None:
+            raise _UnusableError(f"SGLang has registered no pool {name!r}; known: {', '.join(self._pools)}")
+        return store, pool
+
+    def _guarded(self, what: str, run: Callable[[], Any], miss: Any) -> Any:  # noqa: ANN401 - SGLang's types
+        try:
+            return run()
+        except _UnusableError as reason:
+            self._notice(what, f"{what}: {reason}: a miss")
+        except (KvError, OSError, ValueError, TypeError, RuntimeError, AttributeError, AssertionError) as error:
+            if f"{what} {type(error).__name__}" not in self._noticed:
+                logger.exception("%s has failed: a miss", what)
+            self._notice(f"{what} {type(error).__name__}", "")
+        return miss
+
+    def _notice(self, topic: str, text: str) -> None:
+        """Log a line, once for each topic."""
+        if topic in self._noticed or len(self._noticed) >= _NOTICES_MAX:
+            return
+        self._noticed.add(topic)
+        if text and not self._is_over:
+            logger.warning("%s", text)
+
+
+class _UnusableError(Exception):
+    """The store cannot be used for a call."""
+
+
+def _check_common(config: Config, ranks: StorageConfig) -> None:
+    """Refuse tiers that only the writing rank would see.
+
+    Raises:
+        ConfigError: each rank has a store of its own, but SGLang lets one rank write for all.
+    """
+    if not ranks.is_mla_model or ranks.tp_size == 1:
+        return
+    if not any(kind_of(tier).is_common(tier) or kind_of(tier).is_shared(tier) for tier in config.tiers):
+        raise ConfigError(
+            f"tiers: {', '.join(tier.label for tier in config.tiers)}: each of the {ranks.tp_size} ranks has a store "
+            "of its own there, but SGLang lets one rank write for all of this model; allowed: at least one tier that "
+            "all ranks use, such as a directory with shared = true"
+        )
+
+
+def _place() -> _Place:
+    """This process among all of the engine's that have stores of their own."""
+    widths = sglang.parallel()
+    replica = widths.dp_rank or 0
+    world = int(widths.tp_size) * int(widths.pp_size)
+    number = (replica * int(widths.pp_size) + int(widths.pp_rank)) * int(widths.tp_size) + int(widths.tp_rank)
+    return _Place(number, max(world * max(int(widths.dp_size), 1), number + 1))
+
+
+def _text(name: object) -> str:
+    return str(getattr(name, "value", name))
+
+
+def _key(text: str) -> ChunkKey:
+    """32 bytes for a page's hash."""
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError:
+        raw = b""
+    return ChunkKey(raw if len(raw) == KEY_BYTES else hashlib.sha256(_KEY_DOMAIN + text.encode()).digest())
+
+
+def _objects(keys: Sequence[str], group: int, pool: StoredPool) -> list[ObjectId]:
+    """The objects of these pages; cells of a page follow each other."""
+    names = map(_key, keys)
+    if not pool.grid:
+        return list(map(ObjectId, names, repeat(group)))
+    suffixes = [f"/{pool.first_cell + cell}/{pool.grid}".encode() for cell in range(pool.cells)]
+    digest = hashlib.sha256
+    return [
+        ObjectId(ChunkKey(digest(_KEY_DOMAIN + name + suffix).digest()), group) for name in names for suffix in suffixes
+    ]
+
+
+def _origins(objects: Sequence[ObjectId], cells: int, prefix_keys: Sequence[str]) -> list[Origin]:
+    """Parent and depth of each object, as far as SGLang passes the keys before these."""
+    before = len(prefix_keys)
+    first = _key(prefix_keys[-1]) if before and cells == 1 else None
+    return [
+        Origin(first if at < cells else objects[at - cells].key, before + at // cells) for at in range(len(objects))
+    ]
+
+
+def _pages(outcomes: Sequence[Outcome], cells: int) -> list[bool]:
+    """For each page whether all of its objects are done."""
+    done = [outcome is Outcome.DONE for outcome in outcomes]
+    return done if cells == 1 else [all(done[at : at + cells]) for at in range(0, len(done), cells)]
+
+
+def _windows(present: Sequence[bool], width: int) -> set[int]:
+    """Prefix lengths whose last `width` pages are all present."""
+    ends: set[int] = set()
+    streak = 0
+    for position, is_present in enumerate(present, 1):
+        streak = streak + 1 if is_present else 0
+        if streak >= min(width, position):
+            ends.add(position)
+    return ends

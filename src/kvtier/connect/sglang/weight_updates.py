@@ -1,0 +1,69 @@
+"""Weights that change while the engine runs: SGLang replaces them in place, without notifying a storage backend.
+
+KV of the new weights must not be stored under the digest of the old ones, so kvtier is notified by SGLang's own methods
+that replace weights, and stores and finds nothing from then on. Starting again identifies the new weights.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+UPDATER = ("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater")
+"""The class through which SGLang replaces weights at run time."""
+
+UPDATES = (
+    "update_weights_from_disk", "receive_weights_from_distributed", "begin_weight_update",
+    "load_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc",
+)  # fmt: skip
+"""Its methods that change weights."""
+
+_SEEN = "_kvtier_has_changed_weights"
+_watchers: list[Callable[[], None]] = []
+
+
+def watch_weights(changed: Callable[[], None]) -> None:
+    """Call `changed` before this process's weights change; SGLang itself does not notify storage backends.
+
+    Raises:
+        ConfigError: they have changed already, so the checkpoint no longer identifies them; or SGLang lacks a method.
+    """
+    module = sys.modules.get(UPDATER[0]) or _imported(UPDATER[0])
+    updater: Any = getattr(module, UPDATER[1], None)
+    lacking = [name for name in UPDATES if not hasattr(updater, name)]
+    if lacking:
+        raise ConfigError(f"SGLang's {UPDATER[1]} lacks {', '.join(lacking)}: changes of weights would be missed")
+    if getattr(updater, _SEEN, None) is None:
+        setattr(updater, _SEEN, False)
+        for name in UPDATES:
+            setattr(updater, name, _announced(updater, getattr(updater, name)))
+    if getattr(updater, _SEEN):
+        raise ConfigError("the engine's weights were replaced while it ran, so its KV cannot be identified; restart it")
+    _watchers.append(changed)
+
+
+def forget(changed: Callable[[], None]) -> None:
+    """End what `watch_weights` began."""
+    if changed in _watchers:
+        _watchers.remove(changed)
+
+
+def _announced(updater: object, method: Callable[..., object]) -> Callable[..., object]:
+    @wraps(method)
+    def run(*args: object, **kwargs: object) -> object:
+        setattr(updater, _SEEN, True)
+        for changed in tuple(_watchers):
+            changed()
+        return method(*args, **kwargs)
+
+    return run
+
+
+def _imported(name: str) -> object:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"SGLang's module {name} cannot be imported: {error}") from error

@@ -1,0 +1,211 @@
+"""Which engines share pages: the same model, settings, release and layout. Anything else is a miss, or is refused."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import PAGE, Engine, checkpoint, engine, mha, mla, published, resolved
+
+from kvtier.connect.sglang import weight_updates
+from kvtier.connect.sglang.identity import SETTINGS
+from kvtier.errors import ConfigError
+
+pytestmark = pytest.mark.sglang_core
+
+PROMPT = range(4 * PAGE)
+Start = Callable[..., Engine]
+
+
+def stored(store: Path, model: Path, **pools: Any) -> int:
+    """Tokens that an engine stores."""
+    with published(model), engine({"tiers": [f"directory:{store}"]}, **pools) as first:
+        return first.backup(PROMPT)[0]
+
+
+def hit(store: Path, model: Path, changes: dict[str, object] | None = None, **pools: Any) -> int:
+    """Tokens that another engine finds."""
+    with published(model):
+        resolved(**(changes or {}))
+        with engine({"tiers": [f"directory:{store}"]}, **pools) as second:
+            found = second.prefetch(PROMPT)
+            assert found.completed == found.hit
+            return found.hit
+
+
+def test_a_copy_of_the_model_shares(tmp_path: Path) -> None:
+    """The control for all tests below: a path is no identity."""
+    assert stored(tmp_path / "store", checkpoint(tmp_path / "a")) == len(PROMPT)
+    assert hit(tmp_path / "store", checkpoint(tmp_path / "b")) == len(PROMPT)
+
+
+def test_other_weights_are_a_miss(tmp_path: Path) -> None:
+    """Also at the same path."""
+    model = checkpoint(tmp_path / "model")
+    assert stored(tmp_path / "store", model) == len(PROMPT)
+    checkpoint(model, content=b"others!")
+    assert hit(tmp_path / "store", model) == 0
+
+
+def test_another_configuration_is_a_miss(tmp_path: Path) -> None:
+    """Of the model, such as its RoPE base; but not a field that changes no KV."""
+    assert stored(tmp_path / "store", checkpoint(tmp_path / "a")) == len(PROMPT)
+    assert hit(tmp_path / "store", checkpoint(tmp_path / "b", rope_theta=5e5)) == 0
+    assert hit(tmp_path / "store", checkpoint(tmp_path / "c", use_cache=False)) == len(PROMPT)
+
+
+@pytest.mark.parametrize("name", sorted(set(SETTINGS) - {"trust_remote_code"}))
+def test_another_setting_is_a_miss(tmp_path: Path, name: str) -> None:
+    """Each server argument that changes KV."""
+    model = checkpoint(tmp_path / "model")
+    assert stored(tmp_path / "store", model) == len(PROMPT)
+    assert hit(tmp_path / "store", model, {name: "another"}) == 0
+
+
+def test_another_page_size_is_a_miss(tmp_path: Path) -> None:
+    """Pages of 16 and of 8 tokens."""
+    model = checkpoint(tmp_path / "model")
+    assert stored(tmp_path / "store", model) == len(PROMPT)
+    assert hit(tmp_path / "store", model, pools=mha("page_first", page=8)) == 0
+
+
+def test_a_changed_adapter_is_a_miss(tmp_path: Path) -> None:
+    """SGLang makes the id of an adapter of its name and path, whatever its files hold."""
+    model, adapter = checkpoint(tmp_path / "model"), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"a" * 100)
+    named = {"lora_paths": [SimpleNamespace(lora_id="1234", lora_name="it", lora_path=str(adapter))]}
+    settings = {"tiers": [f"directory:{tmp_path / 'store'}"]}
+    with published(model):
+        resolved(**named)
+        with engine(settings) as first:
+            assert first.backup(PROMPT)[0] == len(PROMPT)
+    assert hit(tmp_path / "store", model, named) == len(PROMPT)
+    (adapter / "adapter_model.safetensors").write_bytes(b"b" * 100)
+    assert hit(tmp_path / "store", model, named) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_path": ""}, "names no model"),
+        ({"model_path": "dummy"}, "names no model"),
+        ({"model_path": "nobody/nothing"}, "in no local folder"),
+        ({"load_format": "dummy"}, "load_format = 'dummy'"),
+        ({"dllm_algorithm": "LLaDA"}, "depends on later tokens"),
+        ({"kt_weight_path": "somewhere"}, "not identified"),
+        ({"custom_weight_loader": ["mine.load"]}, "not identified"),
+        ({"lora_paths": [SimpleNamespace(lora_id="1", lora_path="missing/adapter")]}, "files of adapter"),
+    ],
+)
+def test_an_engine_that_cannot_be_identified_is_refused(
+    tmp_path: Path, changes: dict[str, object], expected: str
+) -> None:
+    """Nothing is stored under a guess."""
+    with published(checkpoint(tmp_path / "model")):
+        resolved(**changes)
+        with pytest.raises(ConfigError, match=expected), engine({"tiers": [f"directory:{tmp_path / 'store'}"]}):
+            pass
+    assert not (tmp_path / "store").exists()
+
+
+def test_another_release_is_refused(server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is allowed; and then its pages are its own."""
+    monkeypatch.setattr("kvtier.connect.sglang.storage.installed", lambda: "0.5.24")
+    settings = {"tiers": [f"directory:{tmp_path / 'store'}"]}
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.24 is not supported"), engine(settings):
+        pass
+    with engine({**settings, "sglang": {"unsupported": "allow"}}) as newer:
+        assert newer.backup(PROMPT)[0] == len(PROMPT)
+    monkeypatch.undo()
+    with engine(settings) as older:
+        assert older.prefetch(PROMPT).hit == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "no tier"),
+        ({"tiers": ["directory:{store}"], "interface_v1": 0}, "interface_v1 = 0"),
+        ({"tiers": ["directory:{store}"], "tirs": 1}, "tirs"),
+        ({"tiers": ["directory:{store}"], "host": {"staging_bytes": "many"}}, "host.staging_bytes"),
+    ],
+)
+def test_wrong_settings_are_refused(server: None, tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
+    """With the name of the value and of the option that gave it."""
+    given = {**settings}
+    if "tiers" in given:
+        given["tiers"] = [f"directory:{tmp_path / 'store'}"]
+    with pytest.raises(ConfigError, match=expected) as error, engine(given):
+        pass
+    assert "--hicache-storage-backend-extra-config" in str(error.value)
+
+
+def test_an_unknown_pool_is_refused(server: None, tmp_path: Path) -> None:
+    """A class of the same bytes, which might mean others."""
+    device, host = mha("page_first")
+    host.__class__ = type("MyHostPool", (type(host),), {"__module__": "sglang.mine"})
+    settings = {"tiers": [f"directory:{tmp_path / 'store'}"]}
+    with pytest.raises(ConfigError, match=r"sglang\.mine\.MyHostPool"), engine(settings, pools=(device, host)):
+        pass
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_unknown_layout_is_refused(server: None, tmp_path: Path) -> None:
+    """One that SGLang has added."""
+    device, host = mha("page_first")
+    host.layout = "page_spiral"
+    settings = {"tiers": [f"directory:{tmp_path / 'store'}"]}
+    with pytest.raises(ConfigError, match="page_spiral"), engine(settings, pools=(device, host)):
+        pass
+
+
+def test_a_private_tier_of_a_replicated_cache_is_refused(model: Path, tmp_path: Path) -> None:
+    """SGLang lets rank 0 write for all ranks, and rank 1 would never find it."""
+    settings = {"tiers": [f"disk:{tmp_path / 'store'}"]}
+    refused = pytest.raises(ConfigError, match="lets one rank write for all")
+    with published(model, ranks=(1, 2)), refused, engine(settings, pools=mla("page_first")):
+        pass
+
+
+def test_replaced_weights_end_the_use(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang replaces weights in place: from then on nothing is stored or found, until the process ends."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    engine = start()
+    assert engine.backup(PROMPT)[0] == len(PROMPT)
+    assert engine.prefetch(PROMPT).completed == len(PROMPT)
+    try:
+        with caplog.at_level(logging.ERROR), pytest.raises(AttributeError):
+            WeightUpdater.update_weights_from_tensor(SimpleNamespace(), [])
+        assert "weights are replaced" in caplog.text
+        assert engine.prefetch(PROMPT).hit == 0
+        assert engine.backup(range(700, 700 + PAGE))[0] == 0
+        with pytest.raises(ConfigError, match="weights were replaced"):
+            start()
+    finally:
+        WeightUpdater._kvtier_has_changed_weights = False  # the process goes on here
+
+
+def test_methods_that_replace_weights_are_known() -> None:
+    """A method that SGLang adds must be watched, too."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    words = ("update", "load_weights", "receive")
+    found = {name for name in vars(WeightUpdater) if any(word in name for word in words) and not name.startswith("_")}
+    harmless = {"init_weights_update_group", "destroy_weights_update_group", "end_weight_update", "update_model_fields"}
+    assert found - harmless == set(weight_updates.UPDATES)
+
+
+def test_pieces_lie_in_the_pool(start: Start) -> None:
+    """The memory that is read and written is the pool's, at the page's place."""
+    engine = start()
+    engine.fill(1)
+    _, pool = engine.storage._pools["kv"]
+    (first,) = pool.pieces(torch.arange(PAGE, 2 * PAGE))
+    assert b"".join(bytes(piece) for piece in first) == bytes(
+        engine.host.get_data_page(PAGE).contiguous().view(torch.uint8).numpy()
+    )
