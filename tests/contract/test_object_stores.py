@@ -1,0 +1,139 @@
+"""Every object store through the shared contract suite, and that the suite finds stores that lie."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvtier.codec.registry import by_name
+from kvtier.config.sections import Config, HostConfig
+from kvtier.core.limits import TierRules
+from kvtier.runtime.object_store import ObjectBytes, ObjectStore
+from kvtier.runtime.open_objects import open_object_store
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.testing.object_store import LAYOUT, STAGING_BYTES, ObjectStoreContract
+from kvtier.tier.directory_kind import DirectorySettings
+from kvtier.tier.disk_kind import DiskSettings
+from kvtier.types import Outcome
+
+FINGERPRINT = bytes(range(32))
+ROOM = 64 << 20
+
+
+def of_memory(*names, codec="raw", **rules):
+    tiers = {name: MemoryTier(name, capacity_bytes=ROOM) for name in names}
+    return ObjectStore(
+        layout=LAYOUT,
+        name_root=bytes(32),
+        fingerprint=FINGERPRINT,
+        tiers=tiers,
+        rules=[TierRules(name=name, **rules) for name in names],
+        staging_bytes=STAGING_BYTES,
+        codec=by_name(codec),
+    )
+
+
+class ConfiguredContract(ObjectStoreContract):
+    def tiers(self, path):
+        raise NotImplementedError
+
+    @pytest.fixture
+    def make_store(self, tmp_path):
+        config = Config(host=HostConfig(staging_bytes=max(STAGING_BYTES, 1 << 16)), tiers=self.tiers(tmp_path))
+        stores = []
+
+        def make():
+            stores.append(open_object_store(config, LAYOUT, FINGERPRINT))
+            return stores[-1]
+
+        yield make
+        for store in stores:
+            store.close()
+
+
+def directory(path):
+    return DirectorySettings(path=path / "directory", capacity_bytes=ROOM)
+
+
+def disk(path):
+    return DiskSettings(path=path / "disk", capacity_bytes=ROOM)
+
+
+class TestDirectory(ConfiguredContract):
+    def tiers(self, path):
+        return (directory(path),)
+
+
+class TestDisk(ConfiguredContract):
+    def tiers(self, path):
+        return (disk(path),)
+
+
+class TestDiskAndDirectory(ConfiguredContract):
+    def tiers(self, path):
+        return (disk(path), directory(path))
+
+
+class MemoryContract(ObjectStoreContract):
+    persists = False
+
+    def settings(self):
+        return ["memory"], {}
+
+    @pytest.fixture
+    def make_store(self):
+        names, settings = self.settings()
+        return lambda: of_memory(*names, **settings)
+
+
+class TestMemory(MemoryContract):
+    pass
+
+
+class TestEncoded(MemoryContract):
+    def settings(self):
+        return ["memory"], {"codec": "zstd"}
+
+
+class TestRemote(MemoryContract):
+    def settings(self):
+        return ["near", "far"], {"is_remote": True, "persists": False}
+
+
+# ---- the suite itself ----------------------------------------------------------------------------------------------
+
+
+class Lying(ObjectStore):
+    """Fills the caller's memory with other bytes now and then."""
+
+    flaw = ""
+    turns = itertools.count()
+
+    def get_into(self, reads, deadline_s):
+        outcomes = super().get_into(reads, deadline_s)
+        if self.flaw == "flips a bit":
+            for read, outcome in zip(reads, outcomes, strict=True):
+                if outcome is Outcome.DONE:
+                    np.frombuffer(read.pieces[-1], np.uint8)[-1] ^= 1
+        if self.flaw == "says DONE":
+            return [Outcome.DONE] * len(outcomes)
+        if self.flaw == "swaps":
+            return super().get_into([ObjectBytes(*it) for it in reads[::-1]], deadline_s)[::-1] and outcomes[::-1]
+        if self.flaw == "writes on a miss":
+            for read, outcome in zip(reads, outcomes, strict=True):
+                if outcome is not Outcome.DONE:
+                    np.frombuffer(read.pieces[0], np.uint8)[0] ^= 1
+        return outcomes
+
+
+@pytest.mark.parametrize("flaw", ["flips a bit", "says DONE", "swaps", "writes on a miss"])
+def test_the_suite_finds_a_store_that_lies(flaw):
+    def make():
+        store = of_memory("memory")
+        store.__class__ = Lying
+        store.flaw = flaw
+        return store
+
+    with pytest.raises(AssertionError):
+        TestMemory().test_what_is_put_is_found_and_returned(make)
+    make().close()
