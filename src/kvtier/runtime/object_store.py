@@ -249,8 +249,8 @@ class ObjectStore:
     def put_from(self, writes: Sequence[ObjectBytes], deadline_s: float) -> list[Outcome]:
         """Keep objects from the caller's memory, which is free when the call returns.
 
-        A write goes to the first tier that accepts it, and follows to slower tiers while staging memory is not
-        needed.
+        A write goes to the first tier that accepts it, and from there to slower tiers, after the call and as long as
+        they keep up.
 
         Returns:
             For each object, in order: DONE when a tier that persists holds it (or any, if none that persists took
@@ -329,10 +329,10 @@ class ObjectStore:
                     now_s = self._settle()
                     while arrived:
                         transfers.delivered(arrived.pop(), now_s)
+                    transfers.advance(now_s)  # first, because it may end reads
                     arrived, call.arrived = call.arrived, arrived
                     if call.left == len(arrived) or now_s >= until_s or self._is_closing:
-                        self._leave(call)
-                    transfers.advance(now_s)
+                        self._leave(call, now_s)
                     due = self._due()
                     if not arrived and not due and not call.is_over:
                         bell.wait(self._wait_s(now_s, until_s))
@@ -340,7 +340,7 @@ class ObjectStore:
         except BaseException:  # an interrupt of the calling thread
             with self._lock:
                 call.arrived += arrived
-                self._leave(call)
+                self._leave(call, self._clock())
             raise
 
     def _put(
@@ -361,11 +361,11 @@ class ObjectStore:
                     now_s = self._settle()
                     while staged:
                         transfers.filled(staged.pop(0)[0], now_s)
-                    if not call.left or now_s >= until_s or self._is_closing:
-                        self._leave(call)
-                    else:
+                    transfers.advance(now_s)  # first, because it may end writes
+                    if call.left and now_s < until_s and not self._is_closing:
                         staged = self._stage(call, writes, todo)
-                    transfers.advance(now_s)
+                    if not call.left or now_s >= until_s or self._is_closing:
+                        self._leave(call, now_s)
                     due = self._due()
                     if not staged and not due and not call.is_over:
                         bell.wait(self._wait_s(now_s, until_s))
@@ -374,7 +374,7 @@ class ObjectStore:
             with self._lock:
                 for write, _ in staged:
                     transfers.unstage(write)
-                self._leave(call)
+                self._leave(call, self._clock())
             raise
 
     def _stage(
@@ -526,8 +526,10 @@ class ObjectStore:
         if is_usable:
             self.metrics.observe(table.OBJECT_CALL_SECONDS, self._clock() - began_s, call=name)
 
-    def _leave(self, call: ObjectCall) -> None:
+    def _leave(self, call: ObjectCall, now_s: float) -> None:
+        """The call returns; others get its slots."""
         self._transfers.abandon(call)
+        self._transfers.advance(now_s)
         self._calls.discard(call)
         if self._is_closing:
             self._has_left.notify_all()
@@ -602,6 +604,8 @@ class ObjectStore:
         metrics.set(table.CAPACITY_BYTES, self._arena.size_bytes, place=HOST)
         dropped, self._transfers.followers_dropped = self._transfers.followers_dropped, 0
         metrics.add(table.RELAYS_DROPPED, dropped)
+        for name, count in self._transfers.relays_waiting().items():
+            metrics.set(table.RELAYS_WAITING, count, tier=name)
         self._gauges()
 
     # ---- arguments -------------------------------------------------------------------------------------------------

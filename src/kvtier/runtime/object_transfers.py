@@ -4,12 +4,13 @@ It decides as the core does for a session: the time is an argument, commands and
 nothing blocks. All of it is under the store's lock.
 
 A read is queued at the first tier that may have the object, and at the next one after a miss or a fault. A write is
-queued at the first tier that can be written. Once a tier that persists has the object, the write is answered and
-follows to slower tiers while its slot is not needed.
+queued at the first tier that can be written. Once a tier that persists has the object, the write is answered, and it
+follows to slower tiers while its slot is not needed. If it is, the object is relayed later: read again from the tier
+that has it, when no call waits for a slot.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -22,6 +23,12 @@ from kvtier.layout import KvLayout
 from kvtier.runtime.executor import Completion, Observer
 from kvtier.runtime.staging import SHARE, StagingSlots
 from kvtier.types import SEVERITY, Cancel, ChunkKey, Drop, Link, Outcome, Probe, Transfer
+
+RELAYS_MAX = 1 << 14
+"""Objects that may wait to be relayed, per tier; of more, the oldest are dropped."""
+
+RELAYS_IN_FLIGHT = 2
+"""Relays that are read at the same time, of all tiers."""
 
 REMEMBERED_MAX = 1 << 16
 """Objects whose tier, or whose first use from a slower tier, is remembered."""
@@ -103,6 +110,8 @@ class ObjectWrite:
     flights: int = 0
     is_held: bool = False
     """A tier has it."""
+    source: TierState | None = None
+    """A tier that persists and has it."""
     is_answered: bool = False
 
 
@@ -162,9 +171,17 @@ class ObjectTransfers:
         """Answered writes, by tier."""
         self._droppable: list[dict[ObjectWrite, None]] = [{} for _ in slots]
         """Answered writes that wait in a queue, by group: the only holders of their slots."""
+        self._relays: dict[str, OrderedDict[ObjectId, tuple[Origin, TierState]]] = {
+            name: OrderedDict() for name in self.tiers.by_name
+        }
+        """Objects that a slower tier lacks, by that tier, with the tier that has them."""
+        self._relaying = 0
+        """Relays that hold a slot while they are read."""
         self._staged: dict[ObjectId, ObjectWrite] = {}
         self._dropping: set[tuple[str, ObjectId]] = set()
         """Drops without their completion."""
+        self._dropped: OrderedDict[tuple[str, ObjectId], float] = OrderedDict()
+        """Drops that have ended, and until when a probe may answer that was sent before."""
         self._flights: dict[int, Flight] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._held_by: OrderedDict[ObjectId, int] = OrderedDict()
@@ -265,20 +282,9 @@ class ObjectTransfers:
             read.call.reads.add(read)
 
     def _read_ended(self, flight: Flight, completion: Completion, read: ObjectRead, now_s: float) -> None:
-        tier, transfer, outcome = flight.tier, flight.command, completion.outcome
+        transfer, outcome = flight.command, completion.outcome
         assert isinstance(transfer, Transfer)
-        is_cancelled, object_id = outcome is Outcome.CANCELLED, read.object
-        is_fault = None if is_cancelled else completion.is_tier_fault
-        tier.ended(Link.PROMOTE, self._sizes[transfer.group], now_s, is_late=flight.is_late, is_fault=is_fault)
-        if outcome is Outcome.DONE or outcome is Outcome.CORRUPT:
-            tier.clear_suspect(object_id)
-        elif is_fault and now_s < transfer.deadline_s:
-            tier.mark_suspect([object_id])  # as with a bad block: the tier has a copy that cannot be read
-        if outcome is Outcome.CORRUPT:
-            self.output.counters.corrupt += 1
-            self._drop(tier, object_id)
-        if outcome is Outcome.CORRUPT or outcome is Outcome.ABSENT:
-            tier.remember(object_id, now_s, is_present=False)
+        self._tier_read(flight, completion, read.object, now_s)
         if read.flight is not flight or read.call.is_over:
             self.staging.give_from_read(transfer.group, transfer.slot)
             self._slot_is_free()
@@ -293,6 +299,21 @@ class ObjectTransfers:
         self._slot_is_free()
         read.outcome = max(read.outcome, outcome, key=SEVERITY.__getitem__)
         self._try_next(read)
+
+    def _tier_read(self, flight: Flight, completion: Completion, object_id: ObjectId, now_s: float) -> None:
+        """Note what a read shows about the tier and its copy."""
+        tier, outcome = flight.tier, completion.outcome
+        is_fault = None if outcome is Outcome.CANCELLED else completion.is_tier_fault
+        tier.ended(Link.PROMOTE, self._sizes[object_id.group], now_s, is_late=flight.is_late, is_fault=is_fault)
+        if outcome is Outcome.DONE or outcome is Outcome.CORRUPT:
+            tier.clear_suspect(object_id)
+        elif is_fault and not flight.is_late:
+            tier.mark_suspect([object_id])  # as with a bad block: the tier has a copy that cannot be read
+        if outcome is Outcome.CORRUPT:
+            self.output.counters.corrupt += 1
+            self._drop(tier, object_id)
+        if outcome is Outcome.CORRUPT or outcome is Outcome.ABSENT:
+            tier.remember(object_id, now_s, is_present=False)
 
     # ---- writes ----------------------------------------------------------------------------------------------------
 
@@ -309,8 +330,9 @@ class ObjectTransfers:
         return True
 
     def must_write(self, tier: TierState, object_id: ObjectId) -> bool:
-        """Whether the copy that `tier` reports may be bad, or is about to be dropped."""
-        return (tier.name, object_id) in self._dropping or tier.is_suspect(object_id)
+        """Whether the copy that `tier` reports may be bad, or may be dropped by now."""
+        dropped = tier.name, object_id
+        return dropped in self._dropping or dropped in self._dropped or tier.is_suspect(object_id)
 
     def stage(self, call: ObjectCall, number: int, object_id: ObjectId, origin: Origin) -> ObjectWrite | None:
         """Begin a write: it has a slot that the calling thread fills before `filled`. None: no slot is free."""
@@ -339,11 +361,16 @@ class ObjectTransfers:
         """Queue a write at the next tier, or end it."""
         while write.tiers:
             tier = write.tiers.popleft()
-            if tier.can_write(now_s) and not (write.is_held and tier.remembered(write.object, now_s)):
+            if write.is_held and tier.remembered(write.object, now_s):
+                continue
+            if not tier.can_write(now_s):
+                self._relay_later(write, tier)
+            else:
                 write.queue = (self._followers if write.is_answered else self._writes)[tier.name]
                 write.queue[write] = None
                 if write.is_answered and not write.flights:
                     self._droppable[write.object.group][write] = None
+                    self._slot_is_free()
                 return
         if not write.is_answered:
             self._answer(write, Outcome.DONE if write.is_held else Outcome.FAILED)
@@ -372,7 +399,9 @@ class ObjectTransfers:
 
     def _leave_queue(self, write: ObjectWrite) -> None:
         """End a write that waits in a queue."""
-        self.followers_dropped += write.is_answered
+        if write.is_answered:
+            for tier in (*(it for it in self.tiers.all if write.queue is self._followers[it.name]), *write.tiers):
+                self._relay_later(write, tier)
         self._answer(write, Outcome.FAILED)
         if write.queue is not None:
             write.queue.pop(write, None)
@@ -382,10 +411,11 @@ class ObjectTransfers:
         self._end_if_over(write)
 
     def _start_writes(self, tier: TierState, queue: dict[ObjectWrite, None], now_s: float) -> None:
-        while queue:
+        for write in list(queue) if self._dropping else _first_ones(queue):
             if tier.breakers[Link.DEMOTE].is_trial:  # the rest waits for the result of a trial
                 return
-            write = next(iter(queue))
+            if (tier.name, write.object) in self._dropping:
+                continue  # another thread may not have sent the drop yet
             key, group = write.object
             can_write = tier.can_write(now_s)
             if can_write and not tier.has_room(Link.DEMOTE, self._sizes[group]):
@@ -394,7 +424,7 @@ class ObjectTransfers:
             write.queue = None
             self._droppable[group].pop(write, None)
             if not can_write:
-                self.followers_dropped += write.is_answered
+                self._relay_later(write, tier)
                 self._write_next(write, now_s)
                 continue
             tier.began(Link.DEMOTE, self._sizes[group])
@@ -412,6 +442,8 @@ class ObjectTransfers:
         if outcome is Outcome.DONE:
             write.is_held = True
             tier.remember(write.object, now_s, is_present=True)
+            if tier.rules.persists:
+                write.source = tier
             if tier.rules.persists or flight.is_late:
                 self._answer(write, Outcome.DONE)
         elif write.is_answered:
@@ -420,6 +452,57 @@ class ObjectTransfers:
             self._end_if_over(write)
         else:
             self._write_next(write, now_s)
+
+    def _relay_later(self, write: ObjectWrite, tier: TierState) -> None:
+        """`tier` gets the object of `write` once it can be written and a slot is free."""
+        if write.source is None or write.source.number > tier.number:
+            self.followers_dropped += write.is_answered
+            return
+        relays = self._relays[tier.name]
+        relays[write.object] = write.origin, write.source
+        if len(relays) > RELAYS_MAX:
+            relays.popitem(last=False)
+            self.followers_dropped += 1
+
+    def _start_relays(self, tier: TierState, now_s: float) -> None:
+        """Read objects that `tier` lacks into slots that no call wants."""
+        relays = self._relays[tier.name]
+        while relays and not self._slots_wanted and self._relaying < RELAYS_IN_FLIGHT:
+            object_id, (origin, source) = next(iter(relays.items()))
+            key, group = object_id
+            size_bytes = self._sizes[group]
+            is_free = tier.breakers[Link.DEMOTE].is_up() and tier.can_write(now_s) and source.can_read(now_s)
+            if not is_free or not source.has_room(Link.PROMOTE, size_bytes) or self._followers[tier.name]:
+                return
+            if object_id in self._staged:
+                relays.move_to_end(object_id)
+                return
+            slot = self.staging.take_for_write(group)
+            if slot is None:
+                return
+            del relays[object_id]
+            write = ObjectWrite(object_id, origin, slot, deque([tier]), is_held=True, source=source, is_answered=True)
+            self._staged[object_id] = write
+            self._relaying += 1
+            write.flights += 1
+            source.began(Link.PROMOTE, size_bytes)
+            self._transfer(Link.PROMOTE, write, source, key, group, slot, origin, now_s)
+
+    def _relay_read(self, flight: Flight, completion: Completion, write: ObjectWrite, now_s: float) -> None:
+        """The tier that has an object has delivered it, or not."""
+        self._tier_read(flight, completion, write.object, now_s)
+        self._relaying -= 1
+        write.flights -= 1
+        if completion.outcome is Outcome.DONE and not flight.is_late:
+            self._write_next(write, now_s)
+            return
+        self.followers_dropped += 1
+        write.tiers.clear()
+        self._end_if_over(write)
+
+    def relays_waiting(self) -> dict[str, int]:
+        """Objects that wait to be relayed, by tier."""
+        return {name: len(relays) for name, relays in self._relays.items()}
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -445,8 +528,13 @@ class ObjectTransfers:
 
     @property
     def writes(self) -> int:
-        """Objects that hold a slot on their way to a tier."""
-        return len(self._staged)
+        """Objects on their way to a tier, or waiting to be relayed from and to tiers that are up."""
+        waiting = 0
+        for tier in self.tiers.all:
+            if tier.breakers[Link.DEMOTE].is_up():
+                relays = self._relays[tier.name].values()
+                waiting += sum(source.breakers[Link.PROMOTE].is_up() for _, source in relays)
+        return len(self._staged) + waiting
 
     def advance(self, now_s: float) -> None:
         """Start what limits and slots allow, the fastest tier first."""
@@ -457,6 +545,8 @@ class ObjectTransfers:
                 self._start_writes(tier, self._writes[tier.name], now_s)
             if self._followers[tier.name]:
                 self._start_writes(tier, self._followers[tier.name], now_s)
+            elif self._relays[tier.name]:
+                self._start_relays(tier, now_s)
 
     def next_deadline(self) -> float | None:
         """The time at which `expire` has work to do."""
@@ -466,6 +556,8 @@ class ObjectTransfers:
 
     def expire(self, now_s: float) -> None:
         """Count overdue commands as faults; their objects go on with the next tier."""
+        while self._dropped and next(iter(self._dropped.values())) <= now_s:
+            self._dropped.popitem(last=False)
         while self._deadlines and self._deadlines[0][0] <= now_s:
             flight = self._flights.get(heappop(self._deadlines)[1])
             if flight is None:
@@ -485,7 +577,7 @@ class ObjectTransfers:
                 work.call.reads.discard(work)
                 work.outcome = max(work.outcome, Outcome.FAILED, key=SEVERITY.__getitem__)
                 self._try_next(work)
-            elif isinstance(work, ObjectWrite):
+            elif isinstance(work, ObjectWrite) and flight.command.link is Link.DEMOTE:
                 self._write_next(work, now_s)
 
     def complete(self, completion: Completion, now_s: float) -> None:
@@ -493,7 +585,11 @@ class ObjectTransfers:
         self._observer.completed(completion)
         command = completion.command
         if isinstance(command, Drop):
-            self._dropping.discard((command.tier, ObjectId(command.key, command.group)))
+            dropped = command.tier, ObjectId(command.key, command.group)
+            self._dropping.discard(dropped)
+            self._dropped[dropped] = now_s + self.tiers[command.tier].rules.probe_deadline_s
+            if len(self._dropped) > REMEMBERED_MAX:
+                self._dropped.popitem(last=False)
             return
         flight = self._flights.pop(command.id, None) if isinstance(command, Transfer | Probe) else None
         if flight is None:
@@ -501,7 +597,8 @@ class ObjectTransfers:
         if isinstance(flight.work, ObjectRead):
             self._read_ended(flight, completion, flight.work, now_s)
         elif isinstance(flight.work, ObjectWrite):
-            self._write_ended(flight, completion, flight.work, now_s)
+            is_relay = isinstance(command, Transfer) and command.link is Link.PROMOTE
+            (self._relay_read if is_relay else self._write_ended)(flight, completion, flight.work, now_s)
         else:
             is_done = completion.outcome is Outcome.DONE
             if is_done or completion.is_tier_fault:
@@ -547,7 +644,14 @@ class ObjectTransfers:
         self.output.commands.append(flight.command)
 
     def _slot_is_free(self) -> None:
+        """A slot is free, or can be had."""
         if self._slots_wanted:
             waiting, self._slots_wanted = self._slots_wanted, {}
             for call in waiting:
                 call.wake()
+
+
+def _first_ones(queue: dict[ObjectWrite, None]) -> Iterator[ObjectWrite]:
+    """The first of `queue`, again and again, while the caller removes it."""
+    while queue:
+        yield next(iter(queue))

@@ -1,4 +1,4 @@
-"""Contract tests for object stores. Subclass `ObjectStoreContract` in a pytest module and give it a `make_store` fixture.
+"""Contract tests for object stores. Subclass `ObjectStoreContract` in a pytest module, with a `make_store` fixture.
 
 The suite needs pytest.
 """
@@ -38,7 +38,7 @@ STAGING_BYTES = STAGED * (4 * 4_096 + 4_096 + 5 * 4_096 + 4_096)
 DEADLINE_S = 30.0
 
 MakeStore = Callable[[], ObjectStore]
-"""Opens the store of a test, with `LAYOUT` and `STAGING_BYTES`. Called again after `close` it finds the same objects."""
+"""Opens the store of a test, with `LAYOUT` and `STAGING_BYTES`. After `close` it opens the same store again."""
 
 Pieces = tuple[npt.NDArray[np.uint8], ...]
 
@@ -177,11 +177,11 @@ class ObjectStoreContract:
         store = make_store()
         whole = np.concatenate(pieces_of(1))
         stops = np.cumsum([0, *LAYOUT.groups[0].layer_bytes])
-        cut = [memoryview(whole)[start:stop] for start, stop in itertools.pairwise(stops)]
+        cut = [whole.data[start:stop] for start, stop in itertools.pairwise(stops)]
         assert store.put_from([ObjectBytes(object_id(1), [bytes(cut[0]), *cut[1:]])], DEADLINE_S) == [Outcome.DONE]
         into = np.zeros(len(whole) + 1, np.uint8)[1:]
-        pieces = [into[start:stop] for start, stop in itertools.pairwise(stops)]
-        pieces[1] = pieces[1].view(np.int8)
+        pieces = [into[start:stop].data for start, stop in itertools.pairwise(stops)]
+        pieces[1] = pieces[1].cast("q")
         assert store.get_into([ObjectBytes(object_id(1), pieces)], DEADLINE_S) == [Outcome.DONE]
         assert np.array_equal(into, whole)
         store.close()
@@ -294,7 +294,8 @@ class ObjectStoreContract:
         """Soon, and without a wrong byte."""
         store = make_store()
         put(store, range(4 * STAGED))
-        began, ended = threading.Barrier(4), []
+        began = threading.Barrier(4)
+        ended: list[float] = []
 
         def work(seed: int) -> None:
             began.wait(DEADLINE_S)

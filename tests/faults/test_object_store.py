@@ -1,0 +1,529 @@
+"""An object store whose tiers hang, fail, fill up, lose or change objects: misses in time, never other bytes."""
+
+import itertools
+import logging
+import random
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hanging_fs import hanging_fs, missing
+
+from kvtier.config.sections import Config, HostConfig
+from kvtier.core.limits import TierRules
+from kvtier.errors import ConfigError, TierError
+from kvtier.layout import GroupLayout, KvLayout
+from kvtier.observe import metric_definitions as table
+from kvtier.runtime.object_store import ObjectBytes, ObjectStore
+from kvtier.runtime.open_objects import open_object_store
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.testing.object_store import (
+    LAYOUT,
+    STAGED,
+    STAGING_BYTES,
+    empty_pieces,
+    got,
+    object_id,
+    pieces_of,
+    put,
+)
+from kvtier.tier.directory_kind import DirectorySettings
+from kvtier.tier.disk_kind import DiskSettings
+from kvtier.types import Outcome
+
+FINGERPRINT = bytes(range(32))
+ROOM = 64 << 20
+PATIENCE_S = 20.0
+QUICK = {"probe_deadline_s": 0.1, "transfer_deadline_s": 0.3, "retry_s": 0.05}
+DONE, ABSENT, FAILED, CORRUPT, CANCELLED = (
+    Outcome.DONE,
+    Outcome.ABSENT,
+    Outcome.FAILED,
+    Outcome.CORRUPT,
+    Outcome.CANCELLED,
+)
+
+
+def settings(kind, place, **more):
+    made = {"directory": DirectorySettings, "disk": DiskSettings}[kind]
+    return made(**{"name": kind, "path": place / kind, "capacity_bytes": ROOM, **QUICK, **more})
+
+
+def opened(*tiers, layout=LAYOUT, fingerprint=FINGERPRINT, **more):
+    config = Config(host=HostConfig(staging_bytes=max(STAGING_BYTES, 1 << 16)), tiers=tiers)
+    return open_object_store(replace(config, **more), layout, fingerprint)
+
+
+def over(*tiers, **rules):
+    """A store over tiers that a test makes misbehave."""
+    return ObjectStore(
+        layout=LAYOUT,
+        name_root=bytes(32),
+        fingerprint=FINGERPRINT,
+        tiers={tier.name: tier for tier in tiers},
+        rules=[TierRules(name=tier.name, **{**QUICK, **rules}) for tier in tiers],
+        staging_bytes=STAGING_BYTES,
+    )
+
+
+def until(is_so):
+    until_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < until_s, "it has not come true"
+        time.sleep(0.01)
+
+
+class Gated(MemoryTier):
+    """Hangs or fails in reads, writes or probes while a test wants it."""
+
+    def __init__(self, name="gated"):
+        super().__init__(name, capacity_bytes=ROOM)
+        self.shut, self.broken = set(), set()
+        self.gate = threading.Event()
+        self.writes = 0
+
+    def _pass(self, what):
+        if what in self.shut:
+            self.gate.wait(PATIENCE_S)
+        if what in self.broken:
+            raise TierError(self.name, f"no {what}")
+
+    def open_again(self):
+        self.shut.clear()
+        self.broken.clear()
+        self.gate.set()
+
+    def contains(self, names):
+        self._pass("contains")
+        return super().contains(names)
+
+    def read(self, name, into, offset=0):
+        self._pass("read")
+        return super().read(name, into, offset)
+
+    def write(self, name, frame, about=None):
+        self._pass("write")
+        self.writes += 1
+        return super().write(name, frame)
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    yield from hanging_fs(tmp_path)
+
+
+# ---- tiers that hang -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(kind, what) for kind in ("directory", "disk") for what in ("read", "write", "open", "getattr", "everything")],
+)
+def test_a_file_system_that_hangs_costs_misses_in_time(hanging, kind, what):
+    store = opened(settings(kind, hanging.place))
+    put(store, range(2 * STAGED))
+    hanging.hang(what)
+    for call in (got, put):
+        began_s = time.monotonic()
+        call(store, range(4 * STAGED), deadline_s=0.5)
+        assert time.monotonic() - began_s < 1.5, "a call took longer than its deadline"
+    began_s = time.monotonic()
+    store.leading_run([object_id(number) for number in range(STAGED)], 0.2)
+    store.contains([object_id(number) for number in range(STAGED)], 0.2)
+    assert time.monotonic() - began_s < 1.5
+    hanging.go_on()
+    until(lambda: put(store, [99]) == got(store, [99]) == [DONE])
+    assert set(got(store, range(2 * STAGED))) <= {DONE, ABSENT}
+    store.close()
+
+
+def test_a_late_read_leaves_the_callers_memory_alone():
+    tier = Gated()
+    store = over(tier)
+    put(store, range(4))
+    tier.shut = {"read"}
+    memory = [empty_pieces() for _ in range(4)]
+    reads = [ObjectBytes(object_id(number), pieces) for number, pieces in enumerate(memory)]
+    assert DONE not in store.get_into(reads, 0.05)
+    tier.open_again()
+    until(lambda: got(store, range(4)) == [DONE] * 4)
+    for pieces, untouched in zip(memory, itertools.repeat(empty_pieces()), strict=False):
+        assert all(map(np.array_equal, pieces, untouched))
+    store.close()
+
+
+def test_reads_that_hang_leave_slots_for_writes_and_come_back():
+    tier = Gated()
+    store = over(tier, transfer_deadline_s=PATIENCE_S)
+    put(store, range(4 * STAGED))
+    tier.shut = {"read"}
+    with ThreadPoolExecutor(1) as other:
+        reading = other.submit(got, store, range(4 * STAGED), 0, 2.0)
+        until(lambda: store.metrics.get(table.OBJECT_CALL_SECONDS, call="put") and tier.gate is not None)
+        assert put(store, range(100, 100 + 2 * STAGED)) == [DONE] * (2 * STAGED)
+        assert DONE not in reading.result(PATIENCE_S)
+    tier.open_again()
+    until(lambda: got(store, range(4 * STAGED)) == [DONE] * (4 * STAGED))
+    store.close()
+
+
+def test_slots_of_overdue_commands_return_when_their_threads_do():
+    tier = Gated()
+    store = over(tier)
+    put(store, range(STAGED))
+    for what, call in (("read", got), ("write", lambda *args: put(args[0], range(50, 50 + STAGED)))):
+        tier.gate.clear()
+        tier.shut = {what}
+        assert DONE not in call(store, range(STAGED))
+        tier.open_again()
+        until(lambda: not any(store._transfers.staging.used(group) for group in (0, 1)))
+        until(lambda: all(store.health()["gated"][:2]) or put(store, [99]) == got(store, [99]))
+    until(lambda: got(store, range(STAGED)) == [DONE] * STAGED)
+    store.close()
+
+
+def test_the_next_tier_serves_what_the_first_one_delays():
+    first, second = Gated("first"), MemoryTier("second", capacity_bytes=ROOM)
+    store = over(first, second)
+    assert put(store, range(STAGED)) == [DONE] * STAGED
+    until(lambda: second.object_count == STAGED)
+    first.shut = {"read", "contains"}
+    assert store.leading_run([object_id(number) for number in range(STAGED)], 2.0) == STAGED
+    assert got(store, range(STAGED), deadline_s=5.0) == [DONE] * STAGED
+    first.open_again()
+    store.close()
+
+
+# ---- tiers that fail -----------------------------------------------------------------------------------------------
+
+
+def test_a_tier_that_is_away_is_left_alone_and_taken_back(caplog):
+    caplog.set_level(logging.INFO, "kvtier")
+    tier = Gated()
+    store = over(tier)
+    put(store, range(4))
+    tier.broken = {"read", "write", "contains"}
+    assert got(store, range(4)) == [FAILED] * 3 + [CANCELLED] or DONE not in got(store, range(4))
+    assert DONE not in put(store, range(10, 20))
+    until(lambda: store.health()["gated"][:2] == (False, False))
+    assert store.metrics.get(table.TIER_UP, tier="gated", way="read") == 0
+    assert got(store, range(4)) == [CANCELLED] * 4, "no tier is asked"
+    tier.open_again()
+    until(lambda: store.health()["gated"].reads)  # a health check has found it
+    assert got(store, range(4)) == [DONE] * 4
+    until(lambda: put(store, [30]) == [DONE])
+    assert "tier gated reads failed 3 times in a row" in caplog.text
+    assert "tier gated reads succeed again" in caplog.text
+    store.close()
+
+
+def test_the_faster_tier_is_lost_and_filled_again_at_the_second_use():
+    fast, slow = Gated("fast"), MemoryTier("slow", capacity_bytes=ROOM)
+    store = over(fast, slow)
+    assert put(store, range(4)) == [DONE] * 4
+    until(lambda: slow.object_count == 4)
+    for name, _ in list(fast.scan()):
+        fast.delete(name)
+    objects = [object_id(number) for number in range(4)]
+    assert store.leading_run(objects, 1.0) == 4
+    assert got(store, range(4)) == [DONE] * 4
+    assert fast.object_count == 0
+    assert got(store, range(4)) == [DONE] * 4
+    until(lambda: fast.object_count == 4)
+    store.close()
+
+
+def test_a_tier_that_admits_nothing_is_passed_over():
+    class Choosy(MemoryTier):
+        def write(self, name, frame, about=None):
+            return False
+
+    choosy, second = Choosy("choosy", capacity_bytes=ROOM), MemoryTier("second", capacity_bytes=ROOM)
+    store = over(choosy, second)
+    assert put(store, range(4)) == got(store, range(4)) == [DONE] * 4
+    assert all(store.health()["choosy"][:2]), "a refusal is no fault"
+    store.close()
+    alone = over(Choosy("choosy", capacity_bytes=ROOM))
+    assert put(alone, range(4)) == [FAILED] * 4
+    alone.close()
+
+
+def test_a_slow_tier_gets_everything_later_and_delays_no_put():
+    """Its writes give up their slots, and the objects are relayed from the faster tier."""
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
+    store = over(fast, slow, transfer_deadline_s=PATIENCE_S, demotes=1)
+    slow.shut = {"write"}
+    count = 8 * STAGED
+    assert put(store, range(count)) == [DONE] * count
+    assert slow.object_count == 0
+    assert got(store, range(count)) == [DONE] * count
+    until(lambda: store.metrics.get(table.RELAYS_WAITING, tier="slow") > 0)
+    slow.open_again()
+    until(lambda: slow.object_count == count)
+    until(lambda: not store._transfers.writes)
+    assert store.metrics.get(table.RELAYS_DROPPED) == 0
+    store.close()
+
+
+def test_a_relay_whose_source_has_lost_the_object_is_dropped_and_counted():
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
+    store = over(fast, slow, transfer_deadline_s=PATIENCE_S, demotes=1)
+    slow.shut = {"write"}
+    count = 4 * STAGED
+    assert put(store, range(count)) == [DONE] * count
+    for name, _ in list(fast.scan()):
+        fast.delete(name)
+    slow.open_again()
+    until(lambda: not store._transfers.writes)
+    until(lambda: store.metrics.get(table.RELAYS_DROPPED) == count - slow.object_count > 0)
+    store.close()
+
+
+def test_a_full_disk_refuses_writes_and_is_still_read(tmp_path):
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False, timeout=PATIENCE_S).returncode:
+        pytest.skip("needs a small file system of its own: mounting a tmpfs is only for root")
+    try:
+        store = opened(settings("directory", place))
+        outcomes = put(store, range(100))
+        held = [number for number, outcome in enumerate(outcomes) if outcome is DONE]
+        assert 10 < len(held) < 100
+        again = got(store, range(100))
+        assert DONE in again
+        assert {again[number] for number in range(100) if outcomes[number] is not DONE} <= {ABSENT}
+        store.close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=PATIENCE_S)
+
+
+# ---- bytes that are wrong ------------------------------------------------------------------------------------------
+
+
+def files(place):
+    return sorted(path for path in (place / "directory" / "objects").rglob("*") if path.is_file())
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[random.Random(path.name).randrange(len(data))] ^= 0x10
+    path.write_bytes(data)
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-4096])
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flipped, truncated, emptied])
+def test_damaged_objects_are_misses_and_heal(tmp_path, damage):
+    store = opened(settings("directory", tmp_path))
+    assert put(store, range(8)) == [DONE] * 8
+    for path in files(tmp_path):
+        damage(path)
+    outcomes = got(store, range(8))
+    assert set(outcomes) <= {CORRUPT, FAILED, ABSENT}, outcomes
+    assert put(store, range(8)) == [DONE] * 8
+    assert got(store, range(8)) == [DONE] * 8
+    if damage is flipped:
+        assert store.metrics.get(table.DROPS, place="directory", reason="corrupt") == 8
+    store.close()
+
+
+def test_a_damaged_copy_is_dropped_and_the_next_tier_has_a_good_one(tmp_path):
+    slow = settings("disk", tmp_path)
+    store = opened(settings("directory", tmp_path), slow)
+    assert put(store, range(STAGED // 2)) == [DONE] * (STAGED // 2)
+    until(lambda: store.health()["disk"].figures.write_bytes.get("frames"))
+    until(lambda: not store._transfers.writes)
+    for path in files(tmp_path):
+        flipped(path)
+    assert got(store, range(STAGED // 2)) == [DONE] * (STAGED // 2)
+    until(lambda: not files(tmp_path))
+    store.close()
+
+
+def test_objects_under_each_others_names_are_misses(tmp_path):
+    store = opened(settings("directory", tmp_path))
+    put(store, range(2))
+    first, second = files(tmp_path)
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    assert got(store, range(2)) == [CORRUPT] * 2
+    store.close()
+
+
+def test_another_model_layout_secret_or_rank_shares_no_object(tmp_path):
+    """In one directory, so a name that covers less would find the other's bytes."""
+    tier = settings("directory", tmp_path)
+    store = opened(tier)
+    assert put(store, range(2)) == [DONE] * 2
+    store.close()
+    other_page = KvLayout(32, LAYOUT.groups)
+    other_layout = KvLayout(16, tuple(GroupLayout(it.validity, it.layer_bytes, "other") for it in LAYOUT.groups))
+    for more in ({"fingerprint": bytes(32)}, {"layout": other_page}, {"layout": other_layout}):
+        other = opened(tier, **more)
+        assert other.leading_run([object_id(0)], 1.0) == 0
+        assert got(other, range(2)) == [ABSENT] * 2
+        other.close()
+    (tmp_path / "secret").write_bytes(random.Random(1).randbytes(32))
+    (tmp_path / "secret").chmod(0o600)
+    config = Config(tiers=(tier,))
+    other = opened(tier, store=replace(config.store, secret_file=tmp_path / "secret"))
+    assert got(other, range(2)) == [ABSENT] * 2
+    other.close()
+    ranks = [open_object_store(config, LAYOUT, FINGERPRINT, rank=rank, ranks=2) for rank in (0, 1)]
+    assert put(ranks[0], [0]) == [DONE]
+    assert got(ranks[1], [0]) == [ABSENT]
+    for rank in ranks:
+        rank.close()
+    again = opened(tier)
+    assert got(again, range(2)) == [DONE] * 2, "the control: the same settings find it"
+    again.close()
+
+
+# ---- the random model ----------------------------------------------------------------------------------------------
+
+
+class Mischief(MemoryTier):
+    """Forgets, refuses, fails, delays, and returns damaged, short and foreign bytes, drawn from a seed."""
+
+    def __init__(self, name, seed):
+        super().__init__(name, capacity_bytes=30 * 20_480)
+        self.chance, self.is_calm = random.Random(seed), False
+        self._seen = []
+
+    def _odd(self):
+        roll = 1.0 if self.is_calm else self.chance.random()
+        if roll < 0.05:
+            raise TierError(self.name, "mischief")
+        if roll < 0.08:
+            time.sleep(0.02)
+        return roll
+
+    def contains(self, names):
+        answers = super().contains(names)
+        return [not it for it in answers] if 0.08 <= self._odd() < 0.15 else answers
+
+    def read(self, name, into, offset=0):
+        roll = self._odd()
+        count = super().read(name, into, offset)
+        if count is None and 0.1 <= roll < 0.2:
+            return into.nbytes  # what an earlier object has left in the slot
+        if count and 0.2 <= roll < 0.3:
+            into[self.chance.randrange(count)] ^= 1 << self.chance.randrange(8)
+        if count and 0.3 <= roll < 0.35:
+            return self.chance.randrange(count)
+        if count and 0.35 <= roll < 0.4 and self._seen:
+            return super().read(self.chance.choice(self._seen), into)
+        return count
+
+    def write(self, name, frame, about=None):
+        roll = self._odd()
+        if 0.08 <= roll < 0.15:
+            return False
+        self._seen.append(name)
+        return super().write(name, frame if roll > 0.2 else frame[: len(frame) // 2])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_tiers_do_no_wrong_byte_is_returned(seed):
+    """`got` checks every byte of every answer. A put that is DONE may be forgotten; a get that is DONE is right."""
+    tiers = [Mischief(f"tier{number}", seed * 10 + number) for number in range(1 + seed % 3)]
+    store = over(*tiers, is_remote=seed % 4 == 3, failures=100)
+
+    def work(worker):
+        chance, found = random.Random(seed * 1000 + worker), 0
+        for _ in range(40):
+            group, start = chance.randrange(2), chance.randrange(30)
+            numbers = range(start, start + chance.randrange(1, 12))
+            deadline_s = chance.choice([0.001, 0.02, 1.0])
+            call = chance.choice([put, got, got])
+            found += call(store, numbers, group, deadline_s).count(DONE)
+            objects = [object_id(number, group) for number in numbers]
+            assert 0 <= store.leading_run(objects, deadline_s) <= len(objects)
+            assert len(store.contains(objects, deadline_s)) == len(objects)
+        return found
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(work, range(3)))
+    for tier in tiers:
+        tier.is_calm = True
+    until(lambda: all(tier[:2] == (True, True) for tier in store.health().values()))
+    until(lambda: not any(store._transfers.staging.used(group) for group in (0, 1)))
+    until(lambda: put(store, range(100, 108)) == [DONE] * 8 and got(store, range(100, 108)) == [DONE] * 8)
+    store.close()
+
+
+def test_the_random_model_finds_a_store_that_does_not_verify(monkeypatch):
+    monkeypatch.setattr("kvtier.runtime.transfers.open_in_place", lambda *_: None)
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        test_whatever_tiers_do_no_wrong_byte_is_returned(0)
+
+
+# ---- closing, limits -----------------------------------------------------------------------------------------------
+
+
+def test_closing_finishes_writes_to_slower_tiers():
+    fast, slow = MemoryTier("fast", capacity_bytes=ROOM), Gated("slow")
+    store = over(fast, slow, transfer_deadline_s=PATIENCE_S)
+    slow.shut = {"write"}
+    put(store, range(4))
+    threading.Timer(0.2, slow.open_again).start()
+    assert store.close(PATIENCE_S).flushed
+    assert slow.writes == 4
+
+
+def test_closing_does_not_wait_for_a_tier_that_hangs():
+    tier = Gated()
+    store = over(tier)
+    put(store, range(4))
+    tier.shut = {"read", "write"}
+    with ThreadPoolExecutor(2) as others:
+        calls = [others.submit(got, store, range(4), 0, PATIENCE_S), others.submit(put, store, range(10, 14))]
+        time.sleep(0.05)
+        began_s = time.monotonic()
+        assert not store.close(0.5).flushed
+        assert time.monotonic() - began_s < 4
+        assert all(DONE not in call.result(1.0) for call in calls)
+    tier.open_again()
+
+
+def test_a_store_needs_a_tier_and_enough_staging_memory(tmp_path):
+    with pytest.raises(ConfigError, match="at least one"):
+        opened()
+    config = Config(host=HostConfig(staging_bytes=1 << 16), tiers=(settings("directory", tmp_path),))
+    with pytest.raises(ConfigError, match=r"host\.staging_bytes = 65536 is too small.*allowed: at least"):
+        open_object_store(
+            config, KvLayout(16, (GroupLayout(LAYOUT.groups[0].validity, (1 << 20,), "big"),)), FINGERPRINT
+        )
+    opened(settings("directory", tmp_path)).close()  # the refused one has left nothing open
+
+
+def test_an_interrupted_call_gives_its_slots_back(monkeypatch):
+    store = over(MemoryTier("memory", capacity_bytes=ROOM))
+    put(store, range(4))
+    for name in ("_copy_out", "_copy_in"):
+        reads = [ObjectBytes(object_id(number), pieces_of(number)) for number in range(20)]
+        call = store.get_into if name == "_copy_out" else store.put_from
+        with monkeypatch.context() as patch:
+            patch.setattr(store, name, _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                call(reads, 5.0)
+        until(lambda: not any(store._transfers.staging.used(group) for group in (0, 1)))
+    assert put(store, range(40)) == got(store, range(40)) == [DONE] * 40
+    store.close()
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
