@@ -1,10 +1,10 @@
 """Plain values that pass between layers. No behaviour and no imports from kvtier."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal, NamedTuple, NewType
+from typing import Any, Literal, NamedTuple, NewType
 
 ChunkKey = NewType("ChunkKey", bytes)
 """32-byte digest of parent key, tokens and extras: names a whole prefix. The same for all groups and ranks."""
@@ -83,6 +83,37 @@ class NextTurn(Enum):
     """A person continues within minutes, or never."""
     NOBODY = "nobody"
     """The conversation is over."""
+
+
+class ObjectId(NamedTuple):
+    """One object: a page or state of the engine, in one KV group."""
+
+    key: ChunkKey
+    """32 bytes with which the engine names the content, such as a SHA-256 of its tokens. It need not be secret: stored
+    names are keyed with the store's secret and the fingerprint."""
+    group: int = 0
+    """Number of its KV group, in `KvLayout.groups`."""
+
+
+class Origin(NamedTuple):
+    """Where an object comes from, for the tiers' eviction policies."""
+
+    parent: ChunkKey | None = None
+    """Key of the page before it; None at the start of a prefix, and for groups without history."""
+    depth: int = 0
+    """How many pages come before it."""
+    session: str | None = None
+    """The conversation."""
+
+
+class ObjectBytes(NamedTuple):
+    """One object, and the caller's memory for it."""
+
+    object: ObjectId
+    pieces: Sequence[Any]
+    """Contiguous buffers (memoryview, numpy array and so on), one for each layer of the KV group, in order and of
+    `GroupLayout.layer_bytes` bytes. A layer is what the engine keeps in one piece: the K or the V of a page, say."""
+    origin: Origin = Origin()
 
 
 class Place(NamedTuple):

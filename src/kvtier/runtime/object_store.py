@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,18 +37,10 @@ from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.counters import CommandCounters, TierGauges
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.object_transfers import (
-    ObjectCall,
-    ObjectId,
-    ObjectRead,
-    ObjectTransfers,
-    ObjectWrite,
-    Origin,
-    Question,
-)
+from kvtier.runtime.object_transfers import ObjectCall, ObjectRead, ObjectTransfers, ObjectWrite, Question
 from kvtier.runtime.session import Closed
 from kvtier.tier.base import Figures, Tier
-from kvtier.types import Command, Link, Outcome, RequestId, TierNotice
+from kvtier.types import Command, Link, ObjectBytes, ObjectId, Origin, Outcome, RequestId, TierNotice
 
 __all__ = ["ObjectBytes", "ObjectId", "ObjectStore", "Origin", "TierHealth"]
 
@@ -73,16 +65,6 @@ ROUND_NAMES = 23
 """Spaced names in one round of a remote tier, as in `core/probes.py`."""
 
 KEY_BYTES = 32
-
-
-class ObjectBytes(NamedTuple):
-    """One object, and the caller's memory for it."""
-
-    object: ObjectId
-    pieces: Sequence[Any]
-    """Contiguous buffers (memoryview, numpy array and so on), one for each layer of the KV group, in order and of
-    `GroupLayout.layer_bytes` bytes. A layer is what the engine keeps in one piece: the K or the V of a page, say."""
-    origin: Origin = Origin()
 
 
 class TierHealth(NamedTuple):

@@ -13,7 +13,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.limits import TierRules
@@ -22,7 +21,7 @@ from kvtier.core.tier_state import TierState, TierStates
 from kvtier.layout import KvLayout
 from kvtier.runtime.executor import Completion, Observer
 from kvtier.runtime.staging import SHARE, StagingSlots
-from kvtier.types import SEVERITY, Cancel, ChunkKey, Drop, Link, Outcome, Probe, Transfer
+from kvtier.types import SEVERITY, Cancel, ChunkKey, Drop, Link, ObjectId, Origin, Outcome, Probe, Transfer
 
 RELAYS_MAX = 1 << 14
 """Objects that may wait to be relayed, per tier; of more, the oldest are dropped."""
@@ -32,27 +31,6 @@ RELAYS_IN_FLIGHT = 2
 
 REMEMBERED_MAX = 1 << 16
 """Objects whose tier, or whose first use from a slower tier, is remembered."""
-
-
-class ObjectId(NamedTuple):
-    """One object: a page or state of the engine, in one KV group."""
-
-    key: ChunkKey
-    """32 bytes with which the engine names the content, such as a SHA-256 of its tokens. It need not be secret: stored
-    names are keyed with the store's secret and the fingerprint."""
-    group: int = 0
-    """Number of its KV group, in `KvLayout.groups`."""
-
-
-class Origin(NamedTuple):
-    """Where an object comes from, for the tiers' eviction policies."""
-
-    parent: ChunkKey | None = None
-    """Key of the page before it; None at the start of a prefix, and for groups without history."""
-    depth: int = 0
-    """How many pages come before it."""
-    session: str | None = None
-    """The conversation."""
 
 
 @dataclass(slots=True, eq=False)

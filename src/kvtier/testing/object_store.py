@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,7 @@ import pytest
 
 from kvtier.errors import BadCallError
 from kvtier.layout import GroupLayout, History, KvLayout, State
-from kvtier.runtime.object_store import ObjectBytes, ObjectId, ObjectStore, Origin
-from kvtier.types import ChunkKey, Outcome
+from kvtier.types import ChunkKey, ObjectBytes, ObjectId, Origin, Outcome
 
 LAYOUT = KvLayout(
     16,
@@ -37,7 +37,32 @@ STAGING_BYTES = STAGED * (4 * 4_096 + 4_096 + 5 * 4_096 + 4_096)
 
 DEADLINE_S = 30.0
 
-MakeStore = Callable[[], ObjectStore]
+
+class KeepsObjects(Protocol):
+    """An object store, as `kvtier.runtime.object_store.ObjectStore` documents it."""
+
+    def leading_run(self, objects: Sequence[ObjectId], deadline_s: float) -> int:
+        """How many of the leading objects it holds."""
+        ...
+
+    def contains(self, objects: Sequence[ObjectId], deadline_s: float) -> list[bool]:
+        """Whether it holds each object."""
+        ...
+
+    def get_into(self, reads: Sequence[ObjectBytes], deadline_s: float) -> list[Outcome]:
+        """Fill the caller's memory."""
+        ...
+
+    def put_from(self, writes: Sequence[ObjectBytes], deadline_s: float) -> list[Outcome]:
+        """Keep what is in the caller's memory."""
+        ...
+
+    def close(self) -> object:
+        """End everything."""
+        ...
+
+
+MakeStore = Callable[[], KeepsObjects]
 """Opens the store of a test, with `LAYOUT` and `STAGING_BYTES`. After `close` it opens the same store again."""
 
 Pieces = tuple[npt.NDArray[np.uint8], ...]
@@ -59,7 +84,7 @@ def empty_pieces(group: int = 0, fill: int = 0x5A) -> Pieces:
     return tuple(np.full(size, fill, np.uint8) for size in LAYOUT.groups[group].layer_bytes)
 
 
-def put(store: ObjectStore, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
+def put(store: KeepsObjects, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
     """Put objects, each with the one before it as its parent."""
     writes = [
         ObjectBytes(
@@ -72,7 +97,7 @@ def put(store: ObjectStore, numbers: Sequence[int], group: int = 0, deadline_s: 
     return store.put_from(writes, deadline_s)
 
 
-def got(store: ObjectStore, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
+def got(store: KeepsObjects, numbers: Sequence[int], group: int = 0, deadline_s: float = DEADLINE_S) -> list[Outcome]:
     """Get objects, and check every byte: those that were put, or, where it is not DONE, those that were there."""
     memory = [empty_pieces(group) for _ in numbers]
     reads = [ObjectBytes(object_id(number, group), it) for number, it in zip(numbers, memory, strict=True)]
