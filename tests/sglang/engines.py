@@ -6,9 +6,10 @@ The scheduler's part is played here: it allocates host memory for a hit, and fre
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _mha_host_inputs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -86,6 +88,18 @@ def resolved(**values: object) -> None:
     get_context().override("test", **values)
 
 
+def small(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Let SGLang allocate a small host pool, also where less memory is free than it keeps for other programs."""
+
+    @wraps(make)
+    def made(*args: Any, **fields: Any) -> Any:
+        with host_memory_budget_scope(4 << 30):
+            return make(*args, **fields)
+
+    return made
+
+
+@small
 def mha(layout: str, tokens: int = 512, page: int = PAGE, layers: int = 4, heads: int = 2, dim: int = 64) -> Any:
     """A device pool of keys and values, and its host pool."""
     device = MHATokenToKVPool(
@@ -103,6 +117,7 @@ def mha(layout: str, tokens: int = 512, page: int = PAGE, layers: int = 4, heads
     return device, kind(info, 2.0, 0, page, layout, pin_memory=False, **fields)
 
 
+@small
 def mla(layout: str, tokens: int = 512) -> Any:
     """A device pool of latents, and its host pool."""
     device = MLATokenToKVPool(
@@ -131,6 +146,7 @@ def mla(layout: str, tokens: int = 512) -> Any:
     return device, host
 
 
+@small
 def mamba(slots: int = 64) -> Any:
     """Recurrent states in device memory, and their host pool."""
     info = MambaStateBufferInfo(
@@ -140,6 +156,7 @@ def mamba(slots: int = 64) -> Any:
     return device, MambaPoolHost(info, 2.0, 0, device_capacity=slots, pin_memory=False, layout="page_first")
 
 
+@small
 def latents_in_pages(name: str, pages: int = 64, layout: str = "page_first") -> Any:
     """DeepSeek V4's compressed KV in device memory, and its host pool."""
     device = [torch.zeros(pages, 640, dtype=torch.uint8) for _ in range(3)]
@@ -200,12 +217,18 @@ class Engine:
         if not hit.storage_hit_count:
             return Prefetched(0, 0, [])
         indices = hit.host_indices = self.host.alloc(hit.storage_hit_count)
+        for transfer in transfers or ():
+            pool = self.pools[str(transfer.name)]
+            transfer.keys = hit.hash_value[-len(transfer.keys) :]
+            transfer.host_indices = pool.alloc(len(transfer.keys) * pool.page_size)
+            for buffer in buffers(pool):
+                buffer.zero_()
         controller.prefetch_buffer.put(hit)
         completed, extra = 0, {}
         while True:
             ack = controller.ack_prefetch_queue.get(timeout=WAIT_S)
             completed = max(completed, ack.completed_tokens or 0)
-            extra |= getattr(ack, "pool_hits", None) or {}
+            extra |= {name: count for name, count in (getattr(ack, "pool_hits", None) or {}).items() if count}
             if ack.completed_req:
                 break
         found = Prefetched(hit.storage_hit_count, completed, self.pages(indices), extra)

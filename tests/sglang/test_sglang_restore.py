@@ -92,3 +92,37 @@ def test_attach_and_detach_at_run_time(start: Start, tmp_path: Path) -> None:
         },
     )
     assert equal(engine.prefetch(PROMPT).pages, pages)
+
+
+@pytest.mark.parametrize(("rank", "ranks", "is_latent"), [(0, 1, False), (0, 1, True), (1, 4, False), (3, 8, True)])
+def test_sglangs_own_test_of_a_storage(
+    server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int, is_latent: bool
+) -> None:
+    """The batch test that SGLang ships for its Mooncake backend, with its configurations and its pool, on ours."""
+    from sglang.srt.mem_cache.storage.mooncake_store import test_mooncake_store as theirs
+
+    from kvtier.connect.sglang import KvtierStorage, pools
+
+    stores: list[Any] = []
+
+    class Ours(KvtierStorage):
+        """Attached to their pool by the one call that they make."""
+
+        def __init__(self, config: Any) -> None:
+            tier = {"kind": "directory", "path": str(tmp_path / "store"), "shared": True}
+            config.extra_config = {"interface_v1": 1, "tiers": [tier]}
+            super().__init__(config)
+            stores.append(self)
+
+        def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+            mem_pool_host.size = 1 << 16
+            super().register_mem_pool_host(mem_pool_host)
+            self.on_host_pools_registered()
+
+    monkeypatch.setattr(theirs, "MooncakeStore", Ours)
+    monkeypatch.setattr(pools, "POOLS", {"MockHostKVCache": frozenset({"page_first"})})
+    config = theirs.make_hicache_storage_config(is_mla_model=is_latent, tp_rank=rank, tp_size=ranks)
+    try:
+        theirs.test_batch_operation(config)
+    finally:
+        stores[0].close()

@@ -124,9 +124,9 @@ class KvtierStorage(sglang.HiCacheStorage):
         return describe(name, pool, self._ranks, sglang.arange(getattr(pool, "page_size", 1) or 1))
 
     def _open(self) -> None:
-        described = {name: self._describe(name, pool) for name, pool in self._hosts.items()}
-        stored = [described[name] for name in sorted(described, key=lambda name: (name != KV, name))]
-        self._pools = {each.name: (group, each) for group, each in enumerate(filter(None, stored))}
+        # In SGLang's order, in which later pools come last: the numbers of groups are in the names of objects.
+        described = [self._describe(name, pool) for name, pool in self._hosts.items()]
+        self._pools = {each.name: (group, each) for group, each in enumerate(filter(None, described))}
         if not self._pools:
             raise ConfigError("SGLang has registered no host pool with bytes to store")
         page = int(self._hosts[KV].page_size)
