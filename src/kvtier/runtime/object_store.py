@@ -2,7 +2,7 @@
 
 The engine names objects, keeps them in its own memory, and asks: how many does a tier have, bring these, keep these.
 There is no session, no planner and no large arena. Bytes pass through a staging area, because a frame needs head room
-and direct I/O needs pages, and the engine's memory has neither (ADR 16).
+and direct I/O needs pages, and the engine's memory has neither (ADR 19).
 
     calling threads    leading_run, contains, get_into, put_from: wait, and copy between slots and the caller's memory
     the mover's        tiers, frames, checksums (`runtime/mover.py`)
@@ -37,7 +37,9 @@ from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.counters import CommandCounters, TierGauges
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import Mover
-from kvtier.runtime.object_transfers import ObjectCall, ObjectRead, ObjectTransfers, ObjectWrite, Question
+from kvtier.runtime.object_search import search
+from kvtier.runtime.object_transfers import ObjectTransfers
+from kvtier.runtime.object_work import ObjectCall, ObjectRead, ObjectWrite, Question
 from kvtier.runtime.session import Closed
 from kvtier.tier.base import Figures, Tier
 from kvtier.types import Command, Link, ObjectBytes, ObjectId, Origin, Outcome, RequestId, TierNotice
@@ -60,9 +62,6 @@ SECOND_S = 1.0
 
 COPY_BYTES = 2 << 20
 """Small objects are staged together up to this many bytes, so that tiers write them in batches."""
-
-ROUND_NAMES = 23
-"""Spaced names in one round of a remote tier, as in `core/probes.py`."""
 
 KEY_BYTES = 32
 
@@ -188,7 +187,7 @@ class ObjectStore:
         """How many of the leading objects the tiers hold, together. Stale answers are possible: a get verifies.
 
         Tiers are asked in order, each for what faster ones lack. A remote tier is asked in at most three rounds, of
-        at most 23 names; so among more than 529 objects the number may be up to 4 % too small, and holes are not seen.
+        at most 23 names; so among more than 553 objects the number may be a few too small, and holes are not seen.
 
         Args:
             objects: in the order of the prefix.
@@ -419,45 +418,15 @@ class ObjectStore:
         return present
 
     def _search(self, objects: Sequence[ObjectId], present: list[bool], until_s: float, *, is_run: bool) -> None:
-        missing = list(range(len(objects)))
-        for tier in self._tiers.all:
-            if not missing:
-                return
-            if is_run and tier.rules.is_remote:
-                run = self._remote_run(tier, [objects[position] for position in missing], until_s)
-                found = [number < run for number in range(len(missing))]
-            else:
-                asked = objects if len(missing) == len(objects) else [objects[position] for position in missing]
-                found = self._ask(tier, asked, until_s)
-            if not found:
-                continue
-            for position, is_found in zip(missing, found, strict=True):
-                present[position] = bool(is_found)
-            if tier.number:
-                with self._lock:
-                    hits = [objects[at] for at, is_found in zip(missing, found, strict=True) if is_found]
-                    self._transfers.found(hits, tier)
-            missing = [position for position, is_found in zip(missing, found, strict=True) if not is_found]
+        def ask(tier: TierState, asked: Sequence[ObjectId]) -> Sequence[bool] | None:
+            return (self._ask_remote if is_run and tier.rules.is_remote else self._ask)(tier, asked, until_s)
 
-    def _remote_run(self, tier: TierState, objects: Sequence[ObjectId], until_s: float) -> int:
-        """How many leading objects a remote tier holds, in three rounds, as in `core/probes.py`."""
-        present = self._ask_remote(tier, objects[:1], until_s)
-        if not present[0]:
-            return 0
-        low, high = 0, len(objects)
-        for _ in range(2):
-            count = high - low - 1
-            samples = min(count, ROUND_NAMES)
-            if not samples:
-                break
-            positions = [low - (-(number + 1) * count // samples) for number in range(samples)]
-            present = self._ask_remote(tier, [objects[position] for position in positions], until_s)
-            for position, is_present in zip(positions, present, strict=True):
-                if not is_present:
-                    high = position
-                    break
-                low = position
-        return low + 1
+        found = search(self._tiers.all, objects, ask, is_run=is_run)
+        slower = [(each, tier) for each, tier in zip(objects, found, strict=True) if tier is not None and tier.number]
+        if slower:
+            with self._lock:
+                self._transfers.found(slower)
+        present[:-1] = [tier is not None for tier in found]
 
     def _ask_remote(self, tier: TierState, objects: Sequence[ObjectId], until_s: float) -> Sequence[bool]:
         """The answer of a remote tier, remembered or new; False where it does not come."""

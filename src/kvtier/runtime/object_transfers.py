@@ -10,8 +10,7 @@ that has it, when no call waits for a slot.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from heapq import heappop, heappush
 
 from kvtier.codec.frame import frame_bytes
@@ -20,6 +19,7 @@ from kvtier.core.output import Output
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.layout import KvLayout
 from kvtier.runtime.executor import Completion, Observer
+from kvtier.runtime.object_work import Flight, ObjectCall, ObjectRead, ObjectWrite, Question
 from kvtier.runtime.staging import SHARE, StagingSlots
 from kvtier.types import SEVERITY, Cancel, ChunkKey, Drop, Link, ObjectId, Origin, Outcome, Probe, Transfer
 
@@ -31,87 +31,6 @@ RELAYS_IN_FLIGHT = 2
 
 REMEMBERED_MAX = 1 << 16
 """Objects whose tier, or whose first use from a slower tier, is remembered."""
-
-
-@dataclass(slots=True, eq=False)
-class ObjectCall:
-    """One call of the store, in progress."""
-
-    wake: Callable[[], None]
-    """Wakes the calling thread."""
-    outcomes: list[Outcome]
-    left: int
-    """Objects without an outcome."""
-    arrived: "list[ObjectRead]" = field(default_factory=list["ObjectRead"])
-    """Reads whose bytes wait in their slots for the calling thread."""
-    reads: "set[ObjectRead]" = field(default_factory=set["ObjectRead"])
-    """Reads in flight."""
-    is_over: bool = False
-
-    def end(self, number: int, outcome: Outcome) -> None:
-        """Object `number` has this outcome."""
-        self.outcomes[number] = outcome
-        self.left -= 1
-        if not self.left:
-            self.wake()
-
-
-@dataclass(slots=True, eq=False)
-class ObjectRead:
-    """One object of a `get_into`."""
-
-    call: ObjectCall
-    number: int
-    object: ObjectId
-    origin: Origin
-    tier: int = 0
-    """Position of the tier that is tried, or comes next."""
-    outcome: Outcome = Outcome.CANCELLED
-    """The most severe outcome so far."""
-    flight: "Flight | None" = None
-    slot: int = -1
-
-
-@dataclass(slots=True, eq=False)
-class ObjectWrite:
-    """One object in a slot, on its way to tiers."""
-
-    object: ObjectId
-    origin: Origin
-    slot: int
-    tiers: deque[TierState]
-    """Tiers that come after the present one."""
-    waiting: list[tuple[ObjectCall, int]] = field(default_factory=list[tuple[ObjectCall, int]])
-    """Calls that wait for its outcome, with the object's position in them."""
-    queue: "dict[ObjectWrite, None] | None" = None
-    """The tier's queue that it waits in."""
-    flights: int = 0
-    is_held: bool = False
-    """A tier has it."""
-    source: TierState | None = None
-    """A tier that persists and has it."""
-    is_answered: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Question:
-    """One probe that a call waits for."""
-
-    wake: Callable[[], None]
-    present: Sequence[bool] | None = None
-    """None: no answer, or the tier has failed."""
-    is_over: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """One command without its completion."""
-
-    command: Transfer | Probe
-    tier: TierState
-    work: ObjectRead | ObjectWrite | Question | None
-    """None: a health check."""
-    is_late: bool = False
 
 
 class ObjectTransfers:
@@ -178,13 +97,12 @@ class ObjectTransfers:
         probe = Probe(self.output.new_id(), tier.name, tuple(objects), deadline_s)
         self._send(Flight(probe, tier, question), deadline_s)
 
-    def found(self, objects: Sequence[ObjectId], tier: TierState) -> None:
-        """A tier has reported these objects: reads of them begin there."""
-        if tier.number:
-            for each in objects:
-                self._held_by[each] = tier.number
-            while len(self._held_by) > REMEMBERED_MAX:
-                self._held_by.popitem(last=False)
+    def found(self, held: Sequence[tuple[ObjectId, TierState]]) -> None:
+        """Slower tiers have reported these objects: reads of them begin there."""
+        for each, tier in held:
+            self._held_by[each] = tier.number
+        while len(self._held_by) > REMEMBERED_MAX:
+            self._held_by.popitem(last=False)
 
     def check_tiers(self, now_s: float) -> None:
         """Send health checks to the tiers without an open probe."""
