@@ -499,6 +499,24 @@ def test_closing_does_not_wait_for_a_tier_that_hangs():
     tier.open_again()
 
 
+def test_closing_waits_for_a_copy_into_the_callers_memory(monkeypatch):
+    store = over(MemoryTier("memory", capacity_bytes=ROOM))
+    put(store, range(4))
+    copy, copying = store._copy_out, threading.Event()
+
+    def slowly(*given):
+        copying.set()
+        time.sleep(0.1)
+        copy(*given)
+
+    monkeypatch.setattr(store, "_copy_out", slowly)
+    with ThreadPoolExecutor(1) as other:
+        reading = other.submit(got, store, [1])
+        assert copying.wait(PATIENCE_S)
+        store.close()
+        assert reading.result(PATIENCE_S) == [DONE]
+
+
 def test_a_store_needs_a_tier_and_enough_staging_memory(tmp_path):
     with pytest.raises(ConfigError, match="at least one"):
         opened()

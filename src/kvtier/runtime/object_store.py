@@ -312,8 +312,8 @@ class ObjectStore:
                         transfers.delivered(arrived.pop(), now_s)
                     transfers.advance(now_s)  # first, because it may end reads
                     arrived, call.arrived = call.arrived, arrived
-                    if call.left == len(arrived) or now_s >= until_s or self._is_closing:
-                        self._leave(call, now_s)
+                    if call.is_over or call.left == len(arrived) or now_s >= until_s or self._is_closing:
+                        self._leave(call, now_s, is_copying=bool(arrived))
                     due = self._due()
                     if not arrived and not due and not call.is_over:
                         bell.wait(self._wait_s(now_s, until_s))
@@ -477,10 +477,12 @@ class ObjectStore:
         if is_usable:
             self.metrics.observe(table.OBJECT_CALL_SECONDS, self._clock() - began_s, call=name)
 
-    def _leave(self, call: ObjectCall, now_s: float) -> None:
-        """The call returns; others get its slots."""
+    def _leave(self, call: ObjectCall, now_s: float, *, is_copying: bool = False) -> None:
+        """The call returns, perhaps after a last copy; others get its slots."""
         self._transfers.abandon(call)
         self._transfers.advance(now_s)
+        if is_copying:
+            return
         self._calls.discard(call)
         if self._is_closing:
             self._has_left.notify_all()
