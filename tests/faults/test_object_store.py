@@ -517,6 +517,43 @@ def test_closing_waits_for_a_copy_into_the_callers_memory(monkeypatch):
         assert reading.result(PATIENCE_S) == [DONE]
 
 
+@pytest.mark.parametrize(
+    "name", ["read", "stage", "filled", "delivered", "ask", "advance", "complete", "expire", "abandon"]
+)
+def test_an_internal_error_ends_the_store_and_not_the_engine(monkeypatch, caplog, name):
+    store = over(MemoryTier("memory", capacity_bytes=ROOM))
+    put(store, range(4))
+
+    def planted(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(store._transfers, name, planted)
+    objects = [object_id(number) for number in range(4)]
+    for call in (
+        lambda: store.get_into([ObjectBytes(each, empty_pieces()) for each in objects], 1.0),
+        lambda: put(store, range(10, 14), deadline_s=1.0),
+        lambda: store.leading_run(objects, 1.0),
+        lambda: store.contains(objects, 1.0),
+    ):
+        began_s = time.monotonic()
+        call()
+        assert time.monotonic() - began_s < 3.0
+    until(lambda: caplog.text.count("internal error: the object store answers no more calls") == 1)
+    assert got(store, range(4)) == [CANCELLED] * 4
+    store.close(1.0)
+
+
+def test_a_signal_handler_in_the_middle_of_a_call_misses_in_time():
+    store = over(MemoryTier("memory", capacity_bytes=ROOM))
+    put(store, range(4))
+    with store._lock:  # as in a handler that runs while its own thread decides
+        assert got(store, range(4), deadline_s=0.1) == [CANCELLED] * 4
+        assert store.leading_run([object_id(0)], 0.1) == 0
+        assert not store.close(0.1).flushed
+    assert got(store, range(4)) == [DONE] * 4
+    store.close()
+
+
 def test_a_store_needs_a_tier_and_enough_staging_memory(tmp_path):
     with pytest.raises(ConfigError, match="at least one"):
         opened()

@@ -65,6 +65,9 @@ COPY_BYTES = 2 << 20
 
 KEY_BYTES = 32
 
+CLOSE_S_MIN = 1.0
+"""Closing leaves threads and tiers at least this long, even if writes used up the deadline."""
+
 
 class TierHealth(NamedTuple):
     """The state of one tier."""
@@ -151,6 +154,10 @@ class ObjectStore:
         self._calls: set[ObjectCall | Question] = set()
         """Calls in progress."""
         self._is_closing = False
+        self._is_broken = False
+        """There was an internal error."""
+        self._is_shut = False
+        """Closing or broken: every answer is a miss."""
         self._has_left = threading.Condition(self._lock)
         """A call has returned, or a write has ended, while the store closes."""
         self._over = threading.Event()
@@ -214,7 +221,8 @@ class ObjectStore:
         Returns:
             For each object, in order: DONE when its pieces are filled with verified bytes. Otherwise ABSENT, CORRUPT
             (and dropped; the next put heals it), FAILED, or CANCELLED when no tier could be asked in time. Pieces of
-            an object that is not DONE are unchanged. Nothing touches any piece after the call.
+            an object that is not DONE are unchanged, except after an internal error. Nothing touches a piece after
+            the call.
 
         Raises:
             BadCallError: as `leading_run`, or pieces do not fit the group's layers or cannot be written to.
@@ -267,27 +275,38 @@ class ObjectStore:
         if self._process != os.getpid():
             return Closed(flushed=False, lost=0)
         until_s = self._clock() + deadline_s
-        with self._lock:
-            is_first, self._is_closing = not self._is_closing, True
-            if is_first:
-                for call in self._calls:
-                    call.wake()
-                while self._calls or self._transfers.writes:
-                    wait_s = until_s - self._clock()
-                    if wait_s <= 0:
-                        break
-                    self._has_left.wait(min(wait_s, TICK_S))
-            lost = self._transfers.writes
+        if not self._lock.acquire(
+            timeout=min(max(0.0, deadline_s), threading.TIMEOUT_MAX)
+        ):  # a signal handler, perhaps
+            return Closed(flushed=False, lost=0)
+        try:
+            is_first, self._is_closing, self._is_shut = not self._is_closing, True, True
+            lost = self._finish(until_s) if is_first else 0
+            is_idle = not self._calls
+        finally:
+            self._lock.release()
         if not is_first:
             self._over.wait(max(0.0, until_s - self._clock()))
             return self._closed or Closed(flushed=False, lost=0)
         self._closed = Closed(flushed=not lost, lost=lost)
         self._over.set()
-        self._mover.close(max(1.0, until_s - self._clock()))
-        self._on_close(max(0.0, until_s - self._clock()))
-        self._arena.close()
+        self._mover.close(max(CLOSE_S_MIN, until_s - self._clock()))
+        self._on_close(max(CLOSE_S_MIN, until_s - self._clock()))
+        if is_idle:  # otherwise a call is in a copy, and the memory goes with the store
+            self._arena.close()
         self._thread.join(max(0.0, until_s - self._clock()))
         return self._closed
+
+    def _finish(self, until_s: float) -> int:
+        """Wait for calls and writes, under the lock; how many writes are left."""
+        for call in self._calls:
+            call.wake()
+        while self._calls or (self._transfers.writes and not self._is_broken):
+            wait_s = until_s - self._clock()
+            if wait_s <= 0:
+                break
+            self._has_left.wait(min(wait_s, TICK_S))
+        return self._transfers.writes
 
     # ---- gets and puts ---------------------------------------------------------------------------------------------
 
@@ -312,7 +331,7 @@ class ObjectStore:
                         transfers.delivered(arrived.pop(), now_s)
                     transfers.advance(now_s)  # first, because it may end reads
                     arrived, call.arrived = call.arrived, arrived
-                    if call.is_over or call.left == len(arrived) or now_s >= until_s or self._is_closing:
+                    if call.is_over or call.left == len(arrived) or now_s >= until_s or self._is_shut:
                         self._leave(call, now_s, is_copying=bool(arrived))
                     due = self._due()
                     if not arrived and not due and not call.is_over:
@@ -320,6 +339,7 @@ class ObjectStore:
                 self._do(due)
         except BaseException:  # an interrupt of the calling thread
             with self._lock:
+                self._calls.discard(call)
                 call.arrived += arrived
                 self._leave(call, self._clock())
             raise
@@ -343,9 +363,9 @@ class ObjectStore:
                     while staged:
                         transfers.filled(staged.pop(0)[0], now_s)
                     transfers.advance(now_s)  # first, because it may end writes
-                    if call.left and now_s < until_s and not self._is_closing:
+                    if call.left and now_s < until_s and not self._is_shut:
                         staged = self._stage(call, writes, todo)
-                    if not call.left or now_s >= until_s or self._is_closing:
+                    if not call.left or now_s >= until_s or self._is_shut:
                         self._leave(call, now_s)
                     due = self._due()
                     if not staged and not due and not call.is_over:
@@ -450,7 +470,7 @@ class ObjectStore:
         question = Question(bell.notify)
         with self._lock:
             now_s = self._settle()
-            if now_s >= until_s or self._is_closing or not tier.can_read(now_s):
+            if now_s >= until_s or self._is_shut or not tier.can_read(now_s):
                 return None
             self._transfers.ask(tier, objects, question, now_s)
             self._calls.add(question)
@@ -460,7 +480,7 @@ class ObjectStore:
             try:
                 while True:
                     now_s = self._settle()
-                    if question.is_over or now_s >= until_s or self._is_closing:
+                    if question.is_over or now_s >= until_s or self._is_shut:
                         return question.present
                     bell.wait(self._wait_s(now_s, until_s))
             finally:
@@ -472,8 +492,20 @@ class ObjectStore:
     def _call(self, name: str, deadline_s: float) -> Generator[float | None]:
         """The time at which the call must end; None if it cannot begin."""
         began_s = self._clock()
-        is_usable = self._process == os.getpid() and not self._is_closing and len(self._calls) < CALLS_MAX
-        yield began_s + deadline_s if is_usable and deadline_s > 0 else None
+        is_usable = (
+            self._process == os.getpid()  # before any lock
+            and not self._is_shut
+            and len(self._calls) < CALLS_MAX
+            and deadline_s > 0
+            # Not free in time: a signal handler or finalizer, in the middle of another call of this thread.
+            and self._lock.acquire(timeout=min(deadline_s, threading.TIMEOUT_MAX))
+        )
+        if is_usable:
+            self._lock.release()
+        try:
+            yield began_s + deadline_s if is_usable else None
+        except Exception as error:  # noqa: BLE001 - an engine must not end because of a cache
+            self._break(error)
         if is_usable:
             self.metrics.observe(table.OBJECT_CALL_SECONDS, self._clock() - began_s, call=name)
 
@@ -484,7 +516,7 @@ class ObjectStore:
         if is_copying:
             return
         self._calls.discard(call)
-        if self._is_closing:
+        if self._is_shut:
             self._has_left.notify_all()
 
     def _wait_s(self, now_s: float, until_s: float) -> float:
@@ -524,14 +556,35 @@ class ObjectStore:
 
     def _ready(self) -> None:
         """The mover has put completions into the inbox."""
+        if self._is_broken:
+            return
+        try:
+            with self._lock:
+                self._transfers.advance(self._settle())
+                due = self._due()
+                if self._is_shut:
+                    self._has_left.notify_all()
+            self._do(due)
+        except Exception as error:  # noqa: BLE001 - a bug must not end the mover's threads
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """An internal error: calls in progress and all further ones miss."""
         with self._lock:
-            self._transfers.advance(self._settle())
-            due = self._due()
-            if self._is_closing:
-                self._has_left.notify_all()
-        self._do(due)
+            is_first, self._is_broken, self._is_shut = not self._is_broken, True, True
+            for call in self._calls:
+                call.wake()
+            self._has_left.notify_all()
+        if is_first:
+            logger.error("internal error: the object store answers no more calls", exc_info=error)
 
     def _run(self) -> None:
+        try:
+            self._tick()
+        except Exception as error:  # noqa: BLE001 - as in `_ready`
+            self._break(error)
+
+    def _tick(self) -> None:
         next_second_s = self._clock()
         while not self._over.wait(TICK_S):
             with self._lock:
