@@ -72,6 +72,34 @@ def test_many_pages_go_in_several_batches(start: Start) -> None:
     assert equal(found.pages, pages)
 
 
+def test_a_salt_or_adapter_names_other_pages(start: Start) -> None:
+    """SGLang seeds the page hash with both; it is their only trace."""
+    from sglang.srt.mem_cache.utils import storage_namespace_seed
+
+    engine = start()
+    engine.backup(PROMPT)
+    for extra, salt in (("adapter", None), (None, "tenant")):
+        seed = storage_namespace_seed(extra, salt)
+        assert engine.storage.batch_exists(engine.controller.get_hash_str(list(PROMPT), seed, page_size=PAGE)) == 0
+    plain = engine.controller.get_hash_str(list(PROMPT), storage_namespace_seed(None, None), page_size=PAGE)
+    assert engine.storage.batch_exists(plain) == len(PROMPT) // PAGE
+
+
+def test_metrics_of_sglang_and_of_kvtier(start: Start) -> None:
+    """SGLang takes pages and bandwidth; kvtier's own metrics appear in the same registry."""
+    from prometheus_client import REGISTRY
+
+    engine = start(enable_storage_metrics=True)
+    engine.backup(PROMPT)
+    engine.prefetch(PROMPT)
+    figures = engine.storage.get_stats()
+    assert (figures.backup_pgs, figures.prefetch_pgs) == ([8], [8])
+    assert min(figures.backup_bandwidth + figures.prefetch_bandwidth) > 0
+    assert engine.storage.get_stats().backup_pgs == []
+    labels = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0", "way": "write", "outcome": "done"}
+    assert REGISTRY.get_sample_value("sglang:kvtier_objects_total", labels) == 8
+
+
 def test_attach_and_detach_at_run_time(start: Start, tmp_path: Path) -> None:
     """A controller gets the backend again, and finds what it stored."""
     engine = start()

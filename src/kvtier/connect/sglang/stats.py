@@ -1,15 +1,28 @@
-"""Figures for SGLang's metrics of a storage backend: pages and bandwidth of each backup and prefetch."""
+"""Metrics in SGLang's `/metrics`: SGLang's own for a storage backend, and kvtier's with the prefix ``sglang:``.
 
+SGLang takes its figures in the scheduler's thread (`KvtierStorage.get_stats`). kvtier's are exported then, at most four
+times a second.
+"""
+
+import importlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, Literal
 
+from kvtier.connect.vllm.stats import PromMetrics, StatsReader
+from kvtier.observe.metrics import Metrics
+
 CALLS_MAX = 4096
-"""Calls whose figures wait for SGLang; it takes them several times a second."""
+"""Calls whose figures wait for SGLang; beyond that the oldest are dropped."""
 
 GB = 1e9
+
+_places: dict[tuple[str, ...], int] = {}
+_values: dict[int, tuple[str, ...]] = {}
+"""Values of the labels, by number; one for each rank in this process, so one outside of tests."""
 
 
 class StorageStats:
@@ -17,13 +30,20 @@ class StorageStats:
 
     Args:
         is_wanted: SGLang's metrics are on.
+        labels: name and value of this process's labels.
     """
 
-    def __init__(self, is_wanted: bool) -> None:  # noqa: FBT001 - one flag
+    def __init__(self, is_wanted: bool, labels: Mapping[str, str]) -> None:  # noqa: FBT001 - one flag
         self._is_wanted = is_wanted
+        self._labels = labels
+        self._reader: StatsReader | None = None
         self._calls: dict[str, deque[tuple[int, float]]] = {
             way: deque(maxlen=CALLS_MAX) for way in ("prefetch", "backup")
         }
+
+    def read(self, metrics: Metrics) -> None:
+        """Export these metrics from now on."""
+        self._reader = StatsReader(metrics)
 
     @contextmanager
     def timed(self, way: Literal["prefetch", "backup"], pages: int, page_bytes: int) -> Generator[None]:
@@ -35,11 +55,28 @@ class StorageStats:
             self._calls[way].append((pages, pages * page_bytes / seconds / GB))
 
     def take(self, make: Callable[[], Any]) -> Any:  # noqa: ANN401 - SGLang's `StorageMetrics`
-        """The figures since the last call."""
+        """SGLang's figures since the last call. Exports kvtier's."""
         figures = make()
         for way, calls in self._calls.items():
             while calls:
                 pages, speed = calls.popleft()
                 getattr(figures, f"{way}_pgs").append(pages)
                 getattr(figures, f"{way}_bandwidth").append(speed)
+        increase = self._reader.take() if self._is_wanted and self._reader is not None else None
+        if increase is not None:
+            values = tuple(self._labels.values())
+            place = _places.setdefault(values, len(_places))
+            _values[place] = values
+            _exported(tuple(self._labels)).observe(increase.data, place)
         return figures
+
+
+@cache  # a process registers each metric once, also for a backend that is attached again
+def _exported(labels: tuple[str, ...]) -> PromMetrics:
+    prometheus: Any = importlib.import_module("prometheus_client")
+    types = {
+        prometheus.Counter: prometheus.Counter,
+        prometheus.Gauge: partial(prometheus.Gauge, multiprocess_mode="mostrecent"),
+        prometheus.Histogram: prometheus.Histogram,
+    }
+    return PromMetrics(types, labels, _values, prefix="sglang:")

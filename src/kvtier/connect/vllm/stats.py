@@ -133,12 +133,21 @@ class PromMetrics:
         types: metric classes to use, by the class of `prometheus_client`.
         labels: names of vLLM's own labels.
         values: values of vLLM's own labels, per engine.
+        prefix: of the names.
     """
 
-    def __init__(self, types: Mapping[Any, Any], labels: Sequence[str], values: Mapping[int, Sequence[object]]) -> None:
+    def __init__(
+        self,
+        types: Mapping[Any, Any],
+        labels: Sequence[str],
+        values: Mapping[int, Sequence[object]],
+        prefix: str = "vllm:",
+    ) -> None:
         kinds = {kind.__name__.lower(): made for kind, made in types.items()}
         self._values = values
-        self._exported = {metric.name: _exported(metric, kinds[metric.kind.value], labels) for metric in METRICS}
+        self._exported = {
+            metric.name: _exported(metric, kinds[metric.kind.value], labels, prefix) for metric in METRICS
+        }
 
     def observe(self, transfer_stats_data: dict[str, dict[str, Row]], engine_idx: int = 0) -> None:
         """Add one interval of an engine."""
@@ -173,10 +182,10 @@ def observations(metric: Metric, row: Row) -> list[float]:
     return [low + share * width for count, low, width in zip(counts, lows, widths, strict=True) for _ in range(count)]
 
 
-def _exported(metric: Metric, made: Any, labels: Sequence[str]) -> Any:  # noqa: ANN401 - a metric of prometheus_client
+def _exported(metric: Metric, made: Any, labels: Sequence[str], prefix: str) -> Any:  # noqa: ANN401 - a metric of prometheus_client
     buckets = {"buckets": metric.buckets} if metric.kind is MetricKind.HISTOGRAM else {}
     return made(
-        name=f"vllm:{metric.name.removesuffix('_total')}",
+        name=f"{prefix}{metric.name.removesuffix('_total')}",
         documentation=metric.help,
         labelnames=[*labels, *(label.name for label in metric.labels)],
         **buckets,
