@@ -296,6 +296,33 @@ def shared(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def sglang(record: dict[str, Any]) -> str:
+    """Backends of HiCache on SGLang's controller, from `bench/sglang.py --record`."""
+    results, settings = record["results"], {name: it["value"] for name, it in record["settings"].items()}
+    rows = {(row["system"], row["op"]): row for row in results["speeds"]}
+    asked = {row["system"]: row for row in results["questions"]}
+    pages = max(row["pages"] for row in asked.values())
+    ops = sorted({op for _, op in rows})
+    lines = [
+        (
+            f"SGLang {record['software']['sglang']}. GB/s and share of fio (4 MiB requests), medians of "
+            f"{settings['repeats']}; {results['pages']} pages of {size_text(results['page_bytes'])}, "
+            f"{settings['threads']} threads, {_machine(record)}. The last columns: `batch_exists` of {pages:,} pages, "
+            f"and the controller's query of that prompt with its hashes. {_link('sglang')}"
+        ),
+        "",
+        f"| | {' | '.join(ops)} | batch_exists | query |",
+        f"| --- |{' ---: |' * (len(ops) + 2)}",
+    ]
+    for system in dict.fromkeys(system for system, _ in rows):
+        found = [rows.get((system, op)) for op in ops]
+        cells = ["-" if row is None else f"{row['gb_per_s']:.2f} ({row['ratio']:.2f})" for row in found]
+        times = ("ms", "query_ms")
+        cells += [f"{asked[system][name]:.2f} ms" if system in asked else "-" for name in times]
+        lines.append(f"| {system} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "vllm": vllm,

