@@ -93,7 +93,7 @@ def measure(
         tier = DiskSettings(
             path=root / "disk",
             capacity_bytes=int(2 * total_bytes),
-            read_threads=2 * threads,
+            read_threads=threads,
             write_threads=threads,
         )
         config = Config(host=HostConfig(staging_bytes=staging_bytes), tiers=(tier,))

@@ -110,6 +110,7 @@ class ObjectStore:
         tiers: tiers by name, fastest first; the store's from now on.
         rules: limits of each tier, in the same order.
         staging_bytes: memory for objects on their way.
+        populate: touch all of it now, not at its first use.
         codec: encodes objects for tiers.
         tier_threads: threads of single tiers, by name.
         common: names of tiers in which all ranks of the engine use one store.
@@ -132,6 +133,7 @@ class ObjectStore:
         tiers: Mapping[str, Tier],
         rules: Sequence[TierRules],
         staging_bytes: int,
+        populate: bool = False,
         codec: Codec | None = None,
         tier_threads: Mapping[str, Threads] | None = None,
         common: Collection[str] = (),
@@ -149,7 +151,7 @@ class ObjectStore:
         self._offsets = [group.layer_offsets for group in layout.groups]
         self._sizes = [frame_bytes(group) for group in layout.groups]
         slots = slots_for(layout, staging_bytes, setting="host.staging_bytes")
-        self._arena = Arena(layout, slots)
+        self._arena = Arena(layout, slots, populate=populate)
         self._lock = threading.Lock()
         self._calls: set[ObjectCall | Question] = set()
         """Calls in progress."""

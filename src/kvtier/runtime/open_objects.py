@@ -19,8 +19,8 @@ def open_object_store(
     """Open the tiers of one rank, for an engine that keeps host memory itself.
 
     Args:
-        config: the settings: `tiers`, `host.staging_bytes`, `store.secret`, `store.secret_file`, `store.codec`, and
-            `limits.open_deadline_s`. Others have no effect.
+        config: the settings: `tiers`, `host.staging_bytes`, `host.populate`, `store.secret`, `store.secret_file`,
+            `store.codec` and `limits.open_deadline_s`. Others have no effect.
         layout: this rank's KV groups; `chunk_tokens` is the engine's page. Without a `part`, ranks share no object.
         fingerprint_digest: 32 bytes, `Fingerprint.digest`, the same on every rank.
         rank: number of this rank, from 0.
@@ -46,6 +46,7 @@ def open_object_store(
             tiers=tiers,
             rules=tier_rules(config, tuple(tiers)),
             staging_bytes=config.host.staging_bytes,
+            populate=config.host.populate,
             codec=codec,
             tier_threads=threads_of_tiers(config),
             common=common_tiers(config),

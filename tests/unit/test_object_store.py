@@ -1,0 +1,85 @@
+"""An object store's slots, metrics and health."""
+
+import time
+
+from kvtier.codec.frame import frame_bytes
+from kvtier.core.limits import TierRules
+from kvtier.observe import metric_definitions as table
+from kvtier.runtime.object_store import ObjectStore
+from kvtier.runtime.staging import StagingSlots
+from kvtier.testing.memory_tier import MemoryTier
+from kvtier.testing.object_store import DEADLINE_S, LAYOUT, STAGING_BYTES, got, object_id, put
+from kvtier.types import Outcome
+
+
+def opened(tier):
+    return ObjectStore(
+        layout=LAYOUT,
+        name_root=bytes(32),
+        fingerprint=bytes(32),
+        tiers={tier.name: tier},
+        rules=[TierRules(name=tier.name)],
+        staging_bytes=STAGING_BYTES,
+    )
+
+
+def test_neither_reads_nor_writes_take_all_slots():
+    staging = StagingSlots((8, 2))
+    reads = [staging.take_for_read(0) for _ in range(8)]
+    assert reads.count(None) == 2
+    assert [staging.take_for_write(0) is None for _ in range(3)] == [False, False, True]
+    assert staging.used(0) == 8
+    assert staging.used(1) == 0
+    for slot in reads[:6]:
+        staging.give_from_read(0, slot)
+    assert sorted([staging.take_for_read(0) for _ in range(6)]) == sorted(reads[:6]), "a slot is given once"
+
+
+def test_a_read_that_becomes_a_write_counts_as_one():
+    staging = StagingSlots((4,))
+    slot = staging.take_for_read(0)
+    assert [staging.take_for_write(0) for _ in range(2)].count(None) == 0
+    assert staging.read_becomes_write(0)
+    assert staging.take_for_read(0) is not None
+    assert not staging.read_becomes_write(0), "writes have their most"
+    staging.give_from_write(0, slot)
+    assert staging.used(0) == 3
+
+
+def test_metrics_are_those_of_a_session():
+    store = opened(MemoryTier("memory", capacity_bytes=64 << 20))
+    put(store, range(4))
+    got(store, range(6))
+    store.leading_run([object_id(0)], DEADLINE_S)
+    metrics = store.metrics
+    assert metrics.get(table.OBJECTS, way="write", outcome="done") == 4
+    assert metrics.get(table.OBJECTS, way="read", outcome="done") == 4
+    assert metrics.get(table.OBJECTS, way="read", outcome="absent") == 2
+    assert metrics.get(table.TRANSFERS, link="demote", outcome="done") == 4
+    assert metrics.get(table.TRANSFERS, link="promote", outcome="absent") == 2
+    assert metrics.get(table.TRANSFER_BYTES, link="promote", tier="memory") == 4 * frame_bytes(LAYOUT.groups[0])
+    assert metrics.get(table.PROBES, tier="memory", result="answered") == 2, "of the put and of the question"
+    assert metrics.get(table.OBJECT_CALL_SECONDS, call="get") == 1
+    assert metrics.get(table.TIER_UP, tier="memory", way="read") == 1
+    until_s = time.monotonic() + DEADLINE_S
+    while metrics.get(table.HELD_BYTES, place="memory") == 0:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    assert metrics.get(table.CAPACITY_BYTES, place="host") == STAGING_BYTES
+    assert metrics.get(table.HELD_BYTES, place="host") == 0
+    assert "kvtier_objects_total" in metrics.render()
+    store.close()
+
+
+def test_health_names_each_tier_and_its_figures():
+    tier = MemoryTier("memory", capacity_bytes=64 << 20)
+    store = opened(tier)
+    put(store, range(4))
+    until_s = time.monotonic() + DEADLINE_S
+    while store.health()["memory"].figures.used_bytes != tier.used_bytes:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    assert store.health()["memory"][:2] == (True, True)
+    assert put(store, [1]) == [Outcome.DONE], "an object that is there is not staged again"
+    assert store.metrics.get(table.TRANSFERS, link="demote", outcome="done") == 4
+    store.close()
