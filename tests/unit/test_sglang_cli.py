@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.cli import sglang, sglang_doctor
+from kvtier.cli import doctor_findings, sglang, sglang_doctor
 from kvtier.cli.main import run
 from kvtier.config import machine_checks as machine
 from kvtier.config.loader import flat, override
@@ -212,12 +212,12 @@ def test_flags_that_sglang_refuses_are_an_error(config, environment, tmp_path):
 def test_a_python_that_cannot_be_run_is_an_error(config, tmp_path):
     code, _, err = config("--python", tmp_path / "python")
     assert code == 2
-    assert "No such file or directory; allowed: the Python of SGLang's environment" in err
+    assert "No such file or directory; allowed: the Python of SGLang's environment, 3.11 or later" in err
     assert config("--python", "/bin/false")[0] == 2
 
 
 def test_the_program_for_the_other_environment_describes_this_one(tmp_path, monkeypatch):
-    (tmp_path / "sglang.py").write_text("raise RuntimeError")
+    (tmp_path / "json.py").write_text("raise RuntimeError")
     monkeypatch.chdir(tmp_path)
     found = look(Path(sys.executable), ["--model-path", "m"])
     assert found == Environment(version=None, has_kvtier=True, fields={}, asked={}, refused="")
@@ -360,3 +360,18 @@ def test_a_server_that_does_not_answer_as_sglang_is_found(doctor, environment, w
 def test_an_address_that_is_none_is_refused(capsys, environment):
     assert run(["sglang", "doctor", "--url", "file:///etc/passwd"]) == 2
     assert "allowed: such as http://127.0.0.1:30000" in capsys.readouterr().err
+
+
+def test_a_remote_tier_that_is_down_is_found(doctor, served, tmp_path, monkeypatch):
+    pytest.importorskip("obstore")
+    (tmp_path / "secret").write_bytes(os.urandom(32))
+    (tmp_path / "secret").chmod(0o600)
+    monkeypatch.setenv("KVTIER_STORE__SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setattr(doctor_findings, "REMOTE_DEADLINE_S", 5.0)
+    login = {"access_key_id": "id", "secret_access_key": SECRET}
+    away = {"kind": "s3", "url": "s3://bucket/kv", "endpoint": "http://127.0.0.1:9", "allow_http": True, **login}
+    served({"tiers": [away]})
+    findings = doctor("--", "--model-path", "m")
+    assert bad(findings) == ["tiers.s3"]
+    assert "does not answer" in str(findings)
+    assert SECRET not in str(findings)

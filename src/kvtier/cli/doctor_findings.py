@@ -169,7 +169,7 @@ def _remote(tier: TierSettings, kind: TierKind[TierSettings]) -> DoctorFinding:
         try:
             inspect(tier)
         except (KvError, OSError) as error:
-            problems[0] = f"does not answer: {error}"
+            problems[0] = f"does not answer: {getattr(error, 'strerror', None) or error}"
         else:
             problems.clear()
 

@@ -98,10 +98,11 @@ def look(python: Path | None = None, arguments: Sequence[str] | None = None) -> 
     Raises:
         ConfigError: the interpreter cannot be run.
     """
-    command = [str(python or sys.executable), "-c", PROGRAM.read_text(encoding="utf-8")]
+    # -P: the current folder may hold modules of the same names. kvtier needs a Python that knows it, too.
+    command = [str(python or sys.executable), "-P", "-c", PROGRAM.read_text(encoding="utf-8")]
     if arguments is not None:
         command.append(json.dumps(list(arguments)))
-    advice = "allowed: the Python of SGLang's environment"
+    advice = "allowed: the Python of SGLang's environment, 3.11 or later"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     except OSError as error:

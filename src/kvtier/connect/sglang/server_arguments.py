@@ -1,6 +1,6 @@
 """A program for the Python of SGLang's environment: what is installed there, and how SGLang reads a command line.
 
-    python -c SOURCE '["--model-path", "MODEL", "--enable-hierarchical-cache"]'
+    python -P -c SOURCE '["--model-path", "MODEL", "--enable-hierarchical-cache"]'
 
 It needs the standard library alone, because kvtier may be missing there. It writes one line of JSON to stdout: the
 versions, and SGLang's own resolution of `FIELDS`, which needs neither a model nor a GPU. Other output goes to stderr.
@@ -83,5 +83,4 @@ def _fields(view: object) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.path[:] = [place for place in sys.path if place]  # not the current folder, which may hold other modules
     main(sys.argv[1] if len(sys.argv) > 1 else None)
