@@ -20,9 +20,10 @@ from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _mha_host_inputs
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -100,21 +101,29 @@ def small(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @small
-def mha(layout: str, tokens: int = 512, page: int = PAGE, layers: int = 4, heads: int = 2, dim: int = 64) -> Any:
+def mha(
+    layout: str,
+    tokens: int = 512,
+    page: int = PAGE,
+    layers: int = 4,
+    heads: int = 2,
+    dim: int = 64,
+    device: str = "cpu",
+) -> Any:
     """A device pool of keys and values, and its host pool."""
-    device = MHATokenToKVPool(
+    pool = MHATokenToKVPool(
         size=tokens,
         page_size=page,
         dtype=torch.bfloat16,
         head_num=heads,
         head_dim=dim,
         layer_num=layers,
-        device="cpu",
+        device=device,
         enable_memory_saver=False,
         enable_alt_stream=False,
     )
-    kind, info, fields = _mha_host_inputs(device)
-    return device, kind(info, 2.0, 0, page, layout, pin_memory=False, **fields)
+    kind, info, fields = _mha_host_inputs(pool)
+    return pool, kind(info, 2.0, 0, page, layout, pin_memory=device != "cpu", **fields)
 
 
 @small
@@ -144,6 +153,55 @@ def mla(layout: str, tokens: int = 512) -> Any:
         override_kv_cache_dim=device.kv_cache_dim,
     )
     return device, host
+
+
+@small
+def indexer(layout: str = "page_first") -> Any:
+    """DeepSeek's index keys, beside a pool of latents."""
+    device = DSATokenToKVPool(
+        512, 64, 64, torch.bfloat16, 16, 3, "cpu", 128, enable_memory_saver=False, kv_cache_dim=80
+    )
+    host = MLATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info,
+        2.0,
+        0,
+        64,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=device.size,
+        start_layer=device.start_layer,
+        end_layer=device.end_layer,
+        target_layer_num=device.layer_num,
+        override_kv_cache_dim=device.kv_cache_dim,
+    )
+    return device, DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), host, pin_memory=False)
+
+
+@small
+def asymmetric(layout: str = "page_first") -> Any:
+    """Keys of 64 and values of 32 dimensions."""
+    device = MHATokenToKVPool(
+        size=512,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=2,
+        head_dim=64,
+        v_head_dim=32,
+        layer_num=3,
+        device="cpu",
+        enable_memory_saver=False,
+        enable_alt_stream=False,
+    )
+    kind, info, fields = _mha_host_inputs(device)
+    return device, kind(info, 2.0, 0, PAGE, layout, pin_memory=False, **fields)
+
+
+@small
+def compressor_states(layout: str = "page_first") -> Any:
+    """DeepSeek V4's states of the compressor."""
+    scores = [torch.zeros(64, 48, dtype=torch.float32) for _ in range(3)]
+    device = [SimpleNamespace(kv_score_buffer=SimpleNamespace(kv_score=each), ring_size=4) for each in scores]
+    return device, DeepSeekV4StateHostPool("c4_state", device, 32, PAGE, layout=layout, pin_memory=False)
 
 
 @small
@@ -190,7 +248,7 @@ class Engine:
         """Fill a host pool with numbers."""
         torch.manual_seed(seed)
         for buffer in buffers(pool or self.host):
-            buffer.copy_(torch.randn(buffer.shape).to(buffer.dtype))
+            buffer.copy_((torch.randn(buffer.shape) * 50).to(buffer.dtype))
 
     def backup(self, tokens: Sequence[int], seed: int = 0, transfers: Any = None) -> tuple[int, list[torch.Tensor]]:
         """Store a prompt's pages; the tokens that SGLang counts as stored, and the pages' content."""
@@ -263,13 +321,25 @@ class Prefetched:
 
 def buffers(pool: Any) -> list[torch.Tensor]:
     """The tensors of a host pool."""
-    found = [getattr(pool, name, None) for name in ("kv_buffer", "temporal_buffer")]
+    names = ("kv_buffer", "temporal_buffer", "index_k_with_scale_buffer")
+    found = [getattr(pool, name, None) for name in names]
     found += list(getattr(pool, "conv_buffer", ()))
+    if found[0] is None:
+        found += [getattr(pool, name, None) for name in ("k_buffer", "v_buffer")]
     flat: list[torch.Tensor] = []
     for each in found:
         if each is not None:
             flat += each if isinstance(each, (list, tuple)) else [each]
     return flat
+
+
+def content_of(pool: Any, indices: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of a pool's pages."""
+    starts = [int(at) for at in indices[:: pool.page_size]]
+    if type(pool).__name__ == "AsymmetricMHATokenToKVPoolHost":  # SGLang does not copy its pages
+        pieces = (pool.k_buffer, pool.v_buffer)
+        return [torch.cat([each[at : at + pool.page_size].flatten() for each in pieces]) for at in starts]
+    return [pool.get_data_page(at).clone() for at in starts]
 
 
 def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
@@ -321,8 +391,7 @@ def engine(
         host.page_size,
         group,
         threading.Event(),
-        **{"write_policy": "write_through", **fields},
-        io_backend="kernel",
+        **{"write_policy": "write_through", "io_backend": "kernel", **fields},
         storage_backend=backend,
         prefetch_threshold=host.page_size,
         model_name="the/model",

@@ -11,16 +11,23 @@ import torch
 from engines import (
     PAGE,
     Engine,
+    asymmetric,
     buffers,
     chain,
+    compressor_states,
+    content_of,
     equal,
     hybrid,
+    indexer,
     latents_in_pages,
     mamba,
     mha,
+    mla,
 )
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+
+from kvtier.connect.sglang.pools import POOLS as POOL_KINDS
 
 pytestmark = pytest.mark.sglang_core
 
@@ -48,15 +55,16 @@ def transfer(engine: Engine, name: Any, keys: Sequence[str], policy: Any, seed: 
     """A transfer of filled pages of a further pool, and their content."""
     pool = engine.pools[str(name)]
     engine.fill(seed, pool)
-    indices = pool.alloc(len(keys) * pool.page_size)
-    content = [pool.get_data_page(int(at)).clone() for at in indices[:: pool.page_size]]
+    count = len(keys) * pool.page_size
+    is_derived = type(pool).__name__ == "DeepSeekV4StateHostPool"  # its positions are another pool's
+    indices = torch.arange(count) if is_derived else pool.alloc(count)
+    content = content_of(pool, indices)
     return PoolTransfer(name, host_indices=indices, keys=list(keys), hit_policy=policy), content
 
 
 def contents(engine: Engine, it: Any) -> list[torch.Tensor]:
     """The pages of a transfer."""
-    pool = engine.pools[str(it.name)]
-    return [pool.get_data_page(int(at)).clone() for at in it.host_indices[:: pool.page_size]]
+    return content_of(engine.pools[str(it.name)], it.host_indices)
 
 
 POOLS: dict[str, tuple[Any, Callable[[], Any], int]] = {
@@ -85,6 +93,35 @@ def test_trailing_pages_come_back_byte_equal(start_hybrid: StartHybrid, kind: st
         assert found.pools == {name: width}
         assert equal(found.pages, pages)
         assert equal(contents(engine, asked), content)
+
+
+EVERY_POOL: dict[str, Callable[[], Any]] = {
+    "DSAIndexerPoolHost": indexer,
+    "AsymmetricMHATokenToKVPoolHost": asymmetric,
+    "DeepSeekV4StateHostPool": compressor_states,
+    "DeepSeekV4PagedHostPool": lambda: latents_in_pages("c4"),
+    "MambaPoolHost": mamba,
+    "MHATokenToKVPoolHost": lambda: mha("page_first"),
+    "MLATokenToKVPoolHost": lambda: mla("page_first"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(POOL_KINDS))
+def test_every_kind_of_pool_comes_back_byte_equal(start_hybrid: StartHybrid, kind: str) -> None:
+    """What is stored at all is what is tested."""
+    device, host = EVERY_POOL[kind]()
+    assert type(host).__name__ == kind
+    engine = start_hybrid({PoolName.INDEXER: (device, host)})
+    keys = chain(PROMPT)[:5]
+    given, content = transfer(engine, PoolName.INDEXER, keys, ALL, seed=4)
+    assert any(page.any() for page in content)
+    assert engine.storage.batch_set_v2([given]) == {PoolName.INDEXER: [True] * 5}
+    for buffer in buffers(host):
+        buffer.zero_()
+    places = torch.flip(given.host_indices.reshape(5, -1), (0,)).reshape(-1)  # other places
+    back = PoolTransfer(PoolName.INDEXER, host_indices=places, keys=keys)
+    assert engine.storage.batch_get_v2([back]) == {PoolName.INDEXER: [True] * 5}
+    assert equal(contents(engine, back), content)
 
 
 def test_without_its_window_a_prefix_is_not_restorable(start_hybrid: StartHybrid) -> None:

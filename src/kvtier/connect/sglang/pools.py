@@ -41,7 +41,8 @@ FIELDS = (
     "page_size", "logical_page_size", "layer_num", "target_layer_num", "start_layer", "end_layer", "head_num",
     "head_dim", "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "item_bytes",
     "state_page_bytes", "slot_page_size", "num_mamba_layers", "conv_state_shapes", "temporal_state_shape", "dtype",
-    "conv_dtype", "temporal_dtype", "indexer_dtype", "indexer_page_stride_size", "dcp_size", "storage_format_tag",
+    "conv_dtype", "temporal_dtype", "indexer_dtype", "indexer_page_stride_size", "ring_size", "dcp_size",
+    "storage_format_tag",
 )  # fmt: skip
 """Attributes of a pool that say what its bytes mean; a pool has some of them."""
 
@@ -114,7 +115,7 @@ def describe(name: str, pool: HostPool, config: StorageConfig, one_page: Indices
     cells = grid // config.tp_size if grid else 1
     try:
         _, sizes = _meta(pool, one_page, cells)
-    except (AssertionError, NotImplementedError, ValueError) as error:
+    except (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
             f"SGLang's host pool {name!r} ({kind}, {layout}) does not give the addresses of its pages: "
             f"{error or type(error).__name__}. Serve this model without kvtier"
