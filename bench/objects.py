@@ -69,6 +69,7 @@ def measure(
     objects: int,
     repeats: int,
     threads: int,
+    tier_threads: int,
     staging_bytes: int,
     tick: Callable[[], None] = lambda: None,
 ) -> list[ObjectsRow]:
@@ -78,7 +79,9 @@ def measure(
         directory: on the drive in question; all files go to a temporary directory in it.
         objects: in one call.
         repeats: samples per row.
-        threads: the tier's read and write threads, fio's jobs.
+        threads: fio's jobs.
+        tier_threads: the tier's read threads, and as many write threads. A thread seals or verifies between its
+            requests, so fio's depth needs more of them.
         staging_bytes: `host.staging_bytes`.
         tick: called before each repeat.
 
@@ -93,8 +96,8 @@ def measure(
         tier = DiskSettings(
             path=root / "disk",
             capacity_bytes=int(2 * total_bytes),
-            read_threads=threads,
-            write_threads=threads,
+            read_threads=tier_threads,
+            write_threads=tier_threads,
         )
         config = Config(host=HostConfig(staging_bytes=staging_bytes), tiers=(tier,))
         fio = Fio(root, block_bytes=PIECE_BYTES, threads=threads, total_bytes=total_bytes, is_direct=can_direct(place))
@@ -175,7 +178,8 @@ def _rate_row(op: str, rates: dict[str, list[float]], seconds: dict[str, list[fl
 @click.option("--dir", "directory", type=WorkDirectory(), default=Path(), help="On the drive to measure.  [here]")
 @click.option("--objects", type=click.IntRange(1, 4096), default=128, show_default=True, help="Objects of a call.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True, help="Samples per row.")
-@click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True, help="Threads, and jobs of fio.")
+@click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True, help="Jobs of fio.")
+@click.option("--tier-threads", type=click.IntRange(1, 64), default=8, show_default=True, help="Threads of the tier.")
 @click.option("--staging", "staging_bytes", type=Bytes(), default="256MiB", show_default=True, help="Staging memory.")
 @record_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
