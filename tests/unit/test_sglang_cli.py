@@ -336,24 +336,34 @@ def test_without_sglang_the_settings_in_the_flags_are_checked(doctor, tmp_path):
 
 
 @pytest.fixture
-def web_server() -> Iterator[str]:
-    """A server that is not SGLang's; its address."""
+def web_server() -> Iterator[tuple[str, list[str]]]:
+    """A server that is not SGLang's, and sends its clients elsewhere; its address, and the paths that were asked."""
+    asked: list[str] = []
 
-    class Quiet(http.server.BaseHTTPRequestHandler):
+    class Elsewhere(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
         def log_message(self, *_: object) -> None:
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Quiet) as server:
+    with http.server.HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}", asked
         server.shutdown()
         thread.join(60)
 
 
-def test_a_server_that_does_not_answer_as_sglang_is_found(doctor, environment, web_server, tmp_path):
+def test_a_server_that_does_not_answer_as_sglang_is_found(doctor, environment, web_server, tmp_path, monkeypatch):
+    url, asked = web_server
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     given = ("--dir", tmp_path / "kv", "--url")
-    assert bad(doctor(*given, web_server)) == [web_server]
+    assert bad(doctor(*given, url)) == [url]
+    assert asked == ["/server_info"], "a key would have gone elsewhere"
     assert bad(doctor(*given, "http://127.0.0.1:9")) == ["http://127.0.0.1:9"]
 
 

@@ -316,30 +316,41 @@ def _running(url: str, key_file: Path | None) -> tuple[_Fields | None, list[Doct
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", base):
         raise ConfigError(f"--url {url!r}: allowed: such as http://127.0.0.1:30000")
     key = None if key_file is None else key_file.read_text(encoding="utf-8").strip()
+    fields: _Fields | None = None
+    findings: list[DoctorFinding] = []
     try:
         status, text = _get(f"{base}/server_info", key)
         info: Any = json.loads(text) if status == 200 else {}
         if not isinstance(info, dict) or "hicache_storage_backend" not in info:
             return None, [_unreadable(base, status, key)]
+        answer = cast("dict[str, Any]", info)
+        given = {name: answer.get(name) for name in (*FIELDS, "version")}
+        fields = _Fields(given, {})
+        findings.append(DoctorFinding("fine", base, f"runs SGLang {given['version'] or 'of an unknown release'}"))
+        findings += _attached(base, key, given)
+        if given["enable_metrics"]:
+            findings += _counters(base, key)
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         found = f"does not answer as a server of SGLang: {reason}"
-        return None, [DoctorFinding("error", base, found, "start the server, or correct --url")]
-    answer = cast("dict[str, Any]", info)
-    given = {name: answer.get(name) for name in (*FIELDS, "version")}
-    findings = [DoctorFinding("fine", base, f"runs SGLang {given['version'] or 'of an unknown release'}")]
-    findings += _attached(base, key, given)
-    if given.get("enable_metrics"):
-        findings += _counters(base, key)
-    return _Fields(given, {}), findings
+        findings.append(DoctorFinding("error", base, found, "start the server, or correct --url"))
+    return fields, findings
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows none: the key is for this server alone."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        """See `urllib.request`."""
 
 
 def _get(url: str, key: str | None) -> tuple[int, str]:
     """Status and text of an answer."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     request = urllib.request.Request(url, headers=headers)  # noqa: S310 - checked by the caller
+    direct = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(request, timeout=SERVER_DEADLINE_S) as answer:  # noqa: S310
+        with direct.open(request, timeout=SERVER_DEADLINE_S) as answer:
             return answer.status, answer.read(ANSWER_BYTES_MAX).decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         with error:
