@@ -85,6 +85,8 @@ class Scenario:
     readers: float
     """Share of the requests that store nothing."""
     faults: Faults
+    announced: float = 0.0
+    """Share of the requests for which another engine announces chunks, true or not."""
     waits: float | None = None
     """Seconds that computing a prompt takes, as the engine says at each lookup."""
 

@@ -134,8 +134,9 @@ class Cache:
         *,
         resident_tokens: int = 0,
         compute_s: float | None = None,
+        announced_tokens: int = 0,
     ) -> Lookup:
-        """How many leading tokens can be loaded. Sends probes, once per request and object.
+        """How many leading tokens can be loaded. Sends probes, once per request and object; again for announced ones.
 
         Args:
             request: its name.
@@ -144,6 +145,8 @@ class Cache:
             resident_tokens: leading tokens that the engine holds; the options do not include them.
             compute_s: expected time to compute the prompt, which bounds how long the request waits for remote tiers;
                 None: until their deadlines.
+            announced_tokens: leading tokens that another engine is storing in a remote tier, which the request waits
+                for: while more of them appear, and at most `Limits.announced_wait_s` or as long as computing them.
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
@@ -155,7 +158,7 @@ class Cache:
             query = LookupQuery(prefix, resident_tokens, _in_host, runs)
             options = self._cost_model.options(query, tokens, tokens, now_s)
             return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), options, tokens)
-        known = self._probes.send(request, prefix, compute_s, now_s)
+        known = self._probes.send(request, prefix, compute_s, now_s, announced_tokens)
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
         @cache  # used for the boundary, the sources and the options
@@ -166,7 +169,10 @@ class Cache:
             return place_of(group, chunk) is not None
 
         tokens = longest_boundary(self._layout.groups, prefix, is_available, runs)
-        if known is not None and tokens < prefix.tokens and self._probes.is_waiting(known, now_s):
+        waits = known is not None and (
+            self._probes.is_waiting(known, now_s) or self._probes.awaits_announced(request, known, tokens, now_s)
+        )
+        if waits and tokens < prefix.tokens:
             presence = Presence.PROBING
         elif tokens > ready:
             presence = Presence.ARRIVING
