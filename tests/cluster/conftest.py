@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.cluster.valkey import Cluster, Program, Server, install
+from tests.cluster.valkey_bed import Cluster, Program, Server, install
 from tests.shared.ceph import NotInstalledError
 
 

@@ -29,6 +29,7 @@ _BUILT_IN: dict[str, str] = {
     "disk": "kvtier.tier.disk_kind",
     "s3": "kvtier.tier.s3_kind",
     "shared_directory": "kvtier.tier.shared_directory_kind",
+    "valkey": "kvtier.tier.valkey_kind",
 }
 """Module of each kind."""
 

@@ -1,6 +1,6 @@
 """Valkey servers on loopback for the tests: one server, a cluster with replicas, and one with TLS.
 
-    python -m tests.cluster.valkey     # starts one server and a cluster, prints their ports, ends them at Ctrl-C
+    python -m tests.cluster.valkey_bed     # starts one server and a cluster, prints their ports, ends them at Ctrl-C
 
 Data are in memory. All servers are children of this process and end with it.
 """
