@@ -51,13 +51,19 @@ def test_engines_that_are_refused(change, message):
 
 
 def test_the_failure_policy_is_warned_of_by_name():
-    assert support.warnings(vllm_config()) == []
-    config = vllm_config()
-    config.kv_transfer_config.kv_load_failure_policy = "fail"
-    (result,) = support.warnings(config)
+    transfer = vllm_config().kv_transfer_config
+    assert support.warnings(transfer, "kv_both", has_shared=False) == []
+    transfer.kv_load_failure_policy = "fail"
+    (result,) = support.warnings(transfer, "kv_both", has_shared=False)
     assert '"kv_load_failure_policy": "recompute"' in result
-    config.kv_transfer_config.kv_role = "kv_consumer"
-    assert "'kv_consumer'" in support.warnings(config)[1]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_prefill_or_decode_engine_without_a_shared_tier_is_warned_of(role):
+    transfer = vllm_config().kv_transfer_config
+    (result,) = support.warnings(transfer, role, has_shared=False)
+    assert result.startswith(f"kv_role is '{role}', but no other engine")
+    assert support.warnings(transfer, role, has_shared=True) == []
 
 
 def test_items_have_identifiers_of_their_content_unless_both_caches_are_off():

@@ -85,17 +85,26 @@ def _check_model(config: VllmConfig) -> None:
         )
 
 
-def warnings(config: VllmConfig) -> list[str]:
-    """Problems of a configuration that works; one sentence each."""
+def warnings(transfer: VllmConfig, role: str, *, has_shared: bool) -> list[str]:
+    """Problems of a configuration that works; one sentence each.
+
+    Args:
+        transfer: vLLM's `KVTransferConfig`.
+        role: its `kv_role`, as the user gave it.
+        has_shared: another engine can see what this one stores, in a tier that nodes share.
+    """
     found: list[str] = []
-    transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy == "fail":
         found.append(
             "kv_load_failure_policy is 'fail', vLLM's default: a request whose KV cannot be loaded ends with an error "
             'instead of being computed. Set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
         )
-    if transfer.kv_role != "kv_both":
-        found.append(f"kv_role is {transfer.kv_role!r}, but kvtier both stores and loads. Set it to 'kv_both'")
+    if role != "kv_both" and not has_shared:
+        other = "loads what this engine stores" if role == "kv_producer" else "stores what this engine loads"
+        found.append(
+            f"kv_role is {role!r}, but no other engine {other}, because no tier is shared. Add a shared tier, or set "
+            "kv_role to 'kv_both'"
+        )
     return found
 
 
