@@ -72,7 +72,7 @@ def open_rank(
     page_lock: PageLock | None = None,
     copy_threads: int = COPY_THREADS,
 ) -> Rank:
-    """Open the tiers of `config`, allocate host memory and start the mover's threads.
+    """Allocate host memory, open the tiers of `config` and start the mover's threads.
 
     Args:
         config: the settings, the same on every rank; `host.capacity_bytes` is divided among the ranks.
@@ -92,12 +92,14 @@ def open_rank(
     slots = slots_for(layout, config.host.capacity_bytes, ranks)
     codec = by_name(config.store.codec)
     secret = configured_secret(config) if config.tiers else None
+    arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
     context = TierContext(
         layout=layout,
         rank=rank,
         ranks=ranks,
         fingerprint=fingerprint_digest,
         key_id=None if secret is None else key_id(secret),
+        memory=arena.memory,
     )
     tiers: dict[str, Tier] = {}
     try:
@@ -108,7 +110,6 @@ def open_rank(
         for tier, deferred in opening:
             waited_s = time.monotonic() - began_s
             tiers[tier.name] = deferred.opened(deadline_s, is_required=tier.required, waited_s=waited_s)
-        arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
         mover = Mover(
             layout=layout.on_rank(rank, ranks),
             fingerprint=fingerprint_digest,
@@ -122,6 +123,7 @@ def open_rank(
         )
     except BaseException:
         close_tiers(tiers, 5.0)
+        arena.close()
         raise
     down = tuple(name for name, tier in tiers.items() if isinstance(tier, DeferredTier) and not tier.is_open)
     remote = tuple(it.name for it in config.tiers if kind_of(it).is_remote or kind_of(it).is_shared(it))

@@ -1,0 +1,134 @@
+"""A Mooncake master and storage nodes on loopback, and tiers on them.
+
+    python -m tests.cluster.mooncake_store     # a master and two nodes until Ctrl-C; prints the port
+
+Each server is a process of its own that ends with this one.
+"""
+
+import hashlib
+import itertools
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.shared.ceph import Daemon, free_port, is_listening, wait_until
+
+from kvtier.tier.mooncake_kind import KIND, MooncakeSettings, RawMooncake, _raw
+from kvtier.tier.registry import TierContext
+
+SEGMENT_BYTES = 256 << 20
+KEY_ID = bytes(range(16))
+FINGERPRINT = hashlib.sha256(b"model").digest()
+TTL_S = 4
+"""After so long without a sign of life the master forgets a node; 10 by default."""
+START_DEADLINE_S = 60.0
+_numbers = itertools.count()
+
+_NODE = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 64 << 20, "tcp", "", sys.argv[1])
+if code:
+    sys.exit(f"setup: {code}")
+print("ready", flush=True)
+while True:
+    time.sleep(3600)
+"""
+
+
+class MooncakeStore:
+    """A master and `nodes` storage nodes."""
+
+    def __init__(self, folder: Path, nodes: int = 2) -> None:
+        self.port = free_port()
+        self.folder = folder
+        metrics = free_port()
+        program = str(Path(sys.executable).parent / "mooncake_master")
+        self.master = Daemon(
+            [
+                program,
+                f"--rpc_port={self.port}",
+                "--rpc_address=127.0.0.1",
+                "--metrics_host=127.0.0.1",
+                f"--metrics_port={metrics}",
+                f"--client_ttl={TTL_S}",
+            ],
+            folder / "master.log",
+            dict(os.environ),
+        )
+        self.nodes = [self._node(number) for number in range(nodes)]
+
+    def start(self) -> None:
+        """Start all of them."""
+        self.start_master()
+        for node in self.nodes:
+            node.start()
+        for node in self.nodes:
+            self.wait_node(node)
+
+    def start_master(self) -> None:
+        """Start the master, which knows no objects then."""
+        self.master.start()
+        wait_until(lambda: is_listening(self.port), "the master", START_DEADLINE_S)
+
+    def restart_node(self, node: Daemon) -> None:
+        """Start the node again, with empty memory."""
+        node.log.write_bytes(b"")
+        node.start()
+        self.wait_node(node)
+
+    def wait_node(self, node: Daemon) -> None:
+        """Wait until its memory is part of the store."""
+        wait_until(lambda: "ready" in node.log.read_text() or not node.is_running, "a node", START_DEADLINE_S)
+        assert node.is_running, node.log.read_text()[-2000:]
+
+    def heal(self) -> None:
+        """Let everything run that was started."""
+        self.master.resume()
+        restarted = not self.master.is_running
+        if restarted:
+            self.start_master()
+        for node in self.nodes:
+            node.resume()
+            if not node.is_running:
+                self.restart_node(node)
+
+    def close(self) -> None:
+        """End all processes."""
+        for daemon in (*self.nodes, self.master):
+            daemon.kill()
+
+    def settings(self, **settings) -> MooncakeSettings:
+        """Of a tier with short deadlines and a prefix that no other test uses."""
+        common = {"transfer_deadline_s": 4.0, "probe_deadline_s": 1.0, "prefix": f"test-{next(_numbers)}"}
+        return MooncakeSettings(master=f"127.0.0.1:{self.port}", **common | settings)
+
+    def tier(self, memory=(), **settings):
+        """An open tier."""
+        return KIND.open(self.settings(**settings), context(memory))
+
+    def raw(self, settings: MooncakeSettings) -> RawMooncake:
+        """The library alone."""
+        return _raw(settings, context())
+
+    def _node(self, number: int) -> Daemon:
+        command = [sys.executable, "-c", _NODE, f"127.0.0.1:{self.port}", str(SEGMENT_BYTES)]
+        return Daemon(command, self.folder / f"node-{number}.log", dict(os.environ))
+
+
+def context(memory=()) -> TierContext:
+    return TierContext(layout=None, key_id=KEY_ID, fingerprint=FINGERPRINT, memory=tuple(memory))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        store = MooncakeStore(Path(folder))
+        store.start()
+        print(f"master at 127.0.0.1:{store.port}")
+        try:
+            time.sleep(1e6)
+        finally:
+            store.close()
