@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvtier.errors import TierError
 from kvtier.tier.base import UNKNOWN, About, Read, Write
 from kvtier.tier.operation_guard import OperationGuard
-from kvtier.tier.valkey_parts import FRAME_BYTES_MAX, Loading, Storing, frame_bytes, look, removal
+from kvtier.tier.valkey_parts import FRAME_BYTES_MAX, Loading, Storing, frame_bytes, look, removals
 from kvtier.tier.valkey_requests import MOVING, Failure, Request, Requests
 from kvtier.tier.valkey_servers import ServerDownError, Servers, info, parse_addresses, slot_of
 from kvtier.tier.valkey_wire import Access, BrokenWireError, Node, RefusedError, Reply, command
@@ -23,7 +23,7 @@ from kvtier.types import Figures, ObjectName
 
 logger = logging.getLogger(__name__)
 
-_Default = TypeVar("_Default")
+_Answer = TypeVar("_Answer")
 
 CLOSE_DEADLINE_S = 5.0
 FIGURES_INTERVAL_S = 10.0
@@ -114,7 +114,7 @@ class ValkeyTier:
         with self._guard:
             asked = [self._key(each) for each in names]
             requests = [Request(slot, [command(b"EXISTS", key)]) for slot, key in asked] or self._health_requests()
-            self._requests.run(requests, self._probe_deadline_s)
+            self._requests.run(requests, time.monotonic() + self._probe_deadline_s)
             if all(each.has_failed for each in requests):
                 raise self._error(requests[0], "look")
             return [each.answer == 1 and not each.has_failed for each in requests[: len(names)]]
@@ -124,18 +124,12 @@ class ValkeyTier:
         with self._guard:
             if offset < 0:
                 raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
-            answer = self._load([self._loading(name, into, offset)])[0]
-            if isinstance(answer, TierError):
-                raise answer
-            return answer
+            return _only(self._load([self._loading(name, into, offset)]))
 
     def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - interface
         """Store `frame` under `name` unless it exists. False when a server has no memory, or its slot is moving."""
         with self._guard:
-            answer = self._store([Write(name, frame)])[0]
-            if isinstance(answer, TierError):
-                raise answer
-            return answer
+            return _only(self._store([Write(name, frame)]))
 
     def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
         """`read` for each of `reads` from its start, in one round trip."""
@@ -152,8 +146,9 @@ class ValkeyTier:
         with self._guard:
             slot, key = self._key(name)
             header = look(slot, key)
-            self._run([header], "delete")
-            self._run([removal(slot, key, frame_bytes(header.answer) or 0)], "delete")
+            end_s = self._end_s()
+            self._run([header], "delete", end_s)
+            self._run(removals(slot, key, frame_bytes(header.answer) or 0), "delete", end_s)
 
     def scan(self) -> Iterator[tuple[ObjectName, int]]:
         """Every (name, frame bytes) of this model and secret, in pages, one server after the other."""
@@ -189,16 +184,18 @@ class ValkeyTier:
         return Loading(*self._key(name), into.cast("B"), offset, self._lifetime)
 
     def _load(self, loadings: Sequence[Loading]) -> list[int | TierError | None]:
-        self._requests.run([part for each in loadings for part in each.parts], self._deadline_s)
+        self._requests.run([part for each in loadings for part in each.parts], self._end_s())
         answers: list[int | TierError | None] = []
         torn: list[Request] = []
         for each in loadings:
             failed = next((part for part in each.parts if part.has_failed), None)
             answers.append(each.byte_count() if failed is None else self._lost(failed, "read", None))
             if failed is None and each.is_torn:
-                torn.append(each.removal)
+                torn += each.removals()
         if torn:
-            self._requests.run(torn, self._probe_deadline_s)  # if it fails, the next reader tries again
+            self._requests.run(
+                torn, time.monotonic() + self._probe_deadline_s
+            )  # if it fails, the next reader tries again
         return answers
 
     def _store(self, writes: Sequence[Write]) -> list[bool | TierError]:
@@ -210,14 +207,19 @@ class ValkeyTier:
         }
         # Large objects are sent in vain when another node has written them.
         looks = {number: self._exists(each) for number, each in storings.items() if not each.is_single}
-        self._requests.run(list(looks.values()), self._deadline_s)
+        end_s = self._end_s()
+        self._requests.run(list(looks.values()), end_s)
         for number, each in looks.items():
-            if each.answer == 1 and not each.has_failed:
+            if each.has_failed:
+                answers[number] = self._lost(each, "write", default=False)
+            elif each.answer == 1:
                 answers[number] = True
-                del storings[number]
-        self._requests.run([each.request for each in storings.values()], self._deadline_s)
+            else:
+                continue
+            del storings[number]
+        self._requests.run([each.request for each in storings.values()], end_s)
         repairs = [repair for each in storings.values() if (repair := each.repair()) is not None]
-        self._requests.run(repairs, self._deadline_s)
+        self._requests.run(repairs, end_s)
         for number, each in storings.items():
             answers[number] = self._stored(each)
         return answers
@@ -238,9 +240,13 @@ class ValkeyTier:
     def _exists(self, storing: Storing) -> Request:
         return Request(storing.slot, [command(b"EXISTS", storing.key)])
 
-    def _run(self, requests: Sequence[Request], what: str) -> None:
+    def _end_s(self) -> float:
+        """When an operation that begins now must have ended."""
+        return time.monotonic() + self._deadline_s
+
+    def _run(self, requests: Sequence[Request], what: str, end_s: float | None = None) -> None:
         """Run `requests`. Raises `TierError` for the first without an answer."""
-        self._requests.run(requests, self._deadline_s)
+        self._requests.run(requests, end_s or self._end_s())
         for each in requests:
             if each.has_failed:
                 raise self._error(each, what)
@@ -249,7 +255,7 @@ class ValkeyTier:
         cause = request.detail if request.failure is not None else f"refused: {request.refusal}"
         return TierError(self.name, f"cannot {what}: {cause}")
 
-    def _lost(self, request: Request, what: str, default: _Default) -> _Default | TierError:
+    def _lost(self, request: Request, what: str, default: _Answer) -> _Answer | TierError:
         """Of a request without an answer: `default` when only its server is down or its slot moves, else the error."""
         refusal = request.refusal
         is_moving = refusal is not None and refusal.code in MOVING
@@ -317,7 +323,7 @@ class ValkeyTier:
 
     def _ask(self, node: Node, *parts: bytes) -> Reply:
         try:
-            return self.servers.ask(node, *parts, end_s=time.monotonic() + self._deadline_s)
+            return self.servers.ask(node, *parts, end_s=self._end_s())
         except (ServerDownError, BrokenWireError, RefusedError, OSError) as error:
             raise TierError(self.name, f"{node} does not answer: {error}") from None
 
@@ -333,7 +339,7 @@ class ValkeyTier:
             {each.partition(b"/")[0].decode("ascii", "replace") for each in members if isinstance(each, bytes)}
         )
         if self._own.encode() not in members:
-            self._requests.run([add], self._deadline_s)  # a full server refuses it, and objects can still be read
+            self._requests.run([add], self._end_s())  # a full server refuses it, and objects can still be read
         if known and self._own.partition("/")[0] not in known:
             logger.warning(
                 "tier %s: keys below %r are of another secret only (key id %s); nothing is shared with them. "
@@ -374,6 +380,17 @@ class ValkeyTier:
         if 0 in limits:
             return sum(used for used, _ in found), None
         return sum(min(row) for row in found), sum(limits)
+
+
+def _only(answers: list[_Answer | TierError]) -> _Answer:
+    """The only answer, or raise it. An error that its own frames refer to would keep the caller's memory in use."""
+    answer = answers.pop()
+    try:
+        if isinstance(answer, TierError):
+            raise answer
+        return answer
+    finally:
+        del answer
 
 
 def _slot_of_key(key: bytes) -> int:

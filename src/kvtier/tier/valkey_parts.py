@@ -55,10 +55,9 @@ def frame_bytes(answer: Reply) -> int | None:
     return length if magic == MAGIC and length <= FRAME_BYTES_MAX else None
 
 
-def removal(slot: int, key: bytes, length: int) -> Request:
-    """Removes an object of `length` bytes, all parts at once."""
-    keys = (part_key(key, number) for number in range(part_count(length)))
-    return Request(slot, [command(b"UNLINK", *keys)])
+def removals(slot: int, key: bytes, length: int) -> list[Request]:
+    """Remove an object of `length` bytes. Each part by itself: while a slot moves, they may be on two servers."""
+    return [Request(slot, [command(b"UNLINK", part_key(key, number))]) for number in range(part_count(length))]
 
 
 class Part(Request):
@@ -133,11 +132,9 @@ class Loading:
         """Whether parts are there that do not make an object."""
         return self._is_there and self._whole() is None
 
-    @property
-    def removal(self) -> Request:
-        """Removes what is left of it."""
-        lengths = [part.header[1] for part in self.parts]
-        return removal(self.slot, self.key, max(lengths))
+    def removals(self) -> list[Request]:
+        """Remove what is left of it."""
+        return removals(self.slot, self.key, max(part.header[1] for part in self.parts))
 
     def byte_count(self) -> int | None:
         """Bytes that are in memory; None when the object is absent or torn. Every part has an answer."""

@@ -106,10 +106,12 @@ class Requests:
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
 
-    def run(self, requests: Sequence[Request], deadline_s: float) -> None:
-        """Send `requests` and read their answers, all within `deadline_s` seconds."""
+    def run(self, requests: Sequence[Request], end_s: float) -> None:
+        """Send `requests` and read their answers, all until `end_s` of the monotonic clock."""
         start_s = time.monotonic()
-        end_s, last_start_s = start_s + deadline_s, start_s + deadline_s / 2
+        last_start_s = start_s + (end_s - start_s) / 2
+        if self._servers.has_failed:
+            self._servers.refresh(end_s)
         waiting = requests
         while waiting:
             self._round(waiting, end_s)

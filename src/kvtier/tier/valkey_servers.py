@@ -171,6 +171,11 @@ class Servers:
         now_s = time.monotonic()
         return any(each != node and self._down_until.get(each, 0.0) < now_s for each in self.masters)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a server of a cluster has failed and has not answered since; it may have a successor."""
+        return bool(self._down_until)
+
     def refresh(self, end_s: float) -> None:
         """Read the slots again, unless another thread does or that was a moment ago. Failures change nothing."""
         if not self.is_cluster or time.monotonic() - self._refreshed_s < REFRESH_INTERVAL_S:
@@ -179,7 +184,7 @@ class Servers:
             return
         try:
             known = dict.fromkeys((*self.masters, *self._addresses))
-            for node in known:
+            for node in sorted(known, key=self._down_until.__contains__):
                 now_s = time.monotonic()
                 if now_s >= end_s:
                     return
