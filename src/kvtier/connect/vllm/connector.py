@@ -43,14 +43,14 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         ConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._is_broken = False
         setup = EngineSetup.of(vllm_config, kv_cache_config)
-        if setup.role == "kv_producer":
-            # vLLM's scheduler reads the role after this, and delays the reuse of blocks that a running step still
-            # writes only in an engine that loads. A prefill engine of kvtier loads, too.
-            vllm_config.kv_transfer_config.kv_role = "kv_both"
         self._sources = {"host": CacheHitSource.HOST} | {
             tier.name: CacheHitSource.DISK for tier in setup.config.tiers if kind_of(tier).folder(tier) is not None
         }
         is_scheduler = role is ConnectorRole.SCHEDULER
+        if is_scheduler and setup.role == "kv_producer":
+            # vLLM's scheduler reads the role after this, and delays the reuse of blocks that a running step still
+            # writes only in an engine that loads. A prefill engine of kvtier loads, too.
+            vllm_config.kv_transfer_config.kv_role = "kv_both"
         self._upper = (
             SchedulerSide(
                 setup,
