@@ -25,7 +25,8 @@ import click
 from bench.parts.command import recorded_settings
 from bench.parts.command import run as run_script
 from bench.parts.loopback import Loopback
-from bench.peer import bench_l2, durations_ms, rates
+from bench.peer import bench_l2, durations_ms, rates, run_lmcache
+from tests.cluster.mooncake_store import MooncakeStore
 from tests.cluster.valkey_bed import Server, install
 
 from kvtier.bench.record import make_record
@@ -93,7 +94,25 @@ def _valkey(lmcache: Path, root: Path) -> Generator[Store]:
         server.kill()
 
 
-STORES: Mapping[str, Callable[[Path, Path], Any]] = {"valkey": _valkey}
+@contextmanager
+def _mooncake(lmcache: Path, root: Path) -> Generator[Store]:
+    store = MooncakeStore(root, nodes=1, segment_bytes=MOONCAKE_BYTES)
+    output = root / "lmcache.json"
+
+    def peer(size: int, count: int, in_flight: int) -> str:
+        numbers = {"size": size, "count": count, "batch": count if size == SMALL_BYTES else in_flight}
+        options = [f"--{name}={value}" for name, value in numbers.items()]
+        driver = [str(lmcache.with_name("python")), str(MOONCAKE_DRIVER), f"--master=127.0.0.1:{store.port}"]
+        return run_lmcache([*driver, *options, f"--output={output}"], output)
+
+    try:
+        store.start()
+        yield Store(f"mooncake:127.0.0.1:{store.port}", peer)
+    finally:
+        store.close()
+
+
+STORES: Mapping[str, Callable[[Path, Path], Any]] = {"valkey": _valkey, "mooncake": _mooncake}
 
 
 def measure(

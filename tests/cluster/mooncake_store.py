@@ -40,11 +40,11 @@ while True:
 
 
 class MooncakeStore:
-    """A master and `nodes` storage nodes."""
+    """A master and `nodes` storage nodes of `segment_bytes` each."""
 
-    def __init__(self, folder: Path, nodes: int = 2) -> None:
+    def __init__(self, folder: Path, nodes: int = 2, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.port = free_port()
-        self.folder = folder
+        self.folder, self._segment_bytes = folder, segment_bytes
         metrics = free_port()
         program = str(Path(sys.executable).parent / "mooncake_master")
         self.master = Daemon(
@@ -115,7 +115,7 @@ class MooncakeStore:
         return _raw(settings, context())
 
     def _node(self, number: int) -> Daemon:
-        command = [sys.executable, "-c", _NODE, f"127.0.0.1:{self.port}", str(SEGMENT_BYTES)]
+        command = [sys.executable, "-c", _NODE, f"127.0.0.1:{self.port}", str(self._segment_bytes)]
         return Daemon(command, self.folder / f"node-{number}.log", dict(os.environ))
 
 
