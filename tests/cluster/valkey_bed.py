@@ -155,8 +155,8 @@ class Line:
 class Server(Daemon):
     """One server process. `start` and `wait` bring it back, empty, after `kill`."""
 
-    def __init__(self, root: Path, program: Program, *settings: str, port: int | None = None) -> None:
-        self.port = port or free_port()
+    def __init__(self, root: Path, program: Program, *settings: str) -> None:
+        self.port = new_port()
         self.root = root / str(self.port)
         self.root.mkdir(parents=True)
         command = [
@@ -201,7 +201,15 @@ class Cluster:
         timeout = ("--cluster-node-timeout", str(int(NODE_TIMEOUT_S * 1000)), "--cluster-replica-validity-factor", "0")
         fast = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
         self.nodes = [
-            Server(root, program, "--cluster-enabled", "yes", *timeout, *fast, *settings, port=_cluster_port())
+            Server(
+                root,
+                program,
+                "--cluster-enabled",
+                "yes",
+                *timeout,
+                *fast,
+                *settings,
+            )
             for _ in range(MASTERS * (1 + REPLICAS))
         ]
 
@@ -289,11 +297,15 @@ def own_row(node: Server) -> list[str]:
     return next(row for row in node_rows(node) if "myself" in row[2])
 
 
-def _cluster_port() -> int:
-    """A free port whose partner for the cluster's own traffic, 10000 higher, is free, too."""
+_given: set[int] = set()
+
+
+def new_port() -> int:
+    """A free port that was not given before, whose partner for a cluster's own traffic, 10000 higher, is free, too."""
     while True:
         port = free_port()
-        if port < 55536 and not is_listening(port + 10000):
+        if port < 55536 and port not in _given and not is_listening(port + 10000):
+            _given.add(port)
             return port
 
 
