@@ -2,6 +2,7 @@
 
 import socket
 import time
+from pathlib import Path
 
 import pytest
 from tests.cluster.valkey_bed import Cluster, Server, make_authority, new_port, tls_settings
@@ -109,13 +110,19 @@ def test_a_cluster_with_tls(valkey_program, authority, tmp_path):
 @pytest.mark.cluster_core
 def test_users_and_passwords(start, tmp_path):
     server = start()
-    server.call("ACL", "SETUSER", "kv", "on", f">{PASSWORD}", "~kvtier/*", "+@all")
+    rules = "~kvtier/* +@read +@write +@transaction +@connection +info +cluster|slots +asking"  # those of the guide
+    assert rules in (Path(__file__).parents[2] / "docs/guides/valkey.md").read_text()
+    server.call("ACL", "SETUSER", "kv", "on", f">{PASSWORD}", *rules.split())
     server.call("ACL", "SETUSER", "reader", "on", f">{PASSWORD}", "~kvtier/*", "+@read", "+cluster", "+ping", "+info")
     server.call("CONFIG", "SET", "requirepass", PASSWORD)
     for username in ("", "kv"):
         tier = open_tier(server, prefix="kvtier", access=Access(username, PrivateText(PASSWORD)))
         assert tier.write(name_of(1), frame_of(1))
+        assert tier.write(name_of(2), frame_of(2, 2 * MIB))
         assert tier.read(name_of(1), memoryview(bytearray(4096))) == 4096
+        assert sorted(tier.scan()) == sorted([(name_of(1), 4096), (name_of(2), 2 * MIB)])
+        tier.delete(name_of(2))
+        assert tier.figures().used_bytes
         tier.close()
     for username, password in (("", "wrong-secret"), ("kv", "wrong-secret"), ("nobody", PASSWORD), ("", "")):
         with pytest.raises(ConfigError, match=r"WRONGPASS|NOAUTH") as caught:
