@@ -8,6 +8,7 @@ silent node. The calling thread returns only when the memory is free again.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,9 +24,12 @@ logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 10.0
 LEARN_INTERVAL_S = 1.0
-"""How often a write finds out which nodes it went to."""
+"""How often a write finds out which nodes it went to, after `LEARN_FIRST` in a row have found no new one."""
+LEARN_FIRST = 16
 WATCH_INTERVAL_S = 0.25
 LOG_INTERVAL_S = 60.0
+CORES_PER_WRITE = 4
+"""A write of the library keeps a core busy until it has ended. Threads that wait for cores make all of them slow."""
 
 
 class MooncakeTier:
@@ -37,7 +41,8 @@ class MooncakeTier:
         key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
         fingerprint: of the model, at least 16 bytes.
         name: the tier's name in metrics and errors.
-        deadline_s: longest time of a read or delete; a write that takes longer is ended when a node is silent.
+        deadline_s: longest time of a read or delete; a write that takes longer is ended when a node is silent, and one
+            that waits longer for other writes is not made.
         probe_deadline_s: longest time of a `contains`.
         memory: host memory that objects are mostly read into and written from.
 
@@ -69,7 +74,11 @@ class MooncakeTier:
         """Registered memory must exist until it is not registered any more."""
         self._writing: dict[int, float] = {}
         """When each running write is late."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._may_write = threading.BoundedSemaphore(max(1, cores // CORES_PER_WRITE))
         self._learned_s = self._logged_s = float("-inf")
+        self._in_vain = 0
+        """Writes in a row that went to known nodes."""
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._run_watch, name=f"kvtier-{name}-watch", daemon=True)
         try:
@@ -173,16 +182,21 @@ class MooncakeTier:
             return [want.size_bytes if want is not None and want.is_done else None for want in wants]
 
     def _put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
+        if not self._may_write.acquire(timeout=self._deadline_s):
+            return [NOT_READY] * len(keys)  # others wait for a node
         now_s, number = time.monotonic(), threading.get_ident()
         self._writing[number] = now_s + self._deadline_s
         try:
             codes = self._client.put(keys, views)
         finally:
             del self._writing[number]
-        if now_s > self._learned_s + LEARN_INTERVAL_S and OK in codes:
+            self._may_write.release()
+        is_due = self._in_vain < LEARN_FIRST or now_s > self._learned_s + LEARN_INTERVAL_S
+        if is_due and OK in codes:
             self._learned_s = now_s
             key = keys[codes.index(OK)]
-            self._nodes.learn(self._client.copies([key], self._deadline_s).get(key, []))
+            is_new = self._nodes.learn(self._client.copies([key], self._deadline_s).get(key, []))
+            self._in_vain = 0 if is_new else self._in_vain + 1
         return codes
 
     def _answer(self, code: int) -> bool | TierError:

@@ -77,11 +77,13 @@ class MooncakeNodes:
         node = self._nodes.get(endpoint)
         return node is not None and node.silent_until_s > time.monotonic()
 
-    def learn(self, copies: Sequence[Copy]) -> None:
-        """Make contact with the nodes of `copies`."""
+    def learn(self, copies: Sequence[Copy]) -> bool:
+        """Make contact with the nodes of `copies`; whether one of them is new."""
+        is_new = any(copy.endpoint not in self._nodes for copy in copies)
         for copy in copies:
             if not self.is_silent(copy.endpoint):
                 self._contact(copy.endpoint)
+        return is_new
 
     def read(self, wants: Sequence[Want], deadline_s: float) -> None:
         """Fill the memory of `wants` from the first copy that can be read within about `deadline_s` seconds.
