@@ -7,9 +7,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.cluster.valkey_bed import Server, own_row
+from tests.cluster.valkey_bed import Clock, Server, own_row
 from tests.cluster.valkey_world import MIB, frame_of, fresh_prefix, key_of, name_of, open_tier
-from tests.shared.ceph import wait_until
+from tests.shared.ceph import NotInstalledError, wait_until
 from tests.shared.proxy import Proxy
 
 from kvtier.errors import TierError
@@ -245,6 +245,31 @@ def test_a_use_renews_an_objects_lifetime_and_a_lookup_does_not(valkey):
     time.sleep(0.01)
     assert tier.read(name_of(1), into) is None
     tier.close()
+
+
+def test_a_servers_clock_that_jumps_ends_lifetimes_early_or_late_and_nothing_else(valkey_program, tmp_path):
+    try:
+        clock = Clock(tmp_path)
+    except NotInstalledError as error:
+        pytest.skip(str(error))
+    server = Server(tmp_path, valkey_program, **clock.variables)
+    server.start()
+    try:
+        server.wait()
+        tier = open_tier(server, prefix=fresh_prefix(), lifetime_s=600.0, deadline_s=DEADLINE_S)
+        frame, into = frame_of(1, SIZE), memoryview(bytearray(SIZE))
+        assert tier.write(name_of(1), frame)
+        for offset_s, expected in ((-86400, SIZE), (0, None), (1200, None), (0, SIZE), (300, SIZE)):
+            clock.jump_to(offset_s)
+            assert abs(int(server.call("TIME")[0]) - time.time() - offset_s) < 5
+            # At -86400 its lifetime was renewed, so that back at 0 it is over; what is written at 1200 is there at 0.
+            assert tier.read(name_of(1), into) == expected, offset_s
+            assert tier.contains([]) == []
+            assert tier.write(name_of(1), frame)
+        assert into == frame
+        tier.close()
+    finally:
+        server.kill()
 
 
 def test_a_server_that_loads_its_data_is_waited_for_or_is_an_error(valkey_program, tmp_path):

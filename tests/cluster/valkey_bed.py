@@ -20,7 +20,7 @@ from tests.shared.ceph import Daemon, NotInstalledError, free_port, is_listening
 
 PACKAGES = ["valkey-server", "valkey-tools", "libjemalloc2", "liblzf1", "libatomic1"]
 """Of Debian's backports. They are unpacked into a folder of their own: the system stays as it is."""
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvtier-tests" / "valkey-8"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvtier-tests" / "valkey-8.0.1"
 SERVER_VARIABLE = "KVTIER_TEST_VALKEY"
 """Environment variable: program of another server to test with, such as `redis-server`."""
 INSTALL_DEADLINE_S = 300.0
@@ -112,6 +112,52 @@ def _unpacked(folder: Path) -> Program:
     return program
 
 
+CLOCK_SOURCE = """
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <unistd.h>
+static volatile long *offset;
+__attribute__((constructor)) static void begin(void) {
+    int file = open(getenv("CLOCK_OFFSET"), O_RDONLY);
+    offset = mmap(0, 4096, PROT_READ, MAP_SHARED, file, 0);
+}
+int gettimeofday(struct timeval *time, void *zone) {
+    long result = syscall(SYS_gettimeofday, time, zone);
+    if (offset && offset != MAP_FAILED) time->tv_sec += *offset;
+    return result;
+}
+"""
+
+
+class Clock:
+    """A wall clock of its own for a server; libfaketime and jemalloc wait for each other.
+
+    Args:
+        folder: for its files.
+
+    Raises:
+        NotInstalledError: there is no C compiler.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if shutil.which("cc") is None:
+            raise NotInstalledError("no C compiler")
+        source, library, self._offset = folder / "clock.c", folder / "clock.so", folder / "offset"
+        source.write_text(CLOCK_SOURCE)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], timeout=60, check=True)
+        self._offset.write_bytes(bytes(4096))
+        self.variables = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(self._offset)}
+
+    def jump_to(self, offset_s: int) -> None:
+        """Be so many seconds ahead of the true time."""
+        with self._offset.open("r+b") as stream:
+            stream.write(offset_s.to_bytes(8, "little", signed=True))
+
+
 class RefusedError(Exception):
     """A server's error reply."""
 
@@ -155,7 +201,7 @@ class Line:
 class Server(Daemon):
     """One server process. `start` and `wait` bring it back, empty, after `kill`."""
 
-    def __init__(self, root: Path, program: Program, *settings: str) -> None:
+    def __init__(self, root: Path, program: Program, *settings: str, **variables: str) -> None:
         self.port = new_port()
         self.root = root / str(self.port)
         self.root.mkdir(parents=True)
@@ -163,7 +209,7 @@ class Server(Daemon):
             *(program.path, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.root)),
             *("--save", "", "--appendonly", "no", "--enable-debug-command", "yes", *settings),
         ]
-        super().__init__(command, self.root / "log", program.environment)
+        super().__init__(command, self.root / "log", program.environment | variables)
 
     def call(self, *parts: object):
         """One command on a connection of its own."""

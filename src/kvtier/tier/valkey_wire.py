@@ -23,6 +23,9 @@ REPLY_BYTES_MAX = 1 << 20
 REPLY_ITEMS_MAX = 200_000
 """The most items of one reply. A cluster in 16,384 pieces has fewer."""
 REPLY_DEPTH_MAX = 6
+SEND_BUFFER_BYTES = 1 << 18
+"""Linux keeps twice as much for a connection. What waits there then stays in the processor's cache: with the default of
+up to 4 MiB a server on the same machine needs half as much again of processor time for a store."""
 BUFFERS_PER_CALL = 512
 """Of `sendmsg`; Linux takes 1024."""
 
@@ -263,6 +266,7 @@ class Wire:
                 raise error.__context__ from None
             raise BrokenWireError(f"{type(error).__name__} of the library") from None
         self._socket: Any = connection._sock  # noqa: SLF001
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.is_used = False
         """It has answered commands before, so that the server may have closed it since."""
 
