@@ -15,13 +15,16 @@ from pathlib import Path
 
 from tests.shared.ceph import Daemon, free_port, is_listening, wait_until
 
+from kvtier.errors import TierError
+from kvtier.tier.base import Read, Write
 from kvtier.tier.mooncake_kind import KIND, MooncakeSettings, RawMooncake, _raw
 from kvtier.tier.registry import TierContext
+from kvtier.types import ObjectName
 
 SEGMENT_BYTES = 256 << 20
 KEY_ID = bytes(range(16))
 FINGERPRINT = hashlib.sha256(b"model").digest()
-TTL_S = 4
+TTL_S = 3
 """After so long without a sign of life the master forgets a node; 10 by default."""
 START_DEADLINE_S = 60.0
 _numbers = itertools.count()
@@ -86,15 +89,28 @@ class MooncakeStore:
         assert node.is_running, node.log.read_text()[-2000:]
 
     def heal(self) -> None:
-        """Let everything run that was started."""
+        """Let everything run that was started, and wait until the master has forgotten what was killed."""
+        is_whole = self.master.is_running and all(node.is_running for node in self.nodes)
+        was_paused = any(daemon._is_paused for daemon in (self.master, *self.nodes))
         self.master.resume()
-        restarted = not self.master.is_running
-        if restarted:
+        if not self.master.is_running:
             self.start_master()
         for node in self.nodes:
             node.resume()
             if not node.is_running:
                 self.restart_node(node)
+        if not is_whole or was_paused:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until every node takes objects and gives them back."""
+        tier = self.tier(copies=len(self.nodes))
+        single = self.tier()
+        try:
+            wait_until(lambda: _is_healthy(tier) and _is_healthy(single), "the store", START_DEADLINE_S)
+        finally:
+            tier.close()
+            single.close()
 
     def close(self) -> None:
         """End all processes."""
@@ -117,6 +133,17 @@ class MooncakeStore:
     def _node(self, number: int) -> Daemon:
         command = [sys.executable, "-c", _NODE, f"127.0.0.1:{self.port}", str(self._segment_bytes)]
         return Daemon(command, self.folder / f"node-{number}.log", dict(os.environ))
+
+
+def _is_healthy(tier) -> bool:
+    names = [ObjectName(os.urandom(32)) for _ in range(16)]
+    try:
+        if tier.write_many([Write(name, memoryview(bytes(4096))) for name in names]) != [True] * len(names):
+            return False
+        reads = [Read(name, memoryview(bytearray(4096))) for name in names]
+        return tier.read_many(reads) == [4096] * len(names)
+    except TierError:
+        return False
 
 
 def context(memory=()) -> TierContext:

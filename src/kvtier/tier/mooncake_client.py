@@ -30,6 +30,8 @@ SILENT = 4
 """Log level of the library above all of its messages."""
 CLOSE_DEADLINE_S = 5.0
 CONNECT_DEADLINE_S = 2.0
+NONSENSE = bytes(64)
+"""No request of any version of the master's protocol."""
 
 OK, BAD_SIZE, NOT_READY, ABSENT, NO_MASTER = 0, -600, -703, -704, -900
 """Answers of the library. `NO_MASTER` and below: there was no answer of the master."""
@@ -242,9 +244,16 @@ class MooncakeClient:
 
 
 def _keep_in_child() -> None:
-    """Keep the objects for ever: their destructors would wait for threads that do not exist."""
+    """Never run the library's destructors, which use threads that the child does not have: they hang or crash.
+
+    The functions of `on_exit` run last in, first out, and before the destructors of C++.
+    """
     for each in _in_use:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    if _in_use:
+        c = ctypes.CDLL(None)
+        c.on_exit(c["_exit"], None)
+        c.on_exit(c["fcloseall"], None)
 
 
 os.register_at_fork(after_in_child=_keep_in_child)
@@ -256,13 +265,25 @@ def address_of(view: memoryview) -> int:
 
 
 def _address_towards(tier: str, master: tuple[str, int]) -> str:
-    """This machine's address on the way to `master`, which must accept a connection."""
+    """This machine's address on the way to `master`, which must react to nonsense as a master does: hang up at once.
+
+    The library's `setup` stops all Python threads until the master has answered it, or for half a minute.
+    """
+    place, here = f"{master[0]}:{master[1]}", ""
     try:
         with socket.create_connection(master, CONNECT_DEADLINE_S) as link:
-            return str(link.getsockname()[0])
+            here = str(link.getsockname()[0])
+            link.settimeout(CONNECT_DEADLINE_S)
+            link.sendall(NONSENSE)
+            is_master = link.recv(1) == b""
+    except ConnectionResetError:
+        is_master = bool(here)
     except OSError as error:
         why = error.strerror or "no answer in time"
-        raise TierError(tier, f"no Mooncake master at {master[0]}:{master[1]}: {why}") from None
+        raise TierError(tier, f"no Mooncake master at {place}: {why}") from None
+    if not is_master:
+        raise TierError(tier, f"no Mooncake master at {place}: it answers as another program")
+    return here
 
 
 def _silence(path: str) -> None:

@@ -1,0 +1,160 @@
+"""Sessions of several nodes share KV through Mooncake, and a store that fails costs them misses only."""
+
+import logging
+import time
+
+import pytest
+from tests.rig import Engine
+from tests.shared.node_sessions import TOKENS, await_health, changes, damages, load, load_until, opened, store
+
+from kvtier.testing.tier import empty_frame
+
+
+def quick(mooncake, prefix, **settings):
+    common = {"transfer_deadline_s": 2.0, "probe_deadline_s": 0.5, "failures": 1, "retry_s": 0.2}
+    return mooncake.settings(prefix=prefix, **common | settings)
+
+
+@pytest.mark.cluster_core
+def test_what_one_node_stores_another_loads_and_other_secrets_do_not(mooncake, monkeypatch):
+    from kvtier.tier.mooncake import MooncakeTier
+
+    opened_with, holds = [], []
+    init = MooncakeTier.__init__
+
+    def noted(self, client, **arguments):
+        opened_with.append(arguments["memory"])
+        held = client._holds
+        client._holds = lambda *given: (holds.append(held(*given)), holds[-1])[1]
+        init(self, client, **arguments)
+
+    monkeypatch.setattr(MooncakeTier, "__init__", noted)
+    here, there = Engine(64, seed=1), Engine(64, seed=2)
+    session = opened(here, quick(mooncake, "nodes"))
+    store(session)
+    session.close()
+    session = opened(there, quick(mooncake, "nodes"))
+    assert load(session, there, here) == TOKENS
+    session.close()
+    assert [len(memory) for memory in opened_with] == [2, 2], "a mapping for each group"
+    assert holds
+    assert all(holds), "every transfer is from or to a slot, which is registered"
+    session = opened(there, quick(mooncake, "nodes"), secret=bytes(32))
+    assert load(session, there, here) == 0
+    session.close()
+
+
+def test_a_master_that_is_away_at_the_start_or_in_the_middle_costs_misses_until_it_is_back(mooncake, caplog):
+    caplog.set_level(logging.INFO)
+    here, there = Engine(64, seed=1), Engine(64, seed=2)
+    mooncake.master.kill()
+    start_s = time.monotonic()
+    session = opened(there, quick(mooncake, "away"))
+    assert load(session, there, here) == 0
+    assert time.monotonic() - start_s < 15
+    mooncake.start_master()
+    mooncake.wait()
+    sender = opened(here, quick(mooncake, "away"))
+    store(sender)
+    sender.close()
+    load_until(session, there, here, TOKENS)
+    session.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert [sum(text in line for line in lines) for text in ("starts without this tier", "is open now")] == [1, 1]
+
+    for break_it, mend in (
+        (mooncake.master.pause, mooncake.master.resume),
+        (mooncake.master.kill, mooncake.start_master),
+    ):
+        session = opened(there, quick(mooncake, "away"))
+        break_it()
+        caplog.clear()
+        start_s = time.monotonic()
+        assert load(session, there, here) == 0
+        assert time.monotonic() - start_s < 5
+        await_health(session, caplog, ["down"])
+        mend()
+        mooncake.wait()
+        await_health(session, caplog, ["down", "up"])
+        sender = opened(here, quick(mooncake, "away"))  # nothing is lost by a pause, and all by a restart
+        store(sender)
+        sender.close()
+        load_until(session, there, here, TOKENS)
+        session.close()
+
+
+@pytest.mark.cluster_core
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_a_node_that_fails_costs_what_it_had_and_the_tier_stays_in_use(mooncake, how, caplog):
+    caplog.set_level(logging.INFO)
+    here, there = Engine(64, seed=1), Engine(64, seed=2)
+    session = opened(here, quick(mooncake, f"two-{how}", copies=2))
+    store(session)
+    session.close()
+    getattr(mooncake.nodes[0], how)()
+    session = opened(there, quick(mooncake, f"two-{how}", copies=2))
+    start_s = time.monotonic()
+    assert load(session, there, here) == TOKENS, "the other copies"
+    assert time.monotonic() - start_s < 10
+    assert changes(caplog, "read") == [], "one dead node is no reason to leave the store alone"
+    session.close()
+
+
+def test_bytes_that_are_wrong_are_a_miss_and_the_next_store_heals_them(mooncake):
+    here, there = Engine(64, seed=1), Engine(64, seed=2)
+    settings = quick(mooncake, "damage")
+    spy = mooncake.raw(settings)
+    keys = []
+    session = opened(here, settings)
+    put = _noting(session, keys)
+    store(session)
+    session.close()
+    put()
+    assert len(keys) == 8
+
+    def content(key: str) -> bytes:
+        into = empty_frame(spy._client.store.get_size(key))
+        with spy._client.registered([into]) as (place,):
+            assert spy._client.store.get_into(key, place, into.nbytes) == into.nbytes
+        return bytes(into)
+
+    whole = {key: content(key) for key in keys}
+    for what, damage in damages([*whole.values()]).items():
+        for key, good in whole.items():
+            assert spy._client.store.remove(key, True) in {0, -704}
+            bad = damage(good)
+            if bad:
+                assert spy._client.put([key], [memoryview(bad)]) == [0]
+        session = opened(there, settings)
+        assert load(session, there, here) == 0, what
+        session.close()
+        tokens = 0
+        for _ in range(8):  # each load drops what it reads; the others are found by the next one
+            session = opened(here, settings)
+            store(session)
+            session.close()
+            session = opened(there, settings)
+            tokens = load(session, there, here)
+            session.close()
+            if tokens == TOKENS:
+                break
+        assert tokens == TOKENS, f"{what}: healed"
+    spy.close()
+
+
+def _noting(session, keys):
+    """Note the keys that the session's Mooncake tier writes; call the result to stop."""
+    from kvtier.tier.mooncake_client import MooncakeClient
+
+    put = MooncakeClient.put
+
+    def noting(self, names, views):
+        keys.extend(names)
+        return put(self, names, views)
+
+    MooncakeClient.put = noting
+
+    def stop() -> None:
+        MooncakeClient.put = put
+
+    return stop
