@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -42,6 +43,7 @@ SOCKET, LMCACHE = "socket", "lmcache"
 VALKEY_BYTES = "6gb"
 MOONCAKE_BYTES = 4 << 30
 DEADLINE_S = 600.0
+ROUND_TRIPS = 100
 MOONCAKE_DRIVER = Path(__file__).resolve().parent / "parts" / "lmcache_mooncake.py"
 
 
@@ -143,7 +145,7 @@ def measure(
     for size in sizes:
         for at_once in in_flight:
             rows += _speeds(store, socket, size, at_once, repeats, sample_bytes, tick)
-    return rows + _lookups(store, repeats, tick)
+    return rows + _lookups(store, socket, repeats, tick)
 
 
 def _speeds(
@@ -213,10 +215,15 @@ def _lmcache(store: Store, size: int, count: int, in_flight: int) -> dict[tuple[
     return {(LMCACHE, op): rate for op, rate in found.items()}
 
 
-def _lookups(store: Store, repeats: int, tick: Callable[[], None]) -> list[ClusterRow]:
-    """Lookups of objects that are all there, by path."""
+def _lookups(store: Store, socket: Loopback, repeats: int, tick: Callable[[], None]) -> list[ClusterRow]:
+    """Lookups of objects that are all there, by path. The socket has round trips without payload."""
     found: dict[tuple[str, int], list[float]] = {}
     for _ in range(repeats):
+        started_s = time.perf_counter()
+        for name in new_names(ROUND_TRIPS):
+            socket.has(name)
+        taken_s = (time.perf_counter() - started_s) / ROUND_TRIPS
+        found.setdefault((SOCKET, 1), []).append(1e3 * taken_s)
         for row in _bench_tier(store.tier, "--size", SMALL_BYTES, "--in-flight", 1, "--sample", SMALL_BYTES):
             if row["op"] == "lookup":
                 found.setdefault((row["path"], row["in_flight"]), []).append(row["ms"])
