@@ -94,18 +94,19 @@ class Server(Client):
         log: file for everything that it prints.
         transfer_config: text of ``--kv-transfer-config``.
         arguments: further ones of the command line.
+        cores: that it computes on, as ``0-3``; by default vLLM chooses the same for each server.
 
     Raises:
         EngineError: it did not come up.
     """
 
-    def __init__(self, model: Path, log: Path, transfer_config: str, *arguments: str) -> None:
+    def __init__(self, model: Path, log: Path, transfer_config: str, *arguments: str, cores: str = "") -> None:
         self._log = log
         port = free_port()
         super().__init__(f"http://127.0.0.1:{port}")
         # The engine in a process of its own, as it is by default.
         environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        environment |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
         command += ["--kv-transfer-config", transfer_config, *arguments]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +18,9 @@ from harness import Answer, Ask
 from judge import is_same, prompt
 from server import END_S, Client, Server, free_port
 from settings import CHUNK, connector, whole
+from tests.cluster import valkey_bed
 from tests.faults.hanging_fs import HangingFs, hanging_fs, missing
+from tests.shared.ceph import NotInstalledError
 
 pytestmark = pytest.mark.engine
 
@@ -32,10 +35,10 @@ PROXY = Path(__file__).parents[2] / "examples" / "prefill_decode_proxy.py"
 Expected = Callable[[str], dict[str, Answer]]
 
 
-def role(name: str, place: Path, *tiers: str, **settings: Any) -> dict[str, Any]:
-    """A configuration with the shared tier at `place` behind `tiers`."""
+def role(name: str, place: Path | str, *tiers: str, **settings: Any) -> dict[str, Any]:
+    """A configuration with the shared tier at `place`, a path or the text of a tier, behind `tiers`."""
     limits = "probe_deadline_s=2&transfer_deadline_s=2&retry_s=0.5"
-    shared = f"far=shared_directory:{place}?{limits}&capacity_bytes=1GiB"
+    shared = place if isinstance(place, str) else f"far=shared_directory:{place}?{limits}&capacity_bytes=1GiB"
     given = connector(None, **{"tiers": [*tiers, shared], "store__secret": SECRET} | settings)
     return given | {"kv_role": name}
 
@@ -114,6 +117,28 @@ def test_a_prefill_engine_that_is_killed_half_way_costs_only_time(
     assert is_same("llama", answer, expected("llama")["long"])
     assert time.monotonic() - began_s < BOUNDED_S
     assert 0 < there.external_hits() < whole(len(LONG)), "what was there is loaded"
+    stranger = start("llama", role("kv_consumer", place, store__secret="7a" * 32))
+    began_s = time.monotonic()
+    assert is_same("llama", stranger.ask(LONG, transfer=announced(whole(len(LONG))))[0], answer)
+    assert time.monotonic() - began_s < BOUNDED_S
+    assert stranger.external_hits() == 0, "another secret"
+
+
+def test_a_server_in_memory_hands_on_as_well(start: Start, expected: Expected, tmp_path: Path) -> None:
+    try:
+        server = valkey_bed.Server(tmp_path, valkey_bed.install())
+    except NotInstalledError as error:
+        pytest.skip(f"Valkey cannot be installed: {error}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.kill)
+        server.start()
+        server.wait()
+        tier = f"valkey:127.0.0.1:{server.port}"
+        here = start("llama", role("kv_producer", tier), max_num_batched_tokens=STEP)
+        there = start("llama", role("kv_consumer", tier))
+        made = here.ask(LONG, count=1)[0].transfer
+        assert is_same("llama", there.ask(LONG, transfer=made)[0], expected("llama")["long"])
+        assert there.external_hits() == whole(len(LONG))
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -162,12 +187,14 @@ def proxied(checkpoints: Path, root: Path) -> Iterator[tuple[Client, Server, Ser
     sizes = ["--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(64 << 20)]
     sizes += ["--max-num-batched-tokens", str(STEP), "--chat-template", TEMPLATE]
 
-    def server(name: str) -> Server:
+    cores = sorted(os.sched_getaffinity(0))
+
+    def server(name: str, core: int) -> Server:
         given = json.dumps(role(name, root / "shared"))
-        return Server(checkpoints / "llama", root / f"{name}.log", given, *sizes)
+        return Server(checkpoints / "llama", root / f"{name}.log", given, *sizes, cores=str(core))
 
     with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
-        starting = [pool.submit(server, name) for name in ("kv_producer", "kv_consumer")]
+        starting = [pool.submit(server, "kv_producer", cores[0]), pool.submit(server, "kv_consumer", cores[-1])]
         here, there = (stack.enter_context(it.result()) for it in starting)
         port = free_port()
         command = [sys.executable, str(PROXY), "--prefill", here.url, "--decode", there.url, "--port", str(port)]
