@@ -24,8 +24,9 @@ REPLY_ITEMS_MAX = 200_000
 """The most items of one reply. A cluster in 16,384 pieces has fewer."""
 REPLY_DEPTH_MAX = 6
 SEND_BUFFER_BYTES = 1 << 18
-"""Linux keeps twice as much for a connection. What waits there then stays in the processor's cache: with the default of
-up to 4 MiB a server on the same machine needs half as much again of processor time for a store."""
+"""For a server on the same machine; Linux keeps twice as much. What waits there then stays in the processor's cache:
+with the default of up to 4 MiB such a server needs half as much again of processor time for a store. A network needs
+more: at 25 Gbit/s and 0.5 ms some 1.6 MB are on their way."""
 BUFFERS_PER_CALL = 512
 """Of `sendmsg`; Linux takes 1024."""
 
@@ -266,7 +267,8 @@ class Wire:
                 raise error.__context__ from None
             raise BrokenWireError(f"{type(error).__name__} of the library") from None
         self._socket: Any = connection._sock  # noqa: SLF001
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if self._socket.getsockname()[0] == self._socket.getpeername()[0]:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.is_used = False
         """It has answered commands before, so that the server may have closed it since."""
 
