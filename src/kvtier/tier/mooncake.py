@@ -31,6 +31,8 @@ LOG_INTERVAL_S = 60.0
 CORES_PER_WRITE = 4
 """A write of the library keeps a core busy until it has ended. Threads that wait for cores make all of them slow."""
 
+_REFUSALS = {-200: "no room", -800: "a node does not take its copy", NOT_READY: "other writes take too long"}
+
 
 class MooncakeTier:
     """Frames in a Mooncake store that several nodes use.
@@ -205,7 +207,7 @@ class MooncakeTier:
         now_s = time.monotonic()
         if code != OK and now_s > self._logged_s + LOG_INTERVAL_S:
             self._logged_s = now_s
-            logger.info("tier %s: an object was not admitted (%d)", self.name, code)
+            logger.info("tier %s: an object was not admitted: %s", self.name, _REFUSALS.get(code, code))
         return code == OK
 
     def _run_watch(self) -> None:

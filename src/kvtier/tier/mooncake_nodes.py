@@ -1,8 +1,8 @@
 """Storage nodes of a Mooncake store as this process sees them: which are silent, and reads from them.
 
-The library reads the first copy of an object only, waits up to a minute for a node that is silent, and then gives the
-buffer back although bytes may still arrive. So copies are read here: each by the library's transfer engine, the
-next one when the first fails. A read ends only when no byte of it can arrive any more.
+The library reads the first copy of an object only, and waits a minute for a node that is silent. So copies are read
+here: each by the library's transfer engine, the next one when the first fails. A read ends only when the engine says
+that the transfer has ended, so that no byte of it can arrive any more.
 """
 
 import logging
