@@ -359,12 +359,14 @@ def test_a_paused_master_costs_one_wait_a_moment_and_its_replica_takes_over(clus
     victim.call("WAIT", 1, 5000)
     replica = cluster.replica_of(victim)
     into = memoryview(bytearray(65536))
+    theirs = {n for n in frames if cluster.master_of(slot_of(name_of(n).hex().encode())) is victim}
     victim.pause()
     start_s = time.monotonic()
     found = timed(lambda: spread.contains([name_of(n) for n in frames]), PROBE_DEADLINE_S)
     answers = [timed(lambda n=n: spread.read(name_of(n), into), DEADLINE_S) for n in frames]
     assert time.monotonic() - start_s < 2 * DEADLINE_S + SLACK_S
-    assert any(isinstance(found, TierError) or answer == 65536 for answer in answers)
+    assert [n for n in frames if found[n]] == [n for n in frames if n not in theirs], "those that were read later, too"
+    assert all(answers[n] == 65536 for n in frames if n not in theirs)
     wait_until(lambda: "master" in own_row(replica)[2], "the promotion", 30)
     wait_until(lambda: all(result(lambda n=n: spread.read(name_of(n), into)) == 65536 for n in frames), "all", 15)
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.cluster.valkey_bed import Cluster, Server, make_authority, new_port, tls_settings
+from tests.cluster.valkey_bed import Cluster, Line, Server, make_authority, new_port, tls_settings
 from tests.cluster.valkey_world import FINGERPRINT, KEY_ID, MIB, frame_of, fresh_prefix, name_of, open_tier
 from tests.rig import LAYOUT
 
@@ -173,6 +173,23 @@ def test_no_server_is_an_error_that_may_pass_and_the_next_address_is_tried(valke
         tier.close()
     with pytest.raises(TierError):
         ValkeyTier("no-such-host.invalid", key_id=KEY_ID, fingerprint=FINGERPRINT, deadline_s=2.0)
+
+
+@pytest.mark.parametrize("password", ["", PASSWORD])
+def test_a_server_with_too_many_clients_is_an_error_that_may_pass(start, password):
+    server = start()
+    server.call("CONFIG", "SET", "requirepass", password)
+    access = Access(password=PrivateText(password))
+    tier = open_tier(server, access=access, deadline_s=1.0)
+    line = Line(server.port)
+    if password:
+        line.call("AUTH", password)
+    line.call("CONFIG", "SET", "maxclients", 2)
+    with pytest.raises(TierError, match=r"max number of clients|no server answers"):
+        open_tier(server, access=access, deadline_s=0.5)
+    assert tier.contains([name_of(1)]) == [False], "one that is connected"
+    line.close()
+    tier.close()
 
 
 def test_warnings_at_the_start(valkey, caplog):

@@ -131,7 +131,7 @@ def test_two_servers_that_send_everything_to_each_other_are_left():
         return say
 
     with Hostile(sends_to(lambda: two)) as one, Hostile(sends_to(lambda: one)) as two:
-        tier = open_tier(one, two, deadline_s=2.0, probe_deadline_s=2.0)
+        tier = open_tier(one, two, deadline_s=10.0, probe_deadline_s=10.0)
         before = one.blocks + two.blocks
         with pytest.raises(TierError, match="MOVED"):
             tier.read(name_of(1), memoryview(bytearray(4096)))

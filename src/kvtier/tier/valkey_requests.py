@@ -10,6 +10,7 @@ from enum import Enum
 
 from kvtier.tier.valkey_servers import ServerDownError, Servers, redirection
 from kvtier.tier.valkey_wire import (
+    MANY_CLIENTS,
     BrokenWireError,
     Buffer,
     Node,
@@ -33,7 +34,6 @@ MOVING = frozenset({"TRYAGAIN", "ASK"})
 """Refusals while a slot is on its way to another server."""
 
 _ASKING = command(b"ASKING")
-_MANY_CLIENTS = "ERR max number of clients reached"
 
 
 class Failure(Enum):
@@ -141,6 +141,9 @@ class Requests:
             self._read(wire, group)
 
     def _sent(self, node: Node, group: list[Request], end_s: float) -> Wire | None:
+        if time.monotonic() >= end_s:  # another server took all of the time
+            _fail(group, Failure.LATE, "no time left")
+            return None
         try:
             wire = self._servers.take(node, end_s)
         except ServerDownError as error:
@@ -193,7 +196,7 @@ class Requests:
         refusal = request.refusal
         if refusal is not None and refusal.code in ("MOVED", "ASK"):
             return self._redirected(request, refusal)
-        is_passing = refusal is not None and (refusal.code in PASSING or refusal.text == _MANY_CLIENTS)
+        is_passing = refusal is not None and (refusal.code in PASSING or refusal.text == MANY_CLIENTS)
         if request.failure in (Failure.BROKEN, Failure.STALE) or is_passing:
             request.target = None
             request.repeats += 1

@@ -15,7 +15,17 @@ from contextlib import suppress
 from typing import cast
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tier.valkey_wire import Access, BrokenWireError, Node, NonsenseError, RefusedError, Reply, Wire, command
+from kvtier.tier.valkey_wire import (
+    MANY_CLIENTS,
+    Access,
+    BrokenWireError,
+    Node,
+    NonsenseError,
+    RefusedError,
+    Reply,
+    Wire,
+    command,
+)
 
 SLOTS = 16384
 DEFAULT_PORT = 6379
@@ -230,7 +240,7 @@ class Servers:
                 self.close()
                 raise ConfigError(f"tier {self._tier!r}: {node}: {_tls_cause(error)}") from None
             except RefusedError as error:
-                if error.code in _WRONG_ACCESS:
+                if error.code in _WRONG_ACCESS and error.text != MANY_CLIENTS:
                     self.close()
                     raise ConfigError(
                         f"tier {self._tier!r}: {node} refuses: {error.text}: {hint(error.code)}"
@@ -253,7 +263,9 @@ class Servers:
     def _read_slots(self, node: Node, end_s: float) -> None:
         reply = self.ask(node, b"CLUSTER", b"SLOTS", end_s=end_s)
         if isinstance(reply, RefusedError):
-            if reply.code == "ERR":  # not in cluster mode, or a server without the command
+            if (
+                reply.code == "ERR" and reply.text != MANY_CLIENTS
+            ):  # not in cluster mode, or a server without the command
                 if self.is_cluster:
                     raise BrokenWireError("a server of the cluster is in no cluster")
                 reply = self.ask(node, b"PING", end_s=end_s)

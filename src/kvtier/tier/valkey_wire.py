@@ -6,6 +6,7 @@ without copies.
 """
 
 import socket
+import ssl
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -55,6 +56,10 @@ class RefusedError(ResponseError):
 
 
 Reply: TypeAlias = int | bytes | RefusedError | list["Reply"] | None
+
+
+MANY_CLIENTS = "ERR max number of clients reached"
+"""A refusal that passes, in spite of its code."""
 
 
 class Node(NamedTuple):
@@ -211,8 +216,12 @@ class Reader:
     def _receive(self, into: memoryview) -> int:
         if self._socket is None:
             raise BrokenWireError("closed")
-        self._socket.settimeout(remaining_s(self.end_s))
-        count = self._socket.recv_into(into)
+        # After the deadline, what has come is still read: the thread may have waited for another server.
+        self._socket.settimeout(max(0.0, self.end_s - time.monotonic()))
+        try:
+            count = self._socket.recv_into(into)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            raise TimeoutError("no answer in time") from None
         if count == 0:
             raise BrokenWireError("the server has closed the connection")
         return count
