@@ -98,6 +98,8 @@ def test_the_decode_engine_goes_on_where_the_prefill_engine_ended(
     assert there.external_hits() == both, "the keys of another tenant name nothing"
     assert there.printed().count("kvtier.tokens = 'all'; allowed: a number of tokens") == 1
     assert "kvtier has failed" not in here.printed() + there.printed()
+    there.kill()
+    assert is_same("llama", here.ask(LONG)[0], wanted["long"]), "a prefill engine holds nothing for another one"
 
 
 def test_a_prefill_engine_that_is_killed_half_way_costs_only_time(

@@ -210,7 +210,7 @@ class Session:
             )
             seen, now_s = self._settles, at_s
             if answer.presence is not Presence.PROBING or now_s >= until_s:
-                self._count(request, prefix, answer)
+                self._count(request, prefix, answer, announced_tokens)
 
         while True:
             self._call(look_up)
@@ -545,7 +545,7 @@ class Session:
                 text = "limits.%s is reached: %s (this is logged once)"
                 self._lines.append(LogLine(logging.WARNING, text, (name, effect)))
 
-    def _count(self, request: RequestId, prefix: Prefix, answer: Lookup) -> None:
+    def _count(self, request: RequestId, prefix: Prefix, answer: Lookup, announced_tokens: int) -> None:
         self.metrics.add(table.LOOKUPS, presence=answer.presence.value)
         if answer.presence is Presence.PROBING or request in self._counted:
             return
@@ -556,6 +556,11 @@ class Session:
         self.metrics.add(table.LOOKUP_TOKENS, answer.ready_tokens, result="ready")
         self.metrics.add(table.LOOKUP_TOKENS, answer.tokens - answer.ready_tokens, result="arriving")
         self.metrics.add(table.LOOKUP_TOKENS, prompt_tokens - answer.tokens, result="absent")
+        if announced_tokens:
+            announced = min(announced_tokens // prefix.chunk_tokens * prefix.chunk_tokens, prefix.tokens)
+            found = min(announced, answer.tokens)
+            self.metrics.add(table.ANNOUNCED_TOKENS, found, result="found")
+            self.metrics.add(table.ANNOUNCED_TOKENS, announced - found, result="missing")
 
     # ---- the session's thread --------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from kvtier.connect.vllm.stats import Stats, StatsReader
 from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
+from kvtier.errors import ConfigError
 from kvtier.layout import History
 from kvtier.runtime.open import OpenedSession, open_core
 from kvtier.runtime.rank import Rank, open_rank
@@ -41,6 +42,12 @@ def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
         UnsupportedModelError: the engine cannot be served correctly.
     """
     config = settings_of(vllm_config)
+    role, policy = vllm_config.kv_transfer_config.kv_role, config.store.write_policy
+    if role == "kv_producer" and policy != "through":
+        raise ConfigError(
+            f"store.write_policy = {policy!r}: other engines wait for what a prefill engine (kv_role {role!r}) stores; "
+            "allowed: 'through'"
+        )
     version = installed.check_engine(config.vllm.unsupported)
     support.check_engine(vllm_config)
     return config, version
