@@ -42,6 +42,8 @@ from kvtier.report.table import Table, print_table
 SOCKET, LMCACHE = "socket", "lmcache"
 VALKEY_BYTES = "6gb"
 MOONCAKE_BYTES = 4 << 30
+MOONCAKE_FLAGS = ("--default_kv_lease_ttl=10m", "--client_ttl=60")
+"""A load of the library fails when its lease ends meanwhile. The master forgets nodes that a busy machine delays."""
 DEADLINE_S = 600.0
 ROUND_TRIPS = 100
 MOONCAKE_DRIVER = Path(__file__).resolve().parent / "parts" / "lmcache_mooncake.py"
@@ -98,7 +100,7 @@ def _valkey(lmcache: Path, root: Path) -> Generator[Store]:
 
 @contextmanager
 def _mooncake(lmcache: Path, root: Path) -> Generator[Store]:
-    store = MooncakeStore(root, nodes=1, segment_bytes=MOONCAKE_BYTES)
+    store = MooncakeStore(root, nodes=1, segment_bytes=MOONCAKE_BYTES, flags=MOONCAKE_FLAGS)
     output = root / "lmcache.json"
 
     def peer(size: int, count: int, in_flight: int) -> str:

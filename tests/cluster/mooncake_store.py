@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.shared.ceph import Daemon, free_port, is_listening, wait_until
@@ -43,9 +44,11 @@ while True:
 
 
 class MooncakeStore:
-    """A master and `nodes` storage nodes of `segment_bytes` each."""
+    """A master with further `flags` and `nodes` storage nodes of `segment_bytes` each."""
 
-    def __init__(self, folder: Path, nodes: int = 2, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, folder: Path, nodes: int = 2, segment_bytes: int = SEGMENT_BYTES, flags: Sequence[str] = ()
+    ) -> None:
         self.port = free_port()
         self.folder, self._segment_bytes = folder, segment_bytes
         metrics = free_port()
@@ -58,6 +61,7 @@ class MooncakeStore:
                 "--metrics_host=127.0.0.1",
                 f"--metrics_port={metrics}",
                 f"--client_ttl={TTL_S}",
+                *flags,
             ],
             folder / "master.log",
             dict(os.environ),
