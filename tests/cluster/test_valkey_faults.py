@@ -19,8 +19,8 @@ from kvtier.tier.valkey_parts import PART_BYTES
 from kvtier.tier.valkey_servers import slot_of
 from kvtier.tier.valkey_wire import Wire
 
-DEADLINE_S, PROBE_DEADLINE_S = 2.0, 0.5
-SLACK_S = 1.0
+DEADLINE_S, PROBE_DEADLINE_S = 2.0, 1.0
+SLACK_S = 2.0
 SIZE = 2 * MIB
 
 

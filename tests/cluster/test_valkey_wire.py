@@ -14,7 +14,7 @@ from kvtier.tier.valkey_parts import HEADER, MAGIC
 
 pytestmark = pytest.mark.cluster_core
 DEADLINE_S = 0.3
-SLACK_S = 1.0
+SLACK_S = 2.0
 
 
 def drip(_data):
@@ -70,7 +70,8 @@ SAYINGS = {
 @pytest.mark.parametrize("saying", SAYINGS)
 def test_after_the_start(saying):
     with Hostile(single(SAYINGS[saying])) as server:
-        tier = open_tier(server, deadline_s=DEADLINE_S, probe_deadline_s=DEADLINE_S)
+        tier = open_tier(server, deadline_s=10.0)
+        tier._deadline_s = tier._probe_deadline_s = DEADLINE_S
         into = memoryview(bytearray(2 * MIB))
         calls = {
             "read": lambda: tier.read(name_of(1), into),
