@@ -130,6 +130,25 @@ def test_no_wait_is_longer_than_computing_what_is_announced(tokens: int, limit_s
     assert ask(core, tokens=tokens, compute_s=0.1).presence is Presence.ABSENT
 
 
+@pytest.mark.parametrize(("tokens", "limit_s"), [(EVERYTHING, 0.1), (3 * CHUNK, 0.05)])
+def test_what_the_engine_holds_makes_the_wait_shorter(tokens: int, limit_s: float) -> None:
+    core, given = one_far(), {"compute_s": 0.1, "resident_tokens": 2 * CHUNK}
+    assert ask(core, tokens=tokens, **given).presence is Presence.PROBING
+    wait(core, limit_s - 0.001)
+    assert ask(core, tokens=tokens, **given).presence is Presence.PROBING
+    wait(core, 0.002)
+    assert ask(core, tokens=tokens, **given).presence is Presence.ABSENT
+
+
+def test_a_request_does_not_wait_for_what_the_engine_holds() -> None:
+    assert ask(one_far(), tokens=2 * CHUNK, resident_tokens=2 * CHUNK).presence is Presence.ABSENT
+    core = one_far()
+    assert ask(core, tokens=2 * CHUNK).presence is Presence.PROBING
+    wait(core)
+    assert ask(core, tokens=2 * CHUNK, resident_tokens=2 * CHUNK - 1).presence is Presence.PROBING
+    assert ask(core, tokens=2 * CHUNK, resident_tokens=2 * CHUNK).presence is Presence.ABSENT, "computed meanwhile"
+
+
 def test_a_tier_that_hangs_costs_the_time_of_a_stall() -> None:
     core = one_far()
     core.cache._tiers["far"].hit_rate = 0.0
@@ -192,12 +211,14 @@ def test_many_requests_that_wait_ask_one_after_the_other() -> None:
 
 def test_questions_for_announced_chunks_do_not_count_as_misses() -> None:
     core = one_far()
-    ask(core)
     before = core.cache._tiers["far"].hit_rate
     for _ in range(10):
-        wait(core)
         ask(core)
+        wait(core)
     assert core.cache._tiers["far"].hit_rate == before
+    core.lookup("other", prefix_of("xyz"))
+    core.run()
+    assert core.cache._tiers["far"].hit_rate < before, "the control"
 
 
 @pytest.mark.parametrize("hole", [505, 511 - ROUND_NAMES + 1])

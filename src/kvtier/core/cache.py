@@ -143,8 +143,8 @@ class Cache:
             prefix: of its prompt.
             now_s: the time.
             resident_tokens: leading tokens that the engine holds; the options do not include them.
-            compute_s: expected time to compute the prompt, which bounds how long the request waits for remote tiers;
-                None: until their deadlines.
+            compute_s: expected time to compute the rest of the prompt, which bounds how long the request waits for
+                remote tiers; None: until their deadlines.
             announced_tokens: leading tokens that another engine is storing in a remote tier, which the request waits
                 for: while more of them appear, and at most `Limits.announced_wait_s` or as long as computing them.
         """
@@ -158,7 +158,9 @@ class Cache:
             query = LookupQuery(prefix, resident_tokens, _in_host, runs)
             options = self._cost_model.options(query, tokens, tokens, now_s)
             return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), options, tokens)
-        known = self._probes.send(request, prefix, compute_s, now_s, announced_tokens)
+        known = self._probes.send(
+            request, prefix, compute_s, now_s, resident_tokens=resident_tokens, announced_tokens=announced_tokens
+        )
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
         @cache  # used for the boundary, the sources and the options
@@ -170,7 +172,8 @@ class Cache:
 
         tokens = longest_boundary(self._layout.groups, prefix, is_available, runs)
         waits = known is not None and (
-            self._probes.is_waiting(known, now_s) or self._probes.awaits_announced(request, known, tokens, now_s)
+            self._probes.is_waiting(known, now_s)
+            or self._probes.awaits_announced(request, known, max(tokens, resident_tokens), now_s)
         )
         if waits and tokens < prefix.tokens:
             presence = Presence.PROBING

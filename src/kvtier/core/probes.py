@@ -19,6 +19,7 @@ holes are only there.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import repeat
 from math import inf
 
 from kvtier.core.host_memory import READABLE, HostMemory, Item
@@ -167,15 +168,23 @@ class Probes:
         return len(self._open)
 
     def send(
-        self, request: RequestId, prefix: Prefix, compute_s: float | None, now_s: float, announced_tokens: int = 0
+        self,
+        request: RequestId,
+        prefix: Prefix,
+        compute_s: float | None,
+        now_s: float,
+        *,
+        resident_tokens: int = 0,
+        announced_tokens: int = 0,
     ) -> ProbeAnswers | None:
         """Search the tiers for the objects that host memory lacks, each object once per request.
 
         Args:
             request: its name.
             prefix: of its prompt.
-            compute_s: expected time to compute the prompt; None: the request waits for all answers.
+            compute_s: expected time to compute the rest of the prompt; None: the request waits for all answers.
             now_s: the time.
+            resident_tokens: leading tokens that the engine holds.
             announced_tokens: leading tokens that another engine has stored or is storing, if it speaks the truth.
 
         Returns:
@@ -189,8 +198,8 @@ class Probes:
                 self._output.counters.unprobed += 1
                 return None
             answers = self._answers[request] = ProbeAnswers(compute_s=compute_s)
-        if announced_tokens and answers.announced is None:
-            answers.announced = self._announced(prefix, announced_tokens, compute_s, now_s)
+        if announced_tokens > resident_tokens and answers.announced is None:
+            answers.announced = self._announced(prefix, announced_tokens, resident_tokens, compute_s, now_s)
         if answers.prefix is prefix and answers.removals == self._host.removals:
             return answers
         answers.prefix, answers.removals = prefix, self._host.removals
@@ -213,7 +222,7 @@ class Probes:
         return any(is_patient or not self._tiers.all[search.tier].rules.is_remote for search in answers.searches)
 
     def awaits_announced(self, request: RequestId, answers: ProbeAnswers, tokens: int, now_s: float) -> bool:
-        """Whether the request, which finds `tokens`, waits for announced chunks. When it is time, asks again.
+        """Whether the request, which finds or holds `tokens`, waits for announced chunks. When it is time, asks again.
 
         It waits while further objects appear, and never longer than computing the announced tokens takes. So a wrong
         announcement costs at most that, or `STALL_S`, whichever is shorter.
@@ -233,11 +242,12 @@ class Probes:
             return False
         wait.again_s = now_s + wait.pause_s
         wait.pause_s = min(2 * wait.pause_s, ASK_AGAIN_S_MAX)
+        keys, held_by = prefix.keys[: wait.tokens // prefix.chunk_tokens], answers.held_by
         missing = [
-            (key, group)
+            item
             for group, entries in enumerate(self._host.entries)
-            for key in prefix.keys
-            if key in wait.keys and key not in entries and (key, group) not in answers.held_by
+            for item in zip(keys, repeat(group), strict=False)
+            if item[0] not in entries and item not in held_by
         ]
         search = Search(request, answers, prefix, missing, first, is_repeated=True)
         self._asking += 1
@@ -246,14 +256,16 @@ class Probes:
         return True
 
     def _announced(
-        self, prefix: Prefix, announced_tokens: int, compute_s: float | None, now_s: float
+        self, prefix: Prefix, announced_tokens: int, resident_tokens: int, compute_s: float | None, now_s: float
     ) -> AnnouncedWait | None:
         chunks = min(announced_tokens // prefix.chunk_tokens, len(prefix.keys))
-        if not chunks:
+        tokens = chunks * prefix.chunk_tokens
+        if tokens <= resident_tokens:
             return None
-        computing_s = inf if compute_s is None else compute_s * chunks / len(prefix.keys)
+        share = (tokens - resident_tokens) / (prefix.tokens - resident_tokens)
+        computing_s = inf if compute_s is None else compute_s * share
         until_s = now_s + min(self._limits.announced_wait_s, computing_s)
-        return AnnouncedWait(frozenset(prefix.keys[:chunks]), chunks * prefix.chunk_tokens, until_s, now_s)
+        return AnnouncedWait(frozenset(prefix.keys[:chunks]), tokens, until_s, now_s)
 
     def _wait_s(self, search: Search, tier_state: TierState, now_s: float) -> float:
         """How long the request waits for remote tiers: a share of computing what is missing, or what hits repay.
@@ -343,14 +355,10 @@ class Probes:
             search.round = 0
             self._send(tier_state, search, tuple(search.missing), now_s)
             return True
-        missing = set(search.missing)
         if search.answers.waits_until_s is None:
             search.answers.waits_until_s = now_s + self._wait_s(search, tier_state, now_s)
-        search.chunks = [
-            chunk
-            for chunk, key in enumerate(search.prefix.keys)
-            if any(is_history and (key, group) in missing for group, is_history in enumerate(self._is_history))
-        ]
+        missing = {key for key, group in search.missing if self._is_history[group]}
+        search.chunks = [chunk for chunk, key in enumerate(search.prefix.keys) if key in missing]
         search.low, search.high = -1, len(search.chunks)
         search.round = 1 if search.chunks else 4
         return self._ask_round(search, tier_state, now_s)
@@ -440,7 +448,7 @@ class Probes:
         """Take the answers of a round of a remote tier, and set the next round."""
         if search.round == 1:
             is_hit = all(present)
-            if not search.is_repeated:
+            if search.answers.announced is None:  # what is being written says nothing about other prompts
                 tier_state.probed_first(is_hit=is_hit)
             search.low = 0 if is_hit else -1
             search.round = 2 if is_hit and search.high > 1 else 4
