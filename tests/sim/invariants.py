@@ -100,6 +100,8 @@ class Invariants:
         is_sampled = self._scenario.has_remote and not self._scenario.has_history_only  # four boundaries are probed
         if self._scenario.mode is Mode.STORM or is_sampled or self._scenario.waits is not None:
             return
+        if self._scenario.announced:
+            return  # an absence is remembered, and another engine has written since
         items = [(key, group) for key in job.prefix.keys for group in range(len(self._groups))]
         seen = self._first_seen.setdefault(job, {item for item in items if self._world.is_in_a_tier(item)})
         if lookup.presence is Presence.PROBING:

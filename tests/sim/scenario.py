@@ -146,7 +146,11 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
     scenario = replace(scenario, rules=tuple(TierRules(name=name, **rules) for name in tiers))
     if len(tiers) > 1:
         scenario = _with_hierarchy(scenario, Random(f"tiers {seed}"))
-    return replace(scenario, **overrides)
+    scenario = replace(scenario, **overrides)
+    if scenario.announced:
+        publishes = Random(f"publishes {seed}").random() < 0.5
+        scenario = replace(scenario, limits=replace(scenario.limits, publishes=publishes))
+    return scenario
 
 
 def _with_hierarchy(scenario: Scenario, dice: Random) -> Scenario:

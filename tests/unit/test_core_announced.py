@@ -209,6 +209,17 @@ def test_many_requests_that_wait_ask_one_after_the_other() -> None:
     assert core.cache._probes._asking == 0
 
 
+def test_answers_that_another_request_got_count_at_once() -> None:
+    core = one_far()
+    assert ask(core).presence is Presence.PROBING
+    written(core, 4)
+    ask(core, request="other")
+    wait(core)
+    answer = core.lookup("r", TEXT, announced_tokens=EVERYTHING)
+    assert (answer.tokens, answer.presence) == (EVERYTHING, Presence.ARRIVING)
+    assert not core.probes
+
+
 def test_questions_for_announced_chunks_do_not_count_as_misses() -> None:
     core = one_far()
     before = core.cache._tiers["far"].hit_rate

@@ -96,6 +96,18 @@ def test_a_request_that_is_aborted_announces_what_was_stored_until_then(start):
     assert engine.announced[request.request_id]["kvtier"]["tokens"] in (256, 512)
 
 
+def test_stores_of_a_request_that_has_gone_go_on(start):
+    engine = start(announces=True, rest=0.0)  # no copy is made before `settle`
+    request = engine.add(PROMPT, 1)
+    while request.request_id in engine.requests:
+        engine.step()
+    assert engine.announced[request.request_id] == announcement_of(WHOLE)
+    assert not engine.opened.session._cache.host.readable[0], "nothing has left the engine's blocks yet"
+    engine.settle()
+    done = [it for it in engine.scheduler._poller.take_events() if isinstance(it, StoreDone)]
+    assert [(it.held, it.dropped) for it in done] == [(WHOLE // 256, 0)]
+
+
 def test_a_decode_engine_loads_and_stores_nothing(start):
     events = []
     engine = start(stores=False)
