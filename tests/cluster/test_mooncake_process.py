@@ -219,6 +219,25 @@ def test_a_node_that_speaks_nonsense_is_no_node(answer):
         thread.join(5)
 
 
+_WITHOUT = """
+import importlib.util as util
+find = util.find_spec
+util.find_spec = lambda name, *rest: None if name == "mooncake" else find(name, *rest)
+from kvtier.errors import ConfigError
+from kvtier.tier.registry import built_in, by_name
+assert "mooncake" not in built_in()
+try:
+    by_name("mooncake")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_without_the_package_only_this_kind_is_missing():
+    done = subprocess.run([sys.executable, "-c", _WITHOUT], timeout=60, check=True, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("No module named 'mooncake'; pip install 'kvtier[mooncake]'")
+
+
 @pytest.mark.cluster_core
 def test_keys_carry_the_secret_and_the_model(mooncake):
     one = mooncake.tier(prefix="same")

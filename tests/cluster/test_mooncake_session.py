@@ -1,13 +1,19 @@
 """Sessions of several nodes share KV through Mooncake, and a store that fails costs them misses only."""
 
+import json
 import logging
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from tests.rig import Engine
+from tests.rig import Engine, looked_up, places_of, prefix_of, stored
 from tests.shared.node_sessions import TOKENS, await_health, changes, damages, load, load_until, opened, store
 
 from kvtier.testing.tier import empty_frame
+from kvtier.tier.mooncake import MooncakeTier
+from kvtier.tier.mooncake_client import MooncakeClient
 
 
 def quick(mooncake, prefix, **settings):
@@ -17,8 +23,6 @@ def quick(mooncake, prefix, **settings):
 
 @pytest.mark.cluster_core
 def test_what_one_node_stores_another_loads_and_other_secrets_do_not(mooncake, monkeypatch):
-    from kvtier.tier.mooncake import MooncakeTier
-
     opened_with, holds = [], []
     init = MooncakeTier.__init__
 
@@ -67,8 +71,8 @@ def test_a_master_that_is_away_at_the_start_or_in_the_middle_costs_misses_until_
         (mooncake.master.kill, mooncake.start_master),
     ):
         session = opened(there, quick(mooncake, "away"))
-        break_it()
         caplog.clear()
+        break_it()
         start_s = time.monotonic()
         assert load(session, there, here) == 0
         assert time.monotonic() - start_s < 5
@@ -106,7 +110,7 @@ def test_bytes_that_are_wrong_are_a_miss_and_the_next_store_heals_them(mooncake)
     spy = mooncake.raw(settings)
     keys = []
     session = opened(here, settings)
-    put = _noting(session, keys)
+    put = _noting(keys)
     store(session)
     session.close()
     put()
@@ -142,10 +146,44 @@ def test_bytes_that_are_wrong_are_a_miss_and_the_next_store_heals_them(mooncake)
     spy.close()
 
 
-def _noting(session, keys):
-    """Note the keys that the session's Mooncake tier writes; call the result to stop."""
-    from kvtier.tier.mooncake_client import MooncakeClient
+@pytest.mark.cluster_core
+def test_a_lookup_of_512_chunks_takes_at_most_three_round_trips(mooncake, monkeypatch):
+    place = quick(mooncake, "many", transfer_deadline_s=10.0, probe_deadline_s=5.0)
+    session = opened(Engine(2048, seed=1), place)
+    for first in range(0, 512, 8):
+        stored(session, f"store-{first}", prefix_of(first + 8), places_of(range(first, first + 8)))
+    session.close()
+    asked = []
 
+    def counting(self, act, deadline_s, ask=MooncakeClient.ask):
+        asked.append(act)
+        return ask(self, act, deadline_s)
+
+    session = opened(Engine(2048, seed=2), place)
+    session.poll(0.1)
+    monkeypatch.setattr(MooncakeClient, "ask", counting)
+    contains = MooncakeTier.contains
+    monkeypatch.setattr(MooncakeTier, "contains", lambda tier, names: contains(tier, names) if names else [])
+    assert looked_up(session, "load", prefix_of(512)).tokens == 512 * 16
+    assert 1 <= len(asked) <= 3
+    session.close()
+
+
+def test_the_benchmark_measures_it_and_leaves_nothing(mooncake):
+    few = ("--size", "64KiB", "--in-flight", "2", "--repeats", "1", "--sample", "128KiB", "--json")
+    url = f"mooncake:127.0.0.1:{mooncake.port}?prefix=bench"
+    command = [Path(sys.executable).parent / "kvtier", "bench", "tier", url, *few]
+    done = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert {row["path"] for row in rows} == {"raw", "tier", "session"}
+    spy = mooncake.raw(mooncake.settings(prefix="bench"))
+    assert spy._client.store.remove_by_regex("^bench/", True) == 0
+    spy.close()
+
+
+def _noting(keys):
+    """Note the keys that the session's Mooncake tier writes; call the result to stop."""
     put = MooncakeClient.put
 
     def noting(self, names, views):
