@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.cluster.valkey_bed import Clock, Server, own_row
+from tests.cluster.valkey_bed import NODE_TIMEOUT_S, Clock, Server, own_row
 from tests.cluster.valkey_world import MIB, frame_of, fresh_prefix, key_of, name_of, open_tier
 from tests.shared.ceph import NotInstalledError, wait_until
 from tests.shared.proxy import Proxy
@@ -16,7 +16,7 @@ from kvtier.errors import TierError
 from kvtier.tier import valkey_requests
 from kvtier.tier.base import Read, Write
 from kvtier.tier.valkey_parts import PART_BYTES
-from kvtier.tier.valkey_servers import slot_of
+from kvtier.tier.valkey_servers import DOWN_S, slot_of
 from kvtier.tier.valkey_wire import Wire
 
 DEADLINE_S, PROBE_DEADLINE_S = 2.0, 1.0
@@ -369,6 +369,34 @@ def test_a_paused_master_costs_one_wait_a_moment_and_its_replica_takes_over(clus
     assert all(answers[n] == 65536 for n in frames if n not in theirs)
     wait_until(lambda: "master" in own_row(replica)[2], "the promotion", 30)
     wait_until(lambda: all(result(lambda n=n: spread.read(name_of(n), into)) == 65536 for n in frames), "all", 15)
+
+
+def test_of_many_threads_that_need_a_paused_master_one_waits(cluster, spread):
+    victim = cluster.masters()[0]
+    theirs = [n for n in range(60) if cluster.master_of(slot_of(name_of(n).hex().encode())) is victim][:8]
+    for node in cluster.nodes:  # no replica takes over meanwhile
+        node.call("CONFIG", "SET", "cluster-node-timeout", 60_000)
+    try:
+        victim.pause()
+        assert isinstance(result(lambda: spread.read(name_of(theirs[0]), memoryview(bytearray(4096)))), TierError)
+        time.sleep(DOWN_S)
+
+        def waits(n) -> bool:
+            end_s = time.monotonic() + DEADLINE_S / 2
+            while time.monotonic() < end_s:
+                start_s = time.monotonic()
+                result(lambda: spread.read(name_of(n), memoryview(bytearray(4096))))
+                if time.monotonic() - start_s > DEADLINE_S / 2:
+                    return True
+                time.sleep(0.01)
+            return False
+
+        with ThreadPoolExecutor(8) as threads:
+            assert sum(threads.map(waits, theirs)) == 1
+    finally:
+        victim.resume()
+        for node in cluster.nodes:
+            node.call("CONFIG", "SET", "cluster-node-timeout", int(NODE_TIMEOUT_S * 1000))
 
 
 @pytest.mark.cluster_core

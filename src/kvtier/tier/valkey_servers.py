@@ -139,11 +139,10 @@ class Servers:
             if self._down_until.get(node, 0.0) > now_s:
                 raise ServerDownError(f"{node} does not answer")
             if node in self._down_until:
-                self._down_until[node] = now_s + DOWN_S  # this thread tries it, and no other
+                self._down_until[node] = max(end_s, now_s + DOWN_S)  # this thread tries it, and no other
         wire = Wire(node, self._access, end_s)
         with self._lock:
             self._busy.add(wire)
-            self._down_until.pop(node, None)
             if self._is_closed:
                 wire.close()
         return wire
@@ -153,6 +152,7 @@ class Servers:
         wire.is_used = True
         with self._lock:
             self._busy.discard(wire)
+            self._down_until.pop(wire.node, None)  # not before: the kernel of a stopped server takes connections
             idle = self._idle.setdefault(wire.node, [])
             if wire.reader.is_empty and len(idle) < IDLE_MAX and not self._is_closed:
                 idle.append(wire)
@@ -284,7 +284,7 @@ class Servers:
         masters = tuple(dict.fromkeys(found.values()))
         self._slots, self.masters, self.is_cluster = slots, masters, True
         with self._lock:
-            for gone in set(self._down_until) - {*masters, *self._addresses}:
+            for gone in set(self._down_until).difference(masters):
                 del self._down_until[gone]
 
 
