@@ -1,6 +1,8 @@
 """How a Valkey tier opens: TLS, users, wrong settings, warnings, and its settings."""
 
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -245,6 +247,25 @@ def test_a_tier_from_a_text(valkey):
         KIND.open(settings, TierContext(layout=LAYOUT))
     with pytest.raises(ConfigError, match="no file"):
         KIND.open(ValkeySettings(addresses="host", tls=True, ca_file="/no/such/file"), CONTEXT)
+
+
+WITHOUT = """
+import sys
+sys.modules["valkey"] = None
+import kvtier
+from kvtier.errors import ConfigError
+from kvtier.tier.registry import built_in, by_name
+assert "valkey" not in built_in() and "disk" in built_in()
+try:
+    by_name("valkey")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_without_the_package_only_this_kind_is_missing():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], timeout=60, check=True, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("pip install 'kvtier[valkey]'")
 
 
 def test_objects_of_other_models_secrets_databases_and_prefixes_are_not_seen(valkey):
