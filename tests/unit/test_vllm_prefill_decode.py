@@ -79,6 +79,23 @@ def test_any_other_engine_announces_when_a_request_wants_it(start):
     assert run(engine, kv_transfer_params={"do_remote_decode": "yes"}) is None
 
 
+def test_an_engine_whose_stores_no_other_engine_finds_announces_nothing(start):
+    engine = start(announces=None)
+    assert run(engine) is None
+    assert run(engine, kv_transfer_params={"do_remote_decode": True}) is None
+
+
+def test_a_cache_reset_ends_announcements_because_other_engines_have_other_keys(start):
+    engine = start(announces=True)
+    assert run(engine) is not None
+    waits = [engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE))]
+    engine.scheduler.reset()
+    waits.append(engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE)))
+    assert [engine.scheduler._requests[it.request_id].announced_tokens for it in waits] == [0, 0]
+    engine.run()
+    assert [engine.announced[it.request_id] for it in waits] == [None, None]
+
+
 def test_generated_tokens_are_not_announced(start):
     engine = start(announces=True)
     request = engine.add(PROMPT, 600)

@@ -14,6 +14,7 @@ from kvtier.config.schema import Setting
 from kvtier.config.sections import Config, all_settings, value_of
 from kvtier.config.tier_list import spec
 from kvtier.config.value_types import Hidden
+from kvtier.connect.vllm import support
 from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed, is_supported
 from kvtier.errors import ConfigError
 from kvtier.report.output import print_json
@@ -57,6 +58,7 @@ def config_command(directory: Path | None, tiers: tuple[str, ...], flags: tuple[
     if directory is not None:
         tiers = (*tiers, spec("directory", directory))
     loaded = load(flags=flags, tiers=tiers)
+    support.check_role(ROLES[role], loaded.config.store.write_policy)
     transfer = {**transfer_config(loaded), "kv_role": ROLES[role]}
     for note in (*_notes(loaded), *_engine_notes(loaded.config)):
         click.echo(f"note: {note}", err=True)

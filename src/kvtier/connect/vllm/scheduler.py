@@ -79,8 +79,8 @@ class Scheduler:
         can_wait: a step may wait for a load, and vLLM accepts its report of unfilled blocks.
         has_prefix_caching: other requests find loaded blocks in vLLM's own cache.
         stores: False: a decode engine that only loads.
-        announces: True: a prefill engine, whose responses say what it has stored. Otherwise only those do whose request
-            wants it.
+        announces: True: a prefill engine, whose responses say what it has stored. False: only those do whose request
+            wants it. None: none do, because no other engine finds it.
         events: KV events for routers, if enabled.
         recorder: records finished requests, if enabled.
     """
@@ -100,7 +100,7 @@ class Scheduler:
         can_wait: bool,
         has_prefix_caching: bool,
         stores: bool = True,
-        announces: bool = False,
+        announces: bool | None = False,
         events: Events | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -115,6 +115,8 @@ class Scheduler:
         self._has_prefix_caching = has_prefix_caching
         self._is_storing = stores
         self._announces = announces
+        self._is_reset = False
+        """Other engines have other keys since a cache reset."""
         self._events = events
         self._recorder = recorder
         self._numbers = itertools.count()
@@ -148,9 +150,8 @@ class Scheduler:
         if (problem or lie) and not self._has_warned:
             self._has_warned = True
             logger.warning("request %s: %s; ignored (logged once)", request.request_id, problem or lie)
-        tracked = TrackedRequest(
-            request, next(self._numbers), self._begin_keys(request), hint, announced_tokens=announced
-        )
+        tracked = TrackedRequest(request, next(self._numbers), self._begin_keys(request), hint)
+        tracked.announced_tokens = 0 if self._is_reset else announced
         self._requests[request.request_id] = tracked
         self._protection.joined(tracked)
 
@@ -182,7 +183,9 @@ class Scheduler:
         if self._recorder is not None:
             earliest = next(iter(self._requests.values()), None)
             self._recorder.served(tracked.served(), None if earliest is None else earliest.arrived_s)
-        if not self._is_storing or tracked.keys is None or not (self._announces or wants_announcement(request)):
+        if not self._is_storing or tracked.keys is None or self._announces is None or self._is_reset:
+            return None
+        if not self._announces and not wants_announcement(request):
             return None
         return announcement_of(min(tracked.published_tokens, request.num_prompt_tokens))
 
@@ -494,7 +497,9 @@ class Scheduler:
     def reset(self) -> None:
         """Make everything cached before now unreachable: vLLM resets its caches."""
         self._loads.forget_all_landed()
+        self._is_reset = True
         for tracked in self._requests.values():
+            tracked.announced_tokens = 0
             # Blocks that a running request has computed belong to the time before the reset.
             has_old_blocks = tracked.request.num_computed_tokens > 0
             if tracked.load is not None:

@@ -20,7 +20,6 @@ from kvtier.connect.vllm.stats import Stats, StatsReader
 from kvtier.connect.vllm.vllm_types import BlockTables, KvCacheConfig, Request, VllmConfig
 from kvtier.connect.vllm.worker import Worker
 from kvtier.core.planner import Planner
-from kvtier.errors import ConfigError
 from kvtier.layout import History
 from kvtier.runtime.open import OpenedSession, open_core
 from kvtier.runtime.rank import Rank, open_rank
@@ -42,12 +41,7 @@ def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
         UnsupportedModelError: the engine cannot be served correctly.
     """
     config = settings_of(vllm_config)
-    role, policy = vllm_config.kv_transfer_config.kv_role, config.store.write_policy
-    if role == "kv_producer" and policy != "through":
-        raise ConfigError(
-            f"store.write_policy = {policy!r}: other engines wait for what a prefill engine (kv_role {role!r}) stores; "
-            "allowed: 'through'"
-        )
+    support.check_role(vllm_config.kv_transfer_config.kv_role, config.store.write_policy)
     version = installed.check_engine(config.vllm.unsupported)
     support.check_engine(vllm_config)
     return config, version
@@ -123,8 +117,8 @@ class SchedulerSide:
         self._keys: KeyMaker | None = None
         self._stats: StatsReader | None = None
         self._lock = threading.Lock()
-        has_shared = any(kind_of(it).is_shared(it) for it in setup.config.tiers)
-        for warning in support.warnings(setup.vllm_config.kv_transfer_config, setup.role, has_shared=has_shared):
+        self._has_shared = any(kind_of(it).is_shared(it) for it in setup.config.tiers)
+        for warning in support.warnings(setup.vllm_config.kv_transfer_config, setup.role, has_shared=self._has_shared):
             logger.warning("%s", warning)
         if setup.identity.is_private:
             logger.warning("KV is kept in host memory only: %s", setup.identity.detail)
@@ -161,7 +155,7 @@ class SchedulerSide:
             can_wait=_can_wait(vllm_config),
             has_prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             stores=setup.role != "kv_consumer",
-            announces=is_producer,
+            announces=is_producer if self._has_shared and config.store.write_policy == "through" else None,
             events=events,
             recorder=opened.recorder,
         )

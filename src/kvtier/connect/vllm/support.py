@@ -6,7 +6,7 @@ meaning.
 """
 
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
-from kvtier.errors import UnsupportedModelError
+from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, State, Validity, Window
 
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
@@ -82,6 +82,19 @@ def _check_model(config: VllmConfig) -> None:
     if getattr(config.attention_config, "use_non_causal", False):
         raise UnsupportedModelError(
             "non-causal attention is not supported: KV then depends on later tokens. Serve the model without kvtier"
+        )
+
+
+def check_role(role: str, write_policy: str) -> None:
+    """Refuse a prefill engine that would store late, or never.
+
+    Raises:
+        ConfigError: the message names the setting.
+    """
+    if role == "kv_producer" and write_policy != "through":
+        raise ConfigError(
+            f"store.write_policy = {write_policy!r}: other engines wait for what a prefill engine (kv_role {role!r}) "
+            "stores; allowed: 'through'"
         )
 
 
