@@ -16,7 +16,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --constraint constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[transformers,zstd,plots,events,s3]' \
+		--editable '.[transformers,zstd,plots,events,s3,valkey,mooncake]' \
 		pytest pytest-cov pytest-timeout pytest-xdist hypothesis ruff 'pyright[nodejs]' import-linter
 	touch $@
 

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,17 @@ def _rows(
                     spent = disk.store() if op == "store" else disk.load()
                     found.setdefault((f"kvtier {disk.name}", op), []).append(gigabytes / spent.seconds)
             for backend in BACKENDS:
-                taken = _lmcache(lmcache, backend, root / "peer", size, count, threads, is_direct=is_direct)
+                adapter: dict[str, object] = {
+                    "type": backend,
+                    "base_path": str(root / "peer"),
+                    "use_odirect": is_direct,
+                }
+                if backend == "fs_native":
+                    adapter["num_workers"] = threads
+                try:
+                    taken = rates(bench_l2(lmcache, adapter, root / "peer.json", size, count), size)
+                finally:
+                    shutil.rmtree(root / "peer", ignore_errors=True)
                 for op, rate in taken.items():
                     found.setdefault((f"lmcache {backend}", op), []).append(rate)
     finally:
@@ -135,35 +145,46 @@ def _rows(
     ]
 
 
-def _lmcache(
-    lmcache: Path, backend: str, place: Path, size: int, count: int, threads: int, *, is_direct: bool
-) -> dict[str, float]:
-    """GB/s of one store and one load, after one round of warm-up."""
-    adapter: dict[str, object] = {"type": backend, "base_path": str(place), "use_odirect": is_direct}
-    if backend == "fs_native":
-        adapter["num_workers"] = threads
-    output = place.with_suffix(".json")
+def bench_l2(lmcache: Path, adapter: Mapping[str, object], output: Path, size: int, count: int, *further: str) -> str:
+    """The output of LMCache's own benchmark: one round of `count` objects after one of warm-up.
+
+    Args:
+        lmcache: the `lmcache` command.
+        adapter: its backend.
+        output: a file that it writes.
+        size: bytes of an object.
+        count: objects of a round, which are one call of the backend.
+        further: more arguments.
+
+    Raises:
+        ConfigError: it fails.
+    """
     command = [
-        "env", *QUIET, str(lmcache), "bench", "l2",
-        "--l2-adapter", json.dumps(adapter),
-        "--num-keys", str(count),
-        "--data-size-kb", str(size >> 10),
-        "--l1-align-bytes", "4096",
-        "--rounds", "1",
-        "--warmup-rounds", "1",
-        "--format", "json",
-        "--output", str(output),
-    ]  # fmt: skip
+        *(str(lmcache), "bench", "l2", "--l2-adapter", json.dumps(adapter)),
+        *("--num-keys", str(count), "--data-size-kb", str(size >> 10), "--l1-align-bytes", "4096"),
+        *("--rounds", "1", "--warmup-rounds", "1", "--format", "json", "--output", str(output)),
+        *further,
+    ]
+    return run_lmcache(command, output)
+
+
+def run_lmcache(command: Sequence[str], output: Path) -> str:
+    """What `command`, which runs LMCache, writes to `output`.
+
+    Raises:
+        ConfigError: it fails.
+    """
+    output.unlink(missing_ok=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        done = subprocess.run(
+            ["env", *QUIET, *command], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{lmcache} took longer than {DEADLINE_S:g} s") from None
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+        raise ConfigError(f"{command[0]} took longer than {DEADLINE_S:g} s") from None
     if done.returncode or not output.exists():
         output_end = " ".join((done.stderr or done.stdout).split())[-300:]
-        raise ConfigError(f"{lmcache} bench l2 failed: {output_end}")
-    return rates(output.read_text(encoding="utf-8"), size)
+        raise ConfigError(f"{command[0]} failed: {output_end}")
+    return output.read_text(encoding="utf-8")
 
 
 def rates(text: str, size: int) -> dict[str, float]:
@@ -172,13 +193,23 @@ def rates(text: str, size: int) -> dict[str, float]:
     Raises:
         ConfigError: the format is unknown, or an object was not stored or not found.
     """
+    found = durations_ms(text, ("store", "load"))
+    return {op: count * size / ms / 1e6 for op, (count, ms) in found.items()}
+
+
+def durations_ms(text: str, ops: Sequence[str]) -> dict[str, tuple[int, float]]:
+    """Objects and milliseconds of a round of each operation, in the output of `lmcache bench l2 --format json`.
+
+    Raises:
+        ConfigError: the format is unknown, or an object was not stored or not found.
+    """
     try:
         output: Any = json.loads(text)
         found = {it["operation"].lower(): it for it in output["metrics"].values() if it.get("operation")}
-        for op in ("store", "load"):
+        for op in ops:
             if found[op]["total_success"] != found[op]["total_keys"]:
                 raise ConfigError(f"lmcache: {op} of {found[op]['total_keys']} objects failed for some of them")
-        return {op: found[op]["keys_per_round"] * size / found[op]["duration_p50_ms"] / 1e6 for op in ("store", "load")}
+        return {op: (found[op]["keys_per_round"], 1.0 * found[op]["duration_p50_ms"]) for op in ops}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"the output of lmcache bench l2 has an unknown format: {error!r}") from error
 

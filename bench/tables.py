@@ -323,6 +323,28 @@ def sglang(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def prefill_decode(record: dict[str, Any]) -> str:
+    """From the end of the prefill on one server to the first token on another."""
+    results, settings = record["results"], {name: it["value"] for name, it in record["settings"].items()}
+    lines = [
+        (
+            f"Prompts of {settings['prompt_tokens']:,} tokens, {results['chunks']} chunks of "
+            f"{results['chunk_bytes'] / 2**20:.1f} MiB, model {settings['model']} in {settings['dtype']}. Medians of "
+            f"{settings['repeats']}; each server has half of {record['machine']['cores']} cores. "
+            f"{_link('prefill_decode')}"
+        ),
+        "",
+        "| tier | prefill | first token | own part | raw read | computing | (first - own) / raw | first / computing |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for kind, row in results["kinds"].items():
+        names = ("prefill_s", "first_token_s", "resident_s", "raw_s", "compute_s")
+        cells = [f"{1e3 * row[name]:,.0f} ms" for name in names]
+        cells += [f"{row['transfer_of_raw']:.1f}", f"{row['first_token_of_compute']:.2f}"]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "vllm": vllm,
@@ -333,6 +355,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "multiturn_cpu": multiturn_cpu,
     "tier_s3": shared,
     "tier_shared_directory": shared,
+    "prefill_decode": prefill_decode,
 }
 
 

@@ -91,8 +91,8 @@ class Driver:
 
     # ---- the engine ------------------------------------------------------------------------------------------------
 
-    def lookup(self, request: str, prefix: Prefix) -> Lookup:
-        answer = self.cache.lookup(RequestId(request), prefix, self.now_s)
+    def lookup(self, request: str, prefix: Prefix, **given: float) -> Lookup:
+        answer = self.cache.lookup(RequestId(request), prefix, self.now_s, **given)
         self._take()
         return answer
 

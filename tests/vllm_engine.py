@@ -55,6 +55,7 @@ class SmallEngine:
         rest: share of steps before which all copies are made that were asked for; in between, none goes on. So the seed
             decides how late they are, and not the machine. None: they take the time that they take.
         is_protected: with the setting `vllm.prefix_protection`.
+        roles: `stores` and `announces` of the scheduler side.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class SmallEngine:
         failing: float = 0.0,
         rest: float | None = None,
         is_protected: bool = True,
+        **roles: bool,
     ) -> None:
         self.draw = random.Random(seed)
         self.dice = random.Random(seed)
@@ -106,7 +108,10 @@ class SmallEngine:
             bytes_per_token=self.geometry.layout.bytes_per_token,
             can_wait=not is_overlapped,
             has_prefix_caching=has_caching,
+            **roles,
         )
+        self.announced: dict[str, Any] = {}
+        """What the response of each request says to another engine."""
         tables = [(table, group) for group in self.geometry.groups for table in group.tables]
         self.groups = [(table, group.validity) for table, group in sorted(tables, key=lambda each: each[0].number)]
         self.step_tokens, self.defers_loads = step_tokens, defers_loads
@@ -505,7 +510,7 @@ class SmallEngine:
         return found
 
     def _end(self, request: Request, *, is_held: bool) -> None:
-        self.scheduler.finished(request, request.block_ids)
+        self.announced[request.request_id] = self.scheduler.finished(request, request.block_ids)
         if not is_held:
             self._free(request)
             del self.requests[request.request_id]

@@ -1,10 +1,14 @@
 """Real cluster stores, each started once for all tests of this folder that ask for it."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from tests.cluster.valkey import Cluster, Program, Server, install
+from tests.cluster.valkey_bed import Cluster, Program, Server, install
 from tests.shared.ceph import NotInstalledError
+
+if TYPE_CHECKING:
+    from tests.cluster.mooncake_store import MooncakeStore
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +66,23 @@ def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
             node.start()
             node.wait()
     running_cluster.wait()
+
+
+@pytest.fixture(scope="session")
+def running_mooncake(tmp_path_factory) -> "Iterator[MooncakeStore]":
+    pytest.importorskip("mooncake.store", reason="kvtier[mooncake] is not installed")
+    from tests.cluster.mooncake_store import MooncakeStore
+
+    store = MooncakeStore(tmp_path_factory.mktemp("mooncake"))
+    try:
+        store.start()
+        yield store
+    finally:
+        store.close()
+
+
+@pytest.fixture
+def mooncake(running_mooncake: "MooncakeStore") -> "Iterator[MooncakeStore]":
+    """A master and two storage nodes, all of them healthy before and after the test."""
+    yield running_mooncake
+    running_mooncake.heal()

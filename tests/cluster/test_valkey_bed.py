@@ -1,7 +1,7 @@
 """The test bed itself: a cluster whose master dies promotes its replica, and a slot moves with its keys."""
 
 import pytest
-from tests.cluster.valkey import RefusedError, own_row
+from tests.cluster.valkey_bed import RefusedError, own_row
 from tests.shared.ceph import wait_until
 
 

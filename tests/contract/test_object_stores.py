@@ -8,10 +8,11 @@ import pytest
 from kvtier.codec.registry import by_name
 from kvtier.config.sections import Config, HostConfig
 from kvtier.core.limits import TierRules
+from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectBytes, ObjectStore
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.testing.object_store import LAYOUT, STAGING_BYTES, ObjectStoreContract
+from kvtier.testing.object_store import LAYOUT, STAGED, STAGING_BYTES, ObjectStoreContract
 from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.tier.disk_kind import DiskSettings
 from kvtier.types import Outcome
@@ -28,7 +29,7 @@ def of_memory(*names, codec="raw", **rules):
         fingerprint=FINGERPRINT,
         tiers=tiers,
         rules=[TierRules(name=name, **rules) for name in names],
-        staging_bytes=STAGING_BYTES,
+        arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),
         codec=by_name(codec),
     )
 

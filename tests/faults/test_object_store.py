@@ -18,19 +18,11 @@ from kvtier.core.limits import TierRules
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import GroupLayout, KvLayout
 from kvtier.observe import metric_definitions as table
+from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectBytes, ObjectStore
 from kvtier.runtime.open_objects import open_object_store
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.testing.object_store import (
-    LAYOUT,
-    STAGED,
-    STAGING_BYTES,
-    empty_pieces,
-    got,
-    object_id,
-    pieces_of,
-    put,
-)
+from kvtier.testing.object_store import LAYOUT, STAGED, STAGING_BYTES, empty_pieces, got, object_id, pieces_of, put
 from kvtier.tier.directory_kind import DirectorySettings
 from kvtier.tier.disk_kind import DiskSettings
 from kvtier.types import Outcome
@@ -66,7 +58,7 @@ def over(*tiers, **rules):
         fingerprint=FINGERPRINT,
         tiers={tier.name: tier for tier in tiers},
         rules=[TierRules(name=tier.name, **{**QUICK, **rules}) for tier in tiers],
-        staging_bytes=STAGING_BYTES,
+        arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),
     )
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from tests import sim
 from tests.sim.__main__ import main
-from tests.sim.scenario import Mode
+from tests.sim.scenario import Mode, draw
 
 from kvtier.core import transfer_scheduler
 from kvtier.types import Outcome
@@ -41,6 +41,16 @@ def test_without_faults_and_one_at_a_time_everything_stored_is_restored() -> Non
 
 def test_without_faults_but_all_at_once_everything_present_is_delivered() -> None:
     run_seeds(20_000, 50, mode=Mode.CALM)
+
+
+def test_requests_wait_for_announced_chunks_for_a_bounded_time() -> None:
+    seeds = [seed for seed in range(50_000, 50_300) if draw(seed).has_remote]
+    waits = 0
+    for seed in seeds:
+        report = sim.run(seed, announced=0.7, mode=Mode.STORM if seed % 3 else Mode.CALM)
+        assert report.is_good, f"seed {seed} step {report.steps}: {report.failure}\n{report.where}"
+        waits += report.counts.announced_waits
+    assert waits > len(seeds)
 
 
 def test_several_ranks_count_only_together() -> None:

@@ -45,6 +45,8 @@ class SimJob:
     request: RequestId
     prefix: Prefix
     session: str | None = None
+    announced_tokens: int = 0
+    began_s: float = 0.0
     lookups: int = 0
     load: Operation | None = None
     stores: list[Operation] = field(default_factory=list[Operation])
@@ -96,6 +98,7 @@ class SimEngine:
         self._expected = expected
         # A generator of its own: hints change nothing else in a seed.
         self._session_dice = Random(f"sessions {world.scenario.seed}")
+        self._announce_dice = Random(f"announced {world.scenario.seed}")
         self._settle = settle
         self._world = world
         self._dice = world.dice
@@ -138,8 +141,28 @@ class SimEngine:
             self._count += 1
             request = RequestId(f"r{self._count}")
         job = self.jobs[request] = SimJob(request, self._prompt(), self._session_dice.choice(SESSIONS))
+        job.began_s = self._world.now_s
+        self._announce(job)
         self._world.note(RecordKind.ARRIVE, request, len(job.prefix.keys))
         self._look_up(job)
+
+    def _announce(self, job: SimJob) -> None:
+        """Sometimes another engine announces chunks, and writes none, some or all of them one by one."""
+        dice, keys, scenario = self._announce_dice, job.prefix.keys, self._scenario
+        if scenario.mode is Mode.QUIET or dice.random() >= scenario.announced:
+            return  # in a quiet run nothing else writes
+        job.announced_tokens = dice.randint(1, len(keys) + 2) * job.prefix.chunk_tokens
+        written = dice.choice((0, len(keys) // 2, len(keys)))
+        shared = [rules.name for rules in scenario.rules if rules.is_remote]
+        delay_s = 0.0
+        for key in keys[:written] if shared else ():
+            delay_s += dice.expovariate(1 / 0.02)
+            self._world.later(delay_s, lambda key=key: self._publish(shared[-1], key))
+
+    def _publish(self, tier: str, key: ChunkKey) -> None:
+        if not self._world.is_draining:
+            for group in range(len(self._scenario.slots)):
+                self._world.tiers[tier].fill((key, group), Condition.GOOD)
 
     def abort_some(self) -> None:
         """Abort one request in any state."""
@@ -160,12 +183,12 @@ class SimEngine:
         job.lookups += 1
         self._cache.tick(now_s)
         self._settle()
-        lookup = self._cache.lookup(job.request, job.prefix, now_s, compute_s=self._world.scenario.waits)
+        lookup = self._ask(job)
         self._world.note(RecordKind.LOOKUP, job.request, lookup)
         self._settle()
         self._observer.looked_up(job, lookup)
         if self._dice.random() < 0.1:
-            again = self._cache.lookup(job.request, job.prefix, now_s, compute_s=self._world.scenario.waits)
+            again = self._ask(job)
             assert again == lookup, f"the same lookup at the same moment: {lookup}, then {again}"
         is_patient = self._scenario.mode is not Mode.STORM or job.lookups < LOOKUPS_MAX
         if lookup.presence is Presence.PROBING and is_patient:
@@ -175,6 +198,15 @@ class SimEngine:
             self._world.later(wait_s, lambda: self._load(job, lookup.tokens))
         else:
             self._compute(job)
+
+    def _ask(self, job: SimJob) -> Lookup:
+        return self._cache.lookup(
+            job.request,
+            job.prefix,
+            self._world.now_s,
+            compute_s=self._world.scenario.waits,
+            announced_tokens=job.announced_tokens,
+        )
 
     def _load(self, job: SimJob, tokens: int) -> None:
         if job.released_s is not None:

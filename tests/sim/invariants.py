@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from tests.sim.engine import Operation, SimJob
 from tests.sim.event_log import EventLog
@@ -27,6 +28,7 @@ class Counts:
 
     lookups: int = 0
     loads: int = 0
+    announced_waits: int = 0
     loads_short: int = 0
     loads_cut: int = 0
     stores: int = 0
@@ -83,13 +85,23 @@ class Invariants:
         if lookup.tokens:
             presence = Presence.READY if lookup.tokens == lookup.ready_tokens else Presence.ARRIVING
         is_open = log.is_asking(job.request)
+        if lookup.presence is Presence.PROBING and lookup.tokens < job.announced_tokens:
+            self.counts.announced_waits += 1
+            is_open |= self._may_wait(job)
         _expect(lookup.presence is presence or (is_open and lookup.presence is Presence.PROBING), "presence", lookup)
         self._compare_with_history(job, lookup)
+
+    def _may_wait(self, job: SimJob) -> bool:
+        """Whether a request without an open probe may wait for announced chunks."""
+        bound_s = min(self._scenario.limits.announced_wait_s, self._scenario.waits or inf)
+        return self._world.now_s - job.began_s < bound_s
 
     def _compare_with_history(self, job: SimJob, lookup: Lookup) -> None:
         is_sampled = self._scenario.has_remote and not self._scenario.has_history_only  # four boundaries are probed
         if self._scenario.mode is Mode.STORM or is_sampled or self._scenario.waits is not None:
             return
+        if self._scenario.announced:
+            return  # an absence is remembered, and another engine has written since
         items = [(key, group) for key in job.prefix.keys for group in range(len(self._groups))]
         seen = self._first_seen.setdefault(job, {item for item in items if self._world.is_in_a_tier(item)})
         if lookup.presence is Presence.PROBING:

@@ -85,6 +85,8 @@ class Scenario:
     readers: float
     """Share of the requests that store nothing."""
     faults: Faults
+    announced: float = 0.0
+    """Share of the requests for which another engine announces chunks, true or not."""
     waits: float | None = None
     """Seconds that computing a prompt takes, as the engine says at each lookup."""
 
@@ -144,7 +146,11 @@ def draw(seed: int, steps: int | None = None, **overrides: object) -> Scenario:
     scenario = replace(scenario, rules=tuple(TierRules(name=name, **rules) for name in tiers))
     if len(tiers) > 1:
         scenario = _with_hierarchy(scenario, Random(f"tiers {seed}"))
-    return replace(scenario, **overrides)
+    scenario = replace(scenario, **overrides)
+    if scenario.announced:
+        publishes = Random(f"publishes {seed}").random() < 0.5
+        scenario = replace(scenario, limits=replace(scenario.limits, publishes=publishes))
+    return scenario
 
 
 def _with_hierarchy(scenario: Scenario, dice: Random) -> Scenario:

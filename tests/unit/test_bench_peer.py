@@ -1,14 +1,16 @@
-"""`bench/peer.py` reads the output of LMCache's command, and refuses an unknown format."""
+"""`bench/peer.py` reads the output of LMCache's command and refuses an unknown format; the raw socket returns bytes."""
 
 import json
 import stat
 
 import pytest
-from bench.peer import peer, rates
+from bench.parts.loopback import Loopback
+from bench.peer import durations_ms, peer, rates
 from click.testing import CliRunner
 
 from kvtier.bench.fio import has_fio
 from kvtier.errors import ConfigError
+from kvtier.types import ObjectName
 
 
 def output(store_ms=64.0, load_ms=32.0, found=8):
@@ -27,6 +29,23 @@ def test_rates_are_objects_over_time():
 def test_a_run_that_lost_objects_is_no_figure():
     with pytest.raises(ConfigError, match="failed for some"):
         rates(output(found=7), 1_000_000)
+
+
+def test_durations_are_of_one_round():
+    assert durations_ms(output(), ("lookup",)) == {"lookup": (8, 1.0)}
+
+
+def test_the_loopback_socket_returns_the_last_object_of_a_connection():
+    link = Loopback(1 << 20)
+    try:
+        for size in (0, 1, 300_000, 1 << 20):
+            stored = bytes(range(256)) * (size // 256) + bytes(size % 256)
+            into = bytearray(size)
+            link.put(ObjectName(bytes(32)), memoryview(stored))
+            link.get(ObjectName(bytes(32)), memoryview(into))
+            assert into == stored
+    finally:
+        link.close()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"metrics": {}}', '{"metrics": {"a": {"operation": "Store"}}}'])

@@ -387,6 +387,19 @@ def held_bytes(kv):
     return kv.metrics.get(table.HELD_BYTES, place="directory")
 
 
+def test_announced_tokens_are_counted_once_per_request(tmp_path):
+    kv = opened(tmp_path / "kv", Engine(64))
+    prefix = prefix_of(2, kv.root)
+    stored(kv.session, "a", prefix, places_of(range(2)))
+    for _ in range(2):
+        answer = kv.session.lookup(RequestId("b"), prefix_of(4, kv.root), announced_tokens=10**9, wait_s=60.0)
+        assert answer.tokens == prefix.tokens
+    kv.session.lookup(RequestId("c"), prefix, wait_s=60.0)
+    counted = [kv.metrics.get(table.ANNOUNCED_TOKENS, result=result) for result in ("found", "missing")]
+    assert counted == [prefix.tokens, prefix.tokens]
+    kv.session.close()
+
+
 def test_metrics_tell_what_happened(tmp_path):
     kv = opened(tmp_path / "kv", Engine(64))
     prefix = prefix_of(2, kv.root)

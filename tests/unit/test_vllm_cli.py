@@ -127,6 +127,22 @@ def fill(root: Path, models: tuple[bytes, ...] = MODELS[:1], tokens: int = 256) 
 # ---- config ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("role", "named"), [("prefill", "kv_producer"), ("decode", "kv_consumer"), ("both", "kv_both")]
+)
+def test_config_names_the_role_of_the_server(config, engine, role, named):
+    code, out, _ = config("--role", role)
+    assert code == 0
+    assert json.loads(out)["kv_role"] == named
+
+
+def test_config_refuses_a_prefill_server_that_would_store_late(config, engine):
+    code, out, err = config("--role", "prefill", "--set", "store.write_policy=back")
+    assert (code != 0, out) == (True, "")
+    assert "store.write_policy = 'back'" in err
+    assert config("--role", "decode", "--set", "store.write_policy=back")[0] == 0
+
+
 def test_config_prints_one_line_of_json_and_nothing_else(config, engine, tmp_path):
     code, out, err = config(
         "--dir", tmp_path / "kv", "--set", "host.capacity_bytes=64MiB", "--set", "limits.requests=7"

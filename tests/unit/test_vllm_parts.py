@@ -110,6 +110,15 @@ def test_where_a_request_parted_whose_history_we_have_is_a_boundary_too():
     assert chunks(selection.take(request, 1280, tables), geometry, Window) == {0, 2, 4}
 
 
+@pytest.mark.parametrize(("tokens", "windows"), [(1280, {3, 4}), (1281, {4}), (1279, {3})])
+def test_a_prompt_of_whole_chunks_is_stored_for_a_request_with_the_same_prompt(tokens, windows):
+    geometry, tables = tables_of("swa_win100", 1300)
+    request = tracked(tokens=tokens)
+    places = StoreSelection(geometry).take(request, tokens // 256 * 256, tables)
+    assert chunks(places, geometry, Window) == windows
+    assert geometry.hit_tokens(tokens) // 256 - 1 in windows
+
+
 def test_what_the_cache_can_give_is_not_stored():
     geometry, tables = tables_of("swa_win100", 1300)
     request, selection = tracked(), StoreSelection(geometry)
@@ -462,7 +471,7 @@ def test_the_line_at_the_start_names_each_configured_tier_with_its_path(monkeypa
     for name in ("open_core", "KeyMaker", "StatsReader", "Scheduler"):
         monkeypatch.setattr(sides, name, MagicMock())
     monkeypatch.setattr(sides, "connect", MagicMock())
-    monkeypatch.setattr(sides.support, "warnings", lambda vllm_config: ())
+    monkeypatch.setattr(sides.support, "warnings", lambda *_, **__: ())
     setup = MagicMock(
         config=settings_from(settings, Config()), ranks=1, geometry=MagicMock(chunk_tokens=256, groups=())
     )

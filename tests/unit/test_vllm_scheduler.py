@@ -376,8 +376,8 @@ def test_the_lookups_of_a_step_wait_for_tiers_by_the_clock(start, monkeypatch, t
     engine = start(blocks=200)
     now_s, waits = [0.0], []
 
-    def lookup(_request, _prefix, *, resident_tokens, compute_s, wait_s):
-        assert resident_tokens == 0
+    def lookup(_request, _prefix, *, resident_tokens, compute_s, announced_tokens, wait_s):
+        assert resident_tokens == announced_tokens == 0
         waits.append(wait_s)
         now_s[0] += took_s
         return Lookup(0, 0, Presence.PROBING)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from tests.vllm_config import vllm_config
 
-from kvtier.connect.vllm import support
-from kvtier.errors import UnsupportedModelError
+from kvtier.connect.vllm import sides, support
+from kvtier.errors import ConfigError, UnsupportedModelError
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,34 @@ def test_engines_that_are_refused(change, message):
 
 
 def test_the_failure_policy_is_warned_of_by_name():
-    assert support.warnings(vllm_config()) == []
-    config = vllm_config()
-    config.kv_transfer_config.kv_load_failure_policy = "fail"
-    (result,) = support.warnings(config)
+    transfer = vllm_config().kv_transfer_config
+    assert support.warnings(transfer, "kv_both", has_shared=False) == []
+    transfer.kv_load_failure_policy = "fail"
+    (result,) = support.warnings(transfer, "kv_both", has_shared=False)
     assert '"kv_load_failure_policy": "recompute"' in result
-    config.kv_transfer_config.kv_role = "kv_consumer"
-    assert "'kv_consumer'" in support.warnings(config)[1]
+
+
+@pytest.mark.parametrize(
+    ("role", "policy"), [("kv_producer", "back"), ("kv_producer", "selective"), ("kv_both", "back")]
+)
+def test_a_prefill_engine_must_store_at_once(monkeypatch, role, policy):
+    config = vllm_config()
+    config.kv_transfer_config.kv_role = role
+    config.kv_transfer_config.kv_connector_extra_config = {"store.write_policy": policy}
+    monkeypatch.setattr(sides.installed, "check_engine", lambda _: "0.32.0")
+    if role == "kv_both":
+        assert sides.check_start(config)[1] == "0.32.0"
+        return
+    with pytest.raises(ConfigError, match=f"store.write_policy = '{policy}'.*kv_producer.*allowed: 'through'"):
+        sides.check_start(config)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_prefill_or_decode_engine_without_a_shared_tier_is_warned_of(role):
+    transfer = vllm_config().kv_transfer_config
+    (result,) = support.warnings(transfer, role, has_shared=False)
+    assert result.startswith(f"kv_role is '{role}', but no other engine")
+    assert support.warnings(transfer, role, has_shared=True) == []
 
 
 def test_items_have_identifiers_of_their_content_unless_both_caches_are_off():

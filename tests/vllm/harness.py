@@ -58,6 +58,8 @@ class Ask:
     """Arrives when the engine has done this many steps."""
     abort_at_step: int | None = None
     logprobs: int | None = 5
+    transfer: dict[str, Any] | None = None
+    """`kv_transfer_params`."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Answer:
     """Prompt tokens that were not computed, from the engine's own blocks or ours."""
     ttft_s: float | None
     reason: str | None
+    transfer: dict[str, Any] | None = None
+    """`kv_transfer_params` of the response."""
 
 
 def in_process(function: Callable[..., None], *arguments: Any) -> None:

@@ -73,6 +73,7 @@ class Served:
                     ]
                     answer["cached"] = output.num_cached_tokens or 0
                     answer["reason"] = found.finish_reason
+                    answer["transfer"] = output.kv_transfer_params
             step += 1
         return answers
 
@@ -152,6 +153,7 @@ class Served:
                 logprobs=request.get("logprobs"),
                 detokenize=False,
                 ignore_eos=True,
+                extra_args={"kv_transfer_params": given} if (given := request.get("transfer")) else None,
             ),
             lora_request=LoRARequest(Path(lora).name, request.get("lora_number", 1), lora) if lora else None,
         )

@@ -35,6 +35,20 @@ def test_every_hook_is_one_of_vllms() -> None:
     in_process(check)
 
 
+def check_role() -> None:
+    """A prefill engine loads, too. vLLM must read its role when the connector has changed it to one that loads."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    text = inspect.getsource(Scheduler.__init__)
+    assert text.index("KVConnectorFactory.create_connector(") < text.index("kv_transfer_config.is_kv_consumer")
+    assert text.count("is_kv_consumer") == 1
+    assert "self.defer_block_free = True" in text
+
+
+def test_vllm_reads_the_role_when_the_connector_is_made() -> None:
+    in_process(check_role)
+
+
 def broken() -> None:
     """As `check`, with a hook that vLLM does not know."""
     from kvtier.connect.vllm import KvtierConnector

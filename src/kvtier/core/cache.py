@@ -22,7 +22,7 @@ from kvtier.core.load_options import CostModel, LookupQuery
 from kvtier.core.operations import LoadOperation, OpenOperations, StoreOperation
 from kvtier.core.output import Output
 from kvtier.core.pending_writes import PendingWrites
-from kvtier.core.prefix import history_run, longest_boundary, lookup_sources, needed_chunks
+from kvtier.core.prefix import Present, history_run, longest_boundary, lookup_sources, needed_chunks
 from kvtier.core.probes import ProbeAnswers, Probes
 from kvtier.core.tier_state import TierStates
 from kvtier.core.transfer_scheduler import TransferScheduler
@@ -134,16 +134,19 @@ class Cache:
         *,
         resident_tokens: int = 0,
         compute_s: float | None = None,
+        announced_tokens: int = 0,
     ) -> Lookup:
-        """How many leading tokens can be loaded. Sends probes, once per request and object.
+        """How many leading tokens can be loaded. Sends probes, once per request and object; again for announced ones.
 
         Args:
             request: its name.
             prefix: of its prompt.
             now_s: the time.
             resident_tokens: leading tokens that the engine holds; the options do not include them.
-            compute_s: expected time to compute the prompt, which bounds how long the request waits for remote tiers;
-                None: until their deadlines.
+            compute_s: expected time to compute the rest of the prompt, which bounds how long the request waits for
+                remote tiers; None: until their deadlines.
+            announced_tokens: leading tokens that another engine is storing in a remote tier, which the request waits
+                for: while more of them appear, and at most `Limits.announced_wait_s` or as long as computing them.
         """
         self.tick(now_s)
         runs = [self._readable_run(group, prefix.keys) for group in range(len(self._layout.groups))]
@@ -155,7 +158,9 @@ class Cache:
             query = LookupQuery(prefix, resident_tokens, _in_host, runs)
             options = self._cost_model.options(query, tokens, tokens, now_s)
             return Lookup(tokens, tokens, Presence.READY, ((HOST, tokens),), options, tokens)
-        known = self._probes.send(request, prefix, compute_s, now_s)
+        known = self._probes.send(
+            request, prefix, compute_s, now_s, resident_tokens=resident_tokens, announced_tokens=announced_tokens
+        )
         ready = longest_boundary(self._layout.groups, prefix, self._is_ready(prefix), runs)
 
         @cache  # used for the boundary, the sources and the options
@@ -166,7 +171,21 @@ class Cache:
             return place_of(group, chunk) is not None
 
         tokens = longest_boundary(self._layout.groups, prefix, is_available, runs)
-        if known is not None and tokens < prefix.tokens and self._probes.is_waiting(known, now_s):
+        waits = False
+        if known is not None and tokens < prefix.tokens:
+            found = len(known.held_by)
+            waits = self._probes.is_waiting(known, now_s)
+            waits = waits or self._probes.awaits_announced(request, known, max(tokens, resident_tokens), now_s)
+            if len(known.held_by) > found:  # remembered answers, without a probe
+                return self.lookup(
+                    request,
+                    prefix,
+                    now_s,
+                    resident_tokens=resident_tokens,
+                    compute_s=compute_s,
+                    announced_tokens=announced_tokens,
+                )
+        if waits:
             presence = Presence.PROBING
         elif tokens > ready:
             presence = Presence.ARRIVING
@@ -179,12 +198,9 @@ class Cache:
             options = self._cost_model.options(
                 LookupQuery(prefix, resident_tokens, place_of, runs), ready, tokens, now_s
             )
-        history_tokens = tokens
-        full = tokens // prefix.chunk_tokens
-        if any(self.host.is_history) and full < len(prefix.keys):
-            run = history_run(self._layout.groups, prefix, is_available, [max(run, full) for run in runs])
-            history_tokens = max(tokens, run * prefix.chunk_tokens)
-        return Lookup(tokens, ready, presence, sources, options, history_tokens)
+        return Lookup(
+            tokens, ready, presence, sources, options, self._history_tokens(prefix, tokens, is_available, runs)
+        )
 
     def presence(self, key: ChunkKey, group: int) -> Presence:
         """Whether host memory has, or will have, an object."""
@@ -367,6 +383,14 @@ class Cache:
                 self._transfers.stop(work)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
+
+    def _history_tokens(self, prefix: Prefix, tokens: int, is_available: Present, runs: Sequence[int]) -> int:
+        """`Lookup.history_tokens` of a lookup that found `tokens`."""
+        full = tokens // prefix.chunk_tokens
+        if not any(self.host.is_history) or full >= len(prefix.keys):
+            return tokens
+        run = history_run(self._layout.groups, prefix, is_available, [max(run, full) for run in runs])
+        return max(tokens, run * prefix.chunk_tokens)
 
     def _readable_run(self, group: int, keys: tuple[ChunkKey, ...]) -> int:
         readable = self.host.readable[group]

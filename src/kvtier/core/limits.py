@@ -58,6 +58,10 @@ class Limits:
     copy_deadline_s: float = 10.0
     """Time in which a gather or scatter must begin."""
     store_deadline_s: float = 10.0
+    announced_wait_s: float = 5.0
+    """How long a request waits at most for chunks that another engine has announced."""
+    publishes: bool = False
+    """Other engines wait for what this one stores: remote tiers get objects in the order of the stores."""
     write_policy: WritePolicy = WritePolicy.THROUGH
     selective_uses: int = 2
 

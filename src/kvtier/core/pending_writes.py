@@ -22,6 +22,9 @@ FILL_USES = 2
 PROMOTED_MAX = 1 << 16
 """Objects from slower tiers whose first use is remembered after they have left host memory."""
 
+PUBLISHED_PART = 4
+"""This part of host memory may hold objects that wait for a remote tier, when other engines wait for them."""
+
 RELAYS_MAX = 1 << 14
 """Objects per tier that wait to be relayed to it; of more, the oldest are dropped."""
 
@@ -217,12 +220,20 @@ class PendingWrites:
         if is_done and tier_state.rules.persists:
             for slower in self._tiers.all[tier_state.number + 1 :]:
                 queue = self._queues[slower.name]
-                if entry in queue.queued:
+                if entry in queue.queued and not self._publishes(slower, queue):
                     del queue.queued[entry]
                     self._relay(entry, tier_state.name, queue)
                     self._host.mark_written(entry, slower.name)
         self._host.unpin(entry)
         self._host.mark_written(entry, tier_state.name)
+
+    def _publishes(self, tier_state: TierState, queue: WriteQueue) -> bool:
+        """Whether objects keep their places in the queue of `tier_state`, and a part of host memory meanwhile.
+
+        Relays begin after the queue, so a later object would arrive before an earlier one.
+        """
+        is_short = PUBLISHED_PART * len(queue.queued) <= sum(self._host.slots)
+        return self._limits.publishes and tier_state.rules.is_remote and is_short
 
     def _relay(self, entry: HostEntry, source: str, queue: WriteQueue) -> None:
         """Queue the write of an object that the tier `source` holds."""

@@ -10,11 +10,16 @@ remote tier is asked for few names, in rounds, because each name costs a request
 
 23 * 23 chunks are more than 131,072 tokens have, so the leading run is exact if there are no holes. A hole is found
 by the read.
+
+Another engine may announce that it is writing the leading chunks of a prompt. Then remote tiers are asked again and
+again, and round 3 includes the last chunks before the end of the run: an engine writes several chunks at once, so
+holes are only there.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import repeat
 from math import inf
 
 from kvtier.core.host_memory import READABLE, HostMemory, Item
@@ -24,7 +29,7 @@ from kvtier.core.output import Output
 from kvtier.core.prefix import longest_boundary, needed_chunks
 from kvtier.core.tier_state import TierState, TierStates
 from kvtier.layout import KvLayout
-from kvtier.types import Link, Prefix, Probe, RequestId
+from kvtier.types import ChunkKey, Link, Prefix, Probe, RequestId
 
 NO_REQUEST = RequestId("")
 
@@ -33,6 +38,18 @@ ROUND_NAMES = 23
 
 BOUNDARIES_MAX = 4
 """Boundaries of windows and states that a remote tier is asked for."""
+
+ASK_AGAIN_S_MIN = 0.005
+ASK_AGAIN_S_MAX = 0.02
+"""Shortest and longest pause before a remote tier is asked again for announced chunks. The pause doubles until more of
+them are found.
+"""
+
+ASKING_MAX = 64
+"""Searches for announced chunks that may be open at once; the others ask later."""
+
+STALL_S = 0.5
+"""A request stops waiting for announced chunks when no further one has been found for this long."""
 
 WAIT_SHARE = 0.01
 """A request waits for remote tiers at most this share of the time that computing what they may have takes."""
@@ -63,6 +80,8 @@ class Search:
     """For each boundary: the objects of windows and states that it lacks, and those asked for."""
     is_wanted: bool = True
     """The request is not released."""
+    is_repeated: bool = False
+    """A remote tier is asked again for announced chunks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +96,23 @@ class OpenProbe:
     present: list[bool]
     deadline_s: float
     is_failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class AnnouncedWait:
+    """A request's wait for chunks that another engine has announced. It costs at most as much as computing them."""
+
+    keys: frozenset[ChunkKey]
+    tokens: int
+    """Leading tokens of the prompt that are announced: whole chunks."""
+    until_s: float
+    found_s: float
+    """Time at which a further object was found, or at which the wait began."""
+    found: int = 0
+    """Objects found until then."""
+    again_s: float = 0.0
+    """Time of the next search."""
+    pause_s: float = ASK_AGAIN_S_MIN
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +133,7 @@ class ProbeAnswers:
     """The fastest tier that reported each object."""
     searches: set[Search] = field(default_factory=set[Search])
     """Searches without a result for every object."""
+    announced: AnnouncedWait | None = None
 
 
 class Probes:
@@ -124,18 +161,31 @@ class Probes:
         self._open: dict[int, OpenProbe] = {}
         self._deadlines: list[tuple[float, int]] = []
         """(time, probe) of each deadline, and of the end of each wait, as a heap."""
+        self._asking = 0
+        """Open searches that are repeated."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def send(self, request: RequestId, prefix: Prefix, compute_s: float | None, now_s: float) -> ProbeAnswers | None:
+    def send(
+        self,
+        request: RequestId,
+        prefix: Prefix,
+        compute_s: float | None,
+        now_s: float,
+        *,
+        resident_tokens: int = 0,
+        announced_tokens: int = 0,
+    ) -> ProbeAnswers | None:
         """Search the tiers for the objects that host memory lacks, each object once per request.
 
         Args:
             request: its name.
             prefix: of its prompt.
-            compute_s: expected time to compute the prompt; None: the request waits for all answers.
+            compute_s: expected time to compute the rest of the prompt; None: the request waits for all answers.
             now_s: the time.
+            resident_tokens: leading tokens that the engine holds.
+            announced_tokens: leading tokens that another engine has stored or is storing, if it speaks the truth.
 
         Returns:
             The answers so far; None without tiers, or with too many tracked requests.
@@ -148,6 +198,8 @@ class Probes:
                 self._output.counters.unprobed += 1
                 return None
             answers = self._answers[request] = ProbeAnswers(compute_s=compute_s)
+        if announced_tokens > resident_tokens and answers.announced is None:
+            answers.announced = self._announced(prefix, announced_tokens, resident_tokens, compute_s, now_s)
         if answers.prefix is prefix and answers.removals == self._host.removals:
             return answers
         answers.prefix, answers.removals = prefix, self._host.removals
@@ -168,6 +220,52 @@ class Probes:
         """Whether an answer may still come that the request waits for."""
         is_patient = answers.waits_until_s is None or now_s < answers.waits_until_s
         return any(is_patient or not self._tiers.all[search.tier].rules.is_remote for search in answers.searches)
+
+    def awaits_announced(self, request: RequestId, answers: ProbeAnswers, tokens: int, now_s: float) -> bool:
+        """Whether the request, which finds or holds `tokens`, waits for announced chunks. When it is time, asks again.
+
+        It waits while further objects appear, and never longer than computing the announced tokens takes. So a wrong
+        announcement costs at most that, or `STALL_S`, whichever is shorter.
+        """
+        wait, prefix = answers.announced, answers.prefix
+        if wait is None or prefix is None or tokens >= wait.tokens:
+            return False
+        if len(answers.held_by) > wait.found:
+            wait.found, wait.found_s, wait.pause_s = len(answers.held_by), now_s, ASK_AGAIN_S_MIN
+        if now_s >= min(wait.until_s, wait.found_s + STALL_S):
+            return False
+        if answers.searches or now_s < wait.again_s or self._asking >= ASKING_MAX:
+            return True
+        first = next((it.number for it in self._tiers.all if it.rules.is_remote and it.can_read(now_s)), None)
+        if first is None:
+            wait.until_s = now_s  # nothing can be found
+            return False
+        wait.again_s = now_s + wait.pause_s
+        wait.pause_s = min(2 * wait.pause_s, ASK_AGAIN_S_MAX)
+        keys, held_by = prefix.keys[: wait.tokens // prefix.chunk_tokens], answers.held_by
+        missing = [
+            item
+            for group, entries in enumerate(self._host.entries)
+            for item in zip(keys, repeat(group), strict=False)
+            if item[0] not in entries and item not in held_by
+        ]
+        search = Search(request, answers, prefix, missing, first, is_repeated=True)
+        self._asking += 1
+        answers.searches.add(search)
+        self._ask_next_tier(search, now_s)
+        return True
+
+    def _announced(
+        self, prefix: Prefix, announced_tokens: int, resident_tokens: int, compute_s: float | None, now_s: float
+    ) -> AnnouncedWait | None:
+        chunks = min(announced_tokens // prefix.chunk_tokens, len(prefix.keys))
+        tokens = chunks * prefix.chunk_tokens
+        if tokens <= resident_tokens:
+            return None
+        share = (tokens - resident_tokens) / (prefix.tokens - resident_tokens)
+        computing_s = inf if compute_s is None else compute_s * share
+        until_s = now_s + min(self._limits.announced_wait_s, computing_s)
+        return AnnouncedWait(frozenset(prefix.keys[:chunks]), tokens, until_s, now_s)
 
     def _wait_s(self, search: Search, tier_state: TierState, now_s: float) -> float:
         """How long the request waits for remote tiers: a share of computing what is missing, or what hits repay.
@@ -249,6 +347,7 @@ class Probes:
                 return
             search.tier += 1
         search.answers.searches.discard(search)
+        self._asking -= search.is_repeated
 
     def _ask_tier(self, search: Search, tier_state: TierState, now_s: float) -> bool:
         """Begin with one tier; returns whether a probe is open."""
@@ -256,14 +355,10 @@ class Probes:
             search.round = 0
             self._send(tier_state, search, tuple(search.missing), now_s)
             return True
-        missing = set(search.missing)
         if search.answers.waits_until_s is None:
             search.answers.waits_until_s = now_s + self._wait_s(search, tier_state, now_s)
-        search.chunks = [
-            chunk
-            for chunk, key in enumerate(search.prefix.keys)
-            if any(is_history and (key, group) in missing for group, is_history in enumerate(self._is_history))
-        ]
+        missing = {key for key, group in search.missing if self._is_history[group]}
+        search.chunks = [chunk for chunk, key in enumerate(search.prefix.keys) if key in missing]
         search.low, search.high = -1, len(search.chunks)
         search.round = 1 if search.chunks else 4
         return self._ask_round(search, tier_state, now_s)
@@ -276,12 +371,18 @@ class Probes:
                 names = self._boundary_names(search)
             else:
                 names = self._history_names(search)
-            answers = [tier_state.remembered(item, now_s) for item in names]
+            answers = [self._remembered(search, tier_state, item, now_s) for item in names]
             if names and None in answers:
                 self._send(tier_state, search, tuple(names), now_s)
                 return True
             self._use_round(search, tier_state, names, [bool(answer) for answer in answers])
         return False
+
+    def _remembered(self, search: Search, tier_state: TierState, item: Item, now_s: float) -> bool | None:
+        """What is known of `item`. An announced object that was absent may have been written since."""
+        answer = tier_state.remembered(item, now_s)
+        wait = search.answers.announced
+        return None if answer is False and wait is not None and item[0] in wait.keys else answer
 
     def _history_names(self, search: Search) -> list[Item]:
         """The names of rounds 1 to 3. `search.sampled` gets the positions in `search.chunks` that they are for."""
@@ -293,6 +394,8 @@ class Probes:
         first, count = search.low + 1, search.high - search.low - 1
         samples = min(count, ROUND_NAMES)
         search.sampled = [first + -(-(number + 1) * count // samples) - 1 for number in range(samples)]
+        if search.round == 3 and search.answers.announced is not None:
+            search.sampled = [*range(max(0, first - ROUND_NAMES), first), *search.sampled]
         names: list[Item] = []
         for position in search.sampled:
             key = search.prefix.keys[search.chunks[position]]
@@ -345,16 +448,19 @@ class Probes:
         """Take the answers of a round of a remote tier, and set the next round."""
         if search.round == 1:
             is_hit = all(present)
-            tier_state.probed_first(is_hit=is_hit)
+            if search.answers.announced is None:  # what is being written says nothing about other prompts
+                tier_state.probed_first(is_hit=is_hit)
             search.low = 0 if is_hit else -1
             search.round = 2 if is_hit and search.high > 1 else 4
         elif search.round < 4:
             for position, is_there in zip(search.sampled, present, strict=True):
                 if not is_there:
-                    search.high = position
+                    search.high, search.low = position, min(search.low, position - 1)
                     break
-                search.low = position
+                search.low = max(search.low, position)
             is_exact = search.low + 1 >= search.high
+            if search.answers.announced is not None and len(search.chunks) > len(search.sampled) + 1:
+                is_exact = False  # spaced names may have missed holes
             search.round = 4 if is_exact or search.round == 3 else 3
         else:
             found = {item for item, is_there in zip(names, present, strict=True) if is_there}

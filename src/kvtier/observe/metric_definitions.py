@@ -67,6 +67,13 @@ LOOKUP_TOKENS = Metric(
     "Tokens of looked up prompts, once per request: in host memory, in a lower tier, absent. The token hit rate is "
     "(ready + arriving) over all three.",
 )
+ANNOUNCED_TOKENS = Metric(
+    "kvtier_announced_tokens_total",
+    MetricKind.COUNTER,
+    "tokens",
+    (Label("result", ("found", "missing")),),
+    "Tokens that another engine announced, once per request: found within the wait, or not.",
+)
 LOADS = Metric(
     "kvtier_loads_total",
     MetricKind.COUNTER,
@@ -202,6 +209,7 @@ TRACE_REQUESTS = Metric(
 METRICS: tuple[Metric, ...] = (
     LOOKUPS,
     LOOKUP_TOKENS,
+    ANNOUNCED_TOKENS,
     LOADS,
     LOAD_TOKENS,
     LOAD_SECONDS,

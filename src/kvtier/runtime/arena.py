@@ -119,6 +119,11 @@ class Arena:
         """Bytes of all slots together."""
         return sum(size * count for size, count in zip(self._sizes, self.slots, strict=True))
 
+    @property
+    def memory(self) -> tuple[memoryview, ...]:
+        """All slots of each group; none after `close`."""
+        return tuple(self._views or ())
+
     def frame(self, group: int, slot: int) -> memoryview:
         """The whole slot, head room and payload; writable and page-aligned.
 

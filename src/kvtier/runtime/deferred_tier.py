@@ -120,6 +120,7 @@ class DeferredTier(Generic[_Tier]):
             self._closing.set()
             tier = self._tier
         self._thread.join(LEAVE_S)
+        self._make = self._live  # `make` may hold host memory
         if tier is not None:
             tier.close()
 

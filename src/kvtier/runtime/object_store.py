@@ -33,7 +33,7 @@ from kvtier.errors import BadCallError
 from kvtier.layout import KvLayout
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
-from kvtier.runtime.arena import Arena, slots_for
+from kvtier.runtime.arena import Arena
 from kvtier.runtime.counters import CommandCounters, TierGauges
 from kvtier.runtime.executor import Completion, Threads
 from kvtier.runtime.mover import Mover
@@ -109,8 +109,7 @@ class ObjectStore:
         fingerprint: 32 bytes, `Fingerprint.digest`; part of every frame.
         tiers: tiers by name, fastest first; the store's from now on.
         rules: limits of each tier, in the same order.
-        staging_bytes: memory for objects on their way.
-        populate: touch all of it now, not at its first use.
+        arena: slots of `layout` for objects on their way; the store's from now on.
         codec: encodes objects for tiers.
         tier_threads: threads of single tiers, by name.
         common: names of tiers in which all ranks of the engine use one store.
@@ -120,7 +119,6 @@ class ObjectStore:
         clock: monotonic seconds.
 
     Raises:
-        ConfigError: `staging_bytes` is too small, or the system cannot provide it.
         RuntimeError: the system cannot start a thread.
     """
 
@@ -132,8 +130,7 @@ class ObjectStore:
         fingerprint: bytes,
         tiers: Mapping[str, Tier],
         rules: Sequence[TierRules],
-        staging_bytes: int,
-        populate: bool = False,
+        arena: Arena,
         codec: Codec | None = None,
         tier_threads: Mapping[str, Threads] | None = None,
         common: Collection[str] = (),
@@ -150,8 +147,7 @@ class ObjectStore:
         self._layers = [group.layer_bytes for group in layout.groups]
         self._offsets = [group.layer_offsets for group in layout.groups]
         self._sizes = [frame_bytes(group) for group in layout.groups]
-        slots = slots_for(layout, staging_bytes, setting="host.staging_bytes")
-        self._arena = Arena(layout, slots, populate=populate)
+        self._arena = arena
         self._lock = threading.Lock()
         self._calls: set[ObjectCall | Question] = set()
         """Calls in progress."""
@@ -167,7 +163,9 @@ class ObjectStore:
         self._inbox: deque[Completion] = deque()
         """Filled by the mover's threads, without the lock; bounded by the commands in flight."""
         self._counters = CommandCounters(self.metrics)
-        self._transfers = ObjectTransfers(layout=layout, slots=slots, tiers=rules, down=down, observer=self._counters)
+        self._transfers = ObjectTransfers(
+            layout=layout, slots=arena.slots, tiers=rules, down=down, observer=self._counters
+        )
         self._tiers = self._transfers.tiers
         self._mover = Mover(
             layout=layout,

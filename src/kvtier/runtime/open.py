@@ -116,6 +116,7 @@ def open_core(
     *,
     on_close: Callable[[float], None] = lambda _seconds: None,
     observer: Observer | None = None,
+    publishes: bool = False,
 ) -> OpenedSession:
     """Open a session over open ranks, in this or other processes, and start its thread.
 
@@ -126,6 +127,7 @@ def open_core(
         ranks: the ranks.
         on_close: called once when the session has ended, with the remaining seconds.
         observer: receives every command and every completion, under the session's lock.
+        publishes: other engines wait for what this one stores, see `Limits.publishes`.
 
     Raises:
         ConfigError: a setting is wrong, or the secret, the probe's record or the recording's path cannot be used.
@@ -142,7 +144,7 @@ def open_core(
         slots=ranks.slots,
         tiers=tier_rules(config, ranks.tiers),
         evictor=lambda: make_evictor(config.host.evictor),
-        limits=_limits(config),
+        limits=_limits(config, publishes=publishes),
         down=ranks.down,
         link_priors=link_priors(config, max(group.payload_bytes for group in layout.groups)),
     )
@@ -170,7 +172,7 @@ def _both(recorder: Recorder, on_close: Callable[[float], None]) -> Callable[[fl
     return close
 
 
-def _limits(config: Config) -> Limits:
+def _limits(config: Config, *, publishes: bool) -> Limits:
     limits = config.limits
     return Limits(
         gathers=limits.stores_in_flight,
@@ -180,6 +182,8 @@ def _limits(config: Config) -> Limits:
         load_deadline_s=limits.load_deadline_s,
         copy_deadline_s=limits.copy_deadline_s,
         store_deadline_s=limits.store_deadline_s,
+        announced_wait_s=limits.announced_wait_s,
+        publishes=publishes,
         write_policy=WritePolicy(config.store.write_policy),
         selective_uses=config.store.selective_uses,
     )

@@ -7,10 +7,12 @@ from kvtier.config.sections import Config
 from kvtier.errors import ConfigError
 from kvtier.keys.fingerprint import root_key
 from kvtier.layout import KvLayout
+from kvtier.runtime.arena import Arena, slots_for
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.open import tier_rules
 from kvtier.runtime.rank import close_tiers, common_tiers, open_tiers, threads_of_tiers, tiers_down
 from kvtier.runtime.secret import store_secret
+from kvtier.tier.base import Tier
 
 
 def open_object_store(
@@ -34,8 +36,11 @@ def open_object_store(
     if not config.tiers:
         raise ConfigError("tiers: none; allowed: at least one, because an object store keeps nothing itself")
     codec = by_name(config.store.codec)
-    tiers = open_tiers(config, layout, fingerprint_digest, rank, ranks)
+    slots = slots_for(layout, config.host.staging_bytes, setting="host.staging_bytes")
+    arena = Arena(layout, slots, populate=config.host.populate)
+    tiers: dict[str, Tier] = {}
     try:
+        tiers |= open_tiers(config, layout, fingerprint_digest, arena.memory, rank=rank, ranks=ranks)
         down = tiers_down(tiers)
         # After the tiers are open, because the secret is in a directory that one of them creates.
         root = root_key(store_secret(config, down), fingerprint_digest, layout.chunk_tokens)
@@ -45,8 +50,7 @@ def open_object_store(
             fingerprint=fingerprint_digest,
             tiers=tiers,
             rules=tier_rules(config, tuple(tiers)),
-            staging_bytes=config.host.staging_bytes,
-            populate=config.host.populate,
+            arena=arena,
             codec=codec,
             tier_threads=threads_of_tiers(config),
             common=common_tiers(config),
@@ -55,4 +59,5 @@ def open_object_store(
         )
     except BaseException:
         close_tiers(tiers, 5.0)
+        arena.close()
         raise

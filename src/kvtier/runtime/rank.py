@@ -72,7 +72,7 @@ def open_rank(
     page_lock: PageLock | None = None,
     copy_threads: int = COPY_THREADS,
 ) -> Rank:
-    """Open the tiers of `config`, allocate host memory and start the mover's threads.
+    """Allocate host memory, open the tiers of `config` and start the mover's threads.
 
     Args:
         config: the settings, the same on every rank; `host.capacity_bytes` is divided among the ranks.
@@ -91,9 +91,10 @@ def open_rank(
     """
     slots = slots_for(layout, config.host.capacity_bytes, ranks)
     codec = by_name(config.store.codec)
-    tiers = open_tiers(config, layout, fingerprint_digest, rank, ranks)
+    arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
+    tiers: dict[str, Tier] = {}
     try:
-        arena = Arena(layout, slots, populate=config.host.populate, page_lock=page_lock)
+        tiers |= open_tiers(config, layout, fingerprint_digest, arena.memory, rank=rank, ranks=ranks)
         mover = Mover(
             layout=layout.on_rank(rank, ranks),
             fingerprint=fingerprint_digest,
@@ -107,14 +108,25 @@ def open_rank(
         )
     except BaseException:
         close_tiers(tiers, 5.0)
+        arena.close()
         raise
     down = tiers_down(tiers)
     remote = tuple(it.name for it in config.tiers if kind_of(it).is_remote or kind_of(it).is_shared(it))
     return Rank(rank, ranks, slots, mover, tuple(tiers), remote, down, partial(close_tiers, tiers), arena)
 
 
-def open_tiers(config: Config, layout: KvLayout, fingerprint_digest: bytes, rank: int, ranks: int) -> dict[str, Tier]:
+def open_tiers(
+    config: Config,
+    layout: KvLayout,
+    fingerprint_digest: bytes,
+    memory: tuple[memoryview, ...],
+    *,
+    rank: int,
+    ranks: int,
+) -> dict[str, Tier]:
     """The tiers of one rank by name, in the order of the settings; one that fails or hangs may open later.
+
+    `memory` is what objects are mostly read into and written from.
 
     Raises:
         ConfigError: a setting is wrong, or a path cannot be used. Nothing stays open.
@@ -127,6 +139,7 @@ def open_tiers(config: Config, layout: KvLayout, fingerprint_digest: bytes, rank
         ranks=ranks,
         fingerprint=fingerprint_digest,
         key_id=None if secret is None else key_id(secret),
+        memory=memory,
     )
     tiers: dict[str, Tier] = {}
     try:

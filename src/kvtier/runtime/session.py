@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 
 from kvtier.core.cache import Cache
 from kvtier.core.load_budget import LoadBudget
+from kvtier.core.probes import ASK_AGAIN_S_MAX
 from kvtier.errors import BadCallError, KvError
 from kvtier.observe import metric_definitions as table
 from kvtier.observe.metrics import Metrics
@@ -178,6 +179,7 @@ class Session:
         *,
         resident_tokens: int = 0,
         compute_s: float | None = None,
+        announced_tokens: int = 0,
         wait_s: float = 0.0,
     ) -> Lookup:
         """How many leading tokens can be loaded. Probes lower tiers; call it again while it returns PROBING.
@@ -188,6 +190,8 @@ class Session:
             resident_tokens: leading tokens that the engine holds; load options start behind them.
             compute_s: expected time to compute the prompt, which bounds how long PROBING lasts for remote tiers; None:
                 until their deadlines.
+            announced_tokens: leading tokens that another engine is storing in a shared tier. The lookup is PROBING
+                while further ones appear there, for `limits.announced_wait_s` or the time of computing them at most.
             wait_s: how long to wait for the lower tiers' answers. Other calls go on meanwhile.
         """
         answer = NOTHING
@@ -196,10 +200,17 @@ class Session:
 
         def look_up(at_s: float) -> None:
             nonlocal answer, seen, now_s
-            answer = self._cache.lookup(request, prefix, at_s, resident_tokens=resident_tokens, compute_s=compute_s)
+            answer = self._cache.lookup(
+                request,
+                prefix,
+                at_s,
+                resident_tokens=resident_tokens,
+                compute_s=compute_s,
+                announced_tokens=announced_tokens,
+            )
             seen, now_s = self._settles, at_s
             if answer.presence is not Presence.PROBING or now_s >= until_s:
-                self._count(request, prefix, answer)
+                self._count(request, prefix, answer, announced_tokens)
 
         while True:
             self._call(look_up)
@@ -207,7 +218,7 @@ class Session:
                 return NOTHING
             if answer.presence is not Presence.PROBING or now_s >= until_s:
                 return answer
-            self._wait(seen, until_s - now_s)
+            self._wait(seen, min(until_s - now_s, ASK_AGAIN_S_MAX if announced_tokens else FLUSH_STEP_S))
 
     def load(
         self,
@@ -534,7 +545,7 @@ class Session:
                 text = "limits.%s is reached: %s (this is logged once)"
                 self._lines.append(LogLine(logging.WARNING, text, (name, effect)))
 
-    def _count(self, request: RequestId, prefix: Prefix, answer: Lookup) -> None:
+    def _count(self, request: RequestId, prefix: Prefix, answer: Lookup, announced_tokens: int) -> None:
         self.metrics.add(table.LOOKUPS, presence=answer.presence.value)
         if answer.presence is Presence.PROBING or request in self._counted:
             return
@@ -545,6 +556,11 @@ class Session:
         self.metrics.add(table.LOOKUP_TOKENS, answer.ready_tokens, result="ready")
         self.metrics.add(table.LOOKUP_TOKENS, answer.tokens - answer.ready_tokens, result="arriving")
         self.metrics.add(table.LOOKUP_TOKENS, prompt_tokens - answer.tokens, result="absent")
+        if announced_tokens:
+            announced = min(announced_tokens // prefix.chunk_tokens * prefix.chunk_tokens, prefix.tokens)
+            found = min(announced, answer.tokens)
+            self.metrics.add(table.ANNOUNCED_TOKENS, found, result="found")
+            self.metrics.add(table.ANNOUNCED_TOKENS, announced - found, result="missing")
 
     # ---- the session's thread --------------------------------------------------------------------------------------
 

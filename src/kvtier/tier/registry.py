@@ -27,8 +27,10 @@ ENTRY_POINTS = "kvtier.tiers"
 _BUILT_IN: dict[str, str] = {
     "directory": "kvtier.tier.directory_kind",
     "disk": "kvtier.tier.disk_kind",
+    "mooncake": "kvtier.tier.mooncake_kind",
     "s3": "kvtier.tier.s3_kind",
     "shared_directory": "kvtier.tier.shared_directory_kind",
+    "valkey": "kvtier.tier.valkey_kind",
 }
 """Module of each kind."""
 
@@ -101,6 +103,8 @@ class TierContext:
     """`Fingerprint.digest`, 32 bytes."""
     key_id: bytes | None = None
     """16 bytes that identify the configured secret; None without one. See `keys.secret.key_id`."""
+    memory: tuple[memoryview, ...] = ()
+    """Where slots are: the rank's host memory, a mapping for each group. A tier may use it until it is closed."""
     clock: Callable[[], float] = time.monotonic
 
 

@@ -47,6 +47,10 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
             tier.name: CacheHitSource.DISK for tier in setup.config.tiers if kind_of(tier).folder(tier) is not None
         }
         is_scheduler = role is ConnectorRole.SCHEDULER
+        if is_scheduler and setup.role == "kv_producer":
+            # vLLM's scheduler reads the role after this, and delays the reuse of blocks that a running step still
+            # writes only in an engine that loads. A prefill engine of kvtier loads, too.
+            vllm_config.kv_transfer_config.kv_role = "kv_both"
         self._upper = (
             SchedulerSide(
                 setup,
@@ -133,10 +137,10 @@ class KvtierConnector(ConnectorBase, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request. vLLM may free its blocks at once: pins protect the sources of stores."""
-        self._ask(lambda scheduler: scheduler.finished(request, block_ids), None)
+        announcement = self._ask(lambda scheduler: scheduler.finished(request, block_ids), None)
         if self._is_broken and (scheduler := self._scheduler) is not None:
             scheduler.forget(request)
-        return False, None
+        return False, announcement
 
     # ---- scheduler: steps ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,12 @@
-"""State of one vLLM request on the scheduler side, and the session hint that a request carries.
+"""State of one vLLM request on the scheduler side, and what a request carries for kvtier in `kv_transfer_params`.
 
-A session's name is scoped to its `cache_salt`, so one tenant cannot name another tenant's session. Hints never affect
-correctness. An invalid hint is ignored.
+    session, next_turn   the session hint. A session's name is scoped to its `cache_salt`, so one tenant cannot name
+                         another tenant's session
+    do_remote_decode     a prefill engine shall announce what it has stored, in the response
+    kvtier.tokens        the announcement, in the request to the decode engine: leading tokens that another engine has
+                         stored, or is storing
+
+Hints and announcements never affect correctness: loads are of the request's own keys. An invalid one is ignored.
 """
 
 import time
@@ -19,6 +24,9 @@ from kvtier.types import Lookup, NextTurn, Prefix, RequestId
 _ENDED_BY_OUTPUT = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
 """Statuses that the output of a step sets, which proves that the step has run."""
 
+ANNOUNCEMENT = "kvtier"
+"""Field of `kv_transfer_params`."""
+
 _SESSION_NAME_BYTES = 16
 _NEXT_TURNS = {turn.value: turn for turn in NextTurn}
 
@@ -34,8 +42,7 @@ class SessionHint(NamedTuple):
 
 def session_hint(request: Request) -> tuple[SessionHint, str]:
     """Read `session_id`, or `session` and `next_turn` in `kv_transfer_params`; also what is invalid, or ``""``."""
-    params: Any = request.kv_transfer_params
-    fields = cast("dict[str, object]", params) if isinstance(params, dict) else {}
+    fields = _params(request)
     next_turn, session = fields.get("next_turn"), fields.get("session")
     if session is None:
         session = cast("object", getattr(request, "session_id", None))
@@ -49,6 +56,32 @@ def session_hint(request: Request) -> tuple[SessionHint, str]:
     if known is None and next_turn is not None:
         return SessionHint(name), _problem("next_turn", next_turn, ", ".join(map(repr, _NEXT_TURNS)))
     return SessionHint(name, known), ""
+
+
+def announced_tokens(request: Request) -> tuple[int, str]:
+    """Leading tokens of the request that another engine has announced; also what is invalid, or ``""``."""
+    announcement = _params(request).get(ANNOUNCEMENT)
+    if announcement is None:
+        return 0, ""
+    tokens = cast("dict[str, object]", announcement).get("tokens") if isinstance(announcement, dict) else announcement
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        return 0, _problem(f"{ANNOUNCEMENT}.tokens", tokens, "a number of tokens, as the prefill engine announced it")
+    return min(tokens, request.num_tokens), ""
+
+
+def wants_announcement(request: Request) -> bool:
+    """Whether another engine goes on with the request, by the convention of vLLM's proxies."""
+    return _params(request).get("do_remote_decode") is True
+
+
+def announcement_of(tokens: int) -> dict[str, Any]:
+    """`kv_transfer_params` of a response, which a proxy passes on to the decode engine as they are."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, ANNOUNCEMENT: {"tokens": tokens}}
+
+
+def _params(request: Request) -> dict[str, object]:
+    params: Any = request.kv_transfer_params
+    return cast("dict[str, object]", params) if isinstance(params, dict) else {}
 
 
 def _problem(field_name: str, value: object, allowed: str) -> str:
@@ -119,6 +152,10 @@ class TrackedRequest:
     """Leading tokens that are cached or were handed to the session. (Of windows and states it has fewer.)"""
     windows: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
     """Chunks of each window group that are cached or were handed to the session."""
+    announced_tokens: int = 0
+    """Leading tokens that another engine has announced."""
+    published_tokens: int = 0
+    """Leading tokens that are cached or were handed to the session, up to a boundary from which a request can go on."""
     junction_tokens: int = 0
     """Length of the cached history that another request shares with this one; 0: none."""
     offers: list[StateOffer] = field(default_factory=list[StateOffer])

@@ -24,7 +24,15 @@ from kvtier.connect.vllm.geometry import Geometry
 from kvtier.connect.vllm.loads import Loads, OpenLoad
 from kvtier.connect.vllm.prefix_protection import PrefixProtection
 from kvtier.connect.vllm.request_keys import RequestKeys
-from kvtier.connect.vllm.requests import LookupAnswer, PrefixMatch, TrackedRequest, session_hint
+from kvtier.connect.vllm.requests import (
+    LookupAnswer,
+    PrefixMatch,
+    TrackedRequest,
+    announced_tokens,
+    announcement_of,
+    session_hint,
+    wants_announcement,
+)
 from kvtier.connect.vllm.session_poller import SessionPoller
 from kvtier.connect.vllm.step_timer import StepTimer
 from kvtier.connect.vllm.stores import Stores, StoreSelection
@@ -70,6 +78,9 @@ class Scheduler:
         bytes_per_token: KV of all groups and ranks.
         can_wait: a step may wait for a load, and vLLM accepts its report of unfilled blocks.
         has_prefix_caching: other requests find loaded blocks in vLLM's own cache.
+        stores: False: a decode engine that only loads.
+        announces: True: a prefill engine, whose responses say what it has stored. False: only those do whose request
+            wants it. None: none do, because no other engine finds it.
         events: KV events for routers, if enabled.
         recorder: records finished requests, if enabled.
     """
@@ -88,6 +99,8 @@ class Scheduler:
         bytes_per_token: float,
         can_wait: bool,
         has_prefix_caching: bool,
+        stores: bool = True,
+        announces: bool | None = False,
         events: Events | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -100,6 +113,10 @@ class Scheduler:
         # The failure of a load that a step waited for is reported by block.
         self._sync_tokens_max = SYNC_BYTES_MAX / bytes_per_token if can_wait and geometry.can_load_in_part else 0
         self._has_prefix_caching = has_prefix_caching
+        self._is_storing = stores
+        self._announces = announces
+        self._is_reset = False
+        """Other engines have other keys since a cache reset."""
         self._events = events
         self._recorder = recorder
         self._numbers = itertools.count()
@@ -121,16 +138,20 @@ class Scheduler:
         self._abandoned: set[RequestId] = set()
         """Loads that were open when an internal error occurred."""
         self._probe_wait_s = PROBE_WAIT_S
+        self._is_busy = False
+        """The last step computed something."""
 
     # ---- requests begin and end ------------------------------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
         """Track a new request."""
         hint, problem = session_hint(request)
-        if problem and not self._has_warned:
+        announced, lie = announced_tokens(request)
+        if (problem or lie) and not self._has_warned:
             self._has_warned = True
-            logger.warning("request %s: %s; ignored (logged once)", request.request_id, problem)
+            logger.warning("request %s: %s; ignored (logged once)", request.request_id, problem or lie)
         tracked = TrackedRequest(request, next(self._numbers), self._begin_keys(request), hint)
+        tracked.announced_tokens = 0 if self._is_reset else announced
         self._requests[request.request_id] = tracked
         self._protection.joined(tracked)
 
@@ -138,12 +159,12 @@ class Scheduler:
         """End a request after an internal error."""
         self._requests.pop(request.request_id, None)
 
-    def finished(self, request: Request, tables: BlockTables) -> None:
-        """End a request: finished or aborted."""
+    def finished(self, request: Request, tables: BlockTables) -> dict[str, Any] | None:
+        """End a request: finished or aborted. Returns `kv_transfer_params` of its response."""
         self._settle()
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
-            return
+            return None
         self._due.pop(tracked.id, None)
         self._protection.left(tracked.id)
         self._step_timer.forget(tracked.id)
@@ -162,6 +183,11 @@ class Scheduler:
         if self._recorder is not None:
             earliest = next(iter(self._requests.values()), None)
             self._recorder.served(tracked.served(), None if earliest is None else earliest.arrived_s)
+        if not self._is_storing or tracked.keys is None or self._announces is None or self._is_reset:
+            return None
+        if not self._announces and not wants_announcement(request):
+            return None
+        return announcement_of(min(tracked.published_tokens, request.num_prompt_tokens))
 
     # ---- what can be loaded ----------------------------------------------------------------------------------------
 
@@ -214,12 +240,15 @@ class Scheduler:
             and now_s < known.time_s + ANSWER_S
         ):
             return known.lookup
+        announced = tracked.announced_tokens if tracked.announced_tokens > resident_tokens else 0
         lookup = self._session.lookup(
             tracked.question,
             prefix,
             resident_tokens=resident_tokens,
             compute_s=self._planner.waits_for_s(tracked.request.num_tokens - resident_tokens, resident_tokens),
-            wait_s=max(0.0, self._probe_wait_s),
+            announced_tokens=announced,
+            # Announced chunks may take long, and other requests need the step.
+            wait_s=0.0 if announced and known is not None and self._is_busy else max(0.0, self._probe_wait_s),
         )
         self._probe_wait_s -= time.monotonic() - now_s
         tracked.answer = LookupAnswer(prefix, resident_tokens, now_s, lookup)
@@ -288,6 +317,7 @@ class Scheduler:
         self._settle()
         self._step += 1
         self._probe_wait_s = PROBE_WAIT_S
+        self._is_busy = bool(output.num_scheduled_tokens)
         self._protection.step_ends()
         self._note_beginnings(output)
         pieces: list[Piece] = []
@@ -360,7 +390,7 @@ class Scheduler:
             return
         for name, offers in output.kv_connector_block_state.boundary_state_offloads.items():
             tracked = self._requests.get(name)
-            if tracked is not None and tracked.keys is not None:
+            if tracked is not None and tracked.keys is not None and self._is_storing:
                 usable = self._selection.usable(offers, tracked)
                 # This step fills them, and they must not be freed before it has returned.
                 self._stores.pins.pin([block for _, block, _ in usable])
@@ -405,7 +435,7 @@ class Scheduler:
         """Store the chunks that have become full since the last call; whether there were any."""
         computed = tracked.computed_tokens(self._confirmed_step)
         end = computed - computed % self._geometry.chunk_tokens
-        if tracked.keys is None or end <= tracked.handed_tokens:
+        if tracked.keys is None or end <= tracked.handed_tokens or not self._is_storing:
             return False
         first = tracked.handed_tokens // self._geometry.chunk_tokens
         places = self._selection.take(tracked, end, tables)
@@ -448,6 +478,7 @@ class Scheduler:
             self._selection.mark_cached(tracked, max(done.tokens, plan.resident_tokens) // size * size)
             self._session.release(tracked.question)
             tracked.answer = None
+            tracked.announced_tokens = 0  # the request has waited once
             tracked.attempts += 1
             is_last = done.was_cut or tracked.attempts >= ATTEMPTS_MAX
             tracked.cap_tokens = 0 if is_last else min((chunk for _, chunk in done.failed), default=0) * size
@@ -466,7 +497,9 @@ class Scheduler:
     def reset(self) -> None:
         """Make everything cached before now unreachable: vLLM resets its caches."""
         self._loads.forget_all_landed()
+        self._is_reset = True
         for tracked in self._requests.values():
+            tracked.announced_tokens = 0
             # Blocks that a running request has computed belong to the time before the reset.
             has_old_blocks = tracked.request.num_computed_tokens > 0
             if tracked.load is not None:

@@ -41,6 +41,7 @@ def check_start(vllm_config: VllmConfig) -> tuple[Config, str]:
         UnsupportedModelError: the engine cannot be served correctly.
     """
     config = settings_of(vllm_config)
+    support.check_role(vllm_config.kv_transfer_config.kv_role, config.store.write_policy)
     version = installed.check_engine(config.vllm.unsupported)
     support.check_engine(vllm_config)
     return config, version
@@ -57,6 +58,8 @@ class EngineSetup:
     identity: identity.EngineIdentity
     build: str
     """vLLM's build; see `installed.build_of`."""
+    role: str
+    """`kv_role`: ``kv_both``, ``kv_producer`` for a prefill engine, or ``kv_consumer`` for a decode engine."""
 
     @staticmethod
     def of(vllm_config: VllmConfig, kv_cache_config: KvCacheConfig) -> "EngineSetup":
@@ -75,7 +78,8 @@ class EngineSetup:
             # No later engine could identify the stored bytes.
             kept = [it for it in config.tiers if not (kind_of(it).persists or kind_of(it).is_shared(it))]
             config = replace(config, tiers=tuple(kept))
-        return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, build)
+        role = vllm_config.kv_transfer_config.kv_role
+        return EngineSetup(vllm_config, kv_cache_config, config, geometry, identified, build, role)
 
     @property
     def ranks(self) -> int:
@@ -113,7 +117,8 @@ class SchedulerSide:
         self._keys: KeyMaker | None = None
         self._stats: StatsReader | None = None
         self._lock = threading.Lock()
-        for warning in support.warnings(setup.vllm_config):
+        self._has_shared = any(kind_of(it).is_shared(it) for it in setup.config.tiers)
+        for warning in support.warnings(setup.vllm_config.kv_transfer_config, setup.role, has_shared=self._has_shared):
             logger.warning("%s", warning)
         if setup.identity.is_private:
             logger.warning("KV is kept in host memory only: %s", setup.identity.detail)
@@ -130,7 +135,8 @@ class SchedulerSide:
         ranks = connect(handshakes, config.limits.copy_deadline_s)
         movements, events = self._events()
         digest = setup.identity.fingerprint.digest
-        opened = open_core(config, geometry.layout, digest, ranks, observer=movements)
+        is_producer = setup.role == "kv_producer"
+        opened = open_core(config, geometry.layout, digest, ranks, observer=movements, publishes=is_producer)
         self._opened = opened
         self._keys = KeyMaker(opened.root, geometry.chunk_tokens, vllm_config)
         self._stats = StatsReader(opened.metrics)
@@ -148,6 +154,8 @@ class SchedulerSide:
             bytes_per_token=geometry.layout.bytes_per_token * setup.ranks,
             can_wait=_can_wait(vllm_config),
             has_prefix_caching=vllm_config.cache_config.enable_prefix_caching,
+            stores=setup.role != "kv_consumer",
+            announces=is_producer if self._has_shared and config.store.write_policy == "through" else None,
             events=events,
             recorder=opened.recorder,
         )

@@ -27,6 +27,8 @@ class StoreSelection:
     stores that window. The third can load both. State groups: the states that vLLM offers, chosen by the same reasoning
     (`CacheConfig.prefix_cache_retention_interval`).
 
+    A prompt of whole chunks is looked up without its last one, so the boundary before that is likely, too.
+
     Args:
         geometry: location of chunks in block tables.
     """
@@ -41,7 +43,7 @@ class StoreSelection:
 
     def mark_cached(self, tracked: TrackedRequest, tokens: int) -> None:
         """Record that the leading `tokens` can be loaded, so they need not be stored."""
-        tracked.handed_tokens = tokens
+        tracked.handed_tokens = tracked.published_tokens = tokens
         tracked.windows = {number: self._needed(window, tokens) for number, window in self._windows.items()}
 
     def usable(self, offers: Iterable[StateOffer], tracked: TrackedRequest) -> list[StateOffer]:
@@ -55,6 +57,9 @@ class StoreSelection:
         before = tracked.handed_tokens
         wanted = {number: set(range(before // size, tokens // size)) for number in self._histories}
         junctions = {getattr(tracked.request, "shared_prefix_boundary", 0) // size * size, tracked.junction_tokens}
+        if tokens == tracked.request.num_prompt_tokens:
+            # The same prompt once more, or in a decode engine, is not loaded to its end.
+            junctions.add(self._geometry.hit_tokens(tokens))
         for number, window in self._windows.items():
             needed = self._needed(window, tokens)
             for junction in junctions:
@@ -66,6 +71,8 @@ class StoreSelection:
         chunks = sorted({*range(before // size, tokens // size)}.union(*wanted.values()))
         places = self._geometry.sources(chunks, tables, tracked.offers)
         tracked.handed_tokens = tokens
+        ends = [offer[2] for offer in tracked.offers if offer[2] <= tokens] if self._geometry.has_states else [tokens]
+        tracked.published_tokens = max(ends, default=tracked.published_tokens)
         return [place for place in places if place.group not in wanted or place.chunk in wanted[place.group]]
 
     def _needed(self, window: int, boundary: int) -> set[int]:

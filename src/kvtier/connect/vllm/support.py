@@ -6,7 +6,7 @@ meaning.
 """
 
 from kvtier.connect.vllm.vllm_types import KvCacheConfig, KvCacheSpec, Request, VllmConfig, plain_name
-from kvtier.errors import UnsupportedModelError
+from kvtier.errors import ConfigError, UnsupportedModelError
 from kvtier.layout import History, State, Validity, Window
 
 DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
@@ -85,17 +85,39 @@ def _check_model(config: VllmConfig) -> None:
         )
 
 
-def warnings(config: VllmConfig) -> list[str]:
-    """Problems of a configuration that works; one sentence each."""
+def check_role(role: str, write_policy: str) -> None:
+    """Refuse a prefill engine that would store late, or never.
+
+    Raises:
+        ConfigError: the message names the setting.
+    """
+    if role == "kv_producer" and write_policy != "through":
+        raise ConfigError(
+            f"store.write_policy = {write_policy!r}: other engines wait for what a prefill engine (kv_role {role!r}) "
+            "stores; allowed: 'through'"
+        )
+
+
+def warnings(transfer: VllmConfig, role: str, *, has_shared: bool) -> list[str]:
+    """Problems of a configuration that works; one sentence each.
+
+    Args:
+        transfer: vLLM's `KVTransferConfig`.
+        role: its `kv_role`, as the user gave it.
+        has_shared: another engine can see what this one stores, in a tier that nodes share.
+    """
     found: list[str] = []
-    transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy == "fail":
         found.append(
             "kv_load_failure_policy is 'fail', vLLM's default: a request whose KV cannot be loaded ends with an error "
             'instead of being computed. Set "kv_load_failure_policy": "recompute" in --kv-transfer-config'
         )
-    if transfer.kv_role != "kv_both":
-        found.append(f"kv_role is {transfer.kv_role!r}, but kvtier both stores and loads. Set it to 'kv_both'")
+    if role != "kv_both" and not has_shared:
+        other = "loads what this engine stores" if role == "kv_producer" else "stores what this engine loads"
+        found.append(
+            f"kv_role is {role!r}, but no other engine {other}, because no tier is shared. Add a shared tier, or set "
+            "kv_role to 'kv_both'"
+        )
     return found
 
 

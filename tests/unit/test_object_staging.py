@@ -5,10 +5,11 @@ import time
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.limits import TierRules
 from kvtier.observe import metric_definitions as table
+from kvtier.runtime.arena import Arena
 from kvtier.runtime.object_store import ObjectStore
 from kvtier.runtime.staging import StagingSlots
 from kvtier.testing.memory_tier import MemoryTier
-from kvtier.testing.object_store import DEADLINE_S, LAYOUT, STAGING_BYTES, got, object_id, put
+from kvtier.testing.object_store import DEADLINE_S, LAYOUT, STAGED, STAGING_BYTES, got, object_id, put
 from kvtier.types import Outcome
 
 
@@ -19,7 +20,7 @@ def opened(tier):
         fingerprint=bytes(32),
         tiers={tier.name: tier},
         rules=[TierRules(name=tier.name)],
-        staging_bytes=STAGING_BYTES,
+        arena=Arena(LAYOUT, (STAGED,) * len(LAYOUT.groups)),
     )
 
 

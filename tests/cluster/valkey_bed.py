@@ -1,6 +1,6 @@
 """Valkey servers on loopback for the tests: one server, a cluster with replicas, and one with TLS.
 
-    python -m tests.cluster.valkey     # starts one server and a cluster, prints their ports, ends them at Ctrl-C
+    python -m tests.cluster.valkey_bed     # starts one server and a cluster, prints their ports, ends them at Ctrl-C
 
 Data are in memory. All servers are children of this process and end with it.
 """
@@ -20,7 +20,7 @@ from tests.shared.ceph import Daemon, NotInstalledError, free_port, is_listening
 
 PACKAGES = ["valkey-server", "valkey-tools", "libjemalloc2", "liblzf1", "libatomic1"]
 """Of Debian's backports. They are unpacked into a folder of their own: the system stays as it is."""
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvtier-tests" / "valkey-8"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvtier-tests" / "valkey-8.0.1"
 SERVER_VARIABLE = "KVTIER_TEST_VALKEY"
 """Environment variable: program of another server to test with, such as `redis-server`."""
 INSTALL_DEADLINE_S = 300.0
@@ -112,6 +112,52 @@ def _unpacked(folder: Path) -> Program:
     return program
 
 
+CLOCK_SOURCE = """
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <unistd.h>
+static volatile long *offset;
+__attribute__((constructor)) static void begin(void) {
+    int file = open(getenv("CLOCK_OFFSET"), O_RDONLY);
+    offset = mmap(0, 4096, PROT_READ, MAP_SHARED, file, 0);
+}
+int gettimeofday(struct timeval *time, void *zone) {
+    long result = syscall(SYS_gettimeofday, time, zone);
+    if (offset && offset != MAP_FAILED) time->tv_sec += *offset;
+    return result;
+}
+"""
+
+
+class Clock:
+    """A wall clock of its own for a server; libfaketime and jemalloc wait for each other.
+
+    Args:
+        folder: for its files.
+
+    Raises:
+        NotInstalledError: there is no C compiler.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if shutil.which("cc") is None:
+            raise NotInstalledError("no C compiler")
+        source, library, self._offset = folder / "clock.c", folder / "clock.so", folder / "offset"
+        source.write_text(CLOCK_SOURCE)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], timeout=60, check=True)
+        self._offset.write_bytes(bytes(4096))
+        self.variables = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(self._offset)}
+
+    def jump_to(self, offset_s: int) -> None:
+        """Be so many seconds ahead of the true time."""
+        with self._offset.open("r+b") as stream:
+            stream.write(offset_s.to_bytes(8, "little", signed=True))
+
+
 class RefusedError(Exception):
     """A server's error reply."""
 
@@ -155,15 +201,15 @@ class Line:
 class Server(Daemon):
     """One server process. `start` and `wait` bring it back, empty, after `kill`."""
 
-    def __init__(self, root: Path, program: Program, *settings: str, port: int | None = None) -> None:
-        self.port = port or free_port()
+    def __init__(self, root: Path, program: Program, *settings: str, **variables: str) -> None:
+        self.port = new_port()
         self.root = root / str(self.port)
         self.root.mkdir(parents=True)
         command = [
             *(program.path, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.root)),
             *("--save", "", "--appendonly", "no", "--enable-debug-command", "yes", *settings),
         ]
-        super().__init__(command, self.root / "log", program.environment)
+        super().__init__(command, self.root / "log", program.environment | variables)
 
     def call(self, *parts: object):
         """One command on a connection of its own."""
@@ -201,7 +247,15 @@ class Cluster:
         timeout = ("--cluster-node-timeout", str(int(NODE_TIMEOUT_S * 1000)), "--cluster-replica-validity-factor", "0")
         fast = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
         self.nodes = [
-            Server(root, program, "--cluster-enabled", "yes", *timeout, *fast, *settings, port=_cluster_port())
+            Server(
+                root,
+                program,
+                "--cluster-enabled",
+                "yes",
+                *timeout,
+                *fast,
+                *settings,
+            )
             for _ in range(MASTERS * (1 + REPLICAS))
         ]
 
@@ -289,11 +343,15 @@ def own_row(node: Server) -> list[str]:
     return next(row for row in node_rows(node) if "myself" in row[2])
 
 
-def _cluster_port() -> int:
-    """A free port whose partner for the cluster's own traffic, 10000 higher, is free, too."""
+_given: set[int] = set()
+
+
+def new_port() -> int:
+    """A free port that was not given before, whose partner for a cluster's own traffic, 10000 higher, is free, too."""
     while True:
         port = free_port()
-        if port < 55536 and not is_listening(port + 10000):
+        if port < 55536 and port not in _given and not is_listening(port + 10000):
+            _given.add(port)
             return port
 
 

@@ -1,0 +1,222 @@
+"""Frames as objects of a Mooncake store: memory of many nodes, with one master that knows where each object is.
+
+An object's key is ``<prefix>/<key id>/<fingerprint>/<name>``. Host memory is registered with Mooncake's client, which
+transfers from and to slots without a copy. The master lists no objects, so `scan` finds none.
+
+A write has no deadline in the library. A thread asks the nodes when one takes too long, and ends what waits for a
+silent node. The calling thread returns only when the memory is free again.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from kvtier.errors import TierError
+from kvtier.tier.base import UNKNOWN, About, Read, Write
+from kvtier.tier.mooncake_client import ABSENT, NO_MASTER, NOT_READY, OK, MooncakeClient
+from kvtier.tier.mooncake_nodes import MooncakeNodes, Want
+from kvtier.tier.operation_guard import OperationGuard
+from kvtier.types import Figures, ObjectName
+
+logger = logging.getLogger(__name__)
+
+CLOSE_DEADLINE_S = 10.0
+LEARN_INTERVAL_S = 1.0
+"""How often a write finds out which nodes it went to, after `LEARN_FIRST` in a row have found no new one."""
+LEARN_FIRST = 16
+WATCH_INTERVAL_S = 0.25
+LOG_INTERVAL_S = 60.0
+CORES_PER_WRITE = 4
+"""A write of the library keeps a core busy until it has ended. Threads that wait for cores make all of them slow."""
+
+_REFUSALS = {-200: "no room", -800: "a node does not take its copy", NOT_READY: "other writes take too long"}
+
+
+class MooncakeTier:
+    """Frames in a Mooncake store that several nodes use.
+
+    Args:
+        client: of the store; the tier closes it.
+        prefix: of all keys; ends with a slash.
+        key_id: 16 bytes that identify the secret, see `keys.secret.key_id`.
+        fingerprint: of the model, at least 16 bytes.
+        name: the tier's name in metrics and errors.
+        deadline_s: longest time of a read or delete; a write that takes longer is ended when a node is silent, and one
+            that waits longer for other writes is not made.
+        probe_deadline_s: longest time of a `contains`.
+        memory: host memory that objects are mostly read into and written from.
+
+    Raises:
+        TierError: the master does not answer, or the memory cannot be registered.
+    """
+
+    def __init__(
+        self,
+        client: MooncakeClient,
+        *,
+        prefix: str,
+        key_id: bytes,
+        fingerprint: bytes,
+        name: str = "mooncake",
+        deadline_s: float = 10.0,
+        probe_deadline_s: float = 0.5,
+        memory: Sequence[memoryview] = (),
+    ) -> None:
+        self.name = name
+        self._client = client
+        self._root = root_of(prefix, key_id, fingerprint)
+        self._deadline_s, self._probe_deadline_s = deadline_s, probe_deadline_s
+        self._guard = OperationGuard(name)
+        self._lock = threading.Lock()
+        self._written_bytes = 0
+        self._nodes = MooncakeNodes(name, client.engine)
+        self._memory = list(memory)
+        """Registered memory must exist until it is not registered any more."""
+        self._writing: dict[int, float] = {}
+        """When each running write is late."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._may_write = threading.BoundedSemaphore(max(1, cores // CORES_PER_WRITE))
+        self._learned_s = self._logged_s = float("-inf")
+        self._in_vain = 0
+        """Writes in a row that went to known nodes."""
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._run_watch, name=f"kvtier-{name}-watch", daemon=True)
+        try:
+            client.exist([self._root], deadline_s)
+            for view in self._memory:
+                client.register(view)
+        except BaseException:
+            client.close()
+            raise
+        self._watch.start()
+
+    def figures(self) -> Figures:
+        """Bytes written by this process."""
+        return Figures(write_bytes={"frames": self._written_bytes})
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """For each name, whether the store has it on a node that is not known to be silent.
+
+        One request to the master for all names, two while a node is silent. The master notices a dead node after some
+        seconds only.
+        """
+        with self._guard:
+            keys = [self._root + name.hex() for name in names]
+            found = self._client.exist(keys or [self._root], self._probe_deadline_s)[: len(keys)]
+            if not any(found) or not self._nodes.has_silent:
+                return found
+            there = [key for key, is_there in zip(keys, found, strict=True) if is_there]
+            copies = self._client.copies(there, self._probe_deadline_s)
+            return [any(not self._nodes.is_silent(each.endpoint) for each in copies.get(key, ())) for key in keys]
+
+    def read(self, name: ObjectName, into: memoryview, offset: int = 0) -> int | None:
+        """Read the frame from `offset` into `into`, from the first copy whose node answers; None when there is none."""
+        if offset < 0:
+            raise TierError(self.name, f"cannot read at offset {offset}: it must not be negative")
+        return self._read([Read(name, into)], offset)[0]
+
+    def write(self, name: ObjectName, frame: memoryview, about: About = UNKNOWN) -> bool:  # noqa: ARG002 - interface
+        """Store `frame` under `name` unless it exists. False without room, and when a node does not take its copy."""
+        answer = self.write_many([Write(name, frame)])[0]
+        if isinstance(answer, TierError):
+            raise answer
+        return answer
+
+    def read_many(self, reads: Sequence[Read]) -> list[int | TierError | None]:
+        """`read` for each of `reads` from its start; all at once."""
+        return list(self._read(reads, 0))
+
+    def write_many(self, writes: Sequence[Write]) -> list[bool | TierError]:
+        """`write` for each of `writes`, all at once."""
+        with self._guard:
+            views = {self._root + each.name.hex(): each.frame.cast("B") for each in writes}
+            full = {key: view for key, view in views.items() if view.nbytes}  # the library loses empty objects
+            codes = dict(zip(full, self._put(list(full), list(full.values())), strict=True)) if full else {}
+            answers = [self._answer(codes.get(key, ABSENT)) for key in views]
+            with self._lock:
+                self._written_bytes += sum(
+                    view.nbytes for view, answer in zip(views.values(), answers, strict=True) if answer is True
+                )
+            return answers
+
+    def delete(self, name: ObjectName) -> None:
+        """Delete `name`, if it exists, even while a reader has it in use."""
+        with self._guard:
+            key = self._root + name.hex()
+            code: int = self._client.ask(lambda store: store.remove(key, True), self._deadline_s)
+            if code not in {OK, ABSENT, NOT_READY}:  # what is being written is not held yet
+                raise TierError(self.name, f"cannot delete ({code})")
+
+    def scan(self) -> Iterator[tuple[ObjectName, int]]:
+        """Nothing: the master lists no objects."""
+        with self._guard:
+            return iter(())
+
+    def close(self) -> None:
+        """Wait for running operations and end the client. Idempotent. What hangs keeps the client and its memory."""
+        if not self._guard.close():
+            return
+        is_idle = self._guard.wait_empty(CLOSE_DEADLINE_S)
+        self._closing.set()
+        self._watch.join(CLOSE_DEADLINE_S)
+        if not is_idle or not self._client.close():
+            logger.warning("tier %s: closed while an operation ran for over %s s", self.name, CLOSE_DEADLINE_S)
+            return
+        self._memory.clear()
+
+    def _read(self, reads: Sequence[Read], offset: int) -> list[int | None]:
+        with self._guard:
+            end_s = time.monotonic() + self._deadline_s
+            keys = [self._root + each.name.hex() for each in reads]
+            views = [each.into.cast("B") for each in reads]
+            if not keys:
+                return []
+            found = self._client.copies(keys, self._deadline_s)
+            wants: list[Want | None] = []
+            with self._client.registered(views) as places:
+                for key, view, place in zip(keys, views, places, strict=True):
+                    copies = found.get(key)
+                    size = max(0, min(view.nbytes, copies[0].size_bytes - offset)) if copies else 0
+                    wants.append(Want(copies, place, size, offset, is_done=size == 0) if copies else None)
+                self._nodes.read([want for want in wants if want and not want.is_done], end_s - time.monotonic())
+            return [want.size_bytes if want is not None and want.is_done else None for want in wants]
+
+    def _put(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
+        if not self._may_write.acquire(timeout=self._deadline_s):
+            return [NOT_READY] * len(keys)  # others wait for a node
+        now_s, number = time.monotonic(), threading.get_ident()
+        self._writing[number] = now_s + self._deadline_s
+        try:
+            codes = self._client.put(keys, views)
+        finally:
+            del self._writing[number]
+            self._may_write.release()
+        is_due = self._in_vain < LEARN_FIRST or now_s > self._learned_s + LEARN_INTERVAL_S
+        if is_due and OK in codes:
+            self._learned_s = now_s
+            key = keys[codes.index(OK)]
+            is_new = self._nodes.learn(self._client.copies([key], self._deadline_s).get(key, []))
+            self._in_vain = 0 if is_new else self._in_vain + 1
+        return codes
+
+    def _answer(self, code: int) -> bool | TierError:
+        if code <= NO_MASTER:
+            return TierError(self.name, f"cannot write: the master does not answer ({code})")
+        now_s = time.monotonic()
+        if code != OK and now_s > self._logged_s + LOG_INTERVAL_S:
+            self._logged_s = now_s
+            logger.info("tier %s: an object was not admitted: %s", self.name, _REFUSALS.get(code, code))
+        return code == OK
+
+    def _run_watch(self) -> None:
+        while not self._closing.wait(WATCH_INTERVAL_S):
+            now_s = time.monotonic()
+            if any(late_s < now_s for late_s in list(self._writing.values())):
+                self._nodes.check()
+
+
+def root_of(prefix: str, key_id: bytes, fingerprint: bytes) -> str:
+    """What the keys of one secret and model begin with."""
+    return f"{prefix}{key_id.hex()}/{fingerprint.hex()[:32]}/"

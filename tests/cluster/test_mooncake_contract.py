@@ -1,0 +1,23 @@
+"""The Mooncake tier keeps the tier's contract on real servers."""
+
+import pytest
+
+from kvtier.testing.tier import TierContract
+
+
+@pytest.mark.cluster_core
+class TestMooncake(TierContract):
+    has_cap = False
+    lists = False
+
+    @pytest.fixture
+    def make_tier(self, mooncake):
+        tiers = []
+
+        def make(_capacity_bytes):
+            tiers.append(mooncake.tier(transfer_deadline_s=30.0, probe_deadline_s=10.0))
+            return tiers[-1]
+
+        yield make
+        for tier in tiers:
+            tier.close()

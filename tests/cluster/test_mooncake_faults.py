@@ -1,0 +1,295 @@
+"""A Mooncake store that fails costs misses within the deadline: nodes and masters are killed, paused and restarted."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.shared.ceph import wait_until
+
+from kvtier.errors import TierError
+from kvtier.testing.tier import empty_frame, frame_of, object_name
+from kvtier.tier import mooncake_nodes
+from kvtier.tier.base import Read, Write
+
+SIZE = 1 << 20
+COUNT = 12
+DEADLINE_S = 4.0
+SLACK_S = 2.0
+"""Of a busy machine."""
+
+
+def written(tier, count=COUNT, size=SIZE):
+    assert tier.write_many([Write(object_name(n), frame_of(n, size)) for n in range(count)]) == [True] * count
+
+
+def loaded(tier, count=COUNT, size=SIZE) -> list[bool]:
+    """Which objects a read finds, each with its own bytes, one after the other."""
+    found = []
+    for number in range(count):
+        into = empty_frame(size)
+        answer = tier.read(object_name(number), into)
+        assert answer in {None, size}
+        assert answer is None or into == frame_of(number, size), "other bytes"
+        found.append(answer is not None)
+    return found
+
+
+def took_s(act) -> float:
+    start_s = time.monotonic()
+    act()
+    return time.monotonic() - start_s
+
+
+def nodes_of(mooncake, tier) -> dict[str, object]:
+    """The node of each endpoint that the tier has met."""
+    ports = {}
+    for node in mooncake.nodes:
+        inodes = set()
+        for entry in os.scandir(f"/proc/{node.pid}/fd"):
+            link = os.readlink(entry.path)
+            if link.startswith("socket:["):
+                inodes.add(link[8:-1])
+        for line in Path(f"/proc/{node.pid}/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                ports[int(fields[1].split(":")[1], 16)] = node
+    return {
+        endpoint: ports[int(endpoint.rpartition(":")[2])]
+        for endpoint in tier._nodes._nodes
+        if int(endpoint.rpartition(":")[2]) in ports
+    }
+
+
+@pytest.mark.cluster_core
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_with_two_copies_the_other_one_is_found(mooncake, how, caplog):
+    """The first read that meets the silent node finds it out; the others take a few ms."""
+    tier = mooncake.tier(copies=2)
+    written(tier)
+    assert all(loaded(tier))
+    getattr(mooncake.nodes[0], how)()
+    times = []
+    for number in range(COUNT):
+        into = empty_frame(SIZE)
+        start_s = time.monotonic()
+        assert tier.read(object_name(number), into) == SIZE
+        times.append(time.monotonic() - start_s)
+        assert into == frame_of(number, SIZE)
+    assert max(times) < DEADLINE_S
+    assert sorted(times)[-2] < 0.5, "the node is asked once only"
+    assert tier.contains([object_name(n) for n in range(COUNT)]) == [True] * COUNT
+    assert sum("is left alone" in record.getMessage() for record in caplog.records) == 1
+    reads = [Read(object_name(n), empty_frame(SIZE)) for n in range(COUNT)]
+    assert tier.read_many(reads) == [SIZE] * COUNT
+    assert all(read.into == frame_of(n, SIZE) for n, read in enumerate(reads))
+    tier.close()
+
+
+@pytest.mark.cluster_core
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_with_one_copy_what_was_on_the_node_is_a_miss_in_time(mooncake, how):
+    tier = mooncake.tier()
+    written(tier)
+    assert all(loaded(tier))
+    getattr(mooncake.nodes[0], how)()
+    start_s = time.monotonic()
+    found = loaded(tier)
+    assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+    assert any(found), "the other node's"
+    assert not all(found)
+    # The master still knows the others; the tier knows better.
+    assert tier.contains([object_name(n) for n in range(COUNT)]) == found
+    again_s = took_s(lambda: loaded(tier))
+    assert again_s < 1.0
+    mooncake.heal()
+    if how == "pause":
+        wait_until(lambda: all(loaded(tier)) or tier._nodes.has_silent is False, "the node", 30.0)
+    tier.close()
+
+
+def test_a_batch_with_a_silent_node_brings_what_the_other_one_has(mooncake):
+    tier = mooncake.tier()
+    written(tier)
+    mooncake.nodes[1].pause()
+    reads = [Read(object_name(n), empty_frame(SIZE)) for n in range(COUNT)]
+    start_s = time.monotonic()
+    found = tier.read_many(reads)
+    assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+    assert set(found) == {SIZE, None}
+    for number, (read, answer) in enumerate(zip(reads, found, strict=True)):
+        assert answer is None or read.into == frame_of(number, SIZE)
+    tier.close()
+
+
+@pytest.mark.cluster_core
+def test_a_slot_of_a_failed_read_gets_no_byte_later(mooncake, monkeypatch):
+    """A paused node sends what it was asked for as soon as it goes on. By then the slot may have other bytes."""
+    tier = mooncake.tier()
+    written(tier, size=8 << 20)
+    mooncake.nodes[0].pause()
+    into = [empty_frame(8 << 20) for _ in range(COUNT)]
+    missed = [n for n in range(COUNT) if tier.read(object_name(n), into[n]) is None]
+    assert missed
+    for number in missed:
+        into[number][:] = b"\x5a" * (8 << 20)
+    mooncake.nodes[0].resume()
+    time.sleep(1.0)
+    assert all(into[number] == b"\x5a" * (8 << 20) for number in missed)
+    tier.close()
+
+
+def test_a_read_that_cannot_be_ended_keeps_its_memory(mooncake, monkeypatch, caplog):
+    """The control of the test above: without the cut, the read ends only when the node goes on."""
+    monkeypatch.setattr(mooncake_nodes, "cut", lambda _address: 0)
+    tier = mooncake.tier(transfer_deadline_s=1.0)
+    written(tier)
+    first = nodes_of(mooncake, tier)
+    tier.read_many([Read(object_name(n), empty_frame(SIZE)) for n in range(COUNT)])
+    assert first or nodes_of(mooncake, tier)
+    mooncake.nodes[0].pause()
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(loaded(tier)))
+    thread.start()
+    thread.join(4.0)
+    assert thread.is_alive()
+    assert not answers
+    mooncake.nodes[0].resume()
+    thread.join(10.0)
+    assert len(answers) == 1
+    assert any("keeps its memory" in record.getMessage() for record in caplog.records)
+    tier.close()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_writes_to_a_silent_node_end_and_are_refused(mooncake, node):
+    """Although the tier has written little and read nothing."""
+    tier = mooncake.tier(transfer_deadline_s=2.0)
+    assert all(tier.write(object_name(n), frame_of(n, SIZE)) for n in range(8))
+    mooncake.nodes[node].pause()
+    answers: dict[int, bool] = {}
+
+    def write(number: int) -> float:
+        return took_s(lambda: answers.update({number: tier.write(object_name(100 + number), frame_of(number, SIZE))}))
+
+    with ThreadPoolExecutor(8) as threads:
+        longest_s = max(threads.map(write, range(8)))
+    mooncake.nodes[node].resume()
+    assert longest_s < 2.0 + 2 * SLACK_S
+    for number, answer in answers.items():
+        into = empty_frame(SIZE)
+        found = tier.read(object_name(100 + number), into)
+        assert found in {None, SIZE}
+        assert found is None or into == frame_of(number, SIZE)
+        assert answer or found is None
+    tier.close()
+
+
+@pytest.mark.cluster_core
+def test_a_master_that_is_killed_is_an_error_and_comes_back_empty(mooncake):
+    tier = mooncake.tier()
+    written(tier)
+    mooncake.master.kill()
+    into = empty_frame(SIZE)
+    for act in (
+        lambda: tier.contains([object_name(1)]),
+        lambda: tier.contains([]),
+        lambda: tier.read(object_name(1), into),
+        lambda: tier.write(object_name(99), frame_of(99, SIZE)),
+        lambda: tier.delete(object_name(1)),
+    ):
+        start_s = time.monotonic()
+        with pytest.raises(TierError, match="master"):
+            act()
+        assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+    mooncake.start_master()
+
+    def is_back() -> bool:
+        try:
+            return tier.contains([]) == [] and tier.write(object_name(200), frame_of(200, SIZE))
+        except TierError:
+            return False
+
+    wait_until(is_back, "the store", 60.0)
+    assert tier.contains([object_name(n) for n in range(COUNT)]) == [False] * COUNT
+    assert loaded(tier) == [False] * COUNT
+    assert tier.read(object_name(200), into) == SIZE
+    assert into == frame_of(200, SIZE)
+    tier.close()
+
+
+@pytest.mark.cluster_core
+def test_a_master_that_is_silent_is_an_error_in_time(mooncake):
+    tier = mooncake.tier()
+    written(tier)
+    mooncake.master.pause()
+    for act, limit_s in (
+        (lambda: tier.contains([object_name(1)]), 1.0),
+        (lambda: tier.contains([]), 1.0),
+        (lambda: tier.read(object_name(1), empty_frame(SIZE)), 1.0),
+        (lambda: tier.write(object_name(99), frame_of(99, SIZE)), 1.0),
+    ):
+        start_s = time.monotonic()
+        with pytest.raises(TierError, match=r"master .* answer"):
+            act()
+        assert time.monotonic() - start_s < limit_s + SLACK_S, "one call waits, further ones fail at once"
+    mooncake.master.resume()
+
+    def answers() -> bool:
+        try:
+            return tier.contains([object_name(1)]) == [True]
+        except TierError:
+            return False
+
+    wait_until(answers, "the master", 20.0)
+    assert sum(loaded(tier)) > 0
+    tier.close()
+
+
+def test_a_full_store_evicts_or_refuses_and_never_lies(mooncake):
+    tier = mooncake.tier(copies=1)
+    size, count = 8 << 20, 96  # 768 MiB into 512
+    answers = [tier.write(object_name(n), frame_of(n % 7, size)) for n in range(count)]
+    found = 0
+    for number in range(count):
+        into = empty_frame(size)
+        if tier.read(object_name(number), into) == size:
+            found += 1
+            assert into == frame_of(number % 7, size)
+    assert 0 < found < count
+    assert sum(answers) >= found
+    assert tier.write(object_name(1000), frame_of(1, size)) in {True, False}
+    tier.close()
+
+
+@pytest.mark.cluster_core
+def test_an_object_of_another_size_fills_no_more_than_the_slot(mooncake):
+    settings = mooncake.settings()
+    tier = mooncake.tier(prefix=settings.prefix)
+    assert tier.write(object_name(1), frame_of(1, 3 * 4096))
+    into = empty_frame(4 * 4096)
+    assert tier.read(object_name(1), into[:4096]) == 4096
+    assert into[4096:] == bytes(3 * 4096)
+    assert tier.read(object_name(1), into) == 3 * 4096
+    assert tier.read(object_name(1), into[:0]) == 0
+    assert tier.write(object_name(2), memoryview(b"")) is False
+    assert tier.contains([object_name(2)]) == [False]
+    # The library's own call refuses a smaller buffer.
+    raw = tier._client.store
+    with tier._client.registered([into]) as (place,):
+        assert raw.get_into(tier._root + object_name(1).hex(), place, 4096) == -600
+    tier.close()
+
+
+def test_a_lookup_of_many_names_is_one_request_to_the_master(mooncake):
+    tier = mooncake.tier(probe_deadline_s=10.0)
+    written(tier)
+    asked = []
+    ask = tier._client.ask
+    tier._client.ask = lambda act, deadline_s: (asked.append(1), ask(act, deadline_s))[1]
+    names = [object_name(n) for n in range(512)]
+    assert tier.contains(names) == [n < COUNT for n in range(512)]
+    assert len(asked) == 1
+    tier.close()

@@ -1,0 +1,288 @@
+"""How a Valkey tier opens: TLS, users, wrong settings, warnings, and its settings."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.cluster.valkey_bed import Cluster, Line, Server, make_authority, new_port, tls_settings
+from tests.cluster.valkey_world import FINGERPRINT, KEY_ID, MIB, frame_of, fresh_prefix, name_of, open_tier
+from tests.rig import LAYOUT
+
+from kvtier.config import tier_list
+from kvtier.config.value_types import PrivateText
+from kvtier.errors import ConfigError, TierError
+from kvtier.tier import registry
+from kvtier.tier.registry import TierContext
+from kvtier.tier.valkey import ValkeyTier
+from kvtier.tier.valkey_kind import KIND, ValkeySettings
+from kvtier.tier.valkey_wire import Access
+
+PASSWORD = "correct-horse-battery"
+CONTEXT = TierContext(layout=LAYOUT, fingerprint=FINGERPRINT, key_id=KEY_ID)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return make_authority(tmp_path_factory.mktemp("authority"))
+
+
+class At:
+    """A server's TLS port."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+
+@pytest.fixture
+def start(valkey_program, tmp_path):
+    servers = []
+
+    def started(*settings) -> Server:
+        servers.append(Server(tmp_path, valkey_program, *settings))
+        servers[-1].start()
+        servers[-1].wait()
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.kill()
+
+
+@pytest.mark.cluster_core
+def test_tls_with_an_authority_of_ones_own(start, authority, tmp_path):
+    port = new_port()
+    start(*tls_settings(authority, port), "--bind", "127.0.0.1", "127.0.0.2")
+    access = Access(tls=True, ca_file=authority.ca_file)
+    tier = open_tier(At(port), prefix=fresh_prefix(), access=access)
+    frame, into = frame_of(1, 5 * MIB), memoryview(bytearray(5 * MIB))
+    assert tier.write(name_of(1), frame)
+    assert tier.contains([name_of(n) for n in range(300)]) == [n == 1 for n in range(300)]
+    assert tier.read(name_of(1), into) == frame.nbytes
+    assert into == frame
+    tier.close()
+    with pytest.raises(ConfigError, match=r"not trusted.*ca_file"):
+        open_tier(At(port), access=Access(tls=True))
+    other = make_authority(tmp_path / "other")
+    with pytest.raises(ConfigError, match="not trusted"):
+        open_tier(At(port), access=Access(tls=True, ca_file=other.ca_file))
+    with pytest.raises(ConfigError, match="not trusted"):  # the certificate is for 127.0.0.1 and localhost
+        ValkeyTier(f"127.0.0.2:{port}", key_id=KEY_ID, fingerprint=FINGERPRINT, access=access)
+    with pytest.raises((ConfigError, TierError)):
+        open_tier(At(port), deadline_s=1.0)
+
+
+def test_a_server_that_asks_for_a_certificate(start, authority):
+    port = new_port()
+    start(*tls_settings(authority, port, asks_clients=True))
+    known = Access(tls=True, ca_file=authority.ca_file, certificate_file=authority.certificate, key_file=authority.key)
+    tier = open_tier(At(port), access=known)
+    assert tier.write(name_of(1), frame_of(1))
+    tier.close()
+    with pytest.raises((ConfigError, TierError)):
+        open_tier(At(port), access=Access(tls=True, ca_file=authority.ca_file), deadline_s=1.0)
+
+
+def test_a_plain_server_where_tls_is_set(valkey, authority):
+    start_s = time.monotonic()
+    with pytest.raises((ConfigError, TierError)):
+        open_tier(valkey, access=Access(tls=True, ca_file=authority.ca_file), deadline_s=1.0)
+    assert time.monotonic() - start_s < 3
+
+
+def test_a_cluster_with_tls(valkey_program, authority, tmp_path):
+    port = new_port()  # of the first; each has its own
+    cluster = Cluster(tmp_path, valkey_program, *tls_settings(authority, port))
+    for node in cluster.nodes:
+        node.command[node.command.index("--tls-port") + 1] = str(new_port())
+    try:
+        cluster.start()
+        ports = [int(node.command[node.command.index("--tls-port") + 1]) for node in cluster.nodes]
+        tier = open_tier(At(ports[0]), access=Access(tls=True, ca_file=authority.ca_file))
+        assert {node.port for node in tier.servers.masters} <= set(ports)
+        assert all(tier.write(name_of(n), frame_of(n)) for n in range(20))
+        assert tier.contains([name_of(n) for n in range(20)]) == [True] * 20
+        tier.close()
+    finally:
+        cluster.close()
+
+
+@pytest.mark.cluster_core
+def test_users_and_passwords(start, tmp_path):
+    server = start()
+    rules = "~kvtier/* +@read +@write +@transaction +@connection +info +cluster|slots +asking"  # those of the guide
+    assert rules in (Path(__file__).parents[2] / "docs/guides/valkey.md").read_text()
+    server.call("ACL", "SETUSER", "kv", "on", f">{PASSWORD}", *rules.split())
+    server.call("ACL", "SETUSER", "reader", "on", f">{PASSWORD}", "~kvtier/*", "+@read", "+cluster", "+ping", "+info")
+    server.call("CONFIG", "SET", "requirepass", PASSWORD)
+    for username in ("", "kv"):
+        tier = open_tier(server, prefix="kvtier", access=Access(username, PrivateText(PASSWORD)))
+        assert tier.write(name_of(1), frame_of(1))
+        assert tier.write(name_of(2), frame_of(2, 2 * MIB))
+        assert tier.read(name_of(1), memoryview(bytearray(4096))) == 4096
+        assert sorted(tier.scan()) == sorted([(name_of(1), 4096), (name_of(2), 2 * MIB)])
+        tier.delete(name_of(2))
+        assert tier.figures().used_bytes
+        tier.close()
+    for username, password in (("", "wrong-secret"), ("kv", "wrong-secret"), ("nobody", PASSWORD), ("", "")):
+        with pytest.raises(ConfigError, match=r"WRONGPASS|NOAUTH") as caught:
+            open_tier(server, access=Access(username, PrivateText(password)))
+        assert not password or password not in str(caught.value)
+    tier = open_tier(server, prefix="kvtier", access=Access("reader", PrivateText(PASSWORD)))
+    assert tier.read(name_of(1), memoryview(bytearray(4096))) == 4096
+    with pytest.raises(TierError, match="NOPERM"):
+        tier.write(name_of(2), frame_of(2))
+    tier.close()
+    path = tmp_path / "password"
+    path.write_text(PASSWORD + "\n")
+    settings = ValkeySettings(addresses=f"127.0.0.1:{server.port}", password_file=path)
+    tier = KIND.open(settings, CONTEXT)
+    assert tier.contains([name_of(1)]) == [True]
+    tier.close()
+    path.write_text("")
+    with pytest.raises(ConfigError, match="password file"):
+        KIND.open(settings, CONTEXT)
+    assert PASSWORD not in repr(ValkeySettings(addresses="host", password=PrivateText(PASSWORD)))
+
+
+def test_a_password_that_changes_later_is_an_error_and_then_works_again(start):
+    server = start()
+    tier = open_tier(server)
+    server.call("CONFIG", "SET", "requirepass", PASSWORD)
+    tier.servers.failed(tier.servers.masters[0])  # closes what is connected
+    with pytest.raises(TierError, match="NOAUTH"):
+        tier.contains([name_of(1)])
+    tier.close()
+
+
+@pytest.mark.cluster_core
+def test_no_server_is_an_error_that_may_pass_and_the_next_address_is_tried(valkey):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(TierError, match="no server answers"):
+            open_tier(At(port), deadline_s=1.0)
+        tier = open_tier(At(port), valkey)
+        tier.close()
+        closed.listen(0)  # takes connections and says nothing
+        start_s = time.monotonic()
+        with pytest.raises(TierError):
+            open_tier(At(port), deadline_s=1.0)
+        tier = open_tier(At(port), valkey, deadline_s=2.0)
+        assert time.monotonic() - start_s < 4
+        tier.close()
+    with pytest.raises(TierError):
+        ValkeyTier("no-such-host.invalid", key_id=KEY_ID, fingerprint=FINGERPRINT, deadline_s=2.0)
+
+
+@pytest.mark.parametrize("password", ["", PASSWORD])
+def test_a_server_with_too_many_clients_is_an_error_that_may_pass(start, password):
+    server = start()
+    server.call("CONFIG", "SET", "requirepass", password)
+    access = Access(password=PrivateText(password))
+    tier = open_tier(server, access=access, deadline_s=1.0)
+    line = Line(server.port)
+    if password:
+        line.call("AUTH", password)
+    line.call("CONFIG", "SET", "maxclients", 2)
+    with pytest.raises(TierError, match=r"max number of clients|no server answers"):
+        open_tier(server, access=access, deadline_s=0.5)
+    assert tier.contains([name_of(1)]) == [False], "one that is connected"
+    line.close()
+    tier.close()
+
+
+def test_warnings_at_the_start(valkey, caplog):
+    prefix = fresh_prefix()
+    open_tier(valkey, prefix=prefix).close()
+    assert "policy noeviction" in caplog.text
+    assert "another secret" not in caplog.text
+    caplog.clear()
+    valkey.call("CONFIG", "SET", "maxmemory", "1gb", "maxmemory-policy", "allkeys-lru")
+    try:
+        open_tier(valkey, prefix=prefix, fingerprint=bytes(32)).close()  # another model
+        assert not caplog.text
+        open_tier(valkey, prefix=prefix, key_id=bytes(16)).close()
+        assert f"another secret only (key id {KEY_ID.hex()})" in caplog.text
+        caplog.clear()
+        open_tier(valkey, prefix=prefix, key_id=bytes(16)).close()
+        assert not caplog.text, "once"
+    finally:
+        valkey.call("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
+
+
+@pytest.mark.cluster_core
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"addresses": "host:0"}, "HOST"),
+        ({"addresses": "host:70000"}, "HOST"),
+        ({"addresses": "ho st"}, "HOST"),
+        ({"addresses": "user:secret@host:1"}, "HOST"),
+        ({"addresses": ",".join(f"host{n}" for n in range(65))}, "at most 64"),
+        ({"addresses": "host", "prefix": "a{b}"}, "prefix"),
+        ({"addresses": "host", "prefix": ""}, "prefix"),
+        ({"addresses": "host", "username": "kv"}, "password"),
+        ({"addresses": "host", "password": PrivateText("a"), "password_file": "/x"}, "not both"),
+        ({"addresses": "host", "tls": True, "key_file": "/x"}, "certificate_file: missing"),
+        ({"addresses": "host", "ca_file": "/x"}, "tls"),
+        ({"addresses": "host", "database": -1}, "database"),
+        ({"addresses": "host", "lifetime_s": -1.0}, "lifetime_s"),
+    ],
+)
+def test_wrong_settings_name_the_value_and_what_is_allowed(values, why):
+    with pytest.raises(ConfigError, match=why) as caught:
+        ValkeySettings(**values)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_tier_from_a_text(valkey):
+    settings = tier_list.parse(f"valkey:127.0.0.1:{valkey.port},[::1]:{valkey.port},localhost?lifetime=1h&prefix=a/b")
+    assert settings.addresses == f"127.0.0.1:{valkey.port},[::1]:{valkey.port},localhost:6379"
+    assert (settings.lifetime_s, settings.prefix, settings.name) == (3600.0, "a/b", "valkey")
+    assert "valkey" in registry.built_in()
+    with pytest.raises(ConfigError, match=r"store\.secret_file"):
+        KIND.open(settings, TierContext(layout=LAYOUT))
+    with pytest.raises(ConfigError, match="no file"):
+        KIND.open(ValkeySettings(addresses="host", tls=True, ca_file="/no/such/file"), CONTEXT)
+
+
+WITHOUT = """
+import sys
+sys.modules["valkey"] = None
+import kvtier
+from kvtier.errors import ConfigError
+from kvtier.tier.registry import built_in, by_name
+assert "valkey" not in built_in() and "disk" in built_in()
+try:
+    by_name("valkey")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_without_the_package_only_this_kind_is_missing():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], timeout=60, check=True, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("pip install 'kvtier[valkey]'")
+
+
+def test_objects_of_other_models_secrets_databases_and_prefixes_are_not_seen(valkey):
+    prefix = fresh_prefix()
+    first = open_tier(valkey, prefix=prefix)
+    assert first.write(name_of(1), frame_of(1))
+    others = [
+        open_tier(valkey, prefix=prefix, fingerprint=bytes(32)),
+        open_tier(valkey, prefix=prefix, key_id=bytes(16)),
+        open_tier(valkey, prefix=prefix + "x"),
+        open_tier(valkey, prefix=prefix, access=Access(database=3)),
+    ]
+    for each in others:
+        assert each.contains([name_of(1)]) == [False]
+        assert list(each.scan()) == []
+        each.close()
+    assert list(first.scan()) == [(name_of(1), 4096)]
+    first.close()
+    with pytest.raises(ConfigError, match="DB index"):
+        open_tier(valkey, access=Access(database=999))

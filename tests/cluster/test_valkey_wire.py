@@ -1,0 +1,144 @@
+"""What a hostile, broken or wrong server sends costs one connection and a bounded time, and never memory."""
+
+import time
+import tracemalloc
+from contextlib import suppress
+
+import pytest
+from tests.cluster.hostile import Hostile, single
+from tests.cluster.valkey_world import MIB, frame_of, name_of, open_tier
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.tier.base import Read
+from kvtier.tier.valkey_parts import HEADER, MAGIC
+
+pytestmark = pytest.mark.cluster_core
+DEADLINE_S = 0.3
+SLACK_S = 2.0
+
+
+def drip(_data):
+    while True:
+        yield b"x"
+        yield 0.05
+
+
+def endless_line(_data):
+    while True:
+        yield b"-" + b"x" * 65536
+
+
+def endless_number(_data):
+    while True:
+        yield b"$" + b"1" * 65536
+
+
+def cut(_data):
+    yield b"$500\r\nabc"
+    raise OSError  # closes the connection
+
+
+def flood(_data):
+    while True:
+        yield b"*1\r\n" * 10000
+
+
+def drip_value(_data):
+    yield b"$1016\r\n" + HEADER.pack(MAGIC, 1, 1000)
+    yield from drip(_data)
+
+
+SAYINGS = {
+    "a length of 2^63": lambda _: [b"$9223372036854775807\r\n"],
+    "a length below nothing": lambda _: [b"$-2\r\n"],
+    "a length of 100 MB": lambda _: [b"$100000000\r\nabc"],
+    "no number": lambda _: [b"$12x\r\n"],
+    "too many items": lambda _: [b"*1000000000\r\n"],
+    "items in items": flood,
+    "another type": lambda _: [b"+OK\r\n" * 50],
+    "no protocol": lambda _: [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
+    "nothing": lambda _: [5.0],
+    "an early close": cut,
+    "an endless line": endless_line,
+    "an endless number": endless_number,
+    "a slow drip": drip,
+    "a value drop by drop": drip_value,
+    "a refusal": lambda _: [b"-ERR \x1b[31m\xff nonsense\r\n" * 50],
+}
+
+
+@pytest.mark.parametrize("saying", SAYINGS)
+def test_after_the_start(saying):
+    with Hostile(single(SAYINGS[saying])) as server:
+        tier = open_tier(server, deadline_s=10.0)
+        tier._deadline_s = tier._probe_deadline_s = DEADLINE_S
+        into = memoryview(bytearray(2 * MIB))
+        calls = {
+            "read": lambda: tier.read(name_of(1), into),
+            "read_many": lambda: tier.read_many([Read(name_of(1), into)])[0],
+            "write": lambda: tier.write(name_of(1), frame_of(1)),
+            "contains": lambda: tier.contains([name_of(1)]),
+            "health": lambda: tier.contains([]),
+            "delete": lambda: tier.delete(name_of(1)),
+            "scan": lambda: list(tier.scan()),
+        }
+        tracemalloc.start()
+        try:
+            for what, call in calls.items():
+                start_s = time.monotonic()
+                try:
+                    answer = call()
+                except TierError as error:
+                    answer = error
+                assert time.monotonic() - start_s < DEADLINE_S + SLACK_S, what
+                assert isinstance(answer, TierError) or not answer or saying == "another type", (what, answer)
+                assert str(answer).isprintable()
+            assert tracemalloc.get_traced_memory()[1] < 16 * MIB
+        finally:
+            tracemalloc.stop()
+        tier.close()
+
+
+@pytest.mark.parametrize("saying", SAYINGS)
+def test_from_the_start(saying):
+    with Hostile(SAYINGS[saying]) as server:
+        start_s = time.monotonic()
+        with pytest.raises((ConfigError, TierError)) as caught:
+            open_tier(server, deadline_s=DEADLINE_S)
+        assert time.monotonic() - start_s < DEADLINE_S + SLACK_S
+        assert len(str(caught.value)) < 700
+        assert str(caught.value).isprintable()
+
+
+def test_a_server_of_another_kind_is_a_mistake_in_the_settings():
+    with Hostile(SAYINGS["no protocol"]) as server, pytest.raises(ConfigError, match="not a Valkey server"):
+        open_tier(server, deadline_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("word", ["MOVED", "ASK"])
+def test_two_servers_that_send_everything_to_each_other_are_left(word):
+    rows = "*2\r\n" + "".join(
+        f"*3\r\n:{first}\r\n:{last}\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" for first, last in ((0, 8191), (8192, 16383))
+    )
+
+    def sends_to(other):
+        def say(data):
+            if b"SLOTS" in data:
+                return [(rows % (one.port, two.port)).encode()]
+            if b"SMEMBERS" in data:
+                return [b"*0\r\n"]
+            if b"INFO" in data:
+                return [b"$0\r\n\r\n"]
+            return [b"-%b 1 127.0.0.1:%d\r\n" % (word.encode(), other().port) * data.count(b"*")]
+
+        return say
+
+    with Hostile(sends_to(lambda: two)) as one, Hostile(sends_to(lambda: one)) as two:
+        tier = open_tier(one, two, deadline_s=10.0, probe_deadline_s=10.0)
+        before = one.blocks + two.blocks
+        with pytest.raises(TierError, match=word):
+            tier.contains([name_of(1)])
+        with suppress(TierError):
+            assert tier.read(name_of(1), memoryview(bytearray(4096))) is None
+        assert one.blocks + two.blocks - before < 30, "a bounded number of requests"
+        tier.close()

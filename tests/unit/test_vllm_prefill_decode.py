@@ -1,0 +1,155 @@
+"""Prefill here, decode there: what an engine announces, what it makes of an announcement, and what it never stores."""
+
+import pytest
+from tests.vllm_engine import SmallEngine
+from tests.vllm_engine_parts import Request
+
+from kvtier.connect.vllm.requests import announced_tokens, announcement_of, wants_announcement
+from kvtier.types import StoreDone
+
+PROMPT = list(range(1000))
+WHOLE = 768
+
+
+def asked(params: object, tokens: int = 1000) -> Request:
+    made = Request("r", [1] * tokens, tokens, tokens + 1)
+    made.kv_transfer_params = params  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 768])
+def test_an_announcement_arrives_as_it_was_made(tokens):
+    assert announced_tokens(asked(announcement_of(tokens))) == (tokens, "")
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"kvtier": None}, [1], "kvtier", 5])
+def test_a_request_without_one_has_none(params):
+    assert announced_tokens(asked(params)) == (0, "")
+    assert not wants_announcement(asked(params))
+
+
+def test_more_tokens_than_the_request_has_are_not_announced():
+    assert announced_tokens(asked({"kvtier": {"tokens": 10**30}})) == (1000, "")
+
+
+@pytest.mark.parametrize("tokens", [-1, True, 1.5, "768", None, [], {}, float("nan"), [[[]]]])
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_an_announcement_of_another_type_is_ignored_and_named(tokens, is_bare):
+    if is_bare and tokens in (None, {}):
+        pytest.skip("no announcement, and one without tokens")
+    found, problem = announced_tokens(asked({"kvtier": tokens if is_bare else {"tokens": tokens}}))
+    assert found == 0
+    assert problem.startswith("kvtier.tokens = ")
+    assert problem.endswith("allowed: a number of tokens, as the prefill engine announced it")
+
+
+@pytest.fixture
+def start():
+    engines = []
+
+    def begin(**options) -> SmallEngine:
+        engines.append(SmallEngine(**options))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+def run(engine: SmallEngine, **said: object) -> object:
+    request = engine.add(PROMPT, 1, **said)
+    engine.run()
+    engine.forget()
+    return engine.announced[request.request_id]
+
+
+def test_a_prefill_engine_announces_the_whole_chunks_of_the_prompt(start):
+    engine = start(announces=True)
+    wanted = {"do_remote_prefill": True, "do_remote_decode": False, "kvtier": {"tokens": WHOLE}}
+    assert run(engine) == wanted
+    assert run(engine) == wanted, "what it loaded is there, too"
+
+
+def test_any_other_engine_announces_when_a_request_wants_it(start):
+    engine = start()
+    assert run(engine) is None
+    assert run(engine, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False}) == announcement_of(
+        WHOLE
+    )
+    assert run(engine, kv_transfer_params={"do_remote_decode": "yes"}) is None
+
+
+def test_an_engine_whose_stores_no_other_engine_finds_announces_nothing(start):
+    engine = start(announces=None)
+    assert run(engine) is None
+    assert run(engine, kv_transfer_params={"do_remote_decode": True}) is None
+
+
+def test_a_cache_reset_ends_announcements_because_other_engines_have_other_keys(start):
+    engine = start(announces=True)
+    assert run(engine) is not None
+    waits = [engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE))]
+    engine.scheduler.reset()
+    waits.append(engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE)))
+    assert [engine.scheduler._requests[it.request_id].announced_tokens for it in waits] == [0, 0]
+    engine.run()
+    assert [engine.announced[it.request_id] for it in waits] == [None, None]
+
+
+def test_generated_tokens_are_not_announced(start):
+    engine = start(announces=True)
+    request = engine.add(PROMPT, 600)
+    engine.run()
+    assert engine.announced[request.request_id] == announcement_of(1000), "some chunk ends past the prompt"
+
+
+def test_a_request_that_is_aborted_announces_what_was_stored_until_then(start):
+    engine = start(announces=True, step_tokens=256)
+    request = engine.add(PROMPT, 1)
+    for _ in range(2):
+        engine.step()
+    engine.abort(request)
+    engine.run()
+    assert engine.announced[request.request_id]["kvtier"]["tokens"] in (256, 512)
+
+
+def test_stores_of_a_request_that_has_gone_go_on(start):
+    engine = start(announces=True, rest=0.0)  # no copy is made before `settle`
+    request = engine.add(PROMPT, 1)
+    while request.request_id in engine.requests:
+        engine.step()
+    assert engine.announced[request.request_id] == announcement_of(WHOLE)
+    assert not engine.opened.session._cache.host.readable[0], "nothing has left the engine's blocks yet"
+    engine.settle()
+    done = [it for it in engine.scheduler._poller.take_events() if isinstance(it, StoreDone)]
+    assert [(it.held, it.dropped) for it in done] == [(WHOLE // 256, 0)]
+
+
+def test_a_decode_engine_loads_and_stores_nothing(start):
+    events = []
+    engine = start(stores=False)
+    take = engine.scheduler._poller.take_events
+    engine.scheduler._poller.take_events = lambda: [events.append(it) or it for it in take()]
+    assert run(engine, kv_transfer_params=announcement_of(WHOLE)) is None
+    assert not engine.loaded_tokens
+    assert not [it for it in events if isinstance(it, StoreDone)]
+    prefix = Request("other", PROMPT, 1000, 1001)
+    control = start()
+    control.add(prefix.tokens, 1)
+    control.run()
+    control.forget()
+    run(control)
+    assert control.loaded_tokens == WHOLE, "the control: an engine that stores"
+
+
+def test_a_load_that_ends_early_ends_the_wait_for_announced_chunks(start):
+    engine = start()
+    run(engine)
+    tracked = []
+    for failing in (0.0, 1.0):
+        engine.copier.failing = failing
+        request = engine.add(PROMPT, 1, kv_transfer_params=announcement_of(WHOLE))
+        tracked.append(engine.scheduler._requests[request.request_id])
+        engine.run()
+        engine.forget()
+    assert [it.announced_tokens for it in tracked] == [WHOLE, 0]
