@@ -6,11 +6,14 @@ from kvtier.codec.frame import frame_bytes
 from kvtier.core.limits import TierRules
 from kvtier.observe import metric_definitions as table
 from kvtier.runtime.arena import Arena
+from kvtier.runtime.executor import Completion
 from kvtier.runtime.object_store import ObjectStore
+from kvtier.runtime.object_transfers import ObjectTransfers
+from kvtier.runtime.object_work import ObjectCall, ObjectRead
 from kvtier.runtime.staging import StagingSlots
 from kvtier.testing.memory_tier import MemoryTier
 from kvtier.testing.object_store import DEADLINE_S, LAYOUT, STAGED, STAGING_BYTES, got, object_id, put
-from kvtier.types import Outcome
+from kvtier.types import Drop, Link, Origin, Outcome
 
 
 def opened(tier):
@@ -45,6 +48,51 @@ def test_a_read_that_becomes_a_write_counts_as_one():
     assert not staging.read_becomes_write(0), "writes have their most"
     staging.give_from_write(0, slot)
     assert staging.used(0) == 3
+
+
+class Silent:
+    def submitted(self, command):
+        pass
+
+    def completed(self, completion):
+        pass
+
+
+def test_the_write_that_heals_waits_for_the_drop_of_the_bad_copy():
+    """The thread that found it may send the drop later, and an older probe may still say that the copy is there."""
+    transfers = ObjectTransfers(
+        layout=LAYOUT, slots=(4, 4), tiers=[TierRules(name="memory")], down=(), observer=Silent()
+    )
+    tier, bad = transfers.tiers["memory"], object_id(1)
+
+    def commands():
+        taken = list(transfers.output.commands)
+        transfers.output.commands.clear()
+        return taken
+
+    call = ObjectCall(lambda: None, [Outcome.CANCELLED], 1)
+    transfers.read(ObjectRead(call, 0, bad, Origin()))
+    transfers.advance(0.0)
+    (promote,) = commands()
+    assert not transfers.must_write(tier, bad)
+    transfers.complete(Completion(promote, Outcome.CORRUPT), 0.1)
+    (drop,) = commands()
+    assert isinstance(drop, Drop)
+    assert call.outcomes == [Outcome.CORRUPT]
+    call = ObjectCall(lambda: None, [Outcome.FAILED], 1)
+    assert transfers.must_write(tier, bad)
+    transfers.filled(transfers.stage(call, 0, bad, Origin()), 0.2)
+    transfers.advance(0.2)
+    assert commands() == [], "the drop is not over"
+    transfers.complete(Completion(drop, Outcome.DONE), 0.3)
+    assert transfers.must_write(tier, bad), "a probe may have been answered before"
+    transfers.advance(0.3)
+    (demote,) = commands()
+    assert demote.link is Link.DEMOTE
+    transfers.complete(Completion(demote, Outcome.DONE), 0.4)
+    assert call.outcomes == [Outcome.DONE]
+    transfers.expire(0.3 + tier.rules.probe_deadline_s)
+    assert not transfers.must_write(tier, bad)
 
 
 def test_metrics_are_those_of_a_session():
