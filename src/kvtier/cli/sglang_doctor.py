@@ -29,6 +29,7 @@ from kvtier.connect.sglang.installed import (
     read_extra,
     settings_in,
 )
+from kvtier.connect.sglang.pools import POOLS
 from kvtier.connect.sglang.server_arguments import FIELDS
 from kvtier.connect.vllm.identity import local_folder
 from kvtier.errors import ConfigError
@@ -37,8 +38,8 @@ from kvtier.keys.weights import checkpoint_files
 PAGE_TOKENS_FEW = 16
 """Smaller pages are reported: an object has a header of 4 KiB, and costs a request."""
 
-LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-"""Supported layouts of HiCache's host memory."""
+LAYOUTS = sorted({layout for layouts in POOLS.values() for layout in layouts})
+"""Layouts of HiCache's host memory that some pool supports."""
 
 SERVER_DEADLINE_S = 10.0
 ANSWER_BYTES_MAX = 16 << 20
