@@ -230,6 +230,29 @@ def test_the_faster_tier_is_lost_and_filled_again_at_the_second_use():
     store.close()
 
 
+def test_a_faster_tier_that_has_the_object_again_is_read_first():
+    """Filled from the slower one, by a put, or by another process."""
+    fast, slow = Gated("fast"), Gated("slow")
+    store = over(fast, slow)
+    objects = [object_id(number) for number in range(3)]
+    put(store, range(3))
+    until(lambda: slow.object_count == 3 and not store._transfers.writes)
+    frames = {name: bytes(frame) for name, (frame, _) in fast._frames.items()}
+    for name in frames:
+        fast.delete(name)
+    assert store.leading_run(objects, 1.0) == 3
+    assert got(store, [0]) == got(store, [0]) == put(store, [1]) == [DONE]
+    until(lambda: fast.object_count == 2 and not store._transfers.writes)
+    for name, frame in frames.items():
+        fast.write(name, memoryview(frame))
+    slow.shut = {"read"}
+    assert got(store, [0, 1]) == [DONE] * 2
+    assert store.leading_run(objects, 1.0) == 3
+    assert got(store, [2]) == [DONE]
+    slow.open_again()
+    store.close()
+
+
 def test_a_tier_that_admits_nothing_is_passed_over():
     class Choosy(MemoryTier):
         def write(self, name, frame, about=None):
@@ -507,6 +530,40 @@ def test_closing_waits_for_a_copy_into_the_callers_memory(monkeypatch):
         assert copying.wait(PATIENCE_S)
         store.close()
         assert reading.result(PATIENCE_S) == [DONE]
+
+
+def test_a_call_without_end_waits_for_a_slot(monkeypatch):
+    store = over(MemoryTier("memory", capacity_bytes=ROOM))
+    put(store, range(2 * STAGED))
+    copy, copying, gate = store._copy_out, threading.Event(), threading.Event()
+
+    def slowly(*given):
+        copying.set()
+        gate.wait(PATIENCE_S)
+        copy(*given)
+
+    monkeypatch.setattr(store, "_copy_out", slowly)
+    with ThreadPoolExecutor(2) as others:
+        first = others.submit(got, store, range(STAGED))
+        assert copying.wait(PATIENCE_S)
+        second = others.submit(got, store, range(STAGED, 2 * STAGED), 0, float("inf"))
+        until(lambda: len(store._calls) == 2)
+        time.sleep(0.05)  # it waits, and no command has a deadline
+        gate.set()
+        assert first.result(PATIENCE_S) == second.result(PATIENCE_S) == [DONE] * STAGED
+    assert store.close(float("inf")).flushed
+
+
+def test_closing_with_a_deadline_that_is_no_number_waits_for_nothing():
+    tier = Gated()
+    store = over(tier)
+    tier.shut = {"write"}
+    with ThreadPoolExecutor(1) as other:
+        writing = other.submit(put, store, [1])
+        until(lambda: store._transfers.writes)
+        assert not store.close(float("nan")).flushed
+        assert writing.result(PATIENCE_S) == [FAILED]
+    tier.open_again()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from kvtier.codec.frame import frame_bytes
 from kvtier.core.limits import TierRules
 from kvtier.observe import metric_definitions as table
@@ -56,6 +58,80 @@ class Silent:
 
     def completed(self, completion):
         pass
+
+
+def transfers_of(*names):
+    rules = [TierRules(name=name) for name in names]
+    return ObjectTransfers(layout=LAYOUT, slots=(4, 4), tiers=rules, down=(), observer=Silent())
+
+
+def commands_of(transfers):
+    taken = list(transfers.output.commands)
+    transfers.output.commands.clear()
+    return taken
+
+
+def call_of_one():
+    return ObjectCall(lambda: None, [Outcome.CANCELLED], 1)
+
+
+def test_a_put_that_joins_an_overdue_write_is_answered():
+    transfers, page = transfers_of("memory"), object_id(1)
+    deadline_s = transfers.tiers["memory"].rules.transfer_deadline_s
+    first, before, after = call_of_one(), call_of_one(), call_of_one()
+    transfers.filled(transfers.stage(first, 0, page, Origin()), 0.0)
+    transfers.advance(0.0)
+    (demote,) = commands_of(transfers)
+    transfers.abandon(first)
+    assert transfers.join(before, 0, page)
+    assert before.left == 1
+    transfers.expire(deadline_s)
+    assert before.outcomes == [Outcome.FAILED]
+    assert transfers.join(after, 0, page)
+    assert after.outcomes == [Outcome.FAILED], "its thread may never return"
+    transfers.complete(Completion(demote, Outcome.FAILED), deadline_s)
+    assert transfers.staging.used(0) == 0
+    assert not transfers.join(after, 0, page)
+
+
+@pytest.mark.parametrize("has_lost_it", [False, True])
+def test_a_put_that_joins_a_relay_is_done_if_the_source_has_the_object(has_lost_it):
+    transfers, page = transfers_of("fast", "slow"), object_id(1)
+    slow = transfers.tiers["slow"]
+    slow.breakers[Link.DEMOTE].open_now()
+    slow.breakers[Link.DEMOTE].retry_at_s = 1.0
+    transfers.filled(transfers.stage(call_of_one(), 0, page, Origin()), 0.0)
+    transfers.advance(0.0)
+    (demote,) = commands_of(transfers)
+    transfers.complete(Completion(demote, Outcome.DONE), 0.1)
+    assert transfers.relays_waiting()["slow"] == 1
+    slow.breakers[Link.DEMOTE].succeeded()
+    transfers.advance(2.0)
+    (promote,) = commands_of(transfers)
+    again = call_of_one()
+    assert transfers.join(again, 0, page)
+    assert again.left == 1, "the source may have lost it"
+    transfers.complete(Completion(promote, Outcome.ABSENT if has_lost_it else Outcome.DONE), 2.1)
+    assert again.outcomes == [Outcome.FAILED if has_lost_it else Outcome.DONE]
+    transfers.advance(2.1)
+    assert [it.tier for it in commands_of(transfers)] == ([] if has_lost_it else ["slow"])
+    assert transfers.staging.used(0) == (0 if has_lost_it else 1)
+
+
+def test_a_put_that_joins_a_relay_does_not_wait_for_a_source_that_hangs():
+    transfers, page = transfers_of("fast", "slow"), object_id(1)
+    transfers.tiers["slow"].breakers[Link.DEMOTE].open_now()
+    transfers.tiers["slow"].breakers[Link.DEMOTE].retry_at_s = 1.0
+    transfers.filled(transfers.stage(call_of_one(), 0, page, Origin()), 0.0)
+    transfers.advance(0.0)
+    transfers.complete(Completion(commands_of(transfers)[0], Outcome.DONE), 0.1)
+    transfers.tiers["slow"].breakers[Link.DEMOTE].succeeded()
+    transfers.advance(2.0)
+    before, after = call_of_one(), call_of_one()
+    assert transfers.join(before, 0, page)
+    transfers.expire(2.0 + transfers.tiers["fast"].rules.transfer_deadline_s)
+    assert transfers.join(after, 0, page)
+    assert before.outcomes == after.outcomes == [Outcome.FAILED]
 
 
 def test_the_write_that_heals_waits_for_the_drop_of_the_bad_copy():

@@ -65,6 +65,9 @@ COPY_BYTES = 2 << 20
 
 KEY_BYTES = 32
 
+DEADLINE_S_MAX = 86_400.0
+"""Longest deadline; longer ones, such as infinity, count as this."""
+
 CLOSE_S_MIN = 1.0
 """Closing leaves threads and tiers at least this long, even if writes used up the deadline."""
 
@@ -274,10 +277,9 @@ class ObjectStore:
         """
         if self._process != os.getpid():
             return Closed(flushed=False, lost=0)
+        deadline_s = min(deadline_s, DEADLINE_S_MAX) if deadline_s > 0 else 0.0
         until_s = self._clock() + deadline_s
-        if not self._lock.acquire(
-            timeout=min(max(0.0, deadline_s), threading.TIMEOUT_MAX)
-        ):  # a signal handler, perhaps
+        if not self._lock.acquire(timeout=deadline_s):  # a signal handler, perhaps
             return Closed(flushed=False, lost=0)
         try:
             is_first, self._is_closing, self._is_shut = not self._is_closing, True, True
@@ -442,10 +444,10 @@ class ObjectStore:
             return (self._ask_remote if is_run and tier.rules.is_remote else self._ask)(tier, asked, until_s)
 
         found = search(self._tiers.all, objects, ask, is_run=is_run)
-        slower = [(each, tier) for each, tier in zip(objects, found, strict=True) if tier is not None and tier.number]
-        if slower:
+        held = [(each, tier) for each, tier in zip(objects, found, strict=True) if tier is not None]
+        if held and len(self._tiers) > 1:
             with self._lock:
-                self._transfers.found(slower)
+                self._transfers.found(held)
         present[:-1] = [tier is not None for tier in found]
 
     def _ask_remote(self, tier: TierState, objects: Sequence[ObjectId], until_s: float) -> Sequence[bool]:
@@ -491,14 +493,14 @@ class ObjectStore:
     @contextmanager
     def _call(self, name: str, deadline_s: float) -> Generator[float | None]:
         """The time at which the call must end; None if it cannot begin."""
-        began_s = self._clock()
+        began_s, deadline_s = self._clock(), min(deadline_s, DEADLINE_S_MAX)
         is_usable = (
             self._process == os.getpid()  # before any lock
             and not self._is_shut
             and len(self._calls) < CALLS_MAX
             and deadline_s > 0
             # Not free in time: a signal handler or finalizer, in the middle of another call of this thread.
-            and self._lock.acquire(timeout=min(deadline_s, threading.TIMEOUT_MAX))
+            and self._lock.acquire(timeout=deadline_s)
         )
         if is_usable:
             self._lock.release()
@@ -621,9 +623,9 @@ class ObjectStore:
             raise BadCallError(f"{len(objects)} objects in one call; allowed: at most {OBJECTS_MAX}")
         groups = len(self._layers)
         for key, group in objects:
-            if len(key) != KEY_BYTES or not 0 <= group < groups:
+            if type(key) is not bytes or len(key) != KEY_BYTES or not 0 <= group < groups:
                 raise BadCallError(
-                    f"object ({len(key)} bytes, group {group}); allowed: a key of {KEY_BYTES} bytes, and a group below "
+                    f"object ({key!r:.80}, group {group}); allowed: a key of {KEY_BYTES} bytes, and a group below "
                     f"{groups}"
                 )
 

@@ -98,9 +98,12 @@ class ObjectTransfers:
         self._send(Flight(probe, tier, question), deadline_s)
 
     def found(self, held: Sequence[tuple[ObjectId, TierState]]) -> None:
-        """Slower tiers have reported these objects: reads of them begin there."""
+        """Tiers have reported these objects: reads of them begin there."""
         for each, tier in held:
-            self._held_by[each] = tier.number
+            if tier.number:
+                self._held_by[each] = tier.number
+            elif self._held_by:
+                self._held_by.pop(each, None)
         while len(self._held_by) > REMEMBERED_MAX:
             self._held_by.popitem(last=False)
 
@@ -220,10 +223,16 @@ class ObjectTransfers:
             return False
         if write.is_held:
             call.end(number, Outcome.DONE)
+        elif write.flights and write.queue is None and not self._is_awaited(write):
+            call.end(number, Outcome.FAILED)  # only overdue threads have it
         else:
             write.is_answered = False  # its own call may have left
             write.waiting.append((call, number))
         return True
+
+    def _is_awaited(self, write: ObjectWrite) -> bool:
+        """Whether a command of `write` is in flight and not overdue."""
+        return any(flight.work is write and not flight.is_late for flight in self._flights.values())
 
     def must_write(self, tier: TierState, object_id: ObjectId) -> bool:
         """Whether the copy that `tier` reports may be bad, or may be dropped by now."""
@@ -281,6 +290,8 @@ class ObjectTransfers:
 
     def _end_if_over(self, write: ObjectWrite) -> None:
         is_over = write.queue is None and not write.flights and not write.tiers
+        if is_over:  # calls may have joined it since it was answered
+            self._answer(write, Outcome.DONE if write.is_held else Outcome.FAILED)
         if is_over and self._staged.get(write.object) is write:
             del self._staged[write.object]
             self.staging.give_from_write(write.object.group, write.slot)
@@ -338,6 +349,8 @@ class ObjectTransfers:
         if outcome is Outcome.DONE:
             write.is_held = True
             tier.remember(write.object, now_s, is_present=True)
+            if tier.number < self._held_by.get(write.object, 0):
+                self.found([(write.object, tier)])
             if tier.rules.persists:
                 write.source = tier
             if tier.rules.persists or flight.is_late:
@@ -377,7 +390,7 @@ class ObjectTransfers:
             if slot is None:
                 return
             del relays[object_id]
-            write = ObjectWrite(object_id, origin, slot, deque([tier]), is_held=True, source=source, is_answered=True)
+            write = ObjectWrite(object_id, origin, slot, deque([tier]), source=source, is_answered=True)
             self._staged[object_id] = write
             self._relaying += 1
             write.flights += 1
@@ -390,6 +403,8 @@ class ObjectTransfers:
         self._relaying -= 1
         write.flights -= 1
         if completion.outcome is Outcome.DONE and not flight.is_late:
+            write.is_held = True
+            self._answer(write, Outcome.DONE)
             self._write_next(write, now_s)
             return
         self.followers_dropped += 1
@@ -475,6 +490,8 @@ class ObjectTransfers:
                 self._try_next(work)
             elif isinstance(work, ObjectWrite) and flight.command.link is Link.DEMOTE:
                 self._write_next(work, now_s)
+            elif isinstance(work, ObjectWrite):
+                self._answer(work, Outcome.FAILED)
 
     def complete(self, completion: Completion, now_s: float) -> None:
         """Handle the completion of a command."""

@@ -215,6 +215,8 @@ class ObjectStoreContract:
         "wrong",
         [
             (ObjectId(ChunkKey(b"short")), pieces_of(1)),
+            (ObjectId("a text of 32 characters, no bytes"[:32]), pieces_of(1)),  # pyright: ignore[reportArgumentType]
+            (ObjectId(bytearray(32)), pieces_of(1)),  # pyright: ignore[reportArgumentType]
             (object_id(1, 2), pieces_of(1)),
             (object_id(1, -1), pieces_of(1)),
             (object_id(1), pieces_of(1)[:2]),
@@ -243,7 +245,7 @@ class ObjectStoreContract:
             store.get_into([ObjectBytes(object_id(1), frozen)], DEADLINE_S)
         store.close()
 
-    @pytest.mark.parametrize("deadline_s", [0.0, -1.0])
+    @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan")])
     def test_without_time_every_answer_is_a_miss(self, make_store: MakeStore, deadline_s: float) -> None:
         """A deadline that is over is not an error."""
         store = make_store()
