@@ -367,6 +367,33 @@ def test_a_damaged_copy_is_dropped_and_the_next_tier_has_a_good_one(tmp_path):
     store.close()
 
 
+def test_a_put_is_not_done_while_the_tier_keeps_a_damaged_copy():
+    """Because it cannot delete it, and does not overwrite objects."""
+
+    class Keeping(MemoryTier):
+        can_delete = False
+
+        def delete(self, name):
+            if not self.can_delete:
+                raise TierError(self.name, "read-only")
+            super().delete(name)
+
+    tier = Keeping("keeping", capacity_bytes=ROOM)
+    store = over(tier)
+    assert put(store, [1]) == [DONE]
+    ((name, (frame, about)),) = tier._frames.items()
+    tier._frames[name] = frame[:5000] + bytes([frame[5000] ^ 1]) + frame[5001:], about
+    assert got(store, [1]) == [CORRUPT]
+    until(lambda: not store._transfers._dropping)
+    until(lambda: not store._transfers._dropped)
+    assert put(store, [1]) == [FAILED]
+    assert got(store, [1]) == [CORRUPT]
+    tier.can_delete = True
+    until(lambda: not store._transfers._dropping)
+    assert put(store, [1]) == got(store, [1]) == [DONE]
+    store.close()
+
+
 def test_objects_under_each_others_names_are_misses(tmp_path):
     store = opened(settings("directory", tmp_path))
     put(store, range(2))

@@ -346,7 +346,7 @@ class ObjectTransfers:
         size_bytes = self._sizes[write.object.group]
         tier.ended(Link.DEMOTE, size_bytes, now_s, is_late=flight.is_late, is_fault=is_fault)
         write.flights -= 1
-        if outcome is Outcome.DONE:
+        if outcome is Outcome.DONE and not tier.is_suspect(write.object):
             write.is_held = True
             tier.remember(write.object, now_s, is_present=True)
             if tier.number < self._held_by.get(write.object, 0):
@@ -498,9 +498,13 @@ class ObjectTransfers:
         self._observer.completed(completion)
         command = completion.command
         if isinstance(command, Drop):
-            dropped = command.tier, ObjectId(command.key, command.group)
+            tier, dropped = self.tiers[command.tier], (command.tier, ObjectId(command.key, command.group))
+            if completion.outcome is Outcome.DONE:
+                tier.clear_suspect(dropped[1])
+            elif completion.outcome is Outcome.FAILED:  # the bad copy may still be there
+                tier.mark_suspect([dropped[1]])
             self._dropping.discard(dropped)
-            self._dropped[dropped] = now_s + self.tiers[command.tier].rules.probe_deadline_s
+            self._dropped[dropped] = now_s + tier.rules.probe_deadline_s
             if len(self._dropped) > REMEMBERED_MAX:
                 self._dropped.popitem(last=False)
             return
