@@ -394,6 +394,25 @@ def test_a_put_is_not_done_while_the_tier_keeps_a_damaged_copy():
     store.close()
 
 
+def test_a_drop_that_hangs_does_not_keep_a_put_from_the_next_tier():
+    class Stubborn(Gated):
+        def delete(self, name):
+            self._pass("delete")
+            super().delete(name)
+
+    first, second = Stubborn("first"), MemoryTier("second", capacity_bytes=ROOM)
+    store = over(first, second)
+    assert put(store, [1]) == [DONE]
+    until(lambda: second.object_count == 1)
+    ((name, (frame, about)),) = first._frames.items()
+    first._frames[name] = frame[:5000] + bytes([frame[5000] ^ 1]) + frame[5001:], about
+    first.shut = {"delete"}
+    assert got(store, [1]) == [DONE]
+    assert put(store, [1], deadline_s=PATIENCE_S / 2) == [DONE]
+    first.open_again()
+    store.close()
+
+
 def test_objects_under_each_others_names_are_misses(tmp_path):
     store = opened(settings("directory", tmp_path))
     put(store, range(2))

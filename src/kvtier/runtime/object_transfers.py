@@ -75,8 +75,8 @@ class ObjectTransfers:
         self._relaying = 0
         """Relays that hold a slot while they are read."""
         self._staged: dict[ObjectId, ObjectWrite] = {}
-        self._dropping: set[tuple[str, ObjectId]] = set()
-        """Drops without their completion."""
+        self._dropping: dict[tuple[str, ObjectId], float] = {}
+        """Drops without their completion, and until when writes wait for them."""
         self._dropped: OrderedDict[tuple[str, ObjectId], float] = OrderedDict()
         """Drops that have ended, and until when a probe may answer that was sent before."""
         self._flights: dict[int, Flight] = {}
@@ -210,7 +210,7 @@ class ObjectTransfers:
             tier.mark_suspect([object_id])  # as with a bad block: the tier has a copy that cannot be read
         if outcome is Outcome.CORRUPT:
             self.output.counters.corrupt += 1
-            self._drop(tier, object_id)
+            self._drop(tier, object_id, now_s)
         if outcome is Outcome.CORRUPT or outcome is Outcome.ABSENT:
             tier.remember(object_id, now_s, is_present=False)
 
@@ -321,10 +321,12 @@ class ObjectTransfers:
         for write in list(queue) if self._dropping else _first_ones(queue):
             if tier.breakers[Link.DEMOTE].is_trial:  # the rest waits for the result of a trial
                 return
-            if (tier.name, write.object) in self._dropping:
-                continue  # another thread may not have sent the drop yet
             key, group = write.object
-            can_write = tier.can_write(now_s)
+            can_write, dropped_s = tier.can_write(now_s), self._dropping.get((tier.name, write.object))
+            if can_write and dropped_s is not None:
+                if now_s < dropped_s:
+                    continue  # another thread may not have sent the drop yet
+                can_write = False  # the drop hangs
             if can_write and not tier.has_room(Link.DEMOTE, self._sizes[group]):
                 return
             del queue[write]
@@ -336,7 +338,7 @@ class ObjectTransfers:
                 continue
             tier.began(Link.DEMOTE, self._sizes[group])
             if tier.clear_suspect(write.object):  # a tier does not overwrite objects
-                self._drop(tier, write.object)
+                self._drop(tier, write.object, now_s)
             write.flights += 1
             self._transfer(Link.DEMOTE, write, tier, key, group, write.slot, write.origin, now_s)
 
@@ -383,7 +385,7 @@ class ObjectTransfers:
             is_free = tier.breakers[Link.DEMOTE].is_up() and tier.can_write(now_s) and source.can_read(now_s)
             if not is_free or not source.has_room(Link.PROMOTE, size_bytes) or self._followers[tier.name]:
                 return
-            if object_id in self._staged:
+            if object_id in self._staged or (tier.name, object_id) in self._dropping:
                 relays.move_to_end(object_id)
                 return
             slot = self.staging.take_for_write(group)
@@ -503,7 +505,7 @@ class ObjectTransfers:
                 tier.clear_suspect(dropped[1])
             elif completion.outcome is Outcome.FAILED:  # the bad copy may still be there
                 tier.mark_suspect([dropped[1]])
-            self._dropping.discard(dropped)
+            self._dropping.pop(dropped, None)
             self._dropped[dropped] = now_s + tier.rules.probe_deadline_s
             if len(self._dropped) > REMEMBERED_MAX:
                 self._dropped.popitem(last=False)
@@ -529,9 +531,9 @@ class ObjectTransfers:
             flight.work.present, flight.work.is_over = present, True
             flight.work.wake()
 
-    def _drop(self, tier: TierState, object_id: ObjectId) -> None:
+    def _drop(self, tier: TierState, object_id: ObjectId, now_s: float) -> None:
         drop = Drop(tier.name, *object_id)
-        self._dropping.add((tier.name, object_id))
+        self._dropping[tier.name, object_id] = now_s + tier.rules.transfer_deadline_s
         self._observer.submitted(drop)
         self.output.commands.append(drop)
 
